@@ -1,0 +1,98 @@
+"""Every error that jpaged raises on purpose, and the gRPC status that each becomes.
+
+    JpagedError                                 grpc_status
+    ├── InvalidArgument (ValueError)            INVALID_ARGUMENT     the caller is wrong: field, value, limit
+    │   └── RequestTooLong                      INVALID_ARGUMENT     it can never fit, whatever the load
+    ├── NotFound (LookupError)                  NOT_FOUND            no such request, model or adapter
+    ├── AlreadyExists                           ALREADY_EXISTS       a request with this id is in flight
+    ├── QueueFull                               RESOURCE_EXHAUSTED   the waiting queue is at its bound; try later
+    ├── Unavailable                             UNAVAILABLE          starting or draining
+    ├── DeadlineExceeded                        DEADLINE_EXCEEDED    the request's deadline passed
+    ├── Cancelled                               CANCELLED            the caller went away
+    ├── Unsupported                             UNIMPLEMENTED        this backend or build cannot, and why
+    └── InternalError                           INTERNAL             our bug or a device fault, with its state
+
+The engine and the server translate nothing else: a foreign exception is caught in two places only (the top of the
+engine loop, the top of the servicer) and becomes an InternalError.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class JpagedError(Exception):
+    """Base of every error raised on purpose; `grpc_status` is the name of the status code that it becomes."""
+
+    grpc_status: ClassVar[str] = "UNKNOWN"
+
+
+class InvalidArgument(JpagedError, ValueError):
+    """The caller passed something that can never work: says which field, which value, and the limit.
+
+    `field` is the name as the caller wrote it (`sampling.top_p`, `--block-size`); the server puts it into
+    google.rpc.BadRequest.
+    """
+
+    grpc_status: ClassVar[str] = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class RequestTooLong(InvalidArgument):
+    """The request cannot fit into the model's length or into the whole pool, even when it runs alone."""
+
+
+class NotFound(JpagedError, LookupError):
+    """The thing that was named does not exist (any more)."""
+
+    grpc_status: ClassVar[str] = "NOT_FOUND"
+
+
+class AlreadyExists(JpagedError):
+    """A request with this id is in flight: a retry must wait for it or choose another id."""
+
+    grpc_status: ClassVar[str] = "ALREADY_EXISTS"
+
+
+class QueueFull(JpagedError):
+    """The waiting queue is at its bound. `retry_after_s` is when a place is likely to be free."""
+
+    grpc_status: ClassVar[str] = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(JpagedError):
+    """The server is starting, draining or gone: the same request can succeed elsewhere or later."""
+
+    grpc_status: ClassVar[str] = "UNAVAILABLE"
+
+
+class DeadlineExceeded(JpagedError):
+    """The request's deadline passed before it finished; its blocks are free again."""
+
+    grpc_status: ClassVar[str] = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(JpagedError):
+    """The caller cancelled, or closed its stream."""
+
+    grpc_status: ClassVar[str] = "CANCELLED"
+
+
+class Unsupported(JpagedError):
+    """This backend, build or model family cannot do what was asked; the message says why and what can."""
+
+    grpc_status: ClassVar[str] = "UNIMPLEMENTED"
+
+
+class InternalError(JpagedError):
+    """A bug of ours or a fault of the device: the message carries the state needed to look into it."""
+
+    grpc_status: ClassVar[str] = "INTERNAL"

@@ -1,0 +1,218 @@
+"""The values that cross layers: what a caller asks for and what comes back. Frozen; no jax, no grpc.
+
+One type for each hop of a request: `SamplingParams` and a prompt become a `Request` (validated, tokenised), the engine
+answers with `OutputEvent`s, and the offline face folds those into a `RequestOutput`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from jpaged.errors import InvalidArgument
+
+MAX_LOGPROBS = 20
+"""Most alternatives a request may ask for at each position."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 32
+MAX_SEED = 2**64 - 1
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` were generated."""
+    ABORT = "abort"
+    """The request was aborted by id."""
+
+
+def _require(ok: bool, name: str, value: object, limit: str) -> None:
+    if not ok:
+        raise InvalidArgument(f"sampling.{name}", f"{value!r} is out of range: must be {limit}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a sequence stops. Values out of range raise `InvalidArgument`.
+
+    Attributes:
+        max_tokens: tokens to generate at most, >= 1.
+        min_tokens: end-of-sequence and stop tokens are impossible before so many tokens; 0 <= min_tokens <= max_tokens.
+        temperature: 0 is greedy; otherwise logits are divided by it, up to 100.
+        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p; in (0, 1].
+        min_p: drop tokens less likely than min_p times the likeliest; in [0, 1].
+        seed: the noise of this request is a function of (seed, sequence index, position) alone; None draws a seed from
+            the engine's.
+        logprobs: also report this many likeliest tokens at each position (0 to 20; 0 reports the chosen one alone).
+            Log-probabilities are of the model's own distribution, before temperature and truncation.
+        stop: texts that end the sequence; none of their characters is ever sent.
+        stop_token_ids: tokens that end the sequence; the token itself is reported, its text is not.
+        ignore_eos: go on past the model's own end-of-sequence tokens.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._check_lengths()
+        self._check_distribution()
+        self._check_stops()
+
+    def _check_lengths(self) -> None:
+        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer >= 1")
+        _require(
+            _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            self.min_tokens,
+            f"an integer from 0 to max_tokens ({self.max_tokens})",
+        )
+
+    def _check_distribution(self) -> None:
+        for name, low, high, limit in (
+            ("temperature", 0.0, 100.0, "from 0 to 100"),
+            ("top_p", math.nextafter(0.0, 1.0), 1.0, "above 0 and at most 1"),
+            ("min_p", 0.0, 1.0, "from 0 to 1"),
+        ):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            _require(is_number and low <= value <= high, name, value, f"a number {limit}")
+        _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer >= 1, or 0 or -1 for all")
+        if self.seed is not None:
+            _require(_is_int(self.seed) and 0 <= self.seed <= MAX_SEED, "seed", self.seed, f"from 0 to {MAX_SEED}")
+        if self.logprobs is not None:
+            is_ok = _is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS
+            _require(is_ok, "logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
+
+    def _check_stops(self) -> None:
+        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
+        for text in self.stop:
+            is_ok = isinstance(text, str) and 1 <= len(text) <= MAX_STOP_STRING_CHARS
+            _require(is_ok, "stop", text, f"a string of 1 to {MAX_STOP_STRING_CHARS} characters")
+        num_ids = len(self.stop_token_ids)
+        _require(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, f"at most {MAX_STOP_TOKEN_IDS} ids")
+        for token_id in self.stop_token_ids:
+            _require(_is_int(token_id) and token_id >= 0, "stop_token_ids", token_id, "token ids >= 0")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as the engine takes it: tokenised, validated, its seed settled.
+
+    Attributes:
+        prompt_token_ids: at least one token.
+        prompt: the text the ids came from; None when the caller sent ids.
+        deadline_s: on the engine's clock; None means none.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    prompt: str | None = None
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one token; `rank` is 1 for the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """What the model thought of one generated position: the chosen token, and the likeliest ones in order."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request so far: `cached_tokens` of the prompt came from the prefix cache."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFinish:
+    """How a sequence ended; `matched_stop` is the stop string or token id that ended it, if one did."""
+
+    reason: FinishReason
+    matched_stop: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEvent:
+    """What one step added to one sequence of a request.
+
+    A request's last event carries `is_last`; nothing follows it. `error` is set on the last event alone, when the
+    request failed instead of finishing.
+    """
+
+    request_id: str
+    index: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish: SequenceFinish | None = None
+    usage: Usage = field(default_factory=Usage)
+    is_last: bool = False
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One finished sequence of a request. `cumulative_logprob` is the sum over its tokens."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float
+    logprobs: tuple[PositionLogprobs, ...] | None
+    finish_reason: str
+    matched_stop: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """Everything that came of one request, as `LLM.generate` returns it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    usage: Usage
+    finished: bool = True
