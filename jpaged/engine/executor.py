@@ -1,0 +1,179 @@
+"""What the engine asks of a device: the shapes of one step, and five verbs. Owned by the engine, implemented below it.
+
+The engine decides, the executor computes. A step goes down as one `StepInputs` of padded numpy arrays and comes back as
+one `StepOutputs`; in between it is a handle. The executor never changes what it was told to run, and the engine never
+sees a device array.
+
+    T  tokens packed in the step, padded to a bucket       S  rows of a step, always max_num_seqs
+    M  width of a block-table row                          R  rows that the sampler runs on, padded to a bucket
+    X  token ids that a row may forbid                     K  alternatives reported with log-probabilities
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.engine.buckets import BucketTable
+
+I32 = NDArray[np.int32]
+U32 = NDArray[np.uint32]
+F32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
+
+NULL_BLOCK = 0
+"""Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The sizes that engine and executor agree on, fixed once the pool is allocated.
+
+    Attributes:
+        num_blocks: usable blocks, the null block not counted (N).
+        block_size: token slots in a block (B).
+        max_num_seqs: rows of a step (S).
+        max_model_len: tokens of a sequence at most.
+        vocab_size: token ids are below it (V).
+        bytes_per_block: of KV memory, all layers, both keys and values.
+        buckets: the shapes that were compiled.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    vocab_size: int
+    bytes_per_block: int
+    buckets: BucketTable
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Width of a block-table row (M)."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """How each row's next token is drawn: rows of arrays, never static arguments.
+
+    Attributes:
+        temperature_r: 0 is greedy.
+        top_k_r: vocab_size keeps all.
+        top_p_r: 1 keeps all.
+        min_p_r: 0 keeps all.
+        seeds_r2: the request's 64-bit seed as (high, low) words.
+        sequence_indices_r: which sequence of its request the row is.
+        positions_r: position in the sequence of the token that is drawn.
+        forbidden_ids_rx: tokens that this row cannot draw; vocab_size in unused places.
+        want_top: some row wants alternatives, so the sampler's larger variant runs.
+    """
+
+    temperature_r: F32
+    top_k_r: I32
+    top_p_r: F32
+    min_p_r: F32
+    seeds_r2: U32
+    sequence_indices_r: I32
+    positions_r: I32
+    forbidden_ids_rx: I32
+    want_top: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step, padded. Row i owns tokens query_starts[i] to query_starts[i + 1] of the packed axis.
+
+    Attributes:
+        token_ids_t: input tokens; ignored where is_fed_back_t.
+        is_fed_back_t: the token is what the previous dispatched step drew for row fed_back_rows_t, and has not been
+            seen by the host.
+        fed_back_rows_t: a row of the previous step; 0 where not used.
+        positions_t: position of each token in its sequence.
+        rope_lens_t: max(position + 1, prompt length), for position embeddings that depend on the sequence's length.
+        slots_t: where the token's keys and values go: block * block_size + offset; slot 0 of the null block for
+            padding.
+        query_starts_s1: [S + 1]; rows beyond num_rows are empty.
+        kv_lens_s: tokens of each row's context, those of this step included; 0 beyond num_rows.
+        block_tables_sm: block ids; the null block beyond a row's context.
+        sample_tokens_s: place in the packed axis of each row's last token, from which its next is drawn.
+        num_rows: rows in use.
+        num_tokens: tokens in use.
+    """
+
+    token_ids_t: I32
+    is_fed_back_t: Bool
+    fed_back_rows_t: I32
+    positions_t: I32
+    rope_lens_t: I32
+    slots_t: I32
+    query_starts_s1: I32
+    kv_lens_s: I32
+    block_tables_sm: I32
+    sample_tokens_s: I32
+    sampling: SamplingInputs
+    num_rows: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What one step drew, one entry a row, in host memory.
+
+    Attributes:
+        token_ids_r: the drawn tokens.
+        logprobs_r: their log-probabilities under the model's own distribution (before temperature and truncation).
+        ranks_r: 1 for the likeliest token.
+        top_ids_rk: the likeliest tokens in order; None unless want_top.
+        top_logprobs_rk: theirs.
+    """
+
+    token_ids_r: I32
+    logprobs_r: F32
+    ranks_r: I32
+    top_ids_rk: I32 | None = None
+    top_logprobs_rk: F32 | None = None
+
+
+class StepHandle(Protocol):
+    """A dispatched step whose results may not exist yet. Opaque; collected once, in order of dispatch."""
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, done, total) while the executor starts."""
+
+
+class Executor(Protocol):
+    """A device, or many, or a fake: holds the weights and the pool, runs steps in the order of their dispatch.
+
+    Because steps run in that order, a block may be given to another sequence as soon as the host lets it go, even while
+    an earlier step still writes to it.
+    """
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    @property
+    def num_compiles_after_warm_up(self) -> int:
+        """Programs compiled since `warm_up` returned: 0, or something is wrong."""
+        ...
+
+    def warm_up(self, progress: Progress) -> None:
+        """Compiles every program on the list and runs none of them on real data."""
+        ...
+
+    def dispatch(self, inputs: StepInputs) -> StepHandle:
+        """Starts a step; returns before it is done."""
+        ...
+
+    def collect(self, handle: StepHandle) -> StepOutputs:
+        """Waits for a step and brings its results to the host."""
+        ...
+
+    def shutdown(self) -> None:
+        """Gives all device memory back. The executor is spent: any further call raises."""
+        ...
