@@ -1,0 +1,104 @@
+# jpaged: `make` builds .venv; `make help` lists the rest.
+#
+#   PYTHON=python3.12   the interpreter to build .venv with (3.11 or later)
+#   JAX=0.11.2          another jax line than constraints.txt pins (0.11 and later need Python 3.12)
+#   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
+#   VENV=/path          where the environment lives (default: .venv)
+#   ARGS='...'          further arguments for test, test-long, bench, demo and demo-model
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := setup
+
+PYTHON ?= python3
+VENV ?= .venv
+JAX ?=
+EXTRAS ?=
+ARGS ?=
+TORCH ?= 2.13.0
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CHOICES := $(VENV)/.choices
+CONSTRAINTS := $(VENV)/constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+unexport JAX EXTRAS ARGS TORCH VENV
+
+.PHONY: help setup demo demo-model test test-long bench check format proto torch clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo; sed -n '3,7s/^#  /  /p' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## build .venv (nothing happens when it is current)
+
+# .choices keeps JAX and EXTRAS between calls; it changes, and so does .venv, only when a call names others.
+$(STAMP): pyproject.toml constraints.txt $(CHOICES)
+	@echo "==> installing jpaged and its dependencies into $(VENV) (the first time takes minutes)"
+	@. $(CHOICES); cp constraints.txt $(CONSTRAINTS); \
+	if [ -n "$$CHOSEN_JAX" ]; then \
+	    sed -i -E '/^(jax|jaxlib)==/d' $(CONSTRAINTS); \
+	    printf "jax==$$CHOSEN_JAX\njaxlib==$$CHOSEN_JAX\n" >> $(CONSTRAINTS); \
+	fi; \
+	$(PIP) install --editable ".[dev$${CHOSEN_EXTRAS:+,$$CHOSEN_EXTRAS}]" --constraint $(CONSTRAINTS)
+	@touch $@
+	@echo "==> ready: $(BIN)/jpaged"
+
+$(CHOICES): FORCE
+	@if [ ! -x $(BIN)/python ]; then \
+	    command -v $(PYTHON) >/dev/null || { \
+	        echo "error: $(PYTHON) was not found; name one: make PYTHON=python3.12" >&2; exit 1; }; \
+	    $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	        echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1); jpaged needs Python 3.11 or later:" \
+	            "make PYTHON=python3.12" >&2; exit 1; }; \
+	    $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	        echo "error: $(PYTHON) has no venv module (Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
+	    echo "==> creating $(VENV) with $$($(PYTHON) -V)"; \
+	    $(PYTHON) -m venv $(VENV); \
+	fi
+	@if [ ! -e $@ ] || [ -n "$(JAX)$(EXTRAS)" ]; then \
+	    printf 'CHOSEN_JAX=%s\nCHOSEN_EXTRAS=%s\n' '$(JAX)' '$(EXTRAS)' > $@.new; \
+	    if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi; \
+	fi
+
+.PHONY: FORCE
+FORCE:
+
+demo: $(STAMP) ## serve the embedded model and stream from it
+	@$(BIN)/jpaged demo $(ARGS)
+
+demo-model: $(STAMP) ## train the embedded model again
+	@$(BIN)/python -m jpaged.demo.train $(ARGS)
+
+test: $(STAMP) ## the quick tests
+	@$(BIN)/python -m pytest -q -m 'not long' $(ARGS)
+
+test-long: $(STAMP) ## the long tests
+	@$(BIN)/python -m pytest -q -m long $(ARGS)
+
+bench: $(STAMP) ## the benchmarks
+	@$(BIN)/jpaged bench $(ARGS)
+
+check: $(STAMP) ## format, lint, types, architecture, protos
+	@echo "==> ruff format"; $(BIN)/ruff format --check --quiet . || { echo "error: run make format" >&2; exit 1; }
+	@echo "==> ruff check"; $(BIN)/ruff check --quiet .
+	@echo "==> mypy"; $(BIN)/mypy
+	@echo "==> protos"; $(BIN)/python tools/proto_lint.py && $(BIN)/python tools/proto_gen.py --check
+	@echo "==> architecture"; $(BIN)/python -m pytest -q tests/arch
+
+format: $(STAMP) ## rewrite sources in the project's format
+	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
+
+proto: $(STAMP) ## generate jpaged/_proto from protos/
+	@$(BIN)/python tools/proto_lint.py && $(BIN)/python tools/proto_gen.py
+
+# The live parity tests compare with PyTorch; without it they are skipped, and nothing else needs it.
+torch: $(STAMP) ## add PyTorch for the parity tests
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
+	    echo "==> installing torch $(TORCH)"; $(PIP) install 'torch==$(TORCH)' --constraint $(CONSTRAINTS); }
+
+clean: ## remove .venv and everything made
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
