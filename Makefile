@@ -85,14 +85,14 @@ check: $(STAMP) ## format, lint, types, architecture, protos
 	@echo "==> ruff format"; $(BIN)/ruff format --check --quiet . || { echo "error: run make format" >&2; exit 1; }
 	@echo "==> ruff check"; $(BIN)/ruff check --quiet .
 	@echo "==> mypy"; $(BIN)/mypy
-	@echo "==> protos"; $(BIN)/python tools/proto_lint.py && $(BIN)/python tools/proto_gen.py --check
+	@echo "==> protos"; $(BIN)/python -m tools.proto_lint && $(BIN)/python -m tools.proto_gen --check
 	@echo "==> architecture"; $(BIN)/python -m pytest -q tests/arch
 
 format: $(STAMP) ## rewrite sources in the project's format
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
 
 proto: $(STAMP) ## generate jpaged/_proto from protos/
-	@$(BIN)/python tools/proto_lint.py && $(BIN)/python tools/proto_gen.py
+	@$(BIN)/python -m tools.proto_lint && $(BIN)/python -m tools.proto_gen
 
 # The live parity tests compare with PyTorch; without it they are skipped, and nothing else needs it.
 torch: $(STAMP) ## add PyTorch for the parity tests
