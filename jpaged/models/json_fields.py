@@ -1,0 +1,118 @@
+"""Typed reading of one JSON object, where every key is read, declared harmless or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from jpaged.errors import InvalidArgument, Unsupported
+
+
+class JsonFields:
+    """A JSON object that remembers which of its keys were read.
+
+    A key whose value is null counts as absent, as in the transformers library. `finish` refuses every key that
+    nobody read: a setting that would change the output is never passed over.
+
+    Args:
+        fields: the object.
+        name: what errors call it: `config.json`, `config.json rope_scaling`.
+    """
+
+    def __init__(self, fields: Mapping[str, object], name: str) -> None:
+        self._fields = fields
+        self._name = name
+        self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Whether the key holds something other than null."""
+        return self._fields.get(key) is not None
+
+    def value(self, key: str, missing: object = None) -> object:
+        """The raw value; `missing` when there is no such key, None when it holds null."""
+        self._read.add(key)
+        return self._fields.get(key, missing)
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer of at least `minimum`; absent and without a default is an error."""
+        value = self._required(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.bad(key, f"is {value!r}; it must be an integer of at least {minimum}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
+        """A finite number greater than `above`; absent and without a default is an error."""
+        value = self._required(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < float("inf"):
+            raise self.bad(key, f"is {value!r}; it must be a finite number above {above:g}")
+        return float(value)
+
+    def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
+        """The same, or None when it is absent."""
+        if not self.has(key):
+            self._read.add(key)
+            return None
+        return self.number(key, above=above)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A boolean."""
+        value = self._required(key, default)
+        if not isinstance(value, bool):
+            raise self.bad(key, f"is {value!r}; it must be true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string; absent and without a default is an error."""
+        value = self._required(key, default)
+        if not isinstance(value, str):
+            raise self.bad(key, f"is {value!r}; it must be a string")
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, object]:
+        """A nested object; empty when it is absent."""
+        value = self._required(key, {})
+        if not isinstance(value, Mapping):
+            raise self.bad(key, f"is {value!r}; it must be an object")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One token id or a list of them; empty when it is absent."""
+        value = self.value(key)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise self.bad(key, f"is {value!r}; it must be a token id or a list of token ids")
+        return tuple(ids)
+
+    def ignore(self, keys: Iterable[str]) -> None:
+        """Declares keys harmless: they change nothing in inference."""
+        self._read.update(keys)
+
+    def only(self, key: str, *allowed: object, why: str) -> None:
+        """Accepts a key when it is absent or holds one of `allowed`, and refuses any other value."""
+        value = self.value(key)
+        if value is not None and not any(
+            value is one or (type(value) is type(one) and value == one) for one in allowed
+        ):
+            raise Unsupported(f"{self._name}: {key} is {value!r}; {why}")
+
+    def finish(self) -> None:
+        """Refuses the keys that were neither read nor ignored, unless they are null."""
+        unknown = sorted(key for key in self._fields if key not in self._read and self.has(key))
+        if unknown:
+            listed = ", ".join(f"{key}={self._fields[key]!r}" for key in unknown)
+            raise Unsupported(
+                f"{self._name}: unknown setting {listed}; it could change the output, so it is not ignored"
+            )
+
+    def bad(self, key: str, problem: str) -> InvalidArgument:
+        """The error for one key; the caller raises it."""
+        return InvalidArgument(f"{self._name} {key}", problem)
+
+    def _required(self, key: str, default: object) -> object:
+        self._read.add(key)
+        value = self._fields.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise self.bad(key, "is missing")
+        return default

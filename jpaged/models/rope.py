@@ -1,0 +1,124 @@
+"""Rotary position embedding: inverse frequencies on the host, cosines and sines of positions on the device.
+
+The frequencies follow transformers' `modeling_rope_utils` in float32, operation by operation: at position 100 000 one
+unit in the last place of a frequency turns a head by 0.006 rad.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.models.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Radians per position of each pair of dimensions, float32 `[D/2]`; for `dynamic` those of short sequences."""
+    frequencies = np.float32(1) / _wavelengths(rope.theta, head_dim)
+    if rope.kind == "linear":
+        return frequencies / np.float32(rope.factor)
+    if rope.kind == "llama3":
+        return _llama3(rope, frequencies)
+    if rope.kind == "yarn":
+        return _yarn(rope, head_dim)
+    return frequencies
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What multiplies cos and sin, and so the logits of attention by its square (YaRN, section 3.4)."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale is not None and rope.mscale_all_dim is not None:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def cos_sin(
+    rope: RopeConfig, head_dim: int, positions_t: jax.Array, rope_lens_t: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every token's angles.
+
+    Args:
+        rope: the formula.
+        head_dim: D.
+        positions_t: position of each token in its sequence, int32 `[T]`.
+        rope_lens_t: length that each token's base is computed for, int32 `[T]`; read by `dynamic` alone. It is
+            max(position + 1, prompt length), so the keys of a prompt are the same however it is cut into chunks,
+            and equal to those of transformers' generate.
+
+    Returns:
+        cos and sin, float32 `[T, D/2]`.
+    """
+    frequencies_d = jnp.asarray(inverse_frequencies(rope, head_dim))
+    angles_td = positions_t.astype(jnp.float32)[:, None] * frequencies_d
+    if rope.kind == "dynamic":
+        angles_td = angles_td * _dynamic_stretch(rope, head_dim, rope_lens_t)
+    scale = jnp.float32(attention_factor(rope))
+    return jnp.cos(angles_td) * scale, jnp.sin(angles_td) * scale
+
+
+def apply(x_thd: jax.Array, cos_td: jax.Array, sin_td: jax.Array) -> jax.Array:
+    """Rotates dimension i against i + D/2 of every head, in float32, and returns the type that came in."""
+    first, second = jnp.split(x_thd.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_td[:, None, :], sin_td[:, None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_thd.dtype)
+
+
+def _wavelengths(theta: float, head_dim: int) -> np.ndarray:
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return np.power(np.float64(np.float32(theta)), exponents.astype(np.float64)).astype(np.float32)
+
+
+def _dynamic_stretch(rope: RopeConfig, head_dim: int, rope_lens_t: jax.Array) -> jax.Array:
+    """NTK-aware scaling: the base grows by growth^(D / (D - 2)), so frequency i shrinks by growth^(-2i / (D - 2)).
+
+    Written as a factor on the frequencies it is exactly one up to the length of pretraining, and needs no power of
+    the base on the device.
+    """
+    original = jnp.float32(rope.original_max_position_embeddings)
+    lengths_t = jnp.maximum(rope_lens_t.astype(jnp.float32), original)
+    growth_t = rope.factor * lengths_t / original - (rope.factor - 1)
+    exponents_d = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim - 2)
+    return jnp.exp(-jnp.log(growth_t)[:, None] * exponents_d)
+
+
+def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
+    """Long wavelengths are stretched, short ones kept, and those between are blended (Llama 3.1)."""
+    original = rope.original_max_position_embeddings
+    wavelengths = np.float32(2 * math.pi) / frequencies
+    is_long = wavelengths > original / rope.low_freq_factor
+    is_short = wavelengths < original / rope.high_freq_factor
+    span = rope.high_freq_factor - rope.low_freq_factor
+    blend = (np.float32(original) / wavelengths - np.float32(rope.low_freq_factor)) / np.float32(span)
+    factor = np.float32(rope.factor)
+    blended = (1 - blend) * frequencies / factor + blend * frequencies
+    return np.where(is_long, frequencies / factor, np.where(is_short, frequencies, blended)).astype(np.float32)
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """A ramp over the dimensions from extrapolation to interpolation (YaRN, section 3.2)."""
+    wavelengths = _wavelengths(rope.theta, head_dim)
+    extrapolated = np.float32(1) / wavelengths
+    interpolated = np.float32(1) / (np.float32(rope.factor) * wavelengths)
+
+    def dimension(num_rotations: float) -> float:
+        turns = rope.original_max_position_embeddings / (num_rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = np.float32(high - low if high != low else 0.001)
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / width, 0, 1)
+    keep = 1 - ramp
+    return (interpolated * (1 - keep) + extrapolated * keep).astype(np.float32)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,0 +1,40 @@
+"""Dense causal attention over one sequence: the plainest thing that a model can be run with."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.models.layers import LayerMode
+from jpaged.models.llama import Llama, Params
+
+
+def attend(q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: tuple, layer_index: jax.Array):
+    """Every token sees itself and those before it; nothing is kept."""
+    num_tokens, num_heads, head_dim = q_thd.shape
+    group = num_heads // k_tkd.shape[1]
+    k_thd, v_thd = jnp.repeat(k_tkd, group, axis=1), jnp.repeat(v_tkd, group, axis=1)
+    scores = jnp.einsum("thd,shd->hts", q_thd, k_thd, preferred_element_type=jnp.float32) / np.sqrt(head_dim)
+    weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((num_tokens, num_tokens), bool)), scores, -jnp.inf), axis=-1)
+    return jnp.einsum("hts,shd->thd", weights, v_thd.astype(jnp.float32)).astype(q_thd.dtype), carry
+
+
+@functools.partial(jax.jit, static_argnames=("model", "layer_mode"))
+def logits(model: Llama, params: Params, token_ids_t: jax.Array, prompt_len: jax.Array, layer_mode: LayerMode = "loop"):
+    """Float32 logits `[T, V]` after every token, of which the first `prompt_len` are the prompt."""
+    positions_t = jnp.arange(token_ids_t.shape[0], dtype=jnp.int32)
+    rope_lens_t = jnp.maximum(positions_t + 1, prompt_len)
+    hidden_te, _ = model.run(params, token_ids_t, positions_t, rope_lens_t, attend, (), layer_mode)
+    return model.logits(params, hidden_te)
+
+
+def greedy(model: Llama, params: Params, prompt: list[int], num_tokens: int) -> list[int]:
+    """The next `num_tokens` tokens, each from a full recomputation at one padded shape."""
+    token_ids = np.zeros(len(prompt) + num_tokens, np.int32)
+    token_ids[: len(prompt)] = prompt
+    for length in range(len(prompt), len(token_ids)):
+        token_ids[length] = int(jnp.argmax(logits(model, params, token_ids, len(prompt))[length - 1]))
+    return token_ids[len(prompt) :].tolist()
