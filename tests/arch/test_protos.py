@@ -71,7 +71,7 @@ def test_a_good_file_breaks_no_rule(tmp_path):
     [
         ("package jpaged.v1;", "package jpaged;", ["package-version", "package-directory"]),
         ("service GreetingService", "service Greeting", ["service-suffix"]),
-        ("MANNER_UNSPECIFIED = 0", "MANNER_COLD = 0", ["enum-zero"]),
+        ("MANNER_UNSPECIFIED = 0;", "MANNER_COLD = 0;  // Coldly.", ["enum-zero"]),
         ("MANNER_WARM", "WARM", ["enum-prefix"]),
         ("  optional int32 count", "  int32 count", ["optional-default"]),
         ("  // The words.\n", "", ["comment"]),

@@ -1,0 +1,196 @@
+"""The rules of docs/architecture.md as tables, and the one walk over the source tree that holds them.
+
+`violations(root)` reads the files below `root` and imports nothing: a planted tree is checked like the real one.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+# What each top-level name of jpaged may import, besides itself. `engine.executor` opens one module of a package.
+VALUES = {"errors", "types", "config"}
+MAY_IMPORT = {
+    "errors": set(),
+    "types": {"errors"},
+    "config": {"errors", "types"},
+    "obs": VALUES,
+    "kernels": VALUES,
+    "models": VALUES | {"kernels"},
+    "device": VALUES | {"obs", "kernels", "models", "engine.executor", "engine.buckets"},
+    "engine": VALUES | {"obs"},
+    "_proto": set(),
+    "client": VALUES | {"_proto"},
+    "server": VALUES | {"obs", "engine", "_proto"},
+    "testing": VALUES | {"engine"},
+    "demo": VALUES | {"kernels", "models"},
+    "assemble": VALUES | {"obs", "kernels", "models", "device", "engine", "server", "demo", "testing"},
+    "llm": VALUES | {"obs", "engine", "assemble", "client"},
+    "cli": VALUES | {"obs", "assemble", "client", "llm"},
+    "__init__": VALUES | {"client", "llm"},
+}
+
+# Where a library may be imported; what is not listed may be imported anywhere.
+_ARRAYS = {"device", "models", "kernels", "demo"}
+_WIRE = {"client", "server", "_proto"}
+LIBRARY_HOMES: dict[str, set[str]] = {
+    **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "orbax"), _ARRAYS),
+    **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status"), _WIRE),
+    "torch": set(),
+}
+ENVIRONMENT_HOME = "jpaged/config.py"
+
+MAX_FILE_LINES = 500
+MAX_KERNEL_FILE_LINES = 900
+MAX_FUNCTION_LINES = 60  # its own: without docstring and nested functions
+MAX_PARAMETERS = 8  # without self and cls; tests take as many fixtures as they need
+BANNED_FILES = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
+SKIPS = re.compile(r"\bpytest\.(mark\.)?(skip|skipif|xfail)\b|\bunittest\.skip|\bskip(Test|Unless|If)\b")
+MAY_BE_MISSING = "torch"
+GENERATED = "jpaged/_proto/"
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One parsed file; `module` is dotted, and empty for a file outside jpaged."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def module(self) -> str:
+        if not self.path.startswith("jpaged/"):
+            return ""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def top(self) -> str:
+        """The key of MAY_IMPORT that the file belongs to."""
+        return self.module.partition(".")[2].partition(".")[0] or "__init__"
+
+
+def sources(root: Path) -> list[Source]:
+    """Return the Python files that the rules hold for."""
+    folders = ("jpaged", "tests", "tools", "benchmarks")
+    paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
+    texts = [(path.relative_to(root).as_posix(), path.read_text()) for path in paths]
+    return [Source(path, text, ast.parse(text)) for path, text in texts]
+
+
+def violations(root: Path) -> list[str]:
+    """Return one line for each broken rule, as `path:line: what`."""
+    files = sources(root)
+    modules = {source.module for source in files if source.module}
+    found = [line for source in files for line in _in_one_file(source, modules)]
+    graph = {s.module: set(_own_imports(s, modules).values()) - {s.module} for s in files if s.module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found.append(f"import cycle: {' <- '.join(error.args[1])}")
+    return found
+
+
+def _in_one_file(source: Source, modules: set[str]) -> Iterator[str]:
+    if source.path.startswith(GENERATED):
+        return
+    if Path(source.path).name in BANNED_FILES:
+        yield f"{source.path}:1: a file is named after the one noun it holds"
+    if source.module:
+        yield from _imports(source, modules)
+    if source.module and source.path != ENVIRONMENT_HOME:
+        for line in _environment_reads(source.tree):
+            yield f"{source.path}:{line}: only {ENVIRONMENT_HOME} reads the environment"
+    if source.path.startswith("tests/"):
+        yield from _skips(source)
+    yield from _sizes(source)
+
+
+def _own_imports(source: Source, modules: set[str]) -> dict[tuple[int, str], str]:
+    """Return the imported modules of jpaged, by line and dotted name; imports inside functions count."""
+    found = {}
+    for line, name in _imported_names(source.tree):
+        if name.partition(".")[0] == "jpaged":
+            found[line, name] = name if name in modules else name.rpartition(".")[0]
+    return found
+
+
+def _imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def _imports(source: Source, modules: set[str]) -> Iterator[str]:
+    if source.top not in MAY_IMPORT:
+        yield f"{source.path}:1: jpaged.{source.top} is not in the table of allowed imports"
+        return
+    allowed = {f"jpaged.{name}" for name in MAY_IMPORT[source.top] | {source.top}}
+    for (line, name), module in _own_imports(source, modules).items():
+        if not any(module == prefix or module.startswith(f"{prefix}.") for prefix in allowed):
+            yield f"{source.path}:{line}: jpaged.{source.top} may not import {name}"
+    for line, name in _imported_names(source.tree):
+        library = name.partition(".")[0]
+        if source.top not in LIBRARY_HOMES.get(library, {source.top}):
+            yield f"{source.path}:{line}: jpaged.{source.top} may not import {library}"
+
+
+def _environment_reads(tree: ast.AST) -> Iterator[int]:
+    readers = {"environ", "environb", "getenv", "getenvb", "putenv"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "os" and node.attr in readers:
+                yield node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            yield from (node.lineno for alias in node.names if alias.name in readers)
+
+
+def _skips(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and SKIPS.fullmatch(ast.unparse(node)):
+            yield f"{source.path}:{node.lineno}: no test is skipped or expected to fail"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("importorskip"):
+            missing = [ast.unparse(argument).strip("'\"") for argument in node.args[:1]]
+            if missing != [MAY_BE_MISSING]:
+                yield f"{source.path}:{node.lineno}: only {MAY_BE_MISSING} may be missing in a test"
+
+
+def _sizes(source: Source) -> Iterator[str]:
+    limit = MAX_KERNEL_FILE_LINES if source.path.startswith("jpaged/kernels/") else MAX_FILE_LINES
+    if (lines := source.text.count("\n")) > limit:
+        yield f"{source.path}:1: {lines} lines, over the limit of {limit}"
+    for node in ast.walk(source.tree):
+        if not isinstance(node, _Function):
+            continue
+        if (lines := own_lines(node)) > MAX_FUNCTION_LINES:
+            yield f"{source.path}:{node.lineno}: {node.name} has {lines} lines, over the limit of {MAX_FUNCTION_LINES}"
+        names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        count = len(names) - (names[:1] in (["self"], ["cls"]))
+        if count > MAX_PARAMETERS and not source.path.startswith("tests/"):
+            text = f"{node.name} takes {count} parameters, over the limit of {MAX_PARAMETERS}"
+            yield f"{source.path}:{node.lineno}: {text}"
+
+
+def own_lines(function: _Function) -> int:
+    """Return the lines of a function from `def` to its end, without its docstring and nested functions."""
+
+    def extent(node: ast.stmt) -> int:
+        return (node.end_lineno or node.lineno) - node.lineno + 1
+
+    first = function.body[0]
+    docstring = extent(first) if ast.get_docstring(function, clean=False) is not None else 0
+    return extent(function) - docstring - sum(extent(nested) for nested in _outermost_functions(function))
+
+
+def _outermost_functions(node: ast.AST) -> Iterator[_Function]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _Function):
+            yield child
+        else:
+            yield from _outermost_functions(child)

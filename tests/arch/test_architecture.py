@@ -1,0 +1,145 @@
+"""The house keeps its rules, and the checker sees each of them broken."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.arch import house_rules
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Paths of one machine, and hosts or indexes that only some machines reach. [x] keeps a pattern from matching itself.
+PRIVATE = re.compile(
+    rb"/wor[k]/|/roo[t]/|/hom[e]/\w|/User[s]/\w|/opt/(v3|vtorch|wheels|pypi)|/bash_job[s]"
+    rb"|pyp[i]\.org|pythonhosted\.or[g]|download\.pytorc[h]\.org|--(extra-)?inde[x]-url|--find-link[s]"
+)
+
+
+def test_the_house_keeps_its_rules():
+    assert house_rules.violations(ROOT) == []
+
+
+def test_every_top_level_name_is_in_the_table_and_in_the_house():
+    names = {source.top for source in house_rules.sources(ROOT) if source.module}
+    assert names <= house_rules.MAY_IMPORT.keys()
+
+
+def test_no_tracked_file_names_a_machine_or_an_index():
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout.decode()
+    paths = [path for path in listing.split("\0") if path and (ROOT / path).is_file()]
+    assert paths
+    assert [(path, found[0]) for path in paths if (found := PRIVATE.search((ROOT / path).read_bytes()))] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"see /wor" + b"k/x",
+        b"cd /hom" + b"e/ann",
+        b"pip install --inde" + b"x-url x",
+        b"https://pyp" + b"i.org/simple",
+    ],
+)
+def test_a_planted_machine_path_is_found(text):
+    assert PRIVATE.search(text)
+
+
+def test_everything_but_the_array_side_imports_without_jax():
+    without_jax = {"__init__", "errors", "types", "config", "obs", "_proto", "client", "server", "engine", "cli"}
+    modules = [s.module for s in house_rules.sources(ROOT) if s.module and s.top in without_jax]
+    assert "jpaged.types" in modules
+    program = (
+        "import importlib, sys\n"
+        "for name in ('jax', 'jaxlib', 'flax', 'orbax', 'optax', 'torch'): sys.modules[name] = None\n"
+        f"for name in {[m for m in modules if not m.endswith('__main__')]!r}: importlib.import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 60
+NINE = "a, b, c, d, e, f, g, h, i"
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("jpaged/engine/a.py", "import jpaged.device.step\n", "engine may not import jpaged.device.step"),
+        ("jpaged/engine/a.py", "from jpaged.device import step\n", "engine may not import jpaged.device.step"),
+        ("jpaged/engine/a.py", "from jpaged import device\n", "engine may not import jpaged.device"),
+        ("jpaged/engine/a.py", "def f():\n    from jpaged.device import step\n", "may not import jpaged.device.step"),
+        ("jpaged/device/step.py", "from jpaged.engine import scheduler\n", "may not import jpaged.engine.scheduler"),
+        ("jpaged/server/a.py", "from jpaged.device.step import S\n", "server may not import jpaged.device.step.S"),
+        (
+            "jpaged/client/a.py",
+            "from jpaged.engine import scheduler\n",
+            "client may not import jpaged.engine.scheduler",
+        ),
+        ("jpaged/errors.py", "import jpaged.client\n", "errors may not import jpaged.client"),
+        ("jpaged/novel/a.py", "", "jpaged.novel is not in the table"),
+        ("jpaged/engine/a.py", "import jax.numpy as jnp\n", "engine may not import jax"),
+        ("jpaged/client/a.py", "def f():\n    import flax\n", "client may not import flax"),
+        ("jpaged/engine/a.py", "from grpc import aio\n", "engine may not import grpc"),
+        ("jpaged/models/a.py", "import torch\n", "models may not import torch"),
+        ("jpaged/cli/a.py", "import os\nx = os.environ['A']\n", "only jpaged/config.py reads the environment"),
+        ("jpaged/cli/a.py", "import os\nx = os.getenv('A')\n", "only jpaged/config.py reads the environment"),
+        ("jpaged/cli/a.py", "from os import environ\n", "only jpaged/config.py reads the environment"),
+        ("jpaged/cli/utils.py", "", "named after the one noun"),
+        ("tests/common.py", "", "named after the one noun"),
+        ("jpaged/cli/a.py", "x = 1\n" * 501, "501 lines, over the limit of 500"),
+        ("jpaged/kernels/a.py", "x = 1\n" * 901, "901 lines, over the limit of 900"),
+        ("jpaged/cli/a.py", LONG_FUNCTION, "f has 61 lines, over the limit of 60"),
+        ("jpaged/cli/a.py", f"def f({NINE}): pass\n", "f takes 9 parameters, over the limit of 8"),
+        ("jpaged/cli/a.py", f"def f(*, {NINE}): pass\n", "f takes 9 parameters, over the limit of 8"),
+        ("tests/test_a.py", "import pytest\n@pytest.mark.skip\ndef test_a(): pass\n", "no test is skipped"),
+        ("tests/test_a.py", "import pytest\n@pytest.mark.skipif(True)\ndef test_a(): pass\n", "no test is skipped"),
+        ("tests/test_a.py", "import pytest\ndef test_a(): pytest.skip('no')\n", "no test is skipped"),
+        ("tests/test_a.py", "import pytest\n@pytest.mark.xfail\ndef test_a(): pass\n", "no test is skipped"),
+        ("tests/test_a.py", "import pytest\npytest.importorskip('scipy')\n", "only torch may be missing"),
+        ("jpaged/engine/a.py", "from jpaged.engine import scheduler\n", "import cycle: "),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path, path, text, message):
+    plant(tmp_path)
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).write_text(text)
+    found = house_rules.violations(tmp_path)
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def test_a_house_in_order_is_passed(tmp_path):
+    plant(tmp_path)
+    assert house_rules.violations(tmp_path) == []
+
+
+def test_nested_functions_and_docstrings_do_not_lengthen_a_function():
+    text = 'def f():\n    """A.\n\n    B.\n    """\n    def g():\n        return 1\n    return g\n'
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert house_rules.own_lines(function) == 2
+
+
+def plant(root: Path) -> None:
+    files = {
+        "jpaged/__init__.py": "def __getattr__(name):\n    from jpaged import types\n    return types\n",
+        "jpaged/types.py": "",
+        "jpaged/config.py": "import os\nimport jpaged.types\nx = os.environ\n",
+        "jpaged/device/__init__.py": "",
+        "jpaged/device/step.py": "import jax\nfrom jpaged.engine.executor import Executor\n",
+        "jpaged/engine/__init__.py": "",
+        "jpaged/engine/executor.py": "class Executor: ...\n",
+        "jpaged/engine/scheduler.py": "import jpaged.engine.a\nfrom jpaged.types import Request\n",
+        "jpaged/engine/a.py": "",
+        "jpaged/client/__init__.py": "import grpc\n",
+        "jpaged/kernels/api.py": "x = 1\n" * 800,
+        "jpaged/_proto/v1/x_pb2_grpc.py": "import grpc\n" * 600,
+        "tests/test_a.py": f"import os\nimport pytest\npytest.importorskip('torch')\ndef test_a({NINE}): os.environ\n",
+    }
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
