@@ -178,8 +178,8 @@ class SequenceFinish:
 class OutputEvent:
     """What one step added to one sequence of a request.
 
-    A request's last event carries `is_last`; nothing follows it. `error` is set on the last event alone, when the
-    request failed instead of finishing.
+    `cumulative_logprob` is the sum over all tokens of the sequence so far. A request's last event carries `is_last`;
+    nothing follows it. `error` is set on the last event alone, when the request failed instead of finishing.
     """
 
     request_id: str
@@ -188,6 +188,7 @@ class OutputEvent:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish: SequenceFinish | None = None
+    cumulative_logprob: float = 0.0
     usage: Usage = field(default_factory=Usage)
     is_last: bool = False
     error: Exception | None = None

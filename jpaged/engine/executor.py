@@ -25,6 +25,8 @@ U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
+FORBIDDEN_WIDTH = 40
+"""Token ids that a row may forbid (X): a request's stop tokens and the model's own end-of-sequence tokens."""
 NULL_BLOCK = 0
 """Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
 

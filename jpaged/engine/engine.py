@@ -1,0 +1,277 @@
+"""The loop: drain the inbox, schedule, dispatch, collect, publish. One thread owns everything in here.
+
+    plain     | schedule n | dispatch n | collect n | publish n | schedule n+1 ...
+    overlap   | schedule n+1 | dispatch n+1 | collect n | publish n | schedule n+2 ...
+              device:  === step n ===========| === step n+1 ==========
+
+With overlap the host decides step n + 1 before it has seen what step n drew. Two rules follow. A decoding row's input
+is named by its row in the step before and never fetched by value. A row that ended in step n may already be in step
+n + 1: that result is dropped; its blocks are free at once, because the device runs steps in order of dispatch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jpaged.engine.batch import build_step_inputs
+from jpaged.engine.block_pool import BlockPool
+from jpaged.engine.executor import Executor, Geometry, StepHandle
+from jpaged.engine.publisher import Publisher
+from jpaged.engine.scheduler import Schedule, Scheduler
+from jpaged.engine.sequence import Group, Sink
+from jpaged.engine.stats import EngineLoad, StepStats
+from jpaged.engine.tokenizer import Tokenizer
+from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, Unavailable
+from jpaged.types import FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the loop runs: rows and tokens of a step, whether steps overlap, how many requests may wait."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_queued_reqs: int = 4096
+    overlap: bool = True
+
+
+class Engine:
+    """Runs requests to their end. `submit`, `abort`, `drop`, `load` may be called from any thread; events come from
+    the engine's own: the thread that `start` makes, or whoever calls `step`.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        options: EngineOptions,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        clock: Clock = time.monotonic,
+    ) -> None:
+        geometry = executor.geometry
+        self.clock = clock
+        self.failure: Exception | None = None
+        self._executor = executor
+        self._options = options
+        self._eos_token_ids = eos_token_ids
+        self._pool = BlockPool(num_blocks=geometry.num_blocks, block_size=geometry.block_size)
+        self._scheduler = Scheduler(
+            self._pool,
+            max_num_seqs=min(options.max_num_seqs, geometry.max_num_seqs),
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )
+        self._publisher = Publisher(tokenizer, eos_token_ids)
+        self._stats = StepStats(geometry, clock)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._groups: dict[str, Group] = {}
+        self._deadlines: list[tuple[float, int, str]] = []
+        self._in_flight: tuple[Schedule, StepHandle] | None = None
+        self._num_arrivals = 0
+        # Ids that were accepted and did not end yet, shared with the submitting threads.
+        self._lock = threading.Lock()
+        self._accepted: set[str] = set()
+        self._is_draining = False
+        self._is_stopping = False
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._executor.geometry
+
+    # --- called from any thread -------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Takes a request; from now on it ends in exactly one event with `is_last`, on the engine's thread.
+
+        Raises:
+            Unavailable: the engine is draining, stopped or failed.
+            AlreadyExists: a request with this id is in flight.
+            QueueFull: too many requests wait.
+        """
+        with self._lock:
+            if self._is_draining or self.failure is not None:
+                raise Unavailable("the engine has failed" if self.failure else "the server is shutting down")
+            if request.request_id in self._accepted:
+                raise AlreadyExists(f"request {request.request_id!r} is in flight")
+            # Rows run at once and the queue in front of them; counted here, so that a burst is bounded as well.
+            limit = self._options.max_num_queued_reqs + self._options.max_num_seqs
+            if len(self._accepted) >= limit:
+                raise QueueFull(
+                    f"{len(self._accepted)} requests are in flight, the limit is {limit} "
+                    f"(max_num_queued_reqs {self._options.max_num_queued_reqs})",
+                    retry_after_s=self._stats.seconds_per_request(),
+                )
+            self._accepted.add(request.request_id)
+            self._is_idle.clear()
+            arrival_s = self.clock()
+            # Inside the lock: an engine that fails right now must find it in the inbox.
+            self._inbox.put(lambda: self._arrive(request, sink, arrival_s))
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request with finish reason ABORT; False when there is none of that id."""
+        with self._lock:
+            is_known = request_id in self._accepted
+        if is_known:
+            self._inbox.put(lambda: self._end_early(request_id, FinishReason.ABORT))
+        return is_known
+
+    def drop(self, request_id: str) -> None:
+        """Forgets a request that nobody listens to any more: no further event, its blocks free by the next step."""
+        self._inbox.put(lambda: self._forget(request_id))
+
+    def load(self) -> EngineLoad:
+        """A snapshot of the last step's counts."""
+        return self._stats.snapshot(self._executor.num_compiles_after_warm_up)
+
+    def start(self) -> None:
+        """Runs the loop in a thread of its own until `stop`."""
+        self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
+        self._thread.start()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests and waits for those in flight; False when some were left at the end of the time."""
+        with self._lock:
+            self._is_draining = True
+        return self._is_idle.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Ends the loop. Requests that are still in flight get Unavailable."""
+        with self._lock:
+            self._is_draining = True
+        self._inbox.put(self._set_stopping)
+        if self._thread is not None:
+            self._thread.join()
+        self._fail_all(Unavailable("the server is shutting down"))
+        self._executor.shutdown()
+
+    # --- the engine's thread ----------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One iteration; False when there was nothing to do."""
+        self._drain_inbox()
+        self._expire()
+        schedule = self._scheduler.schedule()
+        dispatched = self._dispatch(schedule) if schedule.rows else None
+        if self._options.overlap:
+            dispatched, self._in_flight = self._in_flight, dispatched
+        if dispatched is not None:
+            self._collect(*dispatched)
+        self._stats.end_step(self._pool, self._scheduler)
+        return bool(schedule.rows) or dispatched is not None
+
+    def check(self) -> None:
+        """Raises InternalError when a block is lost, shared by mistake, or free and in use."""
+        self._pool.check(self._scheduler.block_tables())
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                if not self.step() and not self._scheduler.has_work:
+                    self.check()
+                    self._inbox.get()()
+        except Exception as error:  # the top of the loop: whatever happened, every stream must hear of it
+            logger.exception("the engine failed")
+            self._fail(error)
+
+    def _dispatch(self, schedule: Schedule) -> tuple[Schedule, StepHandle]:
+        inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)
+        handle = self._executor.dispatch(inputs)
+        self._stats.count_step(schedule)
+        return schedule, handle
+
+    def _collect(self, schedule: Schedule, handle: StepHandle) -> None:
+        outputs = self._executor.collect(handle)
+        now = self.clock()
+        for row, scheduled in enumerate(schedule.rows):
+            group = scheduled.group
+            if scheduled.draws_token and not group.is_finished:
+                self._stats.count_token(group, now)
+                if self._publisher.publish(group, scheduled.sequence, outputs, row):
+                    self._release(group)
+
+    def _arrive(self, request: Request, sink: Sink, arrival_s: float) -> None:
+        group = Group(request, self._num_arrivals, arrival_s, sink, self.geometry.max_blocks_per_seq)
+        self._num_arrivals += 1
+        self._groups[request.request_id] = group
+        self._publisher.open(group)
+        self._scheduler.add(group)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, group.arrival, request.request_id))
+
+    def _expire(self) -> None:
+        """Ends requests whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= self.clock():
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            group = self._groups.get(request_id)
+            if group is not None and group.arrival == arrival:
+                waited = self.clock() - group.arrival_s
+                self._publisher.fail(group, DeadlineExceeded(f"the deadline passed {waited:.3f} s after arrival"))
+                self._release(group)
+
+    def _end_early(self, request_id: str, reason: FinishReason) -> None:
+        group = self._groups.get(request_id)
+        if group is not None and self.failure is None:
+            self._publisher.end(group, reason)
+            self._release(group)
+
+    def _forget(self, request_id: str) -> None:
+        group = self._groups.get(request_id)
+        if group is not None and self.failure is None:
+            self._release(group)
+
+    def _release(self, group: Group) -> None:
+        """Gives back everything that a group holds; its last event was sent or nobody wants it."""
+        self._scheduler.finish(group)
+        self._publisher.close(group)
+        request_id = group.request.request_id
+        del self._groups[request_id]
+        self._stats.count_end()
+        self._settle({request_id})
+
+    def _settle(self, ended: set[str]) -> None:
+        with self._lock:
+            self._accepted -= ended
+            if not self._accepted:
+                self._is_idle.set()
+
+    def _drain_inbox(self) -> None:
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _set_stopping(self) -> None:
+        self._is_stopping = True
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self.failure = error
+        if not isinstance(error, InternalError):
+            failure = InternalError(f"the engine failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            error = failure
+        self._fail_all(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        """Sends every request its last event; for the end of the loop, when the device may no longer be asked."""
+        self._drain_inbox()
+        for group in self._groups.values():
+            self._publisher.fail(group, error)
+        ended = set(self._groups)
+        self._groups.clear()
+        self._settle(ended)

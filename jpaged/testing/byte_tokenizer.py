@@ -1,0 +1,40 @@
+"""A tokenizer without a vocabulary: a token is a byte of UTF-8, and one more ends a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+_NUM_BYTES = 256
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes, 256 is end of sequence; ids above that have no text."""
+
+    EOS = _NUM_BYTES
+
+    def __init__(self, vocab_size: int = _NUM_BYTES + 1) -> None:
+        self._vocab_size = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset({self.EOS})
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        parts = bytearray()
+        for token_id in token_ids:
+            if token_id < _NUM_BYTES:
+                parts.append(token_id)
+            elif token_id == self.EOS and not skip_special_tokens:
+                parts += b"<eos>"
+        return parts.decode(errors="replace")
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return self.encode(f"{turns}assistant: ")

@@ -1,0 +1,176 @@
+"""An executor without a model, whose tokens can be computed by hand and depend on every slot of the context.
+
+The pool is real: a step writes its tokens into the slots that it is told, and reads the context back through the block
+table. The next token of a context c[0], c[1], ... is
+
+    (1 * c[0] + 2 * c[1] + 3 * c[2] + ...  + noise) mod vocab_size
+
+so a wrong slot, a stale block or a shared one changes it. `noise` is 0 for a greedy row, and otherwise a number made of
+(seed, sequence index, position).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.engine.buckets import BucketTable
+from jpaged.engine.executor import NULL_BLOCK, Geometry, Progress, SamplingInputs, StepInputs, StepOutputs
+from jpaged.errors import InternalError
+from jpaged.types import MAX_LOGPROBS
+
+_LOGPROB_STEP = -0.1
+_UNWRITTEN = -1
+
+
+@dataclass(slots=True)
+class Faults:
+    """What goes wrong, and when.
+
+    Attributes:
+        fail_at_step: the dispatch of this step (counted from 0) raises, as a device that was lost would.
+        gate: collect waits until it is set, so that a test can hold the engine inside a step.
+    """
+
+    fail_at_step: int | None = None
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+
+class FakeExecutor:
+    """Implements `jpaged.engine.executor.Executor` in numpy. A slot that is read before it was written raises."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 32,
+        max_model_len: int = 128,
+        vocab_size: int = 257,
+        faults: Faults | None = None,
+    ) -> None:
+        self.faults = faults or Faults()
+        self.num_steps = 0
+        self._geometry = Geometry(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            bytes_per_block=block_size * 8,
+            buckets=BucketTable.build(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs),
+        )
+        self._pool: NDArray[np.int64] = np.full((num_blocks + 1) * block_size, _UNWRITTEN, np.int64)
+        self._last_tokens = np.zeros(max_num_seqs, np.int64)
+        self._is_shut_down = False
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._geometry
+
+    @property
+    def num_compiles_after_warm_up(self) -> int:
+        return 0
+
+    def warm_up(self, progress: Progress) -> None:
+        progress("programs", 1, 1)
+
+    def dispatch(self, inputs: StepInputs) -> StepOutputs:
+        """Runs the step at once; the handle is the result."""
+        if self._is_shut_down:
+            raise InternalError("the executor was shut down")
+        if self.num_steps == self.faults.fail_at_step:
+            raise RuntimeError(f"injected fault at step {self.num_steps}")
+        self.num_steps += 1
+        tokens_t = np.where(inputs.is_fed_back_t, self._last_tokens[inputs.fed_back_rows_t], inputs.token_ids_t)
+        used = slice(0, inputs.num_tokens)
+        self._pool[inputs.slots_t[used]] = tokens_t[used]
+        sampling = inputs.sampling
+        token_ids_r = np.zeros(len(sampling.temperature_r), np.int32)
+        for row in range(inputs.num_rows):
+            token_ids_r[row] = self._draw(self._context(inputs, row), sampling, row)
+        self._last_tokens[: len(token_ids_r)] = token_ids_r[: len(self._last_tokens)]
+        return self._outputs(token_ids_r, sampling.want_top)
+
+    def collect(self, handle: StepOutputs) -> StepOutputs:
+        self.faults.gate.wait()
+        return handle
+
+    def shutdown(self) -> None:
+        self._is_shut_down = True
+
+    def _context(self, inputs: StepInputs, row: int) -> NDArray[np.int64]:
+        """The row's tokens, read back through its block table."""
+        positions = np.arange(inputs.kv_lens_s[row])
+        block_size = self._geometry.block_size
+        blocks = inputs.block_tables_sm[row, positions // block_size]
+        tokens = self._pool[blocks * block_size + positions % block_size]
+        if np.any(blocks == NULL_BLOCK) or np.any(tokens == _UNWRITTEN):
+            raise InternalError(f"row {row} reads a slot that was never written: blocks {blocks.tolist()}")
+        return tokens
+
+    def _draw(self, context: NDArray[np.int64], sampling: SamplingInputs, row: int) -> int:
+        token_id = _next_token(context, self._geometry.vocab_size)
+        if sampling.temperature_r[row] > 0:
+            high, low = (int(word) for word in sampling.seeds_r2[row])
+            token_id += _noise(high << 32 | low, int(sampling.sequence_indices_r[row]), int(sampling.positions_r[row]))
+        forbidden = set(sampling.forbidden_ids_rx[row].tolist())
+        token_id %= self._geometry.vocab_size
+        while token_id in forbidden:
+            token_id = (token_id + 1) % self._geometry.vocab_size
+        return token_id
+
+    def _outputs(self, token_ids_r: NDArray[np.int32], want_top: bool) -> StepOutputs:
+        num_rows = len(token_ids_r)
+        offsets = np.arange(MAX_LOGPROBS, dtype=np.int32)
+        top_ids = (token_ids_r[:, None] + offsets) % self._geometry.vocab_size
+        top_logprobs = np.broadcast_to((offsets + 1) * np.float32(_LOGPROB_STEP), top_ids.shape)
+        return StepOutputs(
+            token_ids_r=token_ids_r,
+            logprobs_r=np.full(num_rows, _LOGPROB_STEP, np.float32),
+            ranks_r=np.ones(num_rows, np.int32),
+            top_ids_rk=top_ids.astype(np.int32) if want_top else None,
+            top_logprobs_rk=top_logprobs.astype(np.float32) if want_top else None,
+        )
+
+
+def _next_token(context: NDArray[np.int64], vocab_size: int) -> int:
+    weights = np.arange(1, len(context) + 1)
+    return int(np.sum(weights * context) % vocab_size)
+
+
+def _noise(seed: int, sequence_index: int, position: int) -> int:
+    return (seed * 31 + sequence_index * 17 + position * 7) % 101
+
+
+def expected_tokens(
+    prompt_token_ids: Sequence[int],
+    num_tokens: int,
+    *,
+    vocab_size: int = 257,
+    seed: int | None = None,
+    sequence_index: int = 0,
+    eos_token_ids: frozenset[int] = frozenset(),
+) -> list[int]:
+    """What a FakeExecutor generates for a prompt: up to num_tokens, or up to and with an end-of-sequence token.
+
+    Args:
+        seed: the request's seed where its temperature is above 0; None is greedy.
+    """
+    context = list(prompt_token_ids)
+    while len(context) - len(prompt_token_ids) < num_tokens:
+        token_id = _next_token(np.array(context, np.int64), vocab_size)
+        if seed is not None:
+            token_id += _noise(seed, sequence_index, len(context))
+        context.append(token_id % vocab_size)
+        if context[-1] in eos_token_ids:
+            break
+    return context[len(prompt_token_ids) :]

@@ -1,0 +1,18 @@
+"""A clock that moves when it is told to."""
+
+from __future__ import annotations
+
+
+class VirtualClock:
+    """Call it for the time in seconds; `advance` is the only thing that moves it."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def __call__(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"time runs forward: {seconds} s is below 0")
+        self._now_s += seconds
