@@ -81,11 +81,24 @@ test-long: $(STAMP) ## the long tests
 bench: $(STAMP) ## the benchmarks
 	@$(BIN)/jpaged bench $(ARGS)
 
-check: $(STAMP) ## format, lint, types, architecture, protos
-	@echo "==> ruff format"; $(BIN)/ruff format --check --quiet . || { echo "error: run make format" >&2; exit 1; }
-	@echo "==> ruff check"; $(BIN)/ruff check --quiet .
-	@echo "==> mypy"; $(BIN)/mypy
-	@echo "==> protos"; $(BIN)/python -m tools.proto_lint && $(BIN)/python -m tools.proto_gen --check
+CHECKS := check-format check-lint check-types check-protos check-architecture
+.PHONY: $(CHECKS)
+check: ## format, lint, types, protos, architecture (each is reported, also after one failed)
+	@$(MAKE) --no-print-directory --keep-going $(CHECKS)
+
+check-format: $(STAMP)
+	@echo "==> format"; $(BIN)/ruff format --check --quiet . || { echo "run: make format" >&2; exit 1; }
+
+check-lint: $(STAMP)
+	@echo "==> lint"; $(BIN)/ruff check --quiet .
+
+check-types: $(STAMP)
+	@echo "==> types"; $(BIN)/mypy --no-error-summary
+
+check-protos: $(STAMP)
+	@echo "==> protos"; $(BIN)/python -m tools.proto_lint; $(BIN)/python -m tools.proto_gen --check
+
+check-architecture: $(STAMP)
 	@echo "==> architecture"; $(BIN)/python -m pytest -q tests/arch
 
 format: $(STAMP) ## rewrite sources in the project's format

@@ -87,6 +87,9 @@ def violations(root: Path) -> list[str]:
     files = sources(root)
     modules = {source.module for source in files if source.module}
     found = [line for source in files for line in _in_one_file(source, modules)]
+    folders = {Path(source.path).parent.as_posix() for source in files if source.module}
+    inits = {source.path for source in files}
+    found += [f"{folder}/__init__.py: is missing" for folder in sorted(folders) if f"{folder}/__init__.py" not in inits]
     graph = {s.module: set(_own_imports(s, modules).values()) - {s.module} for s in files if s.module}
     try:
         TopologicalSorter(graph).prepare()

@@ -1,0 +1,61 @@
+"""jpaged: a JAX/XLA serving engine for large language models with a paged KV cache.
+
+The public names; each is imported when it is first used, so that values, errors and the client come without jax.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jpaged.errors import (
+        AlreadyExists,
+        Cancelled,
+        DeadlineExceeded,
+        InternalError,
+        InvalidArgument,
+        JpagedError,
+        NotFound,
+        QueueFull,
+        RequestTooLong,
+        Unavailable,
+        Unsupported,
+    )
+    from jpaged.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyExists",
+    "Cancelled",
+    "CompletionOutput",
+    "DeadlineExceeded",
+    "FinishReason",
+    "InternalError",
+    "InvalidArgument",
+    "JpagedError",
+    "NotFound",
+    "QueueFull",
+    "RequestOutput",
+    "RequestTooLong",
+    "SamplingParams",
+    "Unavailable",
+    "Unsupported",
+    "__version__",
+]
+
+_HOME = {
+    "CompletionOutput": "jpaged.types",
+    "FinishReason": "jpaged.types",
+    "RequestOutput": "jpaged.types",
+    "SamplingParams": "jpaged.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'jpaged' has no attribute {name!r}")
+    return getattr(import_module(_HOME.get(name, "jpaged.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
