@@ -1,4 +1,4 @@
-"""The options, once: what each is called, what it may be, what it is when nobody says. The only reader of the environment.
+"""The options, once: name, limits, help, default. The only reader of the environment.
 
     options as written      EngineConfig.load(...)     names and limits are checked, nothing is guessed
     -> resolved             .resolve(facts)            what depends on the model and the device is filled in

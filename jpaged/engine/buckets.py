@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 MIN_BUCKET = 8
-"""Smallest shape. Fewer rows are never run: a bf16 matrix product with one row is 10 times slower than with two on CPU."""
+"""Smallest shape. Never fewer rows: a bf16 matrix product with one row is 10 times slower than with two on CPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,10 @@ class EngineOptions:
 
 
 class Engine:
-    """Runs requests to their end. `submit`, `abort`, `drop`, `load` may be called from any thread; events come from
-    the engine's own: the thread that `start` makes, or whoever calls `step`.
+    """Runs requests to their end.
+
+    `submit`, `abort`, `drop` and `load` may be called from any thread; events come from the engine's own: the thread
+    that `start` makes, or whoever calls `step`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Fakes for tests of one's own: an executor whose outputs can be computed by hand, a byte tokenizer, a clock to turn."""
+"""Fakes for tests of one's own: an executor to compute by hand, a byte tokenizer, a clock to turn."""
 
 from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_executor import FakeExecutor, Faults, expected_tokens

@@ -112,7 +112,7 @@ class FakeExecutor:
         positions = np.arange(inputs.kv_lens_s[row])
         block_size = self._geometry.block_size
         blocks = inputs.block_tables_sm[row, positions // block_size]
-        tokens = self._pool[blocks * block_size + positions % block_size]
+        tokens: NDArray[np.int64] = self._pool[blocks * block_size + positions % block_size]
         if np.any(blocks == NULL_BLOCK) or np.any(tokens == _UNWRITTEN):
             raise InternalError(f"row {row} reads a slot that was never written: blocks {blocks.tolist()}")
         return tokens

@@ -1,0 +1,323 @@
+"""The loop over the fake executor: right tokens whatever the company, one last event each, every block back."""
+
+import threading
+
+import pytest
+
+from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, RequestTooLong, Unavailable
+from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, expected_tokens
+from jpaged.types import FinishReason, SamplingParams
+from tests.engine.harness import Harness
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "overlap"])
+def overlap(request):
+    return request.param
+
+
+def make(overlap, **kwargs):
+    loop = {name: kwargs.pop(name) for name in ("max_num_queued_reqs",) if name in kwargs}
+    eos = kwargs.pop("eos_token_ids", frozenset())
+    return Harness(executor=FakeExecutor(**kwargs), overlap=overlap, eos_token_ids=eos, **loop)
+
+
+def test_a_request_gets_the_tokens_that_its_context_says(overlap):
+    h = make(overlap)
+    h.submit("a", [5, 6, 7], max_tokens=10)
+    h.run()
+    assert h.tokens("a") == expected_tokens([5, 6, 7], 10)
+    last = h.last("a")
+    assert last.finish is not None and last.finish.reason is FinishReason.LENGTH
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 10)
+    assert h.engine.load().num_blocks_used == 0
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [8, 13, 64])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+def test_tokens_do_not_depend_on_chunks_blocks_or_company(overlap, block_size, max_num_batched_tokens):
+    h = make(
+        overlap,
+        block_size=block_size,
+        num_blocks=400 // block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    prompts = {f"r{i}": [(i * 37 + j * 11) % 256 for j in range(1 + 7 * i)] for i in range(12)}
+    for name, prompt in prompts.items():
+        h.submit(name, prompt, max_tokens=20)
+    h.run()
+    for name, prompt in prompts.items():
+        assert h.tokens(name) == expected_tokens(prompt, 20), name
+
+
+def test_a_pool_that_is_too_small_preempts_and_recomputes_the_same_tokens(overlap):
+    h = make(overlap, num_blocks=10, block_size=2, max_model_len=20)
+    prompts = {f"r{i}": [i, i + 1, i + 2] for i in range(6)}
+    for name, prompt in prompts.items():
+        h.submit(name, prompt, max_tokens=16)
+    h.run()
+    assert h.engine.load().num_preemptions > 0
+    for name, prompt in prompts.items():
+        assert h.tokens(name) == expected_tokens(prompt, 16), name
+    assert h.engine.load().num_blocks_used == 0
+
+
+def test_the_latest_arrival_yields_and_first_tokens_come_in_order_of_arrival(overlap):
+    h = make(overlap, num_blocks=6, block_size=2, max_model_len=12, max_num_seqs=3)
+    for i in range(3):
+        h.submit(f"r{i}", [i + 1, i + 2], max_tokens=10)
+    finished = []
+    while h.step():
+        finished += [name for name, events in h.events.items() if events[-1].is_last and name not in finished]
+    assert finished == ["r0", "r1", "r2"]
+    assert h.engine.load().num_preemptions > 0
+
+
+def test_seeded_noise_depends_on_seed_and_position_alone(overlap):
+    h = make(overlap, num_blocks=12, block_size=2, max_model_len=24)
+    for i in range(5):
+        h.submit(f"r{i}", [9, 8, 7], max_tokens=14, temperature=0.7, seed=i % 2 + 2**40)
+    h.run()
+    assert h.engine.load().num_preemptions > 0
+    for i in range(5):
+        assert h.tokens(f"r{i}") == expected_tokens([9, 8, 7], 14, seed=i % 2 + 2**40)
+
+
+def test_end_of_sequence_ends_and_its_text_is_not_sent(overlap):
+    eos = expected_tokens([1, 2], 6)[4]
+    h = make(overlap, eos_token_ids=frozenset({eos}))
+    h.submit("a", [1, 2], max_tokens=30)
+    h.submit("b", [1, 2], max_tokens=6, ignore_eos=True)
+    h.run()
+    assert h.tokens("a") == expected_tokens([1, 2], 30, eos_token_ids=frozenset({eos}))
+    assert h.last("a").finish.reason is FinishReason.STOP
+    assert h.text("a") == ByteTokenizer().decode(h.tokens("a")[:-1])
+    assert h.tokens("b") == expected_tokens([1, 2], 6)
+
+
+def test_min_tokens_forbids_every_ending_token_until_then(overlap):
+    plain = expected_tokens([1, 2], 8)
+    h = make(overlap, eos_token_ids=frozenset({plain[1]}))
+    h.submit("a", [1, 2], max_tokens=8, min_tokens=5, stop_token_ids=(plain[3],))
+    h.run()
+    tokens = h.tokens("a")
+    assert plain[1] not in tokens[:5] and plain[3] not in tokens[:5]
+    assert len(tokens) >= 5
+
+
+def test_a_stop_token_ends_and_is_named(overlap):
+    stop = expected_tokens([4], 9)[5]
+    h = make(overlap)
+    h.submit("a", [4], max_tokens=30, stop_token_ids=(stop,))
+    h.run()
+    assert h.tokens("a")[-1] == stop
+    assert h.last("a").finish.matched_stop == stop
+
+
+def test_logprobs_come_with_each_token_and_add_up(overlap):
+    h = make(overlap)
+    h.submit("a", [4], max_tokens=5, logprobs=3)
+    h.submit("b", [4], max_tokens=5, logprobs=0)
+    h.submit("c", [4], max_tokens=5)
+    h.run()
+    for event in h.events["a"]:
+        (position,) = event.logprobs
+        assert position.chosen.token_id == event.token_ids[0]
+        assert [top.rank for top in position.top] == [1, 2, 3]
+        assert position.top[0].token_id == position.chosen.token_id
+    assert all(event.logprobs[0].top == () for event in h.events["b"])
+    assert all(event.logprobs == () for event in h.events["c"])
+    assert h.last("a").cumulative_logprob == pytest.approx(5 * -0.1)
+
+
+def test_abort_ends_with_one_event_and_gives_the_blocks_back_within_a_step(overlap):
+    h = make(overlap)
+    h.submit("a", [1, 2, 3], max_tokens=50)
+    for _ in range(4):
+        h.step()
+    assert h.engine.abort("a")
+    h.step()
+    assert h.last("a").finish.reason is FinishReason.ABORT
+    assert h.engine.load().num_blocks_used == 0
+    assert not h.engine.abort("a")
+    h.run()
+
+
+def test_a_dropped_request_is_silent_from_then_on(overlap):
+    h = make(overlap)
+    h.submit("a", [1, 2, 3], max_tokens=50)
+    for _ in range(4):
+        h.step()
+    seen = len(h.events["a"])
+    h.engine.drop("a")
+    h.run()
+    assert len(h.events["a"]) == seen
+    assert h.engine.load().num_blocks_used == 0
+
+
+def test_a_waiting_request_can_be_aborted(overlap):
+    h = make(overlap, max_num_seqs=1, num_blocks=16)
+    h.submit("a", [1], max_tokens=40)
+    h.submit("b", [1], max_tokens=40)
+    h.step()
+    assert h.engine.load().num_waiting == 1
+    h.engine.abort("b")
+    h.step()
+    assert h.tokens("b") == [] and h.last("b").finish.reason is FinishReason.ABORT
+    h.run()
+    assert h.tokens("a") == expected_tokens([1], 40)
+
+
+def test_deadlines_end_running_and_waiting_requests(overlap):
+    h = make(overlap, max_num_seqs=1, num_blocks=16)
+    h.submit("a", [1], max_tokens=40, deadline_s=5.0)
+    h.submit("b", [1], max_tokens=40, deadline_s=4.0)
+    h.submit("c", [1], max_tokens=4, deadline_s=100.0)
+    h.step()
+    h.clock.advance(6.0)
+    h.step()
+    for name in "ab":
+        assert isinstance(h.last(name).error, DeadlineExceeded)
+    h.run()
+    assert h.tokens("c") == expected_tokens([1], 4)
+
+
+def test_the_deadline_of_an_ended_request_does_not_hit_a_later_one_with_its_id(overlap):
+    h = make(overlap)
+    h.submit("a", [1], max_tokens=1, deadline_s=5.0)
+    h.run()
+    h.submit("a", [2], max_tokens=30)
+    h.step()
+    h.clock.advance(6.0)
+    h.run()
+    assert h.events["a"][-1].error is None
+
+
+def test_an_id_in_flight_is_refused_and_free_again_afterwards(overlap):
+    h = make(overlap)
+    h.submit("a", [1], max_tokens=3)
+    with pytest.raises(AlreadyExists, match="'a'"):
+        h.submit("a", [1], max_tokens=3)
+    h.run()
+    h.submit("a", [1], max_tokens=3)
+    h.run()
+
+
+def test_a_full_queue_says_when_to_come_back():
+    h = make(True, max_num_seqs=8, max_num_queued_reqs=2)
+    for i in range(10):
+        h.submit(f"r{i}", [1], max_tokens=3)
+    with pytest.raises(QueueFull, match="limit is 10") as error:
+        h.submit("late", [1], max_tokens=3)
+    assert error.value.retry_after_s > 0
+    h.run()
+    h.submit("late", [1], max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "problem"),
+    [
+        ([1] * 100, {"max_tokens": 29}, r"129, over max_model_len \(128\)"),
+        ([1] * 30, {"max_tokens": 35}, r"over the whole pool \(64: 16 blocks of 4\)"),
+    ],
+)
+def test_what_can_never_fit_is_refused_at_once(prompt, sampling, problem):
+    h = make(True, num_blocks=16)
+    with pytest.raises(RequestTooLong, match=problem):
+        h.submit("a", prompt, **sampling)
+    h.submit("fits", [1] * 30, max_tokens=34)
+    h.run()
+    assert len(h.tokens("fits")) == 34
+
+
+@pytest.mark.parametrize("fail_at_step", [0, 3])
+def test_a_device_fault_fails_every_request_once_and_the_engine_says_so(overlap, fail_at_step):
+    h = make(overlap, faults=Faults(fail_at_step=fail_at_step), max_num_seqs=2)
+    for i in range(4):
+        h.submit(f"r{i}", [i], max_tokens=20)
+    h.engine.start()
+    assert h.engine.drain(timeout_s=30.0)
+    for i in range(4):
+        error = h.last(f"r{i}").error
+        assert isinstance(error, InternalError) and "injected fault" in str(error)
+    assert h.engine.failure is not None
+    with pytest.raises(Unavailable):
+        h.submit("late", [1])
+    h.engine.stop()
+
+
+def test_drain_refuses_new_requests_and_waits_for_the_running_ones():
+    faults = Faults()
+    h = make(True, faults=faults)
+    h.engine.start()
+    h.submit("a", [1, 2], max_tokens=10)
+    faults.gate.clear()
+    drained = []
+    waiter = threading.Thread(target=lambda: drained.append(h.engine.drain(timeout_s=30.0)))
+    waiter.start()
+    while True:
+        try:
+            h.submit("late", [1], max_tokens=1)
+            h.engine.abort("late")
+        except Unavailable:
+            break
+        except AlreadyExists:
+            pass
+    faults.gate.set()
+    waiter.join(30.0)
+    assert drained == [True]
+    assert h.tokens("a") == expected_tokens([1, 2], 10)
+    h.engine.stop()
+
+
+def test_drain_gives_up_after_its_time_and_stop_ends_the_rest():
+    faults = Faults()
+    h = make(True, faults=faults)
+    faults.gate.clear()
+    h.submit("a", [1, 2], max_tokens=100)
+    h.engine.start()
+    assert not h.engine.drain(timeout_s=0.01)
+    stopper = threading.Thread(target=h.engine.stop)
+    stopper.start()
+    faults.gate.set()
+    stopper.join(30.0)
+    assert isinstance(h.last("a").error, Unavailable)
+
+
+def test_overlap_reaches_the_device_before_the_last_results_are_read():
+    order = []
+
+    class Recording(FakeExecutor):
+        def dispatch(self, inputs):
+            order.append("dispatch")
+            return super().dispatch(inputs)
+
+        def collect(self, handle):
+            order.append("collect")
+            return super().collect(handle)
+
+    for overlap, want in ((False, ["dispatch", "collect"] * 3), (True, ["dispatch", "dispatch", "collect"])):
+        order.clear()
+        h = Harness(executor=Recording(), overlap=overlap)
+        h.submit("a", [1], max_tokens=3)
+        h.run()
+        assert order[: len(want)] == want
+
+
+def test_slot_use_counts_stored_tokens_over_reserved_slots():
+    h = make(False, block_size=4)
+    h.submit("a", [1, 2, 3], max_tokens=2)
+    h.step()
+    assert h.engine.load().slot_use == pytest.approx(3 / 4)
+
+
+def test_sampling_without_a_seed_repeats_with_the_engines_seed():
+    runs = []
+    for _ in range(2):
+        h = make(True)
+        for i in range(3):
+            h.submit(f"r{i}", [1, 2], max_tokens=8, temperature=1.0)
+        h.run()
+        runs.append([h.tokens(f"r{i}") for i in range(3)])
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+    assert SamplingParams().seed is None

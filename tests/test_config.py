@@ -1,0 +1,63 @@
+"""Options have one home: their names, limits and help, and nobody else reads the environment."""
+
+import pytest
+
+from jpaged.config import EngineConfig, Environment, iter_options, option_type
+from jpaged.errors import InvalidArgument
+
+
+def test_what_nobody_sets_has_its_default():
+    config = EngineConfig.load({})
+    assert config == EngineConfig()
+    assert all(origin == "default" for _, _, origin in config.explain())
+
+
+def test_an_option_lands_in_its_section():
+    config = EngineConfig.load({"block_size": 32, "max_num_seqs": 4, "port": 0, "dtype": "float32"})
+    assert (config.cache.block_size, config.scheduler.max_num_seqs) == (32, 4)
+    assert (config.server.port, config.model.dtype) == (0, "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("block_sise", 16, "unknown option; the options are"),
+        ("block_size", 0, "0 is below the limit of 1"),
+        ("block_size", 2000, "2000 is above the limit of 1024"),
+        ("block_size", "16", "'16' is not of type int"),
+        ("block_size", True, "True is not of type int"),
+        ("memory_utilization", 1.5, "1.5 is above the limit of 1.0"),
+        ("memory_utilization", float("nan"), "nan is below the limit"),
+        ("dtype", "float8", "'float8' is not one of auto, float32, bfloat16"),
+        ("overlap", 1, "1 is not of type bool"),
+        ("num_blocks", 0, "0 is below the limit of 1"),
+        ("max_num_batched_tokens", 8, r"8 is below max_num_seqs \(64\)"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_limit(name, value, problem):
+    with pytest.raises(InvalidArgument, match=problem) as error:
+        EngineConfig.load({name: value})
+    assert error.value.field == name
+
+
+def test_every_option_has_help_and_a_name_of_its_own():
+    names = [name for name, _, _ in iter_options()]
+    assert len(names) == len(set(names))
+    for _, _, spec in iter_options():
+        assert spec.metadata["help"]
+        assert option_type(spec) in {str, int, float, bool}
+
+
+def test_resolving_leaves_nothing_open():
+    config = EngineConfig().resolve(max_model_len=64, num_blocks=9, dtype="float32", served_model_name="demo")
+    assert all(value != "None" for _, value, _ in config.explain())
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("JPAGED_CACHE_DIR", str(tmp_path))
+    assert Environment.read().compile_cache_dir == tmp_path / "programs"
+    monkeypatch.setenv("JPAGED_CACHE_DIR", "")
+    assert Environment.read().compile_cache_dir is None
+    monkeypatch.delenv("JPAGED_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Environment.read().compile_cache_dir == tmp_path / "jpaged" / "programs"
