@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from jpaged.engine.batch import build_step_inputs
 from jpaged.engine.block_pool import BlockPool
-from jpaged.engine.executor import Executor, Geometry, StepHandle
+from jpaged.engine.executor import Executor, Geometry
 from jpaged.engine.publisher import Publisher
 from jpaged.engine.scheduler import Schedule, Scheduler
 from jpaged.engine.sequence import Group, Sink
@@ -54,7 +55,7 @@ class Engine:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: Executor[Any],
         tokenizer: Tokenizer,
         options: EngineOptions,
         *,
@@ -78,7 +79,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._groups: dict[str, Group] = {}
         self._deadlines: list[tuple[float, int, str]] = []
-        self._in_flight: tuple[Schedule, StepHandle] | None = None
+        self._in_flight: tuple[Schedule, Any] | None = None
         self._num_arrivals = 0
         # Ids that were accepted and did not end yet, shared with the submitting threads.
         self._lock = threading.Lock()
@@ -188,13 +189,13 @@ class Engine:
             logger.exception("the engine failed")
             self._fail(error)
 
-    def _dispatch(self, schedule: Schedule) -> tuple[Schedule, StepHandle]:
+    def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any]:
         inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)
         handle = self._executor.dispatch(inputs)
         self._stats.count_step(schedule)
         return schedule, handle
 
-    def _collect(self, schedule: Schedule, handle: StepHandle) -> None:
+    def _collect(self, schedule: Schedule, handle: Any) -> None:
         outputs = self._executor.collect(handle)
         now = self.clock()
         for row, scheduled in enumerate(schedule.rows):

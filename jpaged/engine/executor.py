@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,15 +141,14 @@ class StepOutputs:
     top_logprobs_rk: F32 | None = None
 
 
-class StepHandle(Protocol):
-    """A dispatched step whose results may not exist yet. Opaque; collected once, in order of dispatch."""
-
+Handle = TypeVar("Handle")
+"""A dispatched step whose results may not exist yet. Opaque to the engine; collected once, in order of dispatch."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while the executor starts."""
 
 
-class Executor(Protocol):
+class Executor(Protocol[Handle]):
     """A device, or many, or a fake: holds the weights and the pool, runs steps in the order of their dispatch.
 
     Because steps run in that order, a block may be given to another sequence as soon as the host lets it go, even while
@@ -168,11 +167,11 @@ class Executor(Protocol):
         """Compiles every program on the list and runs none of them on real data."""
         ...
 
-    def dispatch(self, inputs: StepInputs) -> StepHandle:
+    def dispatch(self, inputs: StepInputs) -> Handle:
         """Starts a step; returns before it is done."""
         ...
 
-    def collect(self, handle: StepHandle) -> StepOutputs:
+    def collect(self, handle: Handle) -> StepOutputs:
         """Waits for a step and brings its results to the host."""
         ...
 

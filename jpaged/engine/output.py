@@ -115,7 +115,7 @@ class OutputState:
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
         )
-        self._stop_strings = StopStrings(sampling.stop)
+        self._stop_strings = StopStrings(tuple(sampling.stop))
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._eos_token_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         self._sampling = sampling
