@@ -159,6 +159,11 @@ def iter_options() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:
             yield spec.name, section, spec
 
 
+def field_names(section: type) -> tuple[str, ...]:
+    """Names of the options in a section."""
+    return tuple(spec.name for spec in fields(section))
+
+
 def option_type(spec: dataclasses.Field[Any]) -> type:
     """The scalar type of an option: `int | None` is an int that may be left out."""
     return {"str": str, "int": int, "float": float, "bool": bool}[str(spec.type).removesuffix(" | None")]

@@ -1,0 +1,194 @@
+"""The offline face: a model and a batch of prompts in one process, without a server.
+
+    llm = LLM("demo", max_num_seqs=32)
+    outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypedDict
+
+from jpaged import assemble
+from jpaged.config import EngineConfig, ServerOptions, field_names
+from jpaged.errors import InternalError, InvalidArgument
+from jpaged.types import CompletionOutput, OutputEvent, PositionLogprobs, Request, RequestOutput, SamplingParams
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = str | TextPrompt | TokensPrompt
+Messages = Sequence[Mapping[str, str]]
+
+
+class LLM:
+    """A loaded model that generates for whole batches of prompts.
+
+    Args:
+        model: `demo`, a folder in Hugging Face layout, or a hub id.
+        options: the command line's options with underscores (`dtype`, `max_model_len`, `block_size`, `num_blocks`,
+            `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...).
+
+    Raises:
+        InvalidArgument: an option is unknown, out of its limits, or one of the server's.
+    """
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        for name in field_names(ServerOptions):
+            if name in options:
+                raise InvalidArgument(name, "is an option of `jpaged serve`; there is no server here")
+        self._serving = assemble.build(EngineConfig.load({"model": model, **options}))
+        self._num_requests = 0
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options as they were resolved."""
+        return self._serving.config
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates for every prompt; the results are in the order of the prompts.
+
+        Args:
+            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or many.
+            sampling_params: one for all, or one for each prompt; None is `SamplingParams()`.
+
+        Raises:
+            InvalidArgument: a prompt or its parameters can never run; nothing was generated.
+        """
+        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = _one_each(sampling_params, len(many))
+        return self._run([self._request(_prompt_fields(p), s) for p, s in zip(many, params, strict=True)])
+
+    def chat(
+        self,
+        conversations: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates the assistant's next turn of every conversation, through the model's chat template."""
+        many: list[Any] = list(conversations)
+        if many and isinstance(many[0], Mapping):
+            many = [many]
+        params = _one_each(sampling_params, len(many))
+        return self._run([self._request({"messages": m}, s) for m, s in zip(many, params, strict=True)])
+
+    def close(self) -> None:
+        """Gives the device's memory back; the LLM is spent."""
+        self._serving.engine.stop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _request(self, prompt: dict[str, Any], sampling: SamplingParams) -> Request:
+        self._num_requests += 1
+        request_id = f"llm-{self._num_requests}"
+        make = self._serving.intake.make_request
+        return make(
+            request_id=request_id,
+            sampling=sampling,
+            prompt=prompt.get("prompt"),
+            prompt_token_ids=prompt.get("prompt_token_ids"),
+            messages=prompt.get("messages"),
+        )
+
+    def _run(self, requests: list[Request]) -> list[RequestOutput]:
+        gathered = {request.request_id: _Gathered(request) for request in requests}
+        engine, max_in_flight = self._serving.engine, self.config.scheduler.max_num_queued_reqs
+        waiting = deque(requests)
+        in_flight: set[str] = set()
+
+        def take(event: OutputEvent) -> None:
+            gathered[event.request_id].add(event)
+            if event.is_last:
+                in_flight.remove(event.request_id)
+
+        try:
+            while waiting or in_flight:
+                while waiting and len(in_flight) < max_in_flight:
+                    engine.submit(waiting[0], take)
+                    in_flight.add(waiting.popleft().request_id)
+                if not engine.step() and in_flight:
+                    raise InternalError(f"{len(in_flight)} requests are in flight and the engine is idle")
+        except BaseException:
+            # What was interrupted, by Ctrl-C as well, must not go on with the next call.
+            for request_id in in_flight:
+                engine.drop(request_id)
+            raise
+        return [gathered[request.request_id].output() for request in requests]
+
+
+class _Gathered:
+    """The events of one request, folded as they come."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[PositionLogprobs] = []
+        self._last: OutputEvent | None = None
+
+    def add(self, event: OutputEvent) -> None:
+        self._text.append(event.text)
+        self._token_ids += event.token_ids
+        self._logprobs += event.logprobs
+        if event.is_last:
+            self._last = event
+
+    def output(self) -> RequestOutput:
+        last, request = self._last, self._request
+        if last is None or last.finish is None:
+            raise (last.error if last is not None else None) or InternalError(f"{request.request_id} has no end")
+        completion = CompletionOutput(
+            index=last.index,
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            cumulative_logprob=last.cumulative_logprob,
+            logprobs=None if request.sampling.logprobs is None else tuple(self._logprobs),
+            finish_reason=last.finish.reason.value,
+            matched_stop=last.finish.matched_stop,
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=(completion,),
+            usage=last.usage,
+        )
+
+
+def _prompt_fields(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    fields = dict(prompt)
+    unknown = fields.keys() - {"prompt", "prompt_token_ids"}
+    if unknown or len(fields) != 1:
+        raise InvalidArgument("prompts", f"{sorted(fields)} given; one of prompt and prompt_token_ids is expected")
+    return fields
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Iterator[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return iter([params or SamplingParams()] * count)
+    if len(params) != count:
+        raise InvalidArgument("sampling_params", f"{len(params)} given for {count} prompts")
+    return iter(params)
