@@ -23,7 +23,6 @@ _HARMLESS = (
     "architectures",
     "attention_dropout",
     "attn_implementation",
-    "dtype",
     "finetuning_task",
     "id2label",
     "initializer_range",
@@ -39,7 +38,6 @@ _HARMLESS = (
     "return_dict",
     "task_specific_params",
     "tokenizer_class",
-    "torch_dtype",
     "transformers.js_config",
     "transformers_version",
     "unk_token_id",
@@ -154,6 +152,25 @@ class RopeConfig:
         rope.finish()
         return result
 
+    def to_hf(self) -> dict[str, object]:
+        """The `rope_parameters` of config.json: the fields that this kind reads."""
+        result: dict[str, object] = {"rope_type": self.kind, "rope_theta": self.theta}
+        if self.kind != "default":
+            result["factor"] = self.factor
+        if self.kind in ("llama3", "yarn"):
+            result["original_max_position_embeddings"] = self.original_max_position_embeddings
+        if self.kind == "llama3":
+            result |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
+        if self.kind == "yarn":
+            result |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
+            optional = {
+                "attention_factor": self.attention_factor,
+                "mscale": self.mscale,
+                "mscale_all_dim": self.mscale_all_dim,
+            }
+            result |= {key: value for key, value in optional.items() if value is not None}
+        return result
+
 
 def _rope_kind(rope: JsonFields) -> RopeKind:
     fallback = rope.text("type", "default")
@@ -186,6 +203,7 @@ class ModelConfig:
         qk_norm: queries and keys are normalised per head before the rotation.
         eos_token_ids: tokens that end a sequence; may be empty.
         bos_token_id: token that begins a prompt, if the checkpoint names one.
+        checkpoint_dtype: what the checkpoint says its weights are: float32, bfloat16 or float16.
     """
 
     architecture: str
@@ -206,6 +224,7 @@ class ModelConfig:
     qk_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    checkpoint_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -278,9 +297,42 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             eos_token_ids=generation_eos or eos,
             bos_token_id=fields.integer("bos_token_id", minimum=0) if fields.has("bos_token_id") else None,
+            checkpoint_dtype=_checkpoint_dtype(fields),
         )
         _refuse_window(fields, family, result)
         fields.finish()
+        return result
+
+    def to_hf(self) -> dict[str, object]:
+        """The config.json that `from_hf` reads back to an equal value (transformers 5 layout)."""
+        family = find_family(self.architecture)
+        result: dict[str, object] = {
+            "architectures": [self.architecture],
+            "model_type": family.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_parameters": self.rope.to_hf(),
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "eos_token_id": list(self.eos_token_ids) or None,
+            "bos_token_id": self.bos_token_id,
+            "dtype": self.checkpoint_dtype,
+        }
+        if family.attention_bias == "config":
+            result["attention_bias"] = self.attention_bias
+        if family.mlp_bias:
+            result["mlp_bias"] = self.mlp_bias
+        if family.window == "length":
+            result["sliding_window"] = None
+        if family.window == "switch":
+            result["use_sliding_window"] = False
         return result
 
 
@@ -289,6 +341,17 @@ def _architecture(fields: JsonFields) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.bad("architectures", f"is {names!r}; it must be a list of one name")
     return names[0]
+
+
+def _checkpoint_dtype(fields: JsonFields) -> str | None:
+    old, new = (fields.value(key) for key in ("torch_dtype", "dtype"))
+    value = old if new is None else new
+    if value is None:
+        return None
+    name = str(value).removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise Unsupported(f"config.json: dtype is {value!r}; supported: float32, bfloat16, float16")
+    return name
 
 
 def _refuse_other_forms(fields: JsonFields) -> None:

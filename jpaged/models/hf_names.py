@@ -1,0 +1,165 @@
+"""How the tensors of a Hugging Face checkpoint and the leaves of our parameter tree correspond, both ways.
+
+Linear weights are `[out, in]` there and `[in, *out]` here; query, key and value are one kernel here, grouped by
+key/value head, and so are gate and up (see `jpaged.models.llama`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.models.config import ModelConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of our tree and the checkpoint tensors that it is made of.
+
+    Attributes:
+        path: keys from the root of the tree, or of one layer.
+        shape: of the leaf.
+        tensors: name and shape of each tensor.
+        pack: tensors in that order, and an empty leaf that it fills, casting where types differ.
+        unpack: the leaf back to tensors, views where possible.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    pack: Callable[[Sequence[np.ndarray], np.ndarray], None]
+    unpack: Callable[[np.ndarray], Sequence[np.ndarray]]
+
+
+def outer_leaves(config: ModelConfig) -> list[Leaf]:
+    """Everything but the layers."""
+    matrix = (config.vocab_size, config.hidden_size)
+    leaves = [
+        _same(("embed", "embedding"), EMBEDDING, matrix),
+        _same(("norm", "scale"), "model.norm.weight", (config.hidden_size,)),
+    ]
+    if not config.tie_word_embeddings:
+        leaves.append(_same(("lm_head", "kernel"), LM_HEAD, matrix))
+    return leaves
+
+
+def layer_leaves(config: ModelConfig, layer_index: int) -> list[Leaf]:
+    """One layer; paths start inside the layer."""
+    prefix = f"model.layers.{layer_index}."
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    width, inner = config.hidden_size, config.intermediate_size
+    leaves = [
+        _same(("attention_norm", "scale"), f"{prefix}input_layernorm.weight", (width,)),
+        _same(("mlp_norm", "scale"), f"{prefix}post_attention_layernorm.weight", (width,)),
+        _qkv_kernel(config, attention),
+        _transposed(
+            ("attention", "out", "kernel"), f"{attention}o_proj.weight", config.num_heads * config.head_dim, width
+        ),
+        _gate_up_kernel(config, mlp),
+        _transposed(("mlp", "down", "kernel"), f"{mlp}down_proj.weight", inner, width),
+    ]
+    if config.attention_bias:
+        leaves.append(_qkv_bias(config, attention))
+    if config.attention_output_bias:
+        leaves.append(_same(("attention", "out", "bias"), f"{attention}o_proj.bias", (width,)))
+    if config.qk_norm:
+        leaves.append(_same(("attention", "q_norm", "scale"), f"{attention}q_norm.weight", (config.head_dim,)))
+        leaves.append(_same(("attention", "k_norm", "scale"), f"{attention}k_norm.weight", (config.head_dim,)))
+    if config.mlp_bias:
+        leaves.append(_gate_up_bias(config, mlp))
+        leaves.append(_same(("mlp", "down", "bias"), f"{mlp}down_proj.bias", (width,)))
+    return leaves
+
+
+def is_ignored(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor that no leaf names is known to be without effect.
+
+    Old checkpoints store the rotary frequencies, which follow from the config; tied ones may repeat the embedding,
+    whose equality the loader checks.
+    """
+    return name.endswith(".rotary_emb.inv_freq") or (name == LM_HEAD and config.tie_word_embeddings)
+
+
+def _same(path: tuple[str, ...], name: str, shape: tuple[int, ...]) -> Leaf:
+    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        leaf[...] = tensors[0]
+
+    return Leaf(path, shape, ((name, shape),), pack, lambda leaf: [leaf])
+
+
+def _transposed(path: tuple[str, ...], name: str, width: int, out: int) -> Leaf:
+    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        leaf[...] = tensors[0].T
+
+    return Leaf(path, (width, out), ((name, (out, width)),), pack, lambda leaf: [leaf.T])
+
+
+def _qkv_names(prefix: str, suffix: str) -> tuple[str, str, str]:
+    return f"{prefix}q_proj.{suffix}", f"{prefix}k_proj.{suffix}", f"{prefix}v_proj.{suffix}"
+
+
+def _qkv_kernel(config: ModelConfig, prefix: str) -> Leaf:
+    """Query `[H*D, E]`, key and value `[K*D, E]` <-> `[E, K, G + 2, D]`."""
+    width, num_groups, head_dim = config.hidden_size, config.num_kv_heads, config.head_dim
+    group = config.num_heads // num_groups
+    q, k, v = _qkv_names(prefix, "weight")
+    rows = (num_groups * group * head_dim, width), (num_groups * head_dim, width)
+
+    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        leaf[:, :, :group] = tensors[0].reshape(num_groups, group, head_dim, width).transpose(3, 0, 1, 2)
+        for row, tensor in ((group, tensors[1]), (group + 1, tensors[2])):
+            leaf[:, :, row] = tensor.reshape(num_groups, head_dim, width).transpose(2, 0, 1)
+
+    def unpack(leaf: np.ndarray) -> Sequence[np.ndarray]:
+        parts = leaf[:, :, :group], leaf[:, :, group], leaf[:, :, group + 1]
+        return [np.ascontiguousarray(part).reshape(width, -1).T for part in parts]
+
+    tensors = ((q, rows[0]), (k, rows[1]), (v, rows[1]))
+    return Leaf(("attention", "qkv", "kernel"), (width, num_groups, group + 2, head_dim), tensors, pack, unpack)
+
+
+def _qkv_bias(config: ModelConfig, prefix: str) -> Leaf:
+    """Query `[H*D]`, key and value `[K*D]` <-> `[K, G + 2, D]`."""
+    num_groups, head_dim = config.num_kv_heads, config.head_dim
+    group = config.num_heads // num_groups
+    q, k, v = _qkv_names(prefix, "bias")
+
+    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        leaf[:, :group] = tensors[0].reshape(num_groups, group, head_dim)
+        leaf[:, group] = tensors[1].reshape(num_groups, head_dim)
+        leaf[:, group + 1] = tensors[2].reshape(num_groups, head_dim)
+
+    def unpack(leaf: np.ndarray) -> Sequence[np.ndarray]:
+        return [leaf[:, :group].reshape(-1), leaf[:, group].reshape(-1), leaf[:, group + 1].reshape(-1)]
+
+    rows = (num_groups * group * head_dim,), (num_groups * head_dim,)
+    tensors = ((q, rows[0]), (k, rows[1]), (v, rows[1]))
+    return Leaf(("attention", "qkv", "bias"), (num_groups, group + 2, head_dim), tensors, pack, unpack)
+
+
+def _gate_up_kernel(config: ModelConfig, prefix: str) -> Leaf:
+    """Gate and up `[F, E]` <-> `[E, 2, F]`."""
+    width, inner = config.hidden_size, config.intermediate_size
+
+    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        leaf[:, 0], leaf[:, 1] = tensors[0].T, tensors[1].T
+
+    tensors = tuple((f"{prefix}{part}_proj.weight", (inner, width)) for part in ("gate", "up"))
+    return Leaf(
+        ("mlp", "gate_up", "kernel"), (width, 2, inner), tensors, pack, lambda leaf: [leaf[:, 0].T, leaf[:, 1].T]
+    )
+
+
+def _gate_up_bias(config: ModelConfig, prefix: str) -> Leaf:
+    inner = config.intermediate_size
+
+    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        leaf[0], leaf[1] = tensors
+
+    tensors = tuple((f"{prefix}{part}_proj.bias", (inner,)) for part in ("gate", "up"))
+    return Leaf(("mlp", "gate_up", "bias"), (2, inner), tensors, pack, lambda leaf: [leaf[0], leaf[1]])

@@ -1,0 +1,71 @@
+"""The model that a user names -> a local folder in Hugging Face layout -> its config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from jpaged.errors import InvalidArgument, NotFound
+from jpaged.models.config import ModelConfig
+
+DEMO = "demo"  # the packaged checkpoint: jpaged.demo finds it, and it is never looked for here
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+# Weights, configs and tokenizers at the top of a repository; not the duplicates in other formats.
+_WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_UNWANTED_FILES = ("*/*", "consolidated*")
+
+
+def find_folder(model: str) -> Path:
+    """The folder of a checkpoint: a local one as it is, or a snapshot of a hub id, downloaded when it is not cached.
+
+    A name that exists as a folder, or that is written as a path (beginning with `.`, `/` or `~`), is local. Whatever
+    the hub client reads from its environment (token, cache, offline mode) holds.
+
+    Raises:
+        InvalidArgument: a local folder without config.json.
+        NotFound: there is no such folder, or the hub does not give the model.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / CONFIG_FILE).is_file():
+            raise InvalidArgument("model", f"folder {model} has no {CONFIG_FILE}; it must be in Hugging Face layout")
+        return folder
+    if model == DEMO or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise NotFound(f"model: there is no folder {model}")
+    try:
+        snapshot = snapshot_download(model, allow_patterns=list(_WANTED_FILES), ignore_patterns=list(_UNWANTED_FILES))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise NotFound(
+            f"model: {model} is no local folder, and the hub does not give it: {type(error).__name__}: {reason}"
+        ) from error
+    return Path(snapshot)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The config of a checkpoint folder; end-of-sequence tokens as transformers' generate would take them.
+
+    Raises:
+        InvalidArgument: a file is missing or malformed.
+        Unsupported: the model needs something that is not computed here.
+    """
+    generation = folder / GENERATION_CONFIG_FILE
+    return ModelConfig.from_hf(
+        _read_json(folder / CONFIG_FILE), _read_json(generation) if generation.is_file() else None
+    )
+
+
+def _read_json(path: Path) -> Mapping[str, object]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(str(path), f"cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(str(path), "must hold a JSON object")
+    return value

@@ -1,0 +1,120 @@
+"""The safetensors files of one checkpoint folder: which tensors are there, and one of them at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jpaged.errors import InvalidArgument, Unsupported
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPES: Mapping[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class TensorFiles:
+    """Open checkpoint files, memory-mapped; a context manager.
+
+    A folder holds either one `model.safetensors`, which wins, or the shards that `model.safetensors.index.json`
+    names. Files that are neither are not looked at.
+
+    Raises:
+        InvalidArgument: a file is missing or broken, or the index and the shards disagree.
+        Unsupported: the weights are there in another format only.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor of the checkpoint."""
+        return frozenset(self._file_of)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """One tensor in the type that it is stored in, checked against the shape that it must have."""
+        if name not in self._file_of:
+            raise InvalidArgument(str(self._folder), f"tensor {name} {list(shape)} is missing from the checkpoint")
+        path = self._folder / self._file_of[name]
+        view = self._files[self._file_of[name]].get_slice(name)
+        stored = tuple(view.get_shape())
+        if stored != shape:
+            raise InvalidArgument(
+                str(path), f"tensor {name} has shape {list(stored)}; config.json makes it {list(shape)}"
+            )
+        if view.get_dtype() not in _DTYPES:
+            raise Unsupported(f"{path}: tensor {name} is {view.get_dtype()}; supported: {', '.join(_DTYPES)}")
+        return np.asarray(self._files[self._file_of[name]].get_tensor(name))
+
+    def where(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._folder / self._file_of[name]
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _open(self) -> None:
+        if (self._folder / SINGLE_FILE).is_file():
+            self._open_file(SINGLE_FILE)
+        elif (self._folder / INDEX_FILE).is_file():
+            self._open_shards()
+        elif list(self._folder.glob("*.bin")) or list(self._folder.glob("*.pth")):
+            raise Unsupported(f"{self._folder}: only safetensors weights are read; convert the checkpoint")
+        else:
+            raise InvalidArgument(str(self._folder), f"has neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+    def _open_file(self, file_name: str) -> None:
+        path = self._folder / file_name
+        if Path(file_name).name != file_name or not path.is_file():
+            raise InvalidArgument(str(self._folder / INDEX_FILE), f"names {file_name!r}, which is not in the folder")
+        try:
+            file = self._stack.enter_context(safe_open(path, framework="numpy"))
+        except SafetensorError as error:
+            raise InvalidArgument(str(path), f"is not a whole safetensors file: {error}") from error
+        self._files[file_name] = file
+        for name in list(file.keys()):
+            if name in self._file_of:
+                raise InvalidArgument(str(path), f"tensor {name} is in {self._file_of[name]} as well")
+            self._file_of[name] = file_name
+
+    def _open_shards(self) -> None:
+        path = self._folder / INDEX_FILE
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            wanted = {str(name): str(file_name) for name, file_name in index.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidArgument(str(path), f"must be a JSON object with a weight_map: {error!r}") from error
+        for file_name in sorted(set(wanted.values())):
+            self._open_file(file_name)
+        for name in sorted(wanted.keys() | self._file_of.keys()):
+            if wanted.get(name) != self._file_of.get(name):
+                raise InvalidArgument(
+                    str(path), f"puts tensor {name} into {wanted.get(name)}; it is in {self._file_of.get(name)}"
+                )

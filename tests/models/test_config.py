@@ -1,0 +1,206 @@
+"""Every setting of a config.json is used, known to be harmless, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.config import ModelConfig, RopeConfig
+from tests.models.tiny import TinyCase, tiny_case, tiny_cases
+
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pad_token_id": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 49152,
+}
+
+
+def config(family: str = "Llama", **settings: object) -> Mapping[str, object]:
+    base = {key: value for key, value in tiny_case("llama_mha").config.items() if key != "rope_theta"}
+    return {**base, "architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), **settings}
+
+
+def test_a_published_config_is_read_whole() -> None:
+    assert ModelConfig.from_hf(SMOLLM2) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=100000.0, original_max_position_embeddings=8192),
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        eos_token_ids=(2,),
+        bos_token_id=1,
+        checkpoint_dtype="bfloat16",
+    )
+
+
+@pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
+def test_a_config_survives_being_written_and_read(case: TinyCase) -> None:
+    read = ModelConfig.from_hf(case.config)
+    again = ModelConfig.from_hf(read.to_hf())
+    assert again == read
+    assert hash(again) == hash(read)
+
+
+def test_both_styles_of_rope_settings_are_the_same_model() -> None:
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 64}
+    old = config(rope_theta=5e5, rope_scaling={"type": "yarn", **scaling})
+    new = config(rope_parameters={"rope_type": "yarn", "rope_theta": 5e5, **scaling})
+    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_model_len"),
+    [
+        ({"rope_type": "default"}, 256),
+        ({"rope_type": "linear", "factor": 2.5}, 640),
+        ({"rope_type": "dynamic", "factor": 2}, 512),
+        ({"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}, 256),
+        ({"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}, 256),
+    ],
+)
+def test_the_rope_sets_the_longest_sequence(rope: Mapping[str, object], max_model_len: int) -> None:
+    assert ModelConfig.from_hf(config(rope_parameters=rope)).max_model_len == max_model_len
+
+
+def test_generation_config_names_the_tokens_that_end_a_sequence() -> None:
+    assert ModelConfig.from_hf(config(eos_token_id=[5, 6])).eos_token_ids == (5, 6)
+    assert ModelConfig.from_hf(config(eos_token_id=5), {"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
+    assert ModelConfig.from_hf(config(eos_token_id=5), {"temperature": 0.6}).eos_token_ids == (5,)
+    assert ModelConfig.from_hf(config(eos_token_id=None)).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"auto_map": {"AutoModel": "x.X"}}, "auto_map"),
+        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
+        ({"num_local_experts": 8}, "num_local_experts is 8"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder is True"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"sliding_window": 64}, "unknown setting sliding_window=64"),
+        ({"attn_logit_softcapping": 50.0, "query_scale": 2}, "attn_logit_softcapping=50.0, query_scale=2"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "RoPE type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}}, "unknown setting beta_fast=3"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}},
+            "original_max_position_embeddings is 64 and max_position_embeddings 256",
+        ),
+    ],
+)
+def test_what_the_model_code_does_not_compute_is_refused_by_name(settings: Mapping[str, object], named: str) -> None:
+    with pytest.raises(Unsupported) as refusal:
+        ModelConfig.from_hf(config(**settings))
+    assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Mistral", {"sliding_window": 64}),
+        ("Mistral", {}),  # transformers' default is a window of 4096: here longer than any sequence
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}),
+        ("Qwen2", {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1}),
+        ("Mistral", {"sliding_window": None}),
+        ("Mistral", {"sliding_window": 256}),
+        ("Qwen3", {"layer_types": ["full_attention"] * 3, "sliding_window": 64}),
+    ],
+)
+def test_a_sliding_window_is_refused_exactly_where_it_would_hide_a_token(
+    family: str, settings: Mapping[str, object]
+) -> None:
+    from transformers import AutoConfig
+
+    hf = config(family, **settings)
+    theirs = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "architectures"})
+    layer_types = theirs.layer_types if family.startswith("Qwen") else ["sliding_attention"]
+    window = theirs.sliding_window if "sliding_attention" in layer_types else None
+    if window is not None and window < 256:
+        with pytest.raises(Unsupported, match="sliding_window is 64"):
+            ModelConfig.from_hf(hf)
+    else:
+        assert ModelConfig.from_hf(hf).max_model_len == 256
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"hidden_size": 0}, "hidden_size: is 0; it must be an integer of at least 1"),
+        ({"vocab_size": None}, "vocab_size: is missing"),
+        ({"num_hidden_layers": True}, "num_hidden_layers: is True"),
+        ({"num_key_value_heads": 3}, "num_kv_heads: is 3; it must divide num_heads, 4"),
+        ({"num_attention_heads": 6}, "hidden_size: is 64; without head_dim"),
+        ({"head_dim": 15}, "head_dim: is 15"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: is nan"),
+        ({"rope_theta": -1}, "rope_theta: is -1"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings: is 1; it must be true or false"),
+        ({"eos_token_id": [2, "x"]}, "eos_token_id: is [2, 'x']"),
+        ({"eos_token_id": 131}, "is 131; it must be below vocab_size, 131"),
+        ({"architectures": []}, "architectures: is []"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling factor: is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling factor: is 0.5"),
+        ({"rope_scaling": [2.0]}, "rope_scaling: is [2.0]; it must be an object"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling: and rope_parameters are both given and differ",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
+            "high_freq_factor: is 1",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": 1, "beta_slow": 2}}, "beta_fast: is 1"),
+    ],
+)
+def test_a_malformed_value_is_refused_with_its_field_value_and_limit(
+    settings: Mapping[str, object], named: str
+) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        ModelConfig.from_hf(config(**settings))
+    assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize(("family", "bias"), [("Qwen2", False), ("Mistral", True)])
+def test_a_family_with_fixed_biases_refuses_a_config_that_says_otherwise(family: str, bias: bool) -> None:
+    with pytest.raises(Unsupported, match="attention_bias is"):
+        ModelConfig.from_hf(config(family, attention_bias=bias, sliding_window=None))

@@ -1,0 +1,120 @@
+"""The model as a pure function: layer modes, dtypes, vmap and gradients, one trace a layer."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.errors import InvalidArgument
+from jpaged.models.config import ModelConfig
+from jpaged.models.layers import run_layers
+from jpaged.models.llama import Llama
+from tests.models import dense
+from tests.models.tiny import TinyCase, tiny_case, tiny_cases
+
+TOKENS = np.random.default_rng(0).integers(0, 131, 12).astype(np.int32)
+
+
+def model_of(case: TinyCase, dtype: object = jnp.float32) -> Llama:
+    return Llama(ModelConfig.from_hf(case.config), np.dtype(dtype))
+
+
+@pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
+def test_scan_and_loop_are_the_same_function(case: TinyCase) -> None:
+    model = model_of(case)
+    loop, scan = (model.init_params(jax.random.key(1), mode) for mode in ("loop", "scan"))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *loop["layers"])
+    jax.tree.map(np.testing.assert_array_equal, stacked, scan["layers"])
+    left = dense.logits(model, loop, TOKENS, 12, layer_mode="loop")
+    right = dense.logits(model, scan, TOKENS, 12, layer_mode="scan")
+    np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6)
+
+
+def test_the_carry_passes_every_layer_in_order_with_its_index() -> None:
+    def layer(params, x, carry, layer_index):
+        assert layer_index.dtype == jnp.int32
+        return x + params, carry.at[layer_index].set(x[0])
+
+    params = jnp.array([1.0, 10.0, 100.0])
+    for mode, layer_params in (("loop", list(params)), ("scan", params)):
+        x, carry = jax.jit(run_layers, static_argnums=0, static_argnames="mode")(
+            layer, layer_params, jnp.zeros(2), jnp.zeros(3), mode=mode
+        )
+        assert x.tolist() == [111.0, 111.0]
+        assert carry.tolist() == [0.0, 1.0, 11.0]
+
+
+def test_a_loop_traces_and_lowers_its_layer_once() -> None:
+    model = model_of(tiny_case("llama_mha"))
+    num_traces = 0
+
+    def attend(q_thd, k_tkd, v_tkd, carry, layer_index):
+        nonlocal num_traces
+        num_traces += 1
+        return dense.attend(q_thd, k_tkd, v_tkd, carry, layer_index)
+
+    def run(params):
+        positions = jnp.arange(12)
+        return model.run(params, TOKENS, positions, positions + 1, attend, (), "loop")[0]
+
+    text = jax.jit(run).lower(model.abstract_params("loop")).as_text()
+    assert num_traces == 1
+    assert text.count("call @layer(") == 3
+    assert text.count("func.func private @layer(") == 1
+
+
+def test_bfloat16_stays_close_to_float32() -> None:
+    case = tiny_case("qwen3")
+    params = model_of(case).init_params(jax.random.key(0), "loop")
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    logits = dense.logits(model_of(case, jnp.bfloat16), rounded, TOKENS, 12)
+    expected = dense.logits(model_of(case), params, TOKENS, 12)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=0.05 * float(jnp.std(expected)))
+
+
+@pytest.mark.parametrize("layer_mode", ["loop", "scan"])
+def test_a_batch_can_be_mapped_and_differentiated(layer_mode) -> None:
+    model = model_of(tiny_case("qwen2_tied_yarn"))
+    params = model.init_params(jax.random.key(0), layer_mode)
+    batch = np.stack([TOKENS, TOKENS[::-1]])
+
+    def loss(params, batch):
+        logits = jax.vmap(lambda tokens: dense.logits(model, params, tokens, 12, layer_mode=layer_mode))(batch)
+        return jnp.mean(jnp.square(logits))
+
+    gradient = jax.jit(jax.grad(loss))(params, batch)
+    leaves = jax.tree.leaves(gradient)
+    # Biases of keys shift all scores of a row alike, so theirs alone is zero; they share a leaf with the others.
+    assert all(bool(jnp.any(leaf != 0)) and bool(jnp.all(jnp.isfinite(leaf))) for leaf in leaves)
+    step = jax.tree.map(lambda leaf, slope: leaf - 1e-2 * slope, params, gradient)
+    assert float(loss(step, batch)) < float(loss(params, batch))
+
+
+def test_dynamic_rope_does_not_depend_on_how_a_prompt_is_cut() -> None:
+    model = model_of(tiny_case("llama_dynamic_long"))
+    positions = np.arange(100, dtype=np.int32)
+    whole = model.rope(positions, np.maximum(positions + 1, 80))
+    for start, stop in ((0, 7), (7, 80), (80, 81), (81, 100)):
+        chunk = positions[start:stop]
+        for part, expected in zip(model.rope(chunk, np.maximum(chunk + 1, 80)), whole, strict=True):
+            np.testing.assert_array_equal(part, expected[start:stop])
+    # Below the length of pretraining nothing is stretched.
+    plain = model_of(tiny_case("llama_mha")).rope(positions, positions + 1)
+    np.testing.assert_array_equal(model.rope(positions[:64], positions[:64] + 1)[0], plain[0][:64])
+    assert not np.allclose(whole[0][64:], plain[0][64:], atol=1e-3)
+
+
+def test_a_model_is_a_static_value() -> None:
+    case = tiny_case("qwen3")
+    assert model_of(case) == model_of(case)
+    assert hash(model_of(case)) == hash(model_of(case))
+    assert model_of(case) != model_of(case, jnp.bfloat16)
+    assert jax.tree.leaves(model_of(case).config.rope) == [model_of(case).config.rope]
+
+
+def test_other_types_than_float32_and_bfloat16_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="dtype: is float16; it must be float32 or bfloat16"):
+        model_of(tiny_case("llama_mha"), jnp.float16)
