@@ -204,3 +204,8 @@ def test_a_malformed_value_is_refused_with_its_field_value_and_limit(
 def test_a_family_with_fixed_biases_refuses_a_config_that_says_otherwise(family: str, bias: bool) -> None:
     with pytest.raises(Unsupported, match="attention_bias is"):
         ModelConfig.from_hf(config({"attention_bias": bias, "sliding_window": None}, family))
+
+
+def test_a_rope_that_starts_from_the_length_of_pretraining_must_be_told_it() -> None:
+    with pytest.raises(InvalidArgument, match="original_max_position_embeddings: is 0; yarn needs"):
+        RopeConfig(kind="yarn", factor=4.0)
