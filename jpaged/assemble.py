@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from jpaged.config import EngineConfig, Environment
 from jpaged.demo import checkpoint
+from jpaged.device.backend import default_device, names_of
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import layer_mode_for
 from jpaged.engine.engine import Engine, EngineOptions
@@ -24,7 +24,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.layers import LayerMode
 from jpaged.models.llama import Llama, Params
 from jpaged.models.loader import DEMO, find_folder, read_config
-from jpaged.models.weights import load_params
+from jpaged.models.weights import load_params, random_params
 from jpaged.server.serving import BackendFacts, ModelFacts, Serving
 
 
@@ -52,9 +52,9 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
     Raises:
         InvalidArgument, NotFound, Unsupported: the model or an option cannot be; says which and why.
     """
-    device = jax.devices()[0]
+    device = default_device()
     source = find_source(options.model.model)
-    model = Llama(source.config, _dtype(options.model.dtype, source.config, device))
+    model = Llama(source.config, _dtype(options.model.dtype, source.config, device.platform))
     params = _load(model, source, options, layer_mode_for(device), progress)
     executor = JaxExecutor.create(
         model, params, options, device=device, compile_cache_dir=Environment.read().compile_cache_dir
@@ -80,6 +80,7 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
         ),
         eos_token_ids=eos_token_ids,
     )
+    names = names_of(device)
     resolved = options.resolve(
         max_model_len=geometry.max_model_len,
         num_blocks=geometry.num_blocks,
@@ -92,11 +93,11 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
         tokenizer=source.tokenizer,
         model=_model_facts(source, resolved, eos_token_ids),
         backend=BackendFacts(
-            platform=device.platform,
-            device_kind=device.device_kind,
+            platform=names.platform,
+            device_kind=names.device_kind,
             num_devices=1,
             attention="xla",
-            jax_version=jax.__version__,
+            jax_version=names.jax_version,
         ),
         config=resolved,
     )
@@ -109,20 +110,19 @@ def find_source(name: str) -> Source:
     return Source(name, folder, config, load_tokenizer(folder, vocab_size=config.vocab_size))
 
 
-def _dtype(name: str, config: ModelConfig, device: jax.Device) -> np.dtype:
+def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:
     """auto: the checkpoint's type where hardware is made for it, and on a CPU float32, which every CPU is."""
     if name == "auto":
-        name = "float32" if device.platform == "cpu" else config.checkpoint_dtype or "bfloat16"
+        name = "float32" if platform == "cpu" else config.checkpoint_dtype or "bfloat16"
     if name not in ("float32", "bfloat16"):
         raise Unsupported(f"dtype: the checkpoint is {name}; choose --dtype float32 or bfloat16")
-    return np.dtype(jax.numpy.dtype(name))
+    return np.dtype(name)
 
 
 def _load(model: Llama, source: Source, options: EngineConfig, layer_mode: LayerMode, progress: Progress) -> Params:
     if options.model.load_format == "dummy":
         progress("random weights", 1, 1)
-        # A threefry key takes minutes to compile into the filling of large arrays on a CPU; these are no secrets.
-        return model.init_params(jax.random.key(options.model.seed % 2**32, impl="rbg"), layer_mode)
+        return random_params(model, layer_mode, seed=options.model.seed)
     if source.folder == checkpoint.FOLDER:
         progress("weights", 1, 1)
         return checkpoint.load_demo(model.dtype, layer_mode)[1]
