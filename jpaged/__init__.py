@@ -6,6 +6,8 @@ The public names; each is imported when it is first used, so that values, errors
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jpaged.version import __version__
+
 if TYPE_CHECKING:
     from jpaged.client import AsyncClient, Client
     from jpaged.errors import (
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     )
     from jpaged.llm import LLM
     from jpaged.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",
