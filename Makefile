@@ -4,6 +4,7 @@
 #   JAX=0.11.2          another jax line than constraints.txt pins (0.11 and later need Python 3.12)
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
+#   JOBS=2              processes that run the quick tests; 0 runs them in this one
 #   ARGS='...'          further arguments for test, test-long, bench, demo and demo-model
 
 SHELL := /bin/bash
@@ -16,6 +17,7 @@ VENV ?= .venv
 JAX ?=
 EXTRAS ?=
 ARGS ?=
+JOBS ?= 2
 TORCH ?= 2.13.0
 
 BIN := $(VENV)/bin
@@ -24,13 +26,13 @@ CHOICES := $(VENV)/.choices
 CONSTRAINTS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-unexport JAX EXTRAS ARGS TORCH VENV
+unexport JAX EXTRAS ARGS JOBS TORCH VENV
 
 .PHONY: help setup demo demo-model test test-long bench check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo; sed -n '3,7s/^#  /  /p' $(firstword $(MAKEFILE_LIST))
+	@echo; sed -n '3,8s/^#  /  /p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## build .venv (nothing happens when it is current)
 
@@ -73,7 +75,7 @@ demo-model: $(STAMP) ## train the embedded model again
 	@$(BIN)/python -m jpaged.demo.train $(ARGS)
 
 test: $(STAMP) ## the quick tests
-	@$(BIN)/python -m pytest -q -m 'not long' $(ARGS)
+	@$(BIN)/python -m pytest -q -m 'not long' -n $(JOBS) --dist loadfile $(ARGS)
 
 test-long: $(STAMP) ## the long tests
 	@$(BIN)/python -m pytest -q -m long $(ARGS)

@@ -6,7 +6,10 @@ The public names; each is imported when it is first used, so that values, errors
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jpaged.version import __version__
+
 if TYPE_CHECKING:
+    from jpaged.client import AsyncClient, Client
     from jpaged.errors import (
         AlreadyExists,
         Cancelled,
@@ -20,13 +23,15 @@ if TYPE_CHECKING:
         Unavailable,
         Unsupported,
     )
+    from jpaged.llm import LLM
     from jpaged.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 
-__version__ = "0.1.0"
-
 __all__ = [
+    "LLM",
     "AlreadyExists",
+    "AsyncClient",
     "Cancelled",
+    "Client",
     "CompletionOutput",
     "DeadlineExceeded",
     "FinishReason",
@@ -44,6 +49,9 @@ __all__ = [
 ]
 
 _HOME = {
+    "LLM": "jpaged.llm",
+    "AsyncClient": "jpaged.client",
+    "Client": "jpaged.client",
     "CompletionOutput": "jpaged.types",
     "FinishReason": "jpaged.types",
     "RequestOutput": "jpaged.types",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypedDict
 
-from jpaged import assemble
+from jpaged.assemble import build
 from jpaged.config import EngineConfig, ServerOptions, field_names
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.types import CompletionOutput, OutputEvent, PositionLogprobs, Request, RequestOutput, SamplingParams
@@ -49,7 +49,7 @@ class LLM:
         for name in field_names(ServerOptions):
             if name in options:
                 raise InvalidArgument(name, "is an option of `jpaged serve`; there is no server here")
-        self._serving = assemble.build(EngineConfig.load({"model": model, **options}))
+        self._serving = build(EngineConfig.load({"model": model, **options}))
         self._num_requests = 0
 
     @property

@@ -4,9 +4,16 @@ import os
 
 import pytest
 
+# XLA's code generator does little of its optimising: the suite spends its time in compiles, and those of
+# tests/models took 43 s of CPU so, instead of 107 s. The long tests run what a server runs.
+QUICK_XLA_FLAG = "--xla_backend_optimization_level=0"
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put jax on the CPU unless the caller names a platform; it reads the variable once, when it is imported."""
+    """Set what libraries read once, when they are imported; what the caller has set stays."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its thread pool warns after a fork
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a download is broken
+    flags = os.environ.get("XLA_FLAGS", "")
+    if config.option.markexpr == "not long" and "xla_backend_optimization_level" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {QUICK_XLA_FLAG}".strip()

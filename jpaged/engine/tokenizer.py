@@ -26,6 +26,9 @@ class Tokenizer(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
+    @property
+    def has_chat_template(self) -> bool: ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -63,6 +66,10 @@ class HuggingFaceTokenizer:
         eos = self._inner.eos_token_id
         return frozenset() if eos is None else frozenset({eos})
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._inner.chat_template)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._fast is not None:
             ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
@@ -99,6 +106,10 @@ class NoTokenizer:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         return frozenset()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return False
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise InvalidArgument("prompt", "this model has no tokenizer files: send token ids instead of text")

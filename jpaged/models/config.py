@@ -90,6 +90,13 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        if self.kind in ("dynamic", "llama3", "yarn") and self.original_max_position_embeddings < 1:
+            raise InvalidArgument(
+                "original_max_position_embeddings",
+                f"is {self.original_max_position_embeddings}; {self.kind} needs the length of pretraining, at least 1",
+            )
+
     @classmethod
     def from_hf(cls, config: JsonFields, max_position_embeddings: int) -> RopeConfig:
         """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4).

@@ -33,6 +33,12 @@ def no_progress(done: int, total: int, name: str) -> None:
     """Reports nothing."""
 
 
+def random_params(model: Llama, layer_mode: LayerMode, *, seed: int) -> Params:
+    """Random parameters of the model's shapes, for measuring without a checkpoint."""
+    # Filling large arrays from a threefry key takes minutes to compile on a CPU; these numbers are no secret.
+    return model.init_params(jax.random.key(seed % 2**32, impl="rbg"), layer_mode)
+
+
 def load_params(
     model: Llama,
     folder: Path,

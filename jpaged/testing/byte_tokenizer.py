@@ -23,6 +23,10 @@ class ByteTokenizer:
     def eos_token_ids(self) -> frozenset[int]:
         return frozenset({self.EOS})
 
+    @property
+    def has_chat_template(self) -> bool:
+        return True
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 

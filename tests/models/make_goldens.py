@@ -39,6 +39,8 @@ def golden(case: TinyCase) -> dict[str, object]:
         )
     steps = np.stack([step[0].numpy() for step in answer.logits])
     best = np.sort(steps, axis=-1)
+    tokens = answer.sequences[0, case.prompt_len :].tolist()
+    print(f"{case.name}: {len(set(tokens))} different tokens")
     return {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
@@ -46,7 +48,7 @@ def golden(case: TinyCase) -> dict[str, object]:
         "rows": rows,
         "logits": [[round(float(value), 6) for value in logits[row]] for row in rows],
         "last_logits": [round(float(value), 6) for value in steps[-1]],
-        "tokens": answer.sequences[0, case.prompt_len :].tolist(),
+        "tokens": tokens,
         "smallest_gap": round(float((best[:, -1] - best[:, -2]).min()), 6),
     }
 
@@ -64,9 +66,7 @@ def main() -> None:
     """Writes every case."""
     GOLDENS.mkdir(exist_ok=True)
     for case in tiny_cases():
-        answer = golden(case)
-        (GOLDENS / f"{case.name}.json").write_text(json.dumps(answer) + "\n", encoding="utf-8")
-        print(f"{case.name}: smallest gap {answer['smallest_gap']}, {len(set(answer['tokens']))} different tokens")
+        (GOLDENS / f"{case.name}.json").write_text(json.dumps(golden(case)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

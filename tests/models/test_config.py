@@ -42,7 +42,7 @@ SMOLLM2 = {
 }
 
 
-def config(family: str = "Llama", **settings: object) -> Mapping[str, object]:
+def config(settings: Mapping[str, object], family: str = "Llama") -> Mapping[str, object]:
     base = {key: value for key, value in tiny_case("llama_mha").config.items() if key != "rope_theta"}
     return {**base, "architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), **settings}
 
@@ -77,8 +77,8 @@ def test_a_config_survives_being_written_and_read(case: TinyCase) -> None:
 
 def test_both_styles_of_rope_settings_are_the_same_model() -> None:
     scaling = {"factor": 4.0, "original_max_position_embeddings": 64}
-    old = config(rope_theta=5e5, rope_scaling={"type": "yarn", **scaling})
-    new = config(rope_parameters={"rope_type": "yarn", "rope_theta": 5e5, **scaling})
+    old = config({"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **scaling}})
+    new = config({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **scaling}})
     assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
 
 
@@ -94,14 +94,14 @@ def test_both_styles_of_rope_settings_are_the_same_model() -> None:
     ],
 )
 def test_the_rope_sets_the_longest_sequence(rope: Mapping[str, object], max_model_len: int) -> None:
-    assert ModelConfig.from_hf(config(rope_parameters=rope)).max_model_len == max_model_len
+    assert ModelConfig.from_hf(config({"rope_parameters": rope})).max_model_len == max_model_len
 
 
 def test_generation_config_names_the_tokens_that_end_a_sequence() -> None:
-    assert ModelConfig.from_hf(config(eos_token_id=[5, 6])).eos_token_ids == (5, 6)
-    assert ModelConfig.from_hf(config(eos_token_id=5), {"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
-    assert ModelConfig.from_hf(config(eos_token_id=5), {"temperature": 0.6}).eos_token_ids == (5,)
-    assert ModelConfig.from_hf(config(eos_token_id=None)).eos_token_ids == ()
+    assert ModelConfig.from_hf(config({"eos_token_id": [5, 6]})).eos_token_ids == (5, 6)
+    assert ModelConfig.from_hf(config({"eos_token_id": 5}), {"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
+    assert ModelConfig.from_hf(config({"eos_token_id": 5}), {"temperature": 0.6}).eos_token_ids == (5,)
+    assert ModelConfig.from_hf(config({"eos_token_id": None})).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_generation_config_names_the_tokens_that_end_a_sequence() -> None:
 )
 def test_what_the_model_code_does_not_compute_is_refused_by_name(settings: Mapping[str, object], named: str) -> None:
     with pytest.raises(Unsupported) as refusal:
-        ModelConfig.from_hf(config(**settings))
+        ModelConfig.from_hf(config(settings))
     assert named in str(refusal.value)
 
 
@@ -152,7 +152,7 @@ def test_a_sliding_window_is_refused_exactly_where_it_would_hide_a_token(
 ) -> None:
     from transformers import AutoConfig
 
-    hf = config(family, **settings)
+    hf = config(settings, family)
     theirs = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "architectures"})
     layer_types = theirs.layer_types if family.startswith("Qwen") else ["sliding_attention"]
     window = theirs.sliding_window if "sliding_attention" in layer_types else None
@@ -196,11 +196,16 @@ def test_a_malformed_value_is_refused_with_its_field_value_and_limit(
     settings: Mapping[str, object], named: str
 ) -> None:
     with pytest.raises(InvalidArgument) as refusal:
-        ModelConfig.from_hf(config(**settings))
+        ModelConfig.from_hf(config(settings))
     assert named in str(refusal.value)
 
 
 @pytest.mark.parametrize(("family", "bias"), [("Qwen2", False), ("Mistral", True)])
 def test_a_family_with_fixed_biases_refuses_a_config_that_says_otherwise(family: str, bias: bool) -> None:
     with pytest.raises(Unsupported, match="attention_bias is"):
-        ModelConfig.from_hf(config(family, attention_bias=bias, sliding_window=None))
+        ModelConfig.from_hf(config({"attention_bias": bias, "sliding_window": None}, family))
+
+
+def test_a_rope_that_starts_from_the_length_of_pretraining_must_be_told_it() -> None:
+    with pytest.raises(InvalidArgument, match="original_max_position_embeddings: is 0; yarn needs"):
+        RopeConfig(kind="yarn", factor=4.0)

@@ -59,6 +59,6 @@ def test_positions_far_out_keep_their_frequencies(tmp_path: Path) -> None:
         torch.zeros(1), torch.tensor(positions[None].astype(np.int64))
     )
     half = cos.shape[-1] // 2
-    ours = Llama(read_config(tmp_path), np.dtype(jnp.float32)).rope(positions, positions + 1)
+    ours = Llama(read_config(tmp_path), np.dtype(jnp.float32)).rope(jnp.asarray(positions), jnp.asarray(positions) + 1)
     np.testing.assert_allclose(ours[0], cos[0, :, :half].numpy(), rtol=0, atol=1e-5)
     np.testing.assert_allclose(ours[1], sin[0, :, :half].numpy(), rtol=0, atol=1e-5)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.typing import DTypeLike
 from safetensors.numpy import load_file, save_file
 
 from jpaged.errors import InvalidArgument, Unsupported
@@ -22,7 +23,7 @@ from tests.models.tiny import TinyCase, tensors, tiny_case, tiny_cases, write_ch
 Tensors = dict[str, np.ndarray]
 
 
-def model_of(case: TinyCase, dtype: object = jnp.float32) -> Llama:
+def model_of(case: TinyCase, dtype: DTypeLike = jnp.float32) -> Llama:
     return Llama(ModelConfig.from_hf(case.config), np.dtype(dtype))
 
 
@@ -92,7 +93,7 @@ def test_tensors_are_cast_to_the_type_of_the_model(stored, wanted, tmp_path: Pat
     expected = tensors(case)["model.layers.1.mlp.down_proj.weight"].astype(stored).T.astype(wanted)
     kernel = params["layers"][1]["mlp"]["down"]["kernel"]
     assert kernel.dtype == wanted
-    np.testing.assert_array_equal(kernel, expected)
+    assert np.array_equal(kernel, expected)
 
 
 def test_placement_and_progress_see_every_leaf_once(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def drop(name: str) -> Callable[[Tensors], object]:
     return lambda stored: stored.pop(name)
 
 
-def put_in(name: str, shape: tuple[int, ...], dtype: object = np.float32) -> Callable[[Tensors], object]:
+def put_in(name: str, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> Callable[[Tensors], object]:
     return lambda stored: stored.update({name: np.zeros(shape, np.dtype(dtype))})
 
 

@@ -1,0 +1,150 @@
+"""Options -> running objects: the only file that knows every layer.
+
+model folder -> config, tokenizer -> parameters -> executor (pool, programs) -> engine, intake
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jpaged.config import EngineConfig, Environment
+from jpaged.demo import checkpoint
+from jpaged.device.backend import default_device, names_of
+from jpaged.device.executor import JaxExecutor
+from jpaged.device.mesh import layer_mode_for
+from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.engine.executor import Progress
+from jpaged.engine.intake import Intake
+from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
+from jpaged.errors import Unsupported
+from jpaged.models.config import ModelConfig
+from jpaged.models.layers import LayerMode
+from jpaged.models.llama import Llama, Params
+from jpaged.models.loader import DEMO, find_folder, read_config
+from jpaged.models.weights import load_params, random_params
+from jpaged.server.serving import BackendFacts, ModelFacts, Serving
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Reports nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model comes from."""
+
+    name: str
+    folder: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+
+def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
+    """Loads a model and compiles everything that will run. The engine is ready, and not started.
+
+    Args:
+        options: as written; the result holds the resolved ones.
+        progress: told what happens: weights, programs, the pool.
+
+    Raises:
+        InvalidArgument, NotFound, Unsupported: the model or an option cannot be; says which and why.
+    """
+    device = default_device()
+    source = find_source(options.model.model)
+    model = Llama(source.config, _dtype(options.model.dtype, source.config, device.platform))
+    params = _load(model, source, options, layer_mode_for(device), progress)
+    executor = JaxExecutor.create(
+        model, params, options, device=device, compile_cache_dir=Environment.read().compile_cache_dir
+    )
+    geometry = executor.geometry
+    pool_mib = geometry.num_blocks * geometry.bytes_per_block / 2**20
+    progress(
+        f"pool of {geometry.num_blocks} blocks of {geometry.block_size} tokens ({pool_mib:.0f} MiB)",
+        geometry.num_blocks,
+        geometry.num_blocks,
+    )
+    executor.warm_up(progress)
+    eos_token_ids = frozenset(source.config.eos_token_ids) or source.tokenizer.eos_token_ids
+    scheduler = options.scheduler
+    engine = Engine(
+        executor,
+        source.tokenizer,
+        EngineOptions(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_queued_reqs=scheduler.max_num_queued_reqs,
+            overlap=scheduler.overlap,
+        ),
+        eos_token_ids=eos_token_ids,
+    )
+    names = names_of(device)
+    resolved = options.resolve(
+        max_model_len=geometry.max_model_len,
+        num_blocks=geometry.num_blocks,
+        dtype=model.dtype.name,
+        served_model_name=options.model.served_model_name or source.name,
+    )
+    return Serving(
+        engine=engine,
+        intake=Intake(source.tokenizer, geometry, eos_token_ids=eos_token_ids, seed=options.model.seed),
+        tokenizer=source.tokenizer,
+        model=_model_facts(source, resolved, eos_token_ids),
+        backend=BackendFacts(
+            platform=names.platform,
+            device_kind=names.device_kind,
+            num_devices=1,
+            attention="xla",
+            jax_version=names.jax_version,
+        ),
+        config=resolved,
+    )
+
+
+def find_source(name: str) -> Source:
+    """The model of a name: `demo` is the packaged one, everything else a folder or a hub id."""
+    folder = checkpoint.FOLDER if name == DEMO else find_folder(name)
+    config = read_config(folder)
+    return Source(name, folder, config, load_tokenizer(folder, vocab_size=config.vocab_size))
+
+
+def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:
+    """auto: the checkpoint's type where hardware is made for it, and on a CPU float32, which every CPU is."""
+    if name == "auto":
+        name = "float32" if platform == "cpu" else config.checkpoint_dtype or "bfloat16"
+    if name not in ("float32", "bfloat16"):
+        raise Unsupported(f"dtype: the checkpoint is {name}; choose --dtype float32 or bfloat16")
+    return np.dtype(name)
+
+
+def _load(model: Llama, source: Source, options: EngineConfig, layer_mode: LayerMode, progress: Progress) -> Params:
+    if options.model.load_format == "dummy":
+        progress("random weights", 1, 1)
+        return random_params(model, layer_mode, seed=options.model.seed)
+    if source.folder == checkpoint.FOLDER:
+        progress("weights", 1, 1)
+        return checkpoint.load_demo(model.dtype, layer_mode)[1]
+
+    def tensor(done: int, total: int, name: str) -> None:
+        progress(f"weights {name}", done, total)
+
+    return load_params(model, source.folder, layer_mode, progress=tensor)
+
+
+def _model_facts(source: Source, resolved: EngineConfig, eos_token_ids: frozenset[int]) -> ModelFacts:
+    config = source.config
+    return ModelFacts(
+        name=str(resolved.model.served_model_name),
+        architecture=config.architecture,
+        vocab_size=config.vocab_size,
+        max_model_len=int(resolved.model.max_model_len or 0),
+        dtype=resolved.model.dtype,
+        num_layers=config.num_layers,
+        num_query_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        eos_token_ids=tuple(sorted(eos_token_ids)),
+        has_chat_template=source.tokenizer.has_chat_template,
+    )

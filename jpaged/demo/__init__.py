@@ -1,0 +1,1 @@
+"""The embedded model: the grammar it learnt from, its training, and its checkpoint."""

@@ -1,0 +1,241 @@
+"""Trains the demo model from a seed: `python -m jpaged.demo.train`.
+
+The grammar gives documents, the tokenizer is learnt from them, rows are packed, and the project's own Llama is trained
+with AdamW. A run that was interrupted goes on from its last saved state; the same seed gives the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from tokenizers import Tokenizer
+
+from jpaged.demo import checkpoint
+from jpaged.demo.data import Batch, batch
+from jpaged.demo.grammar import END
+from jpaged.demo.tokenizer import MAX_LEN, save_tokenizer, train_tokenizer
+from jpaged.models.config import ModelConfig, RopeConfig
+from jpaged.models.llama import Llama, Params
+
+Step = Callable[[Params, optax.OptState, Batch], tuple[Params, optax.OptState, jax.Array]]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """What a run depends on.
+
+    Attributes:
+        seed: of the corpus, the tokenizer and the first parameters.
+        num_steps: optimizer steps.
+        num_rows: rows of a batch.
+        row_len: tokens of a row; a longer document is left out.
+        peak_rate: learning rate after `num_warmup_steps`; it stays there and falls by a cosine in the last
+            `decay` of the run, so that a run can be made longer or shorter until the fall begins.
+        num_warmup_steps: steps of linear warm-up.
+        decay: part of the run in which the rate falls.
+        weight_decay: of matrices; norms are not decayed.
+        dtype: of the forward and backward pass; parameters and the optimizer stay in float32.
+    """
+
+    seed: int = 2024
+    num_steps: int = 3000
+    num_rows: int = 4
+    row_len: int = 384
+    peak_rate: float = 3e-3
+    num_warmup_steps: int = 100
+    decay: float = 0.4
+    weight_decay: float = 0.05
+    dtype: str = "bfloat16"
+
+
+def demo_config(tokenizer: Tokenizer) -> ModelConfig:
+    """The shape of the demo model."""
+    eos_token_id = tokenizer.encode(END).ids[0]
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=256,
+        intermediate_size=640,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        max_position_embeddings=MAX_LEN,
+        tie_word_embeddings=True,
+        eos_token_ids=(eos_token_id,),
+        checkpoint_dtype="bfloat16",
+    )
+
+
+def loss_sum(model: Llama, params: Params, rows: Batch) -> tuple[jax.Array, jax.Array]:
+    """Summed cross entropy of the learnt tokens, and their number."""
+    segments = jnp.asarray(rows.segments)
+    row_len = segments.shape[1]
+    mask_bts = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((row_len, row_len), bool))
+    positions_t = jnp.asarray(rows.positions).reshape(-1)
+    hidden, _ = model.run(
+        params,
+        jnp.asarray(rows.token_ids).reshape(-1),
+        positions_t,
+        jnp.full_like(positions_t, row_len),
+        functools.partial(_attend, mask_bts),
+        (),
+        "loop",
+    )
+    logits = model.logits(params, hidden)
+    # A comparison with iota instead of a gather: its gradient is a subtraction, not a scatter into [T, V].
+    is_target = jnp.arange(logits.shape[-1])[None] == rows.targets.reshape(-1, 1)
+    losses = jax.nn.logsumexp(logits, axis=-1) - jnp.where(is_target, logits, 0.0).sum(axis=-1)
+    weights = rows.weights.reshape(-1)
+    return (losses * weights).sum(), weights.sum()
+
+
+def _attend(
+    mask_bts: jax.Array, q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: Any, layer_index: jax.Array
+) -> tuple[jax.Array, Any]:
+    num_rows, row_len, _ = mask_bts.shape
+    num_kv_heads, head_dim = k_tkd.shape[1:]
+    q = q_thd.reshape(num_rows, row_len, num_kv_heads, -1, head_dim)
+    k, v = (x.reshape(num_rows, row_len, num_kv_heads, head_dim) for x in (k_tkd, v_tkd))
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
+    scores = jnp.where(mask_bts[:, None, None], scores, -1e30)
+    probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    o = jnp.einsum("bkgts,bskd->btkgd", probs, v, preferred_element_type=jnp.float32)
+    return o.reshape(q_thd.shape).astype(q_thd.dtype), carry
+
+
+def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
+    """AdamW with warm-up, a cosine at the end and clipping by the global norm."""
+    num_warmup = min(settings.num_warmup_steps, settings.num_steps // 2)
+    num_decay = max(1, int(settings.num_steps * settings.decay))
+    parts = (
+        optax.linear_schedule(0.0, settings.peak_rate, num_warmup),
+        optax.constant_schedule(settings.peak_rate),
+        optax.cosine_decay_schedule(settings.peak_rate, num_decay, alpha=0.02),
+    )
+    rate = optax.join_schedules(parts, (num_warmup, settings.num_steps - num_decay))
+    adamw = optax.adamw(
+        rate, b1=0.9, b2=0.98, weight_decay=settings.weight_decay, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p)
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+@functools.lru_cache(maxsize=4)
+def make_step(config: ModelConfig, settings: TrainSettings) -> Step:
+    """One jitted optimizer step; parameters and optimizer state are donated."""
+    dtype = jnp.dtype(settings.dtype)
+    model, optimizer = Llama(config, dtype), make_optimizer(settings)
+
+    def mean_loss(params: Params, rows: Batch) -> jax.Array:
+        total, count = loss_sum(model, jax.tree.map(lambda a: a.astype(dtype), params), rows)
+        return total / jnp.maximum(count, 1.0)  # a batch may hold prompts only
+
+    def step(params: Params, state: optax.OptState, rows: Batch) -> tuple[Params, optax.OptState, jax.Array]:
+        loss, gradients = jax.value_and_grad(mean_loss)(params, rows)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def held_out_loss(config: ModelConfig, settings: TrainSettings, tokenizer: Tokenizer, params: Params) -> float:
+    """Mean cross entropy over eight batches of documents that no training step sees."""
+    evaluate = jax.jit(functools.partial(loss_sum, Llama(config, jnp.dtype(jnp.float32))))
+    total = count = 0.0
+    for step in range(8):
+        rows = batch(tokenizer, settings.seed + 1, step, settings.num_rows, settings.row_len)
+        part, number = evaluate(params, rows)
+        total, count = total + float(part), count + float(number)
+    return total / count
+
+
+def train(config: ModelConfig, settings: TrainSettings, tokenizer: Tokenizer, work: Path | None, every: int) -> Params:
+    """Train, and return float32 parameters in loop mode.
+
+    Args:
+        config: shape of the model.
+        settings: what the run depends on.
+        tokenizer: turns documents into tokens.
+        work: folder for the state of an interrupted run, taken up again where it is found; None keeps no state.
+        every: steps between two lines of progress; the state is saved five times less often.
+    """
+    step_fn = make_step(config, settings)
+    params = Llama(config, jnp.dtype(jnp.float32)).init_params(jax.random.key(settings.seed), "loop")
+    state = make_optimizer(settings).init(params)
+    first = 0
+    with ocp.StandardCheckpointer() as saver:
+        if work is not None and (saved := _latest(work)) is not None:
+            params, state = saver.restore(saved, {"params": params, "state": state}).values()
+            first = int(saved.name)
+            print(f"going on from step {first} in {work}", flush=True)
+        start, losses, num_tokens = time.perf_counter(), [], 0
+        for step in range(first, settings.num_steps):
+            rows = batch(tokenizer, settings.seed, step, settings.num_rows, settings.row_len)
+            params, state, loss = step_fn(params, state, rows)
+            losses.append(float(loss))
+            num_tokens += int((rows.segments > 0).sum())
+            if (step + 1) % every == 0 or step + 1 == settings.num_steps:
+                spent_s = time.perf_counter() - start
+                left_s = spent_s / (step + 1 - first) * (settings.num_steps - step - 1)
+                print(
+                    f"step {step + 1}/{settings.num_steps}  loss {np.mean(losses):.4f}  "
+                    f"{num_tokens / spent_s:.0f} tokens/s  {num_tokens / 1e6:.2f}M tokens  {left_s / 60:.1f} min left",
+                    flush=True,
+                )
+                losses = []
+            if work is not None and (step + 1) % (5 * every) == 0:
+                _save_state(saver, work, step + 1, params, state)
+    return params
+
+
+def _save_state(saver: ocp.StandardCheckpointer, work: Path, step: int, params: Params, state: optax.OptState) -> None:
+    previous = _latest(work)
+    saver.save(work / str(step), {"params": params, "state": state})
+    saver.wait_until_finished()
+    if previous is not None:
+        shutil.rmtree(previous)
+
+
+def _latest(work: Path) -> Path | None:
+    saved = [path for path in work.glob("*") if path.name.isdigit()]
+    return max(saved, key=lambda path: int(path.name), default=None)
+
+
+def main() -> None:
+    """Train and package the demo model."""
+    settings = TrainSettings()
+    parser = argparse.ArgumentParser(prog="python -m jpaged.demo.train", description=main.__doc__)
+    parser.add_argument("--seed", type=int, default=settings.seed, help="of corpus, tokenizer and parameters")
+    parser.add_argument("--steps", type=int, default=settings.num_steps, help="optimizer steps")
+    parser.add_argument("--out", type=Path, default=checkpoint.FOLDER, help="folder of the packaged checkpoint")
+    parser.add_argument("--work", type=Path, help="folder that keeps the state of an interrupted run")
+    parser.add_argument("--every", type=int, default=20, help="steps between two lines of progress")
+    args = parser.parse_args()
+    settings = TrainSettings(seed=args.seed, num_steps=args.steps)
+    tokenizer = train_tokenizer(settings.seed)
+    config = demo_config(tokenizer)
+    work = args.work.resolve() if args.work else None
+    params = train(config, settings, tokenizer, work, args.every)
+    print(f"held-out loss {held_out_loss(config, settings, tokenizer, params):.4f}")
+    save_tokenizer(tokenizer, args.out)
+    checkpoint.save(args.out, config, params)
+    print(f"saved in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

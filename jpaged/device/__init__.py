@@ -1,0 +1,1 @@
+"""Everything that holds a device array: parameters, the KV pool, compiled programs."""

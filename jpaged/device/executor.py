@@ -1,0 +1,282 @@
+"""JaxExecutor: owns the parameters, the KV pool and the compiled programs, and runs steps in order of dispatch.
+
+    dispatch   StepInputs -> two buffers -> backbone[T] -> draw[R] -> copy to host begins      returns at once
+    collect    waits for that copy -> StepOutputs
+
+Nothing is traced here: both verbs call executables that `warm_up` compiled, with numpy buffers as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jpaged.config import EngineConfig
+from jpaged.device.compile import CompiledProgram, CompileWatch, ProgramSpec, compile_all, program_specs
+from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
+from jpaged.device.kv_cache import KVPool, PoolRequest, check_num_blocks, default_num_blocks
+from jpaged.device.mesh import build_mesh, replicated
+from jpaged.device.step import Step, backbone_packing, draw_packing, unpack_outputs
+from jpaged.engine.buckets import BucketTable
+from jpaged.engine.executor import Geometry, Progress, StepInputs, StepOutputs
+from jpaged.errors import InternalError, InvalidArgument
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec
+from jpaged.models.layers import LayerMode
+from jpaged.models.llama import Llama, Params
+
+Lowering = Callable[[], jax.stages.Lowered]
+
+
+@dataclass(frozen=True, slots=True)
+class JaxStepHandle:
+    """A dispatched step: its outputs as one device array that is on its way to the host."""
+
+    outputs_rc: jax.Array
+
+
+class JaxExecutor:
+    """Implements `engine.executor.Executor` on one device. Used by one thread, the engine's."""
+
+    def __init__(self, step: Step, params: Params, geometry: Geometry, sharding: NamedSharding) -> None:
+        """Allocates the pool. `create` is the way in; this takes what it decided."""
+        self._geometry = geometry
+        self._step = step
+        self._sharding = sharding
+        self._params: Params | None = params
+        self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
+        self._lowerings = program_lowerings(step, params, geometry, sharding)
+        self._programs: dict[ProgramSpec, CompiledProgram] = {}
+        self._watch = CompileWatch()
+        self._pool = KVPool(step.attention.layout, sharding)
+        self._last_tokens = jax.device_put(np.zeros(step.num_places, np.int32), sharding)
+
+    @classmethod
+    def create(
+        cls,
+        model: Llama,
+        params: Params,
+        options: EngineConfig,
+        *,
+        device: jax.Device | None = None,
+        compile_cache_dir: Path | None = None,
+    ) -> JaxExecutor:
+        """Puts the parameters on the device, settles the number of blocks and allocates the pool.
+
+        Args:
+            model: the network.
+            params: as `model.abstract_params` has them, in either layer mode.
+            options: `cache`, `scheduler` and `model.max_model_len` are read; None is filled in, see `geometry`.
+            device: jax's first when left out.
+            compile_cache_dir: where compiled programs are kept between runs; None keeps none.
+
+        Raises:
+            InvalidArgument: options that contradict the model or the memory, or parameters of other shapes.
+        """
+        _set_up_compile_cache(compile_cache_dir)
+        device = device or jax.devices()[0]
+        sharding = replicated(build_mesh([device]))
+        layer_mode: LayerMode = "loop" if isinstance(params["layers"], list) else "scan"
+        check_params(params, model.abstract_params(layer_mode))
+        params = jax.device_put(params, sharding)
+
+        def assemble(num_blocks: int) -> tuple[Step, Geometry]:
+            return plan(model, options, layer_mode, num_blocks)
+
+        _, least = assemble(1)
+        request = PoolRequest(
+            bytes_per_block=least.bytes_per_block,
+            block_size=least.block_size,
+            max_num_seqs=least.max_num_seqs,
+            max_model_len=least.max_model_len,
+            memory_utilization=options.cache.memory_utilization,
+            weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+        )
+        if options.cache.num_blocks is not None:
+            num_blocks = check_num_blocks(options.cache.num_blocks, request)
+        else:
+            num_blocks = default_num_blocks(
+                request, device, lambda: largest_temp_bytes(*assemble(request.blocks_per_seq), params, sharding)
+            )
+        step, geometry = assemble(num_blocks)
+        return cls(step, params, geometry, sharding)
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._geometry
+
+    @property
+    def num_compiles_after_warm_up(self) -> int:
+        """Programs that dispatch and collect had to compile."""
+        return self._watch.num_compiles
+
+    @property
+    def programs(self) -> Mapping[ProgramSpec, CompiledProgram]:
+        """The ledger: every compiled program, with what it cost. Empty before `warm_up`."""
+        return self._programs
+
+    def warm_up(self, progress: Progress) -> None:
+        """Compiles every program, two at a time; runs none."""
+        self._require_alive()
+        self._programs = compile_all(self._lowerings, progress)
+
+    def dispatch(self, inputs: StepInputs) -> JaxStepHandle:
+        """Starts a step; the arrays of `inputs` are copied before it returns.
+
+        Raises:
+            InternalError: shapes of no compiled program, or a fault of the device, after which the pool is spent.
+        """
+        params = self._require_alive()
+        how = inputs.sampling
+        num_tokens, num_rows = len(inputs.token_ids_t), len(how.temperature_r)
+        backbone = self._program(ProgramSpec("backbone", num_tokens))
+        draw = self._program(ProgramSpec("draw", num_rows, how.want_top))
+        backbone_buffer = backbone_packing(num_tokens, self._geometry).pack(_arrays(inputs))
+        draw_buffer = draw_packing(num_rows).pack(_arrays(how))
+        with self._watch.watching():
+            pool = self._pool.take()
+            try:
+                pool, hidden_se = backbone(params, pool, self._last_tokens, backbone_buffer)
+                self._last_tokens, outputs_rc = draw(self._head_params, hidden_se, draw_buffer)
+                outputs_rc.copy_to_host_async()
+            except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
+                raise InternalError(f"a step of {num_tokens} tokens and {num_rows} rows failed: {error}") from error
+            self._pool.put(pool)
+        return JaxStepHandle(outputs_rc)
+
+    def collect(self, handle: JaxStepHandle) -> StepOutputs:
+        """Waits for a step.
+
+        Raises:
+            InternalError: the device failed in it.
+        """
+        self._require_alive()
+        with self._watch.watching():
+            try:
+                return unpack_outputs(np.asarray(handle.outputs_rc))
+            except jax.errors.JaxRuntimeError as error:
+                raise InternalError(f"the device failed in a step: {error}") from error
+
+    def shutdown(self) -> None:
+        """Frees parameters, pool and programs; steps that were not collected are lost. Idempotent."""
+        self._pool.release()
+        self._params = None
+        self._head_params = {}
+        self._lowerings = {}
+        self._programs = {}
+
+    def _require_alive(self) -> Params:
+        if self._params is None:
+            raise InternalError("the executor is shut down")
+        return self._params
+
+    def _program(self, spec: ProgramSpec) -> jax.stages.Compiled:
+        program = self._programs.get(spec)
+        if program is None:
+            known = ", ".join(map(str, self._programs)) or "none: warm_up has not run"
+            raise InternalError(f"no program {spec} was compiled; there are {known}")
+        return program.executable
+
+
+def plan(model: Llama, options: EngineConfig, layer_mode: LayerMode, num_blocks: int) -> tuple[Step, Geometry]:
+    """What runs, and its sizes, for a number of blocks. Allocates and compiles nothing.
+
+    Raises:
+        InvalidArgument: max_model_len is beyond the model's.
+    """
+    config = model.config
+    max_model_len = options.model.max_model_len or config.max_model_len
+    if max_model_len > config.max_model_len:
+        raise InvalidArgument(
+            "max_model_len", f"{max_model_len} is above the limit of the model, {config.max_model_len}"
+        )
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        num_blocks=num_blocks,
+        block_size=options.cache.block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+    )
+    max_num_seqs, max_tokens = options.scheduler.max_num_seqs, options.scheduler.max_num_batched_tokens
+    geometry = Geometry(
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=config.vocab_size,
+        bytes_per_block=layout.bytes_per_block,
+        buckets=BucketTable.build(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs),
+    )
+    attention = AttentionSpec(layout, scale=config.head_dim**-0.5)
+    return Step(model, attention, layer_mode, num_places=geometry.buckets.rows[-1]), geometry
+
+
+def program_lowerings(
+    step: Step, params: Params, geometry: Geometry, sharding: NamedSharding
+) -> dict[ProgramSpec, Lowering]:
+    """For each program, the call that traces and lowers it. `params` may be shapes alone."""
+
+    def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+    layout, model = step.attention.layout, step.model
+    params = jax.tree.map(lambda leaf: shape(leaf.shape, leaf.dtype), params)
+    head = {name: tree for name, tree in params.items() if name != "layers"}
+    pool = shape(layout.shape, layout.storage_dtype)
+    last_tokens = shape((step.num_places,), np.int32)
+    hidden = shape((step.num_places, model.config.hidden_size), model.dtype)
+
+    def lower(spec: ProgramSpec) -> jax.stages.Lowered:
+        if spec.kind == "backbone":
+            packing = backbone_packing(spec.size, geometry)
+            backbone = functools.partial(step.packed_backbone, packing=packing)
+            jitted = jax.jit(backbone, donate_argnums=1, out_shardings=sharding)
+            return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
+        packing = draw_packing(spec.size)
+        draw = functools.partial(step.packed_draw, packing=packing, want_top=spec.want_top)
+        return jax.jit(draw, out_shardings=sharding).lower(head, hidden, shape((packing.size,), np.int32))
+
+    return {spec: functools.partial(lower, spec) for spec in program_specs(geometry.buckets)}
+
+
+def largest_temp_bytes(step: Step, geometry: Geometry, params: Params, sharding: NamedSharding) -> int:
+    """Working memory of the hungriest program, as the compiler states it; it does not depend on the pool's size."""
+    lowerings = program_lowerings(step, params, geometry, sharding)
+    buckets = geometry.buckets
+    largest = ProgramSpec("backbone", buckets.tokens[-1]), ProgramSpec("draw", buckets.rows[-1], want_top=True)
+    return max(lowerings[spec]().compile().memory_analysis().temp_size_in_bytes for spec in largest)
+
+
+def check_params(params: Params, expected: Params) -> None:
+    """Holds a parameter tree to its description.
+
+    Raises:
+        InvalidArgument: names the first leaf that is missing, unknown, or of another shape or type.
+    """
+    got = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    want = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
+    for path in sorted(got.keys() | want.keys()):
+        if path not in got or path not in want:
+            raise InvalidArgument(f"params{path}", "is missing" if path in want else "is not of this model")
+        if got[path].shape != want[path].shape or got[path].dtype != want[path].dtype:
+            raise InvalidArgument(
+                f"params{path}",
+                f"is {got[path].dtype}{got[path].shape}; the model has {want[path].dtype}{want[path].shape}",
+            )
+
+
+def _arrays(values: Any) -> dict[str, Any]:
+    """The fields of a step's inputs by name; counts as arrays of int32."""
+    arrays = {}
+    for field in fields(values):
+        value = getattr(values, field.name)
+        arrays[field.name] = np.asarray(value, np.int32) if type(value) is int else value
+    return arrays

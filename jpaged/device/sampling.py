@@ -1,0 +1,170 @@
+"""Draws each row's next token: rows of arrays in, one token a row out.
+
+    logits ──┬─────────────────────────────────────────────> log-probability and rank of the token that was drawn
+             └─ forbidden ids ──┬─ greedy rows: the largest
+                                └─ others: / temperature ─ min_p ─ top_k ─ top_p ─ + Gumbel noise: the largest
+
+- min_p drops tokens less likely than min_p times the likeliest, after temperature, as vLLM does.
+- top_k keeps the k likeliest, top_p the smallest set of likeliest of what is left whose share reaches top_p. Both are
+  thresholds on the logit: tokens that tie with the last one kept are kept too, so the likeliest token always is.
+- The noise is a function of (seed, sequence index, position) alone, and the largest of logit + Gumbel noise is a draw
+  from the softmax ("Gumbel-max"). Rounding in the logits moves such a draw far less often than one from a running sum.
+- Ties for the largest go to the lowest token id.
+
+No step sorts the vocabulary: on CPUs a sort of 64 x 4096 takes 140 ms, and 32 passes of a bisection 6. What no row of
+the batch needs is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpaged.device import noise
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int, UInt32
+
+TOP_WIDTH = 32
+"""Alternatives that the larger variant reports: types.MAX_LOGPROBS, rounded up."""
+
+_SMALLEST = 1e-30  # what smaller temperatures and top_p count as: above the subnormal numbers, which devices round to 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How each row is drawn; the fields of `engine.executor.SamplingInputs` on the device."""
+
+    temperature_r: Float[Array, "R"]
+    top_k_r: Int[Array, "R"]
+    top_p_r: Float[Array, "R"]
+    min_p_r: Float[Array, "R"]
+    seeds_r2: UInt32[Array, "R 2"]
+    sequence_indices_r: Int[Array, "R"]
+    positions_r: Int[Array, "R"]
+    forbidden_ids_rx: Int[Array, "R X"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The drawn tokens, and what the model's own distribution (before everything else) says of them.
+
+    Attributes:
+        token_ids_r: the tokens.
+        logprobs_r: their log-probabilities; NaN where the logits were.
+        ranks_r: 1 and the number of tokens that are likelier.
+        top_ids_rk: the likeliest tokens in order, or None.
+        top_logprobs_rk: theirs, or None.
+    """
+
+    token_ids_r: Int[Array, "R"]
+    logprobs_r: Float[Array, "R"]
+    ranks_r: Int[Array, "R"]
+    top_ids_rk: Int[Array, "R K"] | None = None
+    top_logprobs_rk: Float[Array, "R K"] | None = None
+
+
+def sample(logits_rv: Float[Array, "R V"], how: RowSampling, *, want_top: bool) -> Drawn:
+    """Draws one token a row. `logits_rv` is float32."""
+    vocab_size = logits_rv.shape[1]
+    allowed_rv = _if_any(how.forbidden_ids_rx < vocab_size, _forbid, logits_rv, how)
+    token_ids_r = lax.cond(jnp.any(how.temperature_r > 0), _draw, lambda x, _: first_largest(x), allowed_rv, how)
+    chosen_r = jnp.take_along_axis(logits_rv, token_ids_r[:, None], axis=1)
+    log_total_r1 = jax.nn.logsumexp(logits_rv, axis=1, keepdims=True)
+    ranks_r = 1 + _count(logits_rv > chosen_r)
+    drawn = Drawn(token_ids_r, (chosen_r - log_total_r1)[:, 0], ranks_r)
+    if not want_top:
+        return drawn
+    top_rk, top_ids_rk = lax.top_k(logits_rv, min(TOP_WIDTH, vocab_size))
+    return Drawn(drawn.token_ids_r, drawn.logprobs_r, drawn.ranks_r, top_ids_rk, top_rk - log_total_r1)
+
+
+def first_largest(x_rv: Float[Array, "R V"]) -> Int[Array, "R"]:
+    """The column of each row's largest value, the first of equals. 2 to 3 times as fast as argmax on CPUs."""
+    vocab_size = x_rv.shape[1]
+    columns_rv = lax.broadcasted_iota(jnp.int32, x_rv.shape, 1)
+    is_largest_rv = x_rv == x_rv.max(axis=1, keepdims=True)
+    # A row of NaN equals nothing: it must still name a token.
+    return jnp.minimum(jnp.where(is_largest_rv, columns_rv, vocab_size).min(axis=1), vocab_size - 1)
+
+
+def _if_any(
+    is_needed: jax.Array, change: Callable[[jax.Array, RowSampling], jax.Array], x: jax.Array, how: RowSampling
+) -> jax.Array:
+    return lax.cond(jnp.any(is_needed), change, lambda x, _: x, x, how)
+
+
+def _forbid(logits_rv: jax.Array, how: RowSampling) -> jax.Array:
+    rows_r1 = jnp.arange(logits_rv.shape[0])[:, None]
+    return logits_rv.at[rows_r1, how.forbidden_ids_rx].set(-jnp.inf, mode="drop")
+
+
+def _draw(logits_rv: jax.Array, how: RowSampling) -> jax.Array:
+    is_greedy_r1 = how.temperature_r[:, None] == 0
+    scaled_rv = logits_rv / jnp.where(is_greedy_r1, 1, jnp.maximum(how.temperature_r[:, None], _SMALLEST))
+    waits_rv = noise.exponentials(how.seeds_r2, how.sequence_indices_r, how.positions_r, logits_rv.shape[1])
+    is_kept_rv = scaled_rv >= truncation_floor(scaled_rv, how)
+    noisy_rv = jnp.where(is_kept_rv, scaled_rv - jnp.log(waits_rv), -jnp.inf)
+    return first_largest(jnp.where(is_greedy_r1, logits_rv, noisy_rv))
+
+
+def truncation_floor(scaled_rv: Float[Array, "R V"], how: RowSampling) -> Float[Array, "R 1"]:
+    """The least logit (after temperature) that min_p, top_k and top_p leave in each row."""
+
+    def at_least_top_k(floor_r1: jax.Array, how: RowSampling) -> jax.Array:
+        return jnp.maximum(floor_r1, _top_k_floor(scaled_rv, how.top_k_r))
+
+    def at_least_top_p(floor_r1: jax.Array, how: RowSampling) -> jax.Array:
+        return jnp.maximum(floor_r1, _top_p_floor(scaled_rv, floor_r1, how.top_p_r))
+
+    floor_r1 = scaled_rv.max(axis=1, keepdims=True) + jnp.log(how.min_p_r)[:, None]
+    floor_r1 = _if_any(how.top_k_r < scaled_rv.shape[1], at_least_top_k, floor_r1, how)
+    return _if_any(how.top_p_r < 1, at_least_top_p, floor_r1, how)
+
+
+def _top_k_floor(x_rv: jax.Array, top_k_r: jax.Array) -> jax.Array:
+    """The k-th largest value of each row."""
+    return _largest_threshold(x_rv, lambda floor_r1: _count(x_rv >= floor_r1) >= top_k_r)
+
+
+def _top_p_floor(x_rv: jax.Array, floor_r1: jax.Array, top_p_r: jax.Array) -> jax.Array:
+    """The largest threshold whose tokens have a share of top_p among those not below the floor; none for 1."""
+    weights_rv = jnp.where(x_rv >= floor_r1, jnp.exp(x_rv - x_rv.max(axis=1, keepdims=True)), 0)
+    need_r = jnp.maximum(top_p_r, _SMALLEST) * weights_rv.sum(axis=1)
+    found_r1 = _largest_threshold(
+        x_rv, lambda floor_r1: jnp.where(x_rv >= floor_r1, weights_rv, 0).sum(axis=1) >= need_r
+    )
+    return jnp.where(top_p_r[:, None] < 1, found_r1, -jnp.inf)
+
+
+def _count(is_so_rv: jax.Array) -> jax.Array:
+    """True values in each row. Summed as float32, which CPUs do 3 times as fast, and exact up to 2^24 of them."""
+    return jnp.where(is_so_rv, 1.0, 0.0).sum(axis=1).astype(jnp.int32)
+
+
+def _largest_threshold(x_rv: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Bisects for the largest float32 [R, 1] at which a condition still holds that holds below and fails above.
+
+    Floats are ordered as integers are once their bits are turned (negative ones all, positive ones the sign), so one
+    bit is settled in each of 32 passes. Minus infinity where the condition holds nowhere.
+    """
+
+    def to_float(key_r: jax.Array) -> jax.Array:
+        bits_r = jnp.where(key_r >> 31 == 1, key_r ^ jnp.uint32(1 << 31), ~key_r)
+        return lax.bitcast_convert_type(bits_r, jnp.float32)[:, None]
+
+    def settle(i: jax.Array, key_r: jax.Array) -> jax.Array:
+        tried_r = key_r | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(is_enough(to_float(tried_r)), tried_r, key_r)
+
+    # Below minus infinity lie only the bits of NaN, against which nothing compares.
+    lowest_r = jnp.full(x_rv.shape[0], 0x007FFFFF, jnp.uint32)
+    key_r = lax.fori_loop(0, 32, settle, jnp.zeros_like(lowest_r))
+    return to_float(jnp.maximum(key_r, lowest_r))

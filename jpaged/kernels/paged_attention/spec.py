@@ -1,0 +1,60 @@
+"""What an attention call needs beside its arrays, bound once, so that every backend gets the same full description."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+
+from jpaged.errors import InvalidArgument
+from jpaged.kernels.kv_layout import KVLayout
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The static side of a call: hashable, the same for every step.
+
+    Attributes:
+        layout: of the pool.
+        scale: scores are q . k * scale.
+        sliding_window: a token sees itself and so many before it that the window is full; None sees all.
+        soft_cap: scores become cap * tanh(score / cap); None leaves them.
+    """
+
+    layout: KVLayout
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise InvalidArgument("sliding_window", f"{self.sliding_window} is below the limit of 1")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise InvalidArgument("soft_cap", f"{self.soft_cap} is not above 0")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """Which tokens of the packed axis belong together, and where their contexts lie.
+
+        packed tokens   | a a a a | b | c c | - - |        query_starts 0 4 5 7 7 7 ...
+                          chunk    decode     padding
+
+    A row's queries are the last tokens of its context; their keys and values are in the pool already.
+
+    Attributes:
+        query_starts_s1: row i owns tokens query_starts[i] to query_starts[i + 1].
+        kv_lens_s: tokens of the row's context, its queries included.
+        block_tables_sm: the row's blocks in order; entries beyond its context are never used.
+        num_rows: rows in use.
+    """
+
+    query_starts_s1: Int[Array, "S+1"]
+    kv_lens_s: Int[Array, "S"]
+    block_tables_sm: Int[Array, "S M"]
+    num_rows: Int[Array, ""]

@@ -1,0 +1,85 @@
+"""Training learns, repeats itself, survives an interruption, and attention stays inside a document."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.demo.data import batch, encode
+from jpaged.demo.tokenizer import train_tokenizer
+from jpaged.demo.train import TrainSettings, demo_config, loss_sum, train
+from jpaged.models.llama import Llama
+
+SETTINGS = TrainSettings(
+    seed=3, num_steps=20, num_rows=1, row_len=512, num_warmup_steps=4, peak_rate=1e-2, dtype="float32"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(3, vocab_size=512, num_documents=300)
+
+
+@pytest.fixture(scope="module")
+def config(tokenizer):
+    config = demo_config(tokenizer)
+    return dataclasses.replace(
+        config, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16
+    )
+
+
+def mean_loss(config, params, rows):
+    total, count = loss_sum(Llama(config, jnp.dtype(jnp.float32)), params, rows)
+    return float(total / count)
+
+
+def test_a_few_steps_reduce_the_loss(config, tokenizer):
+    rows = batch(tokenizer, 99, 0, 1, 512)
+    before = Llama(config, jnp.dtype(jnp.float32)).init_params(jax.random.key(SETTINGS.seed), "loop")
+    after = train(config, SETTINGS, tokenizer, None, 1000)
+    assert mean_loss(config, before, rows) == pytest.approx(np.log(512), rel=0.02)
+    assert mean_loss(config, after, rows) < 5.5
+
+
+def test_a_run_taken_up_again_ends_where_an_unbroken_one_does(config, tokenizer, tmp_path):
+    settings = dataclasses.replace(SETTINGS, num_steps=6, num_warmup_steps=1, decay=0.01)
+    # The rate falls after the last step only, so that five steps are the first five of six.
+    unbroken = train(config, settings, tokenizer, None, 1000)
+    train(config, dataclasses.replace(settings, num_steps=5), tokenizer, tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["5"]
+    resumed = train(config, settings, tokenizer, tmp_path, 1)
+    jax.tree.map(np.testing.assert_array_equal, unbroken, resumed)
+
+
+def test_rows_are_a_function_of_seed_and_step(tokenizer):
+    first, second, other = (batch(tokenizer, 1, step, 2, 384) for step in (5, 5, 6))
+    np.testing.assert_array_equal(first.token_ids, second.token_ids)
+    assert not np.array_equal(first.token_ids, other.token_ids)
+
+
+def test_documents_lie_in_rows_whole_and_only_answers_are_learnt(tokenizer):
+    rows = batch(tokenizer, 1, 0, 1, 2048)
+    start = 0
+    for segment in range(1, rows.segments.max() + 1):
+        here = np.flatnonzero(rows.segments[0] == segment)
+        assert here[0] == start
+        start = here[-1] + 1
+        np.testing.assert_array_equal(rows.positions[0, here], np.arange(len(here)))
+        documents = [encode(tokenizer, 1, index) for index in range(8)]
+        token_ids, is_learnt = next(d for d in documents if d[0] == rows.token_ids[0, here].tolist())
+        np.testing.assert_array_equal(rows.targets[0, here[:-1]], token_ids[1:])
+        np.testing.assert_array_equal(rows.weights[0, here[:-1]], is_learnt[1:])
+        assert rows.weights[0, here[-1]] == 0
+    assert rows.segments.max() >= 3
+
+
+def test_attention_stays_inside_a_document(config, tokenizer):
+    model = Llama(config, jnp.dtype(jnp.float32))
+    params = model.init_params(jax.random.key(0), "loop")
+    rows = batch(tokenizer, 1, 0, 1, 2048)
+    is_second = rows.segments == 2
+    only_second = dataclasses.replace(rows, weights=rows.weights * is_second)
+    disturbed = dataclasses.replace(only_second, token_ids=np.where(is_second, rows.token_ids, 7).astype(np.int32))
+    assert mean_loss(config, params, only_second) == pytest.approx(mean_loss(config, params, disturbed), rel=1e-6)

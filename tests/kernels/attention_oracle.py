@@ -1,0 +1,60 @@
+"""Paged attention in NumPy float64, token by token: slow, and with nothing to get wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of the operation as numbers: keys and values by layer and block, and the rows."""
+
+    q_thd: np.ndarray
+    k_lnbkd: np.ndarray  # [L, N + 1, B, K, D]
+    v_lnbkd: np.ndarray
+    layer: int
+    query_starts_s1: np.ndarray
+    kv_lens_s: np.ndarray
+    block_tables_sm: np.ndarray
+    num_rows: int
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+
+def context(case: Case, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """The keys and values [kv_len, K, D] of a row; a block id outside of the layer reads as zeros."""
+    block_size = case.k_lnbkd.shape[2]
+    kv_len = int(case.kv_lens_s[row])
+    out = np.zeros((2, kv_len, *case.k_lnbkd.shape[3:]))
+    for position in range(kv_len):
+        block = int(case.block_tables_sm[row, position // block_size])
+        if 0 <= block < case.k_lnbkd.shape[1]:
+            out[0, position] = case.k_lnbkd[case.layer, block, position % block_size]
+            out[1, position] = case.v_lnbkd[case.layer, block, position % block_size]
+    return out[0], out[1]
+
+
+def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """(o [T, H, D], lse [T, H]); 0 and minus infinity for tokens of no row."""
+    num_tokens, num_heads, _ = case.q_thd.shape
+    group = num_heads // case.k_lnbkd.shape[3]
+    o_thd = np.zeros(case.q_thd.shape)
+    lse_th = np.full((num_tokens, num_heads), -np.inf)
+    for row in range(case.num_rows):
+        start, end = case.query_starts_s1[row], case.query_starts_s1[row + 1]
+        k, v = context(case, row)
+        for t in range(start, end):
+            position = int(case.kv_lens_s[row]) - end + t
+            first = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
+            seen = slice(first, position + 1)
+            for h in range(num_heads):
+                s = k[seen, h // group] @ case.q_thd[t, h].astype(np.float64) * case.scale
+                if case.soft_cap is not None:
+                    s = case.soft_cap * np.tanh(s / case.soft_cap)
+                p = np.exp(s - s.max())
+                o_thd[t, h] = p @ v[seen, h // group] / p.sum()
+                lse_th[t, h] = s.max() + np.log(p.sum())
+    return o_thd, lse_th

@@ -1,0 +1,80 @@
+"""The pool's shape, and that writes and reads stay inside of their layer."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.errors import InvalidArgument
+from jpaged.kernels.kv_layout import KVLayout
+
+LAYOUT = KVLayout(num_layers=3, num_blocks=5, block_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.dtype("float32"))
+SLOTS_PER_LAYER = 6 * 4
+
+
+def _rows(num_tokens: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    k, v = rng.normal(size=(2, num_tokens, 2, 8)).astype(np.float32)
+    return jnp.asarray(k), jnp.asarray(v)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_block_costs_what_is_allocated(dtype: str) -> None:
+    layout = KVLayout(3, 5, 4, 2, 8, jnp.dtype(dtype))
+    pool = layout.encode(jnp.zeros(layout.shape))
+    assert pool.dtype == layout.storage_dtype
+    assert layout.num_bytes == pool.nbytes == 6 * layout.bytes_per_block
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_written_is_read(dtype: str) -> None:
+    layout = KVLayout(3, 5, 4, 2, 8, jnp.dtype(dtype))
+    k, v = _rows(4)
+    pool = layout.write(layout.encode(jnp.zeros(layout.shape)), jnp.int32(1), k, v, jnp.asarray([4, 23, 9, 6]))
+    keys, values = layout.split(layout.gather(pool, jnp.int32(1), jnp.asarray([1, 5, 2])))
+    for token, (block, offset) in enumerate([(0, 0), (1, 3), (2, 1), (0, 2)]):
+        np.testing.assert_array_equal(keys[block, offset], k[token].astype(dtype))
+        np.testing.assert_array_equal(values[block, offset], v[token].astype(dtype))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    layer=st.integers(0, 2),
+    slots=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-30, 100), min_size=6, max_size=6, unique=True),
+)
+def test_writes_outside_of_the_layer_are_dropped(layer: int, slots: list[int]) -> None:
+    k, v = _rows(6)
+    pool = np.asarray(LAYOUT.write(jnp.zeros(LAYOUT.shape), layer, k, v, jnp.asarray(slots, jnp.int32)))
+    want = np.zeros((3, SLOTS_PER_LAYER, 4, 8), np.float32)
+    for token, slot in enumerate(slots):
+        if 0 <= slot < SLOTS_PER_LAYER:
+            want[layer, slot, 0::2], want[layer, slot, 1::2] = k[token], v[token]
+    np.testing.assert_array_equal(pool, want.reshape(LAYOUT.shape))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    layer=st.integers(0, 2),
+    ids=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 9), min_size=4, max_size=4),
+)
+def test_reads_outside_of_the_layer_are_zeros(layer: int, ids: list[int]) -> None:
+    pool = np.random.default_rng(0).normal(size=LAYOUT.shape).astype(np.float32)
+    got = LAYOUT.gather(jnp.asarray(pool), layer, jnp.asarray(ids, jnp.int32))
+    for block, block_id in zip(np.asarray(got), ids, strict=True):
+        np.testing.assert_array_equal(block, pool[layer * 6 + block_id] if 0 <= block_id < 6 else 0)
+
+
+@pytest.mark.parametrize("field", ["num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"])
+def test_sizes_start_at_one(field: str) -> None:
+    sizes = {"num_layers": 1, "num_blocks": 1, "block_size": 1, "num_kv_heads": 1, "head_dim": 1, field: 0}
+    with pytest.raises(InvalidArgument, match=f"{field}: 0 is below the limit of 1"):
+        KVLayout(**sizes, dtype=jnp.dtype("float32"))
+
+
+def test_slots_of_all_layers_must_fit_int32() -> None:
+    with pytest.raises(InvalidArgument, match="num_blocks: 67108864 blocks of 16 tokens in 2 layers"):
+        KVLayout(2, 1 << 26, 16, 1, 1, jnp.dtype("float32"))

@@ -1,0 +1,61 @@
+"""The XLA backend of paged attention, and what its cost depends on."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import jax.numpy as jnp
+import pytest
+
+from jpaged.errors import InternalError, InvalidArgument, Unsupported
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention
+from jpaged.kernels.paged_attention.shapes import SHAPES
+from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape
+
+
+class TestXla(PagedAttentionConformance):
+    backend = "xla"
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_real_head_shapes(self, name: str) -> None:
+        shape = SHAPES[name]
+        self.check(
+            RAGGED["mixed"],
+            Shape(
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                sliding_window=shape.sliding_window,
+                soft_cap=shape.soft_cap,
+            ),
+        )
+
+
+def _call(backend: str = "xla", *, pool_dtype: str = "float32", num_heads: int = 4) -> None:
+    spec = AttentionSpec(KVLayout(1, 4, 8, 2, 16, jnp.dtype("float32")), 1.0)
+    pool = jnp.zeros(spec.layout.shape, pool_dtype)
+    rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((3,), (2,), (2, 4), ())))
+    paged_attention(jnp.zeros((8, num_heads, 16)), pool, 0, rows, spec, backend=cast(Backend, backend))
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(Unsupported, match=r"no backend 'magic'; it has xla"):
+        _call("magic")
+
+
+def test_a_pool_of_another_type_is_refused() -> None:
+    with pytest.raises(InternalError, match="the pool is bfloat16"):
+        _call(pool_dtype="bfloat16")
+
+
+def test_query_heads_must_be_a_multiple_of_key_heads() -> None:
+    with pytest.raises(InternalError, match="do not fit 2 key/value heads"):
+        _call(num_heads=5)
+
+
+@pytest.mark.parametrize(("window", "cap", "field"), [(0, None, "sliding_window"), (None, 0.0, "soft_cap")])
+def test_limits_of_the_spec(window: int | None, cap: float | None, field: str) -> None:
+    layout = KVLayout(1, 4, 8, 2, 16, jnp.dtype("float32"))
+    with pytest.raises(InvalidArgument, match=field):
+        AttentionSpec(layout, 1.0, window, cap)
