@@ -1,7 +1,7 @@
 """The offline face: a model and a batch of prompts in one process, without a server.
 
-    llm = LLM("demo", max_num_seqs=32)
-    outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
+llm = LLM("demo", max_num_seqs=32)
+outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
 """
 
 from __future__ import annotations

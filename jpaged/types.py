@@ -166,7 +166,8 @@ class SamplingParams:
         _require(is_ok, "beam_width", self.beam_width, f"an integer from 0 to {MAX_BEAM_WIDTH}")
         _require(self.n <= self.beam_width, "n", self.n, f"at most beam_width ({self.beam_width})")
         _require(self.temperature in (0.0, 1.0), "temperature", self.temperature, "0 or 1 with beam_width")
-        for name, default in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("seed", None), ("best_of", None)):
+        unused: dict[str, object] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None, "best_of": None}
+        for name, default in unused.items():
             value = getattr(self, name)
             _require(value == default, name, value, f"{default} with beam_width, which draws nothing")
         _require(not self.stop, "stop", self.stop, "empty with beam_width; use stop_token_ids")
@@ -180,7 +181,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Nothing is drawn at random."""
+        return self.temperature == 0.0 or bool(self.beam_width)
+
+    def ending_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Every token that ends a sequence, for a model with these end-of-sequence tokens."""
+        return frozenset(self.stop_token_ids) if self.ignore_eos else eos_token_ids.union(self.stop_token_ids)
 
     @property
     def num_samples(self) -> int:

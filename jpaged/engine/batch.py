@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry, SamplingInputs, StepInputs
-from jpaged.engine.scheduler import Schedule, ScheduledRow
-from jpaged.types import SamplingParams
+from jpaged.engine.schedule import Schedule, ScheduledRow
 
 _SEED_WORD = 1 << 32
 
@@ -50,7 +49,9 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: fro
         block_tables_sm[i] = sequence.block_table.ids_m
         begin = end
 
-    sample_tokens_s = np.maximum(query_starts_s1[1:] - 1, 0)
+    last_tokens_s = np.maximum(query_starts_s1[1:] - 1, 0)
+    sample_tokens_s = last_tokens_s.copy()
+    sample_tokens_s[:num_rows] = last_tokens_s[[row.sample_row for row in rows]]
     return StepInputs(
         token_ids_t=token_ids_t,
         is_fed_back_t=is_fed_back_t,
@@ -85,7 +86,7 @@ def _build_sampling_inputs(
         if not row.draws_token:
             continue
         params = row.group.request.sampling
-        want_top = want_top or bool(params.logprobs)
+        want_top = want_top or bool(params.logprobs) or bool(params.beam_width)
         if not params.is_greedy:
             temperature_r[i] = params.temperature
             top_k_r[i] = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
@@ -95,7 +96,7 @@ def _build_sampling_inputs(
             sequence_indices_r[i] = row.sequence.index
             positions_r[i] = row.start + row.num_tokens
         if row.output_index < params.min_tokens:
-            forbidden = _ending_ids(params, eos_token_ids)
+            forbidden = sorted(params.ending_ids(eos_token_ids))
             forbidden_ids_rx[i, : len(forbidden)] = forbidden
     return SamplingInputs(
         temperature_r=temperature_r,
@@ -108,9 +109,3 @@ def _build_sampling_inputs(
         forbidden_ids_rx=forbidden_ids_rx,
         want_top=want_top,
     )
-
-
-def _ending_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> list[int]:
-    """Tokens that would end the sequence."""
-    eos = frozenset() if params.ignore_eos else eos_token_ids
-    return sorted(eos.union(params.stop_token_ids))

@@ -38,8 +38,6 @@ class Hypothesis:
     logprobs: tuple[PositionLogprobs, ...]
     cumulative_logprob: float
     score: float
-    is_cut: bool
-    """It ended because max_tokens were generated, not by an ending token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,6 @@ class BeamSearch:
                         logprobs=beam.logprobs,
                         cumulative_logprob=candidate.cumulative_logprob,
                         score=candidate.cumulative_logprob / length**self.rules.length_penalty,
-                        is_cut=candidate.token_id not in self.rules.ending_ids,
                     )
                 )
         self._finished.sort(key=lambda hypothesis: -hypothesis.score)

@@ -138,7 +138,10 @@ class BlockPool:
         return source, destination
 
     def release(self, table: BlockTable) -> list[int]:
-        """Drops one reference to every block of the table, last block first, and empties it; the blocks that are free now.
+        """Drops one reference to every block of a table, last block first, and empties it.
+
+        Returns:
+            the blocks that are free now.
 
         Raises:
             InternalError: a block is free already.

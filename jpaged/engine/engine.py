@@ -20,15 +20,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jpaged.engine.admission import make_order
 from jpaged.engine.batch import build_step_inputs
-from jpaged.engine.block_pool import BlockPool
-from jpaged.engine.executor import Executor, Geometry
+from jpaged.engine.beam_rows import advance_beams
+from jpaged.engine.executor import Executor, Geometry, StepOutputs
+from jpaged.engine.paged_memory import PagedMemory, PrefixOptions
+from jpaged.engine.preemption import Preemption
 from jpaged.engine.publisher import Publisher
-from jpaged.engine.scheduler import Schedule, Scheduler
-from jpaged.engine.sequence import Group, Sink
+from jpaged.engine.reserved_memory import ReservedMemory
+from jpaged.engine.schedule import Schedule
+from jpaged.engine.scheduler import Scheduler, SchedulerLimits
+from jpaged.engine.sequence import Group, Sequence, Sink
 from jpaged.engine.stats import EngineLoad, StepStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, Unavailable
+from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, RequestTooLong, Unavailable
 from jpaged.types import FinishReason, Request
 
 logger = logging.getLogger(__name__)
@@ -38,12 +43,22 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the loop runs: rows and tokens of a step, whether steps overlap, how many requests may wait."""
+    """How the loop runs; the options of the same names, see `jpaged.config`.
+
+    Attributes:
+        max_cached_tokens: positions from here on are never shared by prefix; None is no limit.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_queued_reqs: int = 4096
     overlap: bool = True
+    policy: str = "fcfs"
+    batching: str = "continuous"
+    preemption_mode: str = "auto"
+    kv_policy: str = "paged"
+    enable_prefix_caching: bool = True
+    max_cached_tokens: int | None = None
 
 
 class Engine:
@@ -68,11 +83,16 @@ class Engine:
         self._executor = executor
         self._options = options
         self._eos_token_ids = eos_token_ids
-        self._pool = BlockPool(num_blocks=geometry.num_blocks, block_size=geometry.block_size)
+        self._memory = _make_memory(geometry, options)
         self._scheduler = Scheduler(
-            self._pool,
-            max_num_seqs=min(options.max_num_seqs, geometry.max_num_seqs),
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            self._memory,
+            make_order(options.policy),
+            Preemption(options.preemption_mode, geometry.bytes_per_block, executor.rates),
+            SchedulerLimits(
+                max_num_seqs=min(options.max_num_seqs, geometry.max_num_seqs),
+                max_num_batched_tokens=options.max_num_batched_tokens,
+                batching=options.batching,
+            ),
         )
         self._publisher = Publisher(tokenizer, eos_token_ids)
         self._stats = StepStats(geometry, clock)
@@ -172,12 +192,12 @@ class Engine:
             dispatched, self._in_flight = self._in_flight, dispatched
         if dispatched is not None:
             self._collect(*dispatched)
-        self._stats.end_step(self._pool, self._scheduler)
+        self._stats.end_step(self._memory, self._scheduler)
         return bool(schedule.rows) or dispatched is not None
 
     def check(self) -> None:
         """Raises InternalError when a block is lost, shared by mistake, or free and in use."""
-        self._pool.check(self._scheduler.block_tables())
+        self._memory.check(self._scheduler.groups())
 
     def _run(self) -> None:
         try:
@@ -190,6 +210,8 @@ class Engine:
             self._fail(error)
 
     def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any]:
+        for moves in schedule.ops.batches():
+            self._executor.move_blocks(moves)
         inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)
         handle = self._executor.dispatch(inputs)
         self._stats.count_step(schedule)
@@ -198,16 +220,42 @@ class Engine:
     def _collect(self, schedule: Schedule, handle: Any) -> None:
         outputs = self._executor.collect(handle)
         now = self.clock()
+        beams: dict[Group, dict[Sequence, int]] = {}
         for row, scheduled in enumerate(schedule.rows):
-            group = scheduled.group
-            if scheduled.draws_token and not group.is_finished:
-                self._stats.count_token(group, now)
-                if self._publisher.publish(group, scheduled.sequence, outputs, row):
-                    self._release(group)
+            group, sequence = scheduled.group, scheduled.sequence
+            if not scheduled.draws_token or not sequence.is_live:
+                continue
+            self._stats.count_token(group, now)
+            if group.request.sampling.beam_width:
+                beams.setdefault(group, {})[sequence] = row
+            elif self._publisher.publish(group, sequence, outputs, row):
+                self._end_sequence(group, sequence)
+        for group, rows in beams.items():
+            self._advance_beams(group, rows, outputs)
+
+    def _end_sequence(self, group: Group, sequence: Sequence) -> None:
+        if len(group.live) > 1:
+            self._scheduler.finish_sequence(sequence)
+        else:
+            self._publisher.finish(group)
+            self._release(group)
+
+    def _advance_beams(self, group: Group, rows: dict[Sequence, int], outputs: StepOutputs) -> None:
+        search = self._publisher.search(group)
+        advance_beams(group, rows, outputs, search, self._scheduler)
+        if search.is_done:
+            self._publisher.finish(group)
+            self._release(group)
 
     def _arrive(self, request: Request, sink: Sink, arrival_s: float) -> None:
         group = Group(request, self._num_arrivals, arrival_s, sink, self.geometry.max_blocks_per_seq)
         self._num_arrivals += 1
+        if not self._memory.can_ever_fit(group):
+            limit = f"{self._memory.use().num_blocks} blocks, less what pinned prefixes hold"
+            error = RequestTooLong("sampling.max_tokens", f"the request can never fit into the pool: {limit}")
+            self._publisher.fail(group, error)
+            self._settle({request.request_id})
+            return
         self._groups[request.request_id] = group
         self._publisher.open(group)
         self._scheduler.add(group)
@@ -278,3 +326,19 @@ class Engine:
         ended = set(self._groups)
         self._groups.clear()
         self._settle(ended)
+
+
+def _make_memory(geometry: Geometry, options: EngineOptions) -> PagedMemory | ReservedMemory:
+    if options.kv_policy != "paged":
+        return ReservedMemory(
+            num_blocks=geometry.num_blocks,
+            block_size=geometry.block_size,
+            max_model_len=geometry.max_model_len,
+            policy=options.kv_policy,
+        )
+    return PagedMemory(
+        num_blocks=geometry.num_blocks,
+        block_size=geometry.block_size,
+        num_host_blocks=geometry.num_host_blocks,
+        prefix=PrefixOptions(is_enabled=options.enable_prefix_caching, max_tokens=options.max_cached_tokens),
+    )

@@ -28,6 +28,8 @@ Bool = NDArray[np.bool_]
 
 FORBIDDEN_WIDTH = 40
 """Token ids that a row may forbid (X): a request's stop tokens and the model's own end-of-sequence tokens."""
+TOP_WIDTH = 32
+"""Alternatives that the device reports of a row that wants them (K): what a request or a beam search may ask for."""
 NULL_BLOCK = 0
 """Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
 

@@ -117,14 +117,14 @@ class OutputState:
         )
         self._stop_strings = StopStrings(tuple(sampling.stop))
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
-        self._eos_token_ids = frozenset() if sampling.ignore_eos else eos_token_ids
+        self._ending_ids = sampling.ending_ids(eos_token_ids)
         self._sampling = sampling
         self._num_tokens = 0
 
     def push(self, token_id: int) -> TextDelta:
         """Takes the next token. After a delta with `finish` nothing may be pushed."""
         self._num_tokens += 1
-        is_stop_token = token_id in self._stop_token_ids or token_id in self._eos_token_ids
+        is_stop_token = token_id in self._ending_ids
         # The text of the token that ends a sequence is not part of the answer, whether or not it is a special token.
         text = self._detokenizer.flush() if is_stop_token else self._detokenizer.push(token_id)
         if not is_stop_token and self._num_tokens >= self._sampling.max_tokens:

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jpaged.engine.block_pool import BlockPool, BlockTable
-from jpaged.engine.memory import MemoryUse, Shares
 from jpaged.engine.executor import Move
+from jpaged.engine.memory import MemoryUse, Shares
 from jpaged.engine.memory_ops import MemoryOps
 from jpaged.engine.prefix_cache import Key, PrefixCache, PrefixMatch, block_key
 from jpaged.engine.sequence import Group, Sequence
@@ -241,7 +241,7 @@ class PagedMemory:
         return self._pool.num_used * self.block_size
 
     def num_stored_tokens(self, running: Iterable[Group]) -> int:
-        """See `KVMemory`: shared blocks are full, but for the last one of a fork, so unique blocks are enough to count."""
+        """See `KVMemory`; blocks that several groups share count for each of them."""
         num_tokens = 0
         for group in running:
             if len(group.sequences) == 1:
@@ -289,7 +289,9 @@ class PagedMemory:
         limit = self._num_leading_tokens(group)
         if self._prefix.max_tokens is not None:
             # One more than can be cached: the last token of what is matched always runs.
-            limit = min(limit, self._prefix.max_tokens + 1 if leader.num_prompt_tokens <= self._prefix.max_tokens else 0)
+            limit = min(
+                limit, self._prefix.max_tokens + 1 if leader.num_prompt_tokens <= self._prefix.max_tokens else 0
+            )
         keys = self._keys(leader, limit // self.block_size)
         return self._cache.match(leader.root_key, keys, leader.token_ids[:limit])
 

@@ -16,9 +16,9 @@ Owns keys, no references: who holds a block is the pool's to know.
 from __future__ import annotations
 
 import hashlib
-from itertools import islice
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -47,6 +47,7 @@ def root_key(salt: str) -> Key:
 
 
 def block_key(parent: Key, token_ids: Sequence[int]) -> Key:
+    """The key of a full block that comes after `parent`."""
     return hashlib.sha256(parent + np.asarray(token_ids, np.int32).tobytes()).digest()
 
 
@@ -85,7 +86,9 @@ class PrefixCache:
             block_ids.append(block_id)
         start = len(block_ids) * self._block_size
         parent = keys[len(block_ids) - 1] if block_ids else root
-        return self._with_partial(block_ids, parent, token_ids[start : min(start + self._block_size, len(token_ids) - 1)])
+        return self._with_partial(
+            block_ids, parent, token_ids[start : min(start + self._block_size, len(token_ids) - 1)]
+        )
 
     def insert(self, block_id: int, parent: Key, key: Key, token_ids: Sequence[int]) -> None:
         """Makes a full, written block known. The first block of a key stays; a duplicate is not entered."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jpaged.engine.memory import MemoryUse, Shares
 from jpaged.engine.executor import Move
+from jpaged.engine.memory import MemoryUse, Shares
 from jpaged.engine.memory_ops import MemoryOps
 from jpaged.engine.paged_memory import MemoryCounts
 from jpaged.engine.sequence import Group, Sequence
@@ -211,5 +211,3 @@ class ReservedMemory:
         region = self._regions.pop(sequence, None)
         if region is not None:
             self._buddies.release(*region)
-
-

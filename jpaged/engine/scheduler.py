@@ -60,6 +60,10 @@ class Scheduler:
         return len(self._waiting) + len(self._swapped)
 
     @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running or self._swapped)
+
+    @property
     def num_swapped(self) -> int:
         return len(self._swapped)
 
@@ -122,6 +126,12 @@ class Scheduler:
         sequence.move_to(Status.FINISHED)
         if self._limits.batching == "continuous":
             self._memory.release(sequence)
+
+    def fork(self, parent: Sequence, index: int) -> Sequence:
+        """A new sequence that shares everything with its parent."""
+        child = parent.branch(index)
+        self._memory.fork(parent, child)
+        return child
 
     def _release(self, group: Group) -> None:
         for sequence in group.sequences:

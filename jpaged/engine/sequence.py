@@ -76,9 +76,7 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(
-        self, index: int, prompt_token_ids: tuple[int, ...], max_blocks: int, root: Key | None = None
-    ) -> None:
+    def __init__(self, index: int, prompt_token_ids: tuple[int, ...], max_blocks: int, root: Key | None = None) -> None:
         self.index = index
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -112,6 +110,15 @@ class Sequence:
     def is_live(self) -> bool:
         return self.status is not Status.FINISHED
 
+    def branch(self, index: int) -> Sequence:
+        """A sequence with the same tokens, in the same state, and without blocks."""
+        twin = Sequence(index, (), len(self.block_table.ids_m), self.root_key)
+        twin.token_ids = list(self.token_ids)
+        twin.num_prompt_tokens = self.num_prompt_tokens
+        twin.cumulative_logprob = self.cumulative_logprob
+        twin.status = self.status
+        return twin
+
     def move_to(self, status: Status) -> None:
         if status not in TRANSITIONS[self.status]:
             raise InternalError(f"a {self.status.value} sequence cannot become {status.value}")
@@ -125,6 +132,7 @@ class Group:
         arrival: position in the order of arrival.
         is_forked: every sequence has its own table; before, only the leader's prompt runs.
         num_overtaken: later arrivals that were admitted before this one.
+        num_drawn_tokens: by all its sequences and beams together.
         num_cached_tokens: prompt tokens that the prefix cache held when the group was first admitted.
     """
 
@@ -136,6 +144,7 @@ class Group:
         "is_forked",
         "last_token_s",
         "num_cached_tokens",
+        "num_drawn_tokens",
         "num_overtaken",
         "num_preemptions",
         "request",
@@ -152,6 +161,7 @@ class Group:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.num_cached_tokens: int | None = None
+        self.num_drawn_tokens = 0
         self.num_preemptions = 0
         self.num_overtaken = 0
         self.sink = sink
@@ -187,5 +197,3 @@ class Group:
         for sequence in self.live:
             sequence.move_to(status)
         self.status = status
-
-

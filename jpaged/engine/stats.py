@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jpaged.engine.block_pool import BlockPool
 from jpaged.engine.executor import Geometry
-from jpaged.engine.scheduler import Schedule, Scheduler
+from jpaged.engine.paged_memory import PagedMemory
+from jpaged.engine.reserved_memory import ReservedMemory
+from jpaged.engine.schedule import Schedule
+from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 
 _RECENT_ENDS = 64
@@ -21,6 +23,10 @@ class EngineLoad:
     Attributes:
         num_running: requests with rows in the current step.
         num_waiting: requests that wait for rows or blocks, preempted ones included.
+        num_swapped: those of them that are in host memory.
+        num_blocks_free: free blocks, cached ones included.
+        num_blocks_cached: free blocks that still hold a prefix.
+        num_prefix_query_tokens, num_prefix_hit_tokens: prompt tokens looked up in the prefix cache, and found there.
         slot_use: share of the reserved slots that held a token, averaged over all steps so far; 0 before the first.
         time_to_first_token_s: mean over the requests that got one.
     """
@@ -30,11 +36,19 @@ class EngineLoad:
     max_num_seqs: int
     num_running: int = 0
     num_waiting: int = 0
+    num_swapped: int = 0
     num_blocks_free: int = 0
+    num_blocks_cached: int = 0
     num_blocks_used: int = 0
     peak_blocks_used: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_copies_on_write: int = 0
+    num_blocks_swapped_out: int = 0
+    num_blocks_swapped_in: int = 0
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
     num_requests_ended: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
@@ -56,6 +70,7 @@ class StepStats:
         )
         self._num_steps = 0
         self._num_preemptions = 0
+        self._num_recomputed_tokens = 0
         self._num_requests_ended = 0
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
@@ -68,10 +83,11 @@ class StepStats:
 
     def count_step(self, schedule: Schedule) -> None:
         self._num_steps += 1
-        self._num_preemptions += len(schedule.preempted)
-        for row in schedule.rows:
-            if row.start == 0 and row.group.num_preemptions == 0:
-                self._num_prompt_tokens += row.sequence.num_prompt_tokens
+        self._num_preemptions += schedule.num_preempted
+        self._num_recomputed_tokens += schedule.num_recomputed_tokens
+        for group in schedule.admitted:
+            if group.num_preemptions == 0:
+                self._num_prompt_tokens += len(group.request.prompt_token_ids)
 
     def count_token(self, group: Group, now_s: float) -> None:
         self._num_generation_tokens += 1
@@ -84,20 +100,29 @@ class StepStats:
         self._num_requests_ended += 1
         self._recent_ends_s.append(self._clock())
 
-    def end_step(self, pool: BlockPool, scheduler: Scheduler) -> None:
+    def end_step(self, memory: PagedMemory | ReservedMemory, scheduler: Scheduler) -> None:
         """Takes the gauges and makes the step visible to `snapshot`."""
-        self._peak_blocks_used = max(self._peak_blocks_used, pool.num_used)
-        self._sum_stored_tokens += scheduler.num_stored_tokens()
-        self._sum_reserved_slots += pool.num_used * pool.block_size
+        use = memory.use()
+        self._peak_blocks_used = max(self._peak_blocks_used, use.num_referenced)
+        self._sum_stored_tokens += memory.num_stored_tokens(scheduler.running)
+        self._sum_reserved_slots += memory.num_reserved_slots()
         self._load = replace(
             self._load,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_blocks_free=pool.num_free,
-            num_blocks_used=pool.num_used,
+            num_swapped=scheduler.num_swapped,
+            num_blocks_free=use.num_free + use.num_cached,
+            num_blocks_cached=use.num_cached,
+            num_blocks_used=use.num_referenced,
             peak_blocks_used=self._peak_blocks_used,
             num_steps=self._num_steps,
             num_preemptions=self._num_preemptions,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            num_copies_on_write=memory.counts.num_copies_on_write,
+            num_blocks_swapped_out=memory.counts.num_swapped_out,
+            num_blocks_swapped_in=memory.counts.num_swapped_in,
+            num_prefix_query_tokens=memory.counts.num_prefix_query_tokens,
+            num_prefix_hit_tokens=memory.counts.num_prefix_hit_tokens,
             num_requests_ended=self._num_requests_ended,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
