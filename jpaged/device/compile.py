@@ -113,8 +113,8 @@ def _thread_compiles() -> int:
     return getattr(_this_thread, "num_compiles", 0)
 
 
-def _count_compile(event: str, duration_s: float, **_: str | int) -> None:
-    del duration_s
+def _count_compile(event: str, duration_secs: float, **_: str | int) -> None:
+    del duration_secs
     if event == _COMPILE_EVENT:
         _this_thread.num_compiles = _thread_compiles() + 1
 

@@ -252,7 +252,8 @@ def largest_temp_bytes(step: Step, geometry: Geometry, params: Params, sharding:
     lowerings = program_lowerings(step, params, geometry, sharding)
     buckets = geometry.buckets
     largest = ProgramSpec("backbone", buckets.tokens[-1]), ProgramSpec("draw", buckets.rows[-1], want_top=True)
-    return max(lowerings[spec]().compile().memory_analysis().temp_size_in_bytes for spec in largest)
+    analyses = [lowerings[spec]().compile().memory_analysis() for spec in largest]
+    return max(0 if analysis is None else analysis.temp_size_in_bytes for analysis in analyses)
 
 
 def check_params(params: Params, expected: Params) -> None:

@@ -104,12 +104,11 @@ class KVLayout:
         one slot, any may win; only padding shares one.
         """
         num_tokens = k_tkd.shape[0]
-        slots_per_layer = self.blocks_per_layer * self.block_size
-        is_inside_t = (slots_t >= 0) & (slots_t < slots_per_layer)
-        places_t = jnp.where(is_inside_t, slots_t + layer * slots_per_layer, self.num_layers * slots_per_layer)
+        is_inside_t = (slots_t >= 0) & (slots_t < self.blocks_per_layer * self.block_size)
+        places_t = jnp.where(is_inside_t, slots_t // self.block_size + layer * self.blocks_per_layer, self.shape[0])
         rows_tkd = self.encode(jnp.stack((k_tkd, v_tkd), axis=2).reshape(num_tokens, *self.shape[2:]))
-        flat = pool.reshape(-1, *self.shape[2:])
-        return flat.at[places_t].set(rows_tkd, mode="drop").reshape(self.shape)
+        # Two indices and no reshape: XLA would copy a pool of block size 1 whose slots were folded into one axis.
+        return pool.at[places_t, slots_t % self.block_size].set(rows_tkd, mode="drop")
 
     def gather(
         self, pool: Shaped[Array, "P B 2K D"], layer: Int[Array, ""] | int, block_ids_n: Int[Array, "n"]

@@ -11,8 +11,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 # What each top-level name of jpaged may import, besides itself. `engine.executor` opens one module of a package.
-VALUES = {"errors", "types", "config"}
+VALUES = {"errors", "types", "config", "version"}
 MAY_IMPORT = {
+    "version": set(),
     "errors": set(),
     "types": {"errors"},
     "config": {"errors", "types"},
@@ -28,7 +29,8 @@ MAY_IMPORT = {
     "demo": VALUES | {"kernels", "models"},
     "assemble": VALUES | {"obs", "kernels", "models", "device", "engine", "server", "demo", "testing"},
     "llm": VALUES | {"obs", "engine", "assemble", "client"},
-    "cli": VALUES | {"obs", "assemble", "client", "llm"},
+    "cli": VALUES | {"obs", "assemble", "client", "server", "llm"},
+    "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }
 

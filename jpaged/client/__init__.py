@@ -1,0 +1,25 @@
+"""The gRPC client: no jax, no engine. `Client` for threads, `AsyncClient` for asyncio, `jpaged.client.batch` for files.
+
+wire.py       values -> messages and back, and the assembly of streams: no I/O, shared by both clients
+failures.py   gRPC errors -> the tree of jpaged.errors
+channel.py    how both connect: keepalive, retries
+sync.py       Client
+aio.py        AsyncClient
+openai.py     the OpenAI batch file format, without I/O
+batch.py      runs such a file against a server
+"""
+
+from jpaged.client.aio import AsyncClient, AsyncGenerateStream
+from jpaged.client.sync import Client, GenerateStream
+from jpaged.client.wire import GenerateChunk, Load, ModelInfo, ServerInfo
+
+__all__ = [
+    "AsyncClient",
+    "AsyncGenerateStream",
+    "Client",
+    "GenerateChunk",
+    "GenerateStream",
+    "Load",
+    "ModelInfo",
+    "ServerInfo",
+]

@@ -1,0 +1,75 @@
+"""gRPC errors -> the tree of jpaged.errors: the reverse of the server's table, details included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+from jpaged import errors
+from jpaged.errors import InvalidArgument, JpagedError, QueueFull, RequestTooLong
+
+_DETAILS_KEY = "grpc-status-details-bin"
+_DEFAULT_RETRY_S = 1.0
+_M = TypeVar("_M", bound=Message)
+
+_BY_CODE: dict[grpc.StatusCode, type[JpagedError]] = {
+    grpc.StatusCode[kind.grpc_status]: kind
+    for kind in (
+        errors.NotFound,
+        errors.AlreadyExists,
+        errors.Unavailable,
+        errors.DeadlineExceeded,
+        errors.Cancelled,
+        errors.Unsupported,
+        errors.InternalError,
+    )
+}
+
+
+def error_of(
+    code: grpc.StatusCode | None, message: str | None, trailers: Iterable[tuple[str, str | bytes]] | None
+) -> JpagedError:
+    """The error that a server raised, as far as its status tells; a plain JpagedError for codes that are not ours."""
+    status = _status_in(trailers or ())
+    text = message or (code.name if code is not None else "unknown error")
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return _invalid_argument(text, status)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        retry = _detail(status, error_details_pb2.RetryInfo)
+        retry_after_s = _DEFAULT_RETRY_S if retry is None else retry.retry_delay.ToNanoseconds() / 1e9
+        return QueueFull(text, retry_after_s=retry_after_s)
+    if code is not None and code in _BY_CODE:
+        return _BY_CODE[code](text)
+    return JpagedError(f"{code.name if code is not None else 'UNKNOWN'}: {text}")
+
+
+def _invalid_argument(text: str, status: status_pb2.Status | None) -> InvalidArgument:
+    reason = _detail(status, error_details_pb2.ErrorInfo)
+    kind = RequestTooLong if reason is not None and reason.reason == "REQUEST_TOO_LONG" else InvalidArgument
+    request = _detail(status, error_details_pb2.BadRequest)
+    if request is None or not request.field_violations:
+        return kind("request", text)
+    violation = request.field_violations[0]
+    return kind(violation.field, violation.description)
+
+
+def _status_in(trailers: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status | None:
+    for key, value in trailers:
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:  # a proxy's own, perhaps: the code and the message still say what happened
+                return None
+    return None
+
+
+def _detail(status: status_pb2.Status | None, kind: type[_M]) -> _M | None:
+    for packed in () if status is None else status.details:
+        detail = kind()
+        if packed.Is(kind.DESCRIPTOR) and packed.Unpack(detail):
+            return detail
+    return None

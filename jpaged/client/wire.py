@@ -1,0 +1,367 @@
+"""Values -> messages and messages -> values, and the assembly of streams. No I/O: both clients stand on it.
+
+A unary call is a `Call`: its path, its request, and how its response is read. A client only has to send it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Generic, TypeVar
+
+from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged.errors import InternalError, InvalidArgument
+from jpaged.types import (
+    CompletionOutput,
+    FinishReason,
+    PositionLogprobs,
+    RequestOutput,
+    SamplingParams,
+    SequenceFinish,
+    TokenLogprob,
+    Usage,
+)
+
+_T = TypeVar("_T")
+
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
+GENERATE_PATH = f"/{INFERENCE}/Generate"
+WATCH_PATH = "/grpc.health.v1.Health/Watch"
+
+_FINISH_REASONS = {
+    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    inference_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateChunk:
+    """What one message added to a request's stream.
+
+    Attributes:
+        text: to append; may be empty while token_ids are not.
+        finish: in the last chunk alone, with cumulative_logprob beside it.
+        prompt_token_ids: in the first chunk, when they were asked for.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    usage: Usage
+    finish: SequenceFinish | None = None
+    cumulative_logprob: float | None = None
+    prompt_token_ids: tuple[int, ...] = ()
+
+    @property
+    def finish_reason(self) -> str | None:
+        """What ended the sequence: "stop", "length" or "abort"; None before the last chunk."""
+        return None if self.finish is None else self.finish.reason.value
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What GetServerInfo says.
+
+    Attributes:
+        state: "starting", "serving", "draining" or "failed".
+        startup: (what, done, total) while the server starts.
+        platform: None, like what follows it, until the model is loaded.
+        options: option -> effective value.
+    """
+
+    server_version: str
+    api_version: str
+    state: str
+    start_time: datetime
+    startup: tuple[str, int, int] | None
+    platform: str | None
+    device_kind: str | None
+    num_devices: int
+    attention: str | None
+    jax_version: str | None
+    options: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What GetModelInfo says."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What GetLoad says; the proto explains each number."""
+
+    num_running: int
+    num_waiting: int
+    max_num_seqs: int
+    num_blocks: int
+    num_blocks_free: int
+    num_blocks_used: int
+    peak_blocks_used: int
+    slot_use: float
+    num_steps: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    num_compiles_after_warm_up: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[_T]):
+    """One unary call: where it goes, what it says, and what its answer means."""
+
+    path: str
+    request: Any
+    response_kind: Any
+    read: Callable[[Any], _T]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to run on: exactly one is set."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, str], ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+    ) -> Prompt:
+        """Raises InvalidArgument unless exactly one is given."""
+        if sum(given is not None for given in (prompt, prompt_token_ids, messages)) != 1:
+            raise InvalidArgument("prompt", "give exactly one of prompt, prompt_token_ids and messages")
+        return cls(
+            prompt,
+            None if prompt_token_ids is None else tuple(prompt_token_ids),
+            None if messages is None else tuple(messages),
+        )
+
+
+def generate_request(
+    prompt: Prompt, sampling: SamplingParams | None, *, request_id: str | None, model: str | None
+) -> inference_pb2.GenerateRequest:
+    """The message of a Generate call. Without a request id it gets one here, so that the caller can abort it."""
+    message = inference_pb2.GenerateRequest(
+        request_id=request_id or uuid.uuid4().hex,
+        sampling=sampling_message(sampling or SamplingParams()),
+        model=model,
+        return_prompt_token_ids=prompt.token_ids is None,
+    )
+    if prompt.text is not None:
+        message.text = prompt.text
+    elif prompt.token_ids is not None:
+        message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=_checked_ids("prompt.token_ids", prompt.token_ids)))
+    else:
+        message.chat.CopyFrom(_chat_message(prompt.messages or ()))
+    return message
+
+
+def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
+    """Every field, defaults included: what a request means does not change with the server's version."""
+    return inference_pb2.SamplingParams(
+        max_tokens=_checked_uint32("sampling.max_tokens", sampling.max_tokens),
+        min_tokens=_checked_uint32("sampling.min_tokens", sampling.min_tokens),
+        temperature=sampling.temperature,
+        top_k=min(sampling.top_k, 2**31 - 1),  # no vocabulary is larger: all are kept either way
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        logprobs=sampling.logprobs,
+        stop=sampling.stop,
+        stop_token_ids=_checked_ids("sampling.stop_token_ids", sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        skip_special_tokens=sampling.skip_special_tokens,
+    )
+
+
+def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:
+    """One message of a stream as a value."""
+    has_finish = message.HasField("finish")
+    return GenerateChunk(
+        request_id=message.request_id,
+        index=message.index,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(_position_of(position) for position in message.logprobs),
+        usage=Usage(message.usage.prompt_tokens, message.usage.completion_tokens, message.usage.cached_tokens),
+        finish=_finish_of(message.finish) if has_finish else None,
+        cumulative_logprob=message.finish.cumulative_logprob if has_finish else None,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+    )
+
+
+class Assembler:
+    """Folds the chunks of one stream into a RequestOutput."""
+
+    def __init__(self, prompt: Prompt, has_logprobs: bool) -> None:
+        self._prompt = prompt
+        self._has_logprobs = has_logprobs
+        self._chunks: list[GenerateChunk] = []
+
+    def add(self, chunk: GenerateChunk) -> None:
+        """Takes the next chunk."""
+        self._chunks.append(chunk)
+
+    def output(self) -> RequestOutput:
+        """Everything so far.
+
+        Raises:
+            InternalError: the stream ended without its last message.
+        """
+        chunks = self._chunks
+        last = chunks[-1] if chunks else None
+        if last is None or last.finish is None or last.cumulative_logprob is None:
+            raise InternalError("the server ended the stream without a finish")
+        sequence = CompletionOutput(
+            index=last.index,
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+            cumulative_logprob=last.cumulative_logprob,
+            logprobs=tuple(p for chunk in chunks for p in chunk.logprobs) if self._has_logprobs else None,
+            finish_reason=last.finish.reason.value,
+            matched_stop=last.finish.matched_stop,
+        )
+        prompt_token_ids = self._prompt.token_ids
+        return RequestOutput(
+            request_id=last.request_id,
+            prompt=self._prompt.text,
+            prompt_token_ids=chunks[0].prompt_token_ids if prompt_token_ids is None else prompt_token_ids,
+            outputs=(sequence,),
+            usage=last.usage,
+        )
+
+
+def tokenize_call(prompt: Prompt, *, add_special_tokens: bool | None, model: str | None) -> Call[tuple[int, ...]]:
+    """Text or messages -> ids."""
+    request = inference_pb2.TokenizeRequest(text=prompt.text, add_special_tokens=add_special_tokens, model=model)
+    if prompt.messages is not None:
+        request.chat.CopyFrom(_chat_message(prompt.messages))
+    return Call(
+        f"/{INFERENCE}/Tokenize",
+        request,
+        inference_pb2.TokenizeResponse,
+        lambda response: tuple(response.token_ids),
+    )
+
+
+def detokenize_call(token_ids: Sequence[int], *, skip_special_tokens: bool, model: str | None) -> Call[str]:
+    """Ids -> text."""
+    request = inference_pb2.DetokenizeRequest(
+        token_ids=_checked_ids("token_ids", token_ids), skip_special_tokens=skip_special_tokens, model=model
+    )
+    path = f"/{INFERENCE}/Detokenize"
+    return Call(path, request, inference_pb2.DetokenizeResponse, lambda response: response.text)
+
+
+def server_info_call() -> Call[ServerInfo]:
+    """GetServerInfo."""
+    kind = control_pb2.GetServerInfoResponse
+    return Call(f"/{CONTROL}/GetServerInfo", control_pb2.GetServerInfoRequest(), kind, _server_info_of)
+
+
+def model_info_call() -> Call[ModelInfo]:
+    """GetModelInfo."""
+    kind = control_pb2.GetModelInfoResponse
+    return Call(f"/{CONTROL}/GetModelInfo", control_pb2.GetModelInfoRequest(), kind, _model_info_of)
+
+
+def load_call() -> Call[Load]:
+    """GetLoad."""
+    return Call(f"/{CONTROL}/GetLoad", control_pb2.GetLoadRequest(), control_pb2.GetLoadResponse, _load_of)
+
+
+def abort_call(request_id: str) -> Call[None]:
+    """Abort."""
+    request = control_pb2.AbortRequest(request_id=request_id)
+    return Call(f"/{CONTROL}/Abort", request, control_pb2.AbortResponse, lambda response: None)
+
+
+def _server_info_of(message: control_pb2.GetServerInfoResponse) -> ServerInfo:
+    startup, backend = message.startup, message.backend
+    is_loaded = message.HasField("backend")
+    return ServerInfo(
+        server_version=message.server_version,
+        api_version=message.api_version,
+        state=control_pb2.ServerState.Name(message.state).removeprefix("SERVER_STATE_").lower(),
+        start_time=message.start_time.ToDatetime(tzinfo=UTC),
+        startup=(startup.what, startup.done, startup.total) if message.HasField("startup") else None,
+        platform=backend.platform if is_loaded else None,
+        device_kind=backend.device_kind if is_loaded else None,
+        num_devices=backend.num_devices,
+        attention=backend.attention if is_loaded else None,
+        jax_version=backend.jax_version if is_loaded else None,
+        options={option.name: option.value for option in message.options},
+    )
+
+
+def _model_info_of(message: control_pb2.GetModelInfoResponse) -> ModelInfo:
+    values = {name: getattr(message, name) for name in ModelInfo.__dataclass_fields__}
+    return replace(ModelInfo(**values), eos_token_ids=tuple(message.eos_token_ids))
+
+
+def _load_of(message: control_pb2.GetLoadResponse) -> Load:
+    return Load(**{name: getattr(message, name) for name in Load.__dataclass_fields__})
+
+
+def _chat_message(messages: Sequence[Mapping[str, str]]) -> inference_pb2.ChatPrompt:
+    turns = []
+    for i, message in enumerate(messages):
+        if set(message) != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
+            raise InvalidArgument(f"messages[{i}]", "must have the strings `role` and `content` and nothing else")
+        turns.append(inference_pb2.ChatMessage(role=message["role"], content=message["content"]))
+    return inference_pb2.ChatPrompt(messages=turns)
+
+
+def _checked_ids(name: str, token_ids: Sequence[int]) -> Sequence[int]:
+    for token_id in token_ids:
+        _checked_uint32(name, token_id)
+    return token_ids
+
+
+def _checked_uint32(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise InvalidArgument(name, f"{value!r} is not an integer from 0 to {2**32 - 1}")
+    return value
+
+
+def _position_of(position: inference_pb2.PositionLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(_logprob_of(position.chosen), tuple(_logprob_of(token) for token in position.top))
+
+
+def _logprob_of(token: inference_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(token.token_id, token.logprob, token.rank if token.HasField("rank") else None)
+
+
+def _finish_of(finish: inference_pb2.Finish) -> SequenceFinish:
+    reason = _FINISH_REASONS.get(finish.reason)
+    if reason is None:
+        raise InternalError(f"the server sent the finish reason {finish.reason}, which this client does not know")
+    match finish.WhichOneof("matched_stop"):
+        case "matched_stop_string":
+            return SequenceFinish(reason, finish.matched_stop_string)
+        case "matched_stop_token_id":
+            return SequenceFinish(reason, finish.matched_stop_token_id)
+        case _:
+            return SequenceFinish(reason)

@@ -1,0 +1,9 @@
+"""The gRPC server: proto in, proto out. It knows the engine's face and nothing below it.
+
+serving.py     what the server needs of the loaded model: engine, intake, tokenizer, facts
+servicer.py    one method for each RPC
+wire.py        proto <-> types
+status.py      errors -> status codes with details
+stream.py      the engine's thread -> asyncio
+lifecycle.py   the port, health, signals: starting, serving, draining, exit code
+"""

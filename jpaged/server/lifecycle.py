@@ -1,0 +1,274 @@
+"""A server's life: the port first, then the model, then requests; at the end a drain and an exit code.
+
+    STARTING ──loaded──> SERVING ──SIGTERM, SIGINT──> DRAINING ──> exit 0
+       │                    └──engine died──> FAILED ────────────> exit 1
+       └──could not load──> FAILED ──────────────────────────────> exit 1
+
+grpc.health.v1 answers SERVING in that one state and NOT_SERVING in the others, for "" and for both services. Requests
+outside of SERVING are answered with UNAVAILABLE; the port is open all the while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from google.protobuf import timestamp_pb2
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jpaged.config import EngineConfig
+from jpaged.engine.executor import Progress
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
+from jpaged.server import wire
+from jpaged.server.servicer import ControlServicer, InferenceServicer
+from jpaged.server.serving import Serving
+from jpaged.server.stream import Bridge
+from jpaged.version import __version__
+
+_LOG = logging.getLogger(__name__)
+
+API_VERSION = "v1"
+SERVICE_NAMES = (
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+    control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name,
+)
+_HEALTH_NAMES = ("", *SERVICE_NAMES)
+
+_MAX_REQUEST_BYTES = 16 << 20
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
+    ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss for each connection
+    # A stream is silent while its prompt is computed: clients may ping every 10 s to see that we live. By default gRPC
+    # answers pings more often than every 5 minutes with GOAWAY.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 9_000),
+)
+_WATCH_INTERVAL_S = 0.2
+_FLUSH_TIMEOUT_S = 2.0
+"""At the end, for statuses on their way to clients that read."""
+
+
+class State(enum.Enum):
+    """Where a server is in its life; the value is the proto's."""
+
+    STARTING = control_pb2.SERVER_STATE_STARTING
+    SERVING = control_pb2.SERVER_STATE_SERVING
+    DRAINING = control_pb2.SERVER_STATE_DRAINING
+    FAILED = control_pb2.SERVER_STATE_FAILED
+
+
+class Server:
+    """One gRPC server around one model. Lives on one event loop: `start`, then `run`.
+
+    Args:
+        config: as written; `load` returns the resolved one.
+        load: builds the model; its engine is started, and in the end stopped, here. Called once, on a thread.
+        on_progress: told what `load` reports, on that thread.
+        on_serving: told the port once requests are taken.
+
+    Attributes:
+        is_load_abandoned: a stop came while `load` was running; its thread goes on, and would hold the process up.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        load: Callable[[Progress], Serving],
+        *,
+        on_progress: Progress = lambda what, done, total: None,
+        on_serving: Callable[[int, Serving], None] = lambda port, serving: None,
+    ) -> None:
+        self._config = config
+        self._load = load
+        self._on_progress = on_progress
+        self._on_serving = on_serving
+        self._serving: Serving | None = None
+        self._state = State.STARTING
+        self._startup = control_pb2.StartupProgress(what="starting", done=0, total=1)
+        self._start_time = timestamp_pb2.Timestamp()
+        self._start_time.GetCurrentTime()
+        self._failure: Exception | None = None
+        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jpaged-load")
+        self.is_load_abandoned = False
+        self._port = 0
+
+    # --- what the servicers ask ---------------------------------------------------------------------------------------
+
+    def serving(self) -> Serving:
+        """The loaded model, to run requests on; raises Unavailable in every state but SERVING."""
+        serving = self.loaded()
+        if self._state is State.DRAINING:
+            raise Unavailable("the server is draining: it takes no new requests")
+        if self._state is State.FAILED:
+            raise Unavailable(f"the engine has died: {self._failure}")
+        return serving
+
+    def loaded(self) -> Serving:
+        """The loaded model, to ask about it; raises Unavailable before it is loaded."""
+        if self._serving is None:
+            startup = self._startup
+            raise Unavailable(f"the server is starting: {startup.what}, {startup.done} of {startup.total}")
+        return self._serving
+
+    def describe(self) -> control_pb2.GetServerInfoResponse:
+        """What GetServerInfo answers, in every state."""
+        serving = self._serving
+        return control_pb2.GetServerInfoResponse(
+            server_version=__version__,
+            api_version=API_VERSION,
+            state=self._state.value,
+            start_time=self._start_time,
+            startup=self._startup if self._state is State.STARTING else None,
+            backend=None if serving is None else wire.backend_of(serving.backend),
+            options=wire.options_of(self._config if serving is None else serving.config),
+        )
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    async def start(self) -> int:
+        """Opens the port, and starts loading the model; returns the port.
+
+        Raises:
+            InvalidArgument: the address cannot be bound.
+        """
+        self._bridge = Bridge(asyncio.get_running_loop())
+        self._grpc = aio.server(options=_CHANNEL_OPTIONS)
+        self._inference = InferenceServicer(self, self._bridge)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, self._grpc)
+        control = ControlServicer(self, self._inference)
+        control_pb2_grpc.add_ControlServiceServicer_to_server(control, self._grpc)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        if self._config.server.enable_reflection:
+            names = (*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._grpc)
+        await self._enter(State.STARTING)
+        self._port = self._bind()
+        await self._grpc.start()
+        self._loading = asyncio.create_task(self._load_model())
+        return self._port
+
+    async def run(self) -> int:
+        """Serves until `request_stop` or until the engine dies; then ends everything and returns the exit code."""
+        await self._loading
+        while self._failure is None and not self._stop.is_set():
+            await _wait(self._stop, _WATCH_INTERVAL_S)
+            self._note_failure()
+        return await self._end()
+
+    def request_stop(self) -> None:
+        """Begins a drain; a second call cuts it short. For signal handlers."""
+        (self._hurry if self._stop.is_set() else self._stop).set()
+
+    def stop_on_signals(self) -> None:
+        """SIGTERM and SIGINT become `request_stop`."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.request_stop)
+
+    def _bind(self) -> int:
+        options = self._config.server
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        try:
+            port = self._grpc.add_insecure_port(f"{host}:{options.port}")
+        except RuntimeError as error:
+            raise InvalidArgument("port", f"{host}:{options.port} cannot be bound: {error}") from error
+        if port == 0:
+            raise InvalidArgument("port", f"{host}:{options.port} cannot be bound")
+        return port
+
+    async def _enter(self, state: State) -> None:
+        self._state = state
+        is_serving = state is State.SERVING
+        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in _HEALTH_NAMES:
+            await self._health.set(name, status)
+
+    async def _load_model(self) -> None:
+        loading = asyncio.get_running_loop().run_in_executor(self._loader, self._load, self._note_progress)
+        self._loader.shutdown(wait=False)
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((loading, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not loading.done():
+            self.is_load_abandoned = True
+            loading.cancel()
+            return
+        error = loading.exception()
+        if error is not None:
+            self._failure = error if isinstance(error, Exception) else InternalError(str(error))
+            return
+        self._serving = loading.result()
+        self._serving.engine.start()
+        if not self._stop.is_set():
+            await self._enter(State.SERVING)
+            self._on_serving(self._port, self._serving)
+
+    def _note_progress(self, what: str, done: int, total: int) -> None:
+        self._startup = control_pb2.StartupProgress(what=what, done=done, total=max(total, 1))
+        self._on_progress(what, done, total)
+
+    def _note_failure(self) -> None:
+        if self._failure is None and self._serving is not None:
+            self._failure = self._serving.engine.failure
+
+    async def _end(self) -> int:
+        if self._failure is None:
+            await self._enter(State.DRAINING)
+            await self._drain()
+        if self._failure is not None:
+            await self._enter(State.FAILED)
+            _LOG.error("the server ends: %s", self._failure, exc_info=_trace_of(self._failure))
+            self._inference.end_open_calls(InternalError(f"the engine has died: {self._failure}"))
+        await self._close()
+        return 0 if self._failure is None else 1
+
+    async def _drain(self) -> None:
+        """Waits for the running requests, up to the timeout or a second stop; the rest is told UNAVAILABLE."""
+        if self._serving is None:
+            return
+        until_s = time.monotonic() + self._config.server.shutdown_timeout
+        is_drained = False
+        while not is_drained and self._failure is None:
+            remaining_s = until_s - time.monotonic()
+            slice_s = max(0.0, min(_WATCH_INTERVAL_S, remaining_s))
+            is_drained = await asyncio.to_thread(self._serving.engine.drain, slice_s)
+            self._note_failure()
+            if remaining_s <= 0 or self._hurry.is_set():
+                break
+        if not is_drained and self._failure is None:
+            self._inference.end_open_calls(Unavailable("the server shut down before the request finished"))
+
+    async def _close(self) -> None:
+        if not await _wait(self._inference.is_idle, _FLUSH_TIMEOUT_S):
+            _LOG.warning("clients that do not read their streams were cut off")
+        await self._grpc.stop(grace=_WATCH_INTERVAL_S)  # health watches stay open until they are cut
+        if self._serving is not None:
+            await asyncio.to_thread(self._serving.engine.stop)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether `event` was set in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
+
+def _trace_of(error: Exception) -> Exception | None:
+    """Errors of ours say what is wrong; a foreign one is worth its traceback."""
+    return None if isinstance(error, JpagedError) else error

@@ -1,0 +1,276 @@
+"""One method for each RPC: decode, ask the engine, encode. Every call ends with one status, set in one place."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+from grpc import aio
+
+from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, JpagedError, NotFound
+from jpaged.server import wire
+from jpaged.server.serving import Serving
+from jpaged.server.status import refuse
+from jpaged.server.stream import Bridge, OutputStream
+from jpaged.types import Request
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+OFF_LOOP_CHARACTERS = 2000
+"""Longer texts are tokenised on a thread: a tokenizer takes about a millisecond for so many, and other streams wait."""
+
+
+class Host(Protocol):
+    """What the servicers ask of the server that they run in."""
+
+    def serving(self) -> Serving:
+        """The loaded model, to run requests on; raises Unavailable while it loads and when the server drains."""
+        ...
+
+    def loaded(self) -> Serving:
+        """The loaded model, to ask about it; raises Unavailable while it loads."""
+        ...
+
+    def describe(self) -> control_pb2.GetServerInfoResponse: ...
+
+
+class _Answering:
+    """Turns whatever the body raises into the call's status. A cancelled call has no one to tell."""
+
+    def __init__(self, context: aio.ServicerContext) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, JpagedError):
+            await refuse(self._context, error)
+        if isinstance(error, Exception):
+            _LOG.error("a call failed", exc_info=error)
+            await refuse(self._context, InternalError(f"{type(error).__name__}: {error}"))
+
+
+async def _run(work: Callable[[], _T], num_characters: int) -> _T:
+    """Runs work on text here when it is short, on a thread when it is not."""
+    return work() if num_characters < OFF_LOOP_CHARACTERS else await asyncio.to_thread(work)
+
+
+def _check_model(serving: Serving, message: inference_pb2.GenerateRequest | _TokenMessage) -> None:
+    if message.HasField("model") and message.model != serving.model.name:
+        raise NotFound(f"model: {message.model!r} is not served here; {serving.model.name!r} is")
+
+
+_TokenMessage = inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    """One Generate call that was let in.
+
+    The engine knows a request by a name of ours, which is never used twice: an id that a caller uses again at once must
+    not meet the end of its first request.
+    """
+
+    request_id: str
+    engine_id: str
+    deadline_s: float | None
+    stream: OutputStream
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """jpaged.v1.InferenceService.
+
+    Attributes:
+        is_idle: set while no Generate call is open; for the server to wait on, never to set.
+    """
+
+    def __init__(self, host: Host, bridge: Bridge) -> None:
+        self._host = host
+        self._bridge = bridge
+        self._counter = itertools.count()
+        self._open: dict[str, _Admission] = {}
+        self._num_calls = 0
+        self.is_idle = asyncio.Event()
+        self.is_idle.set()
+
+    def end_open_calls(self, error: JpagedError) -> None:
+        """Ends every open Generate call with `error`, after what it already has to send."""
+        for admission in self._open.values():
+            admission.stream.end(error, admission.engine_id)
+
+    def abort(self, serving: Serving, request_id: str) -> bool:
+        """Ends a request by its caller's id; False when none is in flight."""
+        admission = self._open.get(request_id)
+        return admission is not None and serving.engine.abort(admission.engine_id)
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext) -> None:
+        """Streams one request; its blocks are free within a step, however the call ends."""
+        self._num_calls += 1
+        self.is_idle.clear()
+        try:
+            async with _Answering(context):
+                serving = self._host.serving()
+                _check_model(serving, request)
+                admission = self._admit(serving, request, context)
+                try:
+                    await self._stream(serving, admission, request, context)
+                finally:
+                    self._forget(admission)
+        finally:
+            self._num_calls -= 1
+            if self._num_calls == 0:
+                self.is_idle.set()
+
+    def _admit(
+        self, serving: Serving, message: inference_pb2.GenerateRequest, context: aio.ServicerContext
+    ) -> _Admission:
+        request_id = wire.request_id_from(message) or uuid.uuid4().hex
+        if request_id in self._open:
+            raise AlreadyExists(f"request_id: a request {request_id!r} is in flight")
+        remaining_s: float | None = context.time_remaining()
+        admission = _Admission(
+            request_id=request_id,
+            engine_id=f"{request_id}/{next(self._counter)}",
+            deadline_s=None if remaining_s is None else serving.engine.clock() + remaining_s,
+            stream=self._bridge.open(),
+        )
+        self._open[request_id] = admission
+        return admission
+
+    def _forget(self, admission: _Admission) -> None:
+        """Sets an id free; a second time it may be someone else's."""
+        if self._open.get(admission.request_id) is admission:
+            del self._open[admission.request_id]
+
+    async def _stream(
+        self,
+        serving: Serving,
+        admission: _Admission,
+        message: inference_pb2.GenerateRequest,
+        context: aio.ServicerContext,
+    ) -> None:
+        request = await _make_request(serving, admission, message)
+        serving.engine.submit(request, admission.stream.put)
+        is_ended = False
+        try:
+            first_only = request.prompt_token_ids if message.return_prompt_token_ids else ()
+            while not is_ended:
+                event = await admission.stream.read()
+                if event.is_last:
+                    is_ended = True
+                    self._forget(admission)
+                await context.write(wire.response_of(event, admission.request_id, first_only))
+                first_only = ()
+        finally:
+            if not is_ended:
+                serving.engine.drop(admission.engine_id)
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        """Runs on a thread when the text is long."""
+        async with _Answering(context):
+            serving = self._host.serving()
+            _check_model(serving, request)
+            token_ids = await _run(*_tokenizing(serving, request))
+            return inference_pb2.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: aio.ServicerContext
+    ) -> inference_pb2.DetokenizeResponse:
+        """Runs on a thread when there are many tokens."""
+        async with _Answering(context):
+            serving = self._host.serving()
+            _check_model(serving, request)
+            vocab_size = serving.model.vocab_size
+            for token_id in request.token_ids:
+                if token_id >= vocab_size:
+                    raise InvalidArgument("token_ids", f"{token_id} is not a token id from 0 to {vocab_size - 1}")
+            is_skipping = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+            text = await _run(
+                lambda: serving.tokenizer.decode(list(request.token_ids), skip_special_tokens=is_skipping),
+                len(request.token_ids),
+            )
+            return inference_pb2.DetokenizeResponse(text=text)
+
+
+async def _make_request(serving: Serving, admission: _Admission, message: inference_pb2.GenerateRequest) -> Request:
+    prompt, sampling = wire.prompt_from(message), wire.sampling_from(message.sampling)
+    return await _run(
+        lambda: serving.intake.make_request(
+            request_id=admission.engine_id,
+            sampling=sampling,
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            messages=prompt.messages,
+            deadline_s=admission.deadline_s,
+        ),
+        prompt.num_characters,
+    )
+
+
+def _tokenizing(serving: Serving, message: inference_pb2.TokenizeRequest) -> tuple[Callable[[], list[int]], int]:
+    """The work of a Tokenize call, and the characters that it is for."""
+    match message.WhichOneof("input"):
+        case "text":
+            is_adding = message.add_special_tokens if message.HasField("add_special_tokens") else True
+            return lambda: serving.tokenizer.encode(message.text, add_special_tokens=is_adding), len(message.text)
+        case "chat":
+            if message.HasField("add_special_tokens"):
+                raise InvalidArgument("add_special_tokens", "goes with text only: a chat template brings its own")
+            messages = wire.messages_from(message.chat)
+            if not messages:
+                raise InvalidArgument("chat.messages", "is empty: at least one message is needed")
+            size = sum(len(turn["content"]) for turn in messages)
+            return lambda: serving.tokenizer.apply_chat_template(messages), size
+        case _:
+            raise InvalidArgument("input", "is missing: set text or chat")
+
+
+class ControlServicer(control_pb2_grpc.ControlServiceServicer):
+    """jpaged.v1.ControlService."""
+
+    def __init__(self, host: Host, inference: InferenceServicer) -> None:
+        self._host = host
+        self._inference = inference
+
+    async def GetServerInfo(
+        self, request: control_pb2.GetServerInfoRequest, context: aio.ServicerContext
+    ) -> control_pb2.GetServerInfoResponse:
+        """Answers in every state."""
+        async with _Answering(context):
+            return self._host.describe()
+
+    async def GetModelInfo(
+        self, request: control_pb2.GetModelInfoRequest, context: aio.ServicerContext
+    ) -> control_pb2.GetModelInfoResponse:
+        """The facts that were fixed at start-up."""
+        async with _Answering(context):
+            return wire.model_info_of(self._host.loaded().model)
+
+    async def GetLoad(
+        self, request: control_pb2.GetLoadRequest, context: aio.ServicerContext
+    ) -> control_pb2.GetLoadResponse:
+        """A snapshot: the engine goes on meanwhile."""
+        async with _Answering(context):
+            return wire.load_of(self._host.loaded().engine.load())
+
+    async def Abort(self, request: control_pb2.AbortRequest, context: aio.ServicerContext) -> control_pb2.AbortResponse:
+        """The aborted stream, not this call, says what was generated."""
+        async with _Answering(context):
+            if not request.request_id:
+                raise InvalidArgument("request_id", "is empty")
+            if not self._inference.abort(self._host.loaded(), request.request_id):
+                raise NotFound(f"request_id: no request {request.request_id!r} is in flight")
+            return control_pb2.AbortResponse()

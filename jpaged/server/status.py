@@ -1,0 +1,72 @@
+"""Errors -> gRPC status codes with google.rpc details. The one table of it is errors.py's own tree."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull
+
+ERROR_DOMAIN = "jpaged"
+_DETAILS_KEY = "grpc-status-details-bin"
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
+_MAX_MESSAGE_BYTES = 1024
+"""Messages travel in trailers, of which clients take 8 KiB by default; a byte can take three, and it goes twice."""
+
+
+def status_of(error: JpagedError) -> status_pb2.Status:
+    """The code, the message and the details that `error` becomes.
+
+    Every status carries ErrorInfo, whose reason is the error's class name in capitals (QUEUE_FULL); InvalidArgument
+    adds BadRequest with the field, QueueFull adds RetryInfo.
+    """
+    code = grpc.StatusCode[error.grpc_status].value[0]
+    status = status_pb2.Status(code=code, message=_shortened(str(error)))
+    _attach(status, error_details_pb2.ErrorInfo(reason=_reason_of(error), domain=ERROR_DOMAIN))
+    if isinstance(error, InvalidArgument):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=_shortened(error.problem)
+        )
+        _attach(status, error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, QueueFull):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(math.ceil(error.retry_after_s * 1e9))
+        _attach(status, retry)
+    return status
+
+
+async def refuse(context: aio.ServicerContext, error: JpagedError) -> NoReturn:
+    """Ends the call with the status that `error` becomes."""
+    status = status_of(error)
+    trailers: list[tuple[str, str | bytes]] = [(_DETAILS_KEY, status.SerializeToString())]
+    if isinstance(error, QueueFull):
+        trailers.append((_PUSHBACK_KEY, str(math.ceil(error.retry_after_s * 1000))))
+    await context.abort(grpc.StatusCode[error.grpc_status], status.message, tuple(trailers))
+    raise InternalError("abort returned")
+
+
+def _attach(status: status_pb2.Status, detail: Message) -> None:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    status.details.append(packed)
+
+
+def _reason_of(error: JpagedError) -> str:
+    """RequestTooLong -> REQUEST_TOO_LONG."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
+
+
+def _shortened(message: str) -> str:
+    """The middle goes: the field is named at the head, the limit at the tail."""
+    encoded = message.encode()
+    if len(encoded) <= _MAX_MESSAGE_BYTES:
+        return message
+    half = _MAX_MESSAGE_BYTES // 2
+    return f"{encoded[:half].decode(errors='ignore')} ... {encoded[-half:].decode(errors='ignore')}"

@@ -1,0 +1,202 @@
+"""Proto <-> types, nothing else: pure functions, one for each message that crosses.
+
+Going in, a field that was not set takes the default of `SamplingParams`; a value out of its bounds raises there. Going
+out, everything that a type holds has its field.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged.config import EngineConfig
+from jpaged.engine.stats import EngineLoad
+from jpaged.errors import InvalidArgument
+from jpaged.server.serving import BackendFacts, ModelFacts
+from jpaged.types import (
+    FinishReason,
+    OutputEvent,
+    PositionLogprobs,
+    SamplingParams,
+    SequenceFinish,
+    TokenLogprob,
+    Usage,
+)
+
+_REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
+_FINISH_REASONS = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to run on, as the caller sent it: exactly one is set."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, str], ...] | None = None
+
+    @property
+    def num_characters(self) -> int:
+        """Text that must be tokenised; 0 for token ids."""
+        if self.messages is not None:
+            return sum(len(message["content"]) for message in self.messages)
+        return len(self.text or "")
+
+
+def request_id_from(message: inference_pb2.GenerateRequest) -> str | None:
+    """The caller's id, or None when it left that to the server."""
+    if not message.HasField("request_id"):
+        return None
+    if not _REQUEST_ID.fullmatch(message.request_id):
+        raise InvalidArgument("request_id", f"{message.request_id!r} is not 1 to 128 printable ASCII characters")
+    return message.request_id
+
+
+def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
+    """The prompt in the form in which it was sent; its content is the intake's to check."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            return Prompt(text=message.text)
+        case "token_ids":
+            return Prompt(token_ids=tuple(message.token_ids.ids))
+        case "chat":
+            return Prompt(messages=messages_from(message.chat))
+        case _:
+            raise InvalidArgument("prompt", "is missing: set text, token_ids or chat")
+
+
+def messages_from(chat: inference_pb2.ChatPrompt) -> tuple[dict[str, str], ...]:
+    """A conversation as chat templates take it."""
+    return tuple({"role": turn.role, "content": turn.content} for turn in chat.messages)
+
+
+def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
+    """The parameters, with defaults where nothing was set; raises InvalidArgument for values out of bounds."""
+    default = SamplingParams()
+    return SamplingParams(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else default.max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature if message.HasField("temperature") else default.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else default.top_p,
+        min_p=message.min_p,
+        seed=message.seed if message.HasField("seed") else None,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        skip_special_tokens=message.skip_special_tokens
+        if message.HasField("skip_special_tokens")
+        else default.skip_special_tokens,
+    )
+
+
+def response_of(
+    event: OutputEvent, request_id: str, prompt_token_ids: tuple[int, ...] = ()
+) -> inference_pb2.GenerateResponse:
+    """One event, or several merged, as a message.
+
+    Args:
+        event: what the engine said.
+        request_id: as the caller knows it.
+        prompt_token_ids: for a first message that is to carry them.
+    """
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        index=event.index,
+        text=event.text,
+        token_ids=event.token_ids,
+        logprobs=[_position_of(position) for position in event.logprobs],
+        usage=_usage_of(event.usage),
+        finish=None if event.finish is None else _finish_of(event.finish, event.cumulative_logprob),
+        prompt_token_ids=prompt_token_ids,
+    )
+
+
+def model_info_of(model: ModelFacts) -> control_pb2.GetModelInfoResponse:
+    """The model's facts, as they are."""
+    return control_pb2.GetModelInfoResponse(
+        name=model.name,
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        dtype=model.dtype,
+        num_layers=model.num_layers,
+        num_query_heads=model.num_query_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        eos_token_ids=model.eos_token_ids,
+        has_chat_template=model.has_chat_template,
+    )
+
+
+def load_of(load: EngineLoad) -> control_pb2.GetLoadResponse:
+    """The engine's load, as it is."""
+    return control_pb2.GetLoadResponse(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        max_num_seqs=load.max_num_seqs,
+        num_blocks=load.num_blocks,
+        num_blocks_free=load.num_blocks_free,
+        num_blocks_used=load.num_blocks_used,
+        peak_blocks_used=load.peak_blocks_used,
+        slot_use=load.slot_use,
+        num_steps=load.num_steps,
+        num_preemptions=load.num_preemptions,
+        num_prompt_tokens=load.num_prompt_tokens,
+        num_generation_tokens=load.num_generation_tokens,
+        num_compiles_after_warm_up=load.num_compiles_after_warm_up,
+    )
+
+
+def backend_of(backend: BackendFacts) -> control_pb2.Backend:
+    """The backend's facts, as they are."""
+    return control_pb2.Backend(
+        platform=backend.platform,
+        device_kind=backend.device_kind,
+        num_devices=backend.num_devices,
+        attention=backend.attention,
+        jax_version=backend.jax_version,
+    )
+
+
+def options_of(config: EngineConfig) -> list[control_pb2.Option]:
+    """Every option that has a value."""
+    return [
+        control_pb2.Option(name=name.replace("_", "-"), value=value, source=source)
+        for name, value, source in config.explain()
+        if value != "None"
+    ]
+
+
+def _position_of(position: PositionLogprobs) -> inference_pb2.PositionLogprobs:
+    return inference_pb2.PositionLogprobs(
+        chosen=_logprob_of(position.chosen), top=[_logprob_of(token) for token in position.top]
+    )
+
+
+def _logprob_of(token: TokenLogprob) -> inference_pb2.TokenLogprob:
+    return inference_pb2.TokenLogprob(token_id=token.token_id, logprob=token.logprob, rank=token.rank)
+
+
+def _usage_of(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def _finish_of(finish: SequenceFinish, cumulative_logprob: float) -> inference_pb2.Finish:
+    matched = finish.matched_stop
+    return inference_pb2.Finish(
+        reason=_FINISH_REASONS[finish.reason],
+        matched_stop_string=matched if isinstance(matched, str) else None,
+        matched_stop_token_id=matched if isinstance(matched, int) else None,
+        cumulative_logprob=cumulative_logprob,
+    )

@@ -1,0 +1,111 @@
+"""Drives an executor by hand: sequences with block tables, and steps made of any chunks of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jpaged.engine.executor import FORBIDDEN_WIDTH, Executor, Geometry, SamplingInputs, StepInputs, StepOutputs
+
+
+@dataclass
+class Sequence:
+    """Tokens, how many of them are in the pool, and the blocks that they lie in."""
+
+    tokens: list[int]
+    prompt_len: int
+    blocks: list[int]
+    num_computed: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass
+class Row:
+    """The next `num_tokens` of a sequence; fed_back_row feeds its last one from the step before."""
+
+    sequence: Sequence
+    num_tokens: int
+    fed_back_row: int | None = None
+
+
+@dataclass
+class Driver:
+    """Owns the blocks of the sequences that it makes."""
+
+    executor: Executor
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def __post_init__(self) -> None:
+        self.geometry: Geometry = self.executor.geometry
+        self.free: list[int] = (self.rng.permutation(self.geometry.num_blocks) + 1).tolist()
+
+    def sequence(self, prompt: list[int], **how: float) -> Sequence:
+        num_blocks = self.geometry.max_blocks_per_seq
+        blocks, self.free = self.free[:num_blocks], self.free[num_blocks:]
+        return Sequence(list(prompt), len(prompt), blocks, **how)  # type: ignore[arg-type]
+
+    def release(self, sequence: Sequence) -> None:
+        self.free += sequence.blocks
+
+    def run(self, rows: list[Row], *, want_top: bool = False) -> StepOutputs:
+        outputs = self.executor.collect(self.executor.dispatch(self.inputs(rows, want_top=want_top)))
+        for row in rows:
+            row.sequence.num_computed += row.num_tokens
+        return outputs
+
+    def inputs(self, rows: list[Row], *, want_top: bool = False) -> StepInputs:
+        geometry, block_size = self.geometry, self.geometry.block_size
+        num_tokens = sum(row.num_tokens for row in rows)
+        t, s = geometry.buckets.num_tokens(num_tokens), geometry.max_num_seqs
+        ids, positions, lens, slots, feeds = (np.zeros(t, np.int32) for _ in range(5))
+        is_fed_back = np.zeros(t, np.bool_)
+        starts, kv_lens = np.full(s + 1, num_tokens, np.int32), np.zeros(s, np.int32)
+        tables = np.zeros((s, geometry.max_blocks_per_seq), np.int32)
+        begin = 0
+        for i, row in enumerate(rows):
+            sequence = row.sequence
+            starts[i], kv_lens[i] = begin, sequence.num_computed + row.num_tokens
+            tables[i] = sequence.blocks
+            for position in range(sequence.num_computed, kv_lens[i]):
+                place = begin + position - sequence.num_computed
+                if row.fed_back_row is not None and position == kv_lens[i] - 1:
+                    is_fed_back[place], feeds[place] = True, row.fed_back_row
+                ids[place] = 0 if is_fed_back[place] else sequence.tokens[position]
+                positions[place], lens[place] = position, max(position + 1, sequence.prompt_len)
+                slots[place] = sequence.blocks[position // block_size] * block_size + position % block_size
+            begin += row.num_tokens
+        return StepInputs(
+            token_ids_t=ids,
+            is_fed_back_t=is_fed_back,
+            fed_back_rows_t=feeds,
+            positions_t=positions,
+            rope_lens_t=lens,
+            slots_t=slots,
+            query_starts_s1=starts,
+            kv_lens_s=kv_lens,
+            block_tables_sm=tables,
+            sample_tokens_s=np.maximum(starts[1:] - 1, 0),
+            sampling=self.sampling(rows, want_top),
+            num_rows=len(rows),
+            num_tokens=num_tokens,
+        )
+
+    def sampling(self, rows: list[Row], want_top: bool) -> SamplingInputs:
+        vocab_size = self.geometry.vocab_size
+        num_empty = self.geometry.buckets.num_rows(len(rows)) - len(rows)
+        sequences = [row.sequence for row in rows]
+        drawn_at = [row.sequence.num_computed + row.num_tokens for row in rows]
+        return SamplingInputs(
+            temperature_r=np.array([q.temperature for q in sequences] + [0] * num_empty, np.float32),
+            top_k_r=np.full(len(rows) + num_empty, vocab_size, np.int32),
+            top_p_r=np.array([q.top_p for q in sequences] + [1] * num_empty, np.float32),
+            min_p_r=np.zeros(len(rows) + num_empty, np.float32),
+            seeds_r2=np.array([divmod(q.seed, 2**32) for q in sequences] + [(0, 0)] * num_empty, np.uint32),
+            sequence_indices_r=np.zeros(len(rows) + num_empty, np.int32),
+            positions_r=np.array(drawn_at + [0] * num_empty, np.int32),
+            forbidden_ids_rx=np.full((len(rows) + num_empty, FORBIDDEN_WIDTH), vocab_size, np.int32),
+            want_top=want_top,
+        )

@@ -1,0 +1,259 @@
+"""The executor against a dense forward pass of the same model, and its promises to the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.device.compile import ProgramSpec
+from jpaged.device.executor import JaxExecutor
+from jpaged.engine.executor import Executor, StepInputs
+from jpaged.errors import InternalError, InvalidArgument
+from jpaged.models.layers import LayerMode
+from tests.device import tiny_model
+from tests.device.driver import Driver, Row, Sequence
+from tests.models import dense
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[JaxExecutor]:
+    executor = tiny_model.warm_executor()
+    yield executor
+    executor.shutdown()
+
+
+@pytest.fixture
+def driver(executor: JaxExecutor) -> Driver:
+    return Driver(executor)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(0, tiny_model.CONFIG.vocab_size, length).tolist()
+
+
+def dense_logprobs(sequence: Sequence) -> np.ndarray:
+    """Log-probabilities [tokens, V] after every token of a sequence, recomputed from nothing at one padded shape."""
+    token_ids = np.zeros(64, np.int32)
+    token_ids[: len(sequence.tokens)] = sequence.tokens
+    logits = dense.logits(tiny_model.model(), tiny_model.params(), token_ids, sequence.prompt_len)
+    return np.asarray(jax.nn.log_softmax(logits))[: len(sequence.tokens)]
+
+
+def step_randomly(driver: Driver, sequences: list[Sequence], rng: np.random.Generator) -> None:
+    """One step of random chunks and decodes; every token that ends its sequence's known tokens appends a new one."""
+    chosen = [sequences[i] for i in rng.permutation(len(sequences))[: rng.integers(1, 5)]]
+    budget, rows = 16, []
+    for sequence in chosen:
+        left = min(budget, len(sequence.tokens) - sequence.num_computed)
+        if left:
+            rows.append(Row(sequence, int(rng.integers(1, left + 1))))
+            budget -= rows[-1].num_tokens
+    outputs = driver.run(rows)
+    for i, row in enumerate(rows):
+        sequence = row.sequence
+        want = dense_logprobs(sequence)[sequence.num_computed - 1]
+        token = int(outputs.token_ids_r[i])
+        assert outputs.logprobs_r[i] == pytest.approx(want[token], abs=1e-4)
+        assert outputs.ranks_r[i] == 1
+        assert want[token] >= want.max() - 1e-4
+        if sequence.num_computed == len(sequence.tokens) < driver.geometry.max_model_len:
+            sequence.tokens.append(token)
+
+
+def is_alive(sequence: Sequence) -> bool:
+    return sequence.num_computed < len(sequence.tokens)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_chunked_prefill_and_decode_mixes_give_the_dense_logits(driver: Driver, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sequences = [driver.sequence(prompt(int(n), seed)) for n in rng.integers(1, 50, 5)]
+    for _ in range(40):
+        step_randomly(driver, [s for s in sequences if is_alive(s)], rng)
+
+
+def test_scan_over_layers_computes_the_same() -> None:
+    executor = tiny_model.warm_executor(layer_mode="scan")
+    driver = Driver(executor)
+    sequences = [driver.sequence(prompt(n)) for n in (13, 4, 30)]
+    for _ in range(12):
+        step_randomly(driver, sequences, np.random.default_rng(1))
+    executor.shutdown()
+
+
+def test_nothing_is_compiled_while_serving(driver: Driver, executor: JaxExecutor) -> None:
+    rng = np.random.default_rng(9)
+    sequences = [driver.sequence(prompt(int(n)), temperature=1.0, top_p=0.9, seed=3) for n in rng.integers(1, 40, 5)]
+    for i in range(30):
+        rows = [Row(s, int(rng.integers(1, min(4, len(s.tokens) - s.num_computed) + 1))) for s in sequences[:4]]
+        outputs = driver.run(rows, want_top=i % 3 == 0)
+        for row, token in zip(rows, outputs.token_ids_r, strict=False):
+            if not is_alive(row.sequence):
+                row.sequence.tokens.append(int(token))
+        sequences = [*sequences[1:], sequences[0]]
+    assert executor.num_compiles_after_warm_up == 0
+
+
+def test_fed_back_tokens_are_those_that_were_drawn(driver: Driver) -> None:
+    """Three sequences decode without the host; their rows change places, and each names its place before."""
+    by_host = [driver.sequence(prompt(n), temperature=1.0, seed=n) for n in (5, 3, 7)]
+    by_device = [driver.sequence(prompt(n), temperature=1.0, seed=n) for n in (5, 3, 7)]
+    drawn = driver.run([Row(s, s.prompt_len) for s in by_host]).token_ids_r[:3].tolist()
+    for _ in range(6):
+        for sequence, token in zip(by_host, drawn, strict=True):
+            sequence.tokens.append(token)
+        drawn = driver.run([Row(s, 1) for s in by_host]).token_ids_r[:3].tolist()
+
+    driver.run([Row(s, s.prompt_len) for s in by_device])
+    places = [0, 1, 2]
+    for step in range(6):
+        order = np.roll([0, 1, 2], step).tolist()
+        rows = [Row(by_device[i], 1, fed_back_row=places[i]) for i in order]
+        outputs = driver.run(rows)
+        places = [order.index(i) for i in range(3)]
+    assert [int(outputs.token_ids_r[places[i]]) for i in range(3)] == drawn
+
+
+def test_a_step_can_be_dispatched_before_the_last_is_collected(driver: Driver, executor: JaxExecutor) -> None:
+    sequence = driver.sequence(prompt(6))
+    handles = [executor.dispatch(driver.inputs([Row(sequence, 6)]))]
+    sequence.num_computed = 6
+    for _ in range(5):
+        handles.append(executor.dispatch(driver.inputs([Row(sequence, 1, fed_back_row=0)])))
+        sequence.num_computed += 1
+    tokens = [int(executor.collect(handle).token_ids_r[0]) for handle in handles]
+    assert tokens == dense.greedy(tiny_model.model(), tiny_model.params(), prompt(6), 6)
+
+
+def test_tokens_do_not_depend_on_the_batch(driver: Driver) -> None:
+    def generate(num_others: int, chunk: int) -> list[int]:
+        sequence = driver.sequence(prompt(9), temperature=0.8, top_p=0.9, seed=2**40 + 1)
+        others = [driver.sequence(prompt(3, i), temperature=1.0, seed=i) for i in range(num_others)]
+        while len(sequence.tokens) < 20:
+            rows = [Row(s, min(chunk, len(s.tokens) - s.num_computed)) for s in [*others, sequence]]
+            for row, token in zip(rows, driver.run(rows).token_ids_r, strict=False):
+                if not is_alive(row.sequence):
+                    row.sequence.tokens.append(int(token))
+        for s in [*others, sequence]:
+            driver.release(s)
+        return sequence.tokens
+
+    alone = generate(0, 9)
+    assert generate(3, 2) == alone
+    assert generate(1, 4) == alone
+
+
+def test_alternatives_come_in_order_and_with_the_dense_logprobs(driver: Driver) -> None:
+    sequence = driver.sequence(prompt(10))
+    outputs = driver.run([Row(sequence, 10)], want_top=True)
+    want = dense_logprobs(sequence)[-1]
+    assert outputs.top_ids_rk is not None
+    assert outputs.top_logprobs_rk is not None
+    np.testing.assert_allclose(
+        outputs.top_logprobs_rk[0], np.sort(want)[::-1][: outputs.top_ids_rk.shape[1]], atol=1e-4
+    )
+    np.testing.assert_allclose(outputs.top_logprobs_rk[0], want[outputs.top_ids_rk[0]], atol=1e-4)
+    assert driver.run([Row(driver.sequence(prompt(3)), 3)]).top_ids_rk is None
+
+
+def test_padding_writes_nothing_but_the_null_block(executor: JaxExecutor, driver: Driver) -> None:
+    """A context is unharmed by steps whose padding is many times its length."""
+    kept = driver.sequence(prompt(20))
+    driver.run([Row(kept, 16)])
+    driver.run([Row(kept, 4)])
+    for seed in range(5):
+        other = driver.sequence(prompt(1, seed))
+        driver.run([Row(other, 1)])
+        driver.release(other)
+    kept.tokens.append(5)
+    outputs = driver.run([Row(kept, 1)])
+    assert outputs.logprobs_r[0] == pytest.approx(dense_logprobs(kept)[-1].max(), abs=1e-4)
+
+
+def _change(inputs: StepInputs, **changes: object) -> StepInputs:
+    return dataclasses.replace(inputs, **changes)  # type: ignore[arg-type]
+
+
+def test_inputs_of_no_compiled_shape_are_refused_and_harm_nothing(driver: Driver, executor: JaxExecutor) -> None:
+    sequence = driver.sequence(prompt(6))
+    good = driver.inputs([Row(sequence, 6)])
+    with pytest.raises(InternalError, match=r"no program backbone\[5\] was compiled; there are backbone\["):
+        executor.dispatch(_change(good, token_ids_t=np.zeros(5, np.int32)))
+    with pytest.raises(InternalError, match=r"slots_t is int64\(8,\); the program takes int32\(8,\)"):
+        executor.dispatch(_change(good, slots_t=np.zeros(8, np.int64)))
+    with pytest.raises(InternalError, match=r"block_tables_sm is int32\(4, 3\)"):
+        executor.dispatch(_change(good, block_tables_sm=np.zeros((4, 3), np.int32)))
+    outputs = driver.run([Row(sequence, 6)])
+    assert outputs.logprobs_r[0] == pytest.approx(dense_logprobs(sequence)[-1].max(), abs=1e-4)
+
+
+def test_a_spent_executor_refuses_everything(driver: Driver) -> None:
+    executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.OPTIONS)
+    inputs = driver.inputs([Row(driver.sequence([1]), 1)])
+    with pytest.raises(InternalError, match="none: warm_up has not run"):
+        executor.dispatch(inputs)
+    executor.shutdown()
+    executor.shutdown()
+    with pytest.raises(InternalError, match="shut down"):
+        executor.dispatch(inputs)
+    with pytest.raises(InternalError, match="shut down"):
+        executor.warm_up(tiny_model.quiet)
+
+
+def test_a_failed_step_is_an_internal_error_and_spends_the_pool(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.OPTIONS)
+
+    def fail(*arguments: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(executor, "_program", lambda spec: fail)
+    inputs = driver.inputs([Row(driver.sequence([1]), 1)])
+    with pytest.raises(InternalError, match="a step of 8 tokens and 8 rows failed: RESOURCE_EXHAUSTED"):
+        executor.dispatch(inputs)
+    with pytest.raises(InternalError, match="the KV pool is spent"):
+        executor.dispatch(inputs)
+    executor.shutdown()
+
+
+def test_geometry_is_what_was_asked_for(executor: JaxExecutor) -> None:
+    geometry = executor.geometry
+    assert (geometry.num_blocks, geometry.block_size, geometry.max_num_seqs, geometry.max_model_len) == (56, 8, 4, 64)
+    assert geometry.bytes_per_block == 3 * 8 * 2 * 2 * 16 * 4
+    assert (geometry.vocab_size, geometry.buckets.tokens, geometry.buckets.rows) == (97, (8, 16), (8,))
+    specs = [ProgramSpec("backbone", 8), ProgramSpec("backbone", 16), ProgramSpec("draw", 8)]
+    assert set(executor.programs) == {*specs, ProgramSpec("draw", 8, want_top=True)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 97}, "max_model_len: 97 is above the limit of the model, 96"),
+        ({"num_blocks": 5, "block_size": 16}, "num_blocks: 5 is below the 6 blocks of 16 tokens"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        JaxExecutor.create(tiny_model.model(), tiny_model.params(), EngineConfig.load(options))
+
+
+@pytest.mark.parametrize("layer_mode", ["loop", "scan"])
+def test_parameters_of_another_shape_are_refused_by_name(layer_mode: LayerMode) -> None:
+    tree = dict(tiny_model.params(layer_mode))
+    tree["norm"] = {"scale": np.zeros(31, np.float32)}
+    with pytest.raises(InvalidArgument, match=r"params\['norm'\]\['scale'\]: is float32\(31,\); the model has float32"):
+        JaxExecutor.create(tiny_model.model(), tree, tiny_model.OPTIONS)
+    del tree["norm"]
+    with pytest.raises(InvalidArgument, match=r"params\['norm'\]\['scale'\]: is missing"):
+        JaxExecutor.create(tiny_model.model(), tree, tiny_model.OPTIONS)
+
+
+def test_it_is_an_executor(executor: JaxExecutor) -> None:
+    as_engine_sees_it: Executor = executor
+    assert as_engine_sees_it.num_compiles_after_warm_up == 0

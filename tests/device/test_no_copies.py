@@ -1,0 +1,78 @@
+"""No step copies the pool: read off the compiled programs, for every kind of step, layout and layer mode."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.device.compile import ProgramSpec
+from jpaged.device.executor import plan, program_lowerings
+from jpaged.device.mesh import build_mesh, replicated
+from jpaged.models.layers import LayerMode
+from tests.device import tiny_model
+
+IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "scatter", "fusion", "while", "call", "dynamic-update-slice"}
+
+
+def pool_sized_operations(executable: jax.stages.Compiled, num_elements: int) -> set[str]:
+    """Operations that make an array of so many elements, other than those that work in place."""
+    found = set()
+    for line in (executable.as_text() or "").splitlines():
+        match = re.search(r"= \w+\[([\d,]*)\](?:\{[^}]*\})? ([a-z-]+)\(", line)
+        if match and math.prod(int(n) for n in match[1].split(",") if n) == num_elements:
+            found.add(match[2])
+    return found - IN_PLACE
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "block_size", "dtype", "layer_mode"),
+    [
+        (8, 16, "float32", "loop"),
+        (64, 16, "float32", "loop"),
+        (8, 1, "float32", "loop"),
+        (16, 32, "float32", "loop"),
+        (8, 16, "bfloat16", "loop"),
+        (64, 8, "bfloat16", "loop"),
+        (8, 16, "float32", "scan"),
+        (64, 16, "bfloat16", "scan"),
+    ],
+)
+def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: str, layer_mode: LayerMode) -> None:
+    options = EngineConfig.load(
+        {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": block_size, "max_model_len": 64}
+    )
+    num_blocks = 32_000 // block_size
+    step, geometry = plan(tiny_model.model(dtype), options, layer_mode, num_blocks)
+    layout = step.attention.layout
+    sharding = replicated(build_mesh(jax.devices()[:1]))
+    params = tiny_model.model(dtype).abstract_params(layer_mode)
+    executable = program_lowerings(step, params, geometry, sharding)[ProgramSpec("backbone", num_tokens)]().compile()
+    memory = executable.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == layout.num_bytes
+    assert memory.temp_size_in_bytes < layout.num_bytes // 10
+    assert pool_sized_operations(executable, math.prod(layout.shape)) == set()
+
+
+def test_the_check_sees_a_copy() -> None:
+    pool = jax.ShapeDtypeStruct((100, 8), jnp.float32)
+
+    def write(pool: jax.Array) -> jax.Array:
+        return pool.at[3].set(1.0)
+
+    kept = jax.jit(write).lower(pool).compile()
+    donated = jax.jit(write, donate_argnums=0).lower(pool).compile()
+    assert pool_sized_operations(kept, 800) == {"copy"}
+    assert pool_sized_operations(donated, 800) == set()
+
+
+def test_the_check_sees_a_conversion() -> None:
+    executable = (
+        jax.jit(lambda pool: pool.astype(jnp.float32)).lower(jax.ShapeDtypeStruct((100, 8), "bfloat16")).compile()
+    )
+    assert pool_sized_operations(executable, 800) == {"convert"}

@@ -1,0 +1,56 @@
+"""A model small enough to compile in a second, and the executor that most tests share."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.config import EngineConfig
+from jpaged.device.executor import JaxExecutor
+from jpaged.models.config import ModelConfig, RopeConfig
+from jpaged.models.layers import LayerMode
+from jpaged.models.llama import Llama, Params
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+    max_position_embeddings=96,
+)
+
+OPTIONS = EngineConfig.load(
+    {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 56, "block_size": 8, "max_model_len": 64}
+)
+
+
+def model(dtype: str = "float32") -> Llama:
+    return Llama(CONFIG, jnp.dtype(dtype))
+
+
+@functools.cache
+def params(layer_mode: LayerMode = "loop", dtype: str = "float32") -> Params:
+    """Ten times the usual standard deviation, so that logits differ enough for every position to matter."""
+
+    def enlarge(path: tuple, leaf: jax.Array) -> jax.Array:
+        return leaf if "scale" in jax.tree_util.keystr(path) else leaf * 10
+
+    return jax.tree_util.tree_map_with_path(enlarge, model(dtype).init_params(jax.random.key(7), layer_mode))
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    """A progress that shows nothing."""
+
+
+def warm_executor(options: EngineConfig = OPTIONS, layer_mode: LayerMode = "loop") -> JaxExecutor:
+    executor = JaxExecutor.create(model(), params(layer_mode), options)
+    executor.warm_up(quiet)
+    return executor

@@ -1,0 +1,152 @@
+"""Starts the real server in this process, on a free port, with a real engine over the fake executor."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+
+from jpaged._proto.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jpaged.config import EngineConfig
+from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.engine.executor import Progress
+from jpaged.engine.intake import Intake
+from jpaged.server.lifecycle import Server
+from jpaged.server.serving import BackendFacts, ModelFacts, Serving
+from jpaged.testing import ByteTokenizer, FakeExecutor, Faults
+
+EOS = ByteTokenizer.EOS
+MODEL = ModelFacts(
+    name="fake",
+    architecture="FakeForCausalLM",
+    vocab_size=257,
+    max_model_len=128,
+    dtype="float32",
+    num_layers=1,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    eos_token_ids=(EOS,),
+    has_chat_template=True,
+)
+BACKEND = BackendFacts(platform="cpu", device_kind="fake", num_devices=1, attention="none", jax_version="0")
+
+
+@dataclass
+class Harness:
+    """A running server and ways to reach it; stubs are Any, as protoc writes them without types."""
+
+    server: Server
+    serving: Serving
+    executor: FakeExecutor
+    port: int
+    channel: Any
+    run: asyncio.Task[int]
+
+    @property
+    def faults(self) -> Faults:
+        return self.executor.faults
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def inference(self) -> Any:
+        return inference_pb2_grpc.InferenceServiceStub(self.channel)
+
+    @property
+    def control(self) -> Any:
+        return control_pb2_grpc.ControlServiceStub(self.channel)
+
+    @property
+    def num_blocks_used(self) -> int:
+        return self.serving.engine.load().num_blocks_used
+
+
+def make_serving(executor: FakeExecutor, config: EngineConfig, tokenizer: ByteTokenizer | None = None) -> Serving:
+    """An engine with all that the server needs beside it."""
+    tokenizer = tokenizer or ByteTokenizer()
+    options = EngineOptions(
+        max_num_seqs=executor.geometry.max_num_seqs,
+        max_num_batched_tokens=executor.geometry.buckets.tokens[-1],
+        max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
+    )
+    engine = Engine(executor, tokenizer, options, eos_token_ids=frozenset({EOS}))
+    intake = Intake(tokenizer, executor.geometry, eos_token_ids=frozenset({EOS}))
+    return Serving(engine, intake, tokenizer, MODEL, BACKEND, config)
+
+
+@asynccontextmanager
+async def running(
+    *, executor: FakeExecutor | None = None, tokenizer: ByteTokenizer | None = None, **options: Any
+) -> AsyncIterator[Harness]:
+    """A server that takes requests; stopped at the end, whatever happened. `options` are EngineConfig's."""
+    executor = executor or FakeExecutor()
+    config = EngineConfig.load({"port": 0, **options})
+
+    def load(progress: Progress) -> Serving:
+        return make_serving(executor, config, tokenizer)
+
+    loaded: asyncio.Future[Serving] = asyncio.get_running_loop().create_future()
+    server = Server(config, load, on_serving=lambda port, serving: loaded.set_result(serving))
+    port = await server.start()
+    run = asyncio.create_task(server.run())
+    channel = aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+    try:
+        yield Harness(server, await loaded, executor, port, channel, run)
+    finally:
+        executor.faults.gate.set()
+        await channel.close()
+        server.request_stop()
+        server.request_stop()
+        await run
+
+
+def request(text: str = "hello", *, request_id: str | None = None, **sampling: Any) -> inference_pb2.GenerateRequest:
+    """A GenerateRequest; greedy, and past the end of sequence, unless told otherwise."""
+    values: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
+    return inference_pb2.GenerateRequest(
+        request_id=request_id, text=text, sampling=inference_pb2.SamplingParams(**values)
+    )
+
+
+async def collect(call: Any) -> list[inference_pb2.GenerateResponse]:
+    """All messages of a call that must end within 20 s."""
+    async with asyncio.timeout(20):
+        messages = []
+        while (message := await call.read()) is not aio.EOF:
+            messages.append(message)
+        return messages
+
+
+async def failure_of(call: Any) -> Any:
+    """Awaits a call that must fail, whether it streams or not."""
+    try:
+        if isinstance(call, aio.UnaryStreamCall):
+            await collect(call)
+        else:
+            await asyncio.wait_for(call, 20)
+    except aio.AioRpcError as error:
+        return error
+    raise AssertionError("the call succeeded")
+
+
+def details_of(error: Any) -> dict[str, Any]:
+    """google.rpc details by the name of their type."""
+    kinds = {
+        kind.DESCRIPTOR.full_name: kind
+        for kind in (error_details_pb2.BadRequest, error_details_pb2.RetryInfo, error_details_pb2.ErrorInfo)
+    }
+    found: dict[str, Any] = {}
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            for packed in status_pb2.Status.FromString(value).details:
+                kind = kinds[packed.TypeName()]
+                detail = kind()
+                packed.Unpack(detail)
+                found[kind.DESCRIPTOR.name] = detail
+    return found

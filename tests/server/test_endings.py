@@ -1,0 +1,168 @@
+"""However a call ends, it ends once, and its blocks come back."""
+
+import asyncio
+import random
+import threading
+
+import grpc
+import pytest
+from grpc import aio
+
+from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
+from tests.server.harness import collect, failure_of, request, running
+
+
+async def test_a_cancelled_call_frees_its_blocks(harness, eventually):
+    call = harness.inference.Generate(request(max_tokens=120))
+    await call.read()
+    harness.faults.gate.clear()
+    call.cancel()
+    harness.faults.gate.set()
+    await eventually(lambda: harness.num_blocks_used == 0)
+    assert harness.serving.engine.load().num_generation_tokens < 120
+
+
+async def test_a_cancelled_call_never_ends_a_later_one_of_the_same_id(harness):
+    num_finished = 0
+    for _ in range(30):
+        first = harness.inference.Generate(request(request_id="again", max_tokens=2))
+        await first.read()
+        first.cancel()
+        try:
+            messages = await collect(harness.inference.Generate(request(request_id="again", max_tokens=20)))
+        except aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.ALREADY_EXISTS:  # word of the cancelling had not come through
+                raise
+            continue
+        assert messages[-1].usage.completion_tokens == 20
+        num_finished += 1
+    assert num_finished > 0
+
+
+async def test_an_id_is_free_once_the_finish_has_come(harness):
+    for _ in range(30):
+        messages = await collect(harness.inference.Generate(request(request_id="again", max_tokens=2)))
+        assert messages[-1].HasField("finish")
+
+
+async def test_a_deadline_ends_a_running_request(harness, eventually):
+    call = harness.inference.Generate(request(max_tokens=120), timeout=0.3)
+    await call.read()
+    harness.faults.gate.clear()
+    error = await failure_of(call)
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    harness.faults.gate.set()
+    await eventually(lambda: harness.num_blocks_used == 0)
+
+
+async def test_a_deadline_reaches_the_engine(harness, monkeypatch):
+    deadlines = []
+    engine = harness.serving.engine
+    submit = engine.submit
+
+    def noting(what, sink):
+        deadlines.append(None if what.deadline_s is None else what.deadline_s - engine.clock())
+        submit(what, sink)
+
+    monkeypatch.setattr(engine, "submit", noting)
+    await collect(harness.inference.Generate(request(), timeout=50))
+    await collect(harness.inference.Generate(request()))
+    assert deadlines[0] == pytest.approx(50, abs=5)
+    assert deadlines[1] is None
+
+
+async def test_a_deadline_that_has_passed_is_an_error_of_the_engine_too(harness):
+    call = harness.inference.Generate(request(), timeout=1e-9)
+    assert (await failure_of(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_an_abort_ends_the_stream_with_a_finish(harness):
+    call = harness.inference.Generate(request(request_id="doomed", max_tokens=120))
+    first = await call.read()
+    harness.faults.gate.clear()
+    await harness.control.Abort(control_pb2.AbortRequest(request_id="doomed"))
+    harness.faults.gate.set()
+    messages = [first, *await collect(call)]
+    assert messages[-1].finish.reason == inference_pb2.FINISH_REASON_ABORT
+    token_ids = [i for m in messages for i in m.token_ids]
+    assert len(token_ids) == messages[-1].usage.completion_tokens < 120
+    assert token_ids == expected_tokens(list(b"hello"), len(token_ids))
+
+
+@pytest.mark.parametrize(
+    ("request_id", "code"), [("nobody", grpc.StatusCode.NOT_FOUND), ("", grpc.StatusCode.INVALID_ARGUMENT)]
+)
+async def test_an_abort_of_nobody_says_so(harness, request_id, code):
+    error = await failure_of(harness.control.Abort(control_pb2.AbortRequest(request_id=request_id)))
+    assert error.code() is code
+
+
+async def test_a_slow_reader_stalls_nobody_and_loses_nothing(eventually):
+    executor = FakeExecutor(num_blocks=1024, block_size=16, max_model_len=8192)
+    async with running(executor=executor) as harness:
+        slow = harness.inference.Generate(request("slow", max_tokens=4000, logprobs=20))
+        first = await slow.read()
+        # 4000 tokens with 20 alternatives each are megabytes: more than the connection holds for a reader that waits.
+        quick = await collect(harness.inference.Generate(request("quick", max_tokens=50)))
+        assert quick[-1].usage.completion_tokens == 50
+        await eventually(lambda: harness.num_blocks_used == 0)
+        messages = [first, *await collect(slow)]
+        token_ids = [i for m in messages for i in m.token_ids]
+        assert token_ids == expected_tokens(list(b"slow"), 4000)
+        assert len(messages) < 4000  # what waited was merged
+        assert max(message.ByteSize() for message in messages) < 4 << 20
+
+
+async def test_a_long_text_is_tokenised_off_the_event_loop():
+    threads = []
+
+    class Noting(ByteTokenizer):
+        def encode(self, text, *, add_special_tokens=True):
+            threads.append(threading.current_thread() is threading.main_thread())
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    executor = FakeExecutor(num_blocks=1024, max_model_len=4096)
+    async with running(executor=executor, tokenizer=Noting()) as harness:
+        await collect(harness.inference.Generate(request("x" * 3000)))
+        await collect(harness.inference.Generate(request("x" * 30)))
+        await harness.inference.Tokenize(inference_pb2.TokenizeRequest(text="x" * 3000))
+        await harness.inference.Tokenize(inference_pb2.TokenizeRequest(text="x" * 30))
+    assert threads == [False, True, False, True]
+
+
+async def test_many_streams_end_once_each_and_every_block_comes_back(eventually):
+    rng = random.Random(7)
+
+    async def one(harness, number: int) -> str:
+        how = rng.choice(["finish", "finish", "cancel", "deadline", "abort"])
+        request_id = f"r{number}"
+        timeout = rng.uniform(0.0, 0.05) if how == "deadline" else None
+        message = request(f"prompt {number}", request_id=request_id, max_tokens=rng.randint(1, 100))
+        call = harness.inference.Generate(message, timeout=timeout)
+        num_finishes = 0
+        try:
+            async for response in call:
+                assert num_finishes == 0, "a message followed the finish"
+                num_finishes += response.HasField("finish")
+                if how == "cancel" and rng.random() < 0.3:
+                    call.cancel()
+                if how == "abort" and rng.random() < 0.3:
+                    harness.control.Abort(control_pb2.AbortRequest(request_id=request_id))
+        except (aio.AioRpcError, asyncio.CancelledError) as error:
+            ended = error.code() if isinstance(error, aio.AioRpcError) else grpc.StatusCode.CANCELLED
+            assert ended in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+            return ended.name
+        assert num_finishes == 1
+        return "finish"
+
+    executor = FakeExecutor(num_blocks=128)  # too few for 8 long rows: some are preempted on the way
+    async with running(executor=executor) as harness, asyncio.timeout(60):
+        endings = await asyncio.gather(*(one(harness, number) for number in range(64)))
+        assert {"finish", "DEADLINE_EXCEEDED", "CANCELLED"} <= set(endings)
+        await eventually(lambda: harness.num_blocks_used == 0 and harness.serving.engine.load().num_waiting == 0)
+        load = await harness.control.GetLoad(control_pb2.GetLoadRequest())
+        assert load.num_blocks_free == load.num_blocks == 128
+        assert load.num_running == 0
+        last = await collect(harness.inference.Generate(request("still alive")))
+        assert last[-1].HasField("finish")

@@ -1,0 +1,132 @@
+"""Every proto field is mapped, in both directions: none is accepted and ignored, none is left empty."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged.client import wire as client_wire
+from jpaged.client.wire import Load, ModelInfo, Prompt
+from jpaged.engine.stats import EngineLoad
+from jpaged.server import wire as server_wire
+from jpaged.types import (
+    FinishReason,
+    OutputEvent,
+    PositionLogprobs,
+    SamplingParams,
+    SequenceFinish,
+    TokenLogprob,
+    Usage,
+)
+from tests.server.harness import BACKEND, MODEL
+
+# A value for each field that is neither its default nor zero.
+SAMPLING: dict[str, Any] = {
+    "max_tokens": 77,
+    "min_tokens": 3,
+    "temperature": 0.3,
+    "top_k": 11,
+    "top_p": 0.4,
+    "min_p": 0.05,
+    "seed": 2**64 - 1,
+    "logprobs": 5,
+    "stop": ("a", "b"),
+    "stop_token_ids": (9, 0),
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+}
+
+
+def names_of(message_type) -> set[str]:
+    return {field.name for field in message_type.DESCRIPTOR.fields}
+
+
+def test_the_proto_and_the_type_have_the_same_fields():
+    assert names_of(inference_pb2.SamplingParams) == {f.name for f in dataclasses.fields(SamplingParams)}
+    assert SAMPLING.keys() == names_of(inference_pb2.SamplingParams)
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLING))
+def test_a_sampling_field_crosses_to_the_server(name):
+    changed: dict[str, Any] = (
+        {"max_tokens": 4, name: SAMPLING[name]} if name == "min_tokens" else {name: SAMPLING[name]}
+    )
+    params = SamplingParams(**changed)
+    assert getattr(params, name) != getattr(SamplingParams(), name)
+    assert server_wire.sampling_from(client_wire.sampling_message(params)) == params
+    bare = inference_pb2.SamplingParams(**changed)
+    assert server_wire.sampling_from(bare) == params
+
+
+def test_no_field_set_is_the_default():
+    assert server_wire.sampling_from(inference_pb2.SamplingParams()) == SamplingParams()
+
+
+@pytest.mark.parametrize("value", [{"logprobs": 0}, {"seed": 0}, {"temperature": 0.0}, {"top_k": -1}])
+def test_zero_and_minus_one_are_values_not_absence(value):
+    params = SamplingParams(**value)
+    assert server_wire.sampling_from(client_wire.sampling_message(params)) == params
+
+
+def test_a_response_carries_everything_of_an_event_to_the_client():
+    event = OutputEvent(
+        request_id="r",
+        index=1,
+        text="text",
+        token_ids=(1, 2),
+        logprobs=(
+            PositionLogprobs(TokenLogprob(1, -0.5, 2), (TokenLogprob(3, -0.25, 1),)),
+            PositionLogprobs(TokenLogprob(2, -1.5)),
+        ),
+        finish=SequenceFinish(FinishReason.STOP, "END"),
+        cumulative_logprob=-2.0,
+        usage=Usage(5, 2, 4),
+        is_last=True,
+    )
+    response = server_wire.response_of(event, "r", (7, 8))
+    assert {field.name for field, _ in response.ListFields()} == names_of(inference_pb2.GenerateResponse)
+    chunk = client_wire.chunk_of(response)
+    for name in ("request_id", "index", "text", "token_ids", "logprobs", "finish", "cumulative_logprob", "usage"):
+        assert getattr(chunk, name) == getattr(event, name)
+    assert chunk.prompt_token_ids == (7, 8)
+    assert chunk.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+@pytest.mark.parametrize("matched", [None, "stop", 0, 12])
+def test_every_finish_crosses(reason, matched):
+    finish = SequenceFinish(reason, matched)
+    event = OutputEvent(request_id="r", finish=finish, is_last=True)
+    assert client_wire.chunk_of(server_wire.response_of(event, "r")).finish == finish
+
+
+def test_every_finish_reason_of_the_proto_has_a_value():
+    named = set(inference_pb2.FinishReason.values()) - {inference_pb2.FINISH_REASON_UNSPECIFIED}
+    assert len(named) == len(FinishReason)
+
+
+def test_a_generate_request_uses_every_field():
+    message = client_wire.generate_request(Prompt(text="x"), SamplingParams(), request_id="r", model="m")
+    assert names_of(inference_pb2.GenerateRequest) - {field.name for field, _ in message.ListFields()} == {
+        "token_ids",
+        "chat",
+    }
+    by_ids = client_wire.generate_request(Prompt(token_ids=(1,)), None, request_id=None, model=None)
+    assert list(by_ids.token_ids.ids) == [1]
+    assert by_ids.request_id
+    turns = ({"role": "user", "content": "hi"},)
+    by_chat = client_wire.generate_request(Prompt(messages=turns), None, request_id=None, model=None)
+    assert server_wire.prompt_from(by_chat).messages == turns
+
+
+def test_facts_and_load_cross_whole():
+    info = server_wire.model_info_of(MODEL)
+    assert names_of(control_pb2.GetModelInfoResponse) == {f.name for f in dataclasses.fields(ModelInfo)}
+    assert dataclasses.asdict(client_wire._model_info_of(info)) == dataclasses.asdict(MODEL)
+    numbers = {f.name: i + 1 for i, f in enumerate(dataclasses.fields(EngineLoad))}
+    load = client_wire._load_of(server_wire.load_of(EngineLoad(**numbers)))
+    assert names_of(control_pb2.GetLoadResponse) == {f.name for f in dataclasses.fields(Load)}
+    assert dataclasses.asdict(load) == {name: numbers[name] for name in names_of(control_pb2.GetLoadResponse)}
+    backend = server_wire.backend_of(BACKEND)
+    assert {field.name: value for field, value in backend.ListFields()} == dataclasses.asdict(BACKEND)
