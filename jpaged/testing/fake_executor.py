@@ -33,7 +33,7 @@ from jpaged.engine.executor import (
 )
 from jpaged.errors import InternalError
 
-_LOGPROB_STEP = -0.1
+_LOGPROB_STEP = -0.125  # sums of it are exact, so that equal sums are equal
 _UNWRITTEN = -1
 
 
@@ -187,6 +187,11 @@ def _next_token(context: NDArray[np.int64], vocab_size: int) -> int:
 
 def _noise(seed: int, sequence_index: int, position: int) -> int:
     return (seed * 31 + sequence_index * 17 + position * 7) % 101
+
+
+def alternatives(token_id: int, vocab_size: int = 257) -> list[tuple[int, float]]:
+    """The (token, log-probability) pairs that a row reports when it would draw token_id, the likeliest first."""
+    return [((token_id + i) % vocab_size, (i + 1) * _LOGPROB_STEP) for i in range(min(TOP_WIDTH, vocab_size))]
 
 
 def expected_tokens(
