@@ -8,7 +8,6 @@ Composes the two pools with the prefix cache; the moves that its decisions need 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -96,15 +95,7 @@ class PagedMemory:
         return num_tokens
 
     def num_promised(self, group: Group) -> int:
-        leader = group.live[0]
-        promised = 0
-        for sequence in group.live:
-            needed = self._pool.num_blocks_for(sequence.num_tokens)
-            if group.is_forked or sequence is leader:
-                promised += max(0, needed - sequence.block_table.num_blocks)
-            else:  # it will share the leader's full blocks
-                promised += needed - sequence.num_prompt_tokens // self.block_size
-        return promised
+        return self._num_missing(group, [sequence.block_table for sequence in group.live])
 
     def is_being_computed(self, group: Group, running: Iterable[Group]) -> bool:
         leader = group.runnable[0]
@@ -123,16 +114,11 @@ class PagedMemory:
 
     def can_grow(self, shares: Shares) -> bool:
         needed = 0
-        writers: Counter[int] = Counter()
         for sequence, num_tokens in shares:
-            table = sequence.block_table
-            needed += max(0, self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens) - table.num_blocks)
-            index = sequence.num_computed_tokens // self.block_size
-            if index < table.num_blocks and self._pool.ref_count(table.block_id(index)) > 1:
-                writers[table.block_id(index)] += 1
-        # The last of those who hold a block keeps it; the others write to copies.
-        copies = sum(min(count, self._pool.ref_count(block) - 1) for block, count in writers.items())
-        return self._pool.can_allocate(needed + copies)
+            end = sequence.num_computed_tokens + num_tokens
+            needed += max(0, self._pool.num_blocks_for(end) - sequence.block_table.num_blocks)
+        writers = [(sequence, sequence.block_table) for sequence, _ in shares]
+        return self._pool.can_allocate(needed + self._num_copies(writers, self._pool))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         table = sequence.block_table
@@ -191,11 +177,11 @@ class PagedMemory:
             self._free(sequence.block_table)
 
     def can_swap_in(self, group: Group, num_spare_blocks: int) -> bool:
-        held = {block_id for sequence in group.live for block_id in sequence.host_table.block_ids()}
-        growth = sum(
-            self._pool.num_blocks_for(sequence.num_tokens) > sequence.host_table.num_blocks for sequence in group.live
-        )
-        return self._pool.can_allocate(len(held) + growth + num_spare_blocks)
+        tables = [sequence.host_table for sequence in group.live]
+        needed = len({block_id for table in tables for block_id in table.block_ids()})
+        needed += self._num_missing(group, tables)
+        needed += self._num_copies(list(zip(group.live, tables, strict=True)), self._host_pool)
+        return self._pool.can_allocate(needed + num_spare_blocks)
 
     def swap_in(self, group: Group) -> None:
         homes: dict[int, int] = {}
@@ -280,6 +266,27 @@ class PagedMemory:
             raise InternalError(f"{num_cached} free blocks are cached, {self._num_cached} were counted")
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _num_missing(self, group: Group, tables: list[BlockTable]) -> int:
+        """Blocks that a group's tables lack for the tokens that its sequences have."""
+        missing = 0
+        for i, (sequence, table) in enumerate(zip(group.live, tables, strict=True)):
+            needed = self._pool.num_blocks_for(sequence.num_tokens)
+            if group.is_forked or i == 0:
+                missing += max(0, needed - table.num_blocks)
+            else:  # it will share the leader's full blocks
+                missing += needed - sequence.num_prompt_tokens // self.block_size
+        return missing
+
+    def _num_copies(self, writers: list[tuple[Sequence, BlockTable]], pool: BlockPool) -> int:
+        """Copies that are made when each writer writes its next token: the last holder of a block keeps it."""
+        shared: dict[int, int] = {}
+        for sequence, table in writers:
+            index = sequence.num_computed_tokens // self.block_size
+            if index < table.num_blocks and pool.ref_count(table.block_id(index)) > 1:
+                block_id = table.block_id(index)
+                shared[block_id] = shared.get(block_id, 0) + 1
+        return sum(min(count, pool.ref_count(block_id) - 1) for block_id, count in shared.items())
 
     def _match(self, group: Group) -> PrefixMatch:
         """What is known of the tokens that a group's leader has to run."""
