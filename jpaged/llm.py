@@ -1,7 +1,9 @@
 """The offline face: a model and a batch of prompts in one process, without a server.
 
-llm = LLM("demo", max_num_seqs=32)
-outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
+    llm = LLM("demo", max_num_seqs=32)
+    outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
+
+Every option of the command line but the server's is a keyword here.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any, TypedDict
 
 from jpaged.assemble import build
 from jpaged.config import EngineConfig, ServerOptions, field_names
+from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.types import CompletionOutput, OutputEvent, PositionLogprobs, Request, RequestOutput, SamplingParams
 
@@ -40,16 +43,18 @@ class LLM:
         model: `demo`, a folder in Hugging Face layout, or a hub id.
         options: the command line's options with underscores (`dtype`, `max_model_len`, `block_size`, `num_blocks`,
             `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...).
+        progress: told (what, done, total) while the model loads and its programs compile.
 
     Raises:
         InvalidArgument: an option is unknown, out of its limits, or one of the server's.
     """
 
-    def __init__(self, model: str = "demo", **options: Any) -> None:
+    def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
         for name in field_names(ServerOptions):
             if name in options:
                 raise InvalidArgument(name, "is an option of `jpaged serve`; there is no server here")
-        self._serving = build(EngineConfig.load({"model": model, **options}))
+        config = EngineConfig.load({"model": model, **options})
+        self._serving = build(config) if progress is None else build(config, progress)
         self._num_requests = 0
 
     @property

@@ -39,8 +39,8 @@ class Batch:
     segments: np.ndarray
 
 
-def batch(tokenizer: Tokenizer, seed: int, step: int, num_rows: int, row_len: int) -> Batch:
-    """The batch of one training step."""
+def batch(tokenizer: Tokenizer, seed: int, step: int, num_rows: int, row_len: int, document_len: int) -> Batch:
+    """The batch of one training step; documents are cut after `document_len` tokens, if that is less than a row."""
     result = Batch(
         token_ids=np.zeros((num_rows, row_len), np.int32),
         targets=np.zeros((num_rows, row_len), np.int32),
@@ -49,14 +49,16 @@ def batch(tokenizer: Tokenizer, seed: int, step: int, num_rows: int, row_len: in
         segments=np.zeros((num_rows, row_len), np.int32),
     )
     for row in range(num_rows):
-        _fill_row(result, row, tokenizer, seed, step * num_rows + row)
+        _fill_row(result, row, tokenizer, seed, step * num_rows + row, document_len)
     return result
 
 
-def _fill_row(out: Batch, row: int, tokenizer: Tokenizer, seed: int, number: int) -> None:
+def _fill_row(out: Batch, row: int, tokenizer: Tokenizer, seed: int, number: int, document_len: int) -> None:
     start, segment, row_len = 0, 0, out.token_ids.shape[1]
     for index in range(number * _CANDIDATES, (number + 1) * _CANDIDATES):
         token_ids, is_learnt = encode(tokenizer, seed, index)
+        if document_len < row_len:
+            token_ids, is_learnt = token_ids[:document_len], is_learnt[:document_len]
         length = len(token_ids)
         if start + length > row_len:
             continue
@@ -68,7 +70,7 @@ def _fill_row(out: Batch, row: int, tokenizer: Tokenizer, seed: int, number: int
         out.positions[row, here] = np.arange(length)
         out.segments[row, here] = segment
         start += length
-        if row_len - start < 60:
+        if row_len - start < min(60, document_len):
             return
 
 

@@ -34,6 +34,26 @@ Step = Callable[[Params, optax.OptState, Batch], tuple[Params, optax.OptState, j
 
 
 @dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of the run.
+
+    Attributes:
+        until: first step that is not in it.
+        document_len: documents are cut after so many tokens.
+        rate: the learning rate.
+    """
+
+    until: int
+    document_len: int
+    rate: float
+
+
+# First the language. Then beginnings of documents only: the subject and the name to take up again are near, and the
+# model finds out that it can copy, which it had not after 800 steps on whole documents. Then longer ones.
+PHASES = (Phase(800, 384, 3e-3), Phase(1150, 48, 2e-3), Phase(1350, 96, 2e-3))
+
+
+@dataclass(frozen=True, slots=True)
 class TrainSettings:
     """What a run depends on.
 
@@ -42,11 +62,12 @@ class TrainSettings:
         num_steps: optimizer steps.
         num_rows: rows of a batch.
         row_len: tokens of a row; a longer document is left out.
-        peak_rate: learning rate after `num_warmup_steps`; it stays there and falls by a cosine in the last
-            `decay` of the run, so that a run can be made longer or shorter until the fall begins.
+        rate: learning rate after the phases. It falls by a cosine in the last `decay` of the run; until the fall
+            begins, a run can still be made longer or shorter.
         num_warmup_steps: steps of linear warm-up.
         decay: part of the run in which the rate falls.
         weight_decay: of matrices; norms are not decayed.
+        phases: what comes before the whole documents, in order.
         dtype: of the forward and backward pass; parameters and the optimizer stay in float32.
     """
 
@@ -54,11 +75,16 @@ class TrainSettings:
     num_steps: int = 3000
     num_rows: int = 4
     row_len: int = 384
-    peak_rate: float = 3e-3
+    rate: float = 2e-3
     num_warmup_steps: int = 100
     decay: float = 0.4
     weight_decay: float = 0.05
+    phases: tuple[Phase, ...] = PHASES
     dtype: str = "bfloat16"
+
+    def document_len(self, step: int) -> int:
+        """Tokens after which a document is cut in this step."""
+        return next((phase.document_len for phase in self.phases if step < phase.until), self.row_len)
 
 
 def demo_config(tokenizer: Tokenizer) -> ModelConfig:
@@ -123,12 +149,14 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
     """AdamW with warm-up, a cosine at the end and clipping by the global norm."""
     num_warmup = min(settings.num_warmup_steps, settings.num_steps // 2)
     num_decay = max(1, int(settings.num_steps * settings.decay))
+    rates = [*(phase.rate for phase in settings.phases), settings.rate]
     parts = (
-        optax.linear_schedule(0.0, settings.peak_rate, num_warmup),
-        optax.constant_schedule(settings.peak_rate),
-        optax.cosine_decay_schedule(settings.peak_rate, num_decay, alpha=0.02),
+        optax.linear_schedule(0.0, rates[0], num_warmup),
+        *(optax.constant_schedule(rate) for rate in rates),
+        optax.cosine_decay_schedule(settings.rate, num_decay, alpha=0.02),
     )
-    rate = optax.join_schedules(parts, (num_warmup, settings.num_steps - num_decay))
+    ends = (num_warmup, *(phase.until for phase in settings.phases), settings.num_steps - num_decay)
+    rate = optax.join_schedules(parts, ends)
     adamw = optax.adamw(
         rate, b1=0.9, b2=0.98, weight_decay=settings.weight_decay, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p)
     )
@@ -158,7 +186,7 @@ def held_out_loss(config: ModelConfig, settings: TrainSettings, tokenizer: Token
     evaluate = jax.jit(functools.partial(loss_sum, Llama(config, jnp.dtype(jnp.float32))))
     total = count = 0.0
     for step in range(8):
-        rows = batch(tokenizer, settings.seed + 1, step, settings.num_rows, settings.row_len)
+        rows = batch(tokenizer, settings.seed + 1, step, settings.num_rows, settings.row_len, settings.row_len)
         part, number = evaluate(params, rows)
         total, count = total + float(part), count + float(number)
     return total / count
@@ -185,7 +213,7 @@ def train(config: ModelConfig, settings: TrainSettings, tokenizer: Tokenizer, wo
             print(f"going on from step {first} in {work}", flush=True)
         start, losses, num_tokens = time.perf_counter(), [], 0
         for step in range(first, settings.num_steps):
-            rows = batch(tokenizer, settings.seed, step, settings.num_rows, settings.row_len)
+            rows = _batch(tokenizer, settings, step)
             params, state, loss = step_fn(params, state, rows)
             losses.append(float(loss))
             num_tokens += int((rows.segments > 0).sum())
@@ -201,6 +229,11 @@ def train(config: ModelConfig, settings: TrainSettings, tokenizer: Tokenizer, wo
             if work is not None and (step + 1) % (5 * every) == 0:
                 _save_state(saver, work, step + 1, params, state)
     return params
+
+
+def _batch(tokenizer: Tokenizer, settings: TrainSettings, step: int) -> Batch:
+    document_len = settings.document_len(step)
+    return batch(tokenizer, settings.seed, step, settings.num_rows, settings.row_len, document_len)
 
 
 def _save_state(saver: ocp.StandardCheckpointer, work: Path, step: int, params: Params, state: optax.OptState) -> None:

@@ -100,7 +100,7 @@ class JaxExecutor:
             weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
         )
         if options.cache.num_blocks is not None:
-            num_blocks = check_num_blocks(options.cache.num_blocks, request)
+            num_blocks = check_num_blocks(options.cache.num_blocks, request, device)
         else:
             num_blocks = default_num_blocks(
                 request, device, lambda: largest_temp_bytes(*assemble(request.blocks_per_seq), params, sharding)

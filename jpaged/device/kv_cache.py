@@ -77,21 +77,23 @@ class PoolRequest:
 
     @property
     def blocks_per_seq(self) -> int:
-        """Blocks of one sequence of the greatest length: the least that a pool must have."""
+        """Blocks of one sequence of the greatest length: the least that a pool has unless the user says so."""
         return -(-self.max_model_len // self.block_size)
 
 
-def check_num_blocks(num_blocks: int, request: PoolRequest) -> int:
-    """The number that the user chose, if one longest sequence fits.
+def check_num_blocks(num_blocks: int, request: PoolRequest, device: jax.Device) -> int:
+    """The number that the user chose, if the device can hold it; sequences longer than the pool are refused one by one.
 
     Raises:
-        InvalidArgument: it does not.
+        InvalidArgument: it cannot. A device that hides its memory is believed to.
     """
-    if num_blocks < request.blocks_per_seq:
+    if device.platform != "cpu" and not device.memory_stats():
+        return num_blocks
+    total, _ = _memory_bytes(device, request.weight_bytes)
+    most = max(0, (total - request.weight_bytes) // request.bytes_per_block - 1)
+    if num_blocks > most:
         raise InvalidArgument(
-            "num_blocks",
-            f"{num_blocks} is below the {request.blocks_per_seq} blocks of {request.block_size} tokens that one "
-            f"sequence of max_model_len ({request.max_model_len}) needs; raise it or lower max_model_len",
+            "num_blocks", f"{num_blocks} of {request.bytes_per_block} bytes are more than memory holds, {most}"
         )
     return num_blocks
 

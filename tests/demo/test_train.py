@@ -9,11 +9,11 @@ import pytest
 
 from jpaged.demo.data import batch, encode
 from jpaged.demo.tokenizer import train_tokenizer
-from jpaged.demo.train import TrainSettings, demo_config, loss_sum, train
+from jpaged.demo.train import PHASES, TrainSettings, demo_config, loss_sum, train
 from jpaged.models.llama import Llama
 
 SETTINGS = TrainSettings(
-    seed=3, num_steps=20, num_rows=1, row_len=512, num_warmup_steps=4, peak_rate=1e-2, dtype="float32"
+    seed=3, num_steps=20, num_rows=1, row_len=512, num_warmup_steps=4, rate=1e-2, phases=(), dtype="float32"
 )
 
 
@@ -36,7 +36,7 @@ def mean_loss(config, params, rows):
 
 
 def test_a_few_steps_reduce_the_loss(config, tokenizer):
-    rows = batch(tokenizer, 99, 0, 1, 512)
+    rows = batch(tokenizer, 99, 0, 1, 512, 512)
     before = Llama(config, jnp.dtype(jnp.float32)).init_params(jax.random.key(SETTINGS.seed), "loop")
     after = train(config, SETTINGS, tokenizer, None, 1000)
     assert mean_loss(config, before, rows) == pytest.approx(np.log(512), rel=0.02)
@@ -54,13 +54,23 @@ def test_a_run_taken_up_again_ends_where_an_unbroken_one_does(config, tokenizer,
 
 
 def test_rows_are_a_function_of_seed_and_step(tokenizer):
-    first, second, other = (batch(tokenizer, 1, step, 2, 384) for step in (5, 5, 6))
+    first, second, other = (batch(tokenizer, 1, step, 2, 384, 384) for step in (5, 5, 6))
     np.testing.assert_array_equal(first.token_ids, second.token_ids)
     assert not np.array_equal(first.token_ids, other.token_ids)
 
 
+def test_a_phase_cuts_documents(tokenizer):
+    settings = TrainSettings()
+    lengths = [settings.document_len(step) for step in (0, PHASES[0].until - 1, PHASES[0].until, PHASES[1].until)]
+    assert lengths == [384, 384, 48, 96]
+    assert settings.document_len(PHASES[-1].until) == settings.row_len
+    rows = batch(tokenizer, 1, 0, 1, 384, 48)
+    assert np.bincount(rows.segments[0]).tolist() == [0] + [48] * 8
+    np.testing.assert_array_equal(rows.positions[0, :48], np.arange(48))
+
+
 def test_documents_lie_in_rows_whole_and_only_answers_are_learnt(tokenizer):
-    rows = batch(tokenizer, 1, 0, 1, 2048)
+    rows = batch(tokenizer, 1, 0, 1, 2048, 2048)
     start = 0
     for segment in range(1, rows.segments.max() + 1):
         here = np.flatnonzero(rows.segments[0] == segment)
@@ -78,7 +88,7 @@ def test_documents_lie_in_rows_whole_and_only_answers_are_learnt(tokenizer):
 def test_attention_stays_inside_a_document(config, tokenizer):
     model = Llama(config, jnp.dtype(jnp.float32))
     params = model.init_params(jax.random.key(0), "loop")
-    rows = batch(tokenizer, 1, 0, 1, 2048)
+    rows = batch(tokenizer, 1, 0, 1, 2048, 2048)
     is_second = rows.segments == 2
     only_second = dataclasses.replace(rows, weights=rows.weights * is_second)
     disturbed = dataclasses.replace(only_second, token_ids=np.where(is_second, rows.token_ids, 7).astype(np.int32))

@@ -235,7 +235,7 @@ def test_geometry_is_what_was_asked_for(executor: JaxExecutor) -> None:
     ("options", "message"),
     [
         ({"max_model_len": 97}, "max_model_len: 97 is above the limit of the model, 96"),
-        ({"num_blocks": 5, "block_size": 16}, "num_blocks: 5 is below the 6 blocks of 16 tokens"),
+        ({"num_blocks": 10**7}, "num_blocks: 10000000 of 12288 bytes are more than memory holds"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, int], message: str) -> None:

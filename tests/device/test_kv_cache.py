@@ -84,10 +84,19 @@ def test_this_hosts_memory_is_found() -> None:
     assert 1 << 28 < kv_cache._available_host_bytes() < 1 << 50
 
 
-def test_a_chosen_number_must_hold_one_longest_sequence() -> None:
-    assert check_num_blocks(63, REQUEST) == 63
-    with pytest.raises(InvalidArgument, match=r"num_blocks: 62 is below the 63 blocks of 16 tokens"):
-        check_num_blocks(62, REQUEST)
+def test_a_chosen_number_may_be_small_and_must_fit_into_memory(host: Device) -> None:
+    assert check_num_blocks(1, REQUEST, host) == 1
+    assert check_num_blocks(5 * 1024 - 1, REQUEST, host) == 5 * 1024 - 1
+    with pytest.raises(InvalidArgument, match=r"num_blocks: 5120 of 1048576 bytes are more than memory holds, 5119"):
+        check_num_blocks(5 * 1024, REQUEST, host)
+
+
+def test_a_chosen_number_is_held_against_an_accelerators_memory_where_it_is_known() -> None:
+    device = Device("gpu", {"bytes_limit": 10 * GIB, "bytes_in_use": 3 * GIB})
+    assert check_num_blocks(7 * 1024 - 1, REQUEST, device) == 7 * 1024 - 1
+    with pytest.raises(InvalidArgument, match="more than memory holds, 7167"):
+        check_num_blocks(7 * 1024, REQUEST, device)
+    assert check_num_blocks(1 << 20, REQUEST, Device("gpu")) == 1 << 20
 
 
 def _pool() -> KVPool:

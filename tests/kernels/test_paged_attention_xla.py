@@ -17,6 +17,7 @@ from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformanc
 class TestXla(PagedAttentionConformance):
     backend = "xla"
 
+    @pytest.mark.long
     @pytest.mark.parametrize("name", SHAPES)
     def test_real_head_shapes(self, name: str) -> None:
         shape = SHAPES[name]

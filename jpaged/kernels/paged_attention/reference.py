@@ -115,7 +115,7 @@ def _attend_tile(
         m_new_kqg = jnp.maximum(m_kqg, s_kqgw.max(axis=-1))
         p_kqgw = jnp.exp(s_kqgw - m_new_kqg[..., None])
         fade_kqg = jnp.exp(m_kqg - m_new_kqg)
-        pv_kqgd = jnp.einsum("kqgw,wkd->kqgd", p_kqgw, v_wkd, precision=lax.Precision.HIGHEST)
+        pv_kqgd = _weighted_sum(p_kqgw, v_wkd)
         return m_new_kqg, l_kqg * fade_kqg + p_kqgw.sum(axis=-1), o_kqgd * fade_kqg[..., None] + pv_kqgd
 
     empty = jnp.zeros(q_kqgd.shape[:-1])
@@ -140,7 +140,7 @@ def _scores(
     q_kqgd: jax.Array, k_wkd: jax.Array, positions_q: jax.Array, first_key: jax.Array, spec: AttentionSpec
 ) -> jax.Array:
     """Scores [K, Q, G, W]; minus infinity where a query does not see a key."""
-    s_kqgw = jnp.einsum("kqgd,wkd->kqgw", q_kqgd, k_wkd, precision=lax.Precision.HIGHEST)
+    s_kqgw = _dot_products(q_kqgd, k_wkd)
     if spec.soft_cap is not None:
         s_kqgw = spec.soft_cap * jnp.tanh(s_kqgw / spec.soft_cap)
     distance_qw = positions_q[:, None] - (first_key + jnp.arange(k_wkd.shape[0]))[None, :]
@@ -148,6 +148,21 @@ def _scores(
     if spec.sliding_window is not None:
         is_seen_qw &= distance_qw < spec.sliding_window
     return jnp.where(is_seen_qw[:, None, :], s_kqgw, -jnp.inf)
+
+
+# For a query alone, CPUs multiply and sum a quarter faster than they transpose and call a matrix product.
+
+
+def _dot_products(q_kqgd: jax.Array, k_wkd: jax.Array) -> jax.Array:
+    if q_kqgd.shape[1] == 1:
+        return (q_kqgd[:, :, :, None] * k_wkd.transpose(1, 0, 2)[:, None, None]).sum(axis=-1)
+    return jnp.einsum("kqgd,wkd->kqgw", q_kqgd, k_wkd, precision=lax.Precision.HIGHEST)
+
+
+def _weighted_sum(p_kqgw: jax.Array, v_wkd: jax.Array) -> jax.Array:
+    if p_kqgw.shape[1] == 1:
+        return (p_kqgw[..., None] * v_wkd.transpose(1, 0, 2)[:, None, None]).sum(axis=-2)
+    return jnp.einsum("kqgw,wkd->kqgd", p_kqgw, v_wkd, precision=lax.Precision.HIGHEST)
 
 
 def _store(out: _Out, part: _Out, place: jax.Array, num_queries: jax.Array) -> _Out:

@@ -1,0 +1,1 @@
+"""The `jpaged` command: one module a subcommand, and `main` which puts them together."""

@@ -1,0 +1,237 @@
+"""Start a server with the embedded model, stream several prompts from it side by side, and say how that went."""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.columns import Columns
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+
+from jpaged.cli.serve import LISTENING
+from jpaged.client import Client, Load
+from jpaged.errors import DeadlineExceeded, JpagedError, Unavailable
+from jpaged.types import SamplingParams
+
+HELP = "serve the embedded model and stream from it"
+_START_TIMEOUT_S = 600.0
+_STOP_TIMEOUT_S = 30.0
+_WRAP_CHARACTERS = 100
+
+# (is a chat turn, prompt, tokens to generate at most): short and long, to fill the batch unevenly.
+_PROMPTS: tuple[tuple[bool, str, int], ...] = (
+    (True, "Tell me a story about a dragon.", 200),
+    (True, "Write a short story about a brave fox and a river.", 160),
+    (True, "Please tell me a bedtime story about a little star.", 120),
+    (True, "tell me a funny story about a toaster", 180),
+    (False, "Once upon a time", 140),
+    (False, "In a small village", 100),
+    (False, "There was once a robot who", 60),
+    (True, "I want a sad story about a lighthouse keeper.", 220),
+)
+
+
+@dataclass(slots=True)
+class _Story:
+    """One stream: written by its own thread, read by the one that draws."""
+
+    prompt: str
+    text: str = ""
+    num_tokens: int = 0
+    first_token_s: float | None = None
+    finish: str | None = None
+    error: JpagedError | None = None
+    num_printed: int = 0
+
+
+@dataclass(slots=True)
+class _ServerProcess:
+    """A `jpaged serve` on a free port, and the last lines that it said."""
+
+    process: subprocess.Popen[str]
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=30))
+    address: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
+
+    @classmethod
+    def start(cls, model: str, flags: Sequence[str]) -> _ServerProcess:
+        command = [sys.executable, "-m", "jpaged", "serve", model, "--port", "0", *flags]
+        server = cls(subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
+        threading.Thread(target=server._listen, daemon=True).start()
+        return server
+
+    def _listen(self) -> None:
+        for line in self.process.stderr or ():
+            self.last_lines.append(line.rstrip())
+            if line.startswith(LISTENING):
+                self.address.put(line.removeprefix(LISTENING).partition(",")[0].strip())
+        self.address.put(None)
+
+    def target(self) -> str:
+        """Where it listens; raises Unavailable when it ended before it did."""
+        address = self.address.get(timeout=_START_TIMEOUT_S)
+        if address is None:
+            raise Unavailable("the server ended before it listened:\n" + "\n".join(self.last_lines))
+        return address
+
+    def stop(self) -> int:
+        """Ends it by SIGTERM and returns its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, and how many stories."""
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="default: demo, the embedded one")
+    parser.add_argument(
+        "--num-prompts", type=int, default=6, choices=range(1, len(_PROMPTS) + 1), metavar="N", help="default: 6"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the first story; default: 1")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 when every stream finished and the server ended with 0."""
+    console = Console()
+    server = _ServerProcess.start(arguments.model, ["--max-num-seqs", "8", "--max-num-batched-tokens", "128"])
+    try:
+        with Client(server.target()) as client:
+            _wait(client, server, console)
+            stories = [_Story(prompt) for _, prompt, _ in _PROMPTS[: arguments.num_prompts]]
+            start_s = time.monotonic()
+            _stream(client, stories, arguments.seed, console)
+            elapsed_s = time.monotonic() - start_s
+            load = client.load()
+    finally:
+        code = server.stop()
+    console.print(_table(stories, elapsed_s, load))
+    failed = [story.error for story in stories if story.error is not None]
+    for error in failed:
+        print(f"jpaged demo: a stream failed: {error}", file=sys.stderr)
+    if code != 0:
+        print("\n".join([f"jpaged demo: the server ended with {code}:", *server.last_lines]), file=sys.stderr)
+    return 1 if failed or code != 0 else 0
+
+
+def _wait(client: Client, server: _ServerProcess, console: Console) -> None:
+    """Waits until the server is ready, with a line that says what it is busy with."""
+    start_s, shown = time.monotonic(), ""
+    with console.status("starting the server") as status:
+        while True:
+            try:
+                client.wait_until_ready(0.3)
+                break
+            except DeadlineExceeded:
+                if server.process.poll() is not None:
+                    lines = "\n".join(server.last_lines)
+                    raise Unavailable(f"the server ended before it was ready:\n{lines}") from None
+                if time.monotonic() - start_s > _START_TIMEOUT_S:
+                    raise
+            startup = client.server_info().startup
+            if startup is not None:
+                what, done, total = startup
+                text = f"starting the server: {what}" + (f", {done} of {total}" if total > 1 else "")
+                status.update(text)
+                if not console.is_terminal and text != shown:
+                    console.print(text, highlight=False)
+                shown = text
+    console.print(f"ready after {time.monotonic() - start_s:.1f} s", highlight=False)
+
+
+def _stream(client: Client, stories: Sequence[_Story], seed: int, console: Console) -> None:
+    threads = [
+        threading.Thread(target=_tell, args=(client, story, number, seed + number), daemon=True)
+        for number, story in enumerate(stories)
+    ]
+    for thread in threads:
+        thread.start()
+    if not console.is_terminal:
+        while any(thread.is_alive() for thread in threads):
+            threads[0].join(0.05)
+            _print_new_lines(stories, console)
+        _print_new_lines(stories, console)
+        return
+    with Live(console=console, refresh_per_second=12) as live:
+        while any(thread.is_alive() for thread in threads):
+            live.update(_columns(stories, console))
+            time.sleep(1 / 12)
+        live.update(_columns(stories, console))
+
+
+def _tell(client: Client, story: _Story, number: int, seed: int) -> None:
+    is_chat, prompt, max_tokens = _PROMPTS[number]
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=seed)
+    start_s = time.monotonic()
+    try:
+        stream = (
+            client.generate(messages=[{"role": "user", "content": prompt}], sampling=sampling)
+            if is_chat
+            else client.generate(prompt, sampling)
+        )
+        for chunk in stream:
+            if story.first_token_s is None:
+                story.first_token_s = time.monotonic() - start_s
+            story.text += chunk.text
+            story.num_tokens = chunk.usage.completion_tokens
+            story.finish = chunk.finish_reason
+    except JpagedError as error:
+        story.error = error
+
+
+def _columns(stories: Sequence[_Story], console: Console) -> Columns:
+    """Panels side by side, as high as the terminal allows; each shows the end of its story."""
+    num_columns = max(1, min(3, console.width // 36))
+    num_rows = -(-len(stories) // num_columns)
+    width, height = console.width // num_columns - 1, max(4, (console.height - 2) // num_rows)
+    room = (width - 4) * (height - 3)
+    panels = []
+    for story in stories:
+        text = story.text if len(story.text) <= room else f"... {story.text[-room:]}"
+        color = "red" if story.error else "green" if story.finish else "cyan"
+        subtitle = f"{story.num_tokens} tokens"
+        panels.append(
+            Panel(text, title=story.prompt, subtitle=subtitle, width=width, height=height, border_style=color)
+        )
+    return Columns(panels, padding=(0, 0))
+
+
+def _print_new_lines(stories: Sequence[_Story], console: Console) -> None:
+    """Prints what came since the last call, in whole lines, each with the number of its story."""
+    for number, story in enumerate(stories, start=1):
+        is_done = story.finish is not None or story.error is not None
+        while True:
+            rest = story.text[story.num_printed :]
+            end = len(rest) if is_done and len(rest) <= _WRAP_CHARACTERS else rest[:_WRAP_CHARACTERS].rfind(" ")
+            if end <= 0 or (len(rest) <= _WRAP_CHARACTERS and not is_done):
+                break
+            line = " ".join(rest[:end].split())
+            console.print(f"[{number}] {line}", markup=False, highlight=False, soft_wrap=True)
+            story.num_printed += end
+
+
+def _table(stories: Sequence[_Story], elapsed_s: float, load: Load) -> Table:
+    num_tokens = sum(story.num_tokens for story in stories)
+    first_s = sorted(story.first_token_s for story in stories if story.first_token_s is not None)
+    table = Table(title=f"{len(stories)} streams, {num_tokens} tokens in {elapsed_s:.2f} s")
+    table.add_column("what")
+    table.add_column("measured", justify="right")
+    table.add_row("tokens per second", f"{num_tokens / elapsed_s:.1f}")
+    if first_s:
+        mean_ms, worst_ms = 1000 * sum(first_s) / len(first_s), 1000 * first_s[-1]
+        table.add_row("time to first token", f"{mean_ms:.0f} ms mean, {worst_ms:.0f} ms worst")
+    table.add_row("blocks used at the peak", f"{load.peak_blocks_used} of {load.num_blocks}")
+    table.add_row("reserved slots that held tokens", f"{100 * load.slot_use:.1f} %")
+    return table

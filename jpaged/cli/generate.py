@@ -1,0 +1,114 @@
+"""Generate from prompts in this process, without a server.
+
+    jpaged generate demo --prompt "Once upon a time" --max-tokens 64 --temperature 0.8 --seed 1
+    jpaged generate demo --chat --prompt "Tell me a story about a dragon." --json
+
+What was generated goes to stdout, all else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from jpaged.cli.options import add_config_flags, add_sampling_flags, config_from, config_values, sampling_from
+from jpaged.cli.startup import StartupReport
+from jpaged.errors import InvalidArgument
+from jpaged.types import CompletionOutput, RequestOutput, SamplingParams
+
+HELP = "generate from prompts, without a server"
+_SECTIONS = ("model", "cache", "scheduler")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, the prompts, and every option but the server's."""
+    parser.add_argument(
+        "--prompt", dest="prompts", action="append", type=_text, metavar="TEXT", help="may be given several times"
+    )
+    parser.add_argument(
+        "--prompt-token-ids",
+        dest="prompts",
+        action="append",
+        type=_token_ids,
+        metavar="IDS",
+        help="a prompt as token ids: 1,2,3; may be given several times",
+    )
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's turn, laid out by the template")
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
+    add_config_flags(parser, _SECTIONS, without={"seed"})  # --seed is that of the requests
+    add_sampling_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what came of every prompt, in the order of the prompts."""
+    prompts: list[dict[str, Any]] = arguments.prompts or []
+    if not prompts:
+        raise InvalidArgument("--prompt", "is missing: give --prompt or --prompt-token-ids")
+    if arguments.chat and any("prompt" not in prompt for prompt in prompts):
+        raise InvalidArgument("--chat", "goes with --prompt only: token ids are laid out already")
+    sampling = sampling_from(arguments)
+    config_from(arguments)  # says what is wrong in the words of the command line
+    for number, output in enumerate(_outputs(arguments, prompts, sampling)):
+        if arguments.json:
+            print(json.dumps(_as_json(output), ensure_ascii=False))
+        else:
+            _print_text(number, len(prompts), prompts[number], output)
+    return 0
+
+
+def _outputs(arguments: argparse.Namespace, prompts: Any, sampling: SamplingParams) -> list[RequestOutput]:
+    from jpaged.llm import LLM  # imports jax
+
+    report = StartupReport(sys.stderr)
+    values = config_values(arguments)
+    model = values.pop("model", "demo")
+    report.line(f"loading {model}")
+    with LLM(model, progress=report.progress, **values) as llm:
+        report.line(f"generating from {len(prompts)} prompt{'s' if len(prompts) > 1 else ''}")
+        if arguments.chat:
+            return llm.chat([[{"role": "user", "content": prompt["prompt"]}] for prompt in prompts], sampling)
+        return llm.generate(prompts, sampling)
+
+
+def _print_text(number: int, count: int, prompt: dict[str, Any], output: RequestOutput) -> None:
+    if count > 1:
+        print(f"{'' if number == 0 else chr(10)}--- {number + 1}: {prompt.get('prompt', prompt)}")
+    for completion in output.outputs:
+        print(completion.text)
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any]:
+    return {
+        "prompt": output.prompt,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "outputs": [_completion_as_json(completion) for completion in output.outputs],
+        "usage": dataclasses.asdict(output.usage),
+    }
+
+
+def _completion_as_json(completion: CompletionOutput) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "index": completion.index,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "matched_stop": completion.matched_stop,
+        "cumulative_logprob": completion.cumulative_logprob,
+    }
+    if completion.logprobs is not None:
+        value["logprobs"] = [dataclasses.asdict(position) for position in completion.logprobs]
+    return value
+
+
+def _text(word: str) -> dict[str, Any]:
+    return {"prompt": word}
+
+
+def _token_ids(word: str) -> dict[str, Any]:
+    try:
+        return {"prompt_token_ids": [int(part) for part in word.split(",")]}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a list of integers such as 1,2,3") from None

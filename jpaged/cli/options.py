@@ -1,0 +1,123 @@
+"""The flags of the configuration and of SamplingParams: read off their definitions, one flag a field."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection
+from dataclasses import Field, fields
+from typing import Any
+
+from jpaged.config import EngineConfig, iter_options, option_type
+from jpaged.errors import InvalidArgument
+from jpaged.types import SamplingParams
+
+_ALL_SECTIONS = ("model", "cache", "scheduler", "server")
+
+
+def flag_of(name: str) -> str:
+    """max_model_len -> --max-model-len."""
+    return f"--{name.replace('_', '-')}"
+
+
+def add_config_flags(
+    parser: argparse.ArgumentParser, sections: Collection[str] = _ALL_SECTIONS, *, without: Collection[str] = ()
+) -> None:
+    """A positional MODEL and one flag for every other option of the sections, except those named in `without`."""
+    for name, section, spec in iter_options():
+        if section not in sections or name in without:
+            continue
+        if name == "model":
+            text = f"{spec.metadata['help']} (default: {spec.default})"
+            parser.add_argument("model", nargs="?", metavar="MODEL", default=None, help=_escaped(text))
+            continue
+        keywords: dict[str, Any] = {"dest": f"config_{name}", "default": None, "help": _help_of(spec)}
+        if option_type(spec) is bool:
+            keywords["action"] = argparse.BooleanOptionalAction
+        else:
+            keywords["type"] = option_type(spec)
+            keywords["metavar"] = "N" if option_type(spec) in (int, float) else "NAME"
+        if spec.metadata["choices"]:
+            keywords.update(choices=spec.metadata["choices"], metavar=None)
+        parser.add_argument(flag_of(name), **keywords)
+
+
+def config_values(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, by name."""
+    given = {"model": arguments.model, **vars(arguments)}
+    names = [name for name, _, _ in iter_options()]
+    values = {name: given.get(name if name == "model" else f"config_{name}") for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def config_from(arguments: argparse.Namespace) -> EngineConfig:
+    """The configuration of a command line.
+
+    Raises:
+        InvalidArgument: a value is out of its limits; named as a flag.
+    """
+    try:
+        return EngineConfig.load(config_values(arguments))
+    except InvalidArgument as error:
+        raise InvalidArgument(flag_of(error.field), error.problem) from error
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for every field of SamplingParams; `--stop` and `--stop-token-ids` may come several times."""
+    helps = _attribute_docs(SamplingParams.__doc__ or "")
+    group = parser.add_argument_group("sampling")
+    for spec in fields(SamplingParams):
+        text = f"{helps[spec.name]} (default: {_default_text(spec.default)})"
+        keywords: dict[str, Any] = {"dest": f"sampling_{spec.name}", "default": None, "help": _escaped(text)}
+        if isinstance(spec.default, bool):
+            keywords["action"] = argparse.BooleanOptionalAction
+        elif isinstance(spec.default, tuple):
+            is_ids = spec.name == "stop_token_ids"
+            keywords.update(action="append", type=int if is_ids else str, metavar="ID" if is_ids else "TEXT")
+        else:
+            keywords.update(type=float if isinstance(spec.default, float) else int, metavar="N")
+        group.add_argument(flag_of(spec.name), **keywords)
+
+
+def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
+    """The parameters of a command line.
+
+    Raises:
+        InvalidArgument: a value is out of its limits; named as a flag.
+    """
+    given = {spec.name: getattr(arguments, f"sampling_{spec.name}") for spec in fields(SamplingParams)}
+    try:
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    except InvalidArgument as error:
+        raise InvalidArgument(flag_of(error.field.removeprefix("sampling.")), error.problem) from error
+
+
+def _help_of(spec: Field[Any]) -> str:
+    meta = spec.metadata
+    limits = [
+        f"{word} {_number(meta[key])}" for word, key in (("from", "low"), ("to", "high")) if meta[key] is not None
+    ]
+    unit = f" {meta['unit']}" if meta["unit"] else ""
+    notes = limits if spec.default is None else [f"default: {_default_text(spec.default)}{unit}", *limits]
+    return _escaped(f"{meta['help']} ({', '.join(notes)})" if notes else meta["help"])
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else str(value)
+
+
+def _default_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None or value == () else str(value)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")  # argparse formats help texts
+
+
+def _attribute_docs(docstring: str) -> dict[str, str]:
+    """The entries of a docstring's Attributes section, each on one line."""
+    section = docstring.partition("Attributes:\n")[2]
+    entries = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()).rstrip(".") for name, text in entries}

@@ -1,0 +1,62 @@
+"""Serve a model over gRPC until SIGTERM or Ctrl-C; a second one cuts the drain short.
+
+The port is open at once: until the model is loaded it answers UNAVAILABLE, and the health service NOT_SERVING.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+
+from jpaged.cli.options import add_config_flags, config_from
+from jpaged.cli.startup import Progress, StartupReport
+from jpaged.config import EngineConfig
+from jpaged.server.lifecycle import Server
+from jpaged.server.serving import Serving
+
+HELP = "serve a model over gRPC"
+LISTENING = "listening on "
+"""Begins the line that tells the address, for programs that start a server on port 0."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL and every option."""
+    add_config_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves; returns 0 after a drain, 1 when the model could not be loaded or the engine died."""
+    config = config_from(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return asyncio.run(_serve(config))
+
+
+async def _serve(config: EngineConfig) -> int:
+    report = StartupReport(sys.stderr)
+    host = config.server.host
+
+    def load(progress: Progress) -> Serving:
+        from jpaged import assemble  # imports jax: seconds, in which the port is already open
+
+        return assemble.build(config, progress)
+
+    def on_serving(port: int, serving: Serving) -> None:
+        for name, value, source in serving.config.explain():
+            report.line(f"  {name} = {value} ({source})")
+        backend = serving.backend
+        report.line(f"  {backend.num_devices} x {backend.device_kind}, attention {backend.attention}")
+        report.line(f"ready on {host}:{port}")
+
+    server = Server(config, load, on_progress=report.progress, on_serving=on_serving)
+    port = await server.start()
+    server.stop_on_signals()
+    report.line(f"{LISTENING}{host}:{port}, loading {config.model.model}")
+    code = await server.run()
+    report.line("stopped")
+    if server.is_load_abandoned:
+        # Its thread is deep in a compiler and cannot be told; a normal exit would wait for it.
+        os._exit(code)
+    return code

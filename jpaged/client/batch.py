@@ -1,0 +1,254 @@
+"""Runs an OpenAI batch file against a server: bounded concurrency, retries, and an output that can be taken up again.
+
+A line of output is written when its request has ended, and never again: a second run reads which custom_ids are there
+and runs the others. A last line that a crash tore is cut off and its request runs again. When the server is gone for
+longer than the retries reach, the run ends; what it has written stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+from jpaged.client.aio import AsyncClient
+from jpaged.client.openai import Job, Line, failure_line, job_of, parse_lines, success_line
+from jpaged.errors import InvalidArgument, JpagedError, NotFound, QueueFull, Unavailable
+from jpaged.types import RequestOutput
+
+_T = TypeVar("_T")
+
+_MAX_UNAVAILABLE_TRIES = 8
+_FIRST_BACKOFF_S = 0.2
+_MAX_BACKOFF_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """Where to read, where to write, whom to ask, and how much at a time.
+
+    Attributes:
+        max_concurrency: requests in flight at most.
+        timeout_s: for each try of a request; None is none.
+    """
+
+    input_path: Path
+    output_path: Path
+    target: str
+    max_concurrency: int = 64
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency < 1:
+            raise InvalidArgument("--max-concurrency", f"{self.max_concurrency} is below the limit of 1")
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise InvalidArgument("--timeout", f"{self.timeout_s} s is not above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSummary:
+    """What a run did. Lines that an earlier run had finished are in `num_skipped` alone."""
+
+    num_lines: int = 0
+    num_skipped: int = 0
+    num_succeeded: int = 0
+    num_failed: int = 0
+    num_retries: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    elapsed_s: float = 0.0
+
+    @property
+    def num_done(self) -> int:
+        """Lines that need no further run."""
+        return self.num_skipped + self.num_succeeded + self.num_failed
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens a second, over the whole run."""
+        return self.completion_tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+
+async def run_batch(options: BatchOptions, on_progress: Callable[[BatchSummary], None]) -> BatchSummary:
+    """Runs every line of the input that the output does not hold yet.
+
+    Args:
+        options: what to run.
+        on_progress: told the summary so far, whenever it has changed.
+
+    Raises:
+        InvalidArgument: the input or the output is not what it should be; nothing was sent.
+        Unavailable: the server was not there, or went away for good.
+    """
+    lines = parse_lines(options.input_path.read_text().splitlines())
+    finished = recover(options.output_path, {line.custom_id for line in lines})
+    todo = [line for line in lines if line.custom_id not in finished]
+    async with AsyncClient(options.target, timeout_s=options.timeout_s) as client:
+        with options.output_path.open("a") as output:
+            batch = _Batch(client, output, BatchSummary(num_lines=len(lines), num_skipped=len(finished)), on_progress)
+            on_progress(batch.summary)
+            if todo:
+                await batch.run(todo, options.max_concurrency)
+    return batch.summary
+
+
+def recover(path: Path, custom_ids: set[str]) -> set[str]:
+    """The custom_ids that an output file holds; a torn last line is cut off the file.
+
+    Raises:
+        InvalidArgument: the file is not an output of this input.
+    """
+    if not path.exists():
+        return set()
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    found: set[str] = set()
+    for number, text in enumerate(whole.decode().splitlines(), start=1):
+        where = f"{path}: line {number}"
+        try:
+            custom_id = json.loads(text)["custom_id"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise InvalidArgument(where, "is not a line of batch output: move the file away") from error
+        if custom_id not in custom_ids:
+            raise InvalidArgument(where, f"custom_id {custom_id!r} is not in the input: this is another batch's output")
+        found.add(custom_id)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a run needs to know of the served model."""
+
+    name: str
+    max_model_len: int
+
+
+class _Batch:
+    """One run: workers that take lines, and the summary that they keep."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        output: TextIO,
+        summary: BatchSummary,
+        on_progress: Callable[[BatchSummary], None],
+    ) -> None:
+        self.summary = summary
+        self._client = client
+        self._output = output
+        self._on_progress = on_progress
+        self._start_s = time.monotonic()
+        self._token_texts: dict[int, str] = {}
+        self._model = ModelFacts("", 0)
+
+    async def run(self, lines: Sequence[Line], max_concurrency: int) -> None:
+        info = await self._retried(self._client.model_info)
+        self._model = ModelFacts(info.name, info.max_model_len)
+        waiting = iter(lines)
+        workers = [asyncio.create_task(self._work(waiting)) for _ in range(min(max_concurrency, len(lines)))]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _work(self, waiting: Iterator[Line]) -> None:
+        for line in waiting:
+            try:
+                output = await self._answer(line)
+            except Unavailable:
+                raise
+            except JpagedError as error:
+                self._write(failure_line(line, error), num_failed=1)
+            else:
+                text = success_line(line, output, model=self._model.name, token_text=self._token_texts.__getitem__)
+                usage = output.usage
+                self._write(text, 1, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+
+    async def _answer(self, line: Line) -> RequestOutput:
+        job = job_of(line)
+        if job.model is not None and job.model != self._model.name:
+            raise NotFound(f"body.model: {job.model!r} is not served; {self._model.name!r} is")
+        output = await self._retried(lambda: self._complete(job))
+        await self._name_tokens(output)
+        return output
+
+    async def _complete(self, job: Job) -> RequestOutput:
+        if not job.fills_length:
+            return await self._client.complete(
+                job.prompt, job.sampling, prompt_token_ids=job.prompt_token_ids, messages=job.messages
+            )
+        token_ids = await self._client.tokenize(messages=job.messages)
+        max_tokens = max(1, self._model.max_model_len - len(token_ids))
+        return await self._client.complete(
+            prompt_token_ids=token_ids, sampling=replace(job.sampling, max_tokens=max_tokens)
+        )
+
+    async def _name_tokens(self, output: RequestOutput) -> None:
+        """Learns the texts of the tokens that the output's log-probabilities speak of."""
+        positions = [position for one in output.outputs for position in one.logprobs or ()]
+        token_ids = {token.token_id for position in positions for token in (position.chosen, *position.top)}
+        for token_id in token_ids - self._token_texts.keys():
+            ask = partial(self._client.detokenize, [token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = await self._retried(ask)
+
+    async def _retried(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Tries until it works: as long as the queue is full, and a few times when the server is not there."""
+        backoff_s, num_unavailable = _FIRST_BACKOFF_S, 0
+        while True:
+            try:
+                return await attempt()
+            except QueueFull as error:
+                wait_s = max(backoff_s, error.retry_after_s)
+            except Unavailable:
+                num_unavailable += 1
+                if num_unavailable == _MAX_UNAVAILABLE_TRIES:
+                    raise
+                wait_s = backoff_s
+            self._count(num_retries=1)
+            await asyncio.sleep(wait_s * random.uniform(0.75, 1.25))  # else all come back at once
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    def _write(
+        self,
+        text: str,
+        num_succeeded: int = 0,
+        *,
+        num_failed: int = 0,
+        prompt_tokens: int = 0,
+        completion_tokens: int = 0,
+    ) -> None:
+        self._output.write(text)
+        self._output.flush()
+        self._count(num_succeeded, num_failed, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+
+    def _count(
+        self,
+        num_succeeded: int = 0,
+        num_failed: int = 0,
+        *,
+        num_retries: int = 0,
+        prompt_tokens: int = 0,
+        completion_tokens: int = 0,
+    ) -> None:
+        old = self.summary
+        self.summary = replace(
+            old,
+            num_succeeded=old.num_succeeded + num_succeeded,
+            num_failed=old.num_failed + num_failed,
+            num_retries=old.num_retries + num_retries,
+            prompt_tokens=old.prompt_tokens + prompt_tokens,
+            completion_tokens=old.completion_tokens + completion_tokens,
+            elapsed_s=time.monotonic() - self._start_s,
+        )
+        self._on_progress(self.summary)

@@ -1,0 +1,299 @@
+"""The OpenAI batch file format: one JSON object a line, in and out. No I/O.
+
+    in    {"custom_id", "method": "POST", "url": "/v1/completions" or "/v1/chat/completions", "body": {...}}
+    out   {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}
+          {"id", "custom_id", "response": null, "error": {"code", "message"}}
+
+A field of a body that cannot be honoured is an error of its line, never ignored. A few fields say what happens anyway
+(`n` of 1, `stream` of false): those pass with that value and with no other.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jpaged.errors import InvalidArgument, JpagedError
+from jpaged.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
+
+COMPLETIONS_URL = "/v1/completions"
+CHAT_URL = "/v1/chat/completions"
+_LINE_FIELDS = {"custom_id", "method", "url", "body"}
+# Fields that change nothing at this value; any other value asks for something that does not exist here.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stream": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+}
+_NEUTRAL_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "response_format": ({"type": "text"},), "tools": ([],)}
+_SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
+TokenText = Callable[[int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One request of an input file, as it stands there. `number` counts from 1."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a line asks for.
+
+    Attributes:
+        fills_length: max_tokens is to be what the model's length leaves after the prompt: a chat without a limit.
+    """
+
+    sampling: SamplingParams
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, str], ...] | None = None
+    model: str | None = None
+    fills_length: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return self.messages is not None
+
+
+def parse_lines(texts: Sequence[str]) -> list[Line]:
+    """All requests of an input file; empty lines are passed over.
+
+    Raises:
+        InvalidArgument: a line is no request, or two share a custom_id: nothing has been sent then.
+    """
+    lines: dict[str, Line] = {}
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            continue
+        line = _parse_line(number, text)
+        if line.custom_id in lines:
+            first = lines[line.custom_id].number
+            raise InvalidArgument(f"line {number}: custom_id", f"{line.custom_id!r} is that of line {first} too")
+        lines[line.custom_id] = line
+    return list(lines.values())
+
+
+def _parse_line(number: int, text: str) -> Line:
+    where = f"line {number}"
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(where, f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(where, "is not a JSON object")
+    for name in value.keys() - _LINE_FIELDS:
+        raise InvalidArgument(f"{where}: {name}", f"unknown field; the fields are {', '.join(sorted(_LINE_FIELDS))}")
+    for name in sorted(_LINE_FIELDS - value.keys()):
+        raise InvalidArgument(f"{where}: {name}", "is missing")
+    if not isinstance(value["custom_id"], str) or not value["custom_id"]:
+        raise InvalidArgument(f"{where}: custom_id", f"{value['custom_id']!r} is not a string with characters")
+    if value["method"] != "POST":
+        raise InvalidArgument(f"{where}: method", f"{value['method']!r} is not POST")
+    if value["url"] not in (COMPLETIONS_URL, CHAT_URL):
+        raise InvalidArgument(f"{where}: url", f"{value['url']!r} is neither {COMPLETIONS_URL} nor {CHAT_URL}")
+    if not isinstance(value["body"], dict):
+        raise InvalidArgument(f"{where}: body", "is not a JSON object")
+    return Line(number, value["custom_id"], value["url"], value["body"])
+
+
+def job_of(line: Line) -> Job:
+    """What a line asks for; fields that are null count as left out.
+
+    Raises:
+        InvalidArgument: a field of the body is unknown, wrong, or cannot be honoured.
+    """
+    body = {name: value for name, value in line.body.items() if value is not None}
+    return _chat_job(body) if line.url == CHAT_URL else _completion_job(body)
+
+
+def _completion_job(body: dict[str, Any]) -> Job:
+    _check_names(body, {"model", "prompt", "logprobs"}, _NEUTRAL_COMPLETIONS)
+    sampling = _sampling(body, _int_or_none(body, "logprobs"))
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return Job(sampling, prompt=prompt, model=_model(body))
+    if isinstance(prompt, list) and prompt and all(type(token_id) is int for token_id in prompt):
+        return Job(sampling, prompt_token_ids=tuple(prompt), model=_model(body))
+    raise InvalidArgument("body.prompt", "must be one string or one list of token ids; write one line for each prompt")
+
+
+def _chat_job(body: dict[str, Any]) -> Job:
+    own = {"model", "messages", "logprobs", "top_logprobs", "max_completion_tokens"}
+    _check_names(body, own, _NEUTRAL_CHAT)
+    if "max_completion_tokens" in body:
+        if "max_tokens" in body:
+            raise InvalidArgument("body.max_tokens", "and max_completion_tokens are one thing: give one of them")
+        body["max_tokens"] = body["max_completion_tokens"]
+    wants_logprobs = body.get("logprobs", False)
+    if not isinstance(wants_logprobs, bool):
+        raise InvalidArgument("body.logprobs", f"{wants_logprobs!r} is not true or false")
+    num_top = _int_or_none(body, "top_logprobs")
+    if num_top is not None and not wants_logprobs:
+        raise InvalidArgument("body.top_logprobs", "needs logprobs to be true")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidArgument("body.messages", "must be a list with at least one message")
+    return Job(
+        _sampling(body, (num_top or 0) if wants_logprobs else None),
+        messages=tuple(_message(i, message) for i, message in enumerate(messages)),
+        model=_model(body),
+        fills_length="max_tokens" not in body,
+    )
+
+
+def _check_names(body: Mapping[str, Any], own: set[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, value in body.items():
+        if name in neutral:
+            if value not in neutral[name] or isinstance(value, bool) != isinstance(neutral[name][0], bool):
+                raise InvalidArgument(f"body.{name}", f"{value!r} is not supported: only {neutral[name][0]!r} is")
+        elif name not in own and name not in _SAMPLING:
+            raise InvalidArgument(f"body.{name}", "is not supported")
+
+
+def _sampling(body: Mapping[str, Any], logprobs: int | None) -> SamplingParams:
+    values = {name: value for name, value in body.items() if name in _SAMPLING}
+    for name in ("stop", "stop_token_ids"):
+        if name in values and not isinstance(values[name], list | (str if name == "stop" else list)):
+            raise InvalidArgument(f"body.{name}", f"{values[name]!r} is not a list")
+    for name in ("ignore_eos", "skip_special_tokens"):
+        if not isinstance(values.get(name, True), bool):
+            raise InvalidArgument(f"body.{name}", f"{values[name]!r} is not true or false")
+    try:
+        return SamplingParams(**values, logprobs=logprobs)
+    except InvalidArgument as error:
+        raise InvalidArgument(error.field.replace("sampling.", "body."), error.problem) from error
+
+
+def _message(i: int, message: Any) -> dict[str, str]:
+    where = f"body.messages[{i}]"
+    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+        raise InvalidArgument(where, "must be an object of role and content and nothing else")
+    content = message["content"]
+    if isinstance(content, list):
+        content = "".join(_text_part(f"{where}.content", part) for part in content)
+    if not isinstance(content, str) or not isinstance(message["role"], str):
+        raise InvalidArgument(where, "role and content must be strings")
+    return {"role": message["role"], "content": content}
+
+
+def _text_part(where: str, part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InvalidArgument(where, f"{part!r} is not a text part; only text is supported")
+    return str(part["text"])
+
+
+def _model(body: Mapping[str, Any]) -> str | None:
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise InvalidArgument("body.model", f"{model!r} is not a string")
+    return model
+
+
+def _int_or_none(body: Mapping[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    if value is not None and type(value) is not int:
+        raise InvalidArgument(f"body.{name}", f"{value!r} is not an integer")
+    return value
+
+
+def success_line(line: Line, output: RequestOutput, *, model: str, token_text: TokenText) -> str:
+    """The output line of a request that finished just now. `token_text` knows every token of its log-probabilities."""
+    is_chat = line.url == CHAT_URL
+    choices = [(_chat_choice if is_chat else _choice)(one, token_text) for one in output.outputs]
+    usage = output.usage
+    body = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{output.request_id}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        },
+    }
+    response = {"status_code": 200, "request_id": output.request_id, "body": body}
+    return _dumped(
+        {"id": f"batch_req_{output.request_id}", "custom_id": line.custom_id, "response": response, "error": None}
+    )
+
+
+def failure_line(line: Line, error: JpagedError) -> str:
+    """The output line of a request that failed for good."""
+    return _dumped(
+        {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": line.custom_id,
+            "response": None,
+            "error": {"code": error.grpc_status, "message": str(error)},
+        }
+    )
+
+
+def _dumped(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def _choice(output: CompletionOutput, token_text: TokenText) -> dict[str, Any]:
+    return {
+        "index": output.index,
+        "text": output.text,
+        "logprobs": None if output.logprobs is None else _completion_logprobs(output.logprobs, token_text),
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.matched_stop,
+    }
+
+
+def _chat_choice(output: CompletionOutput, token_text: TokenText) -> dict[str, Any]:
+    return {
+        "index": output.index,
+        "message": {"role": "assistant", "content": output.text},
+        "logprobs": None if output.logprobs is None else _chat_logprobs(output.logprobs, token_text),
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.matched_stop,
+    }
+
+
+def _completion_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) -> dict[str, Any]:
+    tokens = [token_text(position.chosen.token_id) for position in positions]
+    offsets = [0]
+    for text in tokens[:-1]:
+        offsets.append(offsets[-1] + len(text))
+    # Two tokens can have one text (a byte of a character, say); the likelier one keeps the place.
+    tops = [{token_text(t.token_id): t.logprob for t in reversed(position.top)} for position in positions]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [position.chosen.logprob for position in positions],
+        "top_logprobs": tops,
+        "text_offset": offsets[: len(tokens)],
+    }
+
+
+def _chat_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            {
+                **entry(position.chosen.token_id, position.chosen.logprob),
+                "top_logprobs": [entry(token.token_id, token.logprob) for token in position.top],
+            }
+            for position in positions
+        ]
+    }
