@@ -90,12 +90,8 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Decides the next step and enters it into the sequences: what it returns must be dispatched."""
         schedule = Schedule()
-        for group in self._running:
-            for sequence in group.runnable:
-                self._memory.settle(sequence)
-        self._running.sort(key=self._order.running_key)
-        shares, budget = self._share_tokens()
-        self._grow_running(shares, schedule)
+        parts, budget = self._share_tokens()
+        self._grow_running(parts, schedule)
         if not schedule.num_preempted:
             self._resume_and_admit(budget, schedule)
         schedule.ops = self._memory.take_ops()
@@ -139,25 +135,31 @@ class Scheduler:
 
     # --- a step's parts ---------------------------------------------------------------------------------------------
 
-    def _share_tokens(self) -> tuple[dict[Sequence, int], int]:
-        """Tokens for each running sequence in this step, and how many are left for others."""
-        shares: dict[Sequence, int] = {}
-        budget = self._limits.max_num_batched_tokens
+    def _share_tokens(self) -> tuple[dict[Group, Shares], int]:
+        """Tokens for the sequences of each running group in this step, and how many are left for others."""
+        parts: dict[Group, Shares] = {}
         prefilling = []
+        budget = self._limits.max_num_batched_tokens
         for group in self._running:
-            for sequence in group.runnable:
-                num_tokens = self._num_to_run(group, sequence)
-                if num_tokens == 1:
-                    shares[sequence] = 1
-                    budget -= 1
-                elif num_tokens:
-                    prefilling.append((sequence, num_tokens))
-        for sequence, num_tokens in prefilling:
-            share = min(num_tokens, budget)
-            if share:
-                shares[sequence] = share
-                budget -= share
-        return shares, budget
+            wanted = parts[group] = self._wanted(group)
+            if all(num_tokens == 1 for _, num_tokens in wanted):
+                budget -= len(wanted)
+            else:
+                prefilling.append(group)
+        for group in prefilling:
+            parts[group] = _within(budget, group, parts[group])
+            budget -= _num_tokens(parts[group])
+        return parts, budget
+
+    def _wanted(self, group: Group) -> Shares:
+        """Every token that waits to go through the model, of the sequences that may run."""
+        wanted = []
+        for sequence in group.runnable:
+            self._memory.settle(sequence)
+            num_tokens = self._num_to_run(group, sequence)
+            if num_tokens:
+                wanted.append((sequence, num_tokens))
+        return wanted
 
     def _num_to_run(self, group: Group, sequence: Sequence) -> int:
         """Tokens of a sequence that wait to go through the model."""
@@ -170,16 +172,15 @@ class Scheduler:
             return 0  # its last token is in flight
         return sequence.num_uncomputed_tokens
 
-    def _grow_running(self, shares: dict[Sequence, int], schedule: Schedule) -> None:
+    def _grow_running(self, parts: dict[Group, Shares], schedule: Schedule) -> None:
         """Finds blocks for every running row, in the policy's order, by preempting from its end."""
         position = 0
         while position < len(self._running):
             group = self._running[position]
-            parts = [(sequence, shares[sequence]) for sequence in group.runnable if sequence in shares]
-            while not self._memory.can_grow(parts) and len(self._running) > position:
+            while not self._memory.can_grow(parts[group]) and len(self._running) > position:
                 self._preempt(self._running[-1], schedule)
             if len(self._running) > position:
-                self._enter(group, parts, schedule)
+                self._enter(group, parts[group], schedule)
             position += 1
 
     def _resume_and_admit(self, budget: int, schedule: Schedule) -> None:
@@ -203,8 +204,8 @@ class Scheduler:
                 return
             else:
                 self._admit(group, schedule)
-            parts = self._parts(group, budget)
-            budget -= sum(num_tokens for _, num_tokens in parts)
+            parts = _within(budget, group, self._wanted(group))
+            budget -= _num_tokens(parts)
             self._enter(group, parts, schedule)
             promised += self._memory.num_promised(group)
 
@@ -227,15 +228,6 @@ class Scheduler:
         if group.status is Status.SWAPPED:
             return self._memory.can_swap_in(group, spare)
         return self._memory.can_admit(group, spare)
-
-    def _parts(self, group: Group, budget: int) -> Shares:
-        parts: Shares = []
-        for sequence in group.runnable:
-            num_tokens = min(self._num_to_run(group, sequence), budget)
-            if num_tokens:
-                parts.append((sequence, num_tokens))
-                budget -= num_tokens
-        return parts
 
     def _admit(self, group: Group, schedule: Schedule) -> None:
         del self._waiting[group]
@@ -339,3 +331,22 @@ class Scheduler:
             sequence.num_in_flight_tokens += 1
             sequence.in_flight_row = row
             self._order.served(group, 0, 1)
+
+
+def _within(budget: int, group: Group, wanted: Shares) -> Shares:
+    """As much of what a group wants as there are tokens left."""
+    parts = []
+    for sequence, num_tokens in wanted:
+        share = min(num_tokens, budget)
+        if share:
+            parts.append((sequence, share))
+            budget -= share
+    if group.request.sampling.beam_width and parts != wanted:
+        # Beams are ranked together, so they draw in one step: who would be first stops short of its last token.
+        parts = [(sequence, min(share, dict(wanted)[sequence] - 1)) for sequence, share in parts]
+        parts = [(sequence, share) for sequence, share in parts if share]
+    return parts
+
+
+def _num_tokens(parts: Shares) -> int:
+    return sum(num_tokens for _, num_tokens in parts)
