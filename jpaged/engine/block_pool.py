@@ -30,33 +30,34 @@ class BlockTable:
         ids_m: [M] int32, read by the batch; written here alone.
     """
 
-    __slots__ = ("ids_m", "num_blocks")
+    __slots__ = ("_ids", "ids_m", "num_blocks")
 
     def __init__(self, max_blocks: int) -> None:
         self.ids_m: NDArray[np.int32] = np.full(max_blocks, NULL_BLOCK, np.int32)
         self.num_blocks = 0
+        self._ids: list[int] = []  # the same once more: an element of a list is read five times as fast
 
     def extend(self, block_ids: list[int]) -> None:
-        end = self.num_blocks + len(block_ids)
-        self.ids_m[self.num_blocks : end] = block_ids
-        self.num_blocks = end
+        self._ids += block_ids
+        self.ids_m[self.num_blocks : len(self._ids)] = block_ids
+        self.num_blocks = len(self._ids)
 
     def replace(self, index: int, block_id: int) -> None:
+        self._ids[index] = block_id
         self.ids_m[index] = block_id
 
     def block_id(self, index: int) -> int:
-        return int(self.ids_m[index])
+        return self._ids[index]
 
     def block_ids(self) -> list[int]:
-        ids: list[int] = self.ids_m[: self.num_blocks].tolist()
-        return ids
+        return list(self._ids)
 
     def clear(self) -> list[int]:
         """Empties the table and returns what it held, for the pool to release."""
-        ids = self.block_ids()
+        block_ids, self._ids = self._ids, []
         self.ids_m[: self.num_blocks] = NULL_BLOCK
         self.num_blocks = 0
-        return ids
+        return block_ids
 
 
 class BlockPool:

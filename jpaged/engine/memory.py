@@ -82,8 +82,8 @@ class KVMemory(Protocol):
         """Token slots that are kept for sequences, whether or not they hold a token."""
         ...
 
-    def num_stored_tokens(self, running: Iterable[Group]) -> int:
-        """Tokens in those slots, one that several sequences share counted once."""
+    def num_stored_tokens(self, holders: Iterable[Group]) -> int:
+        """Tokens in those slots, one that several sequences share counted once; of all groups that hold blocks."""
         ...
 
     def can_ever_fit(self, group: Group) -> bool:

@@ -52,6 +52,7 @@ class PagedMemory:
         self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0, prefix: PrefixOptions | None = None
     ) -> None:
         self.counts = MemoryCounts()
+        self.block_size = block_size
         self._prefix = prefix or PrefixOptions()
         self._pool = BlockPool(num_blocks=num_blocks, block_size=block_size, on_reissue=self._evict)
         self._host_pool = BlockPool(num_blocks=num_host_blocks, block_size=block_size, on_reissue=self._evict_host)
@@ -65,10 +66,6 @@ class PagedMemory:
     @property
     def num_blocks(self) -> int:
         return self._pool.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._pool.block_size
 
     # --- admission --------------------------------------------------------------------------------------------------
 
@@ -105,14 +102,18 @@ class PagedMemory:
         key = self._keys(leader, position + 1)[position]
         for other in running:
             first = other.live[0]
-            end = min(self._num_cacheable(first), first.num_prompt_tokens // self.block_size)
-            if key in self._keys(first, end)[first.num_registered_blocks : end]:
+            begin, end = first.num_registered_blocks, first.num_prompt_tokens // self.block_size
+            if begin < end and key in self._keys(first, min(self._num_cacheable(first), end))[begin:end]:
                 return True
         return False
 
     # --- growth -----------------------------------------------------------------------------------------------------
 
     def can_grow(self, shares: Shares) -> bool:
+        # A bound first, which holds unless the pool is nearly full: a copy and a begun block for each, and full ones.
+        bound = sum(2 + num_tokens // self.block_size for _, num_tokens in shares)
+        if self._pool.can_allocate(bound):
+            return True
         needed = 0
         for sequence, num_tokens in shares:
             end = sequence.num_computed_tokens + num_tokens
@@ -122,14 +123,15 @@ class PagedMemory:
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         table = sequence.block_table
-        index = sequence.num_computed_tokens // self.block_size
+        start, block_size = sequence.num_computed_tokens, self.block_size
+        index = start // block_size
         if index < table.num_blocks:
             copied = self._pool.copy_on_write(table, index)
             if copied is not None:
                 self._ops.add(Move.COPY, *copied)
                 self.counts.num_copies_on_write += 1
-        missing = self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens) - table.num_blocks
-        if missing > 0:
+        if start + num_tokens > table.num_blocks * block_size:
+            missing = self._pool.num_blocks_for(start + num_tokens) - table.num_blocks
             table.extend(self._pool.allocate(missing))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -140,6 +142,8 @@ class PagedMemory:
         self._host_pool.fork(parent.host_table, child.host_table)
 
     def settle(self, sequence: Sequence) -> None:
+        if sequence.num_computed_tokens < (sequence.num_registered_blocks + 1) * self.block_size:
+            return
         num_known = min(sequence.num_computed_tokens, len(sequence.token_ids))
         num_full = min(num_known // self.block_size, self._num_cacheable(sequence))
         first = sequence.num_registered_blocks
@@ -226,15 +230,17 @@ class PagedMemory:
     def num_reserved_slots(self) -> int:
         return self._pool.num_used * self.block_size
 
-    def num_stored_tokens(self, running: Iterable[Group]) -> int:
-        """See `KVMemory`; blocks that several groups share count for each of them."""
-        num_tokens = 0
-        for group in running:
-            if len(group.sequences) == 1:
-                num_tokens += group.sequences[0].num_computed_tokens
-            else:
-                num_tokens += self._num_unique_tokens(group)
-        return num_tokens
+    def num_stored_tokens(self, holders: Iterable[Group]) -> int:
+        """Every block in use is full but the last of a table; one that several tables share is as full as most say."""
+        empty: dict[int, int] = {}
+        for group in holders:
+            for sequence in group.sequences:
+                num_tail_tokens = sequence.num_computed_tokens % self.block_size
+                if num_tail_tokens:
+                    block_id = sequence.block_table.block_id(-1)
+                    num_empty = self.block_size - num_tail_tokens
+                    empty[block_id] = min(empty.get(block_id, num_empty), num_empty)
+        return self.num_reserved_slots() - sum(empty.values())
 
     def can_ever_fit(self, group: Group) -> bool:
         """The group could run alone, with every pinned prefix in its place."""
@@ -387,12 +393,3 @@ class PagedMemory:
         key = self._host_keys.pop(home, None)
         if key is not None:
             del self._host_blocks[key]
-
-    def _num_unique_tokens(self, group: Group) -> int:
-        """Tokens in the different blocks of a group; a block's fill is the most that one of its holders wrote."""
-        fill: dict[int, int] = {}
-        for sequence in group.live:
-            for i, block_id in enumerate(sequence.block_table.block_ids()):
-                tokens = min(self.block_size, sequence.num_computed_tokens - i * self.block_size)
-                fill[block_id] = max(fill.get(block_id, 0), tokens)
-        return sum(fill.values())

@@ -168,8 +168,8 @@ class ReservedMemory:
     def num_reserved_slots(self) -> int:
         return sum(1 << _order(num_blocks) for _, num_blocks in self._regions.values()) * self._block_size
 
-    def num_stored_tokens(self, running: Iterable[Group]) -> int:
-        return sum(sequence.num_computed_tokens for group in running for sequence in group.live)
+    def num_stored_tokens(self, holders: Iterable[Group]) -> int:
+        return sum(sequence.num_computed_tokens for group in holders for sequence in group.sequences)
 
     def can_ever_fit(self, group: Group) -> bool:
         """The group's regions fit into an empty pool."""

@@ -72,15 +72,15 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def running(self) -> Iterable[Group]:
-        return self._running
+    def holders(self) -> Iterable[Group]:
+        """Every group that holds blocks on the device."""
+        return [*self._running, *self._ended]
 
     def groups(self) -> Iterator[Group]:
-        """Every group that may hold blocks."""
-        yield from self._running
+        """Every group that is not forgotten."""
+        yield from self.holders
         yield from self._swapped
         yield from self._waiting
-        yield from self._ended
 
     def add(self, group: Group) -> None:
         """Takes a new group."""
@@ -188,7 +188,8 @@ class Scheduler:
         if not self._waiting and not self._swapped:
             return
         is_batch_open = self._limits.batching == "continuous" or not self._running
-        promised = sum(self._memory.num_promised(group) for group in self._running)
+        # With every row taken blocks are not the question, and a full queue need not cost a step anything.
+        promised = self._num_promised() if self._num_rows < self._limits.max_num_seqs else 0
         while budget > 0 and is_batch_open:
             group = self._next_group()
             if group is None:
@@ -196,7 +197,7 @@ class Scheduler:
             if not self._has_room(group, promised):
                 if not self._preempt_for(group, schedule):
                     return
-                promised = sum(self._memory.num_promised(other) for other in self._running)
+                promised = self._num_promised()
                 continue
             if group.status is Status.SWAPPED:
                 self._swap_in(group, schedule)
@@ -219,6 +220,10 @@ class Scheduler:
             return swapped
         is_earlier = waiting.num_preemptions and self._order.running_key(waiting) < self._order.running_key(swapped)
         return waiting if is_earlier or self._order.yields_to(swapped, waiting) else swapped
+
+    def _num_promised(self) -> int:
+        """Blocks that running groups will still take for tokens that they have."""
+        return sum(self._memory.num_promised(group) for group in self._running)
 
     def _has_room(self, group: Group, promised: int) -> bool:
         """Rows and blocks for all of a group that is not running, besides what running groups were promised."""

@@ -180,6 +180,8 @@ class Group:
     @property
     def live(self) -> list[Sequence]:
         """Sequences that have not ended."""
+        if len(self.sequences) == 1 and self.status is not Status.FINISHED:
+            return self.sequences
         return [sequence for sequence in self.sequences if sequence.is_live]
 
     @property

@@ -104,7 +104,7 @@ class StepStats:
         """Takes the gauges and makes the step visible to `snapshot`."""
         use = memory.use()
         self._peak_blocks_used = max(self._peak_blocks_used, use.num_referenced)
-        self._sum_stored_tokens += memory.num_stored_tokens(scheduler.running)
+        self._sum_stored_tokens += memory.num_stored_tokens(scheduler.holders)
         self._sum_reserved_slots += memory.num_reserved_slots()
         self._load = replace(
             self._load,
