@@ -67,6 +67,15 @@ class CacheOptions:
     memory_utilization: float = option(
         0.9, "share of the device's memory that weights, programs and the pool may take", low=0.01, high=1.0
     )
+    swap_space: float = option(
+        1.0, "host memory that groups are swapped out to, and cached prefixes kept in", low=0.0, high=4096.0, unit="GiB"
+    )
+    enable_prefix_caching: bool = option(True, "share the blocks of prompts that begin alike")
+    kv_policy: str = option(
+        "paged",
+        "paged gives blocks as tokens come; reserve-* keep contiguous room for a sequence's whole life: baselines",
+        choices=("paged", "reserve-max", "reserve-pow2", "reserve-oracle"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,17 @@ class SchedulerOptions:
 
     max_num_seqs: int = option(64, "rows of a step", low=1, high=4096)
     max_num_batched_tokens: int = option(512, "tokens of a step, all rows", low=8, high=1 << 20)
-    policy: str = option("fcfs", "order of admission", choices=("fcfs",))
+    policy: str = option("fcfs", "order of admission", choices=("fcfs", "priority", "fair"))
+    preemption_mode: str = option(
+        "auto",
+        "when blocks run out: swap moves them to host memory, recompute runs the tokens again, auto is the quicker",
+        choices=("auto", "recompute", "swap"),
+    )
+    batching: str = option(
+        "continuous",
+        "continuous admits at every step; static only when the whole batch has ended: a baseline",
+        choices=("continuous", "static"),
+    )
     overlap: bool = option(True, "prepare a step while the device still runs the one before")
     max_num_queued_reqs: int = option(4096, "waiting requests before new ones are refused", low=1, high=1 << 20)
 
