@@ -18,8 +18,8 @@ DEVICE = Hardware("toy", 8e9, 1e12, 1e14, 1e10)
 EXACT = Assumptions(1.0, 1.0, 1.0, 0.001, 1e-5, 1e-6, 0.0, 1.0)
 
 
-def toy(**changes: object) -> Deployment:
-    return replace(Deployment(MODEL, DEVICE, 1, 1600, 16, 0, EXACT), **changes)
+def toy(num_devices: int = 1, assumptions: Assumptions = EXACT) -> Deployment:
+    return Deployment(MODEL, DEVICE, num_devices, 1600, 16, 0, assumptions)
 
 
 def test_a_small_step_takes_the_time_of_its_bytes():
@@ -95,6 +95,7 @@ def test_the_clock_moves_by_what_steps_and_moves_take():
 def test_alternatives_are_distributions_that_differ_by_row():
     executor = SimulatedExecutor(toy(), VirtualClock(), max_num_seqs=64, max_num_batched_tokens=64)
     top = executor._alternatives(np.arange(1, 65, dtype=np.int32)).top_logprobs_rk
+    assert top is not None
     assert np.all(np.exp(top).sum(axis=1) <= 1 + 1e-6)
     assert np.all(np.diff(top, axis=1) < 0)
     first = np.exp(top[:, 0])
