@@ -12,7 +12,6 @@ from jpaged.sim.model import MODELS
 from jpaged.sim.simulation import Simulation, simulate
 from jpaged.sim.trace import WORKLOADS, TraceRequest, synthesize, with_sampling
 
-
 PAPER = EngineOptions(
     max_num_seqs=256,
     max_num_batched_tokens=2560,
