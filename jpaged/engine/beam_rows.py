@@ -42,18 +42,17 @@ def advance_beams(
 
 
 def _children(beams: list[Sequence], chosen: list[Candidate], scheduler: Scheduler) -> list[Sequence]:
-    heirs: dict[int, Sequence] = {}
+    survivors = {candidate.parent for candidate in chosen}
+    for i, parent in enumerate(beams):  # first, so that what they held is there for the forks
+        if i not in survivors:
+            scheduler.drop_beam(parent)
+    heirs: set[int] = set()
     children: list[tuple[Sequence, Candidate]] = []
     for index, candidate in enumerate(chosen):
         parent = beams[candidate.parent]
-        if candidate.parent in heirs:
-            child = scheduler.fork(parent, index)
-        else:
-            child = heirs[candidate.parent] = parent
+        child = scheduler.fork(parent, index) if candidate.parent in heirs else parent
+        heirs.add(candidate.parent)
         children.append((child, candidate))
-    for i, parent in enumerate(beams):
-        if i not in heirs:
-            scheduler.finish_sequence(parent)
     for index, (child, candidate) in enumerate(children):
         child.index = index
         child.token_ids.append(candidate.token_id)

@@ -6,13 +6,15 @@
 
 Regions come from a buddy allocator, as in the Orca variants of "Efficient Memory Management for Large Language Model
 Serving with PagedAttention" (Kwon et al., 2023), section 6.1. Nothing is shared, preempted or cached: a sequence of a
-group gets a region of its own, and a copy of the prompt. A region is a run of consecutive blocks, so the device program
-is the one that serves paged memory.
+group gets a region of its own, and a copy of the prompt. A beam search reserves a region for every beam; beams that die
+leave theirs to those that fork. A region is a run of consecutive blocks, so the device program is the one that serves
+paged memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from jpaged.engine.executor import Move
 from jpaged.engine.memory import MemoryUse, Shares
@@ -72,6 +74,18 @@ def _order(num_blocks: int) -> int:
     return max(0, (num_blocks - 1).bit_length())
 
 
+Region = tuple[int, int]
+"""(first block, blocks asked for)."""
+
+
+@dataclass(slots=True)
+class _Family:
+    """The beams of a group: regions that none of them holds at the moment, and how many beams there are."""
+
+    spares: list[Region]
+    num_beams: int
+
+
 class ReservedMemory:
     """Implements `jpaged.engine.memory.KVMemory` for one of RESERVE_POLICIES."""
 
@@ -84,7 +98,8 @@ class ReservedMemory:
         self._max_model_len = max_model_len
         self._policy = policy
         self._buddies = BuddyAllocator(num_blocks)
-        self._regions: dict[Sequence, tuple[int, int]] = {}
+        self._regions: dict[Sequence, Region] = {}
+        self._families: dict[Sequence, _Family] = {}
         self._ops = MemoryOps()
 
     @property
@@ -109,11 +124,20 @@ class ReservedMemory:
         """Reserves right away when it can; a group that was told yes is admitted in the same step."""
         if all(sequence in self._regions for sequence in group.sequences):
             return True
-        for sequence in group.sequences:
-            if not self._reserve(group, sequence):
-                for taken in group.sequences:
-                    self._give_back(taken)
+        num_blocks = self.num_region_blocks(len(group.request.prompt_token_ids), group.request.sampling.max_tokens)
+        regions: list[Region] = []
+        for _ in range(group.num_rows):
+            first = self._buddies.allocate(num_blocks)
+            if first is None:
+                for region in regions:
+                    self._buddies.release(*region)
                 return False
+            regions.append((first, num_blocks))
+        family = _Family(regions[len(group.sequences) :], len(group.sequences))
+        for sequence, region in zip(group.sequences, regions, strict=False):
+            self._regions[sequence] = region
+            if group.request.sampling.beam_width:
+                self._families[sequence] = family
         return True
 
     def admit(self, group: Group) -> int:
@@ -139,6 +163,12 @@ class ReservedMemory:
             table.extend(list(range(first + table.num_blocks, first + needed)))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
+        if parent not in self._regions:  # it was preempted, and has computed nothing
+            return
+        if child not in self._regions:
+            family = self._families[child] = self._families[parent]
+            self._regions[child] = family.spares.pop()
+            family.num_beams += 1
         first = self._regions[child][0]
         for i, source in enumerate(parent.block_table.block_ids()):
             self._ops.add(Move.COPY, source, first + i)
@@ -166,7 +196,7 @@ class ReservedMemory:
         raise InternalError("reserved memory is never swapped")
 
     def num_reserved_slots(self) -> int:
-        return sum(1 << _order(num_blocks) for _, num_blocks in self._regions.values()) * self._block_size
+        return sum(1 << _order(num_blocks) for _, num_blocks in self._reserved()) * self._block_size
 
     def num_stored_tokens(self, holders: Iterable[Group]) -> int:
         return sum(sequence.num_computed_tokens for group in holders for sequence in group.sequences)
@@ -191,7 +221,7 @@ class ReservedMemory:
         if stray:
             raise InternalError(f"{len(stray)} regions belong to no sequence")
         taken: set[int] = set()
-        for first, num_blocks in self._regions.values():
+        for first, num_blocks in self._reserved():
             region = set(range(first, first + (1 << _order(num_blocks))))
             if taken & region:
                 raise InternalError(f"the region of {num_blocks} blocks at {first} overlaps another")
@@ -199,15 +229,21 @@ class ReservedMemory:
         if len(taken) + self._buddies.num_free != self._num_blocks:
             raise InternalError(f"{len(taken)} reserved + {self._buddies.num_free} free are not {self._num_blocks}")
 
-    def _reserve(self, group: Group, sequence: Sequence) -> bool:
-        num_blocks = self.num_region_blocks(sequence.num_prompt_tokens, group.request.sampling.max_tokens)
-        first = self._buddies.allocate(num_blocks)
-        if first is None:
-            return False
-        self._regions[sequence] = first, num_blocks
-        return True
+    def _reserved(self) -> Iterator[Region]:
+        yield from self._regions.values()
+        for family in {id(family): family for family in self._families.values()}.values():
+            yield from family.spares
 
     def _give_back(self, sequence: Sequence) -> None:
         region = self._regions.pop(sequence, None)
-        if region is not None:
+        if region is None:
+            return
+        family = self._families.pop(sequence, None)
+        if family is None:
             self._buddies.release(*region)
+            return
+        family.spares.append(region)
+        family.num_beams -= 1
+        if not family.num_beams:
+            for spare in family.spares:
+                self._buddies.release(*spare)

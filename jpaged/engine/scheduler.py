@@ -123,6 +123,11 @@ class Scheduler:
         if self._limits.batching == "continuous":
             self._memory.release(sequence)
 
+    def drop_beam(self, sequence: Sequence) -> None:
+        """Ends a beam that leaves its group; in a static batch as well, others of the group take its place."""
+        sequence.move_to(Status.FINISHED)
+        self._memory.release(sequence)
+
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """A new sequence that shares everything with its parent."""
         child = parent.branch(index)
