@@ -16,7 +16,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from jpaged.engine.batch import build_step_inputs
 from jpaged.engine.beam_rows import advance_beams
 from jpaged.engine.executor import Executor, Geometry, StepOutputs
 from jpaged.engine.paged_memory import PagedMemory, PrefixOptions
+from jpaged.engine.pins import PinnedPrefixes
 from jpaged.engine.preemption import Preemption
 from jpaged.engine.publisher import Publisher
 from jpaged.engine.reserved_memory import ReservedMemory
@@ -33,8 +35,18 @@ from jpaged.engine.scheduler import Scheduler, SchedulerLimits
 from jpaged.engine.sequence import Group, Sequence, Sink
 from jpaged.engine.stats import EngineLoad, StepStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, RequestTooLong, Unavailable
-from jpaged.types import FinishReason, Request
+from jpaged.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    JpagedError,
+    QueueFull,
+    RequestTooLong,
+    Unavailable,
+)
+from jpaged.types import FinishReason, OutputEvent, Request
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +76,8 @@ class EngineOptions:
 class Engine:
     """Runs requests to their end.
 
-    `submit`, `abort`, `drop` and `load` may be called from any thread; events come from the engine's own: the thread
-    that `start` makes, or whoever calls `step`.
+    Callers' methods may be called from any thread; events come from the engine's own: the thread that `start` makes, or
+    whoever calls `step`.
     """
 
     def __init__(
@@ -94,6 +106,7 @@ class Engine:
                 batching=options.batching,
             ),
         )
+        self._pins = PinnedPrefixes(self._memory, geometry)
         self._publisher = Publisher(tokenizer, eos_token_ids)
         self._stats = StepStats(geometry, clock)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -154,6 +167,38 @@ class Engine:
     def drop(self, request_id: str) -> None:
         """Forgets a request that nobody listens to any more: no further event, its blocks free by the next step."""
         self._inbox.put(lambda: self._forget(request_id))
+
+    def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "") -> Future[int]:
+        """Computes a prefix and keeps its full blocks in the pool until `unpin_prefix`.
+
+        Args:
+            salt: the cache_salt of the requests that may use it.
+
+        Returns:
+            the number of tokens that are pinned, once they are; or the error: AlreadyExists for the name,
+            InvalidArgument where there is nothing to pin or no room, Unsupported without a prefix cache, and whatever
+            `submit` may raise.
+        """
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # once asked for it cannot be cancelled, so its result can always be set
+        try:
+            request = self._pins.request(name, tuple(token_ids), salt)
+        except JpagedError as error:
+            future.set_exception(error)
+            return future
+        try:
+            self.submit(request, lambda event: self._keep_prefix(name, event, future))
+        except JpagedError as error:
+            self._pins.give_up(name)
+            future.set_exception(error)
+        return future
+
+    def unpin_prefix(self, name: str) -> bool:
+        """Lets a pinned prefix be evicted again; False when none of that name is pinned."""
+        is_pinned = self._pins.take(name)
+        if is_pinned:
+            self._inbox.put(lambda: self._pins.release(name))
+        return is_pinned
 
     def load(self) -> EngineLoad:
         """A snapshot of the last step's counts."""
@@ -261,6 +306,24 @@ class Engine:
         self._scheduler.add(group)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, group.arrival, request.request_id))
+
+    def _keep_prefix(self, name: str, event: OutputEvent, future: Future[int]) -> None:
+        """Takes the events of a request for a prefix; at the last one it still holds its blocks."""
+        if not event.is_last:
+            return
+        error = event.error
+        if error is None and event.finish is not None and event.finish.reason is FinishReason.ABORT:
+            error = Cancelled(f"the request for prefix {name!r} was aborted")
+        if error is None:
+            group = self._groups[event.request_id]
+            try:
+                num_tokens = self._pins.keep(name, group, [g for g in self._groups.values() if g is not group])
+                future.set_result(num_tokens)
+                return
+            except InvalidArgument as no_room:
+                error = no_room
+        self._pins.give_up(name)
+        future.set_exception(error)
 
     def _expire(self) -> None:
         """Ends requests whose deadline has passed."""

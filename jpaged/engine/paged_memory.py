@@ -200,15 +200,35 @@ class PagedMemory:
 
     # --- pinned prefixes --------------------------------------------------------------------------------------------
 
+    @property
+    def can_cache(self) -> bool:
+        return self._prefix.is_enabled
+
+    @property
+    def max_cached_tokens(self) -> int | None:
+        return self._prefix.max_tokens
+
+    def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
+        """Full blocks of a prompt that may be cached."""
+        limit = self._prefix.max_tokens
+        is_too_long = limit is not None and num_prompt_tokens > limit
+        return 0 if is_too_long or not self._prefix.is_enabled else num_prompt_tokens // self.block_size
+
     def pin(self, name: str, sequence: Sequence) -> int:
-        """Keeps the full blocks of a computed sequence under a name until `unpin`; the number of tokens kept."""
-        num_full = min(sequence.num_prompt_tokens, sequence.num_computed_tokens) // self.block_size
-        table = BlockTable(num_full)
-        for block_id in sequence.block_table.block_ids()[:num_full]:
+        """Keeps the full blocks of a computed prompt under a name until `unpin`; the number of tokens kept.
+
+        Where another block holds the same tokens it is that one which is found by its key, and pinned.
+        """
+        sequence.num_registered_blocks = 0
+        self.settle(sequence)
+        keys = self._keys(sequence, self.num_cacheable_blocks(sequence.num_prompt_tokens))
+        table = BlockTable(len(keys))
+        for key in keys:
+            block_id = self._cache.find(key)
             self._num_cached -= self._pool.acquire(block_id)
             table.extend([block_id])
         self._pinned[name] = table
-        return num_full * self.block_size
+        return len(keys) * self.block_size
 
     def unpin(self, name: str) -> bool:
         """Lets a pinned prefix be evicted again; False when there is none of that name."""
@@ -216,9 +236,6 @@ class PagedMemory:
         if table is not None:
             self._free(table)
         return table is not None
-
-    def is_pinned(self, name: str) -> bool:
-        return name in self._pinned
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -244,10 +261,14 @@ class PagedMemory:
 
     def can_ever_fit(self, group: Group) -> bool:
         """The group could run alone, with every pinned prefix in its place."""
+        return self.num_blocks_alone(group) <= self.num_blocks - self.num_pinned_blocks
+
+    def num_blocks_alone(self, group: Group) -> int:
+        """Blocks that a group takes at most when it runs alone: its prompt's once, and what each row adds."""
         sampling, num_prompt_tokens = group.request.sampling, len(group.request.prompt_token_ids)
         num_shared = num_prompt_tokens // self.block_size
         num_own = self._pool.num_blocks_for(num_prompt_tokens + sampling.max_tokens) - num_shared
-        return num_shared + group.num_rows * num_own <= self.num_blocks - self.num_pinned_blocks
+        return num_shared + group.num_rows * num_own
 
     def use(self) -> MemoryUse:
         return MemoryUse(

@@ -68,6 +68,10 @@ class PrefixCache:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._keys
 
+    def find(self, key: Key) -> int:
+        """The block of a key that is known."""
+        return self._blocks[key]
+
     def block_ids(self) -> Iterable[int]:
         """Every block with a key."""
         return self._keys.keys()

@@ -24,6 +24,7 @@ class Harness:
     preemption_mode: str = "recompute"
     kv_policy: str = "paged"
     enable_prefix_caching: bool = True
+    max_cached_tokens: int | None = None
 
     def __post_init__(self):
         self.clock = VirtualClock()
@@ -38,10 +39,12 @@ class Harness:
             preemption_mode=self.preemption_mode,
             kv_policy=self.kv_policy,
             enable_prefix_caching=self.enable_prefix_caching,
+            max_cached_tokens=self.max_cached_tokens,
         )
         self.engine = Engine(self.executor, self.tokenizer, options, eos_token_ids=self.eos_token_ids, clock=self.clock)
         self.intake = Intake(self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids)
         self.events: dict[str, list[OutputEvent]] = defaultdict(list)
+        self.num_steps = 0
 
     def submit(self, request_id, prompt, *, deadline_s=None, tenant="", **sampling):
         sampling.setdefault("temperature", 0.0)
@@ -52,10 +55,14 @@ class Harness:
             deadline_s=deadline_s,
             tenant=tenant,
         )
-        self.engine.submit(request, lambda event: self.events[event.request_id].append(event))
+        self.engine.submit(request, self.receive)
         return request
 
+    def receive(self, event):
+        self.events[event.request_id].append(event)
+
     def step(self):
+        self.num_steps += 1
         did_something = self.engine.step()
         self.engine.check()
         return did_something
