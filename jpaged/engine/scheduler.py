@@ -111,11 +111,7 @@ class Scheduler:
                 del self._waiting[group]
                 self._release(group)
         group.move_to(Status.FINISHED)
-        if self._limits.batching == "continuous" or not self._running:
-            for ended in self._ended:
-                self._num_rows -= ended.num_rows
-                self._release(ended)
-            self._ended.clear()
+        self._release_ended()
 
     def finish_sequence(self, sequence: Sequence) -> None:
         """Ends one sequence of a group whose others go on."""
@@ -133,6 +129,14 @@ class Scheduler:
         child = parent.branch(index)
         self._memory.fork(parent, child)
         return child
+
+    def _release_ended(self) -> None:
+        """Gives back what ended groups kept: at once, or with the last of their static batch."""
+        if self._limits.batching == "continuous" or not self._running:
+            for ended in self._ended:
+                self._num_rows -= ended.num_rows
+                self._release(ended)
+            self._ended.clear()
 
     def _release(self, group: Group) -> None:
         for sequence in group.sequences:
@@ -280,6 +284,10 @@ class Scheduler:
         self._running.remove(group)
         self._num_rows -= group.num_rows
         group.num_preemptions += 1
+        self._release_ended()
+        for sequence in group.sequences:
+            if not sequence.is_live:  # of a static batch
+                self._memory.release(sequence)
         if self._preemption.choose(group) is Exit.SWAP and self._memory.can_swap_out(group):
             self._memory.swap_out(group)
             group.move_to(Status.SWAPPED)
