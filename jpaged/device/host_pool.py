@@ -110,7 +110,7 @@ def num_host_blocks(swap_space_gib: float, layout: KVLayout) -> int:
 
 def _staging_sharding(sharding: NamedSharding) -> NamedSharding | None:
     """Page-locked host memory, which an accelerator writes to by itself; None on a CPU, whose memory is the host's."""
-    (device,) = sharding.device_set
+    device: jax.Device = next(iter(sharding.device_set))
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or "pinned_host" not in kinds:
         return None
