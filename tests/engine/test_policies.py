@@ -102,7 +102,7 @@ def service(h, tenants):
 
 def test_two_tenants_with_different_loads_are_served_alike_while_both_wait():
     h = make("fair", max_num_seqs=4, num_blocks=128)
-    tenants = {}
+    tenants: dict[str, str] = {}
     # "many" sends four times as many requests, with long prompts and short answers; "few" the other way round.
     for i in range(400):
         tenant = "few" if i % 5 == 0 else "many"
@@ -117,7 +117,7 @@ def test_two_tenants_with_different_loads_are_served_alike_while_both_wait():
 
 def test_a_tenant_that_was_away_has_saved_nothing_up():
     h = make("fair", max_num_seqs=2, num_blocks=128)
-    tenants = {}
+    tenants: dict[str, str] = {}
 
     def send(tenant, count):
         for _ in range(count):

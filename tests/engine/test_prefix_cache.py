@@ -9,10 +9,15 @@ from tests.engine.harness import Harness
 PROMPT = list(range(100, 110))
 
 
-def make(**options):
-    pool = {"block_size": 4, "num_blocks": 12, "max_num_batched_tokens": 32, "max_model_len": 44}
-    pool |= {name: options.pop(name) for name in ("num_blocks", "num_host_blocks", "max_model_len") if name in options}
-    return Harness(executor=FakeExecutor(**pool), **options)
+def make(num_blocks=12, num_host_blocks=0, **options):
+    executor = FakeExecutor(
+        block_size=4,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        max_num_batched_tokens=32,
+        max_model_len=44,
+    )
+    return Harness(executor=executor, **options)
 
 
 def serve(h, name, prompt, **sampling):
@@ -25,7 +30,7 @@ def serve(h, name, prompt, **sampling):
 
 
 def chain(tokens, block_size, salt=""):
-    keys = []
+    keys: list[bytes] = []
     for i in range(len(tokens) // block_size):
         keys.append(block_key(keys[-1] if keys else root_key(salt), tokens[i * block_size : (i + 1) * block_size]))
     return keys

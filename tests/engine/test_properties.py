@@ -31,9 +31,15 @@ SHAPES = st.one_of(
         st.sampled_from([0.0, 1.0, 2.0]),
     ),
 )
-# Prompts that often begin alike, so that prefixes are shared.
+
+
+def prompt(kind, num_shared, own):
+    """Prompts of one kind begin alike, so that prefixes are shared."""
+    return [kind * 7 + i for i in range(num_shared)] + own
+
+
 PROMPTS = st.builds(
-    lambda kind, shared, own: [kind * 7 + i for i in range(shared)] + own,
+    prompt,
     st.integers(0, 1),
     st.integers(0, 14),
     st.lists(st.integers(0, 256), min_size=1, max_size=6),
@@ -60,7 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
     """
 
     num_steps = 0
-    max_steps_of_a_rule = 6
+    steps_per_count = 1
 
     @initialize(
         num_blocks=st.integers(2, 24),
@@ -128,9 +134,9 @@ class EngineMachine(RuleBasedStateMachine):
             if self.pins:
                 self.refusable.add(name)
 
-    @rule(data=st.data())
-    def step(self, data):
-        for _ in range(data.draw(st.integers(1, self.max_steps_of_a_rule))):
+    @rule(count=st.integers(1, 6))
+    def step(self, count):
+        for _ in range(count * self.steps_per_count):
             self.h.step()
 
     @rule(seconds=st.floats(0.0, 8.0))
@@ -148,9 +154,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.pins[name] = future
 
     @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def unpin(self, data):
-        name = data.draw(st.sampled_from(sorted(self.pins)))
+    @rule(which=st.integers(0, 1))
+    def unpin(self, which):
+        name = sorted(self.pins)[which % len(self.pins)]
         future = self.pins[name]
         is_pinned = future.done() and future.exception() is None
         assert self.h.engine.unpin_prefix(name) == is_pinned
@@ -158,9 +164,9 @@ class EngineMachine(RuleBasedStateMachine):
             del self.pins[name]
 
     @precondition(lambda self: self.sampling)
-    @rule(data=st.data(), quietly=st.booleans())
-    def cancel(self, data, quietly):
-        name = data.draw(st.sampled_from(sorted(self.sampling)))
+    @rule(which=st.integers(0, 7), quietly=st.booleans())
+    def cancel(self, which, quietly):
+        name = list(self.sampling)[-1 - which % len(self.sampling)]
         if quietly:
             self.h.engine.drop(name)
             self.h.step()  # an abort that was asked for before may still be told
@@ -207,7 +213,7 @@ class LongEngineMachine(EngineMachine):
     """The same, with more steps between two events."""
 
     num_steps = 0
-    max_steps_of_a_rule = 24
+    steps_per_count = 4
 
 
 NUM_LONG_STEPS = 100_000
@@ -218,7 +224,7 @@ def test_a_hundred_thousand_steps_of_random_lives():
     run_state_machine_as_test(
         LongEngineMachine,
         settings=settings(
-            max_examples=1000,
+            max_examples=800,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,

@@ -109,7 +109,7 @@ def test_a_static_batch_keeps_the_blocks_of_those_that_ended():
 def test_regions_never_overlap_and_merge_again(num_blocks, sizes):
     buddies = BuddyAllocator(num_blocks)
     largest = 1 << (num_blocks.bit_length() - 1)
-    held = []
+    held: list[tuple[int, int, set[int]]] = []
     for size, releases in sizes:
         first = buddies.allocate(size)
         if first is not None:

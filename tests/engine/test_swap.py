@@ -27,8 +27,7 @@ class MovesExecutor(FakeExecutor):
 
 def make(num_blocks=16, num_host_blocks=32, **options):
     executor = MovesExecutor(block_size=4, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-    options = {"preemption_mode": "swap", "enable_prefix_caching": False} | options
-    return Harness(executor=executor, **options)
+    return Harness(executor=executor, preemption_mode="swap", enable_prefix_caching=False, **options)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlap"])
