@@ -206,7 +206,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 class LongEngineMachine(EngineMachine):
