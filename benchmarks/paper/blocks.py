@@ -10,7 +10,7 @@ from jpaged.sim.model import MODELS
 
 _SIZES = (1, 8, 16, 32, 64, 128, 256)
 _PREEMPTION_SIZES = (1, 4, 16, 64, 256)
-_LOAD = {"sharegpt": (2.75, 160), "alpaca": (50.0, 600)}
+_LOAD = {"sharegpt": (2.75, 160), "alpaca": (70.0, 1000)}
 """Near what paged memory sustains with blocks of 16, so that wasted memory shows as latency."""
 _PREEMPTED_TOKENS = 500
 _TIGHT_LOAD = (3.5, 80)
@@ -52,11 +52,12 @@ def preemption_costs() -> Table:
         "f19a_preemption_cost",
         f"F19a  milliseconds to preempt and bring back a sequence of {_PREEMPTED_TOKENS} tokens (OPT-13B)",
         [
-            "The paper: recomputation does not depend on the block size; swapping is limited by many small transfers "
-            "for small blocks, and recomputation is never over 20 percent of swapping's latency there.",
-            "Ours takes 5 us for a transfer, two transfers a block and layer, and 25.6 GB/s: an assumption.",
-            "A step that recomputes 500 tokens also serves all other rows, whose step it prolongs: alone it would be "
-            "step_ms.",
+            "The paper: recomputation does not depend on the block size and is better for small blocks; swapping, "
+            "which small transfers limit, is better for large ones, where recomputation costs up to 20 percent more.",
+            "Ours crosses between 16 and 32, and recomputation costs 50 percent more at 256: 5 us for a transfer, two "
+            "transfers a block and layer, 25.6 GB/s and half of the peak FLOP/s are assumptions, and a prompt that is "
+            "computed faster, or a link that is slower, brings the two together.",
+            "recompute_ms is what the prompt adds to a step that other rows have as well; alone it would be step_ms.",
         ],
     )
     for size in _SIZES:

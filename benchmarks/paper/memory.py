@@ -70,7 +70,7 @@ def batched_requests(runner: Runner) -> Table:
             "law), and 30.42 requests are 45 ms a step where the model says 34, with no queue yet. Saturated, memory "
             "alone decides: that is the number to compare.",
             "Alpaca likewise: 132.44 requests are 75 ms a step, and the model says 33 ms, because no cost that grows "
-            "with the number of sequences is in it (sampling, Python, padding). Oracle is not full at 30/s here either.",
+            "with the number of sequences is in it (sampling, Python, padding). Nor is Oracle full at 30/s here.",
         ],
         {"seed": SEED, "saturated_rate": _SATURATION},
     )

@@ -74,8 +74,10 @@ def _slot_share(rows: list[Row]) -> Figure:
     ax = axes[0, 0]
     names = [_SYSTEMS[row["system"]] for row in rows]
     _bars(ax, names, [row["paper"] for row in rows], [row["ours"] for row in rows], [_color(row) for row in rows])
-    ax.plot(range(len(rows)), [row["of_pool"] for row in rows], "k_", markersize=30, label="ours, of the whole pool")
-    ax.legend(fontsize=7, frameon=False)
+    places = [i + 0.2 for i in range(len(rows))]
+    ax.plot(places, [row["of_pool"] for row in rows], "D", color="white", markeredgecolor="black", markersize=6)
+    ax.plot([], [], "D", color="white", markeredgecolor="black", markersize=6, label="ours, of the whole pool")
+    ax.legend(fontsize=7, frameon=False, loc="upper left")
     ax.set_ylabel("percent", fontsize=8)
     return figure
 

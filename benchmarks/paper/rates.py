@@ -113,16 +113,14 @@ def several_sequences(runner: Runner) -> Table:
             "paper says of them; beams fork at random here, see F15.",
             "A batch has at most 256 sequences: 42 requests of 6.",
         ],
-        {"seed": SEED, "num_requests": 120},
+        {"seed": SEED, "num_sequences": 600, "least_requests": 120},
     )
-    base = Point("paged", "alpaca", AT_ONCE, 120)
     cases = [("one", 1, 0), *(("parallel", n, 0) for n in (2, 4, 6)), *(("beam", 1, width) for width in (2, 4, 6))]
     paper = {("one", 1): 1.3, ("beam", 6): 2.3}
     for kind, n, width in cases:
         size = max(n, width)
-        points = {
-            s: replace(base, system=s, n=n, beam_width=width) for s in ("paged", "oracle", "pow2", "max", "jpaged")
-        }
+        base = Point("paged", "alpaca", AT_ONCE, max(120, 600 // size), n=n, beam_width=width)
+        points = {s: replace(base, system=s) for s in ("paged", "oracle", "pow2", "max", "jpaged")}
         rates = {s: r.saturated_requests_per_s for s, r in _by_system(runner, points).items()}
         table.add(
             kind=kind,
