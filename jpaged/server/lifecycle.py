@@ -231,10 +231,15 @@ class Server:
             await self._drain()
         if self._failure is not None:
             await self._enter(State.FAILED)
-            _LOG.error("the server ends: %s", self._failure, exc_info=_trace_of(self._failure))
+            _LOG.error("the server ends: %s", self._failure, exc_info=self._trace())
             self._inference.end_open_calls(InternalError(f"the engine has died: {self._failure}"))
         await self._close()
         return 0 if self._failure is None else 1
+
+    def _trace(self) -> Exception | None:
+        """What is worth a traceback: errors of ours say what is wrong, and the engine has logged its own."""
+        is_told = self._serving is not None or isinstance(self._failure, JpagedError)
+        return None if is_told else self._failure
 
     async def _drain(self) -> None:
         """Waits for the running requests, up to the timeout or a second stop; the rest is told UNAVAILABLE."""
@@ -267,8 +272,3 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
-
-
-def _trace_of(error: Exception) -> Exception | None:
-    """Errors of ours say what is wrong; a foreign one is worth its traceback."""
-    return None if isinstance(error, JpagedError) else error
