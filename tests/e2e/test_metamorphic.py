@@ -79,8 +79,8 @@ def test_the_order_of_arrival_changes_nothing(llm: LLM, alone: list[CompletionOu
 
 
 def test_larger_chunks_change_nothing(folder: Path, alone: list[CompletionOutput]) -> None:
-    """The others prefill at most 16 tokens a step, decoding rows included; here whole prompts go in one."""
-    with open_llm(folder, num_blocks=ENOUGH_BLOCKS, **{**OPTIONS, "max_num_batched_tokens": 64}) as llm:
+    """The others prefill at most 16 tokens a step, decoding rows included; here it is 32."""
+    with open_llm(folder, num_blocks=ENOUGH_BLOCKS, **{**OPTIONS, "max_num_batched_tokens": 32}) as llm:
         assert_same(generate(llm, PROMPTS, PARAMS), alone)
 
 
@@ -102,9 +102,8 @@ def test_dynamic_rope_replays_what_it_computed(tmp_path: Path) -> None:
     """Its rotations depend on the length that a sequence had when each token was computed, also after a preemption."""
     folder = write_model("llama_dynamic_long", tmp_path)
     prompts, how = random_prompts([80, 40, 60, 70], seed=3), SamplingParams(temperature=0.0, max_tokens=40, logprobs=0)
-    options = {"block_size": 8, "max_model_len": 128}
-    with open_llm(folder, num_blocks=64, **options) as llm:
+    with open_llm(folder, num_blocks=16, block_size=8, max_model_len=128) as llm:
         alone = [generate(llm, [prompt], how)[0] for prompt in prompts]
-    with open_llm(folder, num_blocks=16, **options) as llm:
+        assert engine_of(llm).load().num_preemptions == 0
         assert_same(generate(llm, prompts, how), alone)
         assert engine_of(llm).load().num_preemptions >= 1
