@@ -242,20 +242,23 @@ class Server:
         return None if is_told else self._failure
 
     async def _drain(self) -> None:
-        """Waits for the running requests, up to the timeout or a second stop; the rest is told UNAVAILABLE."""
+        """Waits until all requests have ended and been sent, up to the timeout or a second stop.
+
+        Those that are left are told UNAVAILABLE.
+        """
         if self._serving is None:
             return
         until_s = time.monotonic() + self._config.server.shutdown_timeout
-        is_drained = False
-        while not is_drained and self._failure is None:
+        while self._failure is None:
             remaining_s = until_s - time.monotonic()
             slice_s = max(0.0, min(_WATCH_INTERVAL_S, remaining_s))
             is_drained = await asyncio.to_thread(self._serving.engine.drain, slice_s)
-            self._note_failure()
+            if is_drained and await _wait(self._inference.is_idle, slice_s):
+                return
             if remaining_s <= 0 or self._hurry.is_set():
-                break
-        if not is_drained and self._failure is None:
-            self._inference.end_open_calls(Unavailable("the server shut down before the request finished"))
+                self._inference.end_open_calls(Unavailable("the server shut down before the request finished"))
+                return
+            self._note_failure()
 
     async def _close(self) -> None:
         if not await _wait(self._inference.is_idle, _FLUSH_TIMEOUT_S):
