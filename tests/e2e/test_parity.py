@@ -104,7 +104,7 @@ def test_tokens_equal_those_of_transformers(name: str, block_size: int, chunk: i
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "block_size"), LONG)
 def test_tokens_equal_in_blocks_and_chunks_of_every_size(name: str, block_size: int, tmp_path: Path) -> None:
-    for chunk in (8, 16, 64):
+    for chunk in (8, 16, 32):
         with open_case(name, tmp_path, block_size=block_size, max_num_batched_tokens=chunk) as llm:
             check_alone_and_in_company(llm, name)
 
