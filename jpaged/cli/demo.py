@@ -180,6 +180,8 @@ def _stream(client: Client, stories: Sequence[_Story], seed: int, console: Conso
     for thread in threads:
         thread.start()
     if not console.is_terminal:
+        for number, story in enumerate(stories, start=1):
+            _print_plain(console, f"[{number}] > {story.prompt}")
         while any(thread.is_alive() for thread in threads):
             threads[0].join(0.05)
             _print_new_lines(stories, console)
