@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import wire
-from jpaged.client.channel import CHANNEL_OPTIONS
+from jpaged.client.channel import CHANNEL_OPTIONS, Attempts
 from jpaged.client.failures import error_of
 from jpaged.client.wire import Assembler, Call, GenerateChunk, Load, ModelInfo, Prompt, ServerInfo
 from jpaged.errors import DeadlineExceeded, JpagedError
@@ -26,27 +26,39 @@ _T = TypeVar("_T")
 class AsyncGenerateStream:
     """The chunks of one request. Iterate over it; closing it, or letting go of it, cancels the request."""
 
-    def __init__(self, call: Any, request_id: str) -> None:
+    def __init__(self, begin: Callable[[float | None], Any], timeout_s: float | None, request_id: str) -> None:
         self.request_id = request_id
-        self._call = call
-        self._chunks = aiter(call)
+        self._is_closed = True  # until the call has begun, which can fail
+        self._begin = begin
+        self._attempts = Attempts(timeout_s)
+        self._call = begin(timeout_s)
+        self._messages = aiter(self._call)
+        self._has_begun = False
         self._is_closed = False
 
     def __aiter__(self) -> AsyncIterator[GenerateChunk]:
         return self
 
     async def __anext__(self) -> GenerateChunk:
-        if self._is_closed:
-            raise StopAsyncIteration
-        try:
-            return wire.chunk_of(await anext(self._chunks))
-        except asyncio.CancelledError:
-            if self._is_closed:  # by another task: grpc.aio tells a reader of a closed call this way
-                raise StopAsyncIteration from None
-            raise
-        except grpc.RpcError as error:
-            self._is_closed = True
-            raise _translated(error) from error
+        while not self._is_closed:
+            try:
+                chunk = wire.chunk_of(await anext(self._messages))
+            except asyncio.CancelledError:
+                if not self._is_closed:  # else by another task: grpc.aio tells a reader of a closed call this way
+                    raise
+            except aio.AioRpcError as error:
+                wait_s = None if self._has_begun else self._attempts.wait_s(error.code())
+                if wait_s is None:
+                    self._is_closed = True
+                    raise _translated(error) from error
+                await asyncio.sleep(wait_s)
+                if not self._is_closed:
+                    self._call = self._begin(self._attempts.remaining_s)
+                    self._messages = aiter(self._call)
+            else:
+                self._has_begun = True
+                return chunk
+        raise StopAsyncIteration
 
     def close(self) -> None:
         """Cancels the request unless it has ended; further iteration ends at once."""
@@ -62,7 +74,8 @@ class AsyncGenerateStream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not self._is_closed:
+            self.close()
 
 
 class AsyncClient:
@@ -195,8 +208,10 @@ class AsyncClient:
         self, prompt: Prompt, sampling: SamplingParams | None, request_id: str | None, timeout_s: float | None
     ) -> AsyncGenerateStream:
         request = wire.generate_request(prompt, sampling, request_id=request_id, model=self._model)
-        call = self._generate(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
-        return AsyncGenerateStream(call, request.request_id)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return AsyncGenerateStream(
+            lambda left_s: self._generate(request, timeout=left_s), timeout_s, request.request_id
+        )
 
     async def _run(self, call: Call[_T]) -> _T:
         method = self._channel.unary_unary(
@@ -204,10 +219,15 @@ class AsyncClient:
             request_serializer=type(call.request).SerializeToString,
             response_deserializer=call.response_kind.FromString,
         )
-        try:
-            return call.read(await method(call.request, timeout=self._timeout_s))
-        except grpc.RpcError as error:
-            raise _translated(error) from error
+        attempts = Attempts(self._timeout_s)
+        while True:
+            try:
+                return call.read(await method(call.request, timeout=attempts.remaining_s))
+            except aio.AioRpcError as error:
+                wait_s = attempts.wait_s(error.code())
+                if wait_s is None:
+                    raise _translated(error) from error
+            await asyncio.sleep(wait_s)
 
 
 def _translated(error: grpc.RpcError) -> JpagedError:

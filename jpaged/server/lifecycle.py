@@ -231,26 +231,34 @@ class Server:
             await self._drain()
         if self._failure is not None:
             await self._enter(State.FAILED)
-            _LOG.error("the server ends: %s", self._failure, exc_info=_trace_of(self._failure))
+            _LOG.error("the server ends: %s", self._failure, exc_info=self._trace())
             self._inference.end_open_calls(InternalError(f"the engine has died: {self._failure}"))
         await self._close()
         return 0 if self._failure is None else 1
 
+    def _trace(self) -> Exception | None:
+        """What is worth a traceback: errors of ours say what is wrong, and the engine has logged its own."""
+        is_told = self._serving is not None or isinstance(self._failure, JpagedError)
+        return None if is_told else self._failure
+
     async def _drain(self) -> None:
-        """Waits for the running requests, up to the timeout or a second stop; the rest is told UNAVAILABLE."""
+        """Waits until all requests have ended and been sent, up to the timeout or a second stop.
+
+        Those that are left are told UNAVAILABLE.
+        """
         if self._serving is None:
             return
         until_s = time.monotonic() + self._config.server.shutdown_timeout
-        is_drained = False
-        while not is_drained and self._failure is None:
+        while self._failure is None:
             remaining_s = until_s - time.monotonic()
             slice_s = max(0.0, min(_WATCH_INTERVAL_S, remaining_s))
             is_drained = await asyncio.to_thread(self._serving.engine.drain, slice_s)
-            self._note_failure()
+            if is_drained and await _wait(self._inference.is_idle, slice_s):
+                return
             if remaining_s <= 0 or self._hurry.is_set():
-                break
-        if not is_drained and self._failure is None:
-            self._inference.end_open_calls(Unavailable("the server shut down before the request finished"))
+                self._inference.end_open_calls(Unavailable("the server shut down before the request finished"))
+                return
+            self._note_failure()
 
     async def _close(self) -> None:
         if not await _wait(self._inference.is_idle, _FLUSH_TIMEOUT_S):
@@ -267,8 +275,3 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
-
-
-def _trace_of(error: Exception) -> Exception | None:
-    """Errors of ours say what is wrong; a foreign one is worth its traceback."""
-    return None if isinstance(error, JpagedError) else error

@@ -1,7 +1,7 @@
 """Starts the real server in this process, on a free port, with a real engine over the fake executor."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +112,14 @@ def request(text: str = "hello", *, request_id: str | None = None, **sampling: A
     return inference_pb2.GenerateRequest(
         request_id=request_id, text=text, sampling=inference_pb2.SamplingParams(**values)
     )
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits for something that another thread brings about; fails after 10 s."""
+    until = asyncio.get_running_loop().time() + 10
+    while not condition():
+        assert asyncio.get_running_loop().time() < until
+        await asyncio.sleep(0.002)
 
 
 async def collect(call: Any) -> list[inference_pb2.GenerateResponse]:

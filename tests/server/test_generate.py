@@ -7,7 +7,7 @@ import pytest
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.testing import ByteTokenizer, expected_tokens
-from tests.server.harness import collect, details_of, failure_of, request, running
+from tests.server.harness import collect, details_of, eventually, failure_of, request, running
 
 TOKENIZER = ByteTokenizer()
 
@@ -216,7 +216,7 @@ async def test_another_models_name_is_not_found(harness):
     assert (await collect(harness.inference.Generate(message)))[-1].HasField("finish")
 
 
-async def test_an_id_in_flight_is_refused(harness, eventually):
+async def test_an_id_in_flight_is_refused(harness):
     harness.faults.gate.clear()
     first = harness.inference.Generate(request(request_id="twin"))
     await eventually(lambda: harness.executor.num_steps > 0)
