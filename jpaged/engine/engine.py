@@ -228,17 +228,17 @@ class Engine:
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One iteration; False when there was nothing to do."""
+        """One iteration; False when there was nothing to do and nothing waits."""
         self._drain_inbox()
         self._expire()
         schedule = self._scheduler.schedule()
-        dispatched = self._dispatch(schedule) if schedule.rows else None
+        dispatched = self._dispatch(schedule)
         if self._options.overlap:
             dispatched, self._in_flight = self._in_flight, dispatched
         if dispatched is not None:
             self._collect(*dispatched)
         self._stats.end_step(self._memory, self._scheduler)
-        return bool(schedule.rows) or dispatched is not None
+        return bool(schedule.rows) or dispatched is not None or self._scheduler.has_work
 
     def check(self) -> None:
         """Raises InternalError when a block is lost, shared by mistake, or free and in use."""
@@ -247,20 +247,22 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                if not self.step() and not self._scheduler.has_work:
+                if not self.step():
                     self.check()
                     self._inbox.get()()
         except Exception as error:  # the top of the loop: whatever happened, every stream must hear of it
             logger.exception("the engine failed")
             self._fail(error)
 
-    def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any]:
+    def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any] | None:
+        """Starts a step: its moves, which there may be without a row, and its rows."""
+        self._stats.count_step(schedule)
         for moves in schedule.ops.batches():
             self._executor.move_blocks(moves)
+        if not schedule.rows:
+            return None
         inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)
-        handle = self._executor.dispatch(inputs)
-        self._stats.count_step(schedule)
-        return schedule, handle
+        return schedule, self._executor.dispatch(inputs)
 
     def _collect(self, schedule: Schedule, handle: Any) -> None:
         outputs = self._executor.collect(handle)

@@ -82,7 +82,7 @@ class StepStats:
         self._recent_ends_s: deque[float] = deque(maxlen=_RECENT_ENDS)
 
     def count_step(self, schedule: Schedule) -> None:
-        self._num_steps += 1
+        self._num_steps += bool(schedule.rows)
         self._num_preemptions += schedule.num_preempted
         self._num_recomputed_tokens += schedule.num_recomputed_tokens
         for group in schedule.admitted:
