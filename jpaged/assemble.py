@@ -61,11 +61,7 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
     )
     geometry = executor.geometry
     pool_mib = geometry.num_blocks * geometry.bytes_per_block / 2**20
-    progress(
-        f"pool of {geometry.num_blocks} blocks of {geometry.block_size} tokens ({pool_mib:.0f} MiB)",
-        geometry.num_blocks,
-        geometry.num_blocks,
-    )
+    progress(f"pool of {geometry.num_blocks} blocks of {geometry.block_size} tokens ({pool_mib:.0f} MiB)", 1, 1)
     executor.warm_up(progress)
     eos_token_ids = frozenset(source.config.eos_token_ids) or source.tokenizer.eos_token_ids
     scheduler = options.scheduler
