@@ -31,7 +31,7 @@ def option(
 ) -> Any:
     """A field of a section: its default, its help line and its limits (both inclusive).
 
-    A default of None means that the value is found when the configuration is resolved.
+    A default of None means that the value is found when the configuration is resolved, or that the thing is left out.
     """
     return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices, "unit": unit})
 
@@ -109,6 +109,15 @@ class ServerOptions:
         30.0, "after SIGTERM, running requests may take so long to finish", low=0.0, high=86400.0, unit="s"
     )
     enable_reflection: bool = option(True, "serve grpc.reflection, for grpcurl and the like")
+    pin_prefix: str | None = option(
+        None, "a text file: prompts that begin with its text, as it stands there, always find it computed"
+    )
+    metrics_port: int | None = option(
+        None,
+        "port that answers Prometheus, on the same host; 0 picks a free one, none when left out",
+        low=0,
+        high=65535,
+    )
 
 
 SECTIONS: dict[str, type] = {
