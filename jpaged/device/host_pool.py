@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -63,7 +64,7 @@ class HostPool:
 
     def land_ready(self) -> None:
         """Lands what has arrived. Transfers land in order: a later one may be to the same block."""
-        while self._on_the_way and self._on_the_way[0].contents.is_ready():
+        while self._on_the_way and _has_arrived(self._on_the_way[0].contents):
             self._land()
 
     def land_all(self) -> None:
@@ -108,9 +109,14 @@ def num_host_blocks(swap_space_gib: float, layout: KVLayout) -> int:
     return num_bytes // layout.bytes_per_block
 
 
+def _has_arrived(contents: Any) -> bool:
+    """Every jax array has `is_ready`; the declared type leaves it out."""
+    return bool(contents.is_ready())
+
+
 def _staging_sharding(sharding: NamedSharding) -> NamedSharding | None:
     """Page-locked host memory, which an accelerator writes to by itself; None on a CPU, whose memory is the host's."""
-    (device,) = sharding.device_set
+    device: jax.Device = next(iter(sharding.device_set))
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or "pinned_host" not in kinds:
         return None

@@ -100,6 +100,7 @@ class ReservedMemory:
         self._buddies = BuddyAllocator(num_blocks)
         self._regions: dict[Sequence, Region] = {}
         self._families: dict[Sequence, _Family] = {}
+        self._visitors: set[Sequence] = set()  # forks that still read their parent's region
         self._ops = MemoryOps()
 
     @property
@@ -169,16 +170,23 @@ class ReservedMemory:
             family = self._families[child] = self._families[parent]
             self._regions[child] = family.spares.pop()
             family.num_beams += 1
-        first = self._regions[child][0]
-        for i, source in enumerate(parent.block_table.block_ids()):
-            self._ops.add(Move.COPY, source, first + i)
-            child.block_table.extend([first + i])
+        # Copies run before a step, and the step that is being put together may still write what is to be copied.
+        child.block_table.extend(parent.block_table.block_ids())
+        self._visitors.add(child)
         child.num_computed_tokens = parent.num_computed_tokens
 
     def settle(self, sequence: Sequence) -> None:
-        """Nothing is cached."""
+        """Nothing is cached; a sequence that was forked since the last time moves into its own region."""
+        if sequence not in self._visitors:
+            return
+        self._visitors.remove(sequence)
+        first, _ = self._regions[sequence]
+        for i, source in enumerate(sequence.block_table.block_ids()):
+            self._ops.add(Move.COPY, source, first + i)
+            sequence.block_table.replace(i, first + i)
 
     def release(self, sequence: Sequence) -> None:
+        self._visitors.discard(sequence)
         sequence.block_table.clear()
         sequence.num_computed_tokens = 0
         self._give_back(sequence)

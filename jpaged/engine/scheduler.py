@@ -90,9 +90,11 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Decides the next step and enters it into the sequences: what it returns must be dispatched."""
         schedule = Schedule()
+        self._make_way(schedule)
+        num_yielded = schedule.num_preempted
         parts, budget = self._share_tokens()
         self._grow_running(parts, schedule)
-        if not schedule.num_preempted:
+        if schedule.num_preempted == num_yielded:  # nobody had to leave for want of blocks
             self._resume_and_admit(budget, schedule)
         schedule.ops = self._memory.take_ops()
         schedule.num_tokens = sum(row.num_tokens for row in schedule.rows)
@@ -143,6 +145,16 @@ class Scheduler:
             self._memory.release(sequence)
 
     # --- a step's parts ---------------------------------------------------------------------------------------------
+
+    def _make_way(self, schedule: Schedule) -> None:
+        """Preempts running groups, from the end of the order, for one that they yield to and that finds no room."""
+        while self._running and self._limits.batching == "continuous":
+            group = self._next_group()
+            if group is None or not self._order.yields_to(self._running[-1], group):
+                return
+            if self._has_room(group, self._num_promised()):
+                return
+            self._preempt(self._running[-1], schedule)
 
     def _share_tokens(self) -> tuple[dict[Group, Shares], int]:
         """Tokens for the sequences of each running group in this step, and how many are left for others."""
@@ -204,10 +216,7 @@ class Scheduler:
             if group is None:
                 return
             if not self._has_room(group, promised):
-                if not self._preempt_for(group, schedule):
-                    return
-                promised = self._num_promised()
-                continue
+                return
             if group.status is Status.SWAPPED:
                 self._swap_in(group, schedule)
             elif self._memory.is_being_computed(group, self._running):
@@ -270,14 +279,6 @@ class Scheduler:
     def _take_place(self, group: Group) -> None:
         insort(self._running, group, key=self._order.running_key)
         self._num_rows += group.num_rows
-
-    def _preempt_for(self, group: Group, schedule: Schedule) -> bool:
-        """Makes room for a waiting group that comes before a running one; False when there is none."""
-        last = max(self._running, key=self._order.running_key, default=None)
-        if last is None or not self._order.yields_to(last, group) or any(row.group is last for row in schedule.rows):
-            return False
-        self._preempt(last, schedule)
-        return True
 
     def _preempt(self, group: Group, schedule: Schedule) -> None:
         """Takes a running group's blocks: to host memory, or to be computed again."""

@@ -87,6 +87,13 @@ class Simulation:
         return len(self.served) / self.elapsed_s
 
     @property
+    def saturated_requests_per_s(self) -> float:
+        """The rate at which the middle half of the requests ended: what the system sustains, if it was never idle."""
+        ends_s = sorted(served.end_s for served in self.served)
+        first, last = len(ends_s) // 4, 3 * len(ends_s) // 4
+        return (last - first) / (ends_s[last] - ends_s[first])
+
+    @property
     def tokens_per_s(self) -> float:
         """Generated, by all sequences and beams."""
         return self.load.num_generation_tokens / self.elapsed_s

@@ -7,6 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Iterator
+from typing import Literal, get_args
 
 import jax
 import numpy as np
@@ -27,6 +28,7 @@ from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 from tests.device.test_no_copies import pool_sized_operations
 
+MoveKind = Literal["copy", "swap_out", "swap_in"]
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS = 3, 150, 100
 
 
@@ -34,6 +36,7 @@ NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS = 3, 150, 100
 def _executor(dtype: str) -> JaxExecutor:
     options = dataclasses.replace(
         tiny_model.OPTIONS,
+        scheduler=dataclasses.replace(tiny_model.OPTIONS.scheduler, max_num_batched_tokens=8),
         cache=dataclasses.replace(
             tiny_model.OPTIONS.cache,
             num_blocks=NUM_BLOCKS,
@@ -41,12 +44,17 @@ def _executor(dtype: str) -> JaxExecutor:
         ),
     )
     executor = JaxExecutor.create(tiny_model.model(dtype), tiny_model.params("loop", dtype), options)
+    with pytest.raises(InternalError, match="rates are measured by warm_up"):
+        _ = executor.rates
+    before = fill(executor, 1)
     executor.warm_up(tiny_model.quiet)
+    np.testing.assert_array_equal(contents(executor)[1:], before[1:])
     return executor
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def executor(request: pytest.FixtureRequest) -> Iterator[JaxExecutor]:
+    """Warming up has changed no block."""
     yield _executor(request.param)
     _executor(request.param).shutdown()
     _executor.cache_clear()
@@ -203,28 +211,23 @@ def test_nothing_was_compiled_after_warm_up(executor: JaxExecutor) -> None:
     assert executor.num_compiles_after_warm_up == 0
 
 
-def test_warming_up_measures_rates_and_changes_no_block() -> None:
-    executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.OPTIONS)
-    with pytest.raises(InternalError, match="rates are measured by warm_up"):
-        _ = executor.rates
-    before = fill(executor, 1)
-    executor.warm_up(tiny_model.quiet)
-    np.testing.assert_array_equal(contents(executor)[1:], before[1:])
+def test_warming_up_measures_rates(executor: JaxExecutor) -> None:
     rates = executor.rates
     for rate in (rates.swap_out_bytes_per_s, rates.swap_in_bytes_per_s):
         assert 1e5 < rate < 1e13
     assert 1 < rates.prefill_tokens_per_s < 1e8
-    executor.shutdown()
 
 
-def test_without_host_memory_only_copies_are_compiled() -> None:
-    options = dataclasses.replace(
-        tiny_model.OPTIONS, cache=dataclasses.replace(tiny_model.OPTIONS.cache, swap_space=0.0)
-    )
-    executor = tiny_model.warm_executor(options)
+def test_without_host_memory_only_copies_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = dataclasses.replace(tiny_model.OPTIONS.cache, swap_space=0.0)
+    options = dataclasses.replace(tiny_model.OPTIONS, cache=cache)
+    executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), options)
     assert executor.geometry.num_host_blocks == 0
-    assert {spec.kind for spec in executor.programs} == {"backbone", "draw", "copy"}
-    assert executor.rates.swap_out_bytes_per_s == executor.rates.swap_in_bytes_per_s == NO_RATE
+    assert {spec.kind for spec in executor._lowerings} == {"backbone", "draw", "copy"}
+    monkeypatch.setattr(executor, "dispatch", lambda inputs: None)
+    monkeypatch.setattr(executor, "collect", lambda handle: None)
+    rates = executor._measure_rates()
+    assert rates.swap_out_bytes_per_s == rates.swap_in_bytes_per_s == NO_RATE
     with pytest.raises(InternalError, match="swap_out destinations"):
         executor.move_blocks(BlockMoves(Move.SWAP_OUT, [1], [1]))
     executor.shutdown()
@@ -236,10 +239,10 @@ def test_without_host_memory_only_copies_are_compiled() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["copy", "swap_out", "swap_in"])
-def test_a_move_copies_no_pool(kind: str, dtype: str) -> None:
+@pytest.mark.parametrize("kind", get_args(MoveKind))
+def test_a_move_copies_no_pool(kind: MoveKind, dtype: str) -> None:
     layout = KVLayout(3, 4000, 16, 2, 16, np.dtype(dtype))
-    executable = lower_move(ProgramSpec(kind, 8), layout, replicated(build_mesh(jax.devices()[:1]))).compile()  # type: ignore[arg-type]
+    executable = lower_move(ProgramSpec(kind, 8), layout, replicated(build_mesh(jax.devices()[:1]))).compile()
     memory = executable.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes == (0 if kind == "swap_out" else layout.num_bytes)
@@ -312,7 +315,7 @@ def test_host_memory_that_the_system_refuses_is_an_option_that_is_wrong(monkeypa
     def refuse(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(host_pool.np, "empty", refuse)
+    monkeypatch.setattr(np, "empty", refuse)
     layout = KVLayout(1, 10, 16, 2, 32, np.dtype("float32"))
     with pytest.raises(InvalidArgument, match=r"swap_space: 0.00 GiB of host memory are refused"):
         HostPool(layout, 5, replicated(build_mesh(jax.devices()[:1])))

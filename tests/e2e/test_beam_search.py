@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged.device.executor import JaxExecutor
+from jpaged.engine.beam import EarlyStopping
 from jpaged.types import SamplingParams
 from tests.e2e.sharing_rig import Rig
 from tests.models.beam_cases import CHECKPOINT, GOLDENS, BeamCase, Found, beam_cases, found_by_transformers
@@ -17,8 +18,8 @@ from tests.models.tiny import write_checkpoint
 SEARCHES = json.loads(GOLDENS.read_text(encoding="utf-8"))["searches"]
 
 
-def found_by_us(executor: JaxExecutor, case: BeamCase, **options: object) -> list[Found]:
-    rig = Rig(executor, eos_token_ids=frozenset(case.eos_token_ids), **options)
+def found_by_us(executor: JaxExecutor, case: BeamCase) -> list[Found]:
+    rig = Rig(executor, eos_token_ids=frozenset(case.eos_token_ids))
     params = SamplingParams(
         beam_width=case.width,
         n=case.n,
@@ -64,6 +65,7 @@ def test_a_random_search_finds_what_transformers_finds_now(executor: JaxExecutor
     model.generation_config.eos_token_id = None
     rng = np.random.default_rng(seed)
     width = int(rng.integers(2, 7))
+    rules: list[EarlyStopping] = [True, False, "never"]
     case = BeamCase(
         prompt_seed=int(rng.integers(3, 20)),
         width=width,
@@ -71,6 +73,6 @@ def test_a_random_search_finds_what_transformers_finds_now(executor: JaxExecutor
         max_tokens=int(rng.integers(2, 25)),
         eos_token_ids=tuple(sorted(rng.choice(np.arange(3, 131), 3, replace=False).tolist())),
         length_penalty=float(rng.choice([-1.0, 0.0, 0.7, 1.0, 2.0])),
-        early_stopping=[True, False, "never"][seed % 3],  # type: ignore[arg-type]
+        early_stopping=rules[seed % 3],
     )
     agree(found_by_us(executor, case), found_by_transformers(model, case))

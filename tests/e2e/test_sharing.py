@@ -7,7 +7,7 @@ nothing happened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,6 +144,20 @@ def test_answers_do_not_depend_on_where_the_memory_was(executor: JaxExecutor, ch
     CHECKS[check](executor, jobs([*KINDS], 4))
 
 
+COMPANY = {
+    "greedy": jobs(["greedy"], 8),
+    "seeded": jobs(["seeded"], 8),
+    "four": jobs(["four"], 3),
+    "beams": jobs(["greedy", "greedy", "greedy", "beams"], 4),  # beams alone share too much to fill a pool
+}
+"""Of each kind so many that the small pool is too small, and one of the kind arrives last: it is preempted first."""
+
+
+@pytest.mark.parametrize("check", [check_swapped, check_recomputed])
+def test_beams_go_on_after_preemption(executor: JaxExecutor, check: Callable[[JaxExecutor, list[Job]], None]) -> None:
+    check(executor, COMPANY["beams"])
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """An executor, and what an engine over it must be told."""
@@ -169,8 +183,7 @@ def place(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_kind_of_request_in_every_place(place: Place, check: str, kind: str, overlap: bool) -> None:
-    count = 8 if kind in ("greedy", "seeded") else 3
-    CHECKS[check](place.executor, jobs([kind], count), overlap=overlap, max_cached_tokens=place.max_cached_tokens)
+    CHECKS[check](place.executor, COMPANY[kind], overlap=overlap, max_cached_tokens=place.max_cached_tokens)
 
 
 def test_preemption_picks_the_cheaper_way_by_what_was_measured(executor: JaxExecutor) -> None:
