@@ -1,6 +1,7 @@
 """Training learns, repeats itself, survives an interruption, and attention stays inside a document."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,11 @@ import pytest
 
 from jpaged.demo.data import Lesson, batch, encode
 from jpaged.demo.tokenizer import train_tokenizer
-from jpaged.demo.train import LAST_LESSON, PHASES, TrainSettings, demo_config, loss_sum, train
+from jpaged.demo.train import PHASES, Phase, TrainSettings, demo_config, loss_sum, train
 from jpaged.models.llama import Llama
 
 SETTINGS = TrainSettings(
-    seed=3, num_steps=20, num_rows=1, row_len=512, num_warmup_steps=4, rate=1e-2, phases=(), dtype="float32"
+    seed=3, num_rows=1, row_len=512, num_warmup_steps=4, phases=(Phase(20, 1e-2, Lesson()),), dtype="float32"
 )
 
 
@@ -38,18 +39,16 @@ def mean_loss(config, params, rows):
 def test_a_few_steps_reduce_the_loss(config, tokenizer):
     rows = batch(tokenizer, 99, 0, (1, 512), Lesson())
     before = Llama(config, jnp.dtype(jnp.float32)).init_params(jax.random.key(SETTINGS.seed), "loop")
-    after = train(config, SETTINGS, tokenizer, None, 1000)
+    after = train(config, SETTINGS, tokenizer, SETTINGS.num_steps)
     assert mean_loss(config, before, rows) == pytest.approx(np.log(512), rel=0.02)
     assert mean_loss(config, after, rows) < 5.5
 
 
 def test_a_run_taken_up_again_ends_where_an_unbroken_one_does(config, tokenizer, tmp_path):
-    settings = dataclasses.replace(SETTINGS, num_steps=6, num_warmup_steps=1, decay=0.01)
-    # The rate falls after the last step only, so that five steps are the first five of six.
-    unbroken = train(config, settings, tokenizer, None, 1000)
-    train(config, dataclasses.replace(settings, num_steps=5), tokenizer, tmp_path, 1)
+    unbroken = train(config, SETTINGS, tokenizer, 6)
+    train(config, SETTINGS, tokenizer, 5, tmp_path, every=1)
     assert [path.name for path in tmp_path.iterdir()] == ["5"]
-    resumed = train(config, settings, tokenizer, tmp_path, 1)
+    resumed = train(config, SETTINGS, tokenizer, 6, tmp_path, every=1)
     jax.tree.map(np.testing.assert_array_equal, unbroken, resumed)
 
 
@@ -61,10 +60,10 @@ def test_rows_are_a_function_of_seed_and_step(tokenizer):
 
 def test_every_step_has_its_lesson():
     settings = TrainSettings()
-    assert settings.lesson(0) == Lesson()
-    assert settings.lesson(PHASES[0].until - 1) == Lesson()
-    assert settings.lesson(PHASES[0].until) == PHASES[1].lesson
-    assert settings.lesson(PHASES[-1].until) == LAST_LESSON
+    assert settings.num_steps == PHASES[-1].until
+    for before, after in itertools.pairwise(PHASES):
+        assert settings.lesson(before.until - 1) == before.lesson
+        assert settings.lesson(before.until) == after.lesson
 
 
 def test_a_lesson_cuts_documents(tokenizer):
@@ -83,6 +82,12 @@ def test_a_lesson_weighs_names_that_come_again():
         assert heavy.targets[0, index] in document
     np.testing.assert_array_equal(plain.weights > 0, heavy.weights > 0)
     np.testing.assert_array_equal(plain.weights[heavy.weights != 5.0], heavy.weights[heavy.weights != 5.0])
+
+
+def test_introductions_are_every_second_document(tokenizer):
+    texts = [tokenizer.decode(encode(tokenizer, 1, index, Lesson(introductions=True))[0]) for index in range(6)]
+    assert [text.startswith("This is a") for text in texts][1::2] == [True] * 3
+    assert texts[0] == tokenizer.decode(encode(tokenizer, 1, 0, Lesson())[0])
 
 
 def test_documents_lie_in_rows_whole_and_only_answers_are_learnt(tokenizer):
