@@ -167,9 +167,9 @@ class SamplingParams:
         _require(self.n <= self.beam_width, "n", self.n, f"at most beam_width ({self.beam_width})")
         _require(self.temperature in (0.0, 1.0), "temperature", self.temperature, "0 or 1 with beam_width")
         unused: dict[str, object] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None, "best_of": None}
-        for name, default in unused.items():
+        for name, unset in unused.items():
             value = getattr(self, name)
-            _require(value == default, name, value, f"{default} with beam_width, which draws nothing")
+            _require(value == unset, name, value, f"{unset} with beam_width, which draws nothing")
         _require(not self.stop, "stop", self.stop, "empty with beam_width; use stop_token_ids")
 
     def _check_sharing(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.device import host_pool
 from jpaged.device.block_moves import content_bytes, lower_move, move_sizes
-from jpaged.device.compile import ProgramSpec
+from jpaged.device.compile import CompileWatch, ProgramSpec
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
 from jpaged.device.mesh import build_mesh, replicated
@@ -309,6 +309,23 @@ def test_host_memory_is_taken_as_it_is_used() -> None:
     pool = HostPool(layout, 2**30 // layout.bytes_per_block, replicated(build_mesh(jax.devices()[:1])))
     assert time.perf_counter() - begin < 0.1
     assert pool.num_blocks == 2**30 // layout.bytes_per_block
+
+
+def test_an_accelerator_writes_to_page_locked_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same transfers through the memory kind that accelerators have; CPUs have it too, and no use for it."""
+    monkeypatch.setattr(host_pool, "_staging_sharding", lambda sharding: sharding.with_memory_kind("pinned_host"))
+    layout = KVLayout(2, 10, 4, 1, 8, np.dtype("bfloat16"))
+    sharding = replicated(build_mesh(jax.devices()[:1]))
+    pool, watch = HostPool(layout, 20, sharding), CompileWatch()
+    sent = np.random.default_rng(0).integers(0, 2**16, (2, 8, *layout.block_shape), np.uint16)
+    arrays = [jax.device_put(contents, sharding) for contents in sent]
+    with watch.watching():
+        pool.receive(arrays[0], [1, 2, 3])
+        pool.receive(arrays[1], [3, 20])
+        assert pool._on_the_way[0].contents.sharding.memory_kind == "pinned_host"
+        got = pool.read([20, 3, 1], 4)
+    np.testing.assert_array_equal(got[:3], [sent[1][1], sent[1][0], sent[0][0]])
+    assert (pool.num_on_the_way, watch.num_compiles) == (0, 0)
 
 
 def test_host_memory_that_the_system_refuses_is_an_option_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
