@@ -11,9 +11,10 @@ import pytest
 from jpaged.config import EngineConfig, ServerOptions, field_names, iter_options
 from jpaged.device import kv_cache
 from jpaged.engine.executor import StepInputs, StepOutputs
+from jpaged.engine.sequence import Group
 from jpaged.engine.stats import EngineLoad
 from jpaged.errors import InvalidArgument, RequestTooLong
-from jpaged.llm import LLM
+from jpaged.llm import LLM, TokensPrompt
 from jpaged.types import SamplingParams
 from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts, write_model
 
@@ -191,11 +192,62 @@ def test_memory_utilization_is_the_pools_share(folder: Path, monkeypatch: pytest
     assert pools[1] - pools[0] == pytest.approx(0.2 * 4, abs=0.15)
 
 
-@flips("policy")
-def test_policy_is_the_one_there_is(base: LLM) -> None:
-    assert base.config.scheduler.policy == "fcfs"
-    with pytest.raises(InvalidArgument, match="policy: 'priority' is not one of fcfs"):
-        LLM("no such folder", policy="priority")
+@flips("policy", "enable_prefix_caching")
+def test_priority_serves_lower_numbers_first_and_no_cache_finds_nothing(
+    folder: Path, base: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt: TokensPrompt = {"prompt_token_ids": random_prompts([20])[0]}
+    sampling = [SamplingParams(max_tokens=2, ignore_eos=True, priority=number) for number in (3, 1, 2, 0)]
+    options = {**BASE, "max_num_seqs": 1}
+    with open_llm(folder, policy="priority", enable_prefix_caching=False, **options) as llm:
+        engine, ended = engine_of(llm), []
+        release = engine._release
+
+        def watched(group: Group) -> None:
+            ended.append(group.request.sampling.priority)
+            release(group)
+
+        monkeypatch.setattr(engine, "_release", watched)
+        outputs = llm.generate([prompt] * 4, sampling)
+    assert ended == [0, 1, 2, 3]
+    assert [output.usage.cached_tokens for output in outputs] == [0] * 4
+    base.generate(prompt, sampling[0])
+    assert base.generate(prompt, sampling[0])[0].usage.cached_tokens > 0
+
+
+@flips("kv_policy", "batching")
+def test_the_baselines_keep_room_for_a_whole_sequence_and_a_batch_to_its_end(
+    folder: Path, base: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [1] * 7 + [12] + [1]
+
+    def steps_until_nobody_waits(llm: LLM) -> int:
+        loads = watch(llm, monkeypatch)
+        before = engine_of(llm).load().num_steps
+        prompts: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in random_prompts([1] * 9)]
+        llm.generate(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])
+        return max(load.num_steps for load in loads if load.num_waiting) - before
+
+    with open_llm(folder, kv_policy="reserve-max", batching="static", **BASE) as llm:
+        geometry = engine_of(llm).geometry
+        assert steps_until_nobody_waits(llm) >= 12
+        assert engine_of(llm).load().peak_blocks_used == 8 * geometry.max_blocks_per_seq
+    assert steps_until_nobody_waits(base) < 6
+    assert engine_of(base).load().peak_blocks_used < 8 * geometry.max_blocks_per_seq
+
+
+@flips("preemption_mode", "swap_space")
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preemption_goes_the_way_it_is_told(folder: Path, mode: str) -> None:
+    options = {**BASE, "max_model_len": 32, "block_size": 4, "num_blocks": 9}
+    swap_space = 0.001 if mode == "swap" else 0.0
+    with open_llm(folder, preemption_mode=mode, swap_space=swap_space, enable_prefix_caching=False, **options) as llm:
+        generate(llm, random_prompts([5] * 4), SamplingParams(max_tokens=20, ignore_eos=True))
+        load = engine_of(llm).load()
+        assert (engine_of(llm).geometry.num_host_blocks > 0) == (mode == "swap")
+    assert load.num_preemptions > 0
+    assert (load.num_blocks_swapped_out > 0) == (mode == "swap")
+    assert (load.num_recomputed_tokens > 0) == (mode == "recompute")
 
 
 @flips("overlap")
