@@ -9,8 +9,10 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.paper.point import LABELS
+from benchmarks.paper.rates import SHARES
 from benchmarks.paper.table import RESULTS
 
 mpl.use("Agg")
@@ -25,9 +27,8 @@ _STYLES = {
     "jpaged": ("#56b4e9", "D"),
     "shared": ("#cc79a7", "P"),
 }
-_PAPER = {"facecolor": "white", "edgecolor": "#444444", "hatch": "//"}
 _SYSTEMS = {label: name for name, label in LABELS.items()}
-_MAX_LATENCY_S = 1.0
+_LATENCIES_S = (0.02, 3.0)
 
 Row = dict[str, Any]
 
@@ -55,14 +56,18 @@ def _bars(ax: Axes, names: list[str], paper: list[float | None], ours: list[floa
     """Two bars a name: the paper's, hatched, and ours."""
     for i, (theirs, value, color) in enumerate(zip(paper, ours, colors, strict=True)):
         if theirs is not None:
-            ax.bar(i - 0.2, theirs, 0.38, **_PAPER)  # type: ignore[arg-type]
+            _bar_of_paper(ax, i - 0.2, theirs)
             ax.text(i - 0.2, theirs, f"{theirs:g}", ha="center", va="bottom", fontsize=7)
         ax.bar(i + 0.2, value, 0.38, color=color)
         ax.text(i + 0.2, value, f"{value:.3g}", ha="center", va="bottom", fontsize=7)
     ax.set_xticks(range(len(names)), names, fontsize=8)
-    ax.bar(0, 0, **_PAPER, label="paper")  # type: ignore[arg-type]
+    _bar_of_paper(ax, 0, 0, "paper")
     ax.bar(0, 0, color="#0072b2", label="jpaged, simulated")
     ax.legend(fontsize=7, frameon=False)
+
+
+def _bar_of_paper(ax: Axes, place: float, value: float, label: str = "") -> None:
+    ax.bar(place, value, 0.38, facecolor="white", edgecolor="#444444", hatch="//", label=label or None)
 
 
 def _color(row: Row) -> str:
@@ -106,10 +111,15 @@ def _latency(rows: list[Row]) -> Figure:
             if some:
                 color, mark = _STYLES[name]
                 ax.plot(*zip(*some, strict=True), color=color, marker=mark, markersize=4, linewidth=1.2, label=name)
+                ax.axvline(some[-1][0] / SHARES[-1], color=color, linewidth=0.8, linestyle=":")
         ax.set_title(panel, fontsize=9)
         ax.set_xscale("log")
-        ax.set_ylim(0, _MAX_LATENCY_S)
-        ax.set_xlabel("requests/s", fontsize=8)
+        ax.set_yscale("log")
+        ax.set_ylim(*_LATENCIES_S)
+        ax.set_xlabel("requests/s; dotted: sustained", fontsize=8)
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_major_formatter("{x:g}")
     axes[0, 0].legend(fontsize=7, frameon=False)
     return figure
 
@@ -134,6 +144,7 @@ def _sustained(rows: list[Row]) -> Figure:
     ax.axhline(22, color=_STYLES["static"][0], linestyle=":", label="paper, over static (most)")
     ax.axhline(1, color="black", linewidth=0.8)
     ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.set_xticks(range(len(panels)), panels, fontsize=8)
     ax.legend(fontsize=7, frameon=False, ncols=2)
     return figure
@@ -152,6 +163,7 @@ def _several(rows: list[Row]) -> Figure:
         ax.set_xlabel("sequences a request", fontsize=8)
         ax.set_xticks([row["size"] for row in some])
         ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:g}")
     axes[0, 0].legend(fontsize=7, frameon=False)
     return figure
 

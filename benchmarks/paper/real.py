@@ -73,7 +73,7 @@ def sharing(model: str) -> Table:
         f"F15 on a real model ({model}, CPU): blocks saved by sharing, percent, Alpaca's lengths",
         [
             "Six requests one at a time; the demo model's own beams decide what is shared.",
-            "Samples share the full blocks of their prompt alone: five of these six prompts have one, half of Alpaca's do.",
+            "Samples share the full blocks of their prompt alone: five of these six have one, half of Alpaca's do.",
         ],
         {"seed": SEED, "num_requests": _NUM_SHARING, **{k: str(v) for k, v in machine().items()}},
     )
