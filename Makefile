@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=2              processes that run the quick tests; 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, bench, demo and demo-model
+#   ARGS='...'          further arguments for test, test-long, bench, paper, demo and demo-model
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -28,7 +28,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 unexport JAX EXTRAS ARGS JOBS TORCH VENV
 
-.PHONY: help setup demo demo-model test test-long bench check format proto torch clean
+.PHONY: help setup demo demo-model test test-long bench paper check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ test-long: $(STAMP) ## the long tests
 
 bench: $(STAMP) ## the benchmarks
 	@$(BIN)/jpaged bench $(ARGS)
+
+paper: $(STAMP) ## the PagedAttention paper's tables and figures, simulated
+	@$(BIN)/python -m benchmarks.paper $(ARGS)
 
 CHECKS := check-format check-lint check-types check-protos check-architecture
 .PHONY: $(CHECKS)

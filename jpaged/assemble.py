@@ -73,6 +73,12 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_num_queued_reqs=scheduler.max_num_queued_reqs,
             overlap=scheduler.overlap,
+            policy=scheduler.policy,
+            batching=scheduler.batching,
+            preemption_mode=scheduler.preemption_mode,
+            kv_policy=options.cache.kv_policy,
+            enable_prefix_caching=options.cache.enable_prefix_caching,
+            max_cached_tokens=_max_cached_tokens(source.config),
         ),
         eos_token_ids=eos_token_ids,
     )
@@ -104,6 +110,11 @@ def find_source(name: str) -> Source:
     folder = checkpoint.FOLDER if name == DEMO else find_folder(name)
     config = read_config(folder)
     return Source(name, folder, config, load_tokenizer(folder, vocab_size=config.vocab_size))
+
+
+def _max_cached_tokens(config: ModelConfig) -> int | None:
+    """A dynamic rope turns every position of a longer prompt otherwise: only up to this length are prefixes alike."""
+    return config.rope.original_max_position_embeddings if config.rope.kind == "dynamic" else None
 
 
 def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:

@@ -31,7 +31,7 @@ def option(
 ) -> Any:
     """A field of a section: its default, its help line and its limits (both inclusive).
 
-    A default of None means that the value is found when the configuration is resolved.
+    A default of None means that the value is found when the configuration is resolved, or that the thing is left out.
     """
     return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices, "unit": unit})
 
@@ -66,6 +66,15 @@ class CacheOptions:
     memory_utilization: float = option(
         0.9, "share of the device's memory that weights, programs and the pool may take", low=0.01, high=1.0
     )
+    swap_space: float = option(
+        1.0, "host memory that groups are swapped out to, and cached prefixes kept in", low=0.0, high=4096.0, unit="GiB"
+    )
+    enable_prefix_caching: bool = option(True, "share the blocks of prompts that begin alike")
+    kv_policy: str = option(
+        "paged",
+        "paged gives blocks as tokens come; reserve-* keep contiguous room for a sequence's whole life: baselines",
+        choices=("paged", "reserve-max", "reserve-pow2", "reserve-oracle"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,17 @@ class SchedulerOptions:
 
     max_num_seqs: int = option(64, "rows of a step", low=1, high=4096)
     max_num_batched_tokens: int = option(512, "tokens of a step, all rows", low=8, high=1 << 20)
-    policy: str = option("fcfs", "order of admission", choices=("fcfs",))
+    policy: str = option("fcfs", "order of admission", choices=("fcfs", "priority", "fair"))
+    preemption_mode: str = option(
+        "auto",
+        "when blocks run out: swap moves them to host memory, recompute runs the tokens again, auto is the quicker",
+        choices=("auto", "recompute", "swap"),
+    )
+    batching: str = option(
+        "continuous",
+        "continuous admits at every step; static only when the whole batch has ended: a baseline",
+        choices=("continuous", "static"),
+    )
     overlap: bool = option(True, "prepare a step while the device still runs the one before")
     max_num_queued_reqs: int = option(4096, "waiting requests before new ones are refused", low=1, high=1 << 20)
 
@@ -90,6 +109,15 @@ class ServerOptions:
         30.0, "after SIGTERM, running requests may take so long to finish", low=0.0, high=86400.0, unit="s"
     )
     enable_reflection: bool = option(True, "serve grpc.reflection, for grpcurl and the like")
+    pin_prefix: str | None = option(
+        None, "a text file: prompts that begin with its text, as it stands there, always find it computed"
+    )
+    metrics_port: int | None = option(
+        None,
+        "port that answers Prometheus, on the same host; 0 picks a free one, none when left out",
+        low=0,
+        high=65535,
+    )
 
 
 SECTIONS: dict[str, type] = {

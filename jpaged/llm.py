@@ -144,10 +144,38 @@ class LLM:
 
 
 class _Gathered:
-    """The events of one request, folded as they come."""
+    """The events of one request, folded as they come: one completion an index."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
+        self._completions: dict[int, _Completion] = {}
+        self._last: OutputEvent | None = None
+
+    def add(self, event: OutputEvent) -> None:
+        self._completions.setdefault(event.index, _Completion()).add(event)
+        if event.is_last:
+            self._last = event
+
+    def output(self) -> RequestOutput:
+        last, request = self._last, self._request
+        if last is None or last.error is not None:
+            raise (last.error if last is not None else None) or InternalError(f"{request.request_id} has no end")
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=tuple(
+                completion.output(index, has_logprobs=request.sampling.logprobs is not None)
+                for index, completion in sorted(self._completions.items())
+            ),
+            usage=last.usage,
+        )
+
+
+class _Completion:
+    """What came of one sequence so far."""
+
+    def __init__(self) -> None:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[PositionLogprobs] = []
@@ -157,28 +185,20 @@ class _Gathered:
         self._text.append(event.text)
         self._token_ids += event.token_ids
         self._logprobs += event.logprobs
-        if event.is_last:
-            self._last = event
+        self._last = event
 
-    def output(self) -> RequestOutput:
-        last, request = self._last, self._request
+    def output(self, index: int, *, has_logprobs: bool) -> CompletionOutput:
+        last = self._last
         if last is None or last.finish is None:
-            raise (last.error if last is not None else None) or InternalError(f"{request.request_id} has no end")
-        completion = CompletionOutput(
-            index=last.index,
+            raise InternalError(f"sequence {index} has no end")
+        return CompletionOutput(
+            index=index,
             text="".join(self._text),
             token_ids=tuple(self._token_ids),
             cumulative_logprob=last.cumulative_logprob,
-            logprobs=None if request.sampling.logprobs is None else tuple(self._logprobs),
+            logprobs=tuple(self._logprobs) if has_logprobs else None,
             finish_reason=last.finish.reason.value,
             matched_stop=last.finish.matched_stop,
-        )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=(completion,),
-            usage=last.usage,
         )
 
 

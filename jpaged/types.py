@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from jpaged.errors import InvalidArgument
 
@@ -19,6 +20,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 32
 MAX_SEED = 2**64 - 1
+MAX_NUM_SAMPLES = 256
+MAX_BEAM_WIDTH = 16
+"""The device reports the 32 likeliest tokens of a row, and a beam needs twice its width."""
+MAX_CACHE_SALT_CHARS = 256
 
 
 class FinishReason(enum.Enum):
@@ -60,6 +65,18 @@ class SamplingParams:
         stop_token_ids: tokens that end the sequence; the token itself is reported, its text is not.
         ignore_eos: go on past the model's own end-of-sequence tokens.
         skip_special_tokens: leave special tokens out of the text.
+        n: sequences to return. The prompt is computed once and its blocks are shared.
+        best_of: sequences to generate, of which the n with the highest cumulative log-probability are returned, the
+            best first; None is n. With best_of above n nothing is streamed before the end.
+        beam_width: search for the likeliest sequences with this many beams instead of drawing; None or 0 draws. The n
+            best are returned at the end. Temperature, top_k, top_p, min_p, seed and best_of have no part in it and
+            must be left at their defaults (a temperature of 0 is accepted); stop strings are not searched for.
+        length_penalty: a finished beam's score is its cumulative log-probability / length ** length_penalty.
+        early_stopping: True ends the search as soon as beam_width sequences are finished; False when the best running
+            beam, at its length, no longer beats the worst finished one; "never" when it cannot at any length.
+        priority: lower numbers are served first, under the policy `priority`.
+        cache_salt: sequences share cached prefixes only with those of the same salt.
+        use_prefix_cache: False neither reads cached prefixes nor leaves any.
     """
 
     max_tokens: int = 16
@@ -74,6 +91,14 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    priority: int = 0
+    cache_salt: str = ""
+    use_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -83,6 +108,8 @@ class SamplingParams:
         self._check_lengths()
         self._check_distribution()
         self._check_stops()
+        self._check_sequences()
+        self._check_sharing()
 
     def _check_lengths(self) -> None:
         _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer >= 1")
@@ -119,9 +146,52 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             _require(_is_int(token_id) and token_id >= 0, "stop_token_ids", token_id, "token ids >= 0")
 
+    def _check_sequences(self) -> None:
+        is_ok = _is_int(self.n) and 1 <= self.n <= MAX_NUM_SAMPLES
+        _require(is_ok, "n", self.n, f"an integer from 1 to {MAX_NUM_SAMPLES}")
+        if self.best_of is not None:
+            is_ok = _is_int(self.best_of) and self.n <= self.best_of <= MAX_NUM_SAMPLES
+            _require(is_ok, "best_of", self.best_of, f"an integer from n ({self.n}) to {MAX_NUM_SAMPLES}")
+        is_number = isinstance(self.length_penalty, int | float) and math.isfinite(self.length_penalty)
+        _require(is_number and abs(self.length_penalty) <= 100, "length_penalty", self.length_penalty, "-100 to 100")
+        is_known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        _require(is_known, "early_stopping", self.early_stopping, 'True, False or "never"')
+        if not self.beam_width:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                value = getattr(self, name)
+                _require(value == default, name, value, f"{default} unless beam_width is set")
+            _require(self.beam_width in (None, 0), "beam_width", self.beam_width, f"from 0 to {MAX_BEAM_WIDTH}")
+            return
+        is_ok = _is_int(self.beam_width) and 1 <= self.beam_width <= MAX_BEAM_WIDTH
+        _require(is_ok, "beam_width", self.beam_width, f"an integer from 0 to {MAX_BEAM_WIDTH}")
+        _require(self.n <= self.beam_width, "n", self.n, f"at most beam_width ({self.beam_width})")
+        _require(self.temperature in (0.0, 1.0), "temperature", self.temperature, "0 or 1 with beam_width")
+        unused: dict[str, object] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None, "best_of": None}
+        for name, unset in unused.items():
+            value = getattr(self, name)
+            _require(value == unset, name, value, f"{unset} with beam_width, which draws nothing")
+        _require(not self.stop, "stop", self.stop, "empty with beam_width; use stop_token_ids")
+
+    def _check_sharing(self) -> None:
+        _require(_is_int(self.priority) and abs(self.priority) < 2**31, "priority", self.priority, "a 32-bit integer")
+        is_ok = isinstance(self.cache_salt, str) and len(self.cache_salt) <= MAX_CACHE_SALT_CHARS
+        _require(is_ok, "cache_salt", self.cache_salt, f"a string of at most {MAX_CACHE_SALT_CHARS} characters")
+        is_bool = isinstance(self.use_prefix_cache, bool)
+        _require(is_bool, "use_prefix_cache", self.use_prefix_cache, "true or false")
+
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Nothing is drawn at random."""
+        return self.temperature == 0.0 or bool(self.beam_width)
+
+    def ending_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Every token that ends a sequence, for a model with these end-of-sequence tokens."""
+        return frozenset(self.stop_token_ids) if self.ignore_eos else eos_token_ids.union(self.stop_token_ids)
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that are generated when nothing is searched for."""
+        return self.best_of or self.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +202,7 @@ class Request:
         prompt_token_ids: at least one token.
         prompt: the text the ids came from; None when the caller sent ids.
         deadline_s: on the engine's clock; None means none.
+        tenant: whose request it is, for the policy `fair`.
     """
 
     request_id: str
@@ -139,6 +210,7 @@ class Request:
     sampling: SamplingParams
     prompt: str | None = None
     deadline_s: float | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,11 @@
 
 import pytest
 
-from jpaged.config import EngineConfig, Environment, iter_options, option_type
+from jpaged.config import CacheOptions, EngineConfig, Environment, SchedulerOptions, iter_options, option_type
+from jpaged.engine.admission import POLICIES
+from jpaged.engine.preemption import PREEMPTION_MODES
+from jpaged.engine.reserved_memory import RESERVE_POLICIES
+from jpaged.engine.scheduler import BATCHINGS
 from jpaged.errors import InvalidArgument
 
 
@@ -31,6 +35,13 @@ def test_an_option_lands_in_its_section():
         ("dtype", "float8", "'float8' is not one of auto, float32, bfloat16"),
         ("overlap", 1, "1 is not of type bool"),
         ("num_blocks", 0, "0 is below the limit of 1"),
+        ("swap_space", -0.5, "-0.5 is below the limit of 0.0"),
+        ("swap_space", 5000, "5000.0 is above the limit of 4096.0"),
+        ("kv_policy", "reserve", "'reserve' is not one of paged, reserve-max, reserve-pow2, reserve-oracle"),
+        ("policy", "lottery", "'lottery' is not one of fcfs, priority, fair"),
+        ("preemption_mode", "kill", "'kill' is not one of auto, recompute, swap"),
+        ("batching", "dynamic", "'dynamic' is not one of continuous, static"),
+        ("enable_prefix_caching", "no", "'no' is not of type bool"),
         ("max_num_batched_tokens", 8, r"8 is below max_num_seqs \(64\)"),
     ],
 )
@@ -48,9 +59,21 @@ def test_every_option_has_help_and_a_name_of_its_own():
         assert option_type(spec) in {str, int, float, bool}
 
 
+def test_choices_are_those_that_the_engine_knows():
+    choices = {spec.name: spec.metadata["choices"] for name, section, spec in iter_options()}
+    assert choices["policy"] == POLICIES
+    assert choices["preemption_mode"] == PREEMPTION_MODES
+    assert choices["batching"] == BATCHINGS
+    assert choices["kv_policy"] == ("paged", *RESERVE_POLICIES)
+    cache, scheduler = CacheOptions(), SchedulerOptions()
+    assert (cache.kv_policy, cache.enable_prefix_caching, cache.swap_space) == ("paged", True, 1.0)
+    assert (scheduler.policy, scheduler.preemption_mode, scheduler.batching) == ("fcfs", "auto", "continuous")
+
+
 def test_resolving_leaves_nothing_open():
     config = EngineConfig().resolve(max_model_len=64, num_blocks=9, dtype="float32", served_model_name="demo")
-    assert all(value != "None" for _, value, _ in config.explain())
+    left_out = {name for name, value, _ in config.explain() if value == "None"}
+    assert left_out == {"pin_prefix", "metrics_port"}  # there is no such thing unless it is asked for
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

@@ -85,11 +85,14 @@ class AsyncClient:
         target: "host:port", or any target that gRPC can resolve.
         timeout_s: what a call may take when it brings no timeout of its own; None is no limit.
         model: sent along with every request: a server of another model answers NotFound.
+        tenant: whose requests these are, for a server whose policy is `fair`.
 
     Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
     """
 
-    def __init__(self, target: str, *, timeout_s: float | None = None, model: str | None = None) -> None:
+    def __init__(
+        self, target: str, *, timeout_s: float | None = None, model: str | None = None, tenant: str = ""
+    ) -> None:
         self._channel = aio.insecure_channel(target, options=list(CHANNEL_OPTIONS))
         self._generate = self._channel.unary_stream(
             wire.GENERATE_PATH,
@@ -104,6 +107,7 @@ class AsyncClient:
         self._target = target
         self._timeout_s = timeout_s
         self._model = model
+        self._metadata = wire.metadata_of(tenant)
 
     def generate(
         self,
@@ -173,6 +177,32 @@ class AsyncClient:
         """
         await self._run(wire.abort_call(request_id))
 
+    async def pin_prefix(
+        self,
+        name: str,
+        text: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        cache_salt: str = "",
+    ) -> int:
+        """Keeps a prefix computed, under a name; returns how many of its tokens. Exactly one of the two is given.
+
+        Raises:
+            AlreadyExists: the name is taken.
+            InvalidArgument: there is nothing to pin, or no room.
+            Unsupported: the server has no prefix cache.
+        """
+        prefix = Prompt.of(text, prompt_token_ids)
+        return await self._run(wire.pin_prefix_call(name, prefix, cache_salt))
+
+    async def unpin_prefix(self, name: str) -> None:
+        """Lets a pinned prefix go.
+
+        Raises:
+            NotFound: none of that name is pinned.
+        """
+        await self._run(wire.unpin_prefix_call(name))
+
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Waits until the server takes requests, also for one that is not there yet.
 
@@ -210,7 +240,9 @@ class AsyncClient:
         request = wire.generate_request(prompt, sampling, request_id=request_id, model=self._model)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         return AsyncGenerateStream(
-            lambda left_s: self._generate(request, timeout=left_s), timeout_s, request.request_id
+            lambda left_s: self._generate(request, timeout=left_s, metadata=self._metadata),
+            timeout_s,
+            request.request_id,
         )
 
     async def _run(self, call: Call[_T]) -> _T:

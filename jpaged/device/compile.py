@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """One program: `backbone` for T tokens, or `draw` for R rows, with alternatives or without."""
+    """One program: `backbone` for T tokens, `draw` for R rows, with alternatives or without, or a move of C blocks."""
 
-    kind: Literal["backbone", "draw"]
+    kind: Literal["backbone", "draw", "copy", "swap_out", "swap_in"]
     size: int
     want_top: bool = False
 
@@ -34,11 +34,15 @@ class ProgramSpec:
         return f"{self.kind}[{self.size}{', top' if self.want_top else ''}]"
 
 
-def program_specs(buckets: BucketTable) -> list[ProgramSpec]:
+def program_specs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool) -> list[ProgramSpec]:
     """Every program that serves, the largest first: they take longest to compile."""
     backbones = [ProgramSpec("backbone", size) for size in reversed(buckets.tokens)]
     draws = [ProgramSpec("draw", size, want_top) for size in reversed(buckets.rows) for want_top in (False, True)]
-    return [*backbones, *draws]
+    moves = [ProgramSpec("copy", size) for size in move_sizes]
+    if has_host_blocks:
+        moves += [ProgramSpec("swap_out", size) for size in move_sizes]
+        moves += [ProgramSpec("swap_in", size) for size in move_sizes]
+    return [*backbones, *draws, *moves]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """JaxExecutor: owns the parameters, the KV pool and the compiled programs, and runs steps in order of dispatch.
 
-    dispatch   StepInputs -> two buffers -> backbone[T] -> draw[R] -> copy to host begins      returns at once
-    collect    waits for that copy -> StepOutputs
+    move_blocks  BlockMoves -> copy[C], swap_out[C] or swap_in[C]                                returns at once
+    dispatch     StepInputs -> two buffers -> backbone[T] -> draw[R] -> copy to host begins      returns at once
+    collect      waits for that copy -> StepOutputs; lands what has been swapped out
 
-Nothing is traced here: both verbs call executables that `warm_up` compiled, with numpy buffers as they are.
+Nothing is traced here: the verbs call executables that `warm_up` compiled, with numpy buffers as they are.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jpaged.config import EngineConfig
+from jpaged.device.block_moves import BlockMover, content_bytes, lower_move, move_sizes
 from jpaged.device.compile import CompiledProgram, CompileWatch, ProgramSpec, compile_all, program_specs
 from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
+from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
 from jpaged.device.kv_cache import KVPool, PoolRequest, check_num_blocks, default_num_blocks
 from jpaged.device.mesh import build_mesh, replicated
+from jpaged.device.rates import NO_RATE, null_prefill, seconds_of
 from jpaged.device.step import Step, backbone_packing, draw_packing, unpack_outputs
 from jpaged.engine.buckets import BucketTable
-from jpaged.engine.executor import Geometry, Progress, StepInputs, StepOutputs
+from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Progress, StepInputs, StepOutputs
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec
@@ -57,7 +61,10 @@ class JaxExecutor:
         self._backbone_packings = {size: backbone_packing(size, geometry) for size in geometry.buckets.tokens}
         self._draw_packings = {size: draw_packing(size) for size in geometry.buckets.rows}
         self._watch = CompileWatch()
+        self._rates: DeviceRates | None = None
         self._pool = KVPool(step.attention.layout, sharding)
+        self._host = HostPool(step.attention.layout, geometry.num_host_blocks, sharding)
+        self._mover = BlockMover(step.attention.layout, self._pool, self._host)
         self._last_tokens = jax.device_put(np.zeros(step.num_places, np.int32), sharding)
 
     @classmethod
@@ -120,14 +127,35 @@ class JaxExecutor:
         return self._watch.num_compiles
 
     @property
+    def rates(self) -> DeviceRates:
+        """Measured by `warm_up`."""
+        if self._rates is None:
+            raise InternalError("rates are measured by warm_up, which has not run")
+        return self._rates
+
+    @property
     def programs(self) -> Mapping[ProgramSpec, CompiledProgram]:
         """The ledger: every compiled program, with what it cost. Empty before `warm_up`."""
         return self._programs
 
     def warm_up(self, progress: Progress) -> None:
-        """Compiles every program, two at a time; runs none."""
+        """Compiles every program, two at a time, and times some. Blocks are as they were when it returns."""
         self._require_alive()
         self._programs = compile_all(self._lowerings, progress)
+        self._rates = self._measure_rates()
+
+    def move_blocks(self, moves: BlockMoves) -> None:
+        """Starts moving blocks; a block that is on its way to the host is waited for only when it is to come back.
+
+        Raises:
+            InternalError: an id names no block, or a fault of the device, after which the pool is spent.
+        """
+        self._require_alive()
+        with self._watch.watching():
+            try:
+                self._mover.run(moves, self._program)
+            except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
+                raise InternalError(f"{moves.move.value} of {len(moves.sources)} blocks failed: {error}") from error
 
     def dispatch(self, inputs: StepInputs) -> JaxStepHandle:
         """Starts a step; the arrays of `inputs` are copied before it returns.
@@ -162,17 +190,46 @@ class JaxExecutor:
         self._require_alive()
         with self._watch.watching():
             try:
-                return unpack_outputs(np.asarray(handle.outputs_rc))
+                outputs = unpack_outputs(np.asarray(handle.outputs_rc))
+                self._host.land_ready()
+                return outputs
             except jax.errors.JaxRuntimeError as error:
                 raise InternalError(f"the device failed in a step: {error}") from error
 
     def shutdown(self) -> None:
         """Frees parameters, pool and programs; steps that were not collected are lost. Idempotent."""
         self._pool.release()
+        self._host.release()
         self._params = None
         self._head_params = {}
         self._lowerings = {}
         self._programs = {}
+
+    def _measure_rates(self) -> DeviceRates:
+        inputs = null_prefill(self._geometry)
+        prefill_s = seconds_of(lambda: self.collect(self.dispatch(inputs)))
+        swap_out = swap_in = NO_RATE
+        count = min(
+            self._geometry.num_host_blocks, self._geometry.num_blocks, move_sizes(self._step.attention.layout)[-1]
+        )
+        if count:
+            ids = list(range(1, count + 1))
+            num_bytes = count * self._geometry.bytes_per_block
+
+            def out() -> None:
+                self.move_blocks(BlockMoves(Move.SWAP_OUT, ids, ids))
+                self._host.land_all()
+
+            def back() -> None:  # what is there already
+                self.move_blocks(BlockMoves(Move.SWAP_IN, ids, ids))
+                self._pool.wait()
+
+            swap_out, swap_in = num_bytes / seconds_of(out), num_bytes / seconds_of(back)
+        return DeviceRates(
+            swap_out_bytes_per_s=swap_out,
+            swap_in_bytes_per_s=swap_in,
+            prefill_tokens_per_s=inputs.num_tokens / prefill_s,
+        )
 
     def _require_alive(self) -> Params:
         if self._params is None:
@@ -216,6 +273,7 @@ def plan(model: Llama, options: EngineConfig, layer_mode: LayerMode, num_blocks:
         vocab_size=config.vocab_size,
         bytes_per_block=layout.bytes_per_block,
         buckets=BucketTable.build(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs),
+        num_host_blocks=num_host_blocks(options.cache.swap_space, layout),
     )
     attention = AttentionSpec(layout, scale=config.head_dim**-0.5)
     return Step(model, attention, layer_mode, num_places=geometry.buckets.rows[-1]), geometry
@@ -242,20 +300,27 @@ def program_lowerings(
             backbone = functools.partial(step.packed_backbone, packing=packing)
             jitted = jax.jit(backbone, donate_argnums=1, out_shardings=sharding)
             return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
+        if spec.kind != "draw":
+            return lower_move(spec, layout, sharding)
         packing = draw_packing(spec.size)
         draw = functools.partial(step.packed_draw, packing=packing, want_top=spec.want_top)
         return jax.jit(draw, out_shardings=sharding).lower(head, hidden, shape((packing.size,), np.int32))
 
-    return {spec: functools.partial(lower, spec) for spec in program_specs(geometry.buckets)}
+    specs = program_specs(geometry.buckets, move_sizes(layout), has_host_blocks=geometry.num_host_blocks > 0)
+    return {spec: functools.partial(lower, spec) for spec in specs}
 
 
 def largest_temp_bytes(step: Step, geometry: Geometry, params: Params, sharding: NamedSharding) -> int:
-    """Working memory of the hungriest program, as the compiler states it; it does not depend on the pool's size."""
+    """Working memory of the hungriest program, as the compiler states it, and of blocks that are under way.
+
+    It does not depend on the pool's size.
+    """
     lowerings = program_lowerings(step, params, geometry, sharding)
     buckets = geometry.buckets
     largest = ProgramSpec("backbone", buckets.tokens[-1]), ProgramSpec("draw", buckets.rows[-1], want_top=True)
     analyses = [lowerings[spec]().compile().memory_analysis() for spec in largest]
-    return max(0 if analysis is None else analysis.temp_size_in_bytes for analysis in analyses)
+    under_way = (MAX_ON_THE_WAY + 1) * content_bytes(step.attention.layout)
+    return under_way + max(0 if analysis is None else analysis.temp_size_in_bytes for analysis in analyses)
 
 
 def check_params(params: Params, expected: Params) -> None:

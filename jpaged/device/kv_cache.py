@@ -48,6 +48,11 @@ class KVPool:
             raise InternalError("the KV pool was given back twice")
         self._array = array
 
+    def wait(self) -> None:
+        """Returns when everything that writes to the array has run."""
+        if self._array is not None:
+            self._array.block_until_ready()
+
     def release(self) -> None:
         """Frees the memory. Idempotent."""
         if self._array is not None:
@@ -147,4 +152,9 @@ def _available_host_bytes() -> int:
                     return int(line.split()[1]) * 1024
     except OSError:
         pass  # not Linux: all physical memory is the best that is known
+    return physical_host_bytes()
+
+
+def physical_host_bytes() -> int:
+    """Memory that the machine has, used or not."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -26,12 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.device import noise
+from jpaged.engine.executor import TOP_WIDTH
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, UInt32
-
-TOP_WIDTH = 32
-"""Alternatives that the larger variant reports: types.MAX_LOGPROBS, rounded up."""
 
 _SMALLEST = 1e-30  # what smaller temperatures and top_p count as: above the subnormal numbers, which devices round to 0
 

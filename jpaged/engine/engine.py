@@ -16,20 +16,38 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from jpaged.engine.admission import make_order
 from jpaged.engine.batch import build_step_inputs
-from jpaged.engine.block_pool import BlockPool
-from jpaged.engine.executor import Executor, Geometry
+from jpaged.engine.beam_rows import advance_beams
+from jpaged.engine.executor import Executor, Geometry, StepOutputs
+from jpaged.engine.paged_memory import PagedMemory, PrefixOptions
+from jpaged.engine.pins import PinnedPrefixes
+from jpaged.engine.preemption import Preemption
 from jpaged.engine.publisher import Publisher
-from jpaged.engine.scheduler import Schedule, Scheduler
-from jpaged.engine.sequence import Group, Sink
+from jpaged.engine.reserved_memory import ReservedMemory
+from jpaged.engine.schedule import Schedule
+from jpaged.engine.scheduler import Scheduler, SchedulerLimits
+from jpaged.engine.sequence import Group, Sequence, Sink
 from jpaged.engine.stats import EngineLoad, StepStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, Unavailable
-from jpaged.types import FinishReason, Request
+from jpaged.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    JpagedError,
+    QueueFull,
+    RequestTooLong,
+    Unavailable,
+)
+from jpaged.obs.histogram import HistogramSnapshot
+from jpaged.types import FinishReason, OutputEvent, Request
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +56,29 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the loop runs: rows and tokens of a step, whether steps overlap, how many requests may wait."""
+    """How the loop runs; the options of the same names, see `jpaged.config`.
+
+    Attributes:
+        max_cached_tokens: positions from here on are never shared by prefix; None is no limit.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_queued_reqs: int = 4096
     overlap: bool = True
+    policy: str = "fcfs"
+    batching: str = "continuous"
+    preemption_mode: str = "auto"
+    kv_policy: str = "paged"
+    enable_prefix_caching: bool = True
+    max_cached_tokens: int | None = None
 
 
 class Engine:
     """Runs requests to their end.
 
-    `submit`, `abort`, `drop` and `load` may be called from any thread; events come from the engine's own: the thread
-    that `start` makes, or whoever calls `step`.
+    Callers' methods may be called from any thread; events come from the engine's own: the thread that `start` makes, or
+    whoever calls `step`.
     """
 
     def __init__(
@@ -68,18 +96,25 @@ class Engine:
         self._executor = executor
         self._options = options
         self._eos_token_ids = eos_token_ids
-        self._pool = BlockPool(num_blocks=geometry.num_blocks, block_size=geometry.block_size)
+        self._memory = _make_memory(geometry, options)
         self._scheduler = Scheduler(
-            self._pool,
-            max_num_seqs=min(options.max_num_seqs, geometry.max_num_seqs),
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            self._memory,
+            make_order(options.policy),
+            Preemption(options.preemption_mode, geometry.bytes_per_block, executor.rates),
+            SchedulerLimits(
+                max_num_seqs=min(options.max_num_seqs, geometry.max_num_seqs),
+                max_num_batched_tokens=options.max_num_batched_tokens,
+                batching=options.batching,
+            ),
         )
+        self._pins = PinnedPrefixes(self._memory, geometry)
         self._publisher = Publisher(tokenizer, eos_token_ids)
         self._stats = StepStats(geometry, clock)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._groups: dict[str, Group] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._in_flight: tuple[Schedule, Any] | None = None
+        self._device_wait_s = 0.0
         self._num_arrivals = 0
         # Ids that were accepted and did not end yet, shared with the submitting threads.
         self._lock = threading.Lock()
@@ -135,9 +170,49 @@ class Engine:
         """Forgets a request that nobody listens to any more: no further event, its blocks free by the next step."""
         self._inbox.put(lambda: self._forget(request_id))
 
+    def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "") -> Future[int]:
+        """Computes a prefix and keeps its full blocks in the pool until `unpin_prefix`.
+
+        Args:
+            salt: the cache_salt of the requests that may use it.
+
+        Returns:
+            the number of tokens that are pinned, once they are; or the error: AlreadyExists for the name,
+            InvalidArgument where there is nothing to pin or no room, Unsupported without a prefix cache, and whatever
+            `submit` may raise.
+        """
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # once asked for it cannot be cancelled, so its result can always be set
+        try:
+            request = self._pins.request(name, tuple(token_ids), salt)
+        except JpagedError as error:
+            future.set_exception(error)
+            return future
+        try:
+            self.submit(request, lambda event: self._keep_prefix(name, event, future))
+        except JpagedError as error:
+            self._pins.give_up(name)
+            future.set_exception(error)
+        return future
+
+    def unpin_prefix(self, name: str) -> bool:
+        """Lets a pinned prefix be evicted again; False when none of that name is pinned."""
+        is_pinned = self._pins.take(name)
+        if is_pinned:
+            self._inbox.put(lambda: self._pins.release(name))
+        return is_pinned
+
     def load(self) -> EngineLoad:
         """A snapshot of the last step's counts."""
         return self._stats.snapshot(self._executor.num_compiles_after_warm_up)
+
+    def histogram(self, name: str) -> HistogramSnapshot:
+        """Durations so far, by one of the names in `jpaged.engine.stats.BOUNDS_S`."""
+        return self._stats.histogram(name)
+
+    def num_ended_by_reason(self) -> dict[str, int]:
+        """Requests that have ended: stop, length, abort (also when the caller went away), error."""
+        return self._stats.num_ended()
 
     def start(self) -> None:
         """Runs the loop in a thread of its own until `stop`."""
@@ -163,56 +238,111 @@ class Engine:
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One iteration; False when there was nothing to do."""
+        """One iteration; False when there was nothing to do and nothing waits."""
+        start_s = self.clock()
+        self._device_wait_s = 0.0
         self._drain_inbox()
         self._expire()
         schedule = self._scheduler.schedule()
-        dispatched = self._dispatch(schedule) if schedule.rows else None
+        dispatched = self._dispatch(schedule)
         if self._options.overlap:
             dispatched, self._in_flight = self._in_flight, dispatched
         if dispatched is not None:
             self._collect(*dispatched)
-        self._stats.end_step(self._pool, self._scheduler)
-        return bool(schedule.rows) or dispatched is not None
+        if schedule.rows or dispatched is not None:
+            self._stats.count_host(self.clock() - start_s - self._device_wait_s)
+        self._stats.end_step(self._memory, self._scheduler)
+        return bool(schedule.rows) or dispatched is not None or self._scheduler.has_work
 
     def check(self) -> None:
         """Raises InternalError when a block is lost, shared by mistake, or free and in use."""
-        self._pool.check(self._scheduler.block_tables())
+        self._memory.check(self._scheduler.groups())
 
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                if not self.step() and not self._scheduler.has_work:
+                if not self.step():
                     self.check()
                     self._inbox.get()()
         except Exception as error:  # the top of the loop: whatever happened, every stream must hear of it
             logger.exception("the engine failed")
             self._fail(error)
 
-    def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any]:
-        inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)
-        handle = self._executor.dispatch(inputs)
+    def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any] | None:
+        """Starts a step: its moves, which there may be without a row, and its rows."""
         self._stats.count_step(schedule)
-        return schedule, handle
+        for moves in schedule.ops.batches():
+            self._executor.move_blocks(moves)
+        if not schedule.rows:
+            return None
+        inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)
+        return schedule, self._executor.dispatch(inputs)
 
     def _collect(self, schedule: Schedule, handle: Any) -> None:
+        waiting_since_s = self.clock()
         outputs = self._executor.collect(handle)
         now = self.clock()
+        self._device_wait_s = now - waiting_since_s
+        beams: dict[Group, dict[Sequence, int]] = {}
         for row, scheduled in enumerate(schedule.rows):
-            group = scheduled.group
-            if scheduled.draws_token and not group.is_finished:
-                self._stats.count_token(group, now)
-                if self._publisher.publish(group, scheduled.sequence, outputs, row):
-                    self._release(group)
+            group, sequence = scheduled.group, scheduled.sequence
+            if not scheduled.draws_token or not sequence.is_live:
+                continue
+            self._stats.count_token(group, now)
+            if group.request.sampling.beam_width:
+                beams.setdefault(group, {})[sequence] = row
+            elif self._publisher.publish(group, sequence, outputs, row):
+                self._end_sequence(group, sequence)
+        for group, rows in beams.items():
+            self._advance_beams(group, rows, outputs)
+
+    def _end_sequence(self, group: Group, sequence: Sequence) -> None:
+        if len(group.live) > 1:
+            self._scheduler.finish_sequence(sequence)
+        else:
+            self._publisher.finish(group)
+            self._release(group)
+
+    def _advance_beams(self, group: Group, rows: dict[Sequence, int], outputs: StepOutputs) -> None:
+        search = self._publisher.search(group)
+        advance_beams(group, rows, outputs, search, self._scheduler)
+        if search.is_done:
+            self._publisher.finish(group)
+            self._release(group)
 
     def _arrive(self, request: Request, sink: Sink, arrival_s: float) -> None:
         group = Group(request, self._num_arrivals, arrival_s, sink, self.geometry.max_blocks_per_seq)
         self._num_arrivals += 1
+        if not self._memory.can_ever_fit(group):
+            limit = f"{self._memory.use().num_blocks} blocks, less what pinned prefixes hold"
+            error = RequestTooLong("sampling.max_tokens", f"the request can never fit into the pool: {limit}")
+            self._publisher.fail(group, error)
+            self._stats.count_end(group)
+            self._settle({request.request_id})
+            return
         self._groups[request.request_id] = group
         self._publisher.open(group)
         self._scheduler.add(group)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, group.arrival, request.request_id))
+
+    def _keep_prefix(self, name: str, event: OutputEvent, future: Future[int]) -> None:
+        """Takes the events of a request for a prefix; at the last one it still holds its blocks."""
+        if not event.is_last:
+            return
+        error = event.error
+        if error is None and event.finish is not None and event.finish.reason is FinishReason.ABORT:
+            error = Cancelled(f"the request for prefix {name!r} was aborted")
+        if error is None:
+            group = self._groups[event.request_id]
+            try:
+                num_tokens = self._pins.keep(name, group, [g for g in self._groups.values() if g is not group])
+                future.set_result(num_tokens)
+                return
+            except InvalidArgument as no_room:
+                error = no_room
+        self._pins.give_up(name)
+        future.set_exception(error)
 
     def _expire(self) -> None:
         """Ends requests whose deadline has passed."""
@@ -241,7 +371,7 @@ class Engine:
         self._publisher.close(group)
         request_id = group.request.request_id
         del self._groups[request_id]
-        self._stats.count_end()
+        self._stats.count_end(group)
         self._settle({request_id})
 
     def _settle(self, ended: set[str]) -> None:
@@ -275,6 +405,23 @@ class Engine:
         self._drain_inbox()
         for group in self._groups.values():
             self._publisher.fail(group, error)
+            self._stats.count_end(group)
         ended = set(self._groups)
         self._groups.clear()
         self._settle(ended)
+
+
+def _make_memory(geometry: Geometry, options: EngineOptions) -> PagedMemory | ReservedMemory:
+    if options.kv_policy != "paged":
+        return ReservedMemory(
+            num_blocks=geometry.num_blocks,
+            block_size=geometry.block_size,
+            max_model_len=geometry.max_model_len,
+            policy=options.kv_policy,
+        )
+    return PagedMemory(
+        num_blocks=geometry.num_blocks,
+        block_size=geometry.block_size,
+        num_host_blocks=geometry.num_host_blocks,
+        prefix=PrefixOptions(is_enabled=options.enable_prefix_caching, max_tokens=options.max_cached_tokens),
+    )

@@ -11,6 +11,7 @@ sees a device array.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -27,6 +28,8 @@ Bool = NDArray[np.bool_]
 
 FORBIDDEN_WIDTH = 40
 """Token ids that a row may forbid (X): a request's stop tokens and the model's own end-of-sequence tokens."""
+TOP_WIDTH = 32
+"""Alternatives that the device reports of a row that wants them (K): what a request or a beam search may ask for."""
 NULL_BLOCK = 0
 """Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
 
@@ -41,6 +44,7 @@ class Geometry:
         max_num_seqs: rows of a step (S).
         max_model_len: tokens of a sequence at most.
         vocab_size: token ids are below it (V).
+        num_host_blocks: blocks in host memory that groups can be swapped out to, and cached prefixes kept in.
         bytes_per_block: of KV memory, all layers, both keys and values.
         buckets: the shapes that were compiled.
     """
@@ -52,11 +56,41 @@ class Geometry:
     vocab_size: int
     bytes_per_block: int
     buckets: BucketTable
+    num_host_blocks: int = 0
 
     @property
     def max_blocks_per_seq(self) -> int:
         """Width of a block-table row (M)."""
         return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """What the device does in a second, measured when it starts; for choosing between two ways to the same end."""
+
+    swap_out_bytes_per_s: float
+    swap_in_bytes_per_s: float
+    prefill_tokens_per_s: float
+
+
+class Move(enum.Enum):
+    """Where a block's content goes: within the pool, out to host memory, or back in."""
+
+    COPY = "copy"
+    SWAP_OUT = "swap_out"
+    SWAP_IN = "swap_in"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMoves:
+    """Moves of one kind that may run as one: no destination is a source of another.
+
+    Block ids are the pool's (1 to num_blocks) or, on the host's side of a swap, host block ids (1 to num_host_blocks).
+    """
+
+    move: Move
+    sources: list[int]
+    destinations: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +193,24 @@ class Executor(Protocol[Handle]):
     def geometry(self) -> Geometry: ...
 
     @property
+    def rates(self) -> DeviceRates:
+        """Known once `warm_up` has returned."""
+        ...
+
+    @property
     def num_compiles_after_warm_up(self) -> int:
         """Programs compiled since `warm_up` returned: 0, or something is wrong."""
         ...
 
     def warm_up(self, progress: Progress) -> None:
         """Compiles every program on the list and runs none of them on real data."""
+        ...
+
+    def move_blocks(self, moves: BlockMoves) -> None:
+        """Starts moving blocks, all layers of them, as one transfer; before any step that is dispatched later.
+
+        Returns before it is done, also where blocks leave for host memory.
+        """
         ...
 
     def dispatch(self, inputs: StepInputs) -> Handle:

@@ -10,7 +10,8 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 
-from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry
+from jpaged.engine.beam import num_candidates
+from jpaged.engine.executor import FORBIDDEN_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
 from jpaged.types import MAX_STOP_TOKEN_IDS, Request, SamplingParams
@@ -46,6 +47,7 @@ class Intake:
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[Mapping[str, str]] | None = None,
         deadline_s: float | None = None,
+        tenant: str = "",
     ) -> Request:
         """Exactly one of prompt, prompt_token_ids and messages is given.
 
@@ -63,10 +65,11 @@ class Intake:
         else:
             token_ids = self.tokenizer.encode(prompt or "")
         self._check_prompt(token_ids)
-        self._check_length(len(token_ids), sampling.max_tokens)
+        self._check_length(len(token_ids), sampling)
+        self._check_beams(sampling)
         self._check_stops(sampling)
         number = next(self._counter)
-        if sampling.seed is None:
+        if sampling.seed is None and not sampling.beam_width:
             sampling = dataclasses.replace(sampling, seed=_derived_seed(self._seed, number))
         return Request(
             request_id=request_id or f"request-{number}",
@@ -74,6 +77,7 @@ class Intake:
             sampling=sampling,
             prompt=prompt,
             deadline_s=deadline_s,
+            tenant=tenant,
         )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
@@ -84,15 +88,34 @@ class Intake:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise InvalidArgument("prompt.token_ids", f"{token_id!r} is not a token id from 0 to {vocab_size - 1}")
 
-    def _check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        total, geometry = num_prompt_tokens + max_tokens, self._geometry
+    def _check_length(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        max_tokens, geometry = sampling.max_tokens, self._geometry
+        total, num_rows = num_prompt_tokens + max_tokens, sampling.beam_width or sampling.num_samples
+        if num_rows > geometry.max_num_seqs:
+            name = "beam_width" if sampling.beam_width else "best_of" if sampling.best_of else "n"
+            raise InvalidArgument(f"sampling.{name}", f"{num_rows} is over max_num_seqs ({geometry.max_num_seqs})")
         what = f"{num_prompt_tokens} prompt tokens and {max_tokens} to generate make {total}"
         if total > geometry.max_model_len:
             raise RequestTooLong("sampling.max_tokens", f"{what}, over max_model_len ({geometry.max_model_len})")
-        pool_tokens = geometry.num_blocks * geometry.block_size
-        if total > pool_tokens:
+        num_shared = num_prompt_tokens // geometry.block_size
+        needed = num_shared + num_rows * (-(-total // geometry.block_size) - num_shared)
+        if needed > geometry.num_blocks:
+            pool_tokens = geometry.num_blocks * geometry.block_size
             blocks = f"{geometry.num_blocks} blocks of {geometry.block_size}"
-            raise RequestTooLong("sampling.max_tokens", f"{what}, over the whole pool ({pool_tokens}: {blocks})")
+            times = f" for each of {num_rows} sequences, {needed} blocks" if num_rows > 1 else ""
+            raise RequestTooLong("sampling.max_tokens", f"{what}{times}, over the whole pool ({pool_tokens}: {blocks})")
+
+    def _check_beams(self, sampling: SamplingParams) -> None:
+        if not sampling.beam_width:
+            return
+        num_ending = len(sampling.ending_ids(self.eos_token_ids))
+        needed = num_candidates(sampling.beam_width, num_ending)
+        if needed > TOP_WIDTH:
+            raise InvalidArgument(
+                "sampling.beam_width",
+                f"{sampling.beam_width} with {num_ending} ending tokens ranks {needed} candidates a beam; "
+                f"the device reports {TOP_WIDTH}",
+            )
 
     def _check_stops(self, sampling: SamplingParams) -> None:
         vocab_size = self._geometry.vocab_size

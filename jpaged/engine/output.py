@@ -29,28 +29,32 @@ class IncrementalDetokenizer:
         # Tokens that were turned into text but are the context of the next ones, then those that were not.
         self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._num_read = len(self._window)
+        self._text_read = self._decode(self._window)
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
         self._window.append(token_id)
-        if not self._decode(self._window).endswith(_REPLACEMENT):
-            return self._read_up_to(len(self._window))
+        text = self._decode(self._window)
+        if not text.endswith(_REPLACEMENT):
+            return self._read(text, len(self._window))
         if len(self._window) - self._num_read >= _MAX_CHARACTER_TOKENS:
-            return self._read_up_to(self._num_read + 1)
+            end = self._num_read + 1
+            return self._read(self._decode(self._window[:end]), end)
         return ""
 
     def flush(self) -> str:
         """What is left of a character that never came to its end."""
-        return self._read_up_to(len(self._window))
+        return self._read(self._decode(self._window), len(self._window))
 
-    def _read_up_to(self, end: int) -> str:
-        before = self._decode(self._window[: self._num_read])
-        new = self._decode(self._window[:end])[len(before) :]
+    def _read(self, text: str, end: int) -> str:
+        """What is new in the text of the window up to `end`."""
+        new = text[len(self._text_read) :]
         if new:
             # What was just read is the context of what comes next; what came before it is no longer needed.
             self._window = self._window[self._num_read :]
             end -= self._num_read
-        self._num_read = end
+            text = self._decode(self._window[:end])
+        self._num_read, self._text_read = end, text
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -117,14 +121,14 @@ class OutputState:
         )
         self._stop_strings = StopStrings(tuple(sampling.stop))
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
-        self._eos_token_ids = frozenset() if sampling.ignore_eos else eos_token_ids
+        self._ending_ids = sampling.ending_ids(eos_token_ids)
         self._sampling = sampling
         self._num_tokens = 0
 
     def push(self, token_id: int) -> TextDelta:
         """Takes the next token. After a delta with `finish` nothing may be pushed."""
         self._num_tokens += 1
-        is_stop_token = token_id in self._stop_token_ids or token_id in self._eos_token_ids
+        is_stop_token = token_id in self._ending_ids
         # The text of the token that ends a sequence is not part of the answer, whether or not it is a special token.
         text = self._detokenizer.flush() if is_stop_token else self._detokenizer.push(token_id)
         if not is_stop_token and self._num_tokens >= self._sampling.max_tokens:

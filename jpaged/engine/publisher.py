@@ -1,19 +1,47 @@
-"""What a step drew -> the events that callers see. Exactly one event of a request is its last."""
+"""What a step drew -> the events that callers see. Exactly one event of a request is its last.
+
+n sequences          each streams as it is drawn; the request ends with the last of them
+best_of above n      nothing is sent until all have ended; then the n likeliest, the best as index 0
+beam_width           likewise: the n best finished beams
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from jpaged.engine.beam import BeamRules, BeamSearch, Hypothesis
 from jpaged.engine.executor import StepOutputs
 from jpaged.engine.output import OutputState
 from jpaged.engine.sequence import Group, Sequence
+from jpaged.engine.stats import ERROR
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.types import (
     FinishReason,
     OutputEvent,
     PositionLogprobs,
+    SamplingParams,
     SequenceFinish,
     TokenLogprob,
     Usage,
 )
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What there is to show of a sequence: one token's worth, or all of it when it was held back."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish: SequenceFinish | None = None
+    cumulative_logprob: float = 0.0
+
+    def add(self, later: _Piece) -> None:
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.finish = later.finish
+        self.cumulative_logprob = later.cumulative_logprob
 
 
 class Publisher:
@@ -23,67 +51,121 @@ class Publisher:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._states: dict[Sequence, OutputState] = {}
+        self._held: dict[Group, dict[Sequence, _Piece]] = {}
+        self._searches: dict[Group, BeamSearch] = {}
 
     def open(self, group: Group) -> None:
         """Begins a request: no event is sent."""
-        request = group.request
+        sampling = group.request.sampling
+        if sampling.beam_width:
+            self._searches[group] = BeamSearch(self._rules(sampling))
+            return
         for sequence in group.sequences:
-            self._states[sequence] = OutputState(
-                self._tokenizer, request.prompt_token_ids, request.sampling, self._eos_token_ids
-            )
+            self._states[sequence] = self._new_state(group)
+        if sampling.num_samples > sampling.n:
+            self._held[group] = {sequence: _Piece() for sequence in group.sequences}
 
     def close(self, group: Group) -> None:
         for sequence in group.sequences:
-            del self._states[sequence]
+            self._states.pop(sequence, None)
+        self._held.pop(group, None)
+        self._searches.pop(group, None)
+
+    def search(self, group: Group) -> BeamSearch:
+        """The beam search of a request that asked for one."""
+        return self._searches[group]
 
     def publish(self, group: Group, sequence: Sequence, outputs: StepOutputs, row: int) -> bool:
-        """Appends the token that a row drew and sends what it adds; True when the request ended with it."""
+        """Appends the token that a row drew and sends what it adds; True when the sequence ended with it."""
         token_id = int(outputs.token_ids_r[row])
         sequence.token_ids.append(token_id)
         sequence.num_in_flight_tokens -= 1
         sequence.cumulative_logprob += float(outputs.logprobs_r[row])
+        group.num_drawn_tokens += 1
         delta = self._states[sequence].push(token_id)
         num_top = group.request.sampling.logprobs
-        is_last = delta.finish is not None
-        group.sink(
-            OutputEvent(
-                request_id=group.request.request_id,
-                index=sequence.index,
-                text=delta.text,
-                token_ids=(token_id,),
-                logprobs=() if num_top is None else (_position_logprobs(outputs, row, num_top),),
-                finish=delta.finish,
-                cumulative_logprob=sequence.cumulative_logprob,
-                usage=_usage(group),
-                is_last=is_last,
-            )
-        )
-        return is_last
+        logprobs = () if num_top is None else (_position_logprobs(outputs, row, num_top),)
+        piece = _Piece(delta.text, (token_id,), logprobs, delta.finish, sequence.cumulative_logprob)
+        if group in self._held:
+            self._held[group][sequence].add(piece)
+        else:
+            ends_group = delta.finish is not None and sum(other.is_live for other in group.sequences) == 1
+            self._send(group, sequence.index, piece, is_last=ends_group)
+        return delta.finish is not None
+
+    def finish(self, group: Group) -> None:
+        """Sends what was held back of a request whose sequences have all ended."""
+        pieces: list[_Piece] = []
+        if group in self._held:
+            pieces = sorted(self._held[group].values(), key=lambda piece: -piece.cumulative_logprob)
+        elif group in self._searches:
+            best = self._searches[group].best(group.request.sampling.n)
+            pieces = [self._tell(group, hypothesis) for hypothesis in best]
+        shown = pieces[: group.request.sampling.n]
+        for index, piece in enumerate(shown):
+            self._send(group, index, piece, is_last=index + 1 == len(shown))
 
     def end(self, group: Group, reason: FinishReason) -> None:
-        """Sends the last event of a request that ends between two tokens."""
-        sequence = group.sequences[0]
-        group.sink(
-            OutputEvent(
-                request_id=group.request.request_id,
-                index=sequence.index,
-                text=self._states[sequence].flush(),
-                finish=SequenceFinish(reason),
-                cumulative_logprob=sequence.cumulative_logprob,
-                usage=_usage(group),
-                is_last=True,
-            )
-        )
+        """Sends the last events of a request that ends between two tokens: one for each sequence still going."""
+        finish = SequenceFinish(reason)
+        if group in self._held or group in self._searches:
+            self._send(group, 0, _Piece(finish=finish), is_last=True)
+            return
+        live = group.live
+        for i, sequence in enumerate(live):
+            text = self._states[sequence].flush()
+            piece = _Piece(text, finish=finish, cumulative_logprob=sequence.cumulative_logprob)
+            self._send(group, sequence.index, piece, is_last=i + 1 == len(live))
 
     def fail(self, group: Group, error: Exception) -> None:
         """Sends the last event of a request that failed."""
-        group.sink(OutputEvent(request_id=group.request.request_id, usage=_usage(group), is_last=True, error=error))
+        self._send(group, 0, _Piece(), is_last=True, error=error)
 
+    def _new_state(self, group: Group) -> OutputState:
+        request = group.request
+        return OutputState(self._tokenizer, request.prompt_token_ids, request.sampling, self._eos_token_ids)
 
-def _usage(group: Group) -> Usage:
-    num_prompt_tokens = len(group.request.prompt_token_ids)
-    num_completion_tokens = sum(len(s.token_ids) - num_prompt_tokens for s in group.sequences)
-    return Usage(prompt_tokens=num_prompt_tokens, completion_tokens=num_completion_tokens)
+    def _rules(self, sampling: SamplingParams) -> BeamRules:
+        return BeamRules(
+            width=sampling.beam_width or 0,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            ending_ids=sampling.ending_ids(self._eos_token_ids),
+            length_penalty=sampling.length_penalty,
+            early_stopping=sampling.early_stopping,
+        )
+
+    def _tell(self, group: Group, hypothesis: Hypothesis) -> _Piece:
+        """A finished beam's text, as if its tokens had come one by one."""
+        state, whole, num_top = self._new_state(group), _Piece(), group.request.sampling.logprobs
+        for token_id, position in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True):
+            logprobs = () if num_top is None else (PositionLogprobs(position.chosen, position.top[:num_top]),)
+            delta = state.push(token_id)
+            whole.add(_Piece(delta.text, (token_id,), logprobs, delta.finish, hypothesis.cumulative_logprob))
+        return whole
+
+    def _send(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:
+        usage = Usage(
+            prompt_tokens=len(group.request.prompt_token_ids),
+            completion_tokens=group.num_drawn_tokens,
+            cached_tokens=group.num_cached_tokens or 0,
+        )
+        if is_last:
+            group.ended_by = ERROR if piece.finish is None else piece.finish.reason.value
+        group.sink(
+            OutputEvent(
+                request_id=group.request.request_id,
+                index=index,
+                text=piece.text,
+                token_ids=piece.token_ids,
+                logprobs=piece.logprobs,
+                finish=piece.finish,
+                cumulative_logprob=piece.cumulative_logprob,
+                usage=usage,
+                is_last=is_last,
+                error=error,
+            )
+        )
 
 
 def _position_logprobs(outputs: StepOutputs, row: int, num_top: int) -> PositionLogprobs:
@@ -92,8 +174,13 @@ def _position_logprobs(outputs: StepOutputs, row: int, num_top: int) -> Position
         logprob=float(outputs.logprobs_r[row]),
         rank=int(outputs.ranks_r[row]),
     )
+    return PositionLogprobs(chosen, top_logprobs(outputs, row, num_top))
+
+
+def top_logprobs(outputs: StepOutputs, row: int, num_top: int) -> tuple[TokenLogprob, ...]:
+    """The num_top likeliest tokens of a row, in order; none where the step did not report them."""
     if not num_top or outputs.top_ids_rk is None or outputs.top_logprobs_rk is None:
-        return PositionLogprobs(chosen)
+        return ()
     ids, values = outputs.top_ids_rk[row, :num_top].tolist(), outputs.top_logprobs_rk[row, :num_top].tolist()
     pairs = enumerate(zip(ids, values, strict=True), start=1)
-    return PositionLogprobs(chosen, tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs))
+    return tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs)

@@ -1,8 +1,9 @@
 """One request's life: a `Group` of sequences, and what each sequence knows of itself.
 
     WAITING ──admit──> RUNNING ──finish──> FINISHED
-       ^                  │ preempt
-       └──────────────────┘           a waiting sequence can finish too (abort, deadline)
+       ^                │   ^ │
+       └─── recompute ──┘   │ └─ swap out ─> SWAPPED        a group is waiting, running or swapped as a whole;
+                            └──── swap in ──────┘           in any state it can finish (abort, deadline)
 
     token_ids   [ prompt .......... | collected outputs .... ] (in flight)
                  └ num_computed: KV written by the steps dispatched so far ┘
@@ -10,6 +11,9 @@
 A token "in flight" has been drawn by a dispatched step whose results the host has not seen: the sequence is already
 longer by it, but its value lives on the device alone. While a step is put together at most one token of a sequence is
 in flight; two are between the dispatch of that step and the collection of the one before.
+
+A group of several sequences computes its prompt once: only its leader runs until the prompt is in the pool. Then the
+others fork from it, sharing every block, and each draws its own first token from the same logits.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import enum
 from collections.abc import Callable
 
 from jpaged.engine.block_pool import BlockTable
+from jpaged.engine.prefix_cache import Key, root_key
 from jpaged.errors import InternalError
 from jpaged.types import OutputEvent, Request
 
@@ -30,12 +35,14 @@ class Status(enum.Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
-    Status.RUNNING: frozenset({Status.WAITING, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.FINISHED}),
+    Status.SWAPPED: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
 
@@ -47,30 +54,42 @@ class Sequence:
         num_computed_tokens: tokens whose keys and values are in the pool once every dispatched step has run.
         num_in_flight_tokens: tokens drawn by dispatched steps that were not collected yet.
         in_flight_row: the sequence's row in the last step that drew a token for it; used while that is in flight.
+        host_table: the sequence's blocks in host memory while it is swapped out.
+        root_key: what the chain of its block keys begins with; None when it takes no part in the prefix cache.
+        block_keys: the prefix cache's keys of its first full blocks, as far as they were needed.
+        num_registered_blocks: how many of its blocks were offered to the prefix cache.
     """
 
     __slots__ = (
+        "block_keys",
         "block_table",
         "cumulative_logprob",
+        "host_table",
         "in_flight_row",
         "index",
         "num_computed_tokens",
         "num_in_flight_tokens",
         "num_prompt_tokens",
+        "num_registered_blocks",
+        "root_key",
         "status",
         "token_ids",
     )
 
-    def __init__(self, index: int, prompt_token_ids: tuple[int, ...], max_blocks: int) -> None:
+    def __init__(self, index: int, prompt_token_ids: tuple[int, ...], max_blocks: int, root: Key | None = None) -> None:
         self.index = index
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.block_table = BlockTable(max_blocks)
+        self.host_table = BlockTable(max_blocks)
         self.status = Status.WAITING
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.in_flight_row = 0
         self.cumulative_logprob = 0.0
+        self.root_key = root
+        self.block_keys: list[Key] = []
+        self.num_registered_blocks = 0
 
     @property
     def num_tokens(self) -> int:
@@ -87,6 +106,19 @@ class Sequence:
         """Tokens that still have to go through the model: 1 while decoding."""
         return self.num_tokens - self.num_computed_tokens
 
+    @property
+    def is_live(self) -> bool:
+        return self.status is not Status.FINISHED
+
+    def branch(self, index: int) -> Sequence:
+        """A sequence with the same tokens, in the same state, and without blocks."""
+        twin = Sequence(index, (), len(self.block_table.ids_m), self.root_key)
+        twin.token_ids = list(self.token_ids)
+        twin.num_prompt_tokens = self.num_prompt_tokens
+        twin.cumulative_logprob = self.cumulative_logprob
+        twin.status = self.status
+        return twin
+
     def move_to(self, status: Status) -> None:
         if status not in TRANSITIONS[self.status]:
             raise InternalError(f"a {self.status.value} sequence cannot become {status.value}")
@@ -97,20 +129,79 @@ class Group:
     """The sequences of one request: scheduled, preempted and ended together.
 
     Attributes:
-        arrival: position in the order of arrival; the scheduler's first come, first served.
+        arrival: position in the order of arrival.
+        is_forked: every sequence has its own table; before, only the leader's prompt runs.
+        num_overtaken: later arrivals that were admitted before this one.
+        token_gap_s: between its last two steps that drew tokens; None before the second.
+        ended_by: the finish reason of its last event, or "error"; None before that.
+        num_drawn_tokens: by all its sequences and beams together.
+        num_cached_tokens: prompt tokens that the prefix cache held when the group was first admitted.
     """
 
-    __slots__ = ("arrival", "arrival_s", "first_token_s", "num_preemptions", "request", "sequences", "sink")
+    __slots__ = (
+        "arrival",
+        "arrival_s",
+        "ended_by",
+        "first_scheduled_s",
+        "first_token_s",
+        "is_forked",
+        "last_token_s",
+        "num_cached_tokens",
+        "num_drawn_tokens",
+        "num_overtaken",
+        "num_preemptions",
+        "request",
+        "sequences",
+        "sink",
+        "status",
+        "token_gap_s",
+    )
 
     def __init__(self, request: Request, arrival: int, arrival_s: float, sink: Sink, max_blocks: int) -> None:
         self.request = request
         self.arrival = arrival
         self.arrival_s = arrival_s
+        self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.token_gap_s: float | None = None
+        self.ended_by: str | None = None
+        self.num_cached_tokens: int | None = None
+        self.num_drawn_tokens = 0
         self.num_preemptions = 0
+        self.num_overtaken = 0
         self.sink = sink
-        self.sequences = [Sequence(0, request.prompt_token_ids, max_blocks)]
+        self.status = Status.WAITING
+        sampling = request.sampling
+        num_sequences = 1 if sampling.beam_width else sampling.num_samples
+        root = root_key(sampling.cache_salt) if sampling.use_prefix_cache else None
+        self.sequences = [Sequence(i, request.prompt_token_ids, max_blocks, root) for i in range(num_sequences)]
+        self.is_forked = num_sequences == 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the group may take in a step."""
+        return self.request.sampling.beam_width or len(self.sequences)
+
+    @property
+    def live(self) -> list[Sequence]:
+        """Sequences that have not ended."""
+        if len(self.sequences) == 1 and self.status is not Status.FINISHED:
+            return self.sequences
+        return [sequence for sequence in self.sequences if sequence.is_live]
+
+    @property
+    def runnable(self) -> list[Sequence]:
+        """Sequences that may have rows: all live ones, or the leader alone while the prompt is computed."""
+        live = self.live
+        return live if self.is_forked else live[:1]
 
     @property
     def is_finished(self) -> bool:
-        return all(sequence.status is Status.FINISHED for sequence in self.sequences)
+        return self.status is Status.FINISHED
+
+    def move_to(self, status: Status) -> None:
+        """Moves the group and every live sequence of it."""
+        for sequence in self.live:
+            sequence.move_to(status)
+        self.status = status

@@ -74,6 +74,11 @@ class KVLayout:
         return (self.num_layers * self.blocks_per_layer, self.block_size, 2 * self.num_kv_heads, self.head_dim)
 
     @property
+    def block_shape(self) -> tuple[int, int, int, int]:
+        """Of one block, all layers of it: L, B, 2K, D."""
+        return (self.num_layers, *self.shape[1:])
+
+    @property
     def storage_dtype(self) -> jnp.dtype:
         """Of the pool array: `dtype`, or the unsigned integers that hold its bits."""
         is_half = jnp.issubdtype(self.dtype, jnp.floating) and self.dtype.itemsize == 2
@@ -118,6 +123,17 @@ class KVLayout:
         places_n = jnp.where(is_inside_n, block_ids_n + layer * self.blocks_per_layer, self.shape[0])
         return self.decode(pool.at[places_n].get(mode="fill", fill_value=0))
 
+    def read_blocks(self, pool: Shaped[Array, "P B 2K D"], block_ids_c: Int[Array, "C"]) -> Shaped[Array, "C L B 2K D"]:
+        """What the named blocks hold in all layers, as it is stored. Every id names a block, the null block or not."""
+        return pool[self._places(block_ids_c)]
+
+    def write_blocks(
+        self, pool: Shaped[Array, "P B 2K D"], block_ids_c: Int[Array, "C"], contents: Shaped[Array, "C L B 2K D"]
+    ) -> Shaped[Array, "P B 2K D"]:
+        """Stores what `read_blocks` gave, in place when the pool is donated; nothing is written to the null block."""
+        places_cl = jnp.where(block_ids_c[:, None] > 0, self._places(block_ids_c), self.shape[0])
+        return pool.at[places_cl].set(contents, mode="drop")
+
     def encode(self, rows: Float[Array, "..."]) -> jax.Array:
         """Numbers -> what the pool holds for them."""
         rows = rows.astype(self.dtype)
@@ -131,3 +147,7 @@ class KVLayout:
         """Rows as `gather` returns them -> keys [..., K, D] and values [..., K, D]."""
         pairs = rows.reshape(*rows.shape[:-2], self.num_kv_heads, 2, self.head_dim)
         return pairs[..., 0, :], pairs[..., 1, :]
+
+    def _places(self, block_ids_c: Int[Array, "C"]) -> Int[Array, "C L"]:
+        """Where each block lies in each layer."""
+        return block_ids_c[:, None] + jnp.arange(self.num_layers) * self.blocks_per_layer

@@ -19,11 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.buckets import BucketTable
-from jpaged.engine.executor import NULL_BLOCK, Geometry, Progress, SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.executor import (
+    NULL_BLOCK,
+    TOP_WIDTH,
+    BlockMoves,
+    DeviceRates,
+    Geometry,
+    Move,
+    Progress,
+    SamplingInputs,
+    StepInputs,
+    StepOutputs,
+)
 from jpaged.errors import InternalError
-from jpaged.types import MAX_LOGPROBS
 
-_LOGPROB_STEP = -0.1
+_LOGPROB_STEP = -0.125  # sums of it are exact, so that equal sums are equal
 _UNWRITTEN = -1
 
 
@@ -55,6 +65,7 @@ class FakeExecutor:
         max_num_batched_tokens: int = 32,
         max_model_len: int = 128,
         vocab_size: int = 257,
+        num_host_blocks: int = 0,
         faults: Faults | None = None,
     ) -> None:
         self.faults = faults or Faults()
@@ -67,7 +78,9 @@ class FakeExecutor:
             vocab_size=vocab_size,
             bytes_per_block=block_size * 8,
             buckets=BucketTable.build(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs),
+            num_host_blocks=num_host_blocks,
         )
+        self._host: NDArray[np.int64] = np.full((num_host_blocks + 1) * block_size, _UNWRITTEN, np.int64)
         self._pool: NDArray[np.int64] = np.full((num_blocks + 1) * block_size, _UNWRITTEN, np.int64)
         self._last_tokens = np.zeros(max_num_seqs, np.int64)
         self._is_shut_down = False
@@ -80,8 +93,24 @@ class FakeExecutor:
     def num_compiles_after_warm_up(self) -> int:
         return 0
 
+    @property
+    def rates(self) -> DeviceRates:
+        """Made up: swapping a block costs as much as computing its tokens again."""
+        return DeviceRates(swap_out_bytes_per_s=16e6, swap_in_bytes_per_s=16e6, prefill_tokens_per_s=1e6)
+
     def warm_up(self, progress: Progress) -> None:
         progress("programs", 1, 1)
+
+    def move_blocks(self, moves: BlockMoves) -> None:
+        """Moves at once, all sources read before any destination is written."""
+        if set(moves.sources) & set(moves.destinations) and moves.move is Move.COPY:
+            raise InternalError(f"a copy reads what it writes: {moves}")
+        source, destination = {
+            Move.COPY: (self._pool, self._pool),
+            Move.SWAP_OUT: (self._pool, self._host),
+            Move.SWAP_IN: (self._host, self._pool),
+        }[moves.move]
+        destination[self._slots(moves.destinations)] = source[self._slots(moves.sources)]
 
     def dispatch(self, inputs: StepInputs) -> StepOutputs:
         """Runs the step at once; the handle is the result."""
@@ -107,12 +136,21 @@ class FakeExecutor:
     def shutdown(self) -> None:
         self._is_shut_down = True
 
+    def _slots(self, block_ids: list[int]) -> NDArray[np.int64]:
+        """Every slot of the blocks; the null block takes no part in moves."""
+        if NULL_BLOCK in block_ids:
+            raise InternalError(f"the null block is moved: {block_ids}")
+        block_size = self._geometry.block_size
+        return (np.array(block_ids)[:, None] * block_size + np.arange(block_size)).reshape(-1)
+
     def _context(self, inputs: StepInputs, row: int) -> NDArray[np.int64]:
         """The row's tokens, read back through its block table."""
         positions = np.arange(inputs.kv_lens_s[row])
         block_size = self._geometry.block_size
         blocks = inputs.block_tables_sm[row, positions // block_size]
         tokens: NDArray[np.int64] = self._pool[blocks * block_size + positions % block_size]
+        if inputs.positions_t[inputs.sample_tokens_s[row]] != len(positions) - 1:
+            raise InternalError(f"row {row} of {len(positions)} tokens draws from token {inputs.sample_tokens_s[row]}")
         if np.any(blocks == NULL_BLOCK) or np.any(tokens == _UNWRITTEN):
             raise InternalError(f"row {row} reads a slot that was never written: blocks {blocks.tolist()}")
         return tokens
@@ -130,7 +168,7 @@ class FakeExecutor:
 
     def _outputs(self, token_ids_r: NDArray[np.int32], want_top: bool) -> StepOutputs:
         num_rows = len(token_ids_r)
-        offsets = np.arange(MAX_LOGPROBS, dtype=np.int32)
+        offsets = np.arange(TOP_WIDTH, dtype=np.int32)
         top_ids = (token_ids_r[:, None] + offsets) % self._geometry.vocab_size
         top_logprobs = np.broadcast_to((offsets + 1) * np.float32(_LOGPROB_STEP), top_ids.shape)
         return StepOutputs(
@@ -149,6 +187,11 @@ def _next_token(context: NDArray[np.int64], vocab_size: int) -> int:
 
 def _noise(seed: int, sequence_index: int, position: int) -> int:
     return (seed * 31 + sequence_index * 17 + position * 7) % 101
+
+
+def alternatives(token_id: int, vocab_size: int = 257) -> list[tuple[int, float]]:
+    """The (token, log-probability) pairs that a row reports when it would draw token_id, the likeliest first."""
+    return [((token_id + i) % vocab_size, (i + 1) * _LOGPROB_STEP) for i in range(min(TOP_WIDTH, vocab_size))]
 
 
 def expected_tokens(

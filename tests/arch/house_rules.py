@@ -26,10 +26,11 @@ MAY_IMPORT = {
     "client": VALUES | {"_proto"},
     "server": VALUES | {"obs", "engine", "_proto"},
     "testing": VALUES | {"engine"},
+    "sim": VALUES | {"engine", "testing"},
     "demo": VALUES | {"kernels", "models"},
     "assemble": VALUES | {"obs", "kernels", "models", "device", "engine", "server", "demo", "testing"},
     "llm": VALUES | {"obs", "engine", "assemble", "client"},
-    "cli": VALUES | {"obs", "assemble", "client", "server", "llm"},
+    "cli": VALUES | {"obs", "assemble", "client", "server", "llm", "sim", "engine.engine"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }

@@ -60,6 +60,14 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
     "stop_token_ids": (["5"], (5,)),
     "ignore_eos": ([], True),
     "skip_special_tokens": (["no"], False),
+    "n": (["3"], 3),
+    "best_of": (["4"], 4),
+    "beam_width": (["2"], 2),
+    "length_penalty": (["0.5"], 0.5),
+    "early_stopping": (["never"], "never"),
+    "priority": (["-2"], -2),
+    "cache_salt": (["salt"], "salt"),
+    "use_prefix_cache": (["no"], False),
 }
 
 
@@ -72,6 +80,8 @@ def test_every_sampling_field_has_a_flag(name):
     words, value = SAMPLING[name]
     flag = flag_of(name) if words != ["no"] else flag_of(f"no_{name}")
     given = [flag, *(words if words != ["no"] else [])]
+    if name in ("length_penalty", "early_stopping"):
+        given += ["--beam-width", "2"]
     arguments = make_parser().parse_args(["generate", "--prompt", "x", *given])
     assert getattr(sampling_from(arguments), name) == value
 
@@ -96,6 +106,11 @@ def test_stops_may_come_several_times():
         (["generate"], "--prompt: is missing"),
         (["generate", "--prompt", "x", "--temperature", "-1"], "--temperature: -1.0 is out of range"),
         (["generate", "--prompt", "x", "--top-p", "0"], "--top-p: 0.0 is out of range: must be a number above 0"),
+        (["generate", "--prompt", "x", "--early-stopping", "soon"], "'soon' is not one of true, false, never"),
+        (["generate", "--prompt", "x", "--length-penalty", "2"], "--length-penalty: 2.0 is out of range"),
+        (["generate", "--prompt", "x", "--n", "3", "--best-of", "2"], "--best-of: 2 is out of range"),
+        (["serve", "--metrics-port", "70000"], "--metrics-port: 70000 is above the limit of 65535"),
+        (["serve", "--pin-prefix", "/no/such/file"], "--pin-prefix: /no/such/file cannot be read"),
         (["generate", "--prompt-token-ids", "1,x"], "'1,x' is not a list of integers"),
         (["generate", "--prompt-token-ids", "1", "--chat"], "--chat: goes with --prompt only"),
         (["generate", "--prompt", "x", "--port", "1"], "unrecognized arguments: --port"),
@@ -153,8 +168,10 @@ class FakeLLM:
         return [self._output(f"chat:{turns[0]['content']}", [8], sampling) for turns in conversations]
 
     def _output(self, prompt, token_ids, sampling):
-        completion = CompletionOutput(0, str(prompt).upper(), (1, 2), -1.5, None, "length")
-        return RequestOutput("r", prompt, tuple(token_ids), (completion,), Usage(1, sampling.max_tokens, 0))
+        completions = tuple(
+            CompletionOutput(i, str(prompt).upper(), (1, 2), -1.5, None, "length") for i in range(sampling.n)
+        )
+        return RequestOutput("r", prompt, tuple(token_ids), completions, Usage(1, sampling.max_tokens, 0))
 
 
 def test_generate_prints_json_in_the_order_of_the_prompts(capsys, monkeypatch):
@@ -189,6 +206,14 @@ def test_generate_prints_text(capsys, monkeypatch):
     assert capsys.readouterr().out == "--- 1: a\nCHAT:A\n\n--- 2: b\nCHAT:B\n"
     assert main(["generate", "--prompt", "a"]) == 0
     assert capsys.readouterr().out == "A\n"
+
+
+def test_generate_shows_every_sequence_by_its_index(capsys, monkeypatch):
+    monkeypatch.setattr("jpaged.llm.LLM", FakeLLM)
+    assert main(["generate", "--prompt", "a", "--n", "2"]) == 0
+    assert capsys.readouterr().out == "[0] A\n[1] A\n"
+    assert main(["generate", "--prompt", "a", "--n", "2", "--json"]) == 0
+    assert [one["index"] for one in json.loads(capsys.readouterr().out)["outputs"]] == [0, 1]
 
 
 class Stream:

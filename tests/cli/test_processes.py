@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,23 @@ def serve() -> Iterator[Process]:
     yield process
     if process.popen.poll() is None:
         process.end(signal.SIGKILL)
+
+
+def test_a_server_pins_a_prefix_and_answers_prometheus(tmp_path):
+    (tmp_path / "prefix.txt").write_text("once upon a time")
+    process = Process(
+        "serve", "fake-model", "--port", "0", "--pin-prefix", str(tmp_path / "prefix.txt"), "--metrics-port", "0"
+    )
+    try:
+        process.wait_for(r"16 tokens of .*prefix\.txt pinned")
+        url = process.wait_for(r"metrics on (http://127\.0\.0\.1:\d+/metrics)$").group(1)
+        process.wait_for(r"^ready on")
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert 'jpaged:blocks_referenced{model_name="fake"} 4.0' in answer.read().decode()
+        assert process.end(signal.SIGTERM) == 0
+    finally:
+        if process.popen.poll() is None:
+            process.end(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

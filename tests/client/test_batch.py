@@ -49,16 +49,18 @@ async def test_every_line_gets_its_answer(tmp_path):
         (COMPLETIONS, {"prompt": [5, 6], "max_tokens": 3, "temperature": 0, "ignore_eos": True, "logprobs": 1}),
         (CHAT, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0, "model": "fake"}),
         (CHAT, {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "ignore_eos": True}),
-        (COMPLETIONS, {"prompt": "x", "n": 2}),
+        (COMPLETIONS, {"prompt": "x", "echo": True}),
         (COMPLETIONS, {"prompt": "x", "model": "other"}),
         (COMPLETIONS, {"prompt": "x" * 500}),
+        (COMPLETIONS, {"prompt": "x", "n": 2, "best_of": 3, "seed": 1, "max_tokens": 4, "ignore_eos": True}),
+        (COMPLETIONS, {"prompt": "x", "n": 2, "beam_width": 3, "length_penalty": 0.5, "max_tokens": 4}),
     ]
     source, target = write_input(tmp_path / "in", bodies), tmp_path / "out"
     seen: list[BatchSummary] = []
     async with running() as harness:
         summary = await run_batch(BatchOptions(source, target, harness.target, max_concurrency=4), seen.append)
     found = results(target)
-    assert found.keys() == {f"c{i}" for i in range(9)}
+    assert found.keys() == {f"c{i}" for i in range(11)}
     for i in range(3):
         choice = found[f"c{i}"]["response"]["body"]["choices"][0]
         tokens = expected_tokens(list(f"prompt {i}".encode()), 6)
@@ -69,10 +71,18 @@ async def test_every_line_gets_its_answer(tmp_path):
     assert found["c4"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     usage = found["c5"]["response"]["body"]["usage"]
     assert usage["total_tokens"] == 128  # no max_tokens in a chat: up to the model's length
-    assert found["c6"]["error"] == {"code": "INVALID_ARGUMENT", "message": "body.n: 2 is not supported: only 1 is"}
+    assert found["c6"]["error"] == {
+        "code": "INVALID_ARGUMENT",
+        "message": "body.echo: True is not supported: only False is",
+    }
     assert found["c7"]["error"]["code"] == "NOT_FOUND"
+    for name in ("c9", "c10"):
+        choices = found[name]["response"]["body"]["choices"]
+        assert [choice["index"] for choice in choices] == [0, 1]
+        assert choices[0]["text"] != choices[1]["text"]
+    assert found["c9"]["response"]["body"]["usage"]["completion_tokens"] == 12
     assert "over max_model_len (128)" in found["c8"]["error"]["message"]
-    assert (summary.num_succeeded, summary.num_failed, summary.num_skipped) == (6, 3, 0)
+    assert (summary.num_succeeded, summary.num_failed, summary.num_skipped) == (8, 3, 0)
     assert seen[-1] == summary
     assert summary.completion_tokens == sum(
         line["response"]["body"]["usage"]["completion_tokens"] for line in found.values() if line["response"]

@@ -85,7 +85,7 @@ async def test_complete_returns_everything(client_of):
         assert sequence.finish_reason == "length"
         assert sequence.logprobs is not None
         assert [len(position.top) for position in sequence.logprobs] == [2] * 5
-        assert sequence.cumulative_logprob == pytest.approx(-0.5)
+        assert sequence.cumulative_logprob == pytest.approx(-0.125 * 5)
         assert output.prompt == "hello"
         assert output.prompt_token_ids == tuple(b"hello")
         assert (output.usage.prompt_tokens, output.usage.completion_tokens) == (5, 5)
@@ -249,7 +249,7 @@ class Flaky(inference_pb2_grpc.InferenceServiceServicer):
         if self.num_calls <= self._num_failures:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
         finish = inference_pb2.Finish(reason=inference_pb2.FINISH_REASON_STOP)
-        await context.write(inference_pb2.GenerateResponse(text="done", finish=finish))
+        await context.write(inference_pb2.GenerateResponse(text="done", finish=finish, is_last=True))
 
 
 @pytest.mark.parametrize(("inside", "num_calls"), [(False, 3), (True, 1)])

@@ -90,6 +90,13 @@ def test_a_completion_is_read_whole():
     assert job_of(completion(prompt=[1, 2])).prompt_token_ids == (1, 2)
 
 
+def test_sequences_beams_and_sharing_are_read():
+    drawn = job_of(completion(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)).sampling
+    assert drawn == SamplingParams(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)
+    searched = job_of(chat(n=2, beam_width=3, length_penalty=0.5, early_stopping="never", max_tokens=4)).sampling
+    assert searched == SamplingParams(n=2, beam_width=3, length_penalty=0.5, early_stopping="never", max_tokens=4)
+
+
 def test_a_chat_is_read_whole():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
@@ -102,7 +109,17 @@ def test_a_chat_is_read_whole():
 
 
 @pytest.mark.parametrize(
-    "body", [{"n": 1}, {"stream": False}, {"presence_penalty": 0.0}, {"logit_bias": {}}, {"stop": None}, {"user": None}]
+    "body",
+    [
+        {"n": 1},
+        {"n": None},
+        {"best_of": None},
+        {"stream": False},
+        {"presence_penalty": 0.0},
+        {"logit_bias": {}},
+        {"stop": None},
+        {"user": None},
+    ],
 )
 def test_fields_that_ask_for_nothing_pass(body):
     assert job_of(completion(**body)) == job_of(completion())
@@ -112,9 +129,16 @@ def test_fields_that_ask_for_nothing_pass(body):
 @pytest.mark.parametrize(
     ("line", "field"),
     [
-        (completion(n=2), "body.n"),
+        (completion(n=0), "body.n"),
+        (completion(n=3, best_of=2), "body.best_of"),
+        (completion(use_beam_search=True), "body.use_beam_search"),
+        (completion(beam_width=17), "body.beam_width"),
+        (completion(length_penalty=2.0), "body.length_penalty"),
+        (completion(beam_width=2, early_stopping="soon"), "body.early_stopping"),
+        (completion(priority="high"), "body.priority"),
+        (completion(cache_salt=5), "body.cache_salt"),
+        (completion(use_prefix_cache=0), "body.use_prefix_cache"),
         (completion(n=True), "body.n"),
-        (completion(best_of=3), "body.best_of"),
         (completion(echo=True), "body.echo"),
         (completion(stream=True), "body.stream"),
         (completion(frequency_penalty=0.5), "body.frequency_penalty"),

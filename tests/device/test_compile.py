@@ -31,16 +31,12 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_the_list_of_programs() -> None:
-    specs = program_specs(BucketTable.build(max_num_batched_tokens=32, max_num_seqs=9))
-    assert list(map(str, specs)) == [
-        "backbone[32]",
-        "backbone[16]",
-        "backbone[8]",
-        "draw[9]",
-        "draw[9, top]",
-        "draw[8]",
-        "draw[8, top]",
-    ]
+    buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=9)
+    steps = ["backbone[32]", "backbone[16]", "backbone[8]", "draw[9]", "draw[9, top]", "draw[8]", "draw[8, top]"]
+    copies = ["copy[8]", "copy[64]"]
+    swaps = ["swap_out[8]", "swap_out[64]", "swap_in[8]", "swap_in[64]"]
+    assert list(map(str, program_specs(buckets, (8, 64), has_host_blocks=True))) == [*steps, *copies, *swaps]
+    assert list(map(str, program_specs(buckets, (8, 64), has_host_blocks=False))) == [*steps, *copies]
 
 
 def test_everything_is_compiled_and_accounted_for() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.device.compile import ProgramSpec
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine.executor import Executor, StepInputs
 from jpaged.errors import InternalError, InvalidArgument
@@ -229,8 +228,10 @@ def test_geometry_is_what_was_asked_for(executor: JaxExecutor) -> None:
     assert (geometry.num_blocks, geometry.block_size, geometry.max_num_seqs, geometry.max_model_len) == (56, 8, 4, 64)
     assert geometry.bytes_per_block == 3 * 8 * 2 * 2 * 16 * 4
     assert (geometry.vocab_size, geometry.buckets.tokens, geometry.buckets.rows) == (97, (8, 16), (8,))
-    specs = [ProgramSpec("backbone", 8), ProgramSpec("backbone", 16), ProgramSpec("draw", 8)]
-    assert set(executor.programs) == {*specs, ProgramSpec("draw", 8, want_top=True)}
+    assert geometry.num_host_blocks == 40
+    steps = ["backbone[8]", "backbone[16]", "draw[8]", "draw[8, top]"]
+    moves = [f"{kind}[{size}]" for kind in ("copy", "swap_out", "swap_in") for size in (8, 64)]
+    assert sorted(map(str, executor.programs)) == sorted(steps + moves)
 
 
 @pytest.mark.parametrize(

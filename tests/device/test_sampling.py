@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.device import noise, sampling
-from jpaged.engine.executor import FORBIDDEN_WIDTH
+from jpaged.engine.executor import FORBIDDEN_WIDTH, TOP_WIDTH
 from jpaged.types import MAX_LOGPROBS
 from tests.device import sampling_oracle as oracle
 from tests.device.sampling_oracle import Params
@@ -242,9 +242,9 @@ def test_alternatives_are_the_likeliest_in_order() -> None:
     drawn = _sample(logits, row_sampling([Params(forbidden=(2,))] * 3), want_top=True)
     assert drawn.top_ids_rk is not None
     assert drawn.top_logprobs_rk is not None
-    assert drawn.top_ids_rk.shape == (3, sampling.TOP_WIDTH)
+    assert drawn.top_ids_rk.shape == (3, TOP_WIDTH)
     for i in range(3):
-        want = np.argsort(-logits[i], kind="stable")[: sampling.TOP_WIDTH]
+        want = np.argsort(-logits[i], kind="stable")[:TOP_WIDTH]
         np.testing.assert_array_equal(drawn.top_ids_rk[i], want)
         np.testing.assert_allclose(drawn.top_logprobs_rk[i], oracle.logprobs(logits[i])[want], atol=1e-5)
 
@@ -256,4 +256,4 @@ def test_alternatives_of_a_small_vocabulary_are_all_of_it() -> None:
 
 
 def test_there_are_as_many_alternatives_as_a_request_may_ask_for() -> None:
-    assert sampling.TOP_WIDTH >= MAX_LOGPROBS
+    assert TOP_WIDTH >= MAX_LOGPROBS

@@ -28,7 +28,14 @@ CONFIG = ModelConfig(
 )
 
 OPTIONS = EngineConfig.load(
-    {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 56, "block_size": 8, "max_model_len": 64}
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "num_blocks": 56,
+        "block_size": 8,
+        "max_model_len": 64,
+        "swap_space": 40 * 6144 / 2**30,
+    }
 )
 
 

@@ -33,6 +33,8 @@ SERVER_VALUES = {
     "port": 1,
     "shutdown_timeout": 1.0,
     "enable_reflection": False,
+    "pin_prefix": "file",
+    "metrics_port": 9090,
 }
 
 Test = TypeVar("Test", bound=Callable[..., None])

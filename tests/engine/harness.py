@@ -19,6 +19,12 @@ class Harness:
     overlap: bool = True
     max_num_queued_reqs: int = 64
     eos_token_ids: frozenset[int] = NO_EOS
+    policy: str = "fcfs"
+    batching: str = "continuous"
+    preemption_mode: str = "recompute"
+    kv_policy: str = "paged"
+    enable_prefix_caching: bool = True
+    max_cached_tokens: int | None = None
 
     def __post_init__(self):
         self.clock = VirtualClock()
@@ -28,23 +34,35 @@ class Harness:
             max_num_batched_tokens=self.executor.geometry.buckets.tokens[-1],
             max_num_queued_reqs=self.max_num_queued_reqs,
             overlap=self.overlap,
+            policy=self.policy,
+            batching=self.batching,
+            preemption_mode=self.preemption_mode,
+            kv_policy=self.kv_policy,
+            enable_prefix_caching=self.enable_prefix_caching,
+            max_cached_tokens=self.max_cached_tokens,
         )
         self.engine = Engine(self.executor, self.tokenizer, options, eos_token_ids=self.eos_token_ids, clock=self.clock)
         self.intake = Intake(self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids)
         self.events: dict[str, list[OutputEvent]] = defaultdict(list)
+        self.num_steps = 0
 
-    def submit(self, request_id, prompt, *, deadline_s=None, **sampling):
+    def submit(self, request_id, prompt, *, deadline_s=None, tenant="", **sampling):
         sampling.setdefault("temperature", 0.0)
         request = self.intake.make_request(
             request_id=request_id,
             sampling=SamplingParams(**sampling),
             prompt_token_ids=prompt,
             deadline_s=deadline_s,
+            tenant=tenant,
         )
-        self.engine.submit(request, lambda event: self.events[event.request_id].append(event))
+        self.engine.submit(request, self.receive)
         return request
 
+    def receive(self, event):
+        self.events[event.request_id].append(event)
+
     def step(self):
+        self.num_steps += 1
         did_something = self.engine.step()
         self.engine.check()
         return did_something
@@ -55,11 +73,11 @@ class Harness:
                 return
         raise AssertionError(f"still busy after {limit} steps: {self.engine.load()}")
 
-    def tokens(self, request_id):
-        return [token for event in self.events[request_id] for token in event.token_ids]
+    def tokens(self, request_id, index=0):
+        return [token for event in self.events[request_id] if event.index == index for token in event.token_ids]
 
-    def text(self, request_id):
-        return "".join(event.text for event in self.events[request_id])
+    def text(self, request_id, index=0):
+        return "".join(event.text for event in self.events[request_id] if event.index == index)
 
     def last(self, request_id):
         """The request's last event; there is exactly one, and it is at the end."""

@@ -2,18 +2,25 @@
 
 import numpy as np
 
+from jpaged.engine.admission import make_order
 from jpaged.engine.batch import build_step_inputs
-from jpaged.engine.block_pool import BlockPool
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.paged_memory import PagedMemory
+from jpaged.engine.preemption import Preemption
+from jpaged.engine.scheduler import Scheduler, SchedulerLimits
 from jpaged.engine.sequence import Group
 from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams
 
 
 def packed(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset(), steps=1):
-    geometry = FakeExecutor(block_size=4, num_blocks=32, max_num_seqs=4, max_model_len=32).geometry
-    pool = BlockPool(num_blocks=geometry.num_blocks, block_size=geometry.block_size)
-    scheduler = Scheduler(pool, max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens)
+    executor = FakeExecutor(block_size=4, num_blocks=32, max_num_seqs=4, max_model_len=32)
+    geometry = executor.geometry
+    scheduler = Scheduler(
+        PagedMemory(num_blocks=geometry.num_blocks, block_size=geometry.block_size),
+        make_order("fcfs"),
+        Preemption("recompute", geometry.bytes_per_block, executor.rates),
+        SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens),
+    )
     for i, prompt in enumerate(prompts):
         request = Request(str(i), tuple(prompt), sampling or SamplingParams(temperature=0.0))
         scheduler.add(Group(request, i, 0.0, lambda event: None, geometry.max_blocks_per_seq))

@@ -26,8 +26,6 @@ def test_the_null_block_is_never_handed_out():
 def test_blocks_are_needed_only_when_a_token_comes():
     pool = BlockPool(num_blocks=8, block_size=4)
     assert [pool.num_blocks_for(n) for n in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
-    table = table_of(pool, 1)
-    assert [pool.num_missing(table, n) for n in (1, 4, 5, 9)] == [0, 0, 1, 2]
 
 
 def test_the_last_block_of_a_table_is_the_first_to_be_free():

@@ -126,7 +126,7 @@ def test_logprobs_come_with_each_token_and_add_up(overlap):
         assert position.top[0].token_id == position.chosen.token_id
     assert all(event.logprobs[0].top == () for event in h.events["b"])
     assert all(event.logprobs == () for event in h.events["c"])
-    assert h.last("a").cumulative_logprob == pytest.approx(5 * -0.1)
+    assert h.last("a").cumulative_logprob == pytest.approx(5 * -0.125)
 
 
 def test_abort_ends_with_one_event_and_gives_the_blocks_back_within_a_step(overlap):
@@ -321,3 +321,19 @@ def test_sampling_without_a_seed_repeats_with_the_engines_seed():
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[0][1]
     assert SamplingParams().seed is None
+
+
+@pytest.mark.parametrize("kv_policy", ["paged", "reserve-max", "reserve-pow2", "reserve-oracle"])
+@pytest.mark.parametrize("batching", ["continuous", "static"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_beams_are_the_same_under_every_baseline_and_leave_nothing_behind(kv_policy, batching, overlap):
+    def search(**options):
+        executor = FakeExecutor(num_blocks=256, max_num_batched_tokens=16)
+        harness = Harness(executor=executor, overlap=overlap, **options)
+        harness.submit("a", [3, 1, 4, 1, 5], beam_width=4, n=4, max_tokens=9)
+        harness.submit("b", [2, 7], beam_width=3, n=1, max_tokens=20)
+        harness.run()
+        assert harness.engine.load().num_blocks_free == 256
+        return [harness.tokens("a", index) for index in range(4)], harness.tokens("b")
+
+    assert search(kv_policy=kv_policy, batching=batching) == search()

@@ -74,6 +74,8 @@ def make_serving(executor: FakeExecutor, config: EngineConfig, tokenizer: ByteTo
         max_num_seqs=executor.geometry.max_num_seqs,
         max_num_batched_tokens=executor.geometry.buckets.tokens[-1],
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
+        policy=config.scheduler.policy,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
     )
     engine = Engine(executor, tokenizer, options, eos_token_ids=frozenset({EOS}))
     intake = Intake(tokenizer, executor.geometry, eos_token_ids=frozenset({EOS}))

@@ -1,0 +1,27 @@
+"""Measure: `jpaged bench simulate` serves a trace in simulated time, on any accelerator, with the real scheduler."""
+
+from __future__ import annotations
+
+import argparse
+from types import ModuleType
+
+from jpaged.cli import simulate
+
+HELP = "measure"
+
+BENCHMARKS: dict[str, ModuleType] = {"simulate": simulate}
+"""Each module has HELP, add_arguments(parser) and run(arguments) -> exit code."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One subcommand a benchmark."""
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, module in BENCHMARKS.items():
+        benchmark = benchmarks.add_parser(name, help=module.HELP, description=module.__doc__, allow_abbrev=False)
+        benchmark.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(benchmark)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The exit code of the benchmark."""
+    return int(BENCHMARKS[arguments.benchmark].run(arguments))

@@ -1,0 +1,123 @@
+"""Blocks in host memory: where groups are swapped out to, and where cached prefixes outlive the device pool.
+
+    swap out   device ── copy begins ──> on its way ── lands when it has arrived ──> blocks
+    swap in    device <── one transfer ── blocks          after what is on its way to those blocks has landed
+
+The memory is asked for at once and touched only where blocks land, so the system gives it as it is used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from numpy.typing import NDArray
+
+from jpaged.device.kv_cache import physical_host_bytes
+from jpaged.errors import InternalError, InvalidArgument
+from jpaged.kernels.kv_layout import KVLayout
+
+MAX_ON_THE_WAY = 4
+"""Transfers that may be under way at once, each with device memory of its own."""
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    contents: jax.Array
+    block_ids: list[int]
+
+
+class HostPool:
+    """Owns the blocks and the transfers that are on their way to them. Block 0 is not used, as in the device's pool."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, sharding: NamedSharding) -> None:
+        self.num_blocks = num_blocks
+        self._staging = _staging_sharding(sharding)
+        shape = (num_blocks + 1 if num_blocks else 0, *layout.block_shape)
+        try:
+            self._blocks: NDArray = np.empty(shape, layout.storage_dtype)
+        except MemoryError as error:
+            num_bytes = num_blocks * layout.bytes_per_block
+            raise InvalidArgument("swap_space", f"{num_bytes / _GIB:.2f} GiB of host memory are refused") from error
+        self._on_the_way: deque[_Transfer] = deque()
+
+    @property
+    def num_on_the_way(self) -> int:
+        """Transfers that have not landed."""
+        return len(self._on_the_way)
+
+    def receive(self, contents: jax.Array, block_ids: list[int]) -> None:
+        """Starts the copy of device blocks to the host blocks of these ids; padding behind them is left out."""
+        while len(self._on_the_way) >= MAX_ON_THE_WAY:
+            self._land()
+        if self._staging is not None:
+            contents = jax.device_put(contents, self._staging)
+        else:
+            contents.copy_to_host_async()
+        self._on_the_way.append(_Transfer(contents, block_ids))
+
+    def land_ready(self) -> None:
+        """Lands what has arrived. Transfers land in order: a later one may be to the same block."""
+        while self._on_the_way and _has_arrived(self._on_the_way[0].contents):
+            self._land()
+
+    def land_all(self) -> None:
+        """Waits for everything that is on its way."""
+        while self._on_the_way:
+            self._land()
+
+    def read(self, block_ids: Sequence[int], num_padded: int) -> NDArray:
+        """A fresh array of these blocks, once they have all landed; what is in the padding does not matter."""
+        wanted = set(block_ids)
+        while any(not wanted.isdisjoint(transfer.block_ids) for transfer in self._on_the_way):
+            self._land()
+        contents = np.empty((num_padded, *self._blocks.shape[1:]), self._blocks.dtype)
+        # "clip" writes straight into `out`, "raise" by way of a copy; ids were checked before.
+        np.take(self._blocks, block_ids, axis=0, out=contents[: len(block_ids)], mode="clip")
+        contents[len(block_ids) :] = 0
+        return contents
+
+    def release(self) -> None:
+        """Frees the memory. Idempotent."""
+        self._on_the_way.clear()
+        self._blocks = self._blocks[:0].copy()
+
+    def _land(self) -> None:
+        transfer = self._on_the_way.popleft()
+        try:
+            contents = np.asarray(transfer.contents)
+        except jax.errors.JaxRuntimeError as error:
+            raise InternalError(f"blocks {transfer.block_ids[:8]} did not reach host memory: {error}") from error
+        self._blocks[transfer.block_ids] = contents[: len(transfer.block_ids)]
+
+
+def num_host_blocks(swap_space_gib: float, layout: KVLayout) -> int:
+    """Blocks that fit into so much host memory.
+
+    Raises:
+        InvalidArgument: the host does not have it.
+    """
+    num_bytes, physical = int(swap_space_gib * _GIB), physical_host_bytes()
+    if num_bytes > physical:
+        raise InvalidArgument("swap_space", f"{swap_space_gib:g} GiB; the host has {physical / _GIB:.2f} GiB")
+    return num_bytes // layout.bytes_per_block
+
+
+def _has_arrived(contents: Any) -> bool:
+    """Every jax array has `is_ready`; the declared type leaves it out."""
+    return bool(contents.is_ready())
+
+
+def _staging_sharding(sharding: NamedSharding) -> NamedSharding | None:
+    """Page-locked host memory, which an accelerator writes to by itself; None on a CPU, whose memory is the host's."""
+    device: jax.Device = next(iter(sharding.device_set))
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if device.platform == "cpu" or "pinned_host" not in kinds:
+        return None
+    return sharding.with_memory_kind("pinned_host")

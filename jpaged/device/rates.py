@@ -1,0 +1,62 @@
+"""What the device does in a second, timed when it starts: on idle blocks and a row of the null block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry, SamplingInputs, StepInputs
+
+_NUM_RUNS = 3
+NO_RATE = 1.0
+"""Bytes a second of swapping where there is no host memory to swap to: the other way is always quicker."""
+
+
+def seconds_of(act: Callable[[], object]) -> float:
+    """The quickest of a few runs: the first one also touches memory for the first time."""
+    quickest = float("inf")
+    for _ in range(_NUM_RUNS):
+        begin = time.perf_counter()
+        act()
+        quickest = min(quickest, time.perf_counter() - begin)
+    return quickest
+
+
+def null_prefill(geometry: Geometry) -> StepInputs:
+    """A step of the largest bucket whose prompts lie in the null block: it computes as any and disturbs nothing."""
+    num_padded, max_rows = geometry.buckets.tokens[-1], geometry.max_num_seqs
+    num_tokens = min(num_padded, max_rows * geometry.max_model_len)
+    num_rows = -(-num_tokens // geometry.max_model_len)
+    starts_s1 = np.minimum(np.arange(max_rows + 1) * geometry.max_model_len, num_tokens).astype(np.int32)
+    positions_t = (np.arange(num_padded) % geometry.max_model_len).astype(np.int32)
+    return StepInputs(
+        token_ids_t=np.zeros(num_padded, np.int32),
+        is_fed_back_t=np.zeros(num_padded, np.bool_),
+        fed_back_rows_t=np.zeros(num_padded, np.int32),
+        positions_t=positions_t,
+        rope_lens_t=positions_t + 1,
+        slots_t=positions_t % geometry.block_size,
+        query_starts_s1=starts_s1,
+        kv_lens_s=np.diff(starts_s1),
+        block_tables_sm=np.zeros((max_rows, geometry.max_blocks_per_seq), np.int32),
+        sample_tokens_s=np.maximum(starts_s1[1:] - 1, 0),
+        sampling=_greedy(geometry.buckets.num_rows(num_rows), geometry.vocab_size),
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+    )
+
+
+def _greedy(num_rows: int, vocab_size: int) -> SamplingInputs:
+    return SamplingInputs(
+        temperature_r=np.zeros(num_rows, np.float32),
+        top_k_r=np.full(num_rows, vocab_size, np.int32),
+        top_p_r=np.ones(num_rows, np.float32),
+        min_p_r=np.zeros(num_rows, np.float32),
+        seeds_r2=np.zeros((num_rows, 2), np.uint32),
+        sequence_indices_r=np.zeros(num_rows, np.int32),
+        positions_r=np.zeros(num_rows, np.int32),
+        forbidden_ids_rx=np.full((num_rows, FORBIDDEN_WIDTH), vocab_size, np.int32),
+        want_top=False,
+    )

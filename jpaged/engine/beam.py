@@ -1,0 +1,151 @@
+"""Beam search: which beams live on, and which finished sequences are kept. Plain lists; blocks are forked elsewhere.
+
+    candidates    every beam x its likeliest tokens, ranked by cumulative log-probability
+    running       the best beam_width of those that do not end
+    finished      of the best beam_width candidates those that end, by score = log-probability / length ** penalty
+
+The rules are those of Hugging Face `generate(num_beams=...)`, so that the results are: max(2, 1 + number of ending
+tokens) * beam_width candidates are looked at, and a sequence that reaches max_tokens ends like one that draws an ending
+token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from jpaged.types import PositionLogprobs
+
+EarlyStopping = bool | Literal["never"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A beam continued by one token."""
+
+    parent: int
+    token_id: int
+    cumulative_logprob: float
+    logprobs: PositionLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished sequence: the tokens of its beam and the candidate that ended it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    cumulative_logprob: float
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class BeamRules:
+    """What a search is asked for."""
+
+    width: int
+    max_tokens: int
+    min_tokens: int
+    ending_ids: frozenset[int]
+    length_penalty: float
+    early_stopping: EarlyStopping
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates to rank at each step; as many of the likeliest tokens are needed of each beam."""
+        return num_candidates(self.width, len(self.ending_ids))
+
+
+def num_candidates(width: int, num_ending_ids: int) -> int:
+    """How many candidates a search of this width ranks."""
+    return max(2, 1 + num_ending_ids) * width
+
+
+@dataclass(slots=True)
+class Beam:
+    """A running beam: what it has generated."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    cumulative_logprob: float = 0.0
+
+    def continued(self, candidate: Candidate) -> Beam:
+        return Beam(
+            (*self.token_ids, candidate.token_id),
+            (*self.logprobs, candidate.logprobs),
+            candidate.cumulative_logprob,
+        )
+
+
+class BeamSearch:
+    """The search of one request. Begins with one empty beam."""
+
+    def __init__(self, rules: BeamRules) -> None:
+        self.rules = rules
+        self.beams: list[Beam] = [Beam()]
+        self.is_done = False
+        self._finished: list[Hypothesis] = []
+        self._can_improve = True
+
+    def advance(self, tops: list[list[PositionLogprobs]]) -> list[Candidate]:
+        """Takes the likeliest tokens of every beam, best first; returns the candidates that became the new beams.
+
+        When the search is done nothing runs on, and `best` has the results.
+        """
+        length = len(self.beams[0].token_ids) + 1
+        is_last = length >= self.rules.max_tokens
+        ranked = self._rank(tops, length)
+        ends = [is_last or candidate.token_id in self.rules.ending_ids for candidate in ranked]
+        running = [candidate for candidate, is_end in zip(ranked, ends, strict=True) if not is_end]
+        self._keep_finished(ranked, ends, length)
+        chosen = running[: self.rules.width]
+        self.beams = [self.beams[candidate.parent].continued(candidate) for candidate in chosen]
+        self._can_improve = self._can_improve and self._may_improve(length)
+        is_full = len(self._finished) == self.rules.width
+        self.is_done = not self._can_improve or (is_full and self.rules.early_stopping is True) or not chosen
+        return chosen
+
+    def best(self, count: int) -> list[Hypothesis]:
+        """The finished sequences with the highest scores, the best first."""
+        return self._finished[:count]
+
+    def _rank(self, tops: list[list[PositionLogprobs]], length: int) -> list[Candidate]:
+        may_end = length > self.rules.min_tokens
+        candidates = [
+            Candidate(parent, position.chosen.token_id, beam.cumulative_logprob + position.chosen.logprob, position)
+            for parent, (beam, top) in enumerate(zip(self.beams, tops, strict=True))
+            for position in top
+            if may_end or position.chosen.token_id not in self.rules.ending_ids
+        ]
+        candidates.sort(key=lambda candidate: -candidate.cumulative_logprob)
+        return candidates[: self.rules.num_candidates]
+
+    def _keep_finished(self, ranked: list[Candidate], ends: list[bool], length: int) -> None:
+        is_full = len(self._finished) == self.rules.width
+        if not self._can_improve or (is_full and self.rules.early_stopping is True):
+            return
+        for candidate, is_end in list(zip(ranked, ends, strict=True))[: self.rules.width]:
+            if is_end:
+                beam = self.beams[candidate.parent].continued(candidate)
+                self._finished.append(
+                    Hypothesis(
+                        token_ids=beam.token_ids,
+                        logprobs=beam.logprobs,
+                        cumulative_logprob=candidate.cumulative_logprob,
+                        score=candidate.cumulative_logprob / length**self.rules.length_penalty,
+                    )
+                )
+        self._finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del self._finished[self.rules.width :]
+
+    def _may_improve(self, length: int) -> bool:
+        """The best running beam could still beat the worst finished one."""
+        if len(self._finished) < self.rules.width:
+            return True
+        if not self.beams:
+            return False
+        looks_ahead = self.rules.early_stopping == "never" and self.rules.length_penalty > 0
+        best_length = self.rules.max_tokens if looks_ahead else length
+        best = self.beams[0].cumulative_logprob / best_length**self.rules.length_penalty
+        return best > min((h.score for h in self._finished), default=-math.inf)

@@ -1,0 +1,1 @@
+"""What others can see of a running server: metrics in Prometheus' format."""

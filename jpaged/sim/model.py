@@ -1,0 +1,61 @@
+"""Models by their shape alone: what a step reads and computes follows from a few numbers of each.
+
+KV bytes of a token = 2 (key, value) * num_layers * kv_width * 2 bytes          all in 16 bits
+OPT-13B    2 * 40 *  5120 * 2 =   819 200      12 GiB hold 15 728 tokens      the paper's Table 1: 12 GB, 15.7K
+OPT-66B    2 * 64 *  9216 * 2 = 2 359 296      21 GiB hold  9 557             21 GB, 9.7K (so 21.3 GiB)
+OPT-175B   2 * 96 * 12288 * 2 = 4 718 592     264 GiB hold 60 074             264 GB, 60.1K
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """One model.
+
+    Attributes:
+        num_params: all of them; every one is read once a step.
+        width: query heads times head dimension.
+        kv_width: key/value heads times head dimension.
+        head_dim: of one head.
+        max_model_len: tokens of a sequence at most.
+        num_devices: accelerators that it is served on when nothing else is said.
+        num_kv_slots: tokens that the paper's pool for it holds on that many of `paper_hardware`; None when the pool is
+            what the memory leaves.
+        paper_hardware: what num_kv_slots is for.
+    """
+
+    name: str
+    num_params: float
+    num_layers: int
+    width: int
+    kv_width: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    num_devices: int = 1
+    num_kv_slots: int | None = None
+    paper_hardware: str = ""
+
+    @property
+    def weight_bytes(self) -> float:
+        return 2 * self.num_params
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.kv_width * 2
+
+
+MODELS = {
+    shape.name: shape
+    for shape in (
+        ModelShape("opt-13b", 13e9, 40, 5120, 5120, 128, 50272, 2048, 1, 15_700, "a100-40gb"),
+        ModelShape("opt-66b", 66e9, 64, 9216, 9216, 128, 50272, 2048, 4, 9_700, "a100-40gb"),
+        ModelShape("opt-175b", 173e9, 96, 12288, 12288, 128, 50272, 2048, 8, 60_100, "a100-80gb"),
+        ModelShape("llama-13b", 13e9, 40, 5120, 5120, 128, 32000, 2048, 1, 15_700, "a100-40gb"),
+        ModelShape("llama-3-8b", 8.03e9, 32, 4096, 1024, 128, 128256, 8192),
+    )
+}
+"""The sizes of the paper's Table 1 (26, 132 and 346 GB of weights) and of two Llamas."""

@@ -1,0 +1,190 @@
+"""What arrives when, and how long it is: synthetic workloads with the paper's means, or a file of one's own.
+
+lengths    lognormal, prompt and output independent, prompt + output <= max_model_len; the means after clipping are
+           the workload's
+arrivals   Poisson
+sampling   stratified: of n requests one length falls into each n-th of its distribution, in random order, so that a
+           short trace has the means of a long one
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.errors import InvalidArgument
+
+_GRID = 512
+_CHAT_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request to come.
+
+    Attributes:
+        output_tokens: it generates exactly so many.
+        n: sequences to sample.
+        beam_width: beams to search with; 0 samples.
+        prefix_id: requests of one prefix_id begin with the same tokens; "" shares nothing.
+        prefix_tokens: how many of the prompt's tokens those are.
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    n: int = 1
+    beam_width: int = 0
+    prefix_id: str = ""
+    prefix_tokens: int = 0
+    tenant: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A lognormal distribution: the mean that remains after clipping, and the spread of the logarithm."""
+
+    mean: float
+    sigma: float
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A distribution of requests.
+
+    The means of `sharegpt` and `alpaca` are the paper's (section 6.1, figure 11); their spreads are read off the shape
+    of its histograms. `translation` (figure 16) and `chatbot` (figure 17) are assumed, as the paper gives no numbers.
+    """
+
+    name: str
+    prompt: Lengths
+    output: Lengths
+    prefix_tokens: int = 0
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("sharegpt", Lengths(161.31, 1.2), Lengths(337.99, 0.9)),
+        Workload("alpaca", Lengths(19.31, 0.5), Lengths(58.45, 0.9)),
+        Workload("translation", Lengths(40.0, 0.5), Lengths(40.0, 0.5)),
+    )
+}
+
+
+def synthesize(
+    workload: Workload, *, rate_per_s: float, num_requests: int, seed: int, max_model_len: int
+) -> list[TraceRequest]:
+    """Draws a trace.
+
+    Args:
+        workload: with a prefix, every request begins with the same prefix_tokens, and its own prompt follows.
+        rate_per_s: mean of the Poisson arrivals.
+        num_requests: how many.
+        seed: the same seed draws the same lengths for every rate.
+        max_model_len: prompt and output together are at most this.
+    """
+    generator = np.random.default_rng(seed)
+    room = max_model_len - workload.prefix_tokens
+    prompts, outputs = _lengths(workload, num_requests, room, generator)
+    arrivals = np.cumsum(generator.exponential(1.0, num_requests)) / rate_per_s
+    prefix_id = "shared" if workload.prefix_tokens else ""
+    return [
+        TraceRequest(
+            arrival_s=float(arrival_s),
+            prompt_tokens=workload.prefix_tokens + int(prompt),
+            output_tokens=int(output),
+            prefix_id=prefix_id,
+            prefix_tokens=workload.prefix_tokens,
+        )
+        for arrival_s, prompt, output in zip(arrivals, prompts, outputs, strict=True)
+    ]
+
+
+def chat_rounds(*, rate_per_s: float, num_requests: int, seed: int, max_model_len: int = 2048) -> list[TraceRequest]:
+    """ShareGPT's conversations as a chatbot sees them: the prompt is the last 1024 tokens, the output at most 1024.
+
+    A request is one round of a conversation that began 0 to 5 rounds before (the number is assumed); what was said in
+    the earlier rounds is drawn from ShareGPT's lengths. The rounds of one conversation come one after another, and
+    share a prefix while the prompt is not cut.
+    """
+    generator = np.random.default_rng(seed)
+    prompts, outputs = _lengths(WORKLOADS["sharegpt"], num_requests, max_model_len, generator)
+    arrivals = np.cumsum(generator.exponential(1.0, num_requests)) / rate_per_s
+    history = [0] * max(1, num_requests // 6)
+    requests = []
+    for i in range(num_requests):
+        conversation = i % len(history)
+        said = history[conversation] + int(prompts[i])
+        prompt, output = min(_CHAT_TOKENS, said), min(_CHAT_TOKENS, int(outputs[i]))
+        is_whole = said <= _CHAT_TOKENS
+        requests.append(
+            TraceRequest(
+                arrival_s=float(arrivals[i]),
+                prompt_tokens=prompt,
+                output_tokens=output,
+                prefix_id=f"conversation {conversation}" if is_whole else "",
+                prefix_tokens=prompt if is_whole else 0,
+            )
+        )
+        history[conversation] = said + output
+    return requests
+
+
+def with_sampling(trace: Iterable[TraceRequest], *, n: int = 1, beam_width: int = 0) -> list[TraceRequest]:
+    """The same requests, each for n samples or for a beam search."""
+    return [replace(request, n=n, beam_width=beam_width) for request in trace]
+
+
+def _lengths(
+    workload: Workload, count: int, room: int, generator: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    scales = _scales(workload.prompt, workload.output, room)
+    normals = [NormalDist().inv_cdf(float(u)) for _ in range(2) for u in _stratified(count, generator)]
+    prompt, output = np.array(normals[:count]), np.array(normals[count:])
+    return _clip(
+        scales[0] * np.exp(workload.prompt.sigma * prompt), scales[1] * np.exp(workload.output.sigma * output), room
+    )
+
+
+def _stratified(count: int, generator: np.random.Generator) -> NDArray[np.float64]:
+    places: NDArray[np.float64] = (generator.permutation(count) + generator.uniform(1e-9, 1.0, count)) / count
+    return np.minimum(places, 1 - 1e-12)
+
+
+def _clip(
+    prompts: NDArray[np.float64], outputs: NDArray[np.float64], room: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Whole numbers of at least 1: the prompt leaves room for a token, the output takes what is left at most."""
+    whole = np.clip(np.rint(prompts), 1, room - 1).astype(np.int64)
+    return whole, np.clip(np.rint(outputs), 1, room - whole).astype(np.int64)
+
+
+@cache
+def _scales(prompt: Lengths, output: Lengths, room: int) -> tuple[float, float]:
+    """Medians of the two distributions for which the clipped means are what they should be; by fixed point on a grid.
+
+    Raises:
+        InvalidArgument: the room is too small for such means.
+    """
+    normals = np.array([NormalDist().inv_cdf((i + 0.5) / _GRID) for i in range(_GRID)])
+    scales = [prompt.mean * math.exp(-(prompt.sigma**2) / 2), output.mean * math.exp(-(output.sigma**2) / 2)]
+    for _ in range(40):
+        prompts = np.repeat(scales[0] * np.exp(prompt.sigma * normals), _GRID)
+        outputs = np.tile(scales[1] * np.exp(output.sigma * normals), _GRID)
+        means = [float(lengths.mean()) for lengths in _clip(prompts, outputs, room)]
+        scales = [
+            scale * wanted.mean / mean for scale, wanted, mean in zip(scales, (prompt, output), means, strict=True)
+        ]
+    if abs(means[0] / prompt.mean - 1) > 0.005 or abs(means[1] / output.mean - 1) > 0.005:
+        raise InvalidArgument(
+            "max_model_len", f"{room} tokens are too few for means of {prompt.mean} and {output.mean}"
+        )
+    return scales[0], scales[1]

@@ -1,0 +1,247 @@
+"""Memory is shared, copied, cached, swapped and computed again, and no token changes by it.
+
+Every request's answer alone, in a large pool without a cache, is held against its answers in company, in chunks, after
+preemption of both kinds, and behind a cached prefix. What is meant to happen is counted, so that no test passes because
+nothing happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jpaged.device.executor import JaxExecutor
+from jpaged.engine.stats import EngineLoad
+from jpaged.types import SamplingParams
+from tests.e2e.sharing_rig import BLOCK_SIZE, VOCAB_SIZE, Answer, Rig, make_executor
+from tests.models.tiny import tiny_case
+
+KINDS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=30),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=2**40 + 3, max_tokens=30),
+    "four": SamplingParams(temperature=1.0, seed=9, n=4, max_tokens=24),
+    "beams": SamplingParams(beam_width=4, n=4, max_tokens=24),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+    def submit(self, rig: Rig) -> Answer:
+        return rig.submit(list(self.prompt), self.params)
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(3, VOCAB_SIZE, length).tolist()
+
+
+def jobs(kinds: list[str], count: int) -> list[Job]:
+    """Requests that share 19 tokens of prompt (two blocks and a part of the third) and differ after it."""
+    common = tokens(19, 0)
+    return [
+        Job((*common, *tokens(3 + 2 * i, i)), replace(KINDS[kind], seed=None if kind == "beams" else 50 + i))
+        for i, kind in enumerate(kinds[i % len(kinds)] for i in range(count))
+    ]
+
+
+def alone(executor: JaxExecutor, job: Job) -> Answer:
+    rig = Rig(executor)
+    answer = job.submit(rig)
+    rig.run()
+    return answer
+
+
+def together(rig: Rig, many: list[Job]) -> tuple[list[Answer], EngineLoad]:
+    answers = [job.submit(rig) for job in many]
+    return answers, rig.run()
+
+
+def agree(executor: JaxExecutor, many: list[Job], answers: list[Answer]) -> None:
+    for job, answer in zip(many, answers, strict=True):
+        expected = alone(executor, job)
+        assert answer.sequences == expected.sequences
+        assert len(answer.sequences) == job.params.n
+        for index, value in expected.cumulative_logprobs.items():
+            assert answer.cumulative_logprobs[index] == pytest.approx(value, abs=1e-3)
+
+
+def check_batched(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
+    answers, load = together(Rig(executor, **options), many)
+    assert load.num_preemptions == load.num_prefix_hit_tokens == 0
+    agree(executor, many, answers)
+
+
+def check_chunked(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
+    answers, load = together(Rig(executor, max_num_batched_tokens=8, **options), many)
+    assert load.num_steps > sum(len(job.prompt) for job in many) // 8
+    agree(executor, many, answers)
+
+
+def check_swapped(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
+    """A pool that holds about one request's end."""
+    rig = Rig(executor, num_blocks=26, num_host_blocks=120, preemption_mode="swap", **options)
+    answers, load = together(rig, many)
+    assert load.num_preemptions > 0
+    assert load.num_blocks_swapped_out == load.num_blocks_swapped_in > 0
+    assert load.num_recomputed_tokens == 0
+    agree(executor, many, answers)
+
+
+def check_recomputed(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
+    rig = Rig(executor, num_blocks=26, num_host_blocks=120, preemption_mode="recompute", **options)
+    answers, load = together(rig, many)
+    assert load.num_preemptions > 0
+    assert load.num_blocks_swapped_out == 0
+    assert load.num_recomputed_tokens > 0
+    agree(executor, many, answers)
+
+
+def check_cached(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
+    """The second time, everything of a prompt but its last token is known; the part of a block is copied."""
+    rig = Rig(executor, enable_prefix_caching=True, **options)
+    first, _ = together(rig, many)
+    second, load = together(rig, many)
+    for job, answer in zip(many, second, strict=True):
+        assert answer.num_cached_tokens >= (len(job.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert answer.num_cached_tokens % BLOCK_SIZE != 0
+    assert load.num_prefix_hit_tokens >= sum(answer.num_cached_tokens for answer in second)
+    agree(executor, many, first)
+    agree(executor, many, second)
+
+
+def check_cached_on_the_host(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
+    """Between the two times others take every block; what was cached comes back from host memory."""
+    options = {"enable_prefix_caching": True, "num_blocks": 60, "num_host_blocks": 400, **options}
+    rig = Rig(executor, preemption_mode="recompute", **options)
+    together(rig, many)
+    together(rig, [Job(tuple(tokens(100, i)), replace(KINDS["greedy"], max_tokens=8)) for i in range(8)])
+    num_before = rig.engine.load().num_blocks_swapped_in
+    second, load = together(rig, many)
+    assert load.num_blocks_swapped_out > 0
+    assert load.num_blocks_swapped_in > num_before
+    agree(executor, many, second)
+
+
+CHECKS = {
+    "batched": check_batched,
+    "chunked": check_chunked,
+    "swapped": check_swapped,
+    "recomputed": check_recomputed,
+    "cached": check_cached,
+    "cached_on_the_host": check_cached_on_the_host,
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_answers_do_not_depend_on_where_the_memory_was(executor: JaxExecutor, check: str) -> None:
+    """Greedy, drawn, four at once and searched for, all in one engine."""
+    CHECKS[check](executor, jobs([*KINDS], 4))
+
+
+COMPANY = {
+    "greedy": jobs(["greedy"], 8),
+    "seeded": jobs(["seeded"], 8),
+    "four": jobs(["four"], 3),
+    "beams": jobs(["greedy", "greedy", "greedy", "beams"], 4),  # beams alone share too much to fill a pool
+}
+"""Of each kind so many that the small pool is too small, and one of the kind arrives last: it is preempted first."""
+
+
+@pytest.mark.parametrize("check", [check_swapped, check_recomputed])
+def test_beams_go_on_after_preemption(executor: JaxExecutor, check: Callable[[JaxExecutor, list[Job]], None]) -> None:
+    check(executor, COMPANY["beams"])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An executor, and what an engine over it must be told."""
+
+    executor: JaxExecutor
+    max_cached_tokens: int | None = None
+
+
+@pytest.fixture(scope="module", params=["sharing", "llama3_tied", "qwen3_yarn", "llama_dynamic_long"])
+def place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, executor: JaxExecutor
+) -> Iterator[Place]:
+    if request.param == "sharing":
+        yield Place(executor)
+        return
+    other = make_executor(tiny_case(request.param), tmp_path_factory.mktemp(request.param))
+    yield Place(other, 64 if "dynamic" in request.param else None)
+    other.shutdown()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("check", CHECKS)
+def test_every_kind_of_request_in_every_place(place: Place, check: str, kind: str, overlap: bool) -> None:
+    CHECKS[check](place.executor, COMPANY[kind], overlap=overlap, max_cached_tokens=place.max_cached_tokens)
+
+
+def test_preemption_picks_the_cheaper_way_by_what_was_measured(executor: JaxExecutor) -> None:
+    many = jobs([*KINDS], 4)
+    answers, load = together(Rig(executor, num_blocks=26, num_host_blocks=120, preemption_mode="auto"), many)
+    assert load.num_preemptions > 0
+    agree(executor, many, answers)
+
+
+# --- what sharing saves ---------------------------------------------------------------------------------------------
+
+
+def test_eight_samples_hold_a_long_prompt_once(executor: JaxExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+    """1 003 tokens: 125 full blocks are shared, the 126th is copied by all but one, and each adds two of its own."""
+    rig = Rig(executor)
+    params = SamplingParams(temperature=1.0, seed=1, n=8, max_tokens=20)
+    answer = rig.submit(tokens(1003, 1), params)
+    load = rig.run()
+    num_full, num_own = 1003 // BLOCK_SIZE, -(-1023 // BLOCK_SIZE) - 1003 // BLOCK_SIZE
+    unshared = 8 * -(-1023 // BLOCK_SIZE)
+    with capsys.disabled():
+        print(f"\n8 samples of a 1003-token prompt: {load.peak_blocks_used} blocks at the peak, {unshared} unshared")
+    assert load.peak_blocks_used == num_full + 8 * num_own
+    assert load.num_copies_on_write == 7
+    assert load.num_prompt_tokens == 1003
+    assert len({tuple(sequence) for sequence in answer.sequences}) == 8
+
+
+def test_beams_share_what_they_have_in_common(executor: JaxExecutor) -> None:
+    rig = Rig(executor)
+    rig.submit(tokens(203, 2), SamplingParams(beam_width=4, max_tokens=40))
+    load = rig.run()
+    assert load.num_copies_on_write > 0
+    assert load.peak_blocks_used < 203 // BLOCK_SIZE + 4 * (-(-243 // BLOCK_SIZE) - 203 // BLOCK_SIZE)
+
+
+def test_sixty_four_requests_compute_their_common_prefix_once(executor: JaxExecutor) -> None:
+    """341 tokens: 42 blocks are shared, and 5 tokens of the 43rd are had by copying it."""
+    common, params = tokens(341, 3), SamplingParams(temperature=0.0, max_tokens=2)
+    many = [Job((*common, 3 + i, *tokens(10, i)), params) for i in range(64)]
+    rig = Rig(executor, enable_prefix_caching=True)
+    answers, load = together(rig, many)
+    assert load.num_prefix_query_tokens == 64 * 352
+    assert answers[0].num_cached_tokens == 0
+    assert [answer.num_cached_tokens for answer in answers[1:]] == [341] * 63
+    assert load.num_prefix_hit_tokens == 63 * 341
+    agree(executor, many[::16], answers[::16])
+
+
+def test_a_request_of_another_salt_never_hits(executor: JaxExecutor) -> None:
+    prompt = tokens(181, 4)
+    rig = Rig(executor, enable_prefix_caching=True)
+
+    def ask(salt: str, *, use: bool = True) -> int:
+        params = SamplingParams(temperature=0.0, max_tokens=2, cache_salt=salt, use_prefix_cache=use)
+        return rig.answer(prompt, params).num_cached_tokens
+
+    assert [ask("a"), ask("a")] == [0, 176]
+    assert [ask(f"b{i}") for i in range(4)] == [0] * 4
+    assert [ask("a", use=False), ask("")] == [0, 0]
+    assert ask("a") == 176

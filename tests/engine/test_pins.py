@@ -1,0 +1,172 @@
+"""A pinned prefix stays, whatever the load, until it is unpinned; and never takes what others were promised."""
+
+import pytest
+
+from jpaged.errors import AlreadyExists, Cancelled, InvalidArgument, Unavailable, Unsupported
+from jpaged.testing import FakeExecutor, expected_tokens
+from tests.engine.harness import Harness
+
+PREFIX = list(range(50, 60))
+
+
+def make(num_blocks=12, **options):
+    return Harness(executor=FakeExecutor(block_size=4, num_blocks=num_blocks, max_model_len=24), **options)
+
+
+def cached_tokens(h, name):
+    return h.last(name).usage.cached_tokens
+
+
+def test_full_blocks_are_pinned_and_survive_everything_that_evicts_others():
+    h = make()
+    future = h.engine.pin_prefix("system", PREFIX)
+    h.run()
+    assert future.result(timeout=0) == 8
+    assert h.engine.load().num_blocks_used == 2
+    for i in range(8):
+        h.submit(f"noise{i}", [i] * 16, max_tokens=8)
+    h.run()
+    h.submit("a", [*PREFIX, 1, 2], max_tokens=4)
+    h.run()
+    assert cached_tokens(h, "a") == 8
+    assert h.tokens("a") == expected_tokens([*PREFIX, 1, 2], 4)
+
+
+def test_an_unpinned_prefix_is_evicted_like_others():
+    h = make()
+    h.engine.pin_prefix("system", PREFIX)
+    h.run()
+    assert h.engine.unpin_prefix("system")
+    assert not h.engine.unpin_prefix("system")
+    for i in range(8):
+        h.submit(f"noise{i}", [i] * 16, max_tokens=8)
+    h.run()
+    h.submit("a", [*PREFIX, 1, 2], max_tokens=4)
+    h.run()
+    assert cached_tokens(h, "a") == 0
+    assert h.engine.load().num_blocks_used == 0
+
+
+def test_a_prefix_that_is_cached_already_is_pinned_where_it_is():
+    h = make()
+    h.submit("before", PREFIX[:8], max_tokens=1)
+    h.run()
+    future = h.engine.pin_prefix("system", PREFIX[:8])
+    h.run()
+    assert future.result(timeout=0) == 8
+    for i in range(8):
+        h.submit(f"noise{i}", [i] * 16, max_tokens=8)
+    h.run()
+    h.submit("a", [*PREFIX, 1, 2], max_tokens=1)
+    h.run()
+    assert cached_tokens(h, "a") == 8
+
+
+def test_two_names_may_hold_one_prefix():
+    h = make()
+    first = h.engine.pin_prefix("one", PREFIX)
+    second = h.engine.pin_prefix("two", PREFIX)
+    h.run()
+    assert first.result(timeout=0) == second.result(timeout=0) == 8
+    assert h.engine.load().num_blocks_used == 2
+    h.engine.unpin_prefix("one")
+    h.step()
+    assert h.engine.load().num_blocks_used == 2
+
+
+def test_a_pinned_prefix_is_for_requests_of_its_salt():
+    h = make()
+    h.engine.pin_prefix("system", PREFIX, salt="tenant")
+    h.run()
+    h.submit("a", [*PREFIX, 1], max_tokens=1, cache_salt="tenant")
+    h.submit("b", [*PREFIX, 1], max_tokens=1)
+    h.run()
+    assert (cached_tokens(h, "a"), cached_tokens(h, "b")) == (8, 0)
+
+
+def test_a_taken_name_is_refused_while_it_is_computed_and_while_it_is_pinned():
+    h = make()
+    h.engine.pin_prefix("system", PREFIX)
+    with pytest.raises(AlreadyExists, match="prefix 'system' is pinned"):
+        h.engine.pin_prefix("system", [1] * 4).result(timeout=0)
+    h.run()
+    with pytest.raises(AlreadyExists, match="prefix 'system' is pinned"):
+        h.engine.pin_prefix("system", [1] * 4).result(timeout=0)
+    h.engine.unpin_prefix("system")
+    again = h.engine.pin_prefix("system", [1] * 4)
+    h.run()
+    assert again.result(timeout=0) == 4
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "problem"),
+    [
+        ([1, 2, 3], "3 tokens fill no block of 4: there is nothing to pin"),
+        ([], "0 tokens fill no block of 4"),
+        ([1] * 24, r"24 tokens are not below max_model_len \(24\)"),
+        ([1, 2, 3, 257], "257 is not a token id from 0 to 256"),
+    ],
+)
+def test_a_prefix_that_cannot_be_pinned_is_refused_at_once(token_ids, problem):
+    with pytest.raises(InvalidArgument, match=problem):
+        make().engine.pin_prefix("system", token_ids).result(timeout=0)
+
+
+def test_a_prefix_that_would_starve_the_longest_request_is_refused_with_the_numbers():
+    h = make(num_blocks=9)
+    first = h.engine.pin_prefix("one", [1] * 8)
+    h.run()
+    assert first.result(timeout=0) == 8
+    second = h.engine.pin_prefix("two", [2] * 8)
+    h.run()
+    problem = r"4 pinned blocks would leave 5 of 9; a request of max_model_len \(24\) may need 6"
+    with pytest.raises(InvalidArgument, match=problem):
+        second.result(timeout=0)
+    assert h.engine.load().num_blocks_used == 2
+
+
+def test_a_prefix_that_would_starve_a_request_in_flight_is_refused():
+    h = make(num_blocks=12)
+    h.submit("wide", [7] * 4, max_tokens=19, n=2, temperature=1.0, seed=1)
+    future = h.engine.pin_prefix("one", [1] * 8)
+    h.run()
+    with pytest.raises(InvalidArgument, match="2 pinned blocks would leave 10 of 12; request 'wide' may need 11"):
+        future.result(timeout=0)
+    retried = h.engine.pin_prefix("one", [1] * 8)
+    h.run()
+    assert retried.result(timeout=0) == 8
+
+
+def test_a_request_that_no_longer_fits_beside_the_pinned_is_refused_when_it_arrives():
+    h = make(num_blocks=12)
+    h.engine.pin_prefix("one", [1] * 8)
+    h.run()
+    h.submit("wide", [7] * 4, max_tokens=19, n=2, temperature=1.0, seed=1)
+    h.run()
+    assert "can never fit" in str(h.last("wide").error)
+
+
+def test_nothing_can_be_pinned_without_a_prefix_cache():
+    for options in ({"enable_prefix_caching": False}, {"kv_policy": "reserve-max"}):
+        with pytest.raises(Unsupported, match="the prefix cache is off"):
+            make(**options).engine.pin_prefix("system", PREFIX).result(timeout=0)
+
+
+def test_a_prompt_over_max_cached_tokens_cannot_be_pinned():
+    with pytest.raises(InvalidArgument, match=r"10 tokens are over max_cached_tokens \(9\)"):
+        make(max_cached_tokens=9).engine.pin_prefix("system", PREFIX).result(timeout=0)
+
+
+def test_an_aborted_or_failed_computation_frees_the_name():
+    h = make()
+    future = h.engine.pin_prefix("system", PREFIX)
+    assert h.engine.abort("pin_prefix/system/0")
+    h.run()
+    with pytest.raises(Cancelled):
+        future.result(timeout=0)
+    late = h.engine.pin_prefix("system", PREFIX)
+    h.engine.stop()
+    with pytest.raises(Unavailable):
+        late.result(timeout=0)
+    with pytest.raises(Unavailable):
+        h.engine.pin_prefix("system", PREFIX).result(timeout=0)

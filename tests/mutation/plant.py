@@ -1,0 +1,201 @@
+"""Plants one fault at a time into a copy of the package, and sees that the quick tests turn red.
+
+    python -m tests.mutation.plant
+
+Each fault is one edit of one file: what stands there is named in full, so that a fault that no longer applies is an
+error and not a pass.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_IGNORED = shutil.ignore_patterns("__pycache__", "checkpoint", "device", "models", "kernels")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An edit, and the test files that have to notice it."""
+
+    name: str
+    path: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a fault: pytest's exit status (1 is that tests failed), and the first failure."""
+
+    fault: Fault
+    exit_status: int
+    message: str
+    seconds: float
+
+    @property
+    def is_caught(self) -> bool:
+        return self.exit_status == 1
+
+
+FAULTS = (
+    Fault(
+        "a fork's reference is not counted",
+        "block_pool.py",
+        "            self.acquire(block_id)\n        child.extend(block_ids)",
+        "            pass\n        child.extend(block_ids)",
+        ("test_sharing.py",),
+    ),
+    Fault(
+        "a copy is made after the write",
+        "engine.py",
+        "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
+        "        if not schedule.rows:\n            return None\n"
+        "        inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)\n"
+        "        return schedule, self._executor.dispatch(inputs)\n",
+        "        handle = None\n        if schedule.rows:\n"
+        "            inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)\n"
+        "            handle = self._executor.dispatch(inputs)\n"
+        "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
+        "        return (schedule, handle) if schedule.rows else None\n",
+        ("test_sharing.py",),
+    ),
+    Fault(
+        "the salt has no part in the key",
+        "prefix_cache.py",
+        'b"jpaged/prefix/1\\0" + salt.encode()',
+        'b"jpaged/prefix/1\\0"',
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a shared block is freed with its first holder",
+        "block_pool.py",
+        "            if count == 1:\n                self._free[block_id] = None",
+        "            if count >= 1:\n                self._free[block_id] = None",
+        ("test_sharing.py",),
+    ),
+    Fault(
+        "a released block is released again",
+        "paged_memory.py",
+        "        self._num_cached += sum(block_id in self._cache for block_id in self._pool.release(table))",
+        "        twin = BlockTable(table.num_blocks)\n        twin.extend(table.block_ids())\n"
+        "        self._num_cached += sum(block_id in self._cache for block_id in self._pool.release(table))\n"
+        "        self._pool.release(twin)",
+        ("test_engine.py",),
+    ),
+    Fault(
+        "a block is swapped in to another's place",
+        "paged_memory.py",
+        "        for source, destination in homes.items():\n"
+        "            self._ops.add(Move.SWAP_IN, source, destination)",
+        "        for source, destination in zip(homes, reversed(homes.values()), strict=True):\n"
+        "            self._ops.add(Move.SWAP_IN, source, destination)",
+        ("test_swap.py",),
+    ),
+    Fault(
+        "moves wait for a step that has rows",
+        "engine.py",
+        "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
+        "        if not schedule.rows:\n            return None\n",
+        "        if not schedule.rows:\n            return None\n"
+        "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n",
+        ("test_swap.py",),
+    ),
+    Fault(
+        "the block that was freed last is reissued first",
+        "block_pool.py",
+        "self._free.popitem(last=False)",
+        "self._free.popitem(last=True)",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a chain is freed from its head",
+        "block_pool.py",
+        "for block_id in reversed(table.clear()):",
+        "for block_id in table.clear():",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a partial hit counts one token too many",
+        "paged_memory.py",
+        "            num_tokens += match.num_partial_tokens",
+        "            num_tokens += match.num_partial_tokens + 1",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a partial hit is shared and not copied",
+        "paged_memory.py",
+        "        (destination,) = self._pool.allocate(1)\n        if destination != source:",
+        "        (destination,) = self._pool.allocate(1)\n        if destination == source:",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a forked region is copied before it is written",
+        "reserved_memory.py",
+        "        self._visitors.add(child)\n",
+        "        self._visitors.add(child)\n        self.settle(child)\n",
+        ("test_reserved.py",),
+    ),
+    Fault(
+        "beams are ranked when some of them have drawn",
+        "scheduler.py",
+        "    if group.request.sampling.beam_width and parts != wanted:",
+        "    if group.request.sampling.beam_width is False and parts != wanted:",
+        ("test_beam.py",),
+    ),
+)
+
+NO_FAULT = Fault(
+    "nothing is planted",
+    "block_pool.py",
+    "class BlockPool:",
+    "class BlockPool:",
+    tuple(sorted({name for fault in FAULTS for name in fault.tests})),
+)
+
+
+def plant(fault: Fault) -> Outcome:
+    """Runs the tests of a fault against a copy of the package that has it."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="jpaged-fault-") as folder:
+        copy = Path(folder)
+        for name in ("jpaged", "tests/engine"):
+            shutil.copytree(ROOT / name, copy / name, ignore=_IGNORED)
+        for name in ("tests/conftest.py", "pyproject.toml"):
+            shutil.copy(ROOT / name, copy / name)
+        path = copy / "jpaged/engine" / fault.path
+        text = path.read_text()
+        if text.count(fault.before) != 1:
+            raise ValueError(f"{fault.name}: {fault.path} has {text.count(fault.before)} places like the one to edit")
+        path.write_text(text.replace(fault.before, fault.after))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not long", "-p", "no:cacheprovider"]
+        command += [f"tests/engine/{name}" for name in fault.tests]
+        environment = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    failures = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    message = failures[0].removeprefix("FAILED ").partition("::")[2] if failures else done.stdout[-300:]
+    return Outcome(fault, done.returncode, message, time.monotonic() - begin)
+
+
+def main() -> int:
+    num_missed = 0
+    print(f"{'fault':<52} {'':<7} {'s':>5}  first failure")
+    for fault in FAULTS:
+        outcome = plant(fault)
+        num_missed += not outcome.is_caught
+        mark = "caught" if outcome.is_caught else "MISSED"
+        print(f"{fault.name:<52} {mark:<7} {outcome.seconds:>5.1f}  {outcome.message[:90]}", flush=True)
+    print(f"{len(FAULTS) - num_missed} of {len(FAULTS)} faults were caught")
+    return 1 if num_missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
