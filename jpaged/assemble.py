@@ -61,11 +61,7 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
     )
     geometry = executor.geometry
     pool_mib = geometry.num_blocks * geometry.bytes_per_block / 2**20
-    progress(
-        f"pool of {geometry.num_blocks} blocks of {geometry.block_size} tokens ({pool_mib:.0f} MiB)",
-        geometry.num_blocks,
-        geometry.num_blocks,
-    )
+    progress(f"pool of {geometry.num_blocks} blocks of {geometry.block_size} tokens ({pool_mib:.0f} MiB)", 1, 1)
     executor.warm_up(progress)
     eos_token_ids = frozenset(source.config.eos_token_ids) or source.tokenizer.eos_token_ids
     scheduler = options.scheduler
@@ -91,7 +87,7 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
         max_model_len=geometry.max_model_len,
         num_blocks=geometry.num_blocks,
         dtype=model.dtype.name,
-        served_model_name=options.model.served_model_name or source.name,
+        served_model_name=options.server.served_model_name or source.name,
     )
     return Serving(
         engine=engine,
@@ -147,7 +143,7 @@ def _load(model: Llama, source: Source, options: EngineConfig, layer_mode: Layer
 def _model_facts(source: Source, resolved: EngineConfig, eos_token_ids: frozenset[int]) -> ModelFacts:
     config = source.config
     return ModelFacts(
-        name=str(resolved.model.served_model_name),
+        name=str(resolved.server.served_model_name),
         architecture=config.architecture,
         vocab_size=config.vocab_size,
         max_model_len=int(resolved.model.max_model_len or 0),

@@ -31,7 +31,7 @@ def option(
 ) -> Any:
     """A field of a section: its default, its help line and its limits (both inclusive).
 
-    A default of None means that the value is found when the configuration is resolved.
+    A default of None means that the value is found when the configuration is resolved, or that the thing is left out.
     """
     return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices, "unit": unit})
 
@@ -41,7 +41,6 @@ class ModelOptions:
     """Which model, and how its numbers are held."""
 
     model: str = option("demo", "`demo`, a folder in Hugging Face layout, or a hub id")
-    served_model_name: str | None = option(None, "the name that clients see; the model's own when left out")
     dtype: str = option(
         "auto",
         "auto is the checkpoint's own on TPU and GPU, and float32 on CPU",
@@ -101,14 +100,24 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Where clients connect, and how the server ends."""
+    """What clients see, where they connect, and how the server ends."""
 
+    served_model_name: str | None = option(None, "the name that clients see; the model's own when left out")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
     port: int = option(50051, "port to listen on; 0 picks a free one", low=0, high=65535)
     shutdown_timeout: float = option(
         30.0, "after SIGTERM, running requests may take so long to finish", low=0.0, high=86400.0, unit="s"
     )
     enable_reflection: bool = option(True, "serve grpc.reflection, for grpcurl and the like")
+    pin_prefix: str | None = option(
+        None, "a text file: prompts that begin with its text, as it stands there, always find it computed"
+    )
+    metrics_port: int | None = option(
+        None,
+        "port that answers Prometheus, on the same host; 0 picks a free one, none when left out",
+        low=0,
+        high=65535,
+    )
 
 
 SECTIONS: dict[str, type] = {
@@ -156,10 +165,12 @@ class EngineConfig:
 
     def resolve(self, *, max_model_len: int, num_blocks: int, dtype: str, served_model_name: str) -> EngineConfig:
         """Fills in what only the model and the device could tell."""
-        model = dataclasses.replace(
-            self.model, max_model_len=max_model_len, dtype=dtype, served_model_name=served_model_name
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, max_model_len=max_model_len, dtype=dtype),
+            cache=dataclasses.replace(self.cache, num_blocks=num_blocks),
+            server=dataclasses.replace(self.server, served_model_name=served_model_name),
         )
-        return dataclasses.replace(self, model=model, cache=dataclasses.replace(self.cache, num_blocks=num_blocks))
 
     def explain(self) -> list[tuple[str, str, str]]:
         """(option, value, where it came from) for every option; the value of a resolved configuration is final."""

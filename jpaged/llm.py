@@ -118,7 +118,8 @@ class LLM:
 
     def _run(self, requests: list[Request]) -> list[RequestOutput]:
         gathered = {request.request_id: _Gathered(request) for request in requests}
-        engine, max_in_flight = self._serving.engine, self.config.scheduler.max_num_queued_reqs
+        engine, limits = self._serving.engine, self.config.scheduler
+        max_in_flight = limits.max_num_seqs + limits.max_num_queued_reqs
         waiting = deque(requests)
         in_flight: set[str] = set()
 

@@ -53,6 +53,7 @@ class _Story:
     finish: str | None = None
     error: JpagedError | None = None
     num_printed: int = 0
+    is_closed: bool = False
 
 
 @dataclass(slots=True)
@@ -62,12 +63,16 @@ class _ServerProcess:
     process: subprocess.Popen[str]
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     address: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
+    listener: threading.Thread | None = None
+    start_s: float = field(default_factory=time.monotonic)
 
     @classmethod
     def start(cls, model: str, flags: Sequence[str]) -> _ServerProcess:
-        command = [sys.executable, "-m", "jpaged", "serve", model, "--port", "0", *flags]
-        server = cls(subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
-        threading.Thread(target=server._listen, daemon=True).start()
+        server = cls(
+            subprocess.Popen(_command(model, flags), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        )
+        server.listener = threading.Thread(target=server._listen, daemon=True)
+        server.listener.start()
         return server
 
     def _listen(self) -> None:
@@ -88,10 +93,19 @@ class _ServerProcess:
         """Ends it by SIGTERM and returns its exit code."""
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(_STOP_TIMEOUT_S)
+            code = self.process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            return self.process.wait()
+            code = self.process.wait()
+        if self.listener is not None:
+            self.listener.join()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+        return code
+
+
+def _command(model: str, flags: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "jpaged", "serve", model, "--port", "0", *flags]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,13 +128,13 @@ def run(arguments: argparse.Namespace) -> int:
             start_s = time.monotonic()
             _stream(client, stories, arguments.seed, console)
             elapsed_s = time.monotonic() - start_s
-            load = client.load()
+            failed = [story.error for story in stories if story.error is not None]
+            for error in failed:
+                print(f"jpaged demo: a stream failed: {error}", file=sys.stderr)
+            if not failed:
+                console.print(_table(stories, elapsed_s, client.load()))
     finally:
         code = server.stop()
-    console.print(_table(stories, elapsed_s, load))
-    failed = [story.error for story in stories if story.error is not None]
-    for error in failed:
-        print(f"jpaged demo: a stream failed: {error}", file=sys.stderr)
     if code != 0:
         print("\n".join([f"jpaged demo: the server ended with {code}:", *server.last_lines]), file=sys.stderr)
     return 1 if failed or code != 0 else 0
@@ -128,27 +142,34 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _wait(client: Client, server: _ServerProcess, console: Console) -> None:
     """Waits until the server is ready, with a line that says what it is busy with."""
-    start_s, shown = time.monotonic(), ""
+    start_s, shown = server.start_s, ""
     with console.status("starting the server") as status:
         while True:
             try:
                 client.wait_until_ready(0.3)
                 break
             except DeadlineExceeded:
-                if server.process.poll() is not None:
-                    lines = "\n".join(server.last_lines)
-                    raise Unavailable(f"the server ended before it was ready:\n{lines}") from None
                 if time.monotonic() - start_s > _START_TIMEOUT_S:
                     raise
-            startup = client.server_info().startup
-            if startup is not None:
-                what, done, total = startup
-                text = f"starting the server: {what}" + (f", {done} of {total}" if total > 1 else "")
-                status.update(text)
-                if not console.is_terminal and text != shown:
-                    console.print(text, highlight=False)
-                shown = text
+            if server.process.poll() is not None:
+                raise Unavailable("\n".join(["the server ended before it was ready:", *server.last_lines]))
+            text = _startup_text(client)
+            status.update(text)
+            if not console.is_terminal and text != shown:
+                console.print(text, highlight=False)
+            shown = text
     console.print(f"ready after {time.monotonic() - start_s:.1f} s", highlight=False)
+
+
+def _startup_text(client: Client) -> str:
+    try:
+        startup = client.server_info().startup
+    except Unavailable:  # it has just ended, and the next look at the process will tell
+        startup = None
+    if startup is None:
+        return "starting the server"
+    what, done, total = startup
+    return f"starting the server: {what}" + (f", {done} of {total}" if total > 1 else "")
 
 
 def _stream(client: Client, stories: Sequence[_Story], seed: int, console: Console) -> None:
@@ -159,6 +180,8 @@ def _stream(client: Client, stories: Sequence[_Story], seed: int, console: Conso
     for thread in threads:
         thread.start()
     if not console.is_terminal:
+        for number, story in enumerate(stories, start=1):
+            _print_plain(console, f"[{number}] > {story.prompt}")
         while any(thread.is_alive() for thread in threads):
             threads[0].join(0.05)
             _print_new_lines(stories, console)
@@ -212,14 +235,18 @@ def _print_new_lines(stories: Sequence[_Story], console: Console) -> None:
     """Prints what came since the last call, in whole lines, each with the number of its story."""
     for number, story in enumerate(stories, start=1):
         is_done = story.finish is not None or story.error is not None
-        while True:
-            rest = story.text[story.num_printed :]
-            end = len(rest) if is_done and len(rest) <= _WRAP_CHARACTERS else rest[:_WRAP_CHARACTERS].rfind(" ")
-            if end <= 0 or (len(rest) <= _WRAP_CHARACTERS and not is_done):
-                break
-            line = " ".join(rest[:end].split())
-            console.print(f"[{number}] {line}", markup=False, highlight=False, soft_wrap=True)
+        while len(rest := story.text[story.num_printed :]) > _WRAP_CHARACTERS or (is_done and rest):
+            space = rest.rfind(" ", 1, _WRAP_CHARACTERS)
+            end = len(rest) if len(rest) <= _WRAP_CHARACTERS else space if space > 0 else _WRAP_CHARACTERS
+            _print_plain(console, f"[{number}] {' '.join(rest[:end].split())}")
             story.num_printed += end
+        if is_done and not story.is_closed:
+            story.is_closed = True
+            _print_plain(console, f"[{number}] --- {story.finish or 'failed'} after {story.num_tokens} tokens")
+
+
+def _print_plain(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(stories: Sequence[_Story], elapsed_s: float, load: Load) -> Table:

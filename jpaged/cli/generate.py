@@ -77,7 +77,7 @@ def _print_text(number: int, count: int, prompt: dict[str, Any], output: Request
     if count > 1:
         print(f"{'' if number == 0 else chr(10)}--- {number + 1}: {prompt.get('prompt', prompt)}")
     for completion in output.outputs:
-        print(completion.text)
+        print(f"[{completion.index}] {completion.text}" if len(output.outputs) > 1 else completion.text)
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from jpaged.config import EngineConfig, iter_options, option_type
 from jpaged.errors import InvalidArgument
 from jpaged.types import SamplingParams
 
+_EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 _ALL_SECTIONS = ("model", "cache", "scheduler", "server")
 
 
@@ -69,8 +70,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for spec in fields(SamplingParams):
         text = f"{helps[spec.name]} (default: {_default_text(spec.default)})"
         keywords: dict[str, Any] = {"dest": f"sampling_{spec.name}", "default": None, "help": _escaped(text)}
-        if isinstance(spec.default, bool):
+        if spec.name == "early_stopping":
+            keywords.update(type=_early_stopping, metavar="|".join(_EARLY_STOPPING))
+        elif isinstance(spec.default, bool):
             keywords["action"] = argparse.BooleanOptionalAction
+        elif isinstance(spec.default, str):
+            keywords.update(type=str, metavar="TEXT")
         elif isinstance(spec.default, tuple):
             is_ids = spec.name == "stop_token_ids"
             keywords.update(action="append", type=int if is_ids else str, metavar="ID" if is_ids else "TEXT")
@@ -109,7 +114,13 @@ def _number(value: float) -> str:
 def _default_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "none" if value is None or value == () else str(value)
+    return "none" if value in (None, (), "") else str(value)
+
+
+def _early_stopping(word: str) -> bool | str:
+    if word not in _EARLY_STOPPING:
+        raise argparse.ArgumentTypeError(f"{word!r} is not one of {', '.join(_EARLY_STOPPING)}")
+    return _EARLY_STOPPING[word]
 
 
 def _escaped(text: str) -> str:

@@ -11,9 +11,10 @@ import logging
 import os
 import sys
 
-from jpaged.cli.options import add_config_flags, config_from
+from jpaged.cli.options import add_config_flags, config_from, flag_of
 from jpaged.cli.startup import Progress, StartupReport
 from jpaged.config import EngineConfig
+from jpaged.errors import InvalidArgument
 from jpaged.server.lifecycle import Server
 from jpaged.server.serving import Serving
 
@@ -30,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves; returns 0 after a drain, 1 when the model could not be loaded or the engine died."""
     config = config_from(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # force: a library that was imported before may have set its own format
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     return asyncio.run(_serve(config))
 
 
@@ -48,10 +50,15 @@ async def _serve(config: EngineConfig) -> int:
             report.line(f"  {name} = {value} ({source})")
         backend = serving.backend
         report.line(f"  {backend.num_devices} x {backend.device_kind}, attention {backend.attention}")
+        if server.metrics_port is not None:
+            report.line(f"metrics on http://{host}:{server.metrics_port}/metrics")
         report.line(f"ready on {host}:{port}")
 
     server = Server(config, load, on_progress=report.progress, on_serving=on_serving)
-    port = await server.start()
+    try:
+        port = await server.start()
+    except InvalidArgument as error:
+        raise InvalidArgument(flag_of(error.field), error.problem) from error
     server.stop_on_signals()
     report.line(f"{LISTENING}{host}:{port}, loading {config.model.model}")
     code = await server.run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import wire
-from jpaged.client.channel import CHANNEL_OPTIONS
+from jpaged.client.channel import CHANNEL_OPTIONS, Attempts
 from jpaged.client.failures import error_of
 from jpaged.client.wire import Assembler, Call, GenerateChunk, Load, ModelInfo, Prompt, ServerInfo
 from jpaged.errors import DeadlineExceeded, JpagedError
@@ -26,27 +26,39 @@ _T = TypeVar("_T")
 class AsyncGenerateStream:
     """The chunks of one request. Iterate over it; closing it, or letting go of it, cancels the request."""
 
-    def __init__(self, call: Any, request_id: str) -> None:
+    def __init__(self, begin: Callable[[float | None], Any], timeout_s: float | None, request_id: str) -> None:
         self.request_id = request_id
-        self._call = call
-        self._chunks = aiter(call)
+        self._is_closed = True  # until the call has begun, which can fail
+        self._begin = begin
+        self._attempts = Attempts(timeout_s)
+        self._call = begin(timeout_s)
+        self._messages = aiter(self._call)
+        self._has_begun = False
         self._is_closed = False
 
     def __aiter__(self) -> AsyncIterator[GenerateChunk]:
         return self
 
     async def __anext__(self) -> GenerateChunk:
-        if self._is_closed:
-            raise StopAsyncIteration
-        try:
-            return wire.chunk_of(await anext(self._chunks))
-        except asyncio.CancelledError:
-            if self._is_closed:  # by another task: grpc.aio tells a reader of a closed call this way
-                raise StopAsyncIteration from None
-            raise
-        except grpc.RpcError as error:
-            self._is_closed = True
-            raise _translated(error) from error
+        while not self._is_closed:
+            try:
+                chunk = wire.chunk_of(await anext(self._messages))
+            except asyncio.CancelledError:
+                if not self._is_closed:  # else by another task: grpc.aio tells a reader of a closed call this way
+                    raise
+            except aio.AioRpcError as error:
+                wait_s = None if self._has_begun else self._attempts.wait_s(error.code())
+                if wait_s is None:
+                    self._is_closed = True
+                    raise _translated(error) from error
+                await asyncio.sleep(wait_s)
+                if not self._is_closed:
+                    self._call = self._begin(self._attempts.remaining_s)
+                    self._messages = aiter(self._call)
+            else:
+                self._has_begun = True
+                return chunk
+        raise StopAsyncIteration
 
     def close(self) -> None:
         """Cancels the request unless it has ended; further iteration ends at once."""
@@ -62,7 +74,8 @@ class AsyncGenerateStream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not self._is_closed:
+            self.close()
 
 
 class AsyncClient:
@@ -72,11 +85,14 @@ class AsyncClient:
         target: "host:port", or any target that gRPC can resolve.
         timeout_s: what a call may take when it brings no timeout of its own; None is no limit.
         model: sent along with every request: a server of another model answers NotFound.
+        tenant: whose requests these are, for a server whose policy is `fair`.
 
     Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
     """
 
-    def __init__(self, target: str, *, timeout_s: float | None = None, model: str | None = None) -> None:
+    def __init__(
+        self, target: str, *, timeout_s: float | None = None, model: str | None = None, tenant: str = ""
+    ) -> None:
         self._channel = aio.insecure_channel(target, options=list(CHANNEL_OPTIONS))
         self._generate = self._channel.unary_stream(
             wire.GENERATE_PATH,
@@ -91,6 +107,7 @@ class AsyncClient:
         self._target = target
         self._timeout_s = timeout_s
         self._model = model
+        self._metadata = wire.metadata_of(tenant)
 
     def generate(
         self,
@@ -160,6 +177,32 @@ class AsyncClient:
         """
         await self._run(wire.abort_call(request_id))
 
+    async def pin_prefix(
+        self,
+        name: str,
+        text: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        cache_salt: str = "",
+    ) -> int:
+        """Keeps a prefix computed, under a name; returns how many of its tokens. Exactly one of the two is given.
+
+        Raises:
+            AlreadyExists: the name is taken.
+            InvalidArgument: there is nothing to pin, or no room.
+            Unsupported: the server has no prefix cache.
+        """
+        prefix = Prompt.of(text, prompt_token_ids)
+        return await self._run(wire.pin_prefix_call(name, prefix, cache_salt))
+
+    async def unpin_prefix(self, name: str) -> None:
+        """Lets a pinned prefix go.
+
+        Raises:
+            NotFound: none of that name is pinned.
+        """
+        await self._run(wire.unpin_prefix_call(name))
+
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Waits until the server takes requests, also for one that is not there yet.
 
@@ -195,8 +238,12 @@ class AsyncClient:
         self, prompt: Prompt, sampling: SamplingParams | None, request_id: str | None, timeout_s: float | None
     ) -> AsyncGenerateStream:
         request = wire.generate_request(prompt, sampling, request_id=request_id, model=self._model)
-        call = self._generate(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
-        return AsyncGenerateStream(call, request.request_id)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return AsyncGenerateStream(
+            lambda left_s: self._generate(request, timeout=left_s, metadata=self._metadata),
+            timeout_s,
+            request.request_id,
+        )
 
     async def _run(self, call: Call[_T]) -> _T:
         method = self._channel.unary_unary(
@@ -204,10 +251,15 @@ class AsyncClient:
             request_serializer=type(call.request).SerializeToString,
             response_deserializer=call.response_kind.FromString,
         )
-        try:
-            return call.read(await method(call.request, timeout=self._timeout_s))
-        except grpc.RpcError as error:
-            raise _translated(error) from error
+        attempts = Attempts(self._timeout_s)
+        while True:
+            try:
+                return call.read(await method(call.request, timeout=attempts.remaining_s))
+            except aio.AioRpcError as error:
+                wait_s = attempts.wait_s(error.code())
+                if wait_s is None:
+                    raise _translated(error) from error
+            await asyncio.sleep(wait_s)
 
 
 def _translated(error: grpc.RpcError) -> JpagedError:

@@ -1,33 +1,23 @@
-"""How a client connects: options of the channel, one retry policy, and the paths of the methods."""
+"""How a client connects and how often it tries. No I/O.
+
+gRPC's own retries are off: with them a stream whose server dies while it is retried may never end (grpcio 1.85: three
+hangs in about ten such deaths). Here a call is tried again only before its first message, and for UNAVAILABLE alone,
+which means that nothing was done.
+"""
 
 from __future__ import annotations
 
-import json
+import random
+import time
 
-from jpaged._proto.v1 import control_pb2, inference_pb2
+import grpc
 
-_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-_CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
+MAX_ATTEMPTS = 4
+_FIRST_BACKOFF_S = 0.1
+_BACKOFF_FACTOR = 3.0
 
-# UNAVAILABLE alone means that nothing was done. gRPC retries a call until its first message, never inside a stream.
-_SERVICE_CONFIG = {
-    "methodConfig": [
-        {
-            "name": [{"service": _INFERENCE}, {"service": _CONTROL}],
-            "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "2s",
-                "backoffMultiplier": 3,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
-}
-
-CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
-    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
-    ("grpc.enable_retries", 1),
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 64 << 20),
     # A stream is silent while its prompt is computed; a ping every 10 s tells a long prompt from a dead server.
     ("grpc.keepalive_time_ms", 10_000),
@@ -37,3 +27,26 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+
+
+class Attempts:
+    """The tries of one call: what time each has, and whether another follows."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._num_failed = 0
+
+    @property
+    def remaining_s(self) -> float | None:
+        """What the next try may take: all tries share one timeout."""
+        return None if self._until_s is None else max(0.0, self._until_s - time.monotonic())
+
+    def wait_s(self, code: grpc.StatusCode | None) -> float | None:
+        """How long to wait before another try, after one failed with `code`; None when there is to be none."""
+        self._num_failed += 1
+        if code is not grpc.StatusCode.UNAVAILABLE or self._num_failed == MAX_ATTEMPTS:
+            return None
+        # Jitter, so that the clients of a server that went away do not all come back at once.
+        backoff_s = _FIRST_BACKOFF_S * _BACKOFF_FACTOR ** (self._num_failed - 1) * random.uniform(0.8, 1.2)
+        remaining_s = self.remaining_s
+        return backoff_s if remaining_s is None or backoff_s < remaining_s else None

@@ -5,7 +5,8 @@
           {"id", "custom_id", "response": null, "error": {"code", "message"}}
 
 A field of a body that cannot be honoured is an error of its line, never ignored. A few fields say what happens anyway
-(`n` of 1, `stream` of false): those pass with that value and with no other.
+(`stream` of false, `logit_bias` of nothing): those pass with that value and with no other. What OpenAI does
+not have but `SamplingParams` does (`top_k`, `beam_width`, `priority`, `cache_salt`, ...) is a field of the body too.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ CHAT_URL = "/v1/chat/completions"
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 # Fields that change nothing at this value; any other value asks for something that does not exist here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "stream": (False,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
 }
-_NEUTRAL_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+_NEUTRAL_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "echo": (False,), "suffix": ("",)}
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "response_format": ({"type": "text"},), "tools": ([],)}
 _SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
 TokenText = Callable[[int], str]
@@ -167,7 +167,7 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None) -> SamplingParams:
     for name in ("stop", "stop_token_ids"):
         if name in values and not isinstance(values[name], list | (str if name == "stop" else list)):
             raise InvalidArgument(f"body.{name}", f"{values[name]!r} is not a list")
-    for name in ("ignore_eos", "skip_special_tokens"):
+    for name in ("ignore_eos", "skip_special_tokens", "use_prefix_cache"):
         if not isinstance(values.get(name, True), bool):
             raise InvalidArgument(f"body.{name}", f"{values[name]!r} is not true or false")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import wire
-from jpaged.client.channel import CHANNEL_OPTIONS
+from jpaged.client.channel import CHANNEL_OPTIONS, Attempts
 from jpaged.client.failures import error_of
 from jpaged.client.wire import Assembler, Call, GenerateChunk, Load, ModelInfo, Prompt, ServerInfo
 from jpaged.errors import DeadlineExceeded, JpagedError
@@ -24,22 +24,34 @@ _T = TypeVar("_T")
 class GenerateStream:
     """The chunks of one request. Iterate over it; closing it, or letting go of it, cancels the request."""
 
-    def __init__(self, call: Any, request_id: str) -> None:
+    def __init__(self, begin: Callable[[float | None], Any], timeout_s: float | None, request_id: str) -> None:
         self.request_id = request_id
-        self._call = call
+        self._is_closed = True  # until the call has begun, which can fail
+        self._begin = begin
+        self._attempts = Attempts(timeout_s)
+        self._call = begin(timeout_s)
+        self._has_begun = False
         self._is_closed = False
 
     def __iter__(self) -> Iterator[GenerateChunk]:
         return self
 
     def __next__(self) -> GenerateChunk:
-        if self._is_closed:
-            raise StopIteration
-        try:
-            return wire.chunk_of(next(self._call))
-        except grpc.RpcError as error:
-            self._is_closed = True
-            raise _translated(error) from error
+        while not self._is_closed:
+            try:
+                chunk = wire.chunk_of(next(self._call))
+            except grpc.RpcError as error:
+                wait_s = None if self._has_begun else self._attempts.wait_s(error.code())
+                if wait_s is None:
+                    self._is_closed = True
+                    raise _translated(error) from error
+                time.sleep(wait_s)
+                if not self._is_closed:
+                    self._call = self._begin(self._attempts.remaining_s)
+            else:
+                self._has_begun = True
+                return chunk
+        raise StopIteration
 
     def close(self) -> None:
         """Cancels the request unless it has ended; further iteration ends at once."""
@@ -55,7 +67,8 @@ class GenerateStream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not self._is_closed:
+            self.close()
 
 
 class Client:
@@ -65,11 +78,14 @@ class Client:
         target: "host:port", or any target that gRPC can resolve.
         timeout_s: what a call may take when it brings no timeout of its own; None is no limit.
         model: sent along with every request: a server of another model answers NotFound.
+        tenant: whose requests these are, for a server whose policy is `fair`.
 
     Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
     """
 
-    def __init__(self, target: str, *, timeout_s: float | None = None, model: str | None = None) -> None:
+    def __init__(
+        self, target: str, *, timeout_s: float | None = None, model: str | None = None, tenant: str = ""
+    ) -> None:
         self._channel = grpc.insecure_channel(target, options=list(CHANNEL_OPTIONS))
         self._generate = self._channel.unary_stream(
             wire.GENERATE_PATH,
@@ -84,6 +100,7 @@ class Client:
         self._target = target
         self._timeout_s = timeout_s
         self._model = model
+        self._metadata = wire.metadata_of(tenant)
 
     def generate(
         self,
@@ -151,6 +168,32 @@ class Client:
         """
         self._run(wire.abort_call(request_id))
 
+    def pin_prefix(
+        self,
+        name: str,
+        text: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        cache_salt: str = "",
+    ) -> int:
+        """Keeps a prefix computed, under a name; returns how many of its tokens. Exactly one of the two is given.
+
+        Raises:
+            AlreadyExists: the name is taken.
+            InvalidArgument: there is nothing to pin, or no room.
+            Unsupported: the server has no prefix cache.
+        """
+        prefix = Prompt.of(text, prompt_token_ids)
+        return self._run(wire.pin_prefix_call(name, prefix, cache_salt))
+
+    def unpin_prefix(self, name: str) -> None:
+        """Lets a pinned prefix go.
+
+        Raises:
+            NotFound: none of that name is pinned.
+        """
+        self._run(wire.unpin_prefix_call(name))
+
     def wait_until_ready(self, timeout_s: float) -> None:
         """Waits until the server takes requests, also for one that is not there yet.
 
@@ -186,8 +229,12 @@ class Client:
         self, prompt: Prompt, sampling: SamplingParams | None, request_id: str | None, timeout_s: float | None
     ) -> GenerateStream:
         request = wire.generate_request(prompt, sampling, request_id=request_id, model=self._model)
-        call = self._generate(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
-        return GenerateStream(call, request.request_id)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return GenerateStream(
+            lambda left_s: self._generate(request, timeout=left_s, metadata=self._metadata),
+            timeout_s,
+            request.request_id,
+        )
 
     def _run(self, call: Call[_T]) -> _T:
         method = self._channel.unary_unary(
@@ -195,10 +242,15 @@ class Client:
             request_serializer=type(call.request).SerializeToString,
             response_deserializer=call.response_kind.FromString,
         )
-        try:
-            return call.read(method(call.request, timeout=self._timeout_s))
-        except grpc.RpcError as error:
-            raise _translated(error) from error
+        attempts = Attempts(self._timeout_s)
+        while True:
+            try:
+                return call.read(method(call.request, timeout=attempts.remaining_s))
+            except grpc.RpcError as error:
+                wait_s = attempts.wait_s(error.code())
+                if wait_s is None:
+                    raise _translated(error) from error
+            time.sleep(wait_s)
 
 
 def _translated(error: grpc.RpcError) -> JpagedError:

@@ -30,22 +30,32 @@ INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_n
 CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
 GENERATE_PATH = f"/{INFERENCE}/Generate"
 WATCH_PATH = "/grpc.health.v1.Health/Watch"
+TENANT_KEY = "x-jpaged-tenant"
+"""The metadata key that tells a server whose request it is."""
+MAX_TENANT_CHARS = 128
 
 _FINISH_REASONS = {
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     inference_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
+_EARLY_STOPPING: dict[bool | str, inference_pb2.EarlyStopping] = {
+    False: inference_pb2.EARLY_STOPPING_BEST_RUNNING,
+    True: inference_pb2.EARLY_STOPPING_FIRST_FULL,
+    "never": inference_pb2.EARLY_STOPPING_NEVER,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateChunk:
-    """What one message added to a request's stream.
+    """What one message added to one sequence of a request.
 
     Attributes:
-        text: to append; may be empty while token_ids are not.
-        finish: in the last chunk alone, with cumulative_logprob beside it.
+        index: which sequence: 0 to n - 1.
+        text: to append to that sequence; may be empty while token_ids are not.
+        finish: in the sequence's last chunk alone, with cumulative_logprob beside it.
         prompt_token_ids: in the first chunk, when they were asked for.
+        is_last: nothing follows, of any sequence.
     """
 
     request_id: str
@@ -57,10 +67,11 @@ class GenerateChunk:
     finish: SequenceFinish | None = None
     cumulative_logprob: float | None = None
     prompt_token_ids: tuple[int, ...] = ()
+    is_last: bool = False
 
     @property
     def finish_reason(self) -> str | None:
-        """What ended the sequence: "stop", "length" or "abort"; None before the last chunk."""
+        """What ended the sequence: "stop", "length" or "abort"; None before its last chunk."""
         return None if self.finish is None else self.finish.reason.value
 
 
@@ -122,6 +133,14 @@ class Load:
     num_prompt_tokens: int
     num_generation_tokens: int
     num_compiles_after_warm_up: int
+    num_swapped: int
+    num_blocks_cached: int
+    num_copies_on_write: int
+    num_blocks_swapped_out: int
+    num_blocks_swapped_in: int
+    num_recomputed_tokens: int
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +212,14 @@ def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         stop_token_ids=_checked_ids("sampling.stop_token_ids", sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         skip_special_tokens=sampling.skip_special_tokens,
+        n=sampling.n,
+        best_of=sampling.best_of,
+        beam_width=sampling.beam_width,
+        length_penalty=sampling.length_penalty,
+        early_stopping=_EARLY_STOPPING[sampling.early_stopping],
+        priority=sampling.priority,
+        cache_salt=sampling.cache_salt,
+        use_prefix_cache=sampling.use_prefix_cache,
     )
 
 
@@ -209,47 +236,56 @@ def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:
         finish=_finish_of(message.finish) if has_finish else None,
         cumulative_logprob=message.finish.cumulative_logprob if has_finish else None,
         prompt_token_ids=tuple(message.prompt_token_ids),
+        is_last=message.is_last,
     )
 
 
 class Assembler:
-    """Folds the chunks of one stream into a RequestOutput."""
+    """Folds the chunks of one stream into a RequestOutput: one completion an index."""
 
     def __init__(self, prompt: Prompt, has_logprobs: bool) -> None:
         self._prompt = prompt
         self._has_logprobs = has_logprobs
-        self._chunks: list[GenerateChunk] = []
+        self._prompt_token_ids = prompt.token_ids or ()
+        self._chunks: dict[int, list[GenerateChunk]] = {}
+        self._last: GenerateChunk | None = None
 
     def add(self, chunk: GenerateChunk) -> None:
         """Takes the next chunk."""
-        self._chunks.append(chunk)
+        self._chunks.setdefault(chunk.index, []).append(chunk)
+        self._prompt_token_ids = chunk.prompt_token_ids or self._prompt_token_ids
+        self._last = chunk
 
     def output(self) -> RequestOutput:
-        """Everything so far.
+        """Everything, the sequences in the order of their indices.
 
         Raises:
-            InternalError: the stream ended without its last message.
+            InternalError: the stream ended without its last message, or a sequence without a finish.
         """
-        chunks = self._chunks
-        last = chunks[-1] if chunks else None
-        if last is None or last.finish is None or last.cumulative_logprob is None:
-            raise InternalError("the server ended the stream without a finish")
-        sequence = CompletionOutput(
-            index=last.index,
+        last = self._last
+        if last is None or not last.is_last:
+            raise InternalError("the server ended the stream without its last message")
+        return RequestOutput(
+            request_id=last.request_id,
+            prompt=self._prompt.text,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=tuple(self._completion(index) for index in sorted(self._chunks)),
+            usage=last.usage,
+        )
+
+    def _completion(self, index: int) -> CompletionOutput:
+        chunks = self._chunks[index]
+        last = chunks[-1]
+        if last.finish is None or last.cumulative_logprob is None:
+            raise InternalError(f"the server ended the stream without a finish of sequence {index}")
+        return CompletionOutput(
+            index=index,
             text="".join(chunk.text for chunk in chunks),
             token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
             cumulative_logprob=last.cumulative_logprob,
             logprobs=tuple(p for chunk in chunks for p in chunk.logprobs) if self._has_logprobs else None,
             finish_reason=last.finish.reason.value,
             matched_stop=last.finish.matched_stop,
-        )
-        prompt_token_ids = self._prompt.token_ids
-        return RequestOutput(
-            request_id=last.request_id,
-            prompt=self._prompt.text,
-            prompt_token_ids=chunks[0].prompt_token_ids if prompt_token_ids is None else prompt_token_ids,
-            outputs=(sequence,),
-            usage=last.usage,
         )
 
 
@@ -296,6 +332,35 @@ def abort_call(request_id: str) -> Call[None]:
     """Abort."""
     request = control_pb2.AbortRequest(request_id=request_id)
     return Call(f"/{CONTROL}/Abort", request, control_pb2.AbortResponse, lambda response: None)
+
+
+def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str) -> Call[int]:
+    """PinPrefix: how many tokens are kept."""
+    request = control_pb2.PinPrefixRequest(name=name, text=prefix.text, cache_salt=cache_salt)
+    if prefix.token_ids is not None:
+        request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=_checked_ids("prefix.token_ids", prefix.token_ids)))
+    return Call(
+        f"/{CONTROL}/PinPrefix", request, control_pb2.PinPrefixResponse, lambda response: response.num_pinned_tokens
+    )
+
+
+def unpin_prefix_call(name: str) -> Call[None]:
+    """UnpinPrefix."""
+    request = control_pb2.UnpinPrefixRequest(name=name)
+    return Call(f"/{CONTROL}/UnpinPrefix", request, control_pb2.UnpinPrefixResponse, lambda response: None)
+
+
+def metadata_of(tenant: str) -> tuple[tuple[str, str], ...]:
+    """What goes with a Generate call that a tenant makes.
+
+    Raises:
+        InvalidArgument: the name is not one that metadata carries as it is.
+    """
+    if not tenant:
+        return ()
+    if not (tenant.isascii() and tenant.isprintable() and len(tenant) <= MAX_TENANT_CHARS and tenant.strip() == tenant):
+        raise InvalidArgument("tenant", f"{tenant!r} is not 1 to {MAX_TENANT_CHARS} printable ASCII characters")
+    return ((TENANT_KEY, tenant),)
 
 
 def _server_info_of(message: control_pb2.GetServerInfoResponse) -> ServerInfo:

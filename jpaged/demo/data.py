@@ -7,16 +7,23 @@ position | 0 1 2 3 4 5 6 7 8  | 0 1 2 3 4 5  | 0 0 |
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from jpaged.demo.grammar import document
+from jpaged.demo import lexicon
+from jpaged.demo.grammar import document, introduction
 
 # Documents that a row may choose from; what does not fit any more is left out.
 _CANDIDATES = 8
+_MIN_LEN = 48  # no document fits into less
+
+_NOUNS = " ".join(kind.noun for kinds in lexicon.KINDS.values() for kind in kinds)
+# Tokens that name a character; "\u0120" is the space before a word in byte-level BPE.
+_CAST_TOKENS = frozenset(f"\u0120{word}" for word in (*lexicon.BOYS, *lexicon.GIRLS, *_NOUNS.split()))
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +34,7 @@ class Batch:
     Attributes:
         token_ids: the inputs.
         targets: the token that follows, 0 where there is none.
-        weights: 1 where the model learns to predict the target, else 0.
+        weights: above 0 where the model learns to predict the target.
         positions: each token's place in its document.
         segments: which document of the row a token belongs to, from 1; 0 is padding.
     """
@@ -39,26 +46,39 @@ class Batch:
     segments: np.ndarray
 
 
-def batch(tokenizer: Tokenizer, seed: int, step: int, num_rows: int, row_len: int, document_len: int) -> Batch:
-    """The batch of one training step; documents are cut after `document_len` tokens, if that is less than a row."""
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """How documents are shown.
+
+    Attributes:
+        document_len: documents are cut after so many tokens; None leaves them whole.
+        emphasis: weight of a character's name or noun where the document has it already; all else weighs 1.
+        introductions: every second document is an introduction instead of a story.
+    """
+
+    document_len: int | None = None
+    emphasis: float = 1.0
+    introductions: bool = False
+
+
+def batch(tokenizer: Tokenizer, seed: int, step: int, shape: tuple[int, int], lesson: Lesson) -> Batch:
+    """The batch of one training step; `shape` is rows and tokens of a row."""
     result = Batch(
-        token_ids=np.zeros((num_rows, row_len), np.int32),
-        targets=np.zeros((num_rows, row_len), np.int32),
-        weights=np.zeros((num_rows, row_len), np.float32),
-        positions=np.zeros((num_rows, row_len), np.int32),
-        segments=np.zeros((num_rows, row_len), np.int32),
+        token_ids=np.zeros(shape, np.int32),
+        targets=np.zeros(shape, np.int32),
+        weights=np.zeros(shape, np.float32),
+        positions=np.zeros(shape, np.int32),
+        segments=np.zeros(shape, np.int32),
     )
-    for row in range(num_rows):
-        _fill_row(result, row, tokenizer, seed, step * num_rows + row, document_len)
+    for row in range(shape[0]):
+        first = (step * shape[0] + row) * _CANDIDATES
+        _fill_row(result, row, (encode(tokenizer, seed, first + index, lesson) for index in range(_CANDIDATES)))
     return result
 
 
-def _fill_row(out: Batch, row: int, tokenizer: Tokenizer, seed: int, number: int, document_len: int) -> None:
+def _fill_row(out: Batch, row: int, documents: Iterator[tuple[list[int], list[float]]]) -> None:
     start, segment, row_len = 0, 0, out.token_ids.shape[1]
-    for index in range(number * _CANDIDATES, (number + 1) * _CANDIDATES):
-        token_ids, is_learnt = encode(tokenizer, seed, index)
-        if document_len < row_len:
-            token_ids, is_learnt = token_ids[:document_len], is_learnt[:document_len]
+    for token_ids, weights in documents:
         length = len(token_ids)
         if start + length > row_len:
             continue
@@ -66,20 +86,23 @@ def _fill_row(out: Batch, row: int, tokenizer: Tokenizer, seed: int, number: int
         here = slice(start, start + length)
         out.token_ids[row, here] = token_ids
         out.targets[row, start : start + length - 1] = token_ids[1:]
-        out.weights[row, start : start + length - 1] = is_learnt[1:]
+        out.weights[row, start : start + length - 1] = weights[1:]
         out.positions[row, here] = np.arange(length)
         out.segments[row, here] = segment
         start += length
-        if row_len - start < min(60, document_len):
+        if row_len - start < _MIN_LEN:
             return
 
 
-def encode(tokenizer: Tokenizer, seed: int, index: int) -> tuple[list[int], list[bool]]:
-    """Token ids of one document and whether each is learnt."""
+def encode(tokenizer: Tokenizer, seed: int, index: int, lesson: Lesson) -> tuple[list[int], list[float]]:
+    """Token ids of one document and the weight of each."""
     token_ids: list[int] = []
-    is_learnt: list[bool] = []
-    for span in document(seed, index):
-        ids = tokenizer.encode(span.text).ids
-        token_ids += ids
-        is_learnt += [span.is_learnt] * len(ids)
-    return token_ids, is_learnt
+    weights: list[float] = []
+    make = introduction if lesson.introductions and index % 2 else document
+    for span in make(seed, index):
+        encoding = tokenizer.encode(span.text)
+        for token_id, token in zip(encoding.ids, encoding.tokens, strict=True):
+            is_again = token in _CAST_TOKENS and token_id in token_ids
+            weights.append((lesson.emphasis if is_again else 1.0) if span.is_learnt else 0.0)
+            token_ids.append(token_id)
+    return token_ids[: lesson.document_len], weights[: lesson.document_len]

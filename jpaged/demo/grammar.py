@@ -77,6 +77,25 @@ _PAIR_TRAITS = (
     "where one of them was, the other was never far away.",
     "{N} talked a lot, and {M} listened.",
 )
+# What `introduction` says of a character; the name comes again and again, a few words apart.
+_FACTS = (
+    "{N} is {A0}.",
+    "{N} lives {home}.",
+    "{N} [likes|loves] to {hobby}.",
+    "{N} has a {obj}.",
+    "every {time}, {N} sings.",
+    "{N} is [never|often|sometimes] [sad|late|hungry].",
+    '"[hello|good {time}]," says {N}.',
+    '"where is {N}?" asks {M}.',
+    "once, {N} went to {far}.",
+    "everyone {home_in} knows {N}.",
+    "{M} and {N} are friends.",
+    "one {weather} {time}, {N} was alone.",
+    "{N}'s {o} is {his} favorite thing.",
+    '"thank you, {N}," said {M}.',
+    "{N} [smiled|laughed|nodded] and {M} [smiled|laughed|nodded].",
+    "then {N} [went home|fell asleep].",
+)
 _CLOSINGS = ("the end.", "the end.", "and that is the end of the story.", "and so the story ends.")
 _BEDTIME_CLOSINGS = (
     "that night, {N} [closed {his} eyes|lay down] and slept until morning. good night.",
@@ -138,6 +157,15 @@ def document(seed: int, index: int) -> tuple[Span, ...]:
             question, answer = prompt.text, random_story(rng, prompt.wishes).text
         spans += [Span(USER + question + ASSISTANT, False), Span(answer + END, True)]
     return tuple(spans)
+
+
+def introduction(seed: int, index: int) -> tuple[Span, ...]:
+    """An exercise in keeping names: two characters introduced, and some facts about them, in any order."""
+    rng = Random(f"introduction {seed}:{index}")
+    cast = cast_for(rng, Wishes())
+    lines = ["this is {A}.", "{he} has a friend, {B}.", *rng.sample(_FACTS, 6)]
+    text = fill(" ".join(choose(rng, line) for line in lines), slots_of(rng, cast))
+    return (Span(capitalise(with_articles(text)) + END, True),)
 
 
 def documents(seed: int, start: int = 0) -> Iterator[tuple[Span, ...]]:

@@ -10,7 +10,7 @@ _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{(\w+)\}")
 # "an" before a vowel that is heard: "a unicorn", "a one-eyed cat", "a useful thing".
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeioAEIO](?!ne\b|nce\b)|[uU](?!ni|se))")
-_SPEECH = r"(?:said|asked|cried|called|whispered|shouted|wondered|thought|begged|guessed|roared)\b"
+_SPEECH = r"(?:said|says|asks|asked|cried|called|whispered|shouted|wondered|thought|begged|guessed|roared)\b"
 # A speech tag behind a quoted question or exclamation goes on in lower case: "who is there?" she asked.
 _TAG = re.compile(rf"(?:{_SPEECH}|(?:[\w'-]+ ){{1,4}}?{_SPEECH})")
 

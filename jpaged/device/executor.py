@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ class JaxExecutor:
         self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
         self._lowerings = program_lowerings(step, params, geometry, sharding)
         self._programs: dict[ProgramSpec, CompiledProgram] = {}
+        self._backbone_packings = {size: backbone_packing(size, geometry) for size in geometry.buckets.tokens}
+        self._draw_packings = {size: draw_packing(size) for size in geometry.buckets.rows}
         self._watch = CompileWatch()
         self._rates: DeviceRates | None = None
         self._pool = KVPool(step.attention.layout, sharding)
@@ -166,8 +168,8 @@ class JaxExecutor:
         num_tokens, num_rows = len(inputs.token_ids_t), len(how.temperature_r)
         backbone = self._program(ProgramSpec("backbone", num_tokens))
         draw = self._program(ProgramSpec("draw", num_rows, how.want_top))
-        backbone_buffer = backbone_packing(num_tokens, self._geometry).pack(_arrays(inputs))
-        draw_buffer = draw_packing(num_rows).pack(_arrays(how))
+        backbone_buffer = self._backbone_packings[num_tokens].pack(inputs)
+        draw_buffer = self._draw_packings[num_rows].pack(how)
         with self._watch.watching():
             pool = self._pool.take()
             try:
@@ -337,12 +339,3 @@ def check_params(params: Params, expected: Params) -> None:
                 f"params{path}",
                 f"is {got[path].dtype}{got[path].shape}; the model has {want[path].dtype}{want[path].shape}",
             )
-
-
-def _arrays(values: Any) -> dict[str, Any]:
-    """The fields of a step's inputs by name; counts as arrays of int32."""
-    arrays = {}
-    for field in fields(values):
-        value = getattr(values, field.name)
-        arrays[field.name] = np.asarray(value, np.int32) if type(value) is int else value
-    return arrays

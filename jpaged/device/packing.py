@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,7 +25,7 @@ class Field:
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: np.dtype
 
     @property
     def size(self) -> int:
@@ -39,37 +38,44 @@ class Packing:
 
     fields: tuple[Field, ...]
 
+    @classmethod
+    def of(cls, **fields: tuple[tuple[int, ...], str]) -> Packing:
+        """A packing from name=(shape, element type)."""
+        return cls(tuple(Field(name, shape, np.dtype(dtype)) for name, (shape, dtype) in fields.items()))
+
     @property
     def size(self) -> int:
         return sum(field.size for field in self.fields)
 
-    def pack(self, arrays: dict[str, NDArray]) -> NDArray[np.int32]:
-        """A fresh buffer: the device may still read it after the call that it went into.
+    def pack(self, values: object) -> NDArray[np.int32]:
+        """The attributes of `values` that the fields name, in a fresh buffer: the device may read it after the call.
+
+        An int counts as an int32 array without axes.
 
         Raises:
-            InternalError: an array is missing, or of another shape or type than its field.
+            InternalError: an array is of another shape or type than its field.
         """
-        buffer = np.empty(self.size, np.int32)
-        begin = 0
+        parts = []
         for field in self.fields:
-            array = arrays.get(field.name)
-            if array is None or array.shape != field.shape or array.dtype != field.dtype:
-                got = "missing" if array is None else f"{array.dtype}{array.shape}"
-                raise InternalError(f"{field.name} is {got}; the program takes {field.dtype}{field.shape}")
-            part = buffer[begin : begin + field.size]
-            part[:] = (array.astype(np.int32) if array.dtype == np.bool_ else array.view(np.int32)).reshape(-1)
-            begin += field.size
-        return buffer
+            array = getattr(values, field.name)
+            if type(array) is int:
+                array = np.asarray(array, np.int32)
+            if array.shape != field.shape or array.dtype != field.dtype:
+                raise InternalError(
+                    f"{field.name} is {array.dtype}{array.shape}; the program takes {field.dtype}{field.shape}"
+                )
+            parts.append((array.astype(np.int32) if array.dtype == np.bool_ else array.view(np.int32)).reshape(-1))
+        return np.concatenate(parts)
 
     def unpack(self, buffer: jax.Array) -> dict[str, jax.Array]:
         """The arrays by name, on the device."""
         arrays, begin = {}, 0
         for field in self.fields:
             part = buffer[begin : begin + field.size].reshape(field.shape)
-            if field.dtype == "bool":
+            if field.dtype == np.bool_:
                 part = part != 0
-            elif field.dtype != "int32":
-                part = jax.lax.bitcast_convert_type(part, jnp.dtype(field.dtype))
+            elif field.dtype != np.int32:
+                part = jax.lax.bitcast_convert_type(part, field.dtype)
             arrays[field.name] = part
             begin += field.size
         return arrays

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.device import sampling
-from jpaged.device.packing import Field, Packing
+from jpaged.device.packing import Packing
 from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry, StepOutputs
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention
 from jpaged.models.layers import LayerMode
@@ -47,39 +47,35 @@ class BackboneInputs:
 
 
 def backbone_packing(num_tokens: int, geometry: Geometry) -> Packing:
-    """The buffer of a backbone call with T tokens."""
+    """The buffer of a backbone call with T tokens: the fields of `StepInputs` that have no row of the sampler."""
     t, s = (num_tokens,), (geometry.max_num_seqs,)
-    return Packing(
-        (
-            Field("token_ids_t", t, "int32"),
-            Field("is_fed_back_t", t, "bool"),
-            Field("fed_back_rows_t", t, "int32"),
-            Field("positions_t", t, "int32"),
-            Field("rope_lens_t", t, "int32"),
-            Field("slots_t", t, "int32"),
-            Field("sample_tokens_s", s, "int32"),
-            Field("query_starts_s1", (geometry.max_num_seqs + 1,), "int32"),
-            Field("kv_lens_s", s, "int32"),
-            Field("block_tables_sm", (geometry.max_num_seqs, geometry.max_blocks_per_seq), "int32"),
-            Field("num_rows", (), "int32"),
-        )
+    return Packing.of(
+        token_ids_t=(t, "int32"),
+        is_fed_back_t=(t, "bool"),
+        fed_back_rows_t=(t, "int32"),
+        positions_t=(t, "int32"),
+        rope_lens_t=(t, "int32"),
+        slots_t=(t, "int32"),
+        sample_tokens_s=(s, "int32"),
+        query_starts_s1=((geometry.max_num_seqs + 1,), "int32"),
+        kv_lens_s=(s, "int32"),
+        block_tables_sm=((geometry.max_num_seqs, geometry.max_blocks_per_seq), "int32"),
+        num_rows=((), "int32"),
     )
 
 
 def draw_packing(num_rows: int) -> Packing:
-    """The buffer of a draw call with R rows."""
+    """The buffer of a draw call with R rows: the fields of `SamplingInputs`."""
     r = (num_rows,)
-    return Packing(
-        (
-            Field("temperature_r", r, "float32"),
-            Field("top_k_r", r, "int32"),
-            Field("top_p_r", r, "float32"),
-            Field("min_p_r", r, "float32"),
-            Field("seeds_r2", (num_rows, 2), "uint32"),
-            Field("sequence_indices_r", r, "int32"),
-            Field("positions_r", r, "int32"),
-            Field("forbidden_ids_rx", (num_rows, FORBIDDEN_WIDTH), "int32"),
-        )
+    return Packing.of(
+        temperature_r=(r, "float32"),
+        top_k_r=(r, "int32"),
+        top_p_r=(r, "float32"),
+        min_p_r=(r, "float32"),
+        seeds_r2=((num_rows, 2), "uint32"),
+        sequence_indices_r=(r, "int32"),
+        positions_r=(r, "int32"),
+        forbidden_ids_rx=((num_rows, FORBIDDEN_WIDTH), "int32"),
     )
 
 

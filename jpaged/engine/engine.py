@@ -46,6 +46,7 @@ from jpaged.errors import (
     RequestTooLong,
     Unavailable,
 )
+from jpaged.obs.histogram import HistogramSnapshot
 from jpaged.types import FinishReason, OutputEvent, Request
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class Engine:
         self._groups: dict[str, Group] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._in_flight: tuple[Schedule, Any] | None = None
+        self._device_wait_s = 0.0
         self._num_arrivals = 0
         # Ids that were accepted and did not end yet, shared with the submitting threads.
         self._lock = threading.Lock()
@@ -204,6 +206,14 @@ class Engine:
         """A snapshot of the last step's counts."""
         return self._stats.snapshot(self._executor.num_compiles_after_warm_up)
 
+    def histogram(self, name: str) -> HistogramSnapshot:
+        """Durations so far, by one of the names in `jpaged.engine.stats.BOUNDS_S`."""
+        return self._stats.histogram(name)
+
+    def num_ended_by_reason(self) -> dict[str, int]:
+        """Requests that have ended: stop, length, abort (also when the caller went away), error."""
+        return self._stats.num_ended()
+
     def start(self) -> None:
         """Runs the loop in a thread of its own until `stop`."""
         self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
@@ -229,6 +239,8 @@ class Engine:
 
     def step(self) -> bool:
         """One iteration; False when there was nothing to do and nothing waits."""
+        start_s = self.clock()
+        self._device_wait_s = 0.0
         self._drain_inbox()
         self._expire()
         schedule = self._scheduler.schedule()
@@ -237,6 +249,8 @@ class Engine:
             dispatched, self._in_flight = self._in_flight, dispatched
         if dispatched is not None:
             self._collect(*dispatched)
+        if schedule.rows or dispatched is not None:
+            self._stats.count_host(self.clock() - start_s - self._device_wait_s)
         self._stats.end_step(self._memory, self._scheduler)
         return bool(schedule.rows) or dispatched is not None or self._scheduler.has_work
 
@@ -265,8 +279,10 @@ class Engine:
         return schedule, self._executor.dispatch(inputs)
 
     def _collect(self, schedule: Schedule, handle: Any) -> None:
+        waiting_since_s = self.clock()
         outputs = self._executor.collect(handle)
         now = self.clock()
+        self._device_wait_s = now - waiting_since_s
         beams: dict[Group, dict[Sequence, int]] = {}
         for row, scheduled in enumerate(schedule.rows):
             group, sequence = scheduled.group, scheduled.sequence
@@ -301,6 +317,7 @@ class Engine:
             limit = f"{self._memory.use().num_blocks} blocks, less what pinned prefixes hold"
             error = RequestTooLong("sampling.max_tokens", f"the request can never fit into the pool: {limit}")
             self._publisher.fail(group, error)
+            self._stats.count_end(group)
             self._settle({request.request_id})
             return
         self._groups[request.request_id] = group
@@ -354,7 +371,7 @@ class Engine:
         self._publisher.close(group)
         request_id = group.request.request_id
         del self._groups[request_id]
-        self._stats.count_end()
+        self._stats.count_end(group)
         self._settle({request_id})
 
     def _settle(self, ended: set[str]) -> None:
@@ -388,6 +405,7 @@ class Engine:
         self._drain_inbox()
         for group in self._groups.values():
             self._publisher.fail(group, error)
+            self._stats.count_end(group)
         ended = set(self._groups)
         self._groups.clear()
         self._settle(ended)

@@ -13,6 +13,7 @@ from jpaged.engine.beam import BeamRules, BeamSearch, Hypothesis
 from jpaged.engine.executor import StepOutputs
 from jpaged.engine.output import OutputState
 from jpaged.engine.sequence import Group, Sequence
+from jpaged.engine.stats import ERROR
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.types import (
     FinishReason,
@@ -149,6 +150,8 @@ class Publisher:
             completion_tokens=group.num_drawn_tokens,
             cached_tokens=group.num_cached_tokens or 0,
         )
+        if is_last:
+            group.ended_by = ERROR if piece.finish is None else piece.finish.reason.value
         group.sink(
             OutputEvent(
                 request_id=group.request.request_id,

@@ -132,6 +132,8 @@ class Group:
         arrival: position in the order of arrival.
         is_forked: every sequence has its own table; before, only the leader's prompt runs.
         num_overtaken: later arrivals that were admitted before this one.
+        token_gap_s: between its last two steps that drew tokens; None before the second.
+        ended_by: the finish reason of its last event, or "error"; None before that.
         num_drawn_tokens: by all its sequences and beams together.
         num_cached_tokens: prompt tokens that the prefix cache held when the group was first admitted.
     """
@@ -139,6 +141,7 @@ class Group:
     __slots__ = (
         "arrival",
         "arrival_s",
+        "ended_by",
         "first_scheduled_s",
         "first_token_s",
         "is_forked",
@@ -151,6 +154,7 @@ class Group:
         "sequences",
         "sink",
         "status",
+        "token_gap_s",
     )
 
     def __init__(self, request: Request, arrival: int, arrival_s: float, sink: Sink, max_blocks: int) -> None:
@@ -160,6 +164,8 @@ class Group:
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.token_gap_s: float | None = None
+        self.ended_by: str | None = None
         self.num_cached_tokens: int | None = None
         self.num_drawn_tokens = 0
         self.num_preemptions = 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from jpaged.engine.executor import Geometry
 from jpaged.engine.paged_memory import PagedMemory
@@ -12,8 +13,35 @@ from jpaged.engine.reserved_memory import ReservedMemory
 from jpaged.engine.schedule import Schedule
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Group
+from jpaged.obs.histogram import Histogram, HistogramSnapshot
+from jpaged.types import FinishReason
 
 _RECENT_ENDS = 64
+ERROR = "error"
+"""How a request ended that has no finish reason."""
+
+_FIRST_TOKEN_BOUNDS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
+    2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_TOKEN_BOUNDS_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
+    2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_BOUNDS_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+BOUNDS_S: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        "time_to_first_token": _FIRST_TOKEN_BOUNDS_S,
+        "inter_token": _TOKEN_BOUNDS_S,
+        "end_to_end": _REQUEST_BOUNDS_S,
+        "queue_time": _REQUEST_BOUNDS_S,
+        "host_step": (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0),
+    }
+)
+"""Histogram -> upper bounds of its buckets; vLLM's where it has such a histogram, so that both add up in one query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +53,12 @@ class EngineLoad:
         num_waiting: requests that wait for rows or blocks, preempted ones included.
         num_swapped: those of them that are in host memory.
         num_blocks_free: free blocks, cached ones included.
+        num_blocks_empty: free blocks without the cached ones.
         num_blocks_cached: free blocks that still hold a prefix.
         num_prefix_query_tokens, num_prefix_hit_tokens: prompt tokens looked up in the prefix cache, and found there.
         slot_use: share of the reserved slots that held a token, averaged over all steps so far; 0 before the first.
         time_to_first_token_s: mean over the requests that got one.
+        host_s: what the host spent deciding, packing and publishing steps.
     """
 
     num_blocks: int
@@ -38,6 +68,7 @@ class EngineLoad:
     num_waiting: int = 0
     num_swapped: int = 0
     num_blocks_free: int = 0
+    num_blocks_empty: int = 0
     num_blocks_cached: int = 0
     num_blocks_used: int = 0
     peak_blocks_used: int = 0
@@ -54,11 +85,12 @@ class EngineLoad:
     num_generation_tokens: int = 0
     slot_use: float = 0.0
     time_to_first_token_s: float = 0.0
+    host_s: float = 0.0
     num_compiles_after_warm_up: int = 0
 
 
 class StepStats:
-    """Gathers the counts; the engine's thread calls everything but `snapshot` and `seconds_per_request`."""
+    """Gathers the counts; the engine's thread calls everything but what answers questions, at the end."""
 
     def __init__(self, geometry: Geometry, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -67,6 +99,7 @@ class StepStats:
             block_size=geometry.block_size,
             max_num_seqs=geometry.max_num_seqs,
             num_blocks_free=geometry.num_blocks,
+            num_blocks_empty=geometry.num_blocks,
         )
         self._num_steps = 0
         self._num_preemptions = 0
@@ -80,28 +113,48 @@ class StepStats:
         self._sum_first_token_s = 0.0
         self._num_first_tokens = 0
         self._recent_ends_s: deque[float] = deque(maxlen=_RECENT_ENDS)
+        self._host_s = 0.0
+        self._histograms = {name: Histogram(bounds_s) for name, bounds_s in BOUNDS_S.items()}
+        # Sequences that run together have the same gap, so that a step has few different ones.
+        self._token_gaps_s: dict[float, int] = {}
+        self._num_ended = dict.fromkeys([*(reason.value for reason in FinishReason), ERROR], 0)
 
     def count_step(self, schedule: Schedule) -> None:
         self._num_steps += bool(schedule.rows)
         self._num_preemptions += schedule.num_preempted
         self._num_recomputed_tokens += schedule.num_recomputed_tokens
         for group in schedule.admitted:
-            if group.num_preemptions == 0:
+            if group.first_scheduled_s is None:
+                group.first_scheduled_s = self._clock()
+                self._histograms["queue_time"].observe(group.first_scheduled_s - group.arrival_s)
                 self._num_prompt_tokens += len(group.request.prompt_token_ids)
 
     def count_token(self, group: Group, now_s: float) -> None:
         self._num_generation_tokens += 1
-        if group.first_token_s is None:
-            group.first_token_s = now_s
-            self._sum_first_token_s += now_s - group.arrival_s
-            self._num_first_tokens += 1
+        if group.last_token_s != now_s:
+            self._note_draw(group, now_s)
+        if group.token_gap_s is not None:
+            self._token_gaps_s[group.token_gap_s] = self._token_gaps_s.get(group.token_gap_s, 0) + 1
 
-    def count_end(self) -> None:
+    def count_end(self, group: Group) -> None:
+        """Counts a request by its last event; one that had none was given up by its caller."""
+        now_s = self._clock()
         self._num_requests_ended += 1
-        self._recent_ends_s.append(self._clock())
+        self._num_ended[group.ended_by or FinishReason.ABORT.value] += 1
+        self._recent_ends_s.append(now_s)
+        if group.ended_by in (FinishReason.STOP.value, FinishReason.LENGTH.value):
+            self._histograms["end_to_end"].observe(now_s - group.arrival_s)
+
+    def count_host(self, seconds: float) -> None:
+        """What a step took besides waiting for the device."""
+        self._host_s += seconds
+        self._histograms["host_step"].observe(seconds)
 
     def end_step(self, memory: PagedMemory | ReservedMemory, scheduler: Scheduler) -> None:
         """Takes the gauges and makes the step visible to `snapshot`."""
+        for gap_s, count in self._token_gaps_s.items():
+            self._histograms["inter_token"].observe(gap_s, count)
+        self._token_gaps_s.clear()
         use = memory.use()
         self._peak_blocks_used = max(self._peak_blocks_used, use.num_referenced)
         self._sum_stored_tokens += memory.num_stored_tokens(scheduler.holders)
@@ -112,6 +165,7 @@ class StepStats:
             num_waiting=scheduler.num_waiting,
             num_swapped=scheduler.num_swapped,
             num_blocks_free=use.num_free + use.num_cached,
+            num_blocks_empty=use.num_free,
             num_blocks_cached=use.num_cached,
             num_blocks_used=use.num_referenced,
             peak_blocks_used=self._peak_blocks_used,
@@ -128,7 +182,19 @@ class StepStats:
             num_generation_tokens=self._num_generation_tokens,
             slot_use=self._sum_stored_tokens / self._sum_reserved_slots if self._sum_reserved_slots else 0.0,
             time_to_first_token_s=self._sum_first_token_s / self._num_first_tokens if self._num_first_tokens else 0.0,
+            host_s=self._host_s,
         )
+
+    def _note_draw(self, group: Group, now_s: float) -> None:
+        """The first token that a step drew for a group."""
+        if group.last_token_s is None:
+            group.first_token_s = now_s
+            self._sum_first_token_s += now_s - group.arrival_s
+            self._num_first_tokens += 1
+            self._histograms["time_to_first_token"].observe(now_s - group.arrival_s)
+        else:
+            group.token_gap_s = now_s - group.last_token_s
+        group.last_token_s = now_s
 
     def snapshot(self, num_compiles_after_warm_up: int) -> EngineLoad:
         return replace(self._load, num_compiles_after_warm_up=num_compiles_after_warm_up)
@@ -139,3 +205,11 @@ class StepStats:
         if len(ends) < 2:
             return 1.0
         return max(0.1, (ends[-1] - ends[0]) / (len(ends) - 1))
+
+    def histogram(self, name: str) -> HistogramSnapshot:
+        """One of BOUNDS_S."""
+        return self._histograms[name].snapshot()
+
+    def num_ended(self) -> dict[str, int]:
+        """Requests that ended, by finish reason; "error" where they had none."""
+        return dict(self._num_ended)

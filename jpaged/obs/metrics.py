@@ -46,7 +46,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
 
 HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "vllm:time_to_first_token_seconds": ("time_to_first_token", "From arrival to the first token."),
-    "vllm:inter_token_latency_seconds": ("inter_token", "Between two tokens of a sequence."),
+    "vllm:inter_token_latency_seconds": ("inter_token", "Between two tokens of a request's sequence."),
     "vllm:e2e_request_latency_seconds": ("end_to_end", "From arrival to the end, of requests that finished."),
     "vllm:request_queue_time_seconds": ("queue_time", "From arrival to the first step."),
     "jpaged:host_step_seconds": ("host_step", "Host work of one step."),
@@ -116,7 +116,7 @@ class EngineCollector(Collector):
         yield info
 
     def _kv_use(self, load: Load) -> Metric:
-        """vLLM's "perc" is a fraction from 0 to 1."""
+        # "perc" is vLLM's name; the value is a fraction from 0 to 1.
         gauge = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", labels=("model_name",))
         gauge.add_metric((self._source.model_name,), load.num_blocks_used / load.num_blocks)
         return gauge
@@ -137,8 +137,21 @@ class EngineCollector(Collector):
         return histogram
 
 
-def serve_metrics(source: MetricsSource, *, host: str, port: int) -> Callable[[], None]:
-    """Answers scrapes on a port of its own, in a thread; returns what ends it.
+@dataclass(frozen=True, slots=True)
+class MetricsServer:
+    """Answers scrapes until `stop` is called."""
+
+    port: int
+    stop: Callable[[], None]
+
+
+def serve_metrics(source: MetricsSource, *, host: str, port: int) -> MetricsServer:
+    """Answers scrapes on a port of its own, in a thread.
+
+    Args:
+        source: what is asked at each scrape.
+        host: the address to listen on.
+        port: 0 picks a free one.
 
     Raises:
         InvalidArgument: the port cannot be had.
@@ -155,4 +168,4 @@ def serve_metrics(source: MetricsSource, *, host: str, port: int) -> Callable[[]
         server.server_close()
         thread.join()
 
-    return stop
+    return MetricsServer(server.server_port, stop)

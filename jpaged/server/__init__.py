@@ -5,5 +5,6 @@ servicer.py    one method for each RPC
 wire.py        proto <-> types
 status.py      errors -> status codes with details
 stream.py      the engine's thread -> asyncio
+metrics.py     what Prometheus is told
 lifecycle.py   the port, health, signals: starting, serving, draining, exit code
 """

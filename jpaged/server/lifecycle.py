@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from google.protobuf import timestamp_pb2
 from grpc import aio
@@ -27,7 +28,9 @@ from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, infer
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
+from jpaged.obs.metrics import MetricsServer, serve_metrics
 from jpaged.server import wire
+from jpaged.server.metrics import metrics_source
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.server.serving import Serving
 from jpaged.server.stream import Bridge
@@ -36,6 +39,8 @@ from jpaged.version import __version__
 _LOG = logging.getLogger(__name__)
 
 API_VERSION = "v1"
+PIN_NAME = "pin-prefix"
+"""What UnpinPrefix calls the prefix of the option of that name."""
 SERVICE_NAMES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name,
@@ -100,6 +105,8 @@ class Server:
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jpaged-load")
         self.is_load_abandoned = False
         self._port = 0
+        self._prefix: str | None = None
+        self._metrics: MetricsServer | None = None
 
     # --- what the servicers ask ---------------------------------------------------------------------------------------
 
@@ -138,12 +145,18 @@ class Server:
     def state(self) -> State:
         return self._state
 
+    @property
+    def metrics_port(self) -> int | None:
+        """Where metrics are answered; None before the model is loaded, and when nobody asked for them."""
+        return None if self._metrics is None else self._metrics.port
+
     async def start(self) -> int:
         """Opens the port, and starts loading the model; returns the port.
 
         Raises:
-            InvalidArgument: the address cannot be bound.
+            InvalidArgument: the address cannot be bound, or the prefix to pin cannot be read.
         """
+        self._prefix = _text_of(self._config.server.pin_prefix)
         self._bridge = Bridge(asyncio.get_running_loop())
         self._grpc = aio.server(options=_CHANNEL_OPTIONS)
         self._inference = InferenceServicer(self, self._bridge)
@@ -213,9 +226,28 @@ class Server:
             return
         self._serving = loading.result()
         self._serving.engine.start()
+        try:
+            await self._prepare(self._serving)
+        except JpagedError as failure:
+            self._failure = failure
+            return
         if not self._stop.is_set():
             await self._enter(State.SERVING)
             self._on_serving(self._port, self._serving)
+
+    async def _prepare(self, serving: Serving) -> None:
+        """What the options ask for before the first request: a pinned prefix, metrics."""
+        options = self._config.server
+        if self._prefix is not None:
+            token_ids = await asyncio.to_thread(serving.tokenizer.encode, self._prefix)
+            try:
+                num_tokens = await asyncio.wrap_future(serving.engine.pin_prefix(PIN_NAME, token_ids))
+            except InvalidArgument as error:
+                raise InvalidArgument("pin_prefix", f"{options.pin_prefix}: {error.problem}") from error
+            self._note_progress(f"{num_tokens} tokens of {options.pin_prefix} pinned", 1, 1)
+        if options.metrics_port is not None:
+            source = metrics_source(serving)
+            self._metrics = serve_metrics(source, host=options.host, port=options.metrics_port)
 
     def _note_progress(self, what: str, done: int, total: int) -> None:
         self._startup = control_pb2.StartupProgress(what=what, done=done, total=max(total, 1))
@@ -231,26 +263,34 @@ class Server:
             await self._drain()
         if self._failure is not None:
             await self._enter(State.FAILED)
-            _LOG.error("the server ends: %s", self._failure, exc_info=_trace_of(self._failure))
+            _LOG.error("the server ends: %s", self._failure, exc_info=self._trace())
             self._inference.end_open_calls(InternalError(f"the engine has died: {self._failure}"))
         await self._close()
         return 0 if self._failure is None else 1
 
+    def _trace(self) -> Exception | None:
+        """What is worth a traceback: errors of ours say what is wrong, and the engine has logged its own."""
+        is_told = self._serving is not None or isinstance(self._failure, JpagedError)
+        return None if is_told else self._failure
+
     async def _drain(self) -> None:
-        """Waits for the running requests, up to the timeout or a second stop; the rest is told UNAVAILABLE."""
+        """Waits until all requests have ended and been sent, up to the timeout or a second stop.
+
+        Those that are left are told UNAVAILABLE.
+        """
         if self._serving is None:
             return
         until_s = time.monotonic() + self._config.server.shutdown_timeout
-        is_drained = False
-        while not is_drained and self._failure is None:
+        while self._failure is None:
             remaining_s = until_s - time.monotonic()
             slice_s = max(0.0, min(_WATCH_INTERVAL_S, remaining_s))
             is_drained = await asyncio.to_thread(self._serving.engine.drain, slice_s)
-            self._note_failure()
+            if is_drained and await _wait(self._inference.is_idle, slice_s):
+                return
             if remaining_s <= 0 or self._hurry.is_set():
-                break
-        if not is_drained and self._failure is None:
-            self._inference.end_open_calls(Unavailable("the server shut down before the request finished"))
+                self._inference.end_open_calls(Unavailable("the server shut down before the request finished"))
+                return
+            self._note_failure()
 
     async def _close(self) -> None:
         if not await _wait(self._inference.is_idle, _FLUSH_TIMEOUT_S):
@@ -258,6 +298,17 @@ class Server:
         await self._grpc.stop(grace=_WATCH_INTERVAL_S)  # health watches stay open until they are cut
         if self._serving is not None:
             await asyncio.to_thread(self._serving.engine.stop)
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.stop)
+
+
+def _text_of(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument("pin_prefix", f"{path} cannot be read: {error}") from error
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
@@ -267,8 +318,3 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
-
-
-def _trace_of(error: Exception) -> Exception | None:
-    """Errors of ours say what is wrong; a foreign one is worth its traceback."""
-    return None if isinstance(error, JpagedError) else error

@@ -85,6 +85,7 @@ class _Admission:
     request_id: str
     engine_id: str
     deadline_s: float | None
+    tenant: str
     stream: OutputStream
 
 
@@ -138,11 +139,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id = wire.request_id_from(message) or uuid.uuid4().hex
         if request_id in self._open:
             raise AlreadyExists(f"request_id: a request {request_id!r} is in flight")
+        tenant = wire.tenant_from(context.invocation_metadata() or ())
         remaining_s: float | None = context.time_remaining()
         admission = _Admission(
             request_id=request_id,
             engine_id=f"{request_id}/{next(self._counter)}",
             deadline_s=None if remaining_s is None else serving.engine.clock() + remaining_s,
+            tenant=tenant,
             stream=self._bridge.open(),
         )
         self._open[request_id] = admission
@@ -215,6 +218,7 @@ async def _make_request(serving: Serving, admission: _Admission, message: infere
             prompt_token_ids=prompt.token_ids,
             messages=prompt.messages,
             deadline_s=admission.deadline_s,
+            tenant=admission.tenant,
         ),
         prompt.num_characters,
     )
@@ -274,3 +278,28 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             if not self._inference.abort(self._host.loaded(), request.request_id):
                 raise NotFound(f"request_id: no request {request.request_id!r} is in flight")
             return control_pb2.AbortResponse()
+
+    async def PinPrefix(
+        self, request: control_pb2.PinPrefixRequest, context: aio.ServicerContext
+    ) -> control_pb2.PinPrefixResponse:
+        """A caller that goes away changes nothing: the prefix is pinned."""
+        async with _Answering(context):
+            serving = self._host.serving()
+            name, prefix = wire.pin_name_from(request), wire.prefix_from(request)
+            token_ids = prefix.token_ids
+            if token_ids is None:
+                text = prefix.text or ""
+                token_ids = tuple(await _run(lambda: serving.tokenizer.encode(text), len(text)))
+            pinned = asyncio.wrap_future(serving.engine.pin_prefix(name, token_ids, request.cache_salt))
+            num_tokens = await asyncio.shield(pinned)
+            return control_pb2.PinPrefixResponse(num_pinned_tokens=num_tokens)
+
+    async def UnpinPrefix(
+        self, request: control_pb2.UnpinPrefixRequest, context: aio.ServicerContext
+    ) -> control_pb2.UnpinPrefixResponse:
+        """Requests that share the prefix go on."""
+        async with _Answering(context):
+            name = wire.pin_name_from(request)
+            if not self._host.serving().engine.unpin_prefix(name):
+                raise NotFound(f"name: no prefix {name!r} is pinned")
+            return control_pb2.UnpinPrefixResponse()

@@ -5,7 +5,11 @@
 
 A step puts one event for each row; the first of them wakes the loop, the others ride along, so a step costs one wake-up
 however many rows it had. Putting never waits: a caller that reads slowly finds what came meanwhile merged into few
-messages. What a stream can hold is bounded by what its request may generate.
+messages, each of one sequence. What a stream can hold is bounded by what its request may generate.
+
+    put     0:a  1:x  0:b  1:y  0:c(last)      the sequences of a request take turns
+    read    1:xy                               a message takes all that there is of one; the last of all waits
+    read    0:abc
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jpaged.types import OutputEvent
+from jpaged.types import OutputEvent, Usage
 
 MAX_TOKENS_PER_MESSAGE = 4096
 """Merged events stay below it: 4096 tokens with 20 alternatives each are 1.3 MB, and clients take 4 MB by default."""
@@ -27,7 +31,8 @@ class OutputStream:
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
-        self._buffer: deque[OutputEvent] = deque()
+        self._buffer: dict[int, deque[OutputEvent]] = {}
+        self._usage = Usage()
         self._has_events = asyncio.Event()
         self._is_ended = False
 
@@ -43,29 +48,44 @@ class OutputStream:
         """Takes an event; for the event loop."""
         if not self._is_ended:
             self._is_ended = event.is_last
-            self._buffer.append(event)
+            self._buffer.setdefault(event.index, deque()).append(event)
             self._has_events.set()
 
     async def read(self) -> OutputEvent:
-        """Waits for an event and merges into it those that can be sent in the same message.
+        """Waits for an event and merges into it those that can be sent in the same message; usage never falls.
 
         Raises:
             Exception: the request failed; the error of its last event.
         """
         await self._has_events.wait()
-        events = [self._buffer.popleft()]
-        num_tokens = len(events[0].token_ids)
-        while self._buffer and _can_follow(events[-1], self._buffer[0]):
-            num_tokens += len(self._buffer[0].token_ids)
-            if num_tokens > MAX_TOKENS_PER_MESSAGE:
-                break
-            events.append(self._buffer.popleft())
+        events = self._take()
         if not self._buffer:
             self._has_events.clear()
         merged = events[0] if len(events) == 1 else _merged(events)
         if merged.error is not None:
             raise merged.error
+        if merged.usage.completion_tokens < self._usage.completion_tokens:  # another sequence's message came first
+            return replace(merged, usage=self._usage)
+        self._usage = merged.usage
         return merged
+
+    def _take(self) -> list[OutputEvent]:
+        """Events of the sequence whose turn it is, as many as fit into a message. The request's last stays the last."""
+        index = next(iter(self._buffer))
+        if self._buffer[index][-1].is_last and len(self._buffer) > 1:
+            self._buffer[index] = self._buffer.pop(index)  # to the end of the dict
+            index = next(iter(self._buffer))
+        waiting = self._buffer.pop(index)
+        events = [waiting.popleft()]
+        num_tokens = len(events[0].token_ids)
+        while waiting and events[-1].finish is None and waiting[0].error is None:
+            num_tokens += len(waiting[0].token_ids)
+            if num_tokens > MAX_TOKENS_PER_MESSAGE:
+                break
+            events.append(waiting.popleft())
+        if waiting:
+            self._buffer[index] = waiting
+        return events
 
 
 class Bridge:
@@ -98,10 +118,6 @@ class Bridge:
             self._is_woken = False
         for stream, event in pending:
             stream.add(event)
-
-
-def _can_follow(event: OutputEvent, following: OutputEvent) -> bool:
-    return event.index == following.index and event.finish is None and following.error is None
 
 
 def _merged(events: Sequence[OutputEvent]) -> OutputEvent:

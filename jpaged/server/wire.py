@@ -7,7 +7,9 @@ out, everything that a type holds has its field.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.config import EngineConfig
@@ -15,6 +17,7 @@ from jpaged.engine.stats import EngineLoad
 from jpaged.errors import InvalidArgument
 from jpaged.server.serving import BackendFacts, ModelFacts
 from jpaged.types import (
+    MAX_CACHE_SALT_CHARS,
     FinishReason,
     OutputEvent,
     PositionLogprobs,
@@ -24,11 +27,19 @@ from jpaged.types import (
     Usage,
 )
 
-_REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
+TENANT_KEY = "x-jpaged-tenant"
+"""The metadata key that names whose request it is."""
+_NAME = re.compile(r"[\x20-\x7e]{1,128}")
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
+}
+_EARLY_STOPPING: dict[int, bool | Literal["never"]] = {
+    inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
+    inference_pb2.EARLY_STOPPING_BEST_RUNNING: False,
+    inference_pb2.EARLY_STOPPING_FIRST_FULL: True,
+    inference_pb2.EARLY_STOPPING_NEVER: "never",
 }
 
 
@@ -52,9 +63,36 @@ def request_id_from(message: inference_pb2.GenerateRequest) -> str | None:
     """The caller's id, or None when it left that to the server."""
     if not message.HasField("request_id"):
         return None
-    if not _REQUEST_ID.fullmatch(message.request_id):
-        raise InvalidArgument("request_id", f"{message.request_id!r} is not 1 to 128 printable ASCII characters")
-    return message.request_id
+    return _checked_name("request_id", message.request_id)
+
+
+def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """Whose request it is; "" when the call does not say. A call that says it twice names no one."""
+    named = [value for key, value in metadata if key == TENANT_KEY]
+    if not named:
+        return ""
+    if len(named) > 1:
+        raise InvalidArgument(TENANT_KEY, f"is there {len(named)} times: a request has one tenant")
+    tenant = named[0]
+    return _checked_name(TENANT_KEY, tenant.decode(errors="replace") if isinstance(tenant, bytes) else tenant)
+
+
+def pin_name_from(message: control_pb2.PinPrefixRequest | control_pb2.UnpinPrefixRequest) -> str:
+    """The name of a pinned prefix."""
+    return _checked_name("name", message.name)
+
+
+def prefix_from(message: control_pb2.PinPrefixRequest) -> Prompt:
+    """The prefix to pin, in the form in which it was sent; its salt is `message.cache_salt`."""
+    if len(message.cache_salt) > MAX_CACHE_SALT_CHARS:
+        raise InvalidArgument("cache_salt", f"{len(message.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS}")
+    match message.WhichOneof("prefix"):
+        case "text":
+            return Prompt(text=message.text)
+        case "token_ids":
+            return Prompt(token_ids=tuple(message.token_ids.ids))
+        case _:
+            raise InvalidArgument("prefix", "is missing: set text or token_ids")
 
 
 def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
@@ -93,6 +131,14 @@ def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
         skip_special_tokens=message.skip_special_tokens
         if message.HasField("skip_special_tokens")
         else default.skip_special_tokens,
+        n=message.n if message.HasField("n") else default.n,
+        best_of=message.best_of if message.HasField("best_of") else None,
+        beam_width=message.beam_width or None,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else default.length_penalty,
+        early_stopping=_early_stopping_from(message.early_stopping),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        use_prefix_cache=message.use_prefix_cache if message.HasField("use_prefix_cache") else default.use_prefix_cache,
     )
 
 
@@ -115,6 +161,7 @@ def response_of(
         usage=_usage_of(event.usage),
         finish=None if event.finish is None else _finish_of(event.finish, event.cumulative_logprob),
         prompt_token_ids=prompt_token_ids,
+        is_last=event.is_last,
     )
 
 
@@ -151,6 +198,14 @@ def load_of(load: EngineLoad) -> control_pb2.GetLoadResponse:
         num_prompt_tokens=load.num_prompt_tokens,
         num_generation_tokens=load.num_generation_tokens,
         num_compiles_after_warm_up=load.num_compiles_after_warm_up,
+        num_swapped=load.num_swapped,
+        num_blocks_cached=load.num_blocks_cached,
+        num_copies_on_write=load.num_copies_on_write,
+        num_blocks_swapped_out=load.num_blocks_swapped_out,
+        num_blocks_swapped_in=load.num_blocks_swapped_in,
+        num_recomputed_tokens=load.num_recomputed_tokens,
+        num_prefix_query_tokens=load.num_prefix_query_tokens,
+        num_prefix_hit_tokens=load.num_prefix_hit_tokens,
     )
 
 
@@ -172,6 +227,18 @@ def options_of(config: EngineConfig) -> list[control_pb2.Option]:
         for name, value, source in config.explain()
         if value != "None"
     ]
+
+
+def _checked_name(field: str, name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument(field, f"{name!r} is not 1 to 128 printable ASCII characters")
+    return name
+
+
+def _early_stopping_from(value: int) -> bool | Literal["never"]:
+    if value not in _EARLY_STOPPING:
+        raise InvalidArgument("sampling.early_stopping", f"{value} is not a value of EarlyStopping")
+    return _EARLY_STOPPING[value]
 
 
 def _position_of(position: PositionLogprobs) -> inference_pb2.PositionLogprobs:

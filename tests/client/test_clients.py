@@ -26,7 +26,7 @@ from jpaged.errors import (
 )
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from jpaged.types import SamplingParams
-from tests.server.harness import running
+from tests.server.harness import eventually, running
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
@@ -62,13 +62,6 @@ async def client_of(request) -> AsyncIterator[Any]:
             await asyncio.to_thread(client.close)
 
 
-async def wait_for(condition) -> None:
-    until = asyncio.get_running_loop().time() + 10
-    while not condition():
-        assert asyncio.get_running_loop().time() < until
-        await asyncio.sleep(0.002)
-
-
 def test_both_clients_have_the_same_methods():
     def signatures(kind: type) -> dict[str, list[str]]:
         return {
@@ -92,7 +85,7 @@ async def test_complete_returns_everything(client_of):
         assert sequence.finish_reason == "length"
         assert sequence.logprobs is not None
         assert [len(position.top) for position in sequence.logprobs] == [2] * 5
-        assert sequence.cumulative_logprob == pytest.approx(-0.5)
+        assert sequence.cumulative_logprob == pytest.approx(-0.125 * 5)
         assert output.prompt == "hello"
         assert output.prompt_token_ids == tuple(b"hello")
         assert (output.usage.prompt_tokens, output.usage.completion_tokens) == (5, 5)
@@ -158,7 +151,7 @@ async def test_errors_come_back_as_they_were(client_of):
             await client_of(harness.target, model="other").complete("hi")
         harness.faults.gate.clear()
         first = asyncio.ensure_future(client.complete("hi", GREEDY, request_id="twin"))
-        await wait_for(lambda: harness.executor.num_steps > 0)
+        await eventually(lambda: harness.executor.num_steps > 0)
         with pytest.raises(AlreadyExists):
             await client.complete("hi", GREEDY, request_id="twin")
         with pytest.raises(DeadlineExceeded):
@@ -192,7 +185,7 @@ async def test_closing_a_stream_cancels_its_request():
                     break
                 gc.collect()
             harness.faults.gate.set()
-            await wait_for(lambda: harness.num_blocks_used == 0)
+            await eventually(lambda: harness.num_blocks_used == 0)
         assert harness.serving.engine.load().num_generation_tokens < 3 * 120
 
 
@@ -208,7 +201,7 @@ async def test_leaving_a_sync_stream_cancels_its_request():
                 harness.faults.gate.set()
 
         await asyncio.to_thread(leave_early)
-        await wait_for(lambda: harness.num_blocks_used == 0)
+        await eventually(lambda: harness.num_blocks_used == 0)
         assert harness.serving.engine.load().num_generation_tokens < 120
 
 
@@ -256,7 +249,7 @@ class Flaky(inference_pb2_grpc.InferenceServiceServicer):
         if self.num_calls <= self._num_failures:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
         finish = inference_pb2.Finish(reason=inference_pb2.FINISH_REASON_STOP)
-        await context.write(inference_pb2.GenerateResponse(text="done", finish=finish))
+        await context.write(inference_pb2.GenerateResponse(text="done", finish=finish, is_last=True))
 
 
 @pytest.mark.parametrize(("inside", "num_calls"), [(False, 3), (True, 1)])

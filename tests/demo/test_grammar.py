@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.demo import lexicon, notation, prompts
 from jpaged.demo.cast import Wishes, cast_for
-from jpaged.demo.grammar import ASSISTANT, END, PLOTS, SYSTEM, USER, document, random_story
+from jpaged.demo.grammar import ASSISTANT, END, PLOTS, SYSTEM, USER, document, introduction, random_story
 from jpaged.demo.lexicon import World, kind_of
 from jpaged.demo.plots import Theme
 
@@ -45,6 +45,16 @@ def test_a_document_is_a_function_of_seed_and_index():
 def test_the_corpus_is_the_one_the_packaged_model_was_trained_on():
     first = "".join(span.text for span in document(2024, 0))
     assert first == FIRST_DOCUMENT
+
+
+def test_an_introduction_says_the_name_again_and_again():
+    for index in range(100):
+        (span,) = introduction(5, index)
+        assert introduction(5, index) == (span,)
+        hero = re.findall(r"^This is an? (.*?)\. (?:He|She) ", span.text)[0]
+        called = hero.partition(" named ")[2] or f"the {hero.split(' ', 1)[-1]}"
+        assert span.text.count(called.split()[-1]) >= 4, span.text
+        assert re.search(r"[\[\]{}]", span.text) is None, span.text
 
 
 def test_stories_differ(stories):

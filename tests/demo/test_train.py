@@ -1,19 +1,20 @@
 """Training learns, repeats itself, survives an interruption, and attention stays inside a document."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.demo.data import batch, encode
+from jpaged.demo.data import Lesson, batch, encode
 from jpaged.demo.tokenizer import train_tokenizer
-from jpaged.demo.train import PHASES, TrainSettings, demo_config, loss_sum, train
+from jpaged.demo.train import PHASES, Phase, TrainSettings, demo_config, loss_sum, train
 from jpaged.models.llama import Llama
 
 SETTINGS = TrainSettings(
-    seed=3, num_steps=20, num_rows=1, row_len=512, num_warmup_steps=4, rate=1e-2, phases=(), dtype="float32"
+    seed=3, num_rows=1, row_len=512, num_warmup_steps=4, phases=(Phase(20, 1e-2, Lesson()),), dtype="float32"
 )
 
 
@@ -36,51 +37,71 @@ def mean_loss(config, params, rows):
 
 
 def test_a_few_steps_reduce_the_loss(config, tokenizer):
-    rows = batch(tokenizer, 99, 0, 1, 512, 512)
+    rows = batch(tokenizer, 99, 0, (1, 512), Lesson())
     before = Llama(config, jnp.dtype(jnp.float32)).init_params(jax.random.key(SETTINGS.seed), "loop")
-    after = train(config, SETTINGS, tokenizer, None, 1000)
+    after = train(config, SETTINGS, tokenizer, SETTINGS.num_steps)
     assert mean_loss(config, before, rows) == pytest.approx(np.log(512), rel=0.02)
     assert mean_loss(config, after, rows) < 5.5
 
 
 def test_a_run_taken_up_again_ends_where_an_unbroken_one_does(config, tokenizer, tmp_path):
-    settings = dataclasses.replace(SETTINGS, num_steps=6, num_warmup_steps=1, decay=0.01)
-    # The rate falls after the last step only, so that five steps are the first five of six.
-    unbroken = train(config, settings, tokenizer, None, 1000)
-    train(config, dataclasses.replace(settings, num_steps=5), tokenizer, tmp_path, 1)
+    unbroken = train(config, SETTINGS, tokenizer, 6)
+    train(config, SETTINGS, tokenizer, 5, tmp_path, every=1)
     assert [path.name for path in tmp_path.iterdir()] == ["5"]
-    resumed = train(config, settings, tokenizer, tmp_path, 1)
+    resumed = train(config, SETTINGS, tokenizer, 6, tmp_path, every=1)
     jax.tree.map(np.testing.assert_array_equal, unbroken, resumed)
 
 
 def test_rows_are_a_function_of_seed_and_step(tokenizer):
-    first, second, other = (batch(tokenizer, 1, step, 2, 384, 384) for step in (5, 5, 6))
+    first, second, other = (batch(tokenizer, 1, step, (2, 384), Lesson()) for step in (5, 5, 6))
     np.testing.assert_array_equal(first.token_ids, second.token_ids)
     assert not np.array_equal(first.token_ids, other.token_ids)
 
 
-def test_a_phase_cuts_documents(tokenizer):
+def test_every_step_has_its_lesson():
     settings = TrainSettings()
-    lengths = [settings.document_len(step) for step in (0, PHASES[0].until - 1, PHASES[0].until, PHASES[1].until)]
-    assert lengths == [384, 384, 48, 96]
-    assert settings.document_len(PHASES[-1].until) == settings.row_len
-    rows = batch(tokenizer, 1, 0, 1, 384, 48)
+    assert settings.num_steps == PHASES[-1].until
+    for before, after in itertools.pairwise(PHASES):
+        assert settings.lesson(before.until - 1) == before.lesson
+        assert settings.lesson(before.until) == after.lesson
+
+
+def test_a_lesson_cuts_documents(tokenizer):
+    rows = batch(tokenizer, 1, 0, (1, 384), Lesson(48))
     assert np.bincount(rows.segments[0]).tolist() == [0] + [48] * 8
     np.testing.assert_array_equal(rows.positions[0, :48], np.arange(48))
 
 
+def test_a_lesson_weighs_names_that_come_again():
+    tokenizer = train_tokenizer(3, vocab_size=2000, num_documents=1000)
+    plain, heavy = (batch(tokenizer, 1, 0, (1, 2048), Lesson(None, emphasis)) for emphasis in (1.0, 5.0))
+    again = np.flatnonzero(heavy.weights[0] == 5.0)
+    assert len(again) > 5
+    for index in again:
+        document = heavy.token_ids[0, : index + 1][heavy.segments[0, : index + 1] == heavy.segments[0, index]]
+        assert heavy.targets[0, index] in document
+    np.testing.assert_array_equal(plain.weights > 0, heavy.weights > 0)
+    np.testing.assert_array_equal(plain.weights[heavy.weights != 5.0], heavy.weights[heavy.weights != 5.0])
+
+
+def test_introductions_are_every_second_document(tokenizer):
+    texts = [tokenizer.decode(encode(tokenizer, 1, index, Lesson(introductions=True))[0]) for index in range(6)]
+    assert [text.startswith("This is a") for text in texts][1::2] == [True] * 3
+    assert texts[0] == tokenizer.decode(encode(tokenizer, 1, 0, Lesson())[0])
+
+
 def test_documents_lie_in_rows_whole_and_only_answers_are_learnt(tokenizer):
-    rows = batch(tokenizer, 1, 0, 1, 2048, 2048)
+    rows = batch(tokenizer, 1, 0, (1, 2048), Lesson())
     start = 0
     for segment in range(1, rows.segments.max() + 1):
         here = np.flatnonzero(rows.segments[0] == segment)
         assert here[0] == start
         start = here[-1] + 1
         np.testing.assert_array_equal(rows.positions[0, here], np.arange(len(here)))
-        documents = [encode(tokenizer, 1, index) for index in range(8)]
-        token_ids, is_learnt = next(d for d in documents if d[0] == rows.token_ids[0, here].tolist())
+        documents = [encode(tokenizer, 1, index, Lesson()) for index in range(8)]
+        token_ids, weights = next(d for d in documents if d[0] == rows.token_ids[0, here].tolist())
         np.testing.assert_array_equal(rows.targets[0, here[:-1]], token_ids[1:])
-        np.testing.assert_array_equal(rows.weights[0, here[:-1]], is_learnt[1:])
+        np.testing.assert_array_equal(rows.weights[0, here[:-1]], weights[1:])
         assert rows.weights[0, here[-1]] == 0
     assert rows.segments.max() >= 3
 
@@ -88,7 +109,7 @@ def test_documents_lie_in_rows_whole_and_only_answers_are_learnt(tokenizer):
 def test_attention_stays_inside_a_document(config, tokenizer):
     model = Llama(config, jnp.dtype(jnp.float32))
     params = model.init_params(jax.random.key(0), "loop")
-    rows = batch(tokenizer, 1, 0, 1, 2048, 2048)
+    rows = batch(tokenizer, 1, 0, (1, 2048), Lesson())
     is_second = rows.segments == 2
     only_second = dataclasses.replace(rows, weights=rows.weights * is_second)
     disturbed = dataclasses.replace(only_second, token_ids=np.where(is_second, rows.token_ids, 7).astype(np.int32))

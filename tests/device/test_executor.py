@@ -46,7 +46,7 @@ def dense_logprobs(sequence: Sequence) -> np.ndarray:
 def step_randomly(driver: Driver, sequences: list[Sequence], rng: np.random.Generator) -> None:
     """One step of random chunks and decodes; every token that ends its sequence's known tokens appends a new one."""
     chosen = [sequences[i] for i in rng.permutation(len(sequences))[: rng.integers(1, 5)]]
-    budget, rows = 16, []
+    budget, rows = driver.geometry.buckets.tokens[-1], []
     for sequence in chosen:
         left = min(budget, len(sequence.tokens) - sequence.num_computed)
         if left:
@@ -77,11 +77,13 @@ def test_chunked_prefill_and_decode_mixes_give_the_dense_logits(driver: Driver, 
 
 
 def test_scan_over_layers_computes_the_same() -> None:
-    executor = tiny_model.warm_executor(layer_mode="scan")
-    driver = Driver(executor)
+    scheduler = dataclasses.replace(tiny_model.OPTIONS.scheduler, max_num_batched_tokens=8)
+    options = dataclasses.replace(tiny_model.OPTIONS, scheduler=scheduler)
+    executor = tiny_model.warm_executor(options, layer_mode="scan")
+    driver, rng = Driver(executor), np.random.default_rng(1)
     sequences = [driver.sequence(prompt(n)) for n in (13, 4, 30)]
     for _ in range(12):
-        step_randomly(driver, sequences, np.random.default_rng(1))
+        step_randomly(driver, sequences, rng)
     executor.shutdown()
 
 

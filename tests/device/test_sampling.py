@@ -193,8 +193,8 @@ def test_a_draw_depends_on_its_own_row_alone() -> None:
     logits = random_logits(1, 8)
     want = draw(logits, [params])[0]
     others = [Params(), Params(temperature=0.0), Params(top_k=3), Params(min_p=0.2), Params(forbidden=(1,))]
-    for num_rows in (2, 5, 8, 16):
-        for place in range(0, num_rows, 3):
+    for num_rows in (3, 8):
+        for place in range(0, num_rows, 2):
             rows = [others[i % len(others)] for i in range(num_rows)]
             batch = random_logits(num_rows, num_rows)
             rows[place], batch[place] = params, logits[0]

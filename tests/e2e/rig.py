@@ -1,132 +1,94 @@
-"""One real executor for many engines: compiled once, and each engine sees as much of its pools as it is told."""
+"""Real engines over tiny checkpoints, and what the tests ask of them."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from jpaged.config import EngineConfig
-from jpaged.device.executor import JaxExecutor
-from jpaged.engine.engine import Engine, EngineOptions
-from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
-from jpaged.engine.intake import Intake
-from jpaged.engine.stats import EngineLoad
-from jpaged.engine.tokenizer import NoTokenizer
-from jpaged.models.config import ModelConfig
-from jpaged.models.llama import Llama
-from jpaged.models.weights import load_params
-from jpaged.types import OutputEvent, SamplingParams
-from tests.models.tiny import TinyCase, write_checkpoint
+from jpaged.engine.engine import Engine
+from jpaged.llm import LLM, TokensPrompt
+from jpaged.types import CompletionOutput, RequestOutput, SamplingParams
+from tests.models.tiny import tiny_case, write_checkpoint
 
 VOCAB_SIZE = 131
-BLOCK_SIZE = 8
-MAX_TOKENS = 32
-"""Tokens of a step at most."""
+EOS_TOKEN_ID = 2
 
 
-def make_executor(case: TinyCase, folder: Path, **options: Any) -> JaxExecutor:
-    """An executor of a tiny checkpoint in float32 with few shapes, warmed up."""
-    model = Llama(ModelConfig.from_hf(case.config), np.dtype(np.float32))
-    params = load_params(model, write_checkpoint(case, folder), "loop")
-    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_TOKENS, "block_size": BLOCK_SIZE, "num_blocks": 200}
-    executor = JaxExecutor.create(model, params, EngineConfig.load({**defaults, "swap_space": 0.005, **options}))
-    executor.warm_up(lambda what, done, total: None)
-    return executor
+def write_model(name: str, folder: Path, *, with_tokenizer: bool = False) -> Path:
+    """A tiny checkpoint; with a tokenizer, token n reads as "n," and texts of that kind are encoded back."""
+    write_checkpoint(tiny_case(name), folder)
+    if with_tokenizer:
+        inner = Tokenizer(models.WordLevel({f"{n},": n for n in range(VOCAB_SIZE)}, unk_token="0,"))
+        inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d+,"), "isolated")
+        inner.decoder = decoders.Fuse()
+        inner.save(str(folder / "tokenizer.json"))
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
+    return folder
 
 
-class Share:
-    """Implements `Executor` on the first blocks of another one, which it does not own."""
-
-    def __init__(self, executor: JaxExecutor, num_blocks: int, num_host_blocks: int) -> None:
-        self._executor = executor
-        self.geometry: Geometry = dataclasses.replace(
-            executor.geometry, num_blocks=num_blocks, num_host_blocks=num_host_blocks
-        )
-        self.rates: DeviceRates = executor.rates
-
-    @property
-    def num_compiles_after_warm_up(self) -> int:
-        return self._executor.num_compiles_after_warm_up
-
-    def warm_up(self, progress: Progress) -> None:
-        """The executor is warm."""
-
-    def move_blocks(self, moves: BlockMoves) -> None:
-        self._executor.move_blocks(moves)
-
-    def dispatch(self, inputs: StepInputs) -> Any:
-        return self._executor.dispatch(inputs)
-
-    def collect(self, handle: Any) -> StepOutputs:
-        return self._executor.collect(handle)
-
-    def shutdown(self) -> None:
-        """The executor goes on for others."""
+@contextmanager
+def open_llm(folder: Path | str, **options: Any) -> Iterator[LLM]:
+    """An LLM in float32 with the fewest programs that serve; afterwards no block is lost and nothing was compiled."""
+    few = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 8}
+    with LLM(str(folder), **{**few, **options}) as llm:
+        yield llm
+        check_at_rest(llm)
 
 
-@dataclass
-class Answer:
-    """Everything that came of a request: tokens and cumulative log-probability of each sequence, by index."""
-
-    token_ids: dict[int, list[int]] = field(default_factory=dict)
-    cumulative_logprobs: dict[int, float] = field(default_factory=dict)
-    num_cached_tokens: int = 0
-    is_done: bool = False
-
-    def add(self, event: OutputEvent) -> None:
-        if event.error is not None:
-            raise event.error
-        assert not self.is_done
-        self.token_ids.setdefault(event.index, []).extend(event.token_ids)
-        self.cumulative_logprobs[event.index] = event.cumulative_logprob
-        self.num_cached_tokens = event.usage.cached_tokens
-        self.is_done = event.is_last
-
-    @property
-    def sequences(self) -> list[list[int]]:
-        return [self.token_ids[index] for index in range(len(self.token_ids))]
+def engine_of(llm: LLM) -> Engine:
+    """The engine behind the face."""
+    return llm._serving.engine
 
 
-class Rig:
-    """An engine over a share of the executor, stepped by hand; its blocks are counted after every step."""
+def check_at_rest(llm: LLM) -> None:
+    """Nothing runs, every block came back, and no program was compiled while serving."""
+    engine = engine_of(llm)
+    engine.check()
+    load = engine.load()
+    assert (load.num_running, load.num_waiting, load.num_blocks_used) == (0, 0, 0)
+    assert load.num_blocks_free == load.num_blocks
+    assert load.num_compiles_after_warm_up == 0
 
-    def __init__(
-        self,
-        executor: JaxExecutor,
-        *,
-        num_blocks: int = 200,
-        num_host_blocks: int = 0,
-        eos_token_ids: frozenset[int] = frozenset(),
-        **options: Any,
-    ) -> None:
-        settings = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_TOKENS, "enable_prefix_caching": False, **options}
-        share = Share(executor, num_blocks, num_host_blocks)
-        tokenizer = NoTokenizer(VOCAB_SIZE)
-        self.engine = Engine(share, tokenizer, EngineOptions(**settings), eos_token_ids=eos_token_ids)
-        self._intake = Intake(tokenizer, share.geometry, eos_token_ids=eos_token_ids)
-        self._ids = itertools.count()
 
-    def submit(self, prompt: list[int], params: SamplingParams) -> Answer:
-        answer = Answer()
-        request = self._intake.make_request(request_id=str(next(self._ids)), sampling=params, prompt_token_ids=prompt)
-        self.engine.submit(request, answer.add)
-        return answer
+def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Prompts without special tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB_SIZE, length).tolist() for length in lengths]
 
-    def run(self) -> EngineLoad:
-        while self.engine.step():
-            self.engine.check()
-        load = self.engine.load()
-        assert load.num_blocks_used == 0
-        assert load.num_compiles_after_warm_up == 0
-        return load
 
-    def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
-        answer = self.submit(prompt, params)
-        self.run()
-        assert answer.is_done
-        return answer
+def generate(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[CompletionOutput]:
+    """One completion for each prompt of token ids."""
+    wrapped = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    return [only(output) for output in llm.generate(wrapped, params)]
+
+
+def only(output: RequestOutput) -> CompletionOutput:
+    (completion,) = output.outputs
+    assert output.usage.completion_tokens == len(completion.token_ids)
+    assert output.usage.prompt_tokens == len(output.prompt_token_ids)
+    return completion
+
+
+def chosen_logprobs(completion: CompletionOutput) -> list[float]:
+    """Log-probability of each generated token."""
+    assert completion.logprobs is not None
+    assert [position.chosen.token_id for position in completion.logprobs] == list(completion.token_ids)
+    return [position.chosen.logprob for position in completion.logprobs]
+
+
+def assert_same(got: Sequence[CompletionOutput], want: Sequence[CompletionOutput], atol: float = 1e-5) -> None:
+    """The same tokens, texts and ends, and log-probabilities that differ by rounding alone."""
+    assert len(got) == len(want)
+    for place, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.token_ids == b.token_ids, f"completion {place}"
+        assert (a.text, a.finish_reason, a.matched_stop) == (b.text, b.finish_reason, b.matched_stop)
+        np.testing.assert_allclose(chosen_logprobs(a), chosen_logprobs(b), rtol=0, atol=atol)

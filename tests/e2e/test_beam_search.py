@@ -11,7 +11,7 @@ import pytest
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine.beam import EarlyStopping
 from jpaged.types import SamplingParams
-from tests.e2e.rig import Rig
+from tests.e2e.sharing_rig import Rig
 from tests.models.beam_cases import CHECKPOINT, GOLDENS, BeamCase, Found, beam_cases, found_by_transformers
 from tests.models.tiny import write_checkpoint
 

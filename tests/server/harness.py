@@ -1,7 +1,7 @@
 """Starts the real server in this process, on a free port, with a real engine over the fake executor."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +74,8 @@ def make_serving(executor: FakeExecutor, config: EngineConfig, tokenizer: ByteTo
         max_num_seqs=executor.geometry.max_num_seqs,
         max_num_batched_tokens=executor.geometry.buckets.tokens[-1],
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
+        policy=config.scheduler.policy,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
     )
     engine = Engine(executor, tokenizer, options, eos_token_ids=frozenset({EOS}))
     intake = Intake(tokenizer, executor.geometry, eos_token_ids=frozenset({EOS}))
@@ -112,6 +114,14 @@ def request(text: str = "hello", *, request_id: str | None = None, **sampling: A
     return inference_pb2.GenerateRequest(
         request_id=request_id, text=text, sampling=inference_pb2.SamplingParams(**values)
     )
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits for something that another thread brings about; fails after 10 s."""
+    until = asyncio.get_running_loop().time() + 10
+    while not condition():
+        assert asyncio.get_running_loop().time() < until
+        await asyncio.sleep(0.002)
 
 
 async def collect(call: Any) -> list[inference_pb2.GenerateResponse]:

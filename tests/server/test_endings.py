@@ -10,10 +10,10 @@ from grpc import aio
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
-from tests.server.harness import collect, failure_of, request, running
+from tests.server.harness import collect, eventually, failure_of, request, running
 
 
-async def test_a_cancelled_call_frees_its_blocks(harness, eventually):
+async def test_a_cancelled_call_frees_its_blocks(harness):
     call = harness.inference.Generate(request(max_tokens=120))
     await call.read()
     harness.faults.gate.clear()
@@ -46,7 +46,7 @@ async def test_an_id_is_free_once_the_finish_has_come(harness):
         assert messages[-1].HasField("finish")
 
 
-async def test_a_deadline_ends_a_running_request(harness, eventually):
+async def test_a_deadline_ends_a_running_request(harness):
     call = harness.inference.Generate(request(max_tokens=120), timeout=0.3)
     await call.read()
     harness.faults.gate.clear()
@@ -98,7 +98,7 @@ async def test_an_abort_of_nobody_says_so(harness, request_id, code):
     assert error.code() is code
 
 
-async def test_a_slow_reader_stalls_nobody_and_loses_nothing(eventually):
+async def test_a_slow_reader_stalls_nobody_and_loses_nothing():
     executor = FakeExecutor(num_blocks=1024, block_size=16, max_model_len=8192)
     async with running(executor=executor) as harness:
         slow = harness.inference.Generate(request("slow", max_tokens=4000, logprobs=20))
@@ -131,7 +131,7 @@ async def test_a_long_text_is_tokenised_off_the_event_loop():
     assert threads == [False, True, False, True]
 
 
-async def test_many_streams_end_once_each_and_every_block_comes_back(eventually):
+async def test_many_streams_end_once_each_and_every_block_comes_back():
     rng = random.Random(7)
 
     async def one(harness, number: int) -> str:

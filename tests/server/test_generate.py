@@ -7,7 +7,7 @@ import pytest
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.testing import ByteTokenizer, expected_tokens
-from tests.server.harness import collect, details_of, failure_of, request, running
+from tests.server.harness import collect, details_of, eventually, failure_of, request, running
 
 TOKENIZER = ByteTokenizer()
 
@@ -18,10 +18,11 @@ async def test_the_stream_holds_the_tokens_and_one_finish(harness):
     assert token_ids == expected_tokens(TOKENIZER.encode("hello"), 20)
     assert "".join(message.text for message in messages) == TOKENIZER.decode(token_ids)
     assert [message.HasField("finish") for message in messages] == [False] * (len(messages) - 1) + [True]
+    assert [message.is_last for message in messages] == [False] * (len(messages) - 1) + [True]
     finish = messages[-1].finish
     assert finish.reason == inference_pb2.FINISH_REASON_LENGTH
     assert finish.WhichOneof("matched_stop") is None
-    assert finish.cumulative_logprob == pytest.approx(-0.1 * 20)
+    assert finish.cumulative_logprob == pytest.approx(-0.125 * 20)
     assert messages[-1].usage == inference_pb2.Usage(prompt_tokens=5, completion_tokens=20)
     assert {message.index for message in messages} == {0}
 
@@ -131,7 +132,7 @@ async def test_logprobs_come_with_every_token(harness):
     assert [position.chosen.token_id for position in positions] == token_ids
     assert [len(position.top) for position in positions] == [3] * 8
     assert positions[0].chosen.rank == 1
-    assert [token.logprob for token in positions[0].top] == pytest.approx([-0.1, -0.2, -0.3])
+    assert [token.logprob for token in positions[0].top] == pytest.approx([-0.125, -0.25, -0.375])
     assert [token.rank for token in positions[0].top] == [1, 2, 3]
 
 
@@ -216,7 +217,7 @@ async def test_another_models_name_is_not_found(harness):
     assert (await collect(harness.inference.Generate(message)))[-1].HasField("finish")
 
 
-async def test_an_id_in_flight_is_refused(harness, eventually):
+async def test_an_id_in_flight_is_refused(harness):
     harness.faults.gate.clear()
     first = harness.inference.Generate(request(request_id="twin"))
     await eventually(lambda: harness.executor.num_steps > 0)

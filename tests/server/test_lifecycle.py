@@ -15,7 +15,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.server.lifecycle import SERVICE_NAMES, Server
 from jpaged.testing import FakeExecutor, Faults
-from tests.server.harness import collect, details_of, failure_of, make_serving, request, running
+from tests.server.harness import collect, details_of, eventually, failure_of, make_serving, request, running
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -48,7 +48,7 @@ class Starting:
         return make_serving(FakeExecutor(), self.config)
 
 
-async def test_a_server_that_starts_answers_and_refuses(eventually):
+async def test_a_server_that_starts_answers_and_refuses():
     starting = Starting()
     port = await starting.server.start()
     run = asyncio.create_task(starting.server.run())
@@ -110,7 +110,7 @@ async def test_a_port_in_use_is_an_error(harness):
         await second.start()
 
 
-async def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(harness, eventually):
+async def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(harness):
     harness.faults.gate.clear()
     running_call = asyncio.ensure_future(collect(harness.inference.Generate(request(max_tokens=30))))
     await eventually(lambda: harness.executor.num_steps > 0)
@@ -131,7 +131,7 @@ async def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(harness
 
 
 @pytest.mark.parametrize("how", ["the timeout passes", "a second signal comes"])
-async def test_requests_that_do_not_finish_in_time_are_told(how, eventually):
+async def test_requests_that_do_not_finish_in_time_are_told(how):
     async with running(shutdown_timeout=0.0 if how == "the timeout passes" else 60.0) as harness:
         harness.faults.gate.clear()
         call = asyncio.ensure_future(failure_of(harness.inference.Generate(request())))

@@ -9,6 +9,7 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client import wire as client_wire
 from jpaged.client.wire import Load, ModelInfo, Prompt
 from jpaged.engine.stats import EngineLoad
+from jpaged.errors import InvalidArgument
 from jpaged.server import wire as server_wire
 from jpaged.types import (
     FinishReason,
@@ -35,6 +36,20 @@ SAMPLING: dict[str, Any] = {
     "stop_token_ids": (9, 0),
     "ignore_eos": True,
     "skip_special_tokens": False,
+    "n": 3,
+    "best_of": 5,
+    "beam_width": 4,
+    "length_penalty": 0.5,
+    "early_stopping": "never",
+    "priority": -7,
+    "cache_salt": "salt",
+    "use_prefix_cache": False,
+}
+# What else must be set for a field to have its value.
+NEEDED: dict[str, dict[str, Any]] = {
+    "min_tokens": {"max_tokens": 4},
+    "length_penalty": {"beam_width": 2},
+    "early_stopping": {"beam_width": 2},
 }
 
 
@@ -49,14 +64,53 @@ def test_the_proto_and_the_type_have_the_same_fields():
 
 @pytest.mark.parametrize("name", sorted(SAMPLING))
 def test_a_sampling_field_crosses_to_the_server(name):
-    changed: dict[str, Any] = (
-        {"max_tokens": 4, name: SAMPLING[name]} if name == "min_tokens" else {name: SAMPLING[name]}
-    )
+    changed: dict[str, Any] = {**NEEDED.get(name, {}), name: SAMPLING[name]}
     params = SamplingParams(**changed)
     assert getattr(params, name) != getattr(SamplingParams(), name)
     assert server_wire.sampling_from(client_wire.sampling_message(params)) == params
+    if name == "early_stopping":
+        changed[name] = inference_pb2.EARLY_STOPPING_NEVER
     bare = inference_pb2.SamplingParams(**changed)
     assert server_wire.sampling_from(bare) == params
+
+
+@pytest.mark.parametrize("value", [True, False, "never"])
+def test_every_way_to_stop_a_search_crosses(value):
+    params = SamplingParams(beam_width=2, early_stopping=value)
+    assert server_wire.sampling_from(client_wire.sampling_message(params)) == params
+
+
+def test_a_way_to_stop_that_nobody_knows_is_refused():
+    with pytest.raises(InvalidArgument, match=r"sampling.early_stopping: 9 is not"):
+        server_wire.sampling_from(inference_pb2.SamplingParams(beam_width=2, early_stopping=9))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tenant"),
+    [((), ""), ((("other", "x"),), ""), ((("x-jpaged-tenant", "a b"),), "a b")],
+)
+def test_the_tenant_is_read_from_the_metadata(metadata, tenant):
+    assert server_wire.tenant_from(metadata) == tenant
+    assert client_wire.metadata_of(tenant) == tuple(pair for pair in metadata if pair[0] == client_wire.TENANT_KEY)
+
+
+def test_a_tenant_that_cannot_be_is_refused_on_both_sides():
+    for metadata in ((("x-jpaged-tenant", ""),), (("x-jpaged-tenant", "x" * 129),), (("x-jpaged-tenant", "a"),) * 2):
+        with pytest.raises(InvalidArgument, match="x-jpaged-tenant"):
+            server_wire.tenant_from(metadata)
+    for tenant in ("\n", "é", "x" * 129, " a"):
+        with pytest.raises(InvalidArgument, match="tenant"):
+            client_wire.metadata_of(tenant)
+
+
+def test_a_prefix_to_pin_crosses():
+    for prefix in (Prompt(text="x"), Prompt(token_ids=(1, 2))):
+        message = client_wire.pin_prefix_call("name", prefix, "salt").request
+        read = server_wire.prefix_from(message)
+        assert (read.text, read.token_ids) == (prefix.text, prefix.token_ids)
+        assert (server_wire.pin_name_from(message), message.cache_salt) == ("name", "salt")
+    with pytest.raises(InvalidArgument, match="cache_salt: 257 characters"):
+        server_wire.prefix_from(control_pb2.PinPrefixRequest(text="x", cache_salt="x" * 257))
 
 
 def test_no_field_set_is_the_default():
@@ -90,6 +144,7 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
     for name in ("request_id", "index", "text", "token_ids", "logprobs", "finish", "cumulative_logprob", "usage"):
         assert getattr(chunk, name) == getattr(event, name)
     assert chunk.prompt_token_ids == (7, 8)
+    assert chunk.is_last
     assert chunk.finish_reason == "stop"
 
 

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from jpaged._proto.v1 import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -114,7 +115,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "max_num_seqs", "num_blocks", "num_blocks_free", "num_blocks_used", "peak_blocks_used", "slot_use", "num_steps", "num_preemptions", "num_prompt_tokens", "num_generation_tokens", "num_compiles_after_warm_up")
+    __slots__ = ("num_running", "num_waiting", "max_num_seqs", "num_blocks", "num_blocks_free", "num_blocks_used", "peak_blocks_used", "slot_use", "num_steps", "num_preemptions", "num_prompt_tokens", "num_generation_tokens", "num_compiles_after_warm_up", "num_swapped", "num_blocks_cached", "num_copies_on_write", "num_blocks_swapped_out", "num_blocks_swapped_in", "num_recomputed_tokens", "num_prefix_query_tokens", "num_prefix_hit_tokens")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +129,14 @@ class GetLoadResponse(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPILES_AFTER_WARM_UP_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_COPIES_ON_WRITE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_SWAPPED_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_SWAPPED_IN_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     max_num_seqs: int
@@ -141,7 +150,15 @@ class GetLoadResponse(_message.Message):
     num_prompt_tokens: int
     num_generation_tokens: int
     num_compiles_after_warm_up: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_used: _Optional[int] = ..., peak_blocks_used: _Optional[int] = ..., slot_use: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ..., num_compiles_after_warm_up: _Optional[int] = ...) -> None: ...
+    num_swapped: int
+    num_blocks_cached: int
+    num_copies_on_write: int
+    num_blocks_swapped_out: int
+    num_blocks_swapped_in: int
+    num_recomputed_tokens: int
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_used: _Optional[int] = ..., peak_blocks_used: _Optional[int] = ..., slot_use: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ..., num_compiles_after_warm_up: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_blocks_swapped_out: _Optional[int] = ..., num_blocks_swapped_in: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -150,5 +167,33 @@ class AbortRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PinPrefixRequest(_message.Message):
+    __slots__ = ("name", "text", "token_ids", "cache_salt")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    text: str
+    token_ids: _inference_pb2.TokenIds
+    cache_salt: str
+    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class PinPrefixResponse(_message.Message):
+    __slots__ = ("num_pinned_tokens",)
+    NUM_PINNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_pinned_tokens: int
+    def __init__(self, num_pinned_tokens: _Optional[int] = ...) -> None: ...
+
+class UnpinPrefixRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnpinPrefixResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -55,6 +55,16 @@ class ControlServiceStub:
                 request_serializer=jpaged_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
                 response_deserializer=jpaged_dot_v1_dot_control__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/jpaged.v1.ControlService/PinPrefix',
+                request_serializer=jpaged_dot_v1_dot_control__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_control__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.UnpinPrefix = channel.unary_unary(
+                '/jpaged.v1.ControlService/UnpinPrefix',
+                request_serializer=jpaged_dot_v1_dot_control__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_control__pb2.UnpinPrefixResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -90,6 +100,22 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinPrefix(self, request, context):
+        """Computes a prefix and keeps its full blocks in the pool, whatever the load, until UnpinPrefix. Answers when they are
+        there. ALREADY_EXISTS when the name is taken, UNIMPLEMENTED without a prefix cache, INVALID_ARGUMENT when it fills
+        no block or leaves too few of them. It is kept although the caller goes away meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPrefix(self, request, context):
+        """Lets a pinned prefix be evicted like any other again. NOT_FOUND when none of that name is pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +138,16 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=jpaged_dot_v1_dot_control__pb2.AbortRequest.FromString,
                     response_serializer=jpaged_dot_v1_dot_control__pb2.AbortResponse.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=jpaged_dot_v1_dot_control__pb2.PinPrefixRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_control__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=jpaged_dot_v1_dot_control__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_control__pb2.UnpinPrefixResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +259,60 @@ class ControlService:
             '/jpaged.v1.ControlService/Abort',
             jpaged_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
             jpaged_dot_v1_dot_control__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.ControlService/PinPrefix',
+            jpaged_dot_v1_dot_control__pb2.PinPrefixRequest.SerializeToString,
+            jpaged_dot_v1_dot_control__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.ControlService/UnpinPrefix',
+            jpaged_dot_v1_dot_control__pb2.UnpinPrefixRequest.SerializeToString,
+            jpaged_dot_v1_dot_control__pb2.UnpinPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,8 +59,11 @@ class InferenceServiceServicer:
     def Generate(self, request, context):
         """Generates from one prompt, streaming.
 
-        A call that ends with OK has sent exactly one message with `finish`, the last one. A call that ends with any other
-        status has sent none. Cancelling the call, or letting its deadline pass, ends the request.
+        A call that ends with OK has sent exactly one message with `is_last`, as its last, and one with `finish` for each
+        sequence that it tells of. A call that ends with any other status has sent none with `is_last`. Cancelling the call,
+        or letting its deadline pass, ends the request.
+
+        The metadata key `x-jpaged-tenant` names whose request it is, for a server whose policy is `fair`; default: "".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

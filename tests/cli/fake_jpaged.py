@@ -1,0 +1,32 @@
+"""`python -m tests.cli.fake_jpaged ...` is `jpaged ...` with a fake model: whole processes are tested without jax.
+
+The model named `broken` cannot be loaded; one named `dies` fails at its fifth step.
+"""
+
+import sys
+
+from jpaged import assemble
+from jpaged.cli.main import main
+from jpaged.config import EngineConfig
+from jpaged.engine.executor import Progress
+from jpaged.errors import InvalidArgument
+from jpaged.server.serving import Serving
+from jpaged.testing import FakeExecutor, Faults
+from tests.server.harness import make_serving
+
+
+def build(options: EngineConfig, progress: Progress) -> Serving:
+    """In the place of `assemble.build`."""
+    progress("weights", 1, 2)
+    progress("weights", 2, 2)
+    if options.model.model == "broken":
+        raise InvalidArgument("model", "broken is not a folder")
+    faults = Faults(fail_at_step=5 if options.model.model == "dies" else None)
+    executor = FakeExecutor(num_blocks=256, max_model_len=512, faults=faults)
+    progress("programs", 1, 1)
+    return make_serving(executor, options)
+
+
+if __name__ == "__main__":
+    vars(assemble)["build"] = build
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Whole processes: `jpaged serve` and `jpaged demo` as a user runs them, over a fake model."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jpaged.cli import demo
+from jpaged.cli.main import main
+from jpaged.client import Client
+from jpaged.errors import InternalError, Unavailable
+from jpaged.types import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = [sys.executable, "-m", "tests.cli.fake_jpaged"]
+
+
+class Process:
+    """A running command whose stderr is read as it comes."""
+
+    def __init__(self, *words: str) -> None:
+        self.popen = subprocess.Popen(
+            [*FAKE, *words], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            with self._news:
+                self.lines.append(line)
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        def found() -> re.Match[str] | None:
+            return next((m for line in self.lines if (m := re.search(pattern, line))), None)
+
+        with self._news:
+            self._news.wait_for(lambda: found() or not self._reader.is_alive(), timeout=60)
+        match = found()
+        assert match is not None, self.lines
+        return match
+
+    def end(self, number: signal.Signals | None = None) -> int:
+        if number is not None:
+            self.popen.send_signal(number)
+        code = self.popen.wait(timeout=60)
+        self._reader.join()
+        if self.popen.stderr is not None:
+            self.popen.stderr.close()
+        return code
+
+
+@pytest.fixture
+def serve() -> Iterator[Process]:
+    process = Process("serve", "fake-model", "--port", "0")
+    yield process
+    if process.popen.poll() is None:
+        process.end(signal.SIGKILL)
+
+
+def test_a_server_pins_a_prefix_and_answers_prometheus(tmp_path):
+    (tmp_path / "prefix.txt").write_text("once upon a time")
+    process = Process(
+        "serve", "fake-model", "--port", "0", "--pin-prefix", str(tmp_path / "prefix.txt"), "--metrics-port", "0"
+    )
+    try:
+        process.wait_for(r"16 tokens of .*prefix\.txt pinned")
+        url = process.wait_for(r"metrics on (http://127\.0\.0\.1:\d+/metrics)$").group(1)
+        process.wait_for(r"^ready on")
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert 'jpaged:blocks_referenced{model_name="fake"} 4.0' in answer.read().decode()
+        assert process.end(signal.SIGTERM) == 0
+    finally:
+        if process.popen.poll() is None:
+            process.end(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_says_what_it_does_and_ends_on_a_signal(serve, number):
+    address = serve.wait_for(r"^listening on (127\.0\.0\.1:\d+), loading fake-model$").group(1)
+    serve.wait_for(r"weights: 2 of 2")
+    serve.wait_for(r"^  max_num_seqs = 64 \(default\)$")
+    serve.wait_for(rf"^ready on {address}$")
+    with Client(address) as client:
+        assert client.complete("hello", SamplingParams(max_tokens=3)).usage.prompt_tokens == 5
+        stream = client.generate("hello", SamplingParams(max_tokens=300, temperature=0, ignore_eos=True))
+        next(stream)
+        serve.popen.send_signal(number)
+        chunks = list(stream)
+    assert chunks[-1].usage.completion_tokens == 300
+    assert serve.end() == 0
+    assert not any("Traceback" in line for line in serve.lines)
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1():
+    process = Process("serve", "broken", "--port", "0")
+    assert process.end() == 1
+    assert any("model: broken is not a folder" in line for line in process.lines)
+    assert not any("Traceback" in line for line in process.lines)
+
+
+def test_an_engine_that_dies_ends_the_process():
+    process = Process("serve", "dies", "--port", "0")
+    address = process.wait_for(r"^ready on (.*)$").group(1)
+    with Client(address) as client, pytest.raises((InternalError, Unavailable)):
+        client.complete("hello", SamplingParams(max_tokens=50, ignore_eos=True))
+    assert process.end() == 1
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2(serve):
+    port = serve.wait_for(r"^ready on .*:(\d+)$").group(1)
+    second = Process("serve", "--port", port)
+    assert second.end() == 2
+    assert any(f"port: 127.0.0.1:{port} cannot be bound" in line for line in second.lines)
+    assert serve.end(signal.SIGTERM) == 0
+
+
+def test_batch_runs_a_file_and_says_how_it_went(serve, tmp_path, capsys):
+    address = serve.wait_for(r"^ready on (.*)$").group(1)
+    good = '{"custom_id": "%s", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}\n'
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(good % "a" + good % "b")
+    words = ["batch", "-i", str(source), "-o", str(target), "--target", address]
+    assert main(words) == 0
+    assert "2 requests: 2 succeeded, 0 failed" in capsys.readouterr().err
+    source.write_text(source.read_text() + good.replace("max_tokens", "maximum") % "c")
+    assert main(words) == 1
+    assert "3 requests: 0 succeeded, 1 failed, 2 kept from before" in capsys.readouterr().err
+    source.write_text(good % "a" + good % "a")
+    assert main(words) == 2
+    assert "line 2: custom_id: 'a' is that of line 1 too" in capsys.readouterr().err
+    assert serve.end(signal.SIGTERM) == 0
+
+
+@pytest.fixture
+def fake_server(monkeypatch):
+    """`jpaged demo` starts the fake in the place of the real program."""
+
+    def command(model: str, flags: list[str]) -> list[str]:
+        return [*FAKE, "serve", model, "--port", "0", *flags]
+
+    monkeypatch.setattr(demo, "_command", command)
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_demo_streams_and_prints_one_table(fake_server, capsys):
+    assert main(["demo"]) == 0
+    said = capsys.readouterr()
+    assert {f"[{i}]" for i in range(1, 7)} <= {line.partition(" ")[0] for line in said.out.splitlines()}
+    for row in ("tokens per second", "time to first token", "blocks used at the peak", "reserved slots that held"):
+        assert said.out.count(row) == 1
+    assert said.err == ""
+
+
+def test_the_demo_says_why_its_server_did_not_start(fake_server, capsys):
+    assert main(["demo", "broken"]) == 1
+    assert "broken is not a folder" in capsys.readouterr().err
+
+
+def test_a_demo_whose_server_dies_fails(fake_server, capsys):
+    assert main(["demo", "dies"]) == 1
+    assert "a stream failed" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""The batch file format: what a line means, and every field that cannot be honoured named."""
+
+import json
+from typing import Any
+
+import pytest
+
+from jpaged.client.openai import Job, Line, failure_line, job_of, parse_lines, success_line
+from jpaged.errors import InvalidArgument, RequestTooLong
+from jpaged.types import (
+    CompletionOutput,
+    PositionLogprobs,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+
+
+def text_of(**changes: Any) -> str:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}, **changes}
+    return json.dumps({name: value for name, value in line.items() if value is not ...})
+
+
+def completion(**body: Any) -> Line:
+    return Line(1, "a", "/v1/completions", {"prompt": "x", **body})
+
+
+def chat(**body: Any) -> Line:
+    return Line(1, "a", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], **body})
+
+
+def test_lines_are_read_and_empty_ones_passed_over():
+    lines = parse_lines([text_of(), "", "  ", text_of(custom_id="b")])
+    assert [(line.number, line.custom_id) for line in lines] == [(1, "a"), (4, "b")]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["{"], "line 1: is not JSON"),
+        (["[]"], "line 1: is not a JSON object"),
+        ([text_of(), text_of(custom_id="b"), text_of()], "line 3: custom_id: 'a' is that of line 1 too"),
+        ([text_of(custom_id=...)], "line 1: custom_id: is missing"),
+        ([text_of(custom_id=7)], "line 1: custom_id: 7 is not a string"),
+        ([text_of(body=...)], "line 1: body: is missing"),
+        ([text_of(body=[])], "line 1: body: is not a JSON object"),
+        ([text_of(method="GET")], "line 1: method: 'GET' is not POST"),
+        ([text_of(url="/v1/embeddings")], "line 1: url: '/v1/embeddings' is neither"),
+        ([text_of(extra=1)], "line 1: extra: unknown field"),
+    ],
+)
+def test_a_line_that_is_no_request_stops_the_file(texts, message):
+    with pytest.raises(InvalidArgument) as raised:
+        parse_lines(texts)
+    assert str(raised.value).startswith(message)
+
+
+def test_a_completion_is_read_whole():
+    body = {
+        "model": "m",
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "seed": 3,
+        "stop": "END",
+        "logprobs": 2,
+        "top_k": 4,
+        "min_p": 0.1,
+        "min_tokens": 1,
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
+    sampling = SamplingParams(
+        max_tokens=7,
+        min_tokens=1,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.25,
+        min_p=0.1,
+        seed=3,
+        logprobs=2,
+        stop=("END",),
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        skip_special_tokens=False,
+    )
+    assert job_of(completion(**body)) == Job(sampling, prompt="x", model="m")
+    assert job_of(completion(prompt=[1, 2])).prompt_token_ids == (1, 2)
+
+
+def test_sequences_beams_and_sharing_are_read():
+    drawn = job_of(completion(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)).sampling
+    assert drawn == SamplingParams(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)
+    searched = job_of(chat(n=2, beam_width=3, length_penalty=0.5, early_stopping="never", max_tokens=4)).sampling
+    assert searched == SamplingParams(n=2, beam_width=3, length_penalty=0.5, early_stopping="never", max_tokens=4)
+
+
+def test_a_chat_is_read_whole():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    job = job_of(chat(messages=messages, max_completion_tokens=9, logprobs=True, top_logprobs=2))
+    assert job.messages == ({"role": "system", "content": "s"}, {"role": "user", "content": "ab"})
+    assert (job.sampling.max_tokens, job.sampling.logprobs, job.fills_length) == (9, 2, False)
+    assert job_of(chat()).fills_length
+    assert job_of(chat(logprobs=True)).sampling.logprobs == 0
+    assert job_of(chat(logprobs=False)).sampling.logprobs is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": 1},
+        {"n": None},
+        {"best_of": None},
+        {"stream": False},
+        {"presence_penalty": 0.0},
+        {"logit_bias": {}},
+        {"stop": None},
+        {"user": None},
+    ],
+)
+def test_fields_that_ask_for_nothing_pass(body):
+    assert job_of(completion(**body)) == job_of(completion())
+    assert job_of(chat(**body)) == job_of(chat())
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        (completion(n=0), "body.n"),
+        (completion(n=3, best_of=2), "body.best_of"),
+        (completion(use_beam_search=True), "body.use_beam_search"),
+        (completion(beam_width=17), "body.beam_width"),
+        (completion(length_penalty=2.0), "body.length_penalty"),
+        (completion(beam_width=2, early_stopping="soon"), "body.early_stopping"),
+        (completion(priority="high"), "body.priority"),
+        (completion(cache_salt=5), "body.cache_salt"),
+        (completion(use_prefix_cache=0), "body.use_prefix_cache"),
+        (completion(n=True), "body.n"),
+        (completion(echo=True), "body.echo"),
+        (completion(stream=True), "body.stream"),
+        (completion(frequency_penalty=0.5), "body.frequency_penalty"),
+        (completion(logit_bias={"5": 1}), "body.logit_bias"),
+        (completion(user="me"), "body.user"),
+        (completion(messages=[]), "body.messages"),
+        (completion(max_completion_tokens=5), "body.max_completion_tokens"),
+        (completion(prompt=["a", "b"]), "body.prompt"),
+        (completion(prompt=[]), "body.prompt"),
+        (completion(prompt=None), "body.prompt"),
+        (completion(temperature=-1), "body.temperature"),
+        (completion(temperature="hot"), "body.temperature"),
+        (completion(max_tokens=1.5), "body.max_tokens"),
+        (completion(logprobs=True), "body.logprobs"),
+        (completion(logprobs=21), "body.logprobs"),
+        (completion(stop=5), "body.stop"),
+        (completion(stop_token_ids="5"), "body.stop_token_ids"),
+        (completion(ignore_eos=1), "body.ignore_eos"),
+        (completion(model=5), "body.model"),
+        (chat(messages=[]), "body.messages"),
+        (chat(messages=[{"role": "user"}]), "body.messages[0]"),
+        (chat(messages=[{"role": "user", "content": "x", "name": "y"}]), "body.messages[0]"),
+        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "body.messages[0].content"),
+        (chat(top_logprobs=2), "body.top_logprobs"),
+        (chat(logprobs=2), "body.logprobs"),
+        (chat(max_tokens=2, max_completion_tokens=2), "body.max_tokens"),
+        (chat(tools=[{}]), "body.tools"),
+        (chat(response_format={"type": "json_object"}), "body.response_format"),
+        (chat(prompt="x"), "body.prompt"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(line, field):
+    with pytest.raises(InvalidArgument) as raised:
+        job_of(line)
+    assert raised.value.field == field
+
+
+OUTPUT = RequestOutput(
+    request_id="r",
+    prompt="x",
+    prompt_token_ids=(1, 2),
+    outputs=(
+        CompletionOutput(
+            index=0,
+            text="ab",
+            token_ids=(97, 98),
+            cumulative_logprob=-3.0,
+            logprobs=(
+                PositionLogprobs(TokenLogprob(97, -1.0, 1), (TokenLogprob(97, -1.0, 1), TokenLogprob(99, -1.5, 2))),
+                PositionLogprobs(TokenLogprob(98, -2.0, 1), (TokenLogprob(98, -2.0, 1),)),
+            ),
+            finish_reason="stop",
+            matched_stop="END",
+        ),
+    ),
+    usage=Usage(2, 2, 1),
+)
+
+
+def test_a_completion_line_is_openais():
+    value = json.loads(success_line(completion(), OUTPUT, model="m", token_text=chr))
+    assert (value["custom_id"], value["error"]) == ("a", None)
+    assert (value["response"]["status_code"], value["response"]["request_id"]) == (200, "r")
+    body = value["response"]["body"]
+    assert (body["object"], body["model"], body["id"]) == ("text_completion", "m", "cmpl-r")
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "text": "ab",
+            "logprobs": {
+                "tokens": ["a", "b"],
+                "token_logprobs": [-1.0, -2.0],
+                "top_logprobs": [{"a": -1.0, "c": -1.5}, {"b": -2.0}],
+                "text_offset": [0, 1],
+            },
+            "finish_reason": "stop",
+            "stop_reason": "END",
+        }
+    ]
+    assert body["usage"]["total_tokens"] == 4
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+def test_a_chat_line_is_openais():
+    body = json.loads(success_line(chat(), OUTPUT, model="m", token_text=chr))["response"]["body"]
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
+    first = body["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["bytes"], first["logprob"]) == ("a", [97], -1.0)
+    assert [token["token"] for token in first["top_logprobs"]] == ["a", "c"]
+
+
+def test_a_failed_line_carries_code_and_message():
+    value = json.loads(failure_line(completion(), RequestTooLong("sampling.max_tokens", "is too much")))
+    assert value["response"] is None
+    assert value["error"] == {"code": "INVALID_ARGUMENT", "message": "sampling.max_tokens: is too much"}

@@ -1,0 +1,75 @@
+"""What the packaged model writes: stories that keep to their subject, end, and repeat for a seed."""
+
+import dataclasses
+import re
+
+import pytest
+
+from jpaged.demo.sample import CARD_PROMPTS, open_sampler, with_template
+
+SUBJECTS = (
+    "dragon",
+    "fox",
+    "robot",
+    "baker",
+    "lighthouse keeper",
+    "whale",
+    "princess",
+    "tree",
+    "ghost",
+    "toaster",
+    "wizard",
+    "penguin",
+    "cloud",
+    "knight",
+    "cat",
+    "teapot",
+    "owl",
+    "pirate",
+    "star",
+    "mouse",
+)
+
+
+def stories_about(sampler, subjects):
+    prompts = [with_template(f"user: Tell me a story about a {subject}.") for subject in subjects]
+    return dict(zip(subjects, sampler.continue_texts(prompts, range(len(prompts))), strict=True))
+
+
+def kept(stories):
+    return {subject for subject, text in stories.items() if re.search(rf"\b{subject}\b", text, re.IGNORECASE)}
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    return open_sampler(temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def stories(sampler):
+    return stories_about(sampler, SUBJECTS)
+
+
+def test_most_stories_keep_the_subject_of_the_prompt(stories):
+    assert len(kept(stories)) >= 16, set(SUBJECTS) - kept(stories)
+
+
+def test_a_low_temperature_keeps_the_subject(sampler):
+    cool = stories_about(dataclasses.replace(sampler, temperature=0.3), SUBJECTS)
+    assert len(kept(cool)) >= 18, set(SUBJECTS) - kept(cool)
+
+
+def test_stories_end_and_are_sentences_with_closed_quotes(stories):
+    sound = [text for text in stories.values() if text.endswith((".", "!", "?", '"')) and text.count('"') % 2 == 0]
+    assert len(sound) >= 16
+    assert all(40 <= len(text.split()) <= 260 for text in sound)
+
+
+def test_a_row_depends_on_its_own_seed_and_prompt_alone(sampler, stories):
+    alone = sampler.continue_texts([with_template("user: Tell me a story about a fox."), "One day"], [1, 5])
+    assert alone[0] == stories["fox"]
+
+
+def test_the_prompts_of_the_model_card_are_ten_and_of_both_formats():
+    assert len(CARD_PROMPTS) == 10
+    assert {prompt.startswith("user: ") for prompt in CARD_PROMPTS} == {True, False}

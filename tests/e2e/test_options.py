@@ -1,0 +1,288 @@
+"""Every option of the configuration changes what it says, or is refused because there is no server here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from jpaged.config import EngineConfig, ServerOptions, field_names, iter_options
+from jpaged.device import kv_cache
+from jpaged.engine.executor import StepInputs, StepOutputs
+from jpaged.engine.sequence import Group
+from jpaged.engine.stats import EngineLoad
+from jpaged.errors import InvalidArgument, RequestTooLong
+from jpaged.llm import LLM, TokensPrompt
+from jpaged.types import SamplingParams
+from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts, write_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+UNSEEDED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, logprobs=0)
+BASE = {"max_model_len": 64, "num_blocks": 40}
+OTHER_SIZES = {
+    "max_model_len": 40,
+    "block_size": 4,
+    "num_blocks": 9,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 11,
+}
+SERVER_VALUES = {
+    "served_model_name": "another",
+    "host": "0.0.0.0",
+    "port": 1,
+    "shutdown_timeout": 1.0,
+    "enable_reflection": False,
+    "pin_prefix": "file",
+    "metrics_port": 9090,
+}
+
+Test = TypeVar("Test", bound=Callable[..., None])
+_flipped: set[str] = set()
+
+
+def flips(*names: str) -> Callable[[Test], Test]:
+    """Notes which options a test flips."""
+    _flipped.update(names)
+    return lambda test: test
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama_mha", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> Iterator[LLM]:
+    with open_llm(folder, **BASE) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def other(folder: Path) -> Iterator[LLM]:
+    with open_llm(folder, **OTHER_SIZES) as llm:
+        yield llm
+
+
+def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[EngineLoad]:
+    """The load after every step from now on."""
+    engine, loads = engine_of(llm), []
+    step = engine.step
+
+    def watched() -> bool:
+        did_something = step()
+        loads.append(engine.load())
+        return did_something
+
+    monkeypatch.setattr(engine, "step", watched)
+    return loads
+
+
+def test_every_option_is_flipped_here() -> None:
+    assert _flipped | set(SERVER_VALUES) == {name for name, _, _ in iter_options()}
+    assert set(SERVER_VALUES) == set(field_names(ServerOptions))
+
+
+@pytest.mark.parametrize(("name", "value"), SERVER_VALUES.items())
+def test_options_of_the_server_are_refused(name: str, value: Any) -> None:
+    EngineConfig.load({name: value})
+    with pytest.raises(InvalidArgument, match=f"{name}: is an option of `jpaged serve`"):
+        LLM("no such folder", **{name: value})
+
+
+@flips("model")
+def test_model_decides_who_answers(base: LLM, tmp_path: Path) -> None:
+    prompt = random_prompts([20])
+    with open_llm(write_model("llama_linear", tmp_path), **BASE) as llm:
+        assert generate(llm, prompt, GREEDY)[0].token_ids != generate(base, prompt, GREEDY)[0].token_ids
+
+
+@flips("dtype")
+def test_dtype_is_that_of_weights_and_pool(base: LLM, folder: Path) -> None:
+    prompt = random_prompts([20])
+    exact = chosen_logprobs(generate(base, prompt, GREEDY)[0])[0]
+    with open_llm(folder, dtype="bfloat16", **BASE) as llm:
+        rounded = chosen_logprobs(generate(llm, prompt, GREEDY)[0])[0]
+        assert engine_of(llm).geometry.bytes_per_block * 2 == engine_of(base).geometry.bytes_per_block
+    assert 1e-4 < abs(exact - rounded) < 0.2
+    with open_llm(folder, dtype="auto", **BASE) as llm:
+        assert llm.config.model.dtype == "float32"  # on a CPU
+
+
+@flips("load_format")
+def test_dummy_weights_need_no_file(base: LLM, tmp_path: Path) -> None:
+    folder = write_model("llama_mha", tmp_path)
+    (folder / "model.safetensors").unlink()
+    prompt = random_prompts([20])
+    answers = {generate(base, prompt, GREEDY)[0].token_ids}
+    for seed in (0, 1):
+        with open_llm(folder, load_format="dummy", seed=seed, **BASE) as llm:
+            answers.add(generate(llm, prompt, GREEDY)[0].token_ids)
+    assert len(answers) == 3
+
+
+@flips("seed")
+def test_seed_is_where_requests_without_one_get_theirs(folder: Path) -> None:
+    drawn = []
+    for seed in (7, 7, 8):
+        with open_llm(folder, seed=seed, **BASE) as llm:
+            drawn.append([completion.token_ids for completion in generate(llm, random_prompts([5]) * 2, UNSEEDED)])
+    assert drawn[0] == drawn[1]
+    assert len({*drawn[0], *drawn[2]}) == 4
+
+
+@flips("max_model_len")
+def test_max_model_len_ends_what_may_be_asked_for(base: LLM, folder: Path) -> None:
+    assert len(generate(base, random_prompts([52]), GREEDY)[0].token_ids) == 12
+    with pytest.raises(RequestTooLong, match=r"53 prompt tokens and 12 to generate make 65, over max_model_len \(64\)"):
+        generate(base, random_prompts([53]), GREEDY)
+    with pytest.raises(InvalidArgument, match="max_model_len: 257 is above the limit of the model, 256"):
+        LLM(str(folder), max_model_len=257)
+
+
+@flips("block_size", "num_blocks")
+def test_a_pool_below_max_model_len_serves_what_fits(other: LLM, base: LLM) -> None:
+    """Nine blocks of four: 36 tokens, in a model of 40."""
+    assert len(generate(other, random_prompts([24]), GREEDY)[0].token_ids) == 12
+    load = engine_of(other).load()
+    assert (load.block_size, load.num_blocks, load.peak_blocks_used) == (4, 9, 9)
+    with pytest.raises(RequestTooLong, match=r"make 37, over the whole pool \(36: 9 blocks of 4\)"):
+        generate(other, [*random_prompts([5, 25])], GREEDY)
+    assert engine_of(base).load().block_size == 16
+
+
+def test_a_pool_of_one_block_is_enough(folder: Path) -> None:
+    with open_llm(folder, max_model_len=64, num_blocks=1) as llm:
+        completions = generate(llm, random_prompts([4, 4, 3]), GREEDY)
+        assert [len(completion.token_ids) for completion in completions] == [12, 12, 12]
+        with pytest.raises(RequestTooLong, match=r"over the whole pool \(16: 1 blocks of 16\)"):
+            generate(llm, random_prompts([5]), GREEDY)
+
+
+def test_more_blocks_than_memory_are_refused(folder: Path) -> None:
+    with pytest.raises(InvalidArgument, match="num_blocks: 40000000 of 24576 bytes are more than memory holds"):
+        LLM(str(folder), num_blocks=40_000_000)
+
+
+@flips("max_num_seqs")
+def test_max_num_seqs_is_how_many_run(base: LLM, other: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for llm, num_rows in ((base, 8), (other, 3)):
+        loads = watch(llm, monkeypatch)
+        generate(llm, random_prompts([1] * 10), SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+        assert max(load.num_running for load in loads) == num_rows
+
+
+@flips("max_num_batched_tokens")
+def test_max_num_batched_tokens_is_how_much_prompt_a_step_takes(base: LLM, other: LLM) -> None:
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    for llm, num_steps in ((base, 3), (other, 2)):  # 22 tokens, 8 or 11 a step
+        before = engine_of(llm).load().num_steps
+        generate(llm, random_prompts([22], seed=22), one)
+        assert engine_of(llm).load().num_steps - before == num_steps
+
+
+@flips("memory_utilization")
+def test_memory_utilization_is_the_pools_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "_available_host_bytes", lambda: 4 << 20)
+    pools = []
+    for share in (0.4, 0.6):
+        with open_llm(folder, memory_utilization=share) as llm:
+            pools.append(engine_of(llm).geometry.num_blocks * engine_of(llm).geometry.bytes_per_block / 2**20)
+    assert pools[1] - pools[0] == pytest.approx(0.2 * 4, abs=0.15)
+
+
+@flips("policy", "enable_prefix_caching")
+def test_priority_serves_lower_numbers_first_and_no_cache_finds_nothing(
+    folder: Path, base: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt: TokensPrompt = {"prompt_token_ids": random_prompts([20])[0]}
+    sampling = [SamplingParams(max_tokens=2, ignore_eos=True, priority=number) for number in (3, 1, 2, 0)]
+    options = {**BASE, "max_num_seqs": 1}
+    with open_llm(folder, policy="priority", enable_prefix_caching=False, **options) as llm:
+        engine, ended = engine_of(llm), []
+        release = engine._release
+
+        def watched(group: Group) -> None:
+            ended.append(group.request.sampling.priority)
+            release(group)
+
+        monkeypatch.setattr(engine, "_release", watched)
+        outputs = llm.generate([prompt] * 4, sampling)
+    assert ended == [0, 1, 2, 3]
+    assert [output.usage.cached_tokens for output in outputs] == [0] * 4
+    base.generate(prompt, sampling[0])
+    assert base.generate(prompt, sampling[0])[0].usage.cached_tokens > 0
+
+
+@flips("kv_policy", "batching")
+def test_the_baselines_keep_room_for_a_whole_sequence_and_a_batch_to_its_end(
+    folder: Path, base: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [1] * 7 + [12] + [1]
+
+    def steps_until_nobody_waits(llm: LLM) -> int:
+        loads = watch(llm, monkeypatch)
+        before = engine_of(llm).load().num_steps
+        prompts: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in random_prompts([1] * 9)]
+        llm.generate(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])
+        return max(load.num_steps for load in loads if load.num_waiting) - before
+
+    with open_llm(folder, kv_policy="reserve-max", batching="static", **BASE) as llm:
+        geometry = engine_of(llm).geometry
+        assert steps_until_nobody_waits(llm) >= 12
+        assert engine_of(llm).load().peak_blocks_used == 8 * geometry.max_blocks_per_seq
+    assert steps_until_nobody_waits(base) < 6
+    assert engine_of(base).load().peak_blocks_used < 8 * geometry.max_blocks_per_seq
+
+
+@flips("preemption_mode", "swap_space")
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preemption_goes_the_way_it_is_told(folder: Path, mode: str) -> None:
+    options = {**BASE, "max_model_len": 32, "block_size": 4, "num_blocks": 9}
+    swap_space = 0.001 if mode == "swap" else 0.0
+    with open_llm(folder, preemption_mode=mode, swap_space=swap_space, enable_prefix_caching=False, **options) as llm:
+        generate(llm, random_prompts([5] * 4), SamplingParams(max_tokens=20, ignore_eos=True))
+        load = engine_of(llm).load()
+        assert (engine_of(llm).geometry.num_host_blocks > 0) == (mode == "swap")
+    assert load.num_preemptions > 0
+    assert (load.num_blocks_swapped_out > 0) == (mode == "swap")
+    assert (load.num_recomputed_tokens > 0) == (mode == "recompute")
+
+
+@flips("overlap")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_overlap_dispatches_a_step_before_it_collects_the_last(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    calls: list[str] = []
+    with open_llm(folder, overlap=overlap, **BASE) as llm:
+        executor = engine_of(llm)._executor
+        dispatch, collect = executor.dispatch, executor.collect
+
+        def spied_dispatch(inputs: StepInputs) -> Any:
+            calls.append("d")
+            return dispatch(inputs)
+
+        def spied_collect(handle: Any) -> StepOutputs:
+            calls.append("c")
+            return collect(handle)
+
+        monkeypatch.setattr(executor, "dispatch", spied_dispatch)
+        monkeypatch.setattr(executor, "collect", spied_collect)
+        generate(llm, [[5]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    assert "".join(calls) == ("ddcdcc" if overlap else "dcdcdc")
+
+
+@flips("max_num_queued_reqs")
+def test_max_num_queued_reqs_is_how_many_wait(folder: Path, base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are kept back, and run all the same."""
+    prompts = random_prompts([3] * 15)
+    with open_llm(folder, max_num_queued_reqs=2, **BASE) as llm:
+        few = watch(llm, monkeypatch)
+        assert len(generate(llm, prompts, GREEDY)) == 15
+    many = watch(base, monkeypatch)
+    generate(base, prompts, GREEDY)
+    assert max(load.num_waiting for load in many) == 12  # a step admits as many as its 8 tokens hold
+    assert 2 <= max(load.num_waiting for load in few) <= 7
+    assert max(load.num_running for load in few) == 8
