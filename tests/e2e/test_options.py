@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -183,13 +184,17 @@ def test_max_num_batched_tokens_is_how_much_prompt_a_step_takes(base: LLM, other
 
 
 @flips("memory_utilization")
-def test_memory_utilization_is_the_pools_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "_available_host_bytes", lambda: 4 << 20)
-    pools = []
-    for share in (0.4, 0.6):
-        with open_llm(folder, memory_utilization=share) as llm:
-            pools.append(engine_of(llm).geometry.num_blocks * engine_of(llm).geometry.bytes_per_block / 2**20)
-    assert pools[1] - pools[0] == pytest.approx(0.2 * 4, abs=0.15)
+def test_memory_utilization_is_the_share_that_weights_programs_and_pool_must_fit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "_available_host_bytes", lambda: 100 << 20)
+    with (
+        pytest.raises(InvalidArgument, match=r"memory_utilization: 0\.02 of 0\.10 GiB"),
+        open_llm(folder, memory_utilization=0.02),
+    ):
+        pass
+    with open_llm(folder, memory_utilization=0.9) as llm:
+        assert engine_of(llm).geometry.num_blocks == 8 * 16
 
 
 @flips("policy", "enable_prefix_caching")
@@ -277,12 +282,12 @@ def test_overlap_dispatches_a_step_before_it_collects_the_last(
 @flips("max_num_queued_reqs")
 def test_max_num_queued_reqs_is_how_many_wait(folder: Path, base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are kept back, and run all the same."""
-    prompts = random_prompts([3] * 15)
+    prompts, uncached = random_prompts([3] * 15), dataclasses.replace(GREEDY, use_prefix_cache=False)
     with open_llm(folder, max_num_queued_reqs=2, **BASE) as llm:
         few = watch(llm, monkeypatch)
-        assert len(generate(llm, prompts, GREEDY)) == 15
+        assert len(generate(llm, prompts, uncached)) == 15
     many = watch(base, monkeypatch)
-    generate(base, prompts, GREEDY)
+    generate(base, prompts, uncached)
     assert max(load.num_waiting for load in many) == 12  # a step admits as many as its 8 tokens hold
     assert 2 <= max(load.num_waiting for load in few) <= 7
     assert max(load.num_running for load in few) == 8
