@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -134,7 +135,9 @@ class Runner:
         if self._jobs == 1 or len(new) < 2:
             self._known.update((point, measure(point)) for point in new)
         else:
-            with ProcessPoolExecutor(max_workers=self._jobs) as pool:
+            # Spawned: a process that has started threads (jax does) must not be forked.
+            spawn = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(max_workers=self._jobs, mp_context=spawn) as pool:
                 self._known.update(zip(new, pool.map(measure, new), strict=True))
         return {point: self._known[point] for point in wanted}
 
