@@ -25,12 +25,13 @@ async def test_a_cancelled_call_frees_its_blocks(harness):
 
 async def test_a_cancelled_call_never_ends_a_later_one_of_the_same_id(harness):
     num_finished = 0
-    for _ in range(30):
-        first = harness.inference.Generate(request(request_id="again", max_tokens=2))
+    for turn in range(30):
+        request_id = f"again-{turn}"
+        first = harness.inference.Generate(request(request_id=request_id, max_tokens=2))
         await first.read()
         first.cancel()
         try:
-            messages = await collect(harness.inference.Generate(request(request_id="again", max_tokens=20)))
+            messages = await collect(harness.inference.Generate(request(request_id=request_id, max_tokens=20)))
         except aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.ALREADY_EXISTS:  # word of the cancelling had not come through
                 raise
