@@ -108,7 +108,7 @@ class Step:
             q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, pool: jax.Array, layer_index: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
             pool = self.attention.layout.write(pool, layer_index, k_tkd, v_tkd, inputs.slots_t)
-            o_thd, _ = paged_attention(q_thd, pool, layer_index, inputs.rows, self.attention)
+            o_thd, _ = paged_attention(q_thd, pool, layer_index, inputs.rows, self.attention, backend="xla")
             return o_thd, pool
 
         fed_back_t = last_tokens_s[inputs.fed_back_rows_t]

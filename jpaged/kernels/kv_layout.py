@@ -1,22 +1,33 @@
 """Where keys and values lie in memory: the one place that knows the shape of the pool.
 
-    pool [L * (N + 1), B, 2K, D]
+    pool [L * (N + 1), B, ...]
 
     layer 0: | null | 1 | 2 | ... | N |     layer 1: | null | 1 | ... | N |     ...
-                      └ [B, 2K, D]: for each token slot the rows k0 v0 k1 v1 ... of its key/value heads
+                      └ what B tokens keep, as the form says:
+
+    cpu, gpu  [B, 2K, D]             for each token the rows k0 v0 k1 v1 ... of its key/value heads
+    tpu       [B, R, pack, lanes]    the same rows in tiles of 32 bits: pack = 4 / bytes of an element,
+                                     lanes = D rounded up to 128 (D > 64), R = 2K / pack rounded up
+                                     D <= 64: one row of 128 lanes is k | v of a head, R = K / pack rounded up
 
 All layers lie in one array, so that a step can donate it whole: block b of layer l is row l * (N + 1) + b. The pool is
 never sliced by layer and never passed as scan xs/ys: each would copy a layer or the whole pool on every step (measured
 with 805 MB: 0.5 ms for a step that adds the layer to the ids, 126 ms sliced, 549 ms as xs/ys).
 
-16-bit floats are stored as their bits, in uint16: XLA's CPU backend has no 16-bit float gather and would convert the
-whole pool to float32 in every step (measured: 13 ms instead of 2 for a layer, with a pool of 21 MB).
+The TPU form exists because a Mosaic kernel takes row-major arrays, and XLA keeps other shapes in other orders: with
+[B, 2K, D] the pool is copied whole, twice a call, for head size 64, for 3 heads, or for one head of 8 bits (read off
+the programs that libtpu compiles for v5e, v5p, v6e and tpu7x).
+
+On CPUs floats of 16 and 8 bits are stored as their bits, in unsigned integers: XLA has no gather for them there and
+would convert the whole pool to float32 in every step (measured: 13 ms instead of 2 for a layer, a pool of 21 MB).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,18 +40,28 @@ if TYPE_CHECKING:
 MAX_SLOTS = 2**31 - 1
 """Slots are numbered by int32 across all layers."""
 
+KVForm = Literal["cpu", "gpu", "tpu"]
+
+MAX_NUMBER = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""The largest number that an element of 8 bits holds; integers are used symmetrically."""
+
+_DTYPES = ("float32", "bfloat16", "float16", *MAX_NUMBER)
+_LANES = 128
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The pool for CPU and GPU. Knows shapes and places; does not hold the array, nor who owns which block.
+    """Knows shapes and places; does not hold the array, nor who owns which block.
 
     Attributes:
         num_layers: L.
         num_blocks: N, usable blocks; block 0 of every layer is the null block and comes on top.
         block_size: B, token slots in a block.
-        num_kv_heads: K.
+        num_kv_heads: K, of all shards together.
         head_dim: D.
-        dtype: of keys and values, as they are written and read.
+        dtype: of keys and values, as they are written and read. In 8 bits they are kept divided by their scales.
+        form: how the rows of a token are laid out.
+        num_shards: equal parts into which the heads are split over devices; each part is padded to tiles by itself.
     """
 
     num_layers: int
@@ -49,13 +70,21 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     dtype: jnp.dtype
+    form: KVForm = "cpu"
+    num_shards: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        for name in ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"):
+        if self.dtype.name not in _DTYPES:
+            raise InvalidArgument("dtype", f"is {self.dtype.name}; the pool holds {', '.join(_DTYPES)}")
+        for name in ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim", "num_shards"):
             value = getattr(self, name)
             if value < 1:
                 raise InvalidArgument(name, f"{value} is below the limit of 1")
+        if self.num_kv_heads % self.num_shards:
+            raise InvalidArgument(
+                "num_shards", f"{self.num_shards} does not divide the {self.num_kv_heads} key/value heads"
+            )
         num_slots = self.num_layers * self.blocks_per_layer * self.block_size
         if num_slots > MAX_SLOTS:
             raise InvalidArgument(
@@ -70,25 +99,59 @@ class KVLayout:
         return self.num_blocks + 1
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return (self.num_layers * self.blocks_per_layer, self.block_size, 2 * self.num_kv_heads, self.head_dim)
+    def local(self) -> KVLayout:
+        """What one device holds of it: one shard's heads."""
+        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // self.num_shards, num_shards=1)
 
     @property
-    def block_shape(self) -> tuple[int, int, int, int]:
-        """Of one block, all layers of it: L, B, 2K, D."""
+    def shape(self) -> tuple[int, ...]:
+        """Of the pool. Axis 2 is the one that is split over devices."""
+        return (self.num_layers * self.blocks_per_layer, self.block_size, *self.token_shape)
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Of what one token keeps in one layer."""
+        if self.form != "tpu":
+            return (2 * self.num_kv_heads, self.head_dim)
+        num_rows = self.num_kv_heads // self.num_shards * (1 if self.is_joined else 2)
+        return (self.num_shards * -(-num_rows // self.pack), self.pack, self.lanes)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether a key and its value share a row of lanes, half of it each."""
+        return self.form == "tpu" and self.head_dim <= _LANES // 2
+
+    @property
+    def pack(self) -> int:
+        """Rows of a TPU tile that lie in one 32-bit word."""
+        return 4 // self.dtype.itemsize
+
+    @property
+    def lanes(self) -> int:
+        """Width of a TPU row: whole vector registers."""
+        return -(-self.head_dim // _LANES) * _LANES
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Of one block, all layers of it: L, B and the token's shape."""
         return (self.num_layers, *self.shape[1:])
 
     @property
     def storage_dtype(self) -> jnp.dtype:
         """Of the pool array: `dtype`, or the unsigned integers that hold its bits."""
-        is_half = jnp.issubdtype(self.dtype, jnp.floating) and self.dtype.itemsize == 2
-        return jnp.dtype(jnp.uint16) if is_half else self.dtype
+        if self.form == "cpu" and jnp.issubdtype(self.dtype, jnp.floating) and self.dtype.itemsize < 4:
+            return jnp.dtype(f"uint{8 * self.dtype.itemsize}")
+        return self.dtype
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether keys and values are kept divided by a scale of their head: 8 bits have no range to spare."""
+        return self.dtype.itemsize == 1
 
     @property
     def bytes_per_block(self) -> int:
-        """What one block costs in all layers together, keys and values, as allocated."""
-        row_bytes = 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return self.num_layers * self.block_size * row_bytes
+        """What one block costs in all layers and shards together, keys and values, as allocated."""
+        return math.prod(self.block_shape) * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -97,47 +160,67 @@ class KVLayout:
 
     def write(
         self,
-        pool: Shaped[Array, "P B 2K D"],
+        pool: Shaped[Array, "P B ..."],
         layer: Int[Array, ""] | int,
         k_tkd: Float[Array, "T K D"],
         v_tkd: Float[Array, "T K D"],
         slots_t: Int[Array, "T"],
-    ) -> Shaped[Array, "P B 2K D"]:
+    ) -> Shaped[Array, "P B ..."]:
         """Stores each token's keys and values in its slot of this layer, in place when the pool is donated.
 
         A slot (block * B + offset) outside of the layer is dropped: nothing is written for it. Of several tokens with
-        one slot, any may win; only padding shares one.
+        one slot, any may win; only padding shares one. Where `is_scaled`, they come divided by their scales.
         """
-        num_tokens = k_tkd.shape[0]
         is_inside_t = (slots_t >= 0) & (slots_t < self.blocks_per_layer * self.block_size)
         places_t = jnp.where(is_inside_t, slots_t // self.block_size + layer * self.blocks_per_layer, self.shape[0])
-        rows_tkd = self.encode(jnp.stack((k_tkd, v_tkd), axis=2).reshape(num_tokens, *self.shape[2:]))
         # Two indices and no reshape: XLA would copy a pool of block size 1 whose slots were folded into one axis.
-        return pool.at[places_t, slots_t % self.block_size].set(rows_tkd, mode="drop")
+        return pool.at[places_t, slots_t % self.block_size].set(self.token_rows(k_tkd, v_tkd), mode="drop")
+
+    def token_rows(self, k_tkd: Float[Array, "T K D"], v_tkd: Float[Array, "T K D"]) -> Shaped[Array, "T ..."]:
+        """Keys and values as the pool stores them, `[T, *token_shape]`."""
+        num_tokens = k_tkd.shape[0]
+        rows_tk2d = self.encode(jnp.stack((k_tkd, v_tkd), axis=2))
+        if self.form != "tpu":
+            return rows_tk2d.reshape(num_tokens, *self.token_shape)
+        width = self.lanes // 2 if self.is_joined else self.lanes
+        rows_tk2d = jnp.pad(rows_tk2d, ((0, 0), (0, 0), (0, 0), (0, width - self.head_dim)))
+        rows_tsrl = rows_tk2d.reshape(num_tokens, self.num_shards, -1, self.lanes)
+        rows_tsrl = jnp.pad(rows_tsrl, ((0, 0), (0, 0), (0, -rows_tsrl.shape[2] % self.pack), (0, 0)))
+        return rows_tsrl.reshape(num_tokens, *self.token_shape)
 
     def gather(
-        self, pool: Shaped[Array, "P B 2K D"], layer: Int[Array, ""] | int, block_ids_n: Int[Array, "n"]
+        self, pool: Shaped[Array, "P B ..."], layer: Int[Array, ""] | int, block_ids_n: Int[Array, "n"]
     ) -> Float[Array, "n B 2K D"]:
         """The named blocks of this layer; an id outside of the layer reads as zeros, never as another's memory."""
         is_inside_n = (block_ids_n >= 0) & (block_ids_n < self.blocks_per_layer)
         places_n = jnp.where(is_inside_n, block_ids_n + layer * self.blocks_per_layer, self.shape[0])
-        return self.decode(pool.at[places_n].get(mode="fill", fill_value=0))
+        stored = self.decode(pool.at[places_n].get(mode="fill", fill_value=0))
+        if self.form != "tpu":
+            return stored
+        num_rows = self.num_kv_heads // self.num_shards * (1 if self.is_joined else 2)
+        rows = stored.reshape(*stored.shape[:2], self.num_shards, -1, self.lanes)[:, :, :, :num_rows]
+        width = self.lanes // 2 if self.is_joined else self.lanes
+        return rows.reshape(*stored.shape[:2], 2 * self.num_kv_heads, width)[..., : self.head_dim]
 
-    def read_blocks(self, pool: Shaped[Array, "P B 2K D"], block_ids_c: Int[Array, "C"]) -> Shaped[Array, "C L B 2K D"]:
+    def read_blocks(self, pool: Shaped[Array, "P B ..."], block_ids_c: Int[Array, "C"]) -> Shaped[Array, "C L B ..."]:
         """What the named blocks hold in all layers, as it is stored. Every id names a block, the null block or not."""
         return pool[self._places(block_ids_c)]
 
     def write_blocks(
-        self, pool: Shaped[Array, "P B 2K D"], block_ids_c: Int[Array, "C"], contents: Shaped[Array, "C L B 2K D"]
-    ) -> Shaped[Array, "P B 2K D"]:
+        self, pool: Shaped[Array, "P B ..."], block_ids_c: Int[Array, "C"], contents: Shaped[Array, "C L B ..."]
+    ) -> Shaped[Array, "P B ..."]:
         """Stores what `read_blocks` gave, in place when the pool is donated; nothing is written to the null block."""
         places_cl = jnp.where(block_ids_c[:, None] > 0, self._places(block_ids_c), self.shape[0])
         return pool.at[places_cl].set(contents, mode="drop")
 
-    def encode(self, rows: Float[Array, "..."]) -> jax.Array:
-        """Numbers -> what the pool holds for them."""
-        rows = rows.astype(self.dtype)
-        return rows if self.storage_dtype == self.dtype else jax.lax.bitcast_convert_type(rows, self.storage_dtype)
+    def encode(self, numbers: Float[Array, "..."]) -> jax.Array:
+        """Numbers -> what the pool holds for them; 8 bits are rounded to the nearest and saturate."""
+        if self.is_scaled:
+            largest = MAX_NUMBER[self.dtype.name]
+            numbers = jnp.clip(numbers.astype(jnp.float32), -largest, largest)
+            numbers = jnp.round(numbers) if self.dtype == jnp.int8 else numbers
+        stored = numbers.astype(self.dtype)
+        return stored if self.storage_dtype == self.dtype else jax.lax.bitcast_convert_type(stored, self.storage_dtype)
 
     def decode(self, stored: jax.Array) -> Float[Array, "..."]:
         """What the pool holds -> numbers; the inverse of `encode`."""

@@ -1,4 +1,9 @@
-"""What every backend of paged attention must do, against the NumPy oracle. A backend subclasses and sets `backend`."""
+"""What every backend of paged attention must do, against the NumPy oracle.
+
+A backend subclasses, and says which it is, the form of its pool, and what it supports: outside of that, the call has to
+be refused with a reason, and inside of it the numbers have to be right. Backends that run here in an interpreter
+override `attend` and `update`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention
+from jpaged.errors import Unsupported
+from jpaged.kernels.kv_layout import KVForm, KVLayout
+from jpaged.kernels.paged_attention import (
+    AttentionSpec,
+    Backend,
+    RaggedRows,
+    paged_attention,
+    paged_attention_update,
+)
 from tests.kernels import attention_oracle as oracle
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2}
+KV_DTYPES = ("int8", "float8_e4m3fn")
 
 # (queries, context) of each row
 RAGGED: dict[str, list[tuple[int, int]]] = {
@@ -42,8 +55,41 @@ class Shape:
     num_tokens: int = 208
     num_rows: int = 8
     dtype: str = "float32"
+    kv_dtype: str | None = None
     sliding_window: int | None = None
     soft_cap: float | None = None
+
+    @property
+    def stored_dtype(self) -> str:
+        return self.kv_dtype or self.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """What a backend claims; None is everything."""
+
+    dtypes: frozenset[str] | None = None
+    kv_dtypes: frozenset[str] | None = None
+    head_dims: frozenset[int] | None = None
+    block_sizes: frozenset[int] | None = None
+    max_group: int | None = None
+
+    def __contains__(self, shape: Shape) -> bool:
+        return (
+            (self.dtypes is None or shape.dtype in self.dtypes)
+            and (self.kv_dtypes is None or shape.stored_dtype in self.kv_dtypes)
+            and (self.head_dims is None or shape.head_dim in self.head_dims)
+            and (self.block_sizes is None or shape.block_size in self.block_sizes)
+            and (self.max_group is None or shape.num_heads // shape.num_kv_heads <= self.max_group)
+        )
+
+
+def scales_of(shape: Shape, num_layers: int = 3) -> np.ndarray | None:
+    """Scales [L, K, 2] that differ everywhere; None for a pool that needs none."""
+    if jnp.dtype(shape.stored_dtype).itemsize > 1:
+        return None
+    spread = np.random.default_rng(5).uniform(0.5, 1.5, (num_layers, shape.num_kv_heads, 2)).astype(np.float32)
+    return spread * (4.0 / 127 if shape.kv_dtype == "int8" else 0.01)
 
 
 def make_case(rows: list[tuple[int, int]], shape: Shape, seed: int = 0) -> oracle.Case:
@@ -52,6 +98,8 @@ def make_case(rows: list[tuple[int, int]], shape: Shape, seed: int = 0) -> oracl
     needs = [-(-kv_len // shape.block_size) for _, kv_len in rows]
     num_blocks, num_layers, layer = 640 // shape.block_size + 8, 3, 1
     pool_shape = (num_layers, num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    scales = scales_of(shape)
+    scales_k2 = None if scales is None else scales[layer]
     k, v = np.full(pool_shape, np.nan, np.float32), np.full(pool_shape, np.nan, np.float32)
     ids = rng.permutation(num_blocks) + 1
     tables = np.zeros((shape.num_rows, -(-shape.max_len // shape.block_size)), np.int32)
@@ -61,8 +109,7 @@ def make_case(rows: list[tuple[int, int]], shape: Shape, seed: int = 0) -> oracl
         starts[i + 1 :], kv_lens[i] = starts[i] + num_queries, kv_len
         for position in range(kv_len):
             place = layer, tables[i, position // shape.block_size], position % shape.block_size
-            k[place] = _round(rng.normal(size=pool_shape[3:]), shape.dtype)
-            v[place] = _round(rng.normal(size=pool_shape[3:]), shape.dtype)
+            k[place], v[place] = as_stored(rng.normal(size=(2, *pool_shape[3:])), shape.stored_dtype, scales_k2)
     q = rng.normal(size=(shape.num_tokens, shape.num_heads, shape.head_dim)) * 2
     return oracle.Case(
         q_thd=_round(q, shape.dtype),
@@ -83,47 +130,87 @@ def _round(x: np.ndarray, dtype: str) -> np.ndarray:
     return x.astype(jnp.dtype(dtype)).astype(np.float32)
 
 
+def as_stored(kv_2kd: np.ndarray, dtype: str, scales_k2: np.ndarray | None) -> np.ndarray:
+    """Keys and values [2, K, D] after a round trip through the pool's type."""
+    if scales_k2 is None:
+        return _round(kv_2kd, dtype)
+    scales_2k1 = scales_k2.T[..., None]
+    quotients = kv_2kd / scales_2k1
+    quotients = np.clip(np.round(quotients), -127, 127) if dtype == "int8" else np.clip(quotients, -448, 448)
+    return _round(quotients, dtype) * scales_2k1
+
+
 _attention = jax.jit(paged_attention, static_argnames=("spec", "backend"))
+_update = jax.jit(paged_attention_update, static_argnames=("spec", "backend"), donate_argnames="pool")
 _write = jax.jit(KVLayout.write, static_argnames=("self", "layer"))
 
 
 class PagedAttentionConformance:
-    """One method a promise; `layout` may be overridden where a backend keeps the pool in another shape."""
+    """One method a promise."""
 
     backend: Backend
+    form: KVForm = "cpu"
+    supports = Support()
+
+    def attend(self, q, pool, layer, rows, spec, scales):
+        return _attention(q, pool, layer, rows, spec, scales, backend=self.backend)
+
+    def update(self, q, new_kv, pool, layer, rows, spec, scales):
+        return _update(q, new_kv, pool, layer, rows, spec, scales, backend=self.backend)
 
     def layout(self, case: oracle.Case, dtype: str) -> KVLayout:
         num_layers, blocks, block_size, num_kv_heads, head_dim = case.k_lnbkd.shape
-        return KVLayout(num_layers, blocks - 1, block_size, num_kv_heads, head_dim, jnp.dtype(dtype))
+        return KVLayout(num_layers, blocks - 1, block_size, num_kv_heads, head_dim, jnp.dtype(dtype), self.form)
 
-    def pool(self, case: oracle.Case, layout: KVLayout) -> jax.Array:
+    def spec(self, case: oracle.Case, shape: Shape) -> AttentionSpec:
+        return AttentionSpec(self.layout(case, shape.stored_dtype), case.scale, case.sliding_window, case.soft_cap)
+
+    def pool(self, case: oracle.Case, layout: KVLayout, scales: np.ndarray | None) -> jax.Array:
         """The case's keys and values, stored through the layout's own `write`."""
-        pool = layout.encode(jnp.full(layout.shape, jnp.nan))
+        # All bits set: a NaN in every floating type.
+        pool = jnp.full(layout.shape, -1, f"int{8 * layout.dtype.itemsize}")
+        pool = jax.lax.bitcast_convert_type(pool, layout.storage_dtype)
+        k_lnbkd, v_lnbkd = case.k_lnbkd, case.v_lnbkd
+        if scales is not None:
+            k_lnbkd, v_lnbkd = (x / scales[:, None, None, :, i, None] for i, x in enumerate((k_lnbkd, v_lnbkd)))
         slots = jnp.arange((layout.num_blocks + 1) * layout.block_size)
         for layer in range(layout.num_layers):
-            k = case.k_lnbkd[layer].reshape(-1, layout.num_kv_heads, layout.head_dim)
-            v = case.v_lnbkd[layer].reshape(-1, layout.num_kv_heads, layout.head_dim)
+            k, v = (x[layer].reshape(-1, layout.num_kv_heads, layout.head_dim) for x in (k_lnbkd, v_lnbkd))
             pool = _write(layout, pool, layer, jnp.asarray(k), jnp.asarray(v), slots)
         return pool
 
-    def run(self, case: oracle.Case, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
-        layout = self.layout(case, dtype)
-        spec = AttentionSpec(layout, case.scale, case.sliding_window, case.soft_cap)
-        rows = RaggedRows(
+    def rows(self, case: oracle.Case) -> RaggedRows:
+        return RaggedRows(
             jnp.asarray(case.query_starts_s1),
             jnp.asarray(case.kv_lens_s),
             jnp.asarray(case.block_tables_sm),
             jnp.int32(case.num_rows),
+            None if case.first_positions_s is None else jnp.asarray(case.first_positions_s),
+            None if case.kv_begins_s is None else jnp.asarray(case.kv_begins_s),
         )
-        q, layer = jnp.asarray(case.q_thd, jnp.dtype(dtype)), jnp.int32(case.layer)
-        o_thd, lse_th = _attention(q, self.pool(case, layout), layer, rows, spec, backend=self.backend)
-        assert o_thd.dtype == jnp.dtype(dtype)
+
+    def run(self, case: oracle.Case, shape: Shape | None = None) -> tuple[np.ndarray, np.ndarray]:
+        shape = shape or Shape()
+        spec, scales = self.spec(case, shape), scales_of(shape)
+        q, layer = jnp.asarray(case.q_thd, jnp.dtype(shape.dtype)), jnp.int32(case.layer)
+        pool = self.pool(case, spec.layout, scales)
+        o_thd, lse_th = self.attend(
+            q, pool, layer, self.rows(case), spec, None if scales is None else jnp.asarray(scales)
+        )
+        assert o_thd.dtype == jnp.dtype(shape.dtype)
         assert lse_th.dtype == jnp.float32
         return np.asarray(o_thd, np.float32), np.asarray(lse_th)
 
     def check(self, rows: list[tuple[int, int]], shape: Shape) -> None:
-        case = make_case(rows, shape)
-        o_thd, lse_th = self.run(case, shape.dtype)
+        self.check_case(make_case(rows, shape), shape)
+
+    def check_case(self, case: oracle.Case, shape: Shape) -> None:
+        """The right numbers where the shape is supported, and a reason where it is not."""
+        if shape not in self.supports:
+            with pytest.raises(Unsupported, match=f"attention backend {self.backend}: "):
+                self.run(case, shape)
+            return
+        o_thd, lse_th = self.run(case, shape)
         want_o_thd, want_lse_th = oracle.attention(case)
         tolerance = TOLERANCE[shape.dtype]
         np.testing.assert_allclose(o_thd, want_o_thd, rtol=tolerance, atol=tolerance)
@@ -230,3 +317,61 @@ class PagedAttentionConformance:
         merged = o_a[:1] * np.exp(lse_a[:1] - lse)[..., None] + o_b[:1] * np.exp(lse_b[:1] - lse)[..., None]
         np.testing.assert_allclose(merged, whole[:1], rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(lse, whole_lse[:1], rtol=2e-5)
+
+    @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("name", ["mixed", "decodes"])
+    def test_keys_and_values_of_8_bits(self, name: str, dtype: str, kv_dtype: str) -> None:
+        self.check(RAGGED[name], Shape(dtype=dtype, kv_dtype=kv_dtype))
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_a_part_of_each_context(self, dtype: str) -> None:
+        """Queries that stand behind the keys they see, and keys that are skipped: both halves of a cascade."""
+        shape = Shape(dtype=dtype)
+        case = make_case([(1, 64), (5, 48), (1, 100), (20, 90), (1, 33)], shape)
+        behind = dataclasses.replace(case, first_positions_s=case.kv_lens_s + 7)
+        self.check_case(behind, shape)
+        begins = np.zeros(shape.num_rows, np.int32)
+        begins[:5] = [16, 0, 96, 48, 32]
+        self.check_case(dataclasses.replace(case, kv_begins_s=begins), shape)
+        begins[0] = 64  # sees nothing at all
+        self.check_case(dataclasses.replace(case, kv_begins_s=begins), shape)
+
+    @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("float32", "int8")])
+    @pytest.mark.parametrize("name", ["mixed", "full_blocks", "whole_prompts"])
+    def test_an_update_stores_the_new_keys_and_nothing_else(self, name: str, dtype: str, kv_dtype: str | None) -> None:
+        shape = Shape(dtype=dtype, kv_dtype=kv_dtype)
+        case = make_case(RAGGED[name], shape)
+        if shape not in self.supports:
+            self.check_case(case, shape)
+            return
+        spec, scales = self.spec(case, shape), scales_of(shape)
+        whole = self.pool(case, spec.layout, scales)
+        new_kv, before = take_new(case, shape)
+        args = self.pool(before, spec.layout, scales), jnp.int32(case.layer), self.rows(case), spec
+        q = jnp.asarray(case.q_thd, jnp.dtype(dtype))
+        o_thd, lse_th, pool = self.update(q, new_kv, *args, None if scales is None else jnp.asarray(scales))
+        want_o_thd, want_lse_th = oracle.attention(case)
+        tolerance = TOLERANCE[dtype]
+        np.testing.assert_allclose(np.asarray(o_thd, np.float32), want_o_thd, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
+        for layer in range(spec.layout.num_layers):
+            ids = jnp.arange(1, spec.layout.blocks_per_layer)  # the null block may hold anything
+            got, want = (np.asarray(spec.layout.gather(x, layer, ids), np.float32) for x in (pool, whole))
+            np.testing.assert_array_equal(got, want)
+
+
+def take_new(case: oracle.Case, shape: Shape) -> tuple[tuple[jax.Array, jax.Array, jax.Array], oracle.Case]:
+    """The keys and values of each row's queries with their slots, and the case without them."""
+    k, v = case.k_lnbkd.copy(), case.v_lnbkd.copy()
+    new = np.full((2, shape.num_tokens, *k.shape[3:]), np.nan, np.float32)
+    slots = np.full(shape.num_tokens, -1, np.int32)
+    for row in range(case.num_rows):
+        start, end = case.query_starts_s1[row : row + 2]
+        for t in range(start, end):
+            block, offset = divmod(int(case.kv_lens_s[row]) - end + t, shape.block_size)
+            place = case.layer, case.block_tables_sm[row, block], offset
+            new[:, t], slots[t] = (k[place], v[place]), place[1] * shape.block_size + offset
+            k[place] = v[place] = np.nan
+    k_tkd, v_tkd = (jnp.asarray(x, jnp.dtype(shape.dtype)) for x in new)
+    return (k_tkd, v_tkd, jnp.asarray(slots)), dataclasses.replace(case, k_lnbkd=k, v_lnbkd=v)

@@ -22,6 +22,16 @@ class Case:
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
+    first_positions_s: np.ndarray | None = None
+    kv_begins_s: np.ndarray | None = None
+
+    def first_position(self, row: int) -> int:
+        if self.first_positions_s is not None:
+            return int(self.first_positions_s[row])
+        return int(self.kv_lens_s[row] - (self.query_starts_s1[row + 1] - self.query_starts_s1[row]))
+
+    def kv_begin(self, row: int) -> int:
+        return 0 if self.kv_begins_s is None else int(self.kv_begins_s[row])
 
 
 def context(case: Case, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +48,7 @@ def context(case: Case, row: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """(o [T, H, D], lse [T, H]); 0 and minus infinity for tokens of no row."""
+    """(o [T, H, D], lse [T, H]); 0 and minus infinity for tokens that see nothing."""
     num_tokens, num_heads, _ = case.q_thd.shape
     group = num_heads // case.k_lnbkd.shape[3]
     o_thd = np.zeros(case.q_thd.shape)
@@ -47,9 +57,11 @@ def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
         start, end = case.query_starts_s1[row], case.query_starts_s1[row + 1]
         k, v = context(case, row)
         for t in range(start, end):
-            position = int(case.kv_lens_s[row]) - end + t
+            position = case.first_position(row) + t - start
             first = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
-            seen = slice(first, position + 1)
+            seen = slice(max(first, case.kv_begin(row)), min(position + 1, int(case.kv_lens_s[row])))
+            if seen.start >= seen.stop:
+                continue
             for h in range(num_heads):
                 s = k[seen, h // group] @ case.q_thd[t, h].astype(np.float64) * case.scale
                 if case.soft_cap is not None:

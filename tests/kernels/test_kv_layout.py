@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +25,7 @@ def _rows(num_tokens: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(k), jnp.asarray(v)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 def test_a_block_costs_what_is_allocated(dtype: str) -> None:
     layout = KVLayout(3, 5, 4, 2, 8, jnp.dtype(dtype))
     pool = layout.encode(jnp.zeros(layout.shape))
@@ -68,13 +71,71 @@ def test_reads_outside_of_the_layer_are_zeros(layer: int, ids: list[int]) -> Non
         np.testing.assert_array_equal(block, pool[layer * 6 + block_id] if 0 <= block_id < 6 else 0)
 
 
-@pytest.mark.parametrize("field", ["num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"])
+@pytest.mark.parametrize("field", ["num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim", "num_shards"])
 def test_sizes_start_at_one(field: str) -> None:
-    sizes = {"num_layers": 1, "num_blocks": 1, "block_size": 1, "num_kv_heads": 1, "head_dim": 1, field: 0}
     with pytest.raises(InvalidArgument, match=f"{field}: 0 is below the limit of 1"):
-        KVLayout(**sizes, dtype=jnp.dtype("float32"))
+        changes: dict[str, Any] = {field: 0}
+        dataclasses.replace(LAYOUT, **changes)
 
 
 def test_slots_of_all_layers_must_fit_int32() -> None:
     with pytest.raises(InvalidArgument, match="num_blocks: 67108864 blocks of 16 tokens in 2 layers"):
         KVLayout(2, 1 << 26, 16, 1, 1, jnp.dtype("float32"))
+
+
+def test_shards_divide_the_heads() -> None:
+    with pytest.raises(InvalidArgument, match="num_shards: 3 does not divide the 2 key/value heads"):
+        dataclasses.replace(LAYOUT, num_shards=3)
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="dtype: is int32; the pool holds float32"):
+        dataclasses.replace(LAYOUT, dtype=jnp.dtype("int32"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype", "shards", "token_shape"),
+    [
+        (8, 128, "bfloat16", 1, (8, 2, 128)),
+        (3, 128, "bfloat16", 1, (3, 2, 128)),
+        (1, 128, "int8", 1, (1, 4, 128)),
+        (2, 128, "float32", 1, (4, 1, 128)),
+        (2, 256, "float8_e4m3fn", 1, (1, 4, 256)),
+        (2, 80, "bfloat16", 1, (2, 2, 128)),
+        (3, 64, "bfloat16", 1, (2, 2, 128)),
+        (4, 32, "float32", 1, (4, 1, 128)),
+        (8, 64, "int8", 8, (8, 4, 128)),
+        (8, 128, "bfloat16", 4, (8, 2, 128)),
+    ],
+)
+def test_the_tiles_of_a_tpu(heads: int, head_dim: int, dtype: str, shards: int, token_shape: tuple[int, ...]) -> None:
+    layout = KVLayout(2, 3, 4, heads, head_dim, jnp.dtype(dtype), "tpu", shards)
+    assert layout.token_shape == token_shape
+    pool = jnp.zeros(layout.shape, layout.storage_dtype)
+    assert layout.num_bytes == pool.nbytes == 4 * layout.bytes_per_block
+    assert layout.num_bytes == layout.local.num_bytes * shards
+    k, v = (jnp.asarray(np.random.default_rng(i).integers(-9, 9, (5, heads, head_dim)), "float32") for i in (0, 1))
+    slots = jnp.asarray([4, 15, 9, 6, 99])
+    keys, values = layout.split(layout.gather(layout.write(pool, 1, k, v, slots), 1, jnp.asarray([1, 3, 2, 7])))
+    for token, (block, offset) in enumerate([(0, 0), (1, 3), (2, 1), (0, 2)]):
+        np.testing.assert_array_equal(keys[block, offset].astype("float32"), k[token])
+        np.testing.assert_array_equal(values[block, offset].astype("float32"), v[token])
+    np.testing.assert_array_equal(keys[3].astype("float32"), 0)
+
+
+def test_a_shard_of_the_pool_is_the_pool_of_its_heads() -> None:
+    layout = KVLayout(1, 3, 4, 6, 64, jnp.dtype("bfloat16"), "tpu", 2)
+    k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(3, 6, 64)), "bfloat16") for i in (0, 1))
+    whole = layout.token_rows(k, v)
+    for shard, part in enumerate(np.split(np.asarray(whole), 2, axis=1)):
+        heads = slice(3 * shard, 3 * shard + 3)
+        np.testing.assert_array_equal(part, layout.local.token_rows(k[:, heads], v[:, heads]))
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("int8", 127), ("float8_e4m3fn", 448)])
+def test_8_bits_saturate(dtype: str, largest: int) -> None:
+    layout = KVLayout(1, 3, 4, 1, 8, jnp.dtype(dtype))
+    stored = layout.decode(layout.encode(jnp.asarray([1e6, -1e6, 2.5, -3.5])))
+    np.testing.assert_array_equal(
+        np.asarray(stored, np.float32), [largest, -largest, *((2, -4) if dtype == "int8" else (2.5, -3.5))]
+    )

@@ -15,7 +15,7 @@ so the cost follows the contexts' real lengths, not the longest that is allowed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,11 @@ _LOWEST = -1e30
 
 def paged_attention(
     q_thd: Float[Array, "T H D"],
-    pool: Shaped[Array, "P B 2K D"],
+    pool: Shaped[Array, "P B ..."],
     layer: Int[Array, ""] | int,
     rows: RaggedRows,
     spec: AttentionSpec,
+    scales_lk2: Float[Array, "L K 2"] | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
     """See `jpaged.kernels.paged_attention.paged_attention`."""
     num_tokens, num_heads, head_dim = q_thd.shape
@@ -50,22 +51,17 @@ def paged_attention(
     q_tkgd = jnp.pad(q_thd.astype(jnp.float32) * spec.scale, ((0, tile), (0, 0), (0, 0)))
     q_tkgd = q_tkgd.reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
     tables_sm = _pad_tables(rows.block_tables_sm, spec)
+    positions_s, begins_s = rows.positions, rows.begins
+    scales_k2 = None if scales_lk2 is None else scales_lk2[layer]
 
     def row(i: jax.Array, out: _Out) -> _Out:
         start, end = rows.query_starts_s1[i], rows.query_starts_s1[i + 1]
-        first_position = rows.kv_lens_s[i] - (end - start)
+        context = _Context(pool, layer, tables_sm[i], begins_s[i], rows.kv_lens_s[i], scales_k2)
 
         def attend(width: int, place: jax.Array, out: _Out) -> _Out:
-            position = first_position + place - start
-            num_queries = jnp.minimum(width, end - place)
-            part = _attend_tile(
-                lax.dynamic_slice_in_dim(q_tkgd, place, width),
-                position,
-                num_queries,
-                (pool, layer, tables_sm[i], rows.kv_lens_s[i]),
-                spec,
-            )
-            return _store(out, part, place, num_queries)
+            position, num_queries = positions_s[i] + place - start, jnp.minimum(width, end - place)
+            q_qkgd = lax.dynamic_slice_in_dim(q_tkgd, place, width)
+            return _store(out, _attend_tile(q_qkgd, position, num_queries, context, spec), place, num_queries)
 
         # A loop of no or one turn instead of a condition: its carry is updated in place.
         is_decode = end - start == 1
@@ -81,7 +77,17 @@ def paged_attention(
 
 
 _Out = tuple[jax.Array, jax.Array]  # output [T, K, G, D] and log-sum-exp [T, K, G]; or those of one tile
-_Context = tuple[jax.Array, "jax.Array | int", jax.Array, jax.Array]  # pool, layer, the row's table [M], its length
+
+
+class _Context(NamedTuple):
+    """One row's: its table and the keys from begin to end, in a layer of the pool."""
+
+    pool: jax.Array
+    layer: jax.Array | int
+    table_m: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    scales_k2: jax.Array | None
 
 
 def _chunk_blocks(spec: AttentionSpec) -> int:
@@ -97,13 +103,14 @@ def _attend_tile(
     q_qkgd: jax.Array, position: jax.Array, num_queries: jax.Array, context: _Context, spec: AttentionSpec
 ) -> _Out:
     """One tile of queries at `position`, `position + 1`, ... over the chunks that it can see."""
-    table_m, kv_len = context[2:]
+    table_m = context.table_m
     chunk_tokens = _chunk_blocks(spec) * spec.layout.block_size
-    num_seen = jnp.minimum(kv_len, position + num_queries)
+    num_seen = jnp.minimum(context.end, position + num_queries)
     end = jnp.minimum((num_seen + chunk_tokens - 1) // chunk_tokens, table_m.shape[0] // _chunk_blocks(spec))
-    begin: jax.Array | int = 0
+    begin = context.begin
     if spec.sliding_window is not None:
-        begin = jnp.maximum(position - spec.sliding_window + 1, 0) // chunk_tokens
+        begin = jnp.maximum(begin, position - spec.sliding_window + 1)
+    begin = begin // chunk_tokens
 
     q_kqgd = q_qkgd.transpose(1, 0, 2, 3)
     positions_q = position + jnp.arange(q_qkgd.shape[0])
@@ -111,7 +118,7 @@ def _attend_tile(
     def chunk(c: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         m_kqg, l_kqg, o_kqgd = state
         k_wkd, v_wkd = _read_chunk(c, context, spec)
-        s_kqgw = _scores(q_kqgd, k_wkd, positions_q, c * chunk_tokens, spec)
+        s_kqgw = _scores(q_kqgd, k_wkd, positions_q, (c * chunk_tokens, context), spec)
         m_new_kqg = jnp.maximum(m_kqg, s_kqgw.max(axis=-1))
         p_kqgw = jnp.exp(s_kqgw - m_new_kqg[..., None])
         fade_kqg = jnp.exp(m_kqg - m_new_kqg)
@@ -127,24 +134,34 @@ def _attend_tile(
 
 
 def _read_chunk(c: jax.Array, context: _Context, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of chunk c in float32; zero beyond the context, whatever the memory holds there."""
-    pool, layer, table_m, kv_len = context
+    """Keys and values of chunk c in float32; zero outside of the context, whatever the memory holds there."""
     num_blocks, layout = _chunk_blocks(spec), spec.layout
-    ids_n = lax.dynamic_slice_in_dim(table_m, c * num_blocks, num_blocks)
-    rows_wkd = layout.gather(pool, layer, ids_n).reshape(-1, *layout.shape[2:]).astype(jnp.float32)
-    is_context_w = c * rows_wkd.shape[0] + jnp.arange(rows_wkd.shape[0]) < kv_len
-    return layout.split(jnp.where(is_context_w[:, None, None], rows_wkd, 0))
+    ids_n = lax.dynamic_slice_in_dim(context.table_m, c * num_blocks, num_blocks)
+    rows_nbkd = layout.gather(context.pool, context.layer, ids_n).astype(jnp.float32)
+    rows_wkd = rows_nbkd.reshape(-1, *rows_nbkd.shape[2:])
+    places_w = c * rows_wkd.shape[0] + jnp.arange(rows_wkd.shape[0])
+    is_context_w = (places_w >= context.begin) & (places_w < context.end)
+    k_wkd, v_wkd = layout.split(jnp.where(is_context_w[:, None, None], rows_wkd, 0))
+    if context.scales_k2 is None:
+        return k_wkd, v_wkd
+    return k_wkd * context.scales_k2[:, :1], v_wkd * context.scales_k2[:, 1:]
 
 
 def _scores(
-    q_kqgd: jax.Array, k_wkd: jax.Array, positions_q: jax.Array, first_key: jax.Array, spec: AttentionSpec
+    q_kqgd: jax.Array,
+    k_wkd: jax.Array,
+    positions_q: jax.Array,
+    keys: tuple[jax.Array, _Context],
+    spec: AttentionSpec,
 ) -> jax.Array:
-    """Scores [K, Q, G, W]; minus infinity where a query does not see a key."""
+    """Scores [K, Q, G, W]; minus infinity where a query does not see a key. `keys`: the first one's place, of what."""
     s_kqgw = _dot_products(q_kqgd, k_wkd)
     if spec.soft_cap is not None:
         s_kqgw = spec.soft_cap * jnp.tanh(s_kqgw / spec.soft_cap)
-    distance_qw = positions_q[:, None] - (first_key + jnp.arange(k_wkd.shape[0]))[None, :]
-    is_seen_qw = distance_qw >= 0
+    first_key, context = keys
+    places_w = first_key + jnp.arange(k_wkd.shape[0])
+    distance_qw = positions_q[:, None] - places_w[None, :]
+    is_seen_qw = (distance_qw >= 0) & (places_w >= context.begin) & (places_w < context.end)
     if spec.sliding_window is not None:
         is_seen_qw &= distance_qw < spec.sliding_window
     return jnp.where(is_seen_qw[:, None, :], s_kqgw, -jnp.inf)

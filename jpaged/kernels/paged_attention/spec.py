@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
@@ -45,16 +46,37 @@ class RaggedRows:
         packed tokens   | a a a a | b | c c | - - |        query_starts 0 4 5 7 7 7 ...
                           chunk    decode     padding
 
-    A row's queries are the last tokens of its context; their keys and values are in the pool already.
+        keys of row c   | . . . . | k k k k | k k |        kv_begins 4, kv_lens 10, first_positions 8
+                          skipped   seen      its own
+
+    A query at position p sees the keys from kv_begin to the lesser of p and kv_len - 1, and of those the window's. As a
+    rule a row's queries are the last tokens of its context, which it sees from its beginning: the two fields need no
+    value then. Attention over a part of the context has them.
 
     Attributes:
         query_starts_s1: row i owns tokens query_starts[i] to query_starts[i + 1].
         kv_lens_s: tokens of the row's context, its queries included.
-        block_tables_sm: the row's blocks in order; entries beyond its context are never used.
+        block_tables_sm: the row's blocks in order; entries outside of what it sees are never used.
         num_rows: rows in use.
+        first_positions_s: position of the row's first query; None is kv_len less the number of queries.
+        kv_begins_s: the first key that the row sees, a multiple of the block size; None is 0.
     """
 
     query_starts_s1: Int[Array, "S+1"]
     kv_lens_s: Int[Array, "S"]
     block_tables_sm: Int[Array, "S M"]
     num_rows: Int[Array, ""]
+    first_positions_s: Int[Array, "S"] | None = None
+    kv_begins_s: Int[Array, "S"] | None = None
+
+    @property
+    def positions(self) -> Int[Array, "S"]:
+        """Position of each row's first query."""
+        if self.first_positions_s is not None:
+            return self.first_positions_s
+        return self.kv_lens_s - (self.query_starts_s1[1:] - self.query_starts_s1[:-1])
+
+    @property
+    def begins(self) -> Int[Array, "S"]:
+        """The first key that each row sees."""
+        return jnp.zeros_like(self.kv_lens_s) if self.kv_begins_s is None else self.kv_begins_s

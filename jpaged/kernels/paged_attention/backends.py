@@ -1,0 +1,70 @@
+"""Which kernels there are, where each one runs, and what it cannot do.
+
+    backend      device               made for
+    xla          any                  CPUs without a compiler, GPUs other than Hopper: correct everywhere, fast nowhere
+
+An implementation is a module-level function with the arguments of `paged_attention`; the reasons it may refuse are
+known before anything is traced, so that a server says them when it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import jax
+
+from jpaged.errors import Unsupported
+from jpaged.kernels.paged_attention import reference
+from jpaged.kernels.paged_attention.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Shaped
+
+Backend = Literal["xla"]
+
+Attend = Callable[..., "tuple[Float[Array, 'T H D'], Float[Array, 'T H']]"]
+Update = Callable[..., "tuple[Float[Array, 'T H D'], Float[Array, 'T H'], Shaped[Array, 'P B ...']]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One backend's functions.
+
+    Attributes:
+        attend: `paged_attention` without its checks.
+        update: `paged_attention_update` in one kernel, keys and values divided by their scales; None where the pool is
+            written by `KVLayout.write` first.
+        form: of the pool that it reads; None reads any.
+        refuses: (spec, query heads) -> why it cannot, or None.
+        refuses_device: device -> why it does not run there, or None.
+    """
+
+    attend: Attend
+    update: Update | None
+    form: Any
+    refuses: Callable[[AttentionSpec, int], str | None]
+    refuses_device: Callable[[jax.Device], str | None]
+
+
+IMPLEMENTATIONS: dict[Backend, Implementation] = {
+    "xla": Implementation(reference.paged_attention, None, None, lambda spec, num_heads: None, lambda device: None),
+}
+"""In order of preference: `choose` takes the first that refuses neither the device nor the call."""
+
+
+def implementation(backend: Backend, spec: AttentionSpec, num_heads: int) -> Implementation:
+    """The named backend, once it has been asked whether it can.
+
+    Raises:
+        Unsupported: it cannot, or there is none of this name.
+    """
+    if backend not in IMPLEMENTATIONS:
+        raise Unsupported(f"paged attention has no backend {backend!r}; it has {', '.join(get_args(Backend))}")
+    found = IMPLEMENTATIONS[backend]
+    if found.form is not None and found.form != spec.layout.form:
+        raise Unsupported(f"attention backend {backend} reads pools of form {found.form}, not {spec.layout.form}")
+    if (reason := found.refuses(spec, num_heads)) is not None:
+        raise Unsupported(f"attention backend {backend}: {reason}")
+    return found
