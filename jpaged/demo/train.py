@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import shutil
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import orbax.checkpoint as ocp
 from tokenizers import Tokenizer
 
 from jpaged.demo import checkpoint
+from jpaged.demo.attention import attend
 from jpaged.demo.data import Batch, Lesson, batch
 from jpaged.demo.grammar import END
 from jpaged.demo.tokenizer import MAX_LEN, save_tokenizer, train_tokenizer
@@ -124,37 +124,43 @@ def loss_sum(model: Llama, params: Params, rows: Batch) -> tuple[jax.Array, jax.
     """Summed cross entropy of the learnt tokens, and their number."""
     segments = jnp.asarray(rows.segments)
     row_len = segments.shape[1]
-    mask_bts = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((row_len, row_len), bool))
+    mask_bst = (segments[:, :, None] == segments[:, None, :]) & jnp.triu(jnp.ones((row_len, row_len), bool))
     positions_t = jnp.asarray(rows.positions).reshape(-1)
     hidden, _ = model.run(
         params,
         jnp.asarray(rows.token_ids).reshape(-1),
         positions_t,
         jnp.full_like(positions_t, row_len),
-        functools.partial(_attend, mask_bts),
+        functools.partial(attend, mask_bst),
         (),
         "loop",
     )
     logits = model.logits(params, hidden)
-    # A comparison with iota instead of a gather: its gradient is a subtraction, not a scatter into [T, V].
-    is_target = jnp.arange(logits.shape[-1])[None] == rows.targets.reshape(-1, 1)
-    losses = jax.nn.logsumexp(logits, axis=-1) - jnp.where(is_target, logits, 0.0).sum(axis=-1)
+    losses = cross_entropy(logits, jnp.asarray(rows.targets).reshape(-1))
     weights = rows.weights.reshape(-1)
     return (losses * weights).sum(), weights.sum()
 
 
-def _attend(
-    mask_bts: jax.Array, q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: Any, layer_index: jax.Array
-) -> tuple[jax.Array, Any]:
-    num_rows, row_len, _ = mask_bts.shape
-    num_kv_heads, head_dim = k_tkd.shape[1:]
-    q = q_thd.reshape(num_rows, row_len, num_kv_heads, -1, head_dim)
-    k, v = (x.reshape(num_rows, row_len, num_kv_heads, head_dim) for x in (k_tkd, v_tkd))
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
-    scores = jnp.where(mask_bts[:, None, None], scores, -1e30)
-    probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    o = jnp.einsum("bkgts,bskd->btkgd", probs, v, preferred_element_type=jnp.float32)
-    return o.reshape(q_thd.shape).astype(q_thd.dtype), carry
+@jax.custom_vjp
+def cross_entropy(logits_tv: jax.Array, targets_t: jax.Array) -> jax.Array:
+    """The negative logarithm of each target's probability, `[T]`."""
+    return _cross_entropy(logits_tv, targets_t)[0]
+
+
+def _cross_entropy(logits_tv: jax.Array, targets_t: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    total_t = jax.nn.logsumexp(logits_tv, axis=-1)
+    target_logits_t = jnp.take_along_axis(logits_tv, targets_t[:, None], axis=-1)[:, 0]
+    return total_t - target_logits_t, (logits_tv, total_t, targets_t)
+
+
+def _cross_entropy_gradient(saved: tuple[jax.Array, ...], d_losses_t: jax.Array) -> tuple[jax.Array, None]:
+    logits_tv, total_t, targets_t = saved
+    # A comparison with iota, where the gradient of a gather is a scatter into [T, V].
+    is_target = jnp.arange(logits_tv.shape[-1])[None] == targets_t[:, None]
+    return (jnp.exp(logits_tv - total_t[:, None]) - is_target) * d_losses_t[:, None], None
+
+
+cross_entropy.defvjp(_cross_entropy, _cross_entropy_gradient)
 
 
 def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:

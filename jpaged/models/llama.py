@@ -15,6 +15,7 @@ from flax import nnx
 from jpaged.errors import InvalidArgument
 from jpaged.models import rope
 from jpaged.models.config import ModelConfig
+from jpaged.models.dot import dot
 from jpaged.models.layers import LayerMode, run_layers
 
 # Attention over whatever the carry holds: (q_thd, k_tkd, v_tkd, carry, layer index) -> (o_thd, carry).
@@ -31,17 +32,6 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
-
-
-def dot(x: jax.Array, matrix: jax.Array, *, axis: int) -> jax.Array:
-    """Contracts x's last axis with one axis of a matrix; the result is float32.
-
-    The accumulator is named even for bfloat16: XLA's CPU backend is ten times slower without it. Full precision is
-    named for float32: TPUs and GPUs would otherwise round the operands to bfloat16 and TF32.
-    """
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    contracted = (((x.ndim - 1,), (axis,)), ((), ()))
-    return jax.lax.dot_general(x, matrix, contracted, precision=precision, preferred_element_type=jnp.float32)
 
 
 class RMSNorm(nnx.Module):
@@ -65,7 +55,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x_te: jax.Array) -> jax.Array:
         """`[T, in]` to `[T, *out]`."""
-        y = dot(x_te, self.kernel[...], axis=0)
+        y = dot(x_te, self.kernel[...], 0)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x_te.dtype)
@@ -93,8 +83,9 @@ class Attention(nnx.Module):
         """(q_thd, k_tkd, v_tkd), queries and keys normalised and rotated, queries not scaled."""
         qkv = self.qkv(x_te)
         num_tokens, num_groups, rows, head_dim = qkv.shape
-        q_thd = qkv[:, :, : rows - 2].reshape(num_tokens, num_groups * (rows - 2), head_dim)
-        k_tkd, v_tkd = qkv[:, :, rows - 2], qkv[:, :, rows - 1]
+        q, k, v = jnp.split(qkv, (rows - 2, rows - 1), axis=2)
+        q_thd = q.reshape(num_tokens, num_groups * (rows - 2), head_dim)
+        k_tkd, v_tkd = k.squeeze(2), v.squeeze(2)
         if self.q_norm is not None and self.k_norm is not None:
             q_thd, k_tkd = self.q_norm(q_thd), self.k_norm(k_tkd)
         return rope.apply(q_thd, cos_td, sin_td), rope.apply(k_tkd, cos_td, sin_td), v_tkd
@@ -110,9 +101,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x_te: jax.Array) -> jax.Array:
         """`[T, E]` to `[T, E]`."""
-        gate_up = self.gate_up(x_te)
-        gated = jax.nn.silu(gate_up[:, 0].astype(jnp.float32)) * gate_up[:, 1].astype(jnp.float32)
-        return self.down(gated.astype(x_te.dtype))
+        gate, up = (x.squeeze(1).astype(jnp.float32) for x in jnp.split(self.gate_up(x_te), 2, axis=1))
+        return self.down((jax.nn.silu(gate) * up).astype(x_te.dtype))
 
 
 class LlamaLayer(nnx.Module):
@@ -220,7 +210,7 @@ class Llama:
     def logits(self, params: Params, hidden_re: jax.Array) -> jax.Array:
         """Hidden states `[R, E]` to float32 logits `[R, V]`."""
         matrix = params["embed"]["embedding"] if self.config.tie_word_embeddings else params["lm_head"]["kernel"]
-        return dot(hidden_re, matrix, axis=1)
+        return dot(hidden_re, matrix, 1)
 
     def _init_layer(self, key: jax.Array) -> Params:
         layer = LlamaLayer(self.config, self.dtype, nnx.Rngs(key))

@@ -73,8 +73,8 @@ def test_reads_outside_of_the_layer_are_zeros(layer: int, ids: list[int]) -> Non
 
 @pytest.mark.parametrize("field", ["num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim", "num_shards"])
 def test_sizes_start_at_one(field: str) -> None:
+    changes: dict[str, Any] = {field: 0}
     with pytest.raises(InvalidArgument, match=f"{field}: 0 is below the limit of 1"):
-        changes: dict[str, Any] = {field: 0}
         dataclasses.replace(LAYOUT, **changes)
 
 
