@@ -60,6 +60,9 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
         model, params, options, device=device, compile_cache_dir=Environment.read().compile_cache_dir
     )
     geometry = executor.geometry
+    if options.model.attention_backend == "auto":
+        for backend, reason in executor.passed_over_backends:
+            progress(f"attention {executor.attention_backend}, not {backend}: {reason}", 1, 1)
     pool_mib = geometry.num_blocks * geometry.bytes_per_block / 2**20
     progress(f"pool of {geometry.num_blocks} blocks of {geometry.block_size} tokens ({pool_mib:.0f} MiB)", 1, 1)
     executor.warm_up(progress)
@@ -84,10 +87,14 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
     )
     names = names_of(device)
     resolved = options.resolve(
-        max_model_len=geometry.max_model_len,
-        num_blocks=geometry.num_blocks,
-        dtype=model.dtype.name,
-        served_model_name=options.server.served_model_name or source.name,
+        {
+            "max_model_len": geometry.max_model_len,
+            "num_blocks": geometry.num_blocks,
+            "dtype": model.dtype.name,
+            "attention_backend": executor.attention_backend,
+            "kv_cache_dtype": executor.kv_cache_dtype,
+            "served_model_name": options.server.served_model_name or source.name,
+        }
     )
     return Serving(
         engine=engine,
@@ -98,7 +105,7 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
             platform=names.platform,
             device_kind=names.device_kind,
             num_devices=1,
-            attention="xla",
+            attention=executor.attention_backend,
             jax_version=names.jax_version,
         ),
         config=resolved,

@@ -52,6 +52,11 @@ class ModelOptions:
     max_model_len: int | None = option(
         None, "prompt and output tokens of one sequence at most; the model's own limit when left out", low=2
     )
+    attention_backend: str = option(
+        "auto",
+        "whose attention kernels run; auto takes the device's own where they can, and says why where they cannot",
+        choices=("auto", "xla", "pallas-tpu", "pallas-gpu", "cpu"),
+    )
     seed: int = option(0, "where requests that bring no seed get theirs from", low=0, high=2**64 - 1)
 
 
@@ -65,6 +70,11 @@ class CacheOptions:
     )
     memory_utilization: float = option(
         0.9, "share of the device's memory that weights, programs and the pool may take", low=0.01, high=1.0
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "how keys and values are kept; auto is as they are computed, int8 and fp8 hold two to four times the tokens",
+        choices=("auto", "float32", "bfloat16", "int8", "fp8"),
     )
     swap_space: float = option(
         1.0, "host memory that groups are swapped out to, and cached prefixes kept in", low=0.0, high=4096.0, unit="GiB"
@@ -163,14 +173,13 @@ class EngineConfig:
                 "max_num_batched_tokens", f"{max_tokens} is below max_num_seqs ({max_rows}): every row needs one token"
             )
 
-    def resolve(self, *, max_model_len: int, num_blocks: int, dtype: str, served_model_name: str) -> EngineConfig:
-        """Fills in what only the model and the device could tell."""
-        return dataclasses.replace(
-            self,
-            model=dataclasses.replace(self.model, max_model_len=max_model_len, dtype=dtype),
-            cache=dataclasses.replace(self.cache, num_blocks=num_blocks),
-            server=dataclasses.replace(self.server, served_model_name=served_model_name),
-        )
+    def resolve(self, found: Mapping[str, Any]) -> EngineConfig:
+        """Fills in what only the model and the device could tell: option names and their final values."""
+        sections = {}
+        for section, kind in SECTIONS.items():
+            values = {name: found[name] for name in field_names(kind) if name in found}
+            sections[section] = dataclasses.replace(getattr(self, section), **values)
+        return EngineConfig(**sections)
 
     def explain(self) -> list[tuple[str, str, str]]:
         """(option, value, where it came from) for every option; the value of a resolved configuration is final."""

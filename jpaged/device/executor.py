@@ -25,6 +25,7 @@ from jpaged.device.compile import CompiledProgram, CompileWatch, ProgramSpec, co
 from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
 from jpaged.device.kv_cache import KVPool, PoolRequest, check_num_blocks, default_num_blocks
+from jpaged.device.kv_scales import kv_dtype, measure_scales, name_of_kv_dtype
 from jpaged.device.mesh import build_mesh, replicated
 from jpaged.device.rates import NO_RATE, null_prefill, seconds_of
 from jpaged.device.step import Step, backbone_packing, draw_packing, unpack_outputs
@@ -32,7 +33,7 @@ from jpaged.engine.buckets import BucketTable
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Progress, StepInputs, StepOutputs
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec
+from jpaged.kernels.paged_attention import AttentionSpec, Backend, choose
 from jpaged.models.layers import LayerMode
 from jpaged.models.llama import Llama, Params
 
@@ -97,9 +98,11 @@ class JaxExecutor:
         params = jax.device_put(params, sharding)
 
         def assemble(num_blocks: int) -> tuple[Step, Geometry]:
-            return plan(model, options, layer_mode, num_blocks)
+            return plan(model, options, layer_mode, num_blocks, device)
 
-        _, least = assemble(1)
+        least_step, least = assemble(1)
+        if least_step.attention.layout.is_scaled:
+            params = {**params, "kv_scales": measure_scales(model, params, layer_mode, least_step.attention)}
         request = PoolRequest(
             bytes_per_block=least.bytes_per_block,
             block_size=least.block_size,
@@ -120,6 +123,22 @@ class JaxExecutor:
     @property
     def geometry(self) -> Geometry:
         return self._geometry
+
+    @property
+    def attention_backend(self) -> Backend:
+        """Whose attention kernels run."""
+        return self._step.backend
+
+    @property
+    def passed_over_backends(self) -> tuple[tuple[Backend, str], ...]:
+        """The attention backends that `auto` would rather have, and why each cannot run."""
+        device = next(iter(self._sharding.device_set))
+        return choose("auto", device, self._step.attention, self._step.model.config.num_heads).passed_over
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """How keys and values are kept, as the option is spelled."""
+        return name_of_kv_dtype(self._step.attention.layout.dtype)
 
     @property
     def num_compiles_after_warm_up(self) -> int:
@@ -244,11 +263,14 @@ class JaxExecutor:
         return program.executable
 
 
-def plan(model: Llama, options: EngineConfig, layer_mode: LayerMode, num_blocks: int) -> tuple[Step, Geometry]:
+def plan(
+    model: Llama, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, device: jax.Device
+) -> tuple[Step, Geometry]:
     """What runs, and its sizes, for a number of blocks. Allocates and compiles nothing.
 
     Raises:
         InvalidArgument: max_model_len is beyond the model's.
+        Unsupported: the attention backend that was chosen cannot do it.
     """
     config = model.config
     max_model_len = options.model.max_model_len or config.max_model_len
@@ -262,8 +284,11 @@ def plan(model: Llama, options: EngineConfig, layer_mode: LayerMode, num_blocks:
         block_size=options.cache.block_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=model.dtype,
+        dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype),
     )
+    attention = AttentionSpec(layout, scale=config.head_dim**-0.5)
+    chosen = choose(options.model.attention_backend, device, attention, config.num_heads)
+    layout = chosen.spec.layout
     max_num_seqs, max_tokens = options.scheduler.max_num_seqs, options.scheduler.max_num_batched_tokens
     geometry = Geometry(
         num_blocks=num_blocks,
@@ -275,8 +300,8 @@ def plan(model: Llama, options: EngineConfig, layer_mode: LayerMode, num_blocks:
         buckets=BucketTable.build(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout),
     )
-    attention = AttentionSpec(layout, scale=config.head_dim**-0.5)
-    return Step(model, attention, layer_mode, num_places=geometry.buckets.rows[-1]), geometry
+    step = Step(model, chosen.spec, layer_mode, num_places=geometry.buckets.rows[-1], backend=chosen.backend)
+    return step, geometry
 
 
 def program_lowerings(

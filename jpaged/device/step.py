@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from jpaged.device import sampling
 from jpaged.device.packing import Packing
 from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry, StepOutputs
-from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention
+from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention_update
 from jpaged.models.layers import LayerMode
 from jpaged.models.llama import Llama
 
@@ -88,27 +88,35 @@ class Step:
         attention: how its attention reads the pool.
         layer_mode: how the layers run, and so how the parameters are stacked.
         num_places: rows of the hidden states and of the last tokens: what the largest draw takes.
+        backend: whose attention kernel runs.
     """
 
     model: Llama
     attention: AttentionSpec
     layer_mode: LayerMode
     num_places: int
+    backend: Backend = "xla"
 
     def backbone(
         self,
         params: Params,
-        pool: Shaped[Array, "P B 2K D"],
+        pool: Shaped[Array, "P B ..."],
         last_tokens_s: Int[Array, "S"],
         inputs: BackboneInputs,
-    ) -> tuple[Shaped[Array, "P B 2K D"], Float[Array, "S E"]]:
-        """Runs the layers; the hidden state from which each row draws comes back."""
+    ) -> tuple[Shaped[Array, "P B ..."], Float[Array, "S E"]]:
+        """Runs the layers; the hidden state from which each row draws comes back.
+
+        The parameters hold the pool's scales as "kv_scales" `[L, K, 2]` where it keeps 8 bits.
+        """
+        scales_lk2 = params.get("kv_scales")
 
         def attend(
             q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, pool: jax.Array, layer_index: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
-            pool = self.attention.layout.write(pool, layer_index, k_tkd, v_tkd, inputs.slots_t)
-            o_thd, _ = paged_attention(q_thd, pool, layer_index, inputs.rows, self.attention, backend="xla")
+            new_kv = k_tkd, v_tkd, inputs.slots_t
+            o_thd, _, pool = paged_attention_update(
+                q_thd, new_kv, pool, layer_index, inputs.rows, self.attention, scales_lk2, backend=self.backend
+            )
             return o_thd, pool
 
         fed_back_t = last_tokens_s[inputs.fed_back_rows_t]

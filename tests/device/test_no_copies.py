@@ -47,7 +47,7 @@ def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: s
         {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": block_size, "max_model_len": 64}
     )
     num_blocks = 32_000 // block_size
-    step, geometry = plan(tiny_model.model(dtype), options, layer_mode, num_blocks)
+    step, geometry = plan(tiny_model.model(dtype), options, layer_mode, num_blocks, jax.devices()[0])
     layout = step.attention.layout
     sharding = replicated(build_mesh(jax.devices()[:1]))
     params = tiny_model.model(dtype).abstract_params(layer_mode)

@@ -14,7 +14,8 @@ from jpaged.device import kv_cache
 from jpaged.engine.executor import StepInputs, StepOutputs
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import EngineLoad
-from jpaged.errors import InvalidArgument, RequestTooLong
+from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
+from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.types import SamplingParams
 from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts, write_model
@@ -109,6 +110,28 @@ def test_dtype_is_that_of_weights_and_pool(base: LLM, folder: Path) -> None:
     assert 1e-4 < abs(exact - rounded) < 0.2
     with open_llm(folder, dtype="auto", **BASE) as llm:
         assert llm.config.model.dtype == "float32"  # on a CPU
+
+
+@flips("kv_cache_dtype")
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_kv_cache_dtype_is_that_of_the_pool_alone(base: LLM, folder: Path, name: str) -> None:
+    prompt = random_prompts([20])
+    exact = chosen_logprobs(generate(base, prompt, GREEDY)[0])[0]
+    with open_llm(folder, kv_cache_dtype=name, **BASE) as llm:
+        rounded = chosen_logprobs(generate(llm, prompt, GREEDY)[0])[0]
+        assert engine_of(llm).geometry.bytes_per_block * 4 == engine_of(base).geometry.bytes_per_block
+        assert (llm.config.model.dtype, llm.config.cache.kv_cache_dtype) == ("float32", name)
+    assert base.config.cache.kv_cache_dtype == "float32"
+    assert 1e-6 < abs(exact - rounded) < 0.2
+
+
+@flips("attention_backend")
+def test_attention_backend_is_the_one_that_was_named(base: LLM, folder: Path) -> None:
+    with open_llm(folder, attention_backend="xla", **BASE) as llm:
+        assert llm.config.model.attention_backend == "xla"
+    assert base.config.model.attention_backend in IMPLEMENTATIONS
+    with pytest.raises(Unsupported, match=r"attention_backend: pallas-tpu cannot run here: .*cpu"):
+        LLM(str(folder), attention_backend="pallas-tpu")
 
 
 @flips("load_format")

@@ -1,7 +1,7 @@
 """Attention over keys and values that lie in blocks; `paged_attention` is the operation."""
 
 from jpaged.kernels.paged_attention.api import paged_attention, paged_attention_update
-from jpaged.kernels.paged_attention.backends import Backend
+from jpaged.kernels.paged_attention.backends import Backend, choose
 from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
 
-__all__ = ["AttentionSpec", "Backend", "RaggedRows", "paged_attention", "paged_attention_update"]
+__all__ = ["AttentionSpec", "Backend", "RaggedRows", "choose", "paged_attention", "paged_attention_update"]

@@ -9,13 +9,15 @@ known before anything is traced, so that a server says them when it starts.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import jax
 
 from jpaged.errors import Unsupported
+from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.paged_attention import reference
 from jpaged.kernels.paged_attention.spec import AttentionSpec
 
@@ -43,7 +45,7 @@ class Implementation:
 
     attend: Attend
     update: Update | None
-    form: Any
+    form: KVForm | None
     refuses: Callable[[AttentionSpec, int], str | None]
     refuses_device: Callable[[jax.Device], str | None]
 
@@ -52,6 +54,48 @@ IMPLEMENTATIONS: dict[Backend, Implementation] = {
     "xla": Implementation(reference.paged_attention, None, None, lambda spec, num_heads: None, lambda device: None),
 }
 """In order of preference: `choose` takes the first that refuses neither the device nor the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What runs.
+
+    Attributes:
+        backend: its name.
+        spec: the call's static side, with the pool in the form that the backend reads.
+        passed_over: the backends that were preferred, and why each was not taken.
+    """
+
+    backend: Backend
+    spec: AttentionSpec
+    passed_over: tuple[tuple[Backend, str], ...]
+
+
+def choose(name: str, device: jax.Device, spec: AttentionSpec, num_heads: int) -> Choice:
+    """The backend that was named, or for `auto` the first that can.
+
+    Args:
+        name: `auto` or a backend.
+        device: where it will run.
+        spec: the pool's form in it is replaced by the one that fits.
+        num_heads: query heads.
+
+    Raises:
+        Unsupported: the backend that was named cannot do it, and why.
+    """
+    if name != "auto" and name not in IMPLEMENTATIONS:
+        raise Unsupported(f"attention_backend: {name!r} is not one of auto, {', '.join(IMPLEMENTATIONS)}")
+    passed_over: list[tuple[Backend, str]] = []
+    for backend, found in IMPLEMENTATIONS.items():
+        if name not in ("auto", backend):
+            continue
+        form: KVForm = found.form or ("cpu" if device.platform == "cpu" else "gpu")
+        fitting = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, form=form))
+        reason = found.refuses_device(device) or found.refuses(fitting, num_heads)
+        if reason is None:
+            return Choice(backend, fitting, tuple(passed_over))
+        passed_over.append((backend, reason))
+    raise Unsupported("; ".join(f"attention_backend: {backend} cannot run here: {why}" for backend, why in passed_over))
 
 
 def implementation(backend: Backend, spec: AttentionSpec, num_heads: int) -> Implementation:

@@ -1,0 +1,68 @@
+"""Scales for keys and values that are kept in 8 bits: one for each layer, head, and of the two.
+
+    pool holds round(k / scale)        scale = MARGIN * the largest |k| of the head on a probe / the largest number
+
+The probe is a fixed row of tokens drawn evenly from the vocabulary, attended in full: what a head's keys can be is far
+more a matter of its weights than of the text. Larger numbers saturate.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.kernels.kv_layout import MAX_NUMBER
+from jpaged.kernels.paged_attention import AttentionSpec
+from jpaged.models.layers import LayerMode
+from jpaged.models.llama import Llama, Params
+
+MARGIN = 1.25
+PROBE_LEN = 256
+
+_NAMES = {"int8": "int8", "fp8": "float8_e4m3fn", "float32": "float32", "bfloat16": "bfloat16"}
+
+
+def kv_dtype(name: str, model_dtype: np.dtype) -> np.dtype:
+    """The element type that the option `kv_cache_dtype` names."""
+    return model_dtype if name == "auto" else jnp.dtype(_NAMES[name])
+
+
+def name_of_kv_dtype(dtype: np.dtype) -> str:
+    """The inverse of `kv_dtype`."""
+    return next(name for name, spelled in _NAMES.items() if spelled == dtype.name)
+
+
+def measure_scales(model: Llama, params: Params, layer_mode: LayerMode, attention: AttentionSpec) -> jax.Array:
+    """Runs the probe; float32 `[L, K, 2]` for keys and values, on the parameters' device."""
+    config = model.config
+    probe_len = min(PROBE_LEN, config.max_model_len)
+    token_ids = np.random.default_rng(0).integers(0, config.vocab_size, probe_len, dtype=np.int32)
+    largest_lk2 = jax.jit(functools.partial(_largest, model, layer_mode, attention))(params, token_ids)
+    return jnp.maximum(largest_lk2, 1e-6) * (MARGIN / MAX_NUMBER[attention.layout.dtype.name])
+
+
+def _largest(
+    model: Llama, layer_mode: LayerMode, attention: AttentionSpec, params: Params, token_ids_t: jax.Array
+) -> jax.Array:
+    """Largest magnitudes `[L, K, 2]` of keys and values while the model reads the tokens."""
+    num_tokens, layout = token_ids_t.shape[0], attention.layout
+    is_seen_qk = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+
+    def attend(
+        q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, largest_lk2: Any, layer_index: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        q_tkgd = q_thd.reshape(num_tokens, layout.num_kv_heads, -1, layout.head_dim)
+        s_kgqt = jnp.einsum("qkgd,tkd->kgqt", q_tkgd, k_tkd, preferred_element_type=jnp.float32) * attention.scale
+        p_kgqt = jax.nn.softmax(jnp.where(is_seen_qk, s_kgqt, -jnp.inf)).astype(v_tkd.dtype)
+        o_thd = jnp.einsum("kgqt,tkd->qkgd", p_kgqt, v_tkd).reshape(q_thd.shape)
+        found_k2 = jnp.stack([jnp.abs(x.astype(jnp.float32)).max(axis=(0, 2)) for x in (k_tkd, v_tkd)], axis=-1)
+        return o_thd, largest_lk2.at[layer_index].set(found_k2)
+
+    positions_t = jnp.arange(num_tokens, dtype=jnp.int32)
+    carry = jnp.zeros((layout.num_layers, layout.num_kv_heads, 2))
+    lens_t = jnp.full_like(positions_t, num_tokens)
+    return model.run(params, token_ids_t, positions_t, lens_t, attend, carry, layer_mode)[1]

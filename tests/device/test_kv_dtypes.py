@@ -1,0 +1,72 @@
+"""Keys and values that are kept in other types than they are computed in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.device.executor import plan
+from jpaged.device.kv_scales import MARGIN, kv_dtype, measure_scales, name_of_kv_dtype
+from jpaged.kernels.kv_layout import MAX_NUMBER
+from tests.device import tiny_model
+from tests.device.driver import Driver, Row
+from tests.device.test_executor import dense_logprobs, prompt
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.1, "fp8": 0.5}
+
+
+def with_kv(name: str) -> EngineConfig:
+    cache = dataclasses.replace(tiny_model.OPTIONS.cache, kv_cache_dtype=name)
+    return dataclasses.replace(tiny_model.OPTIONS, cache=cache)
+
+
+@pytest.mark.parametrize("name", TOLERANCE)
+def test_logits_follow_the_dense_ones_as_closely_as_the_type_can(name: str) -> None:
+    executor = tiny_model.warm_executor(with_kv(name))
+    assert executor.kv_cache_dtype == name
+    driver = Driver(executor)
+    sequence = driver.sequence(prompt(30))
+    errors = []
+    driver.run([Row(sequence, 16)])
+    for num_tokens in (14, *(1,) * 16):
+        outputs = driver.run([Row(sequence, num_tokens)])
+        token = int(outputs.token_ids_r[0])
+        errors.append(abs(float(outputs.logprobs_r[0]) - dense_logprobs(sequence)[sequence.num_computed - 1][token]))
+        sequence.tokens.append(token)
+    executor.shutdown()
+    assert np.mean(errors) < TOLERANCE[name]
+    if name in ("int8", "fp8"):
+        assert np.mean(errors) > 1e-6  # the numbers were kept in 8 bits indeed
+
+
+@pytest.mark.parametrize(("name", "times"), [("bfloat16", 2), ("int8", 4), ("fp8", 4)])
+def test_smaller_types_make_cheaper_blocks(name: str, times: int) -> None:
+    def bytes_per_block(kv: str) -> int:
+        return plan(tiny_model.model(), with_kv(kv), "loop", 5, jax.devices()[0])[1].bytes_per_block
+
+    assert bytes_per_block("float32") == bytes_per_block("auto") == times * bytes_per_block(name)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("layer_mode", ["loop", "scan"])
+def test_scales_let_the_probe_fill_the_range(name: str, layer_mode: str) -> None:
+    step, _ = plan(tiny_model.model(), with_kv(name), "loop", 5, jax.devices()[0])
+    params = tiny_model.params(layer_mode)  # type: ignore[arg-type]
+    scales = np.asarray(measure_scales(tiny_model.model(), params, layer_mode, step.attention))  # type: ignore[arg-type]
+    layout = step.attention.layout
+    assert scales.shape == (layout.num_layers, layout.num_kv_heads, 2)
+    assert len(np.unique(scales)) == scales.size
+    largest = scales * MAX_NUMBER[layout.dtype.name] / MARGIN
+    assert (largest > 0.01).all()
+    assert (largest < 1000).all()
+
+
+def test_names_of_types_go_both_ways() -> None:
+    for name in ("float32", "bfloat16", "int8", "fp8"):
+        assert name_of_kv_dtype(kv_dtype(name, np.dtype("float32"))) == name
+    assert kv_dtype("auto", jnp.dtype("bfloat16")) == jnp.dtype("bfloat16")

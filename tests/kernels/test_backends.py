@@ -1,0 +1,82 @@
+"""Which backend runs, and what is said of those that do not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged.config import ModelOptions
+from jpaged.errors import Unsupported
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec, choose
+from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS, Implementation, implementation
+
+SPEC = AttentionSpec(KVLayout(1, 4, 16, 2, 64, jnp.dtype("float32")), 0.125)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    platform: str
+    device_kind: str = "some device"
+    compute_capability: str = "8.0"
+
+
+def choose_on(platform: str, name: str = "auto") -> Any:
+    return choose(name, Device(platform), SPEC, 4)  # type: ignore[arg-type]
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+    """A backend that is preferred to all others."""
+    never: Any = lambda *args: None  # noqa: E731
+    made = {"attend": None, "update": None, "form": "tpu", "refuses": never, "refuses_device": never, **how}
+    table = {"planted": Implementation(**made), **IMPLEMENTATIONS}
+    monkeypatch.setattr("jpaged.kernels.paged_attention.backends.IMPLEMENTATIONS", table)
+
+
+def test_options_name_every_backend() -> None:
+    spec = next(f for f in dataclasses.fields(ModelOptions) if f.name == "attention_backend")
+    assert set(spec.metadata["choices"]) == {"auto", *IMPLEMENTATIONS}
+
+
+def test_xla_runs_everywhere_and_comes_last() -> None:
+    assert list(IMPLEMENTATIONS)[-1] == "xla"
+    for platform, form in (("cpu", "cpu"), ("gpu", "gpu"), ("tpu", "gpu")):
+        chosen = choose_on(platform, "xla")
+        assert (chosen.backend, chosen.spec.layout.form, chosen.passed_over) == ("xla", form, ())
+
+
+def test_auto_takes_the_first_that_can_in_its_own_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch)
+    chosen = choose_on("gpu")
+    assert (chosen.backend, chosen.spec.layout.form) == ("planted", "tpu")
+
+
+def test_auto_says_why_it_passed_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, refuses=lambda spec, num_heads: f"{num_heads} heads are odd")
+    assert choose_on("gpu").passed_over[0] == ("planted", "4 heads are odd")
+
+
+@pytest.mark.parametrize("where", ["refuses", "refuses_device"])
+def test_a_backend_that_was_named_is_not_replaced(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    planted(monkeypatch, **{where: lambda *args: "it is Tuesday"})
+    with pytest.raises(Unsupported, match="attention_backend: planted cannot run here: it is Tuesday"):
+        choose_on("cpu", "planted")
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(Unsupported, match="'magic' is not one of auto, "):
+        choose_on("cpu", "magic")
+
+
+def test_a_pool_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch)
+    with pytest.raises(Unsupported, match="planted reads pools of form tpu, not cpu"):
+        implementation("planted", SPEC, 4)  # type: ignore[arg-type]
+
+
+def test_this_machine_has_a_backend() -> None:
+    assert choose("auto", jax.devices()[0], SPEC, 4).backend in IMPLEMENTATIONS
