@@ -1,15 +1,19 @@
-"""Measure: `jpaged bench simulate` serves a trace in simulated time, on any accelerator, with the real scheduler."""
+"""Measure.
+
+simulate   serves a trace in simulated time, on any accelerator, with the real scheduler
+kernels    times the attention kernels of this device
+"""
 
 from __future__ import annotations
 
 import argparse
 from types import ModuleType
 
-from jpaged.cli import simulate
+from jpaged.cli import kernels, simulate
 
 HELP = "measure"
 
-BENCHMARKS: dict[str, ModuleType] = {"simulate": simulate}
+BENCHMARKS: dict[str, ModuleType] = {"simulate": simulate, "kernels": kernels}
 """Each module has HELP, add_arguments(parser) and run(arguments) -> exit code."""
 
 

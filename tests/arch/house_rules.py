@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "demo": VALUES | {"kernels", "models"},
     "assemble": VALUES | {"obs", "kernels", "models", "device", "engine", "server", "demo", "testing"},
     "llm": VALUES | {"obs", "engine", "assemble", "client"},
-    "cli": VALUES | {"obs", "assemble", "client", "server", "llm", "sim", "engine.engine"},
+    "cli": VALUES | {"obs", "assemble", "client", "server", "llm", "sim", "engine.engine", "kernels"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }

@@ -1,0 +1,257 @@
+"""How fast attention is on this device: paged against contiguous, and against what the device can do at all.
+
+    paged        blocks scattered over the pool, as serving leaves them
+    in order     the same kernel, the blocks one behind the other: what scattering costs
+    contiguous   jax.nn.dot_product_attention over dense [S, context, K, D]: what paging costs
+    limit        decode: bytes of keys, values, queries and outputs over the measured copy bandwidth
+                 prefill: FLOPs of the visible scores over the measured rate of matrix products; the greater of the two
+
+A program runs the operation n times in a loop whose every turn reads the output of the one before; the time of one is
+the slope between two counts, so that what starting a program costs does not count. The variants take turns, and
+medians are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.errors import Unsupported
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention.api import paged_attention
+from jpaged.kernels.paged_attention.backends import Backend, choose
+from jpaged.kernels.paged_attention.shapes import SHAPES, AttentionShape
+from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
+
+CHUNK_TOKENS = 2048
+"""Queries of a prefill cell: the last so many tokens of the context."""
+
+_MAX_DENSE_SCORES = 1 << 30  # elements: beyond it dense prefill is left out, XLA keeps every score
+_NUM_TURNS = 5
+_MIN_SECONDS = 0.02  # of the longer of two runs whose difference is taken
+
+Run = Callable[[int], float]  # number of turns -> seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One point of the table.
+
+    Attributes:
+        kind: one query a row, or a chunk of a prompt.
+        num_seqs: rows.
+        context: tokens of each row's context.
+        block_size: tokens of a block.
+    """
+
+    kind: Literal["decode", "prefill"]
+    num_seqs: int
+    context: int
+    block_size: int
+
+    @property
+    def num_queries(self) -> int:
+        """Of a row."""
+        return 1 if self.kind == "decode" else min(self.context, CHUNK_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What the device does at best, measured with XLA's own programs.
+
+    Attributes:
+        bytes_per_s: read and written by a copy of an array that no cache holds.
+        flops_per_s: of a large matrix product in the queries' type.
+    """
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Seconds of one operation in each variant; None where the dense one would not fit."""
+
+    cell: Cell
+    backend: Backend
+    paged_s: float
+    in_order_s: float
+    contiguous_s: float | None
+    limit_s: float
+
+    @property
+    def limit_share(self) -> float:
+        """How much of the device's limit the paged operation reaches, 0 to 1."""
+        return self.limit_s / self.paged_s
+
+    @property
+    def over_contiguous(self) -> float | None:
+        """Time of paged over that of contiguous: 1.05 is five percent slower."""
+        return None if self.contiguous_s is None else self.paged_s / self.contiguous_s
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """Where it was measured."""
+
+    kind: str
+    jax_version: str
+    limits: DeviceLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Cells that were measured, and those that were not, with the reason."""
+
+    device: DeviceFacts
+    rows: tuple[Measurement, ...]
+    left_out: tuple[tuple[Cell, str], ...]
+
+
+def survey(cells: Sequence[Cell], shape_name: str, dtype_name: str, backend: str, max_bytes: int) -> Survey:
+    """Times every cell on jax's first device; one with more than `max_bytes` of keys and values is left out."""
+    shape, dtype, device = SHAPES[shape_name], jnp.dtype(dtype_name), jax.devices()[0]
+    is_cpu = device.platform == "cpu"
+    limits = measure_limits(dtype, num_bytes=1 << (28 if is_cpu else 31), width=1024 if is_cpu else 8192)
+    token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    rows: list[Measurement] = []
+    left_out: list[tuple[Cell, str]] = []
+    for cell in cells:
+        num_bytes = cell.num_seqs * cell.context * token_bytes
+        if num_bytes > max_bytes:
+            gib = num_bytes / 2**30, max_bytes / 2**30
+            left_out.append((cell, f"{gib[0]:.1f} GiB of keys and values are more than the {gib[1]:g} allowed"))
+            continue
+        try:
+            rows.append(measure(cell, shape, dtype, backend, limits))
+        except Unsupported as error:
+            left_out.append((cell, str(error)))
+    return Survey(DeviceFacts(device.device_kind, jax.__version__, limits), tuple(rows), tuple(left_out))
+
+
+def measure_limits(dtype: jnp.dtype, *, num_bytes: int, width: int) -> DeviceLimits:
+    """Times a copy of `num_bytes` and a product of two matrices of `width` x `width`."""
+
+    def copy(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    def product(x: jax.Array) -> jax.Array:
+        return jnp.matmul(x, x, preferred_element_type=jnp.float32).astype(dtype)
+
+    copied = _median([_looped(copy, jnp.zeros(num_bytes // 4, jnp.float32))])[0]
+    multiplied = _median([_looped(product, jnp.zeros((width, width), dtype))])[0]
+    return DeviceLimits(2 * num_bytes / copied, 2 * width**3 / multiplied)
+
+
+def measure(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, name: str, limits: DeviceLimits) -> Measurement:
+    """Times one cell on jax's first device.
+
+    Args:
+        cell: what is asked of the kernel.
+        shape: heads.
+        dtype: of queries, keys and values.
+        name: of a backend, or `auto`.
+        limits: of the device.
+
+    Raises:
+        Unsupported: the backend cannot do it, and why.
+    """
+    blocks_per_seq = -(-cell.context // cell.block_size)
+    num_blocks = cell.num_seqs * blocks_per_seq
+    layout = KVLayout(1, num_blocks, cell.block_size, shape.num_kv_heads, shape.head_dim, dtype)
+    spec = AttentionSpec(layout, shape.head_dim**-0.5, shape.sliding_window, shape.soft_cap)
+    chosen = choose(name, jax.devices()[0], spec, shape.num_heads)
+    layout = chosen.spec.layout
+    pool = jax.jit(lambda: layout.encode(jnp.full(layout.shape, 0.5)))()
+    q_thd = jax.random.normal(jax.random.key(0), (cell.num_seqs * cell.num_queries, shape.num_heads, shape.head_dim))
+    q_thd = q_thd.astype(dtype)
+
+    def paged(ids: np.ndarray) -> Run:
+        rows = RaggedRows(
+            jnp.arange(cell.num_seqs + 1, dtype=jnp.int32) * cell.num_queries,
+            jnp.full(cell.num_seqs, cell.context, jnp.int32),
+            jnp.asarray(ids.reshape(cell.num_seqs, blocks_per_seq), jnp.int32),
+            jnp.int32(cell.num_seqs),
+        )
+        return _looped(functools.partial(_attend, chosen.spec, chosen.backend), q_thd, pool, rows)
+
+    ids = np.arange(1, num_blocks + 1)
+    runs = [paged(np.random.default_rng(0).permutation(ids)), paged(ids)]
+    num_scores = cell.num_seqs * shape.num_heads * cell.num_queries * cell.context
+    if num_scores <= _MAX_DENSE_SCORES:
+        kv = jnp.full((cell.num_seqs, cell.context, shape.num_kv_heads, shape.head_dim), 0.5, dtype)
+        runs.append(_looped(functools.partial(_dense, cell, chosen.spec), q_thd, kv, kv))
+    seconds = _median(runs)
+    contiguous_s = seconds[2] if len(seconds) > 2 else None
+    return Measurement(cell, chosen.backend, seconds[0], seconds[1], contiguous_s, limit_of(cell, shape, dtype, limits))
+
+
+def limit_of(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, limits: DeviceLimits) -> float:
+    """The least seconds that the device needs: what must be moved, or what must be multiplied.
+
+    A query sees the keys up to its own, or the window's; a chunk reads each key once.
+    """
+    window = shape.sliding_window or cell.context
+    first = cell.context - cell.num_queries
+    num_keys = min(cell.context, cell.num_queries - 1 + window)
+    num_scores = sum(min(first + i + 1, window) for i in range(cell.num_queries)) * shape.num_heads
+    row_bytes = shape.head_dim * dtype.itemsize
+    num_bytes = 2 * num_keys * shape.num_kv_heads * row_bytes + 2 * cell.num_queries * shape.num_heads * row_bytes
+    flops = 4 * shape.head_dim * num_scores
+    return cell.num_seqs * max(num_bytes / limits.bytes_per_s, flops / limits.flops_per_s)
+
+
+def _attend(spec: AttentionSpec, backend: Backend, q_thd: jax.Array, pool: jax.Array, rows: RaggedRows) -> jax.Array:
+    return paged_attention(q_thd, pool, jnp.int32(0), rows, spec, backend=backend)[0]
+
+
+def _dense(cell: Cell, spec: AttentionSpec, q_thd: jax.Array, k_stkd: jax.Array, v_stkd: jax.Array) -> jax.Array:
+    q_sqhd = q_thd.reshape(cell.num_seqs, cell.num_queries, *q_thd.shape[1:])
+    distance_qt = (
+        cell.context - cell.num_queries + jnp.arange(cell.num_queries)[:, None] - jnp.arange(cell.context)[None]
+    )
+    is_seen_qt = (distance_qt >= 0) & (distance_qt < (spec.sliding_window or cell.context))
+    mask = None if cell.kind == "decode" and spec.sliding_window is None else is_seen_qt[None, None]
+    return jax.nn.dot_product_attention(q_sqhd, k_stkd, v_stkd, mask=mask, scale=spec.scale).reshape(q_thd.shape)
+
+
+def _looped(act: Callable[..., jax.Array], x: jax.Array, *rest: object) -> Run:
+    """A program that does it n times, each with the result of the one before."""
+
+    @jax.jit
+    def program(num_turns: jax.Array, x: jax.Array, *rest: object) -> jax.Array:
+        return jax.lax.fori_loop(0, num_turns, lambda _, x: act(x, *rest), x)
+
+    def run(num_turns: int) -> float:
+        begin = time.perf_counter()
+        program(jnp.int32(num_turns), x, *rest).block_until_ready()
+        return time.perf_counter() - begin
+
+    run(1)  # compiled
+    return run
+
+
+def _median(runs: Sequence[Run]) -> list[float]:
+    """Seconds of one turn of each, in turns."""
+    counts = [_count(run) for run in runs]
+    slopes: list[list[float]] = [[] for _ in runs]
+    for _ in range(_NUM_TURNS):
+        for run, count, found in zip(runs, counts, slopes, strict=True):
+            found.append(max((run(2 * count) - run(count)) / count, 1e-9))
+    return [statistics.median(found) for found in slopes]
+
+
+def _count(run: Run) -> int:
+    """So many turns that they take long enough to be timed."""
+    one = max(min(run(1), run(1)), 1e-7)
+    several = max(1, math.ceil(_MIN_SECONDS / 4 / one))
+    return max(1, math.ceil(several * _MIN_SECONDS / max(run(several), 1e-7)))

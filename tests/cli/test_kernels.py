@@ -1,0 +1,74 @@
+"""`jpaged bench kernels`: the table, the numbers behind it, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jpaged.cli.main import main
+from jpaged.kernels.paged_attention.measure import CHUNK_TOKENS, Cell, DeviceLimits, limit_of
+from jpaged.kernels.paged_attention.shapes import AttentionShape
+
+SMALL = ["bench", "kernels", "--shape", "demo", "--dtype", "float32", "--backend", "xla"]
+
+
+def test_every_cell_is_measured_or_left_out_by_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers, picture = tmp_path / "a.json", tmp_path / "a.png"
+    sizes = ["--num-seqs", "1", "2", "--context", "64", "100000000", "--block-size", "8", "64", "--max-gib", "0.1"]
+    assert main([*SMALL, *sizes, "--json", str(numbers), "--plot", str(picture)]) == 0
+    record = json.loads(numbers.read_text())
+    cells = [(m["cell"]["kind"], m["cell"]["num_seqs"], m["cell"]["block_size"]) for m in record["rows"]]
+    assert cells == [
+        ("decode", 1, 8),
+        ("decode", 1, 64),
+        ("decode", 2, 8),
+        ("decode", 2, 64),
+        ("prefill", 1, 8),
+        ("prefill", 1, 64),
+    ]
+    assert len(record["left_out"]) == 6
+    for m in record["rows"]:
+        assert m["limit_s"] > 0
+        assert min(m["paged_s"], m["in_order_s"], m["contiguous_s"]) > 0
+        assert m["over_contiguous"] == pytest.approx(m["paged_s"] / m["contiguous_s"])
+        assert m["limit_share"] == pytest.approx(m["limit_s"] / m["paged_s"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "GB/s" in shown
+    assert "GiB of keys and values are more than the 0.1 allowed" in " ".join(shown.split())
+
+
+def test_a_backend_that_cannot_run_here_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "kernels", "--shape", "demo", "--backend", "magic", "--context", "64", "--block-size", "16"]
+    assert main(arguments) == 1
+    assert "'magic' is not one of auto" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shape", "llama-9"], "shape: 'llama-9' is not one of demo"),
+        (["--context", "0"], "context: 0 is below the limit of 1"),
+        (["--block-size", "-8"], "block_size: -8 is below the limit of 1"),
+    ],
+)
+def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_limit_is_what_must_be_moved_or_multiplied() -> None:
+    shape, dtype = AttentionShape(32, 8, 128), jnp.dtype("bfloat16")
+    by_bytes, by_flops = DeviceLimits(1e9, 1e30), DeviceLimits(1e30, 1e9)
+    decode = Cell("decode", 4, 1000, 16)
+    assert limit_of(decode, shape, dtype, by_bytes) == pytest.approx(4 * (2 * 1000 * 8 * 256 + 2 * 32 * 256) / 1e9)
+    assert limit_of(decode, shape, dtype, by_flops) == pytest.approx(4 * 4 * 128 * 32 * 1000 / 1e9)
+    prefill = Cell("prefill", 1, 3000, 16)
+    num_scores = sum(range(3000 - CHUNK_TOKENS + 1, 3001))
+    assert limit_of(prefill, shape, dtype, by_flops) == pytest.approx(4 * 128 * 32 * num_scores / 1e9)
+    window = AttentionShape(32, 8, 128, sliding_window=10)
+    assert limit_of(decode, window, dtype, by_flops) == pytest.approx(4 * 4 * 128 * 32 * 10 / 1e9)
+    assert limit_of(decode, window, dtype, by_bytes) == pytest.approx(4 * (2 * 10 * 8 * 256 + 2 * 32 * 256) / 1e9)
