@@ -22,8 +22,9 @@ from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
 from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import LayerMode
-from jpaged.models.llama import Llama, Params
 from jpaged.models.loader import DEMO, find_folder, read_config
+from jpaged.models.model import Model, model_for
+from jpaged.models.parts import Params
 from jpaged.models.weights import load_params, random_params
 from jpaged.server.serving import BackendFacts, ModelFacts, Serving
 
@@ -54,7 +55,7 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
     """
     device = default_device()
     source = find_source(options.model.model)
-    model = Llama(source.config, _dtype(options.model.dtype, source.config, device.platform))
+    model = model_for(source.config, _dtype(options.model.dtype, source.config, device.platform))
     params = _load(model, source, options, layer_mode_for(device), progress)
     executor = JaxExecutor.create(
         model, params, options, device=device, compile_cache_dir=Environment.read().compile_cache_dir
@@ -81,7 +82,7 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
             preemption_mode=scheduler.preemption_mode,
             kv_policy=options.cache.kv_policy,
             enable_prefix_caching=options.cache.enable_prefix_caching,
-            max_cached_tokens=_max_cached_tokens(source.config),
+            max_cached_tokens=source.config.max_prefix_len,
         ),
         eos_token_ids=eos_token_ids,
     )
@@ -119,11 +120,6 @@ def find_source(name: str) -> Source:
     return Source(name, folder, config, load_tokenizer(folder, vocab_size=config.vocab_size))
 
 
-def _max_cached_tokens(config: ModelConfig) -> int | None:
-    """A dynamic rope turns every position of a longer prompt otherwise: only up to this length are prefixes alike."""
-    return config.rope.original_max_position_embeddings if config.rope.kind == "dynamic" else None
-
-
 def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:
     """auto: the checkpoint's type where hardware is made for it, and on a CPU float32, which every CPU is."""
     if name == "auto":
@@ -133,7 +129,7 @@ def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:
     return np.dtype(name)
 
 
-def _load(model: Llama, source: Source, options: EngineConfig, layer_mode: LayerMode, progress: Progress) -> Params:
+def _load(model: Model, source: Source, options: EngineConfig, layer_mode: LayerMode, progress: Progress) -> Params:
     if options.model.load_format == "dummy":
         progress("random weights", 1, 1)
         return random_params(model, layer_mode, seed=options.model.seed)

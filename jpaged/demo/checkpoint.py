@@ -18,8 +18,9 @@ import orbax.checkpoint as ocp
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import LayerMode
-from jpaged.models.llama import Llama, Params
 from jpaged.models.loader import read_config
+from jpaged.models.model import Model, model_for
+from jpaged.models.parts import Params
 from jpaged.models.weights import Put, put_on_default_device
 
 FOLDER = Path(__file__).parent / "checkpoint"  # also the folder of the tokenizer
@@ -47,7 +48,7 @@ def load_demo(
         InvalidArgument: the folder does not hold the parameters that its config.json promises.
     """
     config = read_config(folder)
-    model = Llama(config, np.dtype(dtype))
+    model = model_for(config, np.dtype(dtype))
     arrays = _restore(folder / _PARAMS, model)
     if layer_mode == "scan":
         arrays["layers"] = jax.tree.map(lambda *leaves: np.stack(leaves), *arrays["layers"])
@@ -79,7 +80,7 @@ def save(folder: Path, config: ModelConfig, params: Params) -> None:
     _forget_times(target / "_CHECKPOINT_METADATA")
 
 
-def _restore(folder: Path, model: Llama) -> Params:
+def _restore(folder: Path, model: Model) -> Params:
     if not (folder / "_METADATA").is_file():
         raise InvalidArgument("checkpoint", f"{folder} holds no Orbax parameters; train them again")
     abstract = model.abstract_params("loop")

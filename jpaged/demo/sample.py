@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 from jpaged.demo.checkpoint import FOLDER, load_demo
 from jpaged.demo.grammar import ASSISTANT, USER
 from jpaged.models.config import ModelConfig
-from jpaged.models.llama import Llama, Params
+from jpaged.models.model import Model, model_for
+from jpaged.models.parts import Params
 
 # Prompts of the model card; a prompt that starts with "user: " goes through the chat template.
 CARD_PROMPTS = (
@@ -70,7 +71,9 @@ class Sampler:
             self.config.head_dim,
         )
         cache = (jnp.zeros(cache_shape, self.dtype), jnp.zeros(cache_shape, self.dtype))
-        step = jax.jit(functools.partial(_step, Llama(self.config, self.dtype), self.temperature), donate_argnums=(1,))
+        step = jax.jit(
+            functools.partial(_step, model_for(self.config, self.dtype), self.temperature), donate_argnums=(1,)
+        )
         keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
         rows, done = [list(ids) for ids in encoded], [False] * num_rows
         for position in range(self.max_num_tokens - 1):
@@ -100,7 +103,7 @@ def with_template(prompt: str) -> str:
 
 
 def _step(
-    model: Llama,
+    model: Model,
     temperature: float,
     params: Params,
     cache: tuple[jax.Array, jax.Array],

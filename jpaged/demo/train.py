@@ -27,8 +27,10 @@ from jpaged.demo.attention import attend
 from jpaged.demo.data import Batch, Lesson, batch
 from jpaged.demo.grammar import END
 from jpaged.demo.tokenizer import MAX_LEN, save_tokenizer, train_tokenizer
-from jpaged.models.config import ModelConfig, RopeConfig
-from jpaged.models.llama import Llama, Params
+from jpaged.models.config import LlamaConfig
+from jpaged.models.llama import Llama
+from jpaged.models.parts import Params
+from jpaged.models.rope_config import RopeConfig
 
 Step = Callable[[Params, optax.OptState, Batch], tuple[Params, optax.OptState, jax.Array]]
 
@@ -99,10 +101,10 @@ class TrainSettings:
         return next(phase.lesson for phase in self.phases if step < phase.until)
 
 
-def demo_config(tokenizer: Tokenizer) -> ModelConfig:
+def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
     """The shape of the demo model."""
     eos_token_id = tokenizer.encode(END).ids[0]
-    return ModelConfig(
+    return LlamaConfig(
         architecture="LlamaForCausalLM",
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
@@ -178,7 +180,7 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
 
 
 @functools.lru_cache(maxsize=4)
-def make_step(config: ModelConfig, settings: TrainSettings) -> Step:
+def make_step(config: LlamaConfig, settings: TrainSettings) -> Step:
     """One jitted optimizer step; parameters and optimizer state are donated."""
     dtype = jnp.dtype(settings.dtype)
     model, optimizer = Llama(config, dtype), make_optimizer(settings)
@@ -195,7 +197,7 @@ def make_step(config: ModelConfig, settings: TrainSettings) -> Step:
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def held_out_loss(config: ModelConfig, settings: TrainSettings, tokenizer: Tokenizer, params: Params) -> float:
+def held_out_loss(config: LlamaConfig, settings: TrainSettings, tokenizer: Tokenizer, params: Params) -> float:
     """Mean cross entropy over eight batches of documents that no training step sees."""
     evaluate = jax.jit(functools.partial(loss_sum, Llama(config, jnp.dtype(jnp.float32))))
     total = count = 0.0
@@ -207,7 +209,7 @@ def held_out_loss(config: ModelConfig, settings: TrainSettings, tokenizer: Token
 
 
 def train(
-    config: ModelConfig,
+    config: LlamaConfig,
     settings: TrainSettings,
     tokenizer: Tokenizer,
     num_steps: int,

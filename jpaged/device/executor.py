@@ -35,7 +35,8 @@ from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, choose
 from jpaged.models.layers import LayerMode
-from jpaged.models.llama import Llama, Params
+from jpaged.models.model import Model
+from jpaged.models.parts import Params
 
 Lowering = Callable[[], jax.stages.Lowered]
 
@@ -71,7 +72,7 @@ class JaxExecutor:
     @classmethod
     def create(
         cls,
-        model: Llama,
+        model: Model,
         params: Params,
         options: EngineConfig,
         *,
@@ -264,7 +265,7 @@ class JaxExecutor:
 
 
 def plan(
-    model: Llama, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, device: jax.Device
+    model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, device: jax.Device
 ) -> tuple[Step, Geometry]:
     """What runs, and its sizes, for a number of blocks. Allocates and compiles nothing.
 

@@ -18,7 +18,8 @@ import numpy as np
 from jpaged.kernels.kv_layout import MAX_NUMBER
 from jpaged.kernels.paged_attention import AttentionSpec
 from jpaged.models.layers import LayerMode
-from jpaged.models.llama import Llama, Params
+from jpaged.models.model import Model
+from jpaged.models.parts import Params
 
 MARGIN = 1.25
 PROBE_LEN = 256
@@ -36,7 +37,7 @@ def name_of_kv_dtype(dtype: np.dtype) -> str:
     return next(name for name, spelled in _NAMES.items() if spelled == dtype.name)
 
 
-def measure_scales(model: Llama, params: Params, layer_mode: LayerMode, attention: AttentionSpec) -> jax.Array:
+def measure_scales(model: Model, params: Params, layer_mode: LayerMode, attention: AttentionSpec) -> jax.Array:
     """Runs the probe; float32 `[L, K, 2]` for keys and values, on the parameters' device."""
     config = model.config
     probe_len = min(PROBE_LEN, config.max_model_len)
@@ -46,7 +47,7 @@ def measure_scales(model: Llama, params: Params, layer_mode: LayerMode, attentio
 
 
 def _largest(
-    model: Llama, layer_mode: LayerMode, attention: AttentionSpec, params: Params, token_ids_t: jax.Array
+    model: Model, layer_mode: LayerMode, attention: AttentionSpec, params: Params, token_ids_t: jax.Array
 ) -> jax.Array:
     """Largest magnitudes `[L, K, 2]` of keys and values while the model reads the tokens."""
     num_tokens, layout = token_ids_t.shape[0], attention.layout

@@ -23,7 +23,7 @@ from jpaged.device.packing import Packing
 from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry, StepOutputs
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention_update
 from jpaged.models.layers import LayerMode
-from jpaged.models.llama import Llama
+from jpaged.models.model import Model
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -91,7 +91,7 @@ class Step:
         backend: whose attention kernel runs.
     """
 
-    model: Llama
+    model: Model
     attention: AttentionSpec
     layer_mode: LayerMode
     num_places: int

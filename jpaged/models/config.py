@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.registry import Family, find_family
+from jpaged.models.registry import LlamaFamily, OptFamily, find_family
+from jpaged.models.rope_config import RopeConfig
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+Activation = Literal["relu", "gelu"]
+
+OPT_POSITION_OFFSET = 2
+"""Rows of OPT's positional embedding before that of position 0."""
 
 # Keys that say nothing about what the model computes in inference.
 _HARMLESS = (
@@ -20,15 +24,19 @@ _HARMLESS = (
     "_commit_hash",
     "_name_or_path",
     "name_or_path",
+    "activation_dropout",
     "architectures",
     "attention_dropout",
     "attn_implementation",
+    "dropout",
     "finetuning_task",
     "id2label",
+    "init_std",
     "initializer_range",
     "is_llama_config",
     "keys_to_ignore_at_inference",
     "label2id",
+    "layerdrop",
     "model_type",
     "num_labels",
     "output_attentions",
@@ -58,138 +66,11 @@ _GENERATION_DEFAULTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding: the base and how it is stretched beyond the length of pretraining.
-
-    Attributes:
-        kind: the formula; the fields below are used by the kinds in brackets.
-        theta: base of the geometric series of wavelengths.
-        factor: how far positions are stretched (all but default).
-        original_max_position_embeddings: length of pretraining (dynamic, llama3, yarn).
-        low_freq_factor: wavelengths above original / this are stretched fully (llama3).
-        high_freq_factor: wavelengths below original / this are left alone (llama3).
-        beta_fast: rotations above which a dimension is left alone (yarn).
-        beta_slow: rotations below which a dimension is stretched fully (yarn).
-        attention_factor: scales cos and sin; None derives it from factor and the two mscales (yarn).
-        mscale: numerator's weight in the derived attention factor (yarn).
-        mscale_all_dim: denominator's weight (yarn).
-        truncate: whether the ramp between the betas starts and ends at whole dimensions (yarn).
-    """
-
-    kind: RopeKind = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        if self.kind in ("dynamic", "llama3", "yarn") and self.original_max_position_embeddings < 1:
-            raise InvalidArgument(
-                "original_max_position_embeddings",
-                f"is {self.original_max_position_embeddings}; {self.kind} needs the length of pretraining, at least 1",
-            )
-
-    @classmethod
-    def from_hf(cls, config: JsonFields, max_position_embeddings: int) -> RopeConfig:
-        """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4).
-
-        Raises:
-            Unsupported: a kind or a key that we do not compute.
-            InvalidArgument: a value out of range, or two sections that contradict each other.
-        """
-        old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
-        if old and new and dict(old) != dict(new):
-            raise config.bad("rope_scaling", "and rope_parameters are both given and differ; keep one")
-        section = "rope_scaling" if old else "rope_parameters"
-        rope = JsonFields(old or new, f"config.json {section}")
-        kind = _rope_kind(rope)
-        config.only("partial_rotary_factor", 1, 1.0, why="only fully rotated heads are supported")
-        rope.only("partial_rotary_factor", 1, 1.0, why="only fully rotated heads are supported")
-        outer_theta = config.number("rope_theta", 10000.0)
-        theta = rope.number("rope_theta", outer_theta)
-        rope.ignore(("finetuned",))
-        original = max_position_embeddings
-        if kind in ("dynamic", "llama3", "yarn"):
-            original = rope.integer("original_max_position_embeddings", original)
-            # transformers lets the outer field win, which Phi-3 style checkpoints carry.
-            original = config.integer("original_max_position_embeddings", original)
-        if kind == "dynamic" and original != max_position_embeddings:
-            raise Unsupported(
-                f"config.json {section}: original_max_position_embeddings is {original} and max_position_embeddings "
-                f"{max_position_embeddings}; dynamic scaling starts at max_position_embeddings, so they must be equal"
-            )
-        factor = 1.0
-        if kind != "default":
-            implied = max_position_embeddings / original if kind == "yarn" else None
-            factor = rope.number("factor", implied)
-            if factor < 1:
-                raise rope.bad("factor", f"is {factor:g}; it must be at least 1")
-        low, high, fast, slow = 1.0, 4.0, 32.0, 1.0
-        if kind == "llama3":
-            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-            if high <= low:
-                raise rope.bad("high_freq_factor", f"is {high:g}; it must be above low_freq_factor, {low:g}")
-        if kind == "yarn":
-            fast, slow = rope.number("beta_fast", fast), rope.number("beta_slow", slow)
-            if fast < slow:
-                raise rope.bad("beta_fast", f"is {fast:g}; it must be at least beta_slow, {slow:g}")
-        yarn = kind == "yarn"
-        result = cls(
-            kind=kind,
-            theta=theta,
-            factor=factor,
-            original_max_position_embeddings=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-            beta_fast=fast,
-            beta_slow=slow,
-            attention_factor=rope.optional_number("attention_factor") if yarn else None,
-            mscale=rope.optional_number("mscale") if yarn else None,
-            mscale_all_dim=rope.optional_number("mscale_all_dim") if yarn else None,
-            truncate=rope.flag("truncate", True) if yarn else True,
-        )
-        rope.finish()
-        return result
-
-    def to_hf(self) -> dict[str, object]:
-        """The `rope_parameters` of config.json: the fields that this kind reads."""
-        result: dict[str, object] = {"rope_type": self.kind, "rope_theta": self.theta}
-        if self.kind != "default":
-            result["factor"] = self.factor
-        if self.kind in ("llama3", "yarn"):
-            result["original_max_position_embeddings"] = self.original_max_position_embeddings
-        if self.kind == "llama3":
-            result |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
-        if self.kind == "yarn":
-            result |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
-            optional = {
-                "attention_factor": self.attention_factor,
-                "mscale": self.mscale,
-                "mscale_all_dim": self.mscale_all_dim,
-            }
-            result |= {key: value for key, value in optional.items() if value is not None}
-        return result
-
-
-def _rope_kind(rope: JsonFields) -> RopeKind:
-    fallback = rope.text("type", "default")
-    kind = rope.text("rope_type", fallback)
-    if kind not in get_args(RopeKind):
-        raise Unsupported(f"RoPE type {kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
-    return cast(RopeKind, kind)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything about a model that shapes its program; equal configs share compiled programs.
+    """What every model has: what memory, sampling and attention need. A family's own shape is its subclass.
+
+    Equal configs share compiled programs.
 
     Attributes:
         architecture: the class name in config.json `architectures`.
@@ -200,14 +81,8 @@ class ModelConfig:
         num_heads: query heads, H.
         num_kv_heads: key and value heads, K; divides H.
         head_dim: D, even.
-        rms_norm_eps: added to the mean square in every norm.
-        rope: rotary position embedding.
-        max_position_embeddings: length named by the checkpoint; `max_model_len` is what the rope makes of it.
+        max_position_embeddings: length named by the checkpoint; `max_model_len` is what the model makes of it.
         tie_word_embeddings: the embedding is also the output matrix.
-        attention_bias: biases on query, key and value.
-        attention_output_bias: a bias on the attention's output.
-        mlp_bias: biases in the feed-forward.
-        qk_norm: queries and keys are normalised per head before the rotation.
         eos_token_ids: tokens that end a sequence; may be empty.
         bos_token_id: token that begins a prompt, if the checkpoint names one.
         checkpoint_dtype: what the checkpoint says its weights are: float32, bfloat16 or float16.
@@ -221,14 +96,8 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    attention_output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     checkpoint_dtype: str | None = None
@@ -239,9 +108,7 @@ class ModelConfig:
                 "num_kv_heads", f"is {self.num_kv_heads}; it must divide num_heads, {self.num_heads}, without rest"
             )
         if self.head_dim % 2:
-            raise InvalidArgument("head_dim", f"is {self.head_dim}; rotary embedding needs an even number")
-        if self.rope.kind == "dynamic" and self.head_dim <= 2:
-            raise InvalidArgument("head_dim", f"is {self.head_dim}; dynamic rotary embedding needs at least 4")
+            raise InvalidArgument("head_dim", f"is {self.head_dim}; it must be an even number")
         for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if token_id >= self.vocab_size:
                 raise InvalidArgument(
@@ -250,16 +117,17 @@ class ModelConfig:
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence, in tokens, that the rotary embedding is meant for."""
-        if self.rope.kind in ("linear", "dynamic"):
-            return math.floor(self.max_position_embeddings * self.rope.factor)
-        if self.rope.kind == "yarn":
-            return math.floor(self.rope.original_max_position_embeddings * self.rope.factor)
+        """Longest sequence, in tokens, that the model is meant for."""
         return self.max_position_embeddings
+
+    @property
+    def max_prefix_len(self) -> int | None:
+        """Tokens up to which the keys of a prefix do not depend on what follows; None is without a limit."""
+        return None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, object], generation: Mapping[str, object] | None = None) -> ModelConfig:
-        """Reads a Hugging Face config.json.
+        """Reads a Hugging Face config.json; the result is of the architecture's subclass.
 
         Args:
             config: the parsed file.
@@ -275,62 +143,85 @@ class ModelConfig:
         family = find_family(architecture)
         fields.ignore(_HARMLESS + _GENERATION_DEFAULTS)
         _refuse_other_forms(fields)
-        hidden_size = fields.integer("hidden_size")
-        num_heads = fields.integer("num_attention_heads")
-        num_kv_heads = fields.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
-        if family.default_head_dim is None and not fields.has("head_dim") and hidden_size % num_heads:
-            raise fields.bad("hidden_size", f"is {hidden_size}; without head_dim num_attention_heads must divide it")
-        head_dim = fields.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
-        max_position_embeddings = fields.integer("max_position_embeddings", family.default_max_position_embeddings)
-        attention_bias, output_bias = _attention_biases(fields, family)
         eos = fields.token_ids("eos_token_id")
         generation_eos = JsonFields(generation or {}, "generation_config.json").token_ids("eos_token_id")
-        result = cls(
-            architecture=architecture,
-            vocab_size=fields.integer("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=fields.integer("intermediate_size"),
-            num_layers=fields.integer("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=RopeConfig.from_hf(fields, max_position_embeddings),
-            max_position_embeddings=max_position_embeddings,
-            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            attention_bias=attention_bias,
-            attention_output_bias=output_bias,
-            mlp_bias=_mlp_bias(fields, family),
-            qk_norm=family.qk_norm,
+        result = _opt(fields, architecture) if isinstance(family, OptFamily) else _llama(fields, architecture, family)
+        result = replace(
+            result,
             eos_token_ids=generation_eos or eos,
             bos_token_id=fields.integer("bos_token_id", minimum=0) if fields.has("bos_token_id") else None,
             checkpoint_dtype=_checkpoint_dtype(fields),
         )
-        _refuse_window(fields, family, result)
         fields.finish()
         return result
 
     def to_hf(self) -> dict[str, object]:
         """The config.json that `from_hf` reads back to an equal value (transformers 5 layout)."""
-        family = find_family(self.architecture)
-        result: dict[str, object] = {
+        return {
             "architectures": [self.architecture],
-            "model_type": family.model_type,
+            "model_type": find_family(self.architecture).model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
             "max_position_embeddings": self.max_position_embeddings,
-            "rope_parameters": self.rope.to_hf(),
             "tie_word_embeddings": self.tie_word_embeddings,
             "eos_token_id": list(self.eos_token_ids) or None,
             "bos_token_id": self.bos_token_id,
             "dtype": self.checkpoint_dtype,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """A model of the Llama family: rotary positions, RMS norms, a gated feed-forward.
+
+    Attributes:
+        rms_norm_eps: added to the mean square in every norm.
+        rope: rotary position embedding.
+        attention_bias: biases on query, key and value.
+        attention_output_bias: a bias on the attention's output.
+        mlp_bias: biases in the feed-forward.
+        qk_norm: queries and keys are normalised per head before the rotation.
+    """
+
+    rms_norm_eps: float
+    rope: RopeConfig
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        if self.rope.kind == "dynamic" and self.head_dim <= 2:
+            raise InvalidArgument("head_dim", f"is {self.head_dim}; dynamic rotary embedding needs at least 4")
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, in tokens, that the rotary embedding is meant for."""
+        if self.rope.kind in ("linear", "dynamic"):
+            return math.floor(self.max_position_embeddings * self.rope.factor)
+        if self.rope.kind == "yarn":
+            return math.floor(self.rope.original_max_position_embeddings * self.rope.factor)
+        return self.max_position_embeddings
+
+    @property
+    def max_prefix_len(self) -> int | None:
+        """A dynamic rope turns every position of a longer prompt otherwise."""
+        return self.rope.original_max_position_embeddings if self.rope.kind == "dynamic" else None
+
+    def to_hf(self) -> dict[str, object]:
+        """See `ModelConfig.to_hf`."""
+        family = find_family(self.architecture)
+        assert isinstance(family, LlamaFamily)
+        result = ModelConfig.to_hf(self) | {
+            "intermediate_size": self.intermediate_size,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_parameters": self.rope.to_hf(),
         }
         if family.attention_bias == "config":
             result["attention_bias"] = self.attention_bias
@@ -341,6 +232,103 @@ class ModelConfig:
         if family.window == "switch":
             result["use_sliding_window"] = False
         return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptConfig(ModelConfig):
+    """An OPT model: learned positions, layer norms, a plain feed-forward, as many key/value heads as query heads.
+
+    Attributes:
+        embed_size: width of the embedding; where it is not hidden_size, matrices lead into the layers and out of them.
+        activation: between the two matrices of the feed-forward.
+        norm_first: layers normalise what goes into attention and feed-forward; else what comes out, with the residual.
+        final_norm: a norm after the last layer.
+        norm_affine: norms have scales and biases.
+        use_bias: biases in attention and feed-forward.
+    """
+
+    embed_size: int
+    activation: Activation = "relu"
+    norm_first: bool = True
+    final_norm: bool = True
+    norm_affine: bool = True
+    use_bias: bool = True
+
+    def to_hf(self) -> dict[str, object]:
+        """See `ModelConfig.to_hf`."""
+        return ModelConfig.to_hf(self) | {
+            "ffn_dim": self.intermediate_size,
+            "word_embed_proj_dim": self.embed_size,
+            "activation_function": self.activation,
+            "do_layer_norm_before": self.norm_first,
+            "_remove_final_layer_norm": not self.final_norm,
+            "layer_norm_elementwise_affine": self.norm_affine,
+            "enable_bias": self.use_bias,
+        }
+
+
+def _llama(fields: JsonFields, architecture: str, family: LlamaFamily) -> LlamaConfig:
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
+    if family.default_head_dim is None and not fields.has("head_dim") and hidden_size % num_heads:
+        raise fields.bad("hidden_size", f"is {hidden_size}; without head_dim num_attention_heads must divide it")
+    max_position_embeddings = fields.integer("max_position_embeddings", family.default_max_position_embeddings)
+    fields.only("hidden_act", "silu", "swish", why="only silu is supported")
+    attention_bias, output_bias = _attention_biases(fields, family)
+    result = LlamaConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=fields.integer("head_dim", family.default_head_dim or hidden_size // num_heads),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=RopeConfig.from_hf(fields, max_position_embeddings),
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        attention_bias=attention_bias,
+        attention_output_bias=output_bias,
+        mlp_bias=_mlp_bias(fields, family),
+        qk_norm=family.qk_norm,
+    )
+    _refuse_window(fields, family, result)
+    return result
+
+
+def _opt(fields: JsonFields, architecture: str) -> OptConfig:
+    # What a pipeline puts before a prompt, and a note on how the checkpoint was converted: transformers reads neither.
+    fields.ignore(("prefix", "output_projection"))
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise fields.bad("hidden_size", f"is {hidden_size}; num_attention_heads, {num_heads}, must divide it")
+    activation = fields.text("activation_function", "relu")
+    if activation not in get_args(Activation):
+        raise Unsupported(
+            f"config.json: activation_function is {activation!r}; supported: {', '.join(get_args(Activation))}"
+        )
+    norm_first = fields.flag("do_layer_norm_before", True)
+    is_removed = fields.flag("_remove_final_layer_norm", False)
+    return OptConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("ffn_dim"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        embed_size=fields.integer("word_embed_proj_dim", hidden_size),
+        activation=cast(Activation, activation),
+        norm_first=norm_first,
+        final_norm=norm_first and not is_removed,
+        norm_affine=fields.flag("layer_norm_elementwise_affine", True),
+        use_bias=fields.flag("enable_bias", True),
+    )
 
 
 def _architecture(fields: JsonFields) -> str:
@@ -362,7 +350,6 @@ def _checkpoint_dtype(fields: JsonFields) -> str | None:
 
 
 def _refuse_other_forms(fields: JsonFields) -> None:
-    fields.only("hidden_act", "silu", "swish", why="only silu is supported")
     fields.only("quantization_config", why="quantised checkpoints are not supported; take the original weights")
     fields.only("auto_map", why="model code that comes with a checkpoint is never run")
     fields.only("pretraining_tp", 0, 1, why="split projections are not supported; only 1 is")
@@ -375,7 +362,7 @@ def _refuse_other_forms(fields: JsonFields) -> None:
         fields.only(key, False, why="only decoder-only models are supported")
 
 
-def _attention_biases(fields: JsonFields, family: Family) -> tuple[bool, bool]:
+def _attention_biases(fields: JsonFields, family: LlamaFamily) -> tuple[bool, bool]:
     """(bias on query, key and value; bias on the output)."""
     if family.attention_bias == "config":
         bias = fields.flag("attention_bias", False)
@@ -385,14 +372,14 @@ def _attention_biases(fields: JsonFields, family: Family) -> tuple[bool, bool]:
     return fixed, False
 
 
-def _mlp_bias(fields: JsonFields, family: Family) -> bool:
+def _mlp_bias(fields: JsonFields, family: LlamaFamily) -> bool:
     if family.mlp_bias:
         return fields.flag("mlp_bias", False)
     fields.only("mlp_bias", False, why=f"{family.model_type} has no biases in its feed-forward")
     return False
 
 
-def _refuse_window(fields: JsonFields, family: Family, config: ModelConfig) -> None:
+def _refuse_window(fields: JsonFields, family: LlamaFamily, config: LlamaConfig) -> None:
     """A window that some sequence could outgrow is refused; a wider one changes nothing."""
     layer_types = fields.value("layer_types")
     if layer_types is not None and layer_types != ["full_attention"] * config.num_layers:

@@ -1,19 +1,20 @@
 """How the tensors of a Hugging Face checkpoint and the leaves of our parameter tree correspond, both ways.
 
 Linear weights are `[out, in]` there and `[in, *out]` here; query, key and value are one kernel here, grouped by
-key/value head, and so are gate and up (see `jpaged.models.llama`).
+key/value head (see `jpaged.models.parts`), and so are gate and up (see `jpaged.models.llama`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.models.config import ModelConfig
+from jpaged.errors import InternalError
+from jpaged.models.config import OPT_POSITION_OFFSET, LlamaConfig, ModelConfig, OptConfig
 
-EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
 _STRIP = 64  # rows of a transposed strip: 128 bytes of bfloat16, two cache lines
@@ -38,21 +39,65 @@ class Leaf:
     unpack: Callable[[np.ndarray], Sequence[np.ndarray]]
 
 
-def outer_leaves(config: ModelConfig) -> list[Leaf]:
+def name_prefix(config: ModelConfig, stored: Iterable[str] = ()) -> str:
+    """What all names but that of the output matrix begin with, given the names that a checkpoint holds.
+
+    OPT checkpoints that were saved without their head lack the outer `model.`.
+    """
+    if not isinstance(config, OptConfig):
+        return "model."
+    is_bare = {name.partition(".")[0] for name in stored} - {"lm_head"} == {"decoder"}
+    return "decoder." if is_bare else "model.decoder."
+
+
+def outer_leaves(config: ModelConfig, prefix: str) -> list[Leaf]:
     """Everything but the layers."""
-    matrix = (config.vocab_size, config.hidden_size)
-    leaves = [
-        _same(("embed", "embedding"), EMBEDDING, matrix),
-        _same(("norm", "scale"), "model.norm.weight", (config.hidden_size,)),
-    ]
+    match config:
+        case LlamaConfig():
+            leaves, embed_size = _llama_outer(config, prefix), config.hidden_size
+        case OptConfig():
+            leaves, embed_size = _opt_outer(config, prefix), config.embed_size
+        case _:
+            raise InternalError(f"no names for a {type(config).__name__}")
+    matrix = (config.vocab_size, embed_size)
+    leaves.insert(0, _same(("embed", "embedding"), f"{prefix}embed_tokens.weight", matrix))
     if not config.tie_word_embeddings:
         leaves.append(_same(("lm_head", "kernel"), LM_HEAD, matrix))
     return leaves
 
 
-def layer_leaves(config: ModelConfig, layer_index: int) -> list[Leaf]:
+def layer_leaves(config: ModelConfig, layer_index: int, prefix: str) -> list[Leaf]:
     """One layer; paths start inside the layer."""
-    prefix = f"model.layers.{layer_index}."
+    prefix = f"{prefix}layers.{layer_index}."
+    match config:
+        case LlamaConfig():
+            return _llama_layer(config, prefix)
+        case OptConfig():
+            return _opt_layer(config, prefix)
+    raise InternalError(f"no names for a {type(config).__name__}")
+
+
+def num_params(config: ModelConfig) -> int:
+    """Numbers that the model's parameters are; a tied embedding counts once."""
+    prefix = name_prefix(config)
+    outer = sum(math.prod(leaf.shape) for leaf in outer_leaves(config, prefix))
+    return outer + config.num_layers * sum(math.prod(leaf.shape) for leaf in layer_leaves(config, 0, prefix))
+
+
+def is_ignored(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor that no leaf names is known to be without effect.
+
+    Old checkpoints store the rotary frequencies, which follow from the config; tied ones may repeat the embedding,
+    whose equality the loader checks.
+    """
+    return name.endswith(".rotary_emb.inv_freq") or (name == LM_HEAD and config.tie_word_embeddings)
+
+
+def _llama_outer(config: LlamaConfig, prefix: str) -> list[Leaf]:
+    return [_same(("norm", "scale"), f"{prefix}norm.weight", (config.hidden_size,))]
+
+
+def _llama_layer(config: LlamaConfig, prefix: str) -> list[Leaf]:
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     width, inner = config.hidden_size, config.intermediate_size
     leaves = [
@@ -78,13 +123,44 @@ def layer_leaves(config: ModelConfig, layer_index: int) -> list[Leaf]:
     return leaves
 
 
-def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor that no leaf names is known to be without effect.
+def _opt_outer(config: OptConfig, prefix: str) -> list[Leaf]:
+    width, embed_size = config.hidden_size, config.embed_size
+    positions = (config.max_position_embeddings + OPT_POSITION_OFFSET, width)
+    leaves = [_same(("positions", "embedding"), f"{prefix}embed_positions.weight", positions)]
+    if embed_size != width:
+        leaves.append(_transposed(("project_in", "kernel"), f"{prefix}project_in.weight", embed_size, width))
+        leaves.append(_transposed(("project_out", "kernel"), f"{prefix}project_out.weight", width, embed_size))
+    if config.final_norm:
+        leaves += _layer_norm(config, "norm", f"{prefix}final_layer_norm")
+    return leaves
 
-    Old checkpoints store the rotary frequencies, which follow from the config; tied ones may repeat the embedding,
-    whose equality the loader checks.
-    """
-    return name.endswith(".rotary_emb.inv_freq") or (name == LM_HEAD and config.tie_word_embeddings)
+
+def _opt_layer(config: OptConfig, prefix: str) -> list[Leaf]:
+    attention = f"{prefix}self_attn."
+    width, inner = config.hidden_size, config.intermediate_size
+    leaves = [
+        *_layer_norm(config, "attention_norm", f"{prefix}self_attn_layer_norm"),
+        *_layer_norm(config, "mlp_norm", f"{prefix}final_layer_norm"),
+        _qkv_kernel(config, attention),
+        _transposed(("attention", "out", "kernel"), f"{attention}out_proj.weight", width, width),
+        _transposed(("mlp", "up", "kernel"), f"{prefix}fc1.weight", width, inner),
+        _transposed(("mlp", "down", "kernel"), f"{prefix}fc2.weight", inner, width),
+    ]
+    if config.use_bias:
+        leaves += [
+            _qkv_bias(config, attention),
+            _same(("attention", "out", "bias"), f"{attention}out_proj.bias", (width,)),
+            _same(("mlp", "up", "bias"), f"{prefix}fc1.bias", (inner,)),
+            _same(("mlp", "down", "bias"), f"{prefix}fc2.bias", (width,)),
+        ]
+    return leaves
+
+
+def _layer_norm(config: OptConfig, key: str, name: str) -> list[Leaf]:
+    if not config.norm_affine:
+        return []
+    shape = (config.hidden_size,)
+    return [_same((key, "scale"), f"{name}.weight", shape), _same((key, "bias"), f"{name}.bias", shape)]
 
 
 def _same(path: tuple[str, ...], name: str, shape: tuple[int, ...]) -> Leaf:
@@ -152,7 +228,7 @@ def _qkv_bias(config: ModelConfig, prefix: str) -> Leaf:
     return Leaf(("attention", "qkv", "bias"), (num_groups, group + 2, head_dim), tensors, pack, unpack)
 
 
-def _gate_up_kernel(config: ModelConfig, prefix: str) -> Leaf:
+def _gate_up_kernel(config: LlamaConfig, prefix: str) -> Leaf:
     """Gate and up `[F, E]` <-> `[E, 2, F]`."""
     width, inner = config.hidden_size, config.intermediate_size
 
@@ -166,7 +242,7 @@ def _gate_up_kernel(config: ModelConfig, prefix: str) -> Leaf:
     )
 
 
-def _gate_up_bias(config: ModelConfig, prefix: str) -> Leaf:
+def _gate_up_bias(config: LlamaConfig, prefix: str) -> Leaf:
     inner = config.intermediate_size
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:

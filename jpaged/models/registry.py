@@ -1,4 +1,4 @@
-"""Architecture names of Hugging Face checkpoints -> what distinguishes the families that share our Llama modules."""
+"""Architecture names of Hugging Face checkpoints -> what a family fixes in code rather than in config.json."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jpaged.errors import Unsupported
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """What a family fixes in code rather than in config.json.
+class LlamaFamily:
+    """What distinguishes the families that share our Llama modules.
 
     Attributes:
         model_type: the `model_type` of its config.json.
@@ -36,11 +36,21 @@ class Family:
     default_max_position_embeddings: int
 
 
+@dataclass(frozen=True, slots=True)
+class OptFamily:
+    """OPT leaves everything to config.json."""
+
+    model_type: str
+
+
+Family = LlamaFamily | OptFamily
+
 ARCHITECTURES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family("llama", "config", True, False, "none", None, None, 2048),
-    "MistralForCausalLM": Family("mistral", "none", False, False, "length", None, 8, 131072),
-    "Qwen2ForCausalLM": Family("qwen2", "qkv", False, False, "switch", None, None, 32768),
-    "Qwen3ForCausalLM": Family("qwen3", "config", False, True, "switch", 128, None, 32768),
+    "LlamaForCausalLM": LlamaFamily("llama", "config", True, False, "none", None, None, 2048),
+    "MistralForCausalLM": LlamaFamily("mistral", "none", False, False, "length", None, 8, 131072),
+    "Qwen2ForCausalLM": LlamaFamily("qwen2", "qkv", False, False, "switch", None, None, 32768),
+    "Qwen3ForCausalLM": LlamaFamily("qwen3", "config", False, True, "switch", 128, None, 32768),
+    "OPTForCausalLM": OptFamily("opt"),
 }
 
 

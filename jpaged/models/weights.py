@@ -13,9 +13,10 @@ from safetensors.numpy import save_file
 
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
-from jpaged.models.hf_names import EMBEDDING, LM_HEAD, Leaf, is_ignored, layer_leaves, outer_leaves
+from jpaged.models.hf_names import LM_HEAD, Leaf, is_ignored, layer_leaves, name_prefix, outer_leaves
 from jpaged.models.layers import LayerMode
-from jpaged.models.llama import Llama, Params
+from jpaged.models.model import Model
+from jpaged.models.parts import Params
 from jpaged.models.tensor_files import SINGLE_FILE, TensorFiles
 
 # Place of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"), without the number in scan mode.
@@ -33,14 +34,14 @@ def no_progress(done: int, total: int, name: str) -> None:
     """Reports nothing."""
 
 
-def random_params(model: Llama, layer_mode: LayerMode, *, seed: int) -> Params:
+def random_params(model: Model, layer_mode: LayerMode, *, seed: int) -> Params:
     """Random parameters of the model's shapes, for measuring without a checkpoint."""
     # Filling large arrays from a threefry key takes minutes to compile on a CPU; these numbers are no secret.
     return model.init_params(jax.random.key(seed % 2**32, impl="rbg"), layer_mode)
 
 
 def load_params(
-    model: Llama,
+    model: Model,
     folder: Path,
     layer_mode: LayerMode,
     *,
@@ -64,14 +65,9 @@ def load_params(
         Unsupported: the weights are in a format or a type that is not read.
     """
     config = model.config
-    layers = [layer_leaves(config, layer_index) for layer_index in range(config.num_layers)]
-    groups: list[tuple[LeafPath, Sequence[Leaf]]] = [(leaf.path, [leaf]) for leaf in outer_leaves(config)]
-    if layer_mode == "scan":
-        groups += [(("layers", *stack[0].path), stack) for stack in zip(*layers, strict=True)]
-    else:
-        groups += [(("layers", index, *leaf.path), [leaf]) for index, leaves in enumerate(layers) for leaf in leaves]
-    params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in layers]}
+    params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
     with TensorFiles(folder) as files:
+        groups = _leaf_groups(config, name_prefix(config, files.names), layer_mode)
         _check_names(files, [name for _, leaves in groups for leaf in leaves for name, _ in leaf.tensors], config)
         for done, (path, leaves) in enumerate(groups, start=1):
             is_stacked = layer_mode == "scan" and path[0] == "layers"
@@ -96,11 +92,12 @@ def save_safetensors(params: Params, config: ModelConfig, folder: Path) -> None:
         for (name, _), tensor in zip(leaf.tensors, leaf.unpack(array), strict=True):
             tensors[name] = np.ascontiguousarray(tensor)
 
-    for leaf in outer_leaves(config):
+    prefix = name_prefix(config)
+    for leaf in outer_leaves(config, prefix):
         add(leaf, np.asarray(_find(params, leaf.path)))
     layers = params["layers"]
     for index in range(config.num_layers):
-        for leaf in layer_leaves(config, index):
+        for leaf in layer_leaves(config, index, prefix):
             add(
                 leaf,
                 np.asarray(
@@ -110,6 +107,15 @@ def save_safetensors(params: Params, config: ModelConfig, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+
+
+def _leaf_groups(config: ModelConfig, prefix: str, layer_mode: LayerMode) -> list[tuple[LeafPath, Sequence[Leaf]]]:
+    """The leaves of the tree by their places; in scan mode a place in the layers stands for that leaf of each."""
+    layers = [layer_leaves(config, layer_index, prefix) for layer_index in range(config.num_layers)]
+    groups: list[tuple[LeafPath, Sequence[Leaf]]] = [(leaf.path, [leaf]) for leaf in outer_leaves(config, prefix)]
+    if layer_mode == "scan":
+        return groups + [(("layers", *stack[0].path), stack) for stack in zip(*layers, strict=True)]
+    return groups + [(("layers", index, *leaf.path), [leaf]) for index, leaves in enumerate(layers) for leaf in leaves]
 
 
 def _check_names(files: TensorFiles, wanted: list[str], config: ModelConfig) -> None:
@@ -124,11 +130,12 @@ def _check_names(files: TensorFiles, wanted: list[str], config: ModelConfig) -> 
 def _check_tie(files: TensorFiles, config: ModelConfig) -> None:
     if not config.tie_word_embeddings or LM_HEAD not in files.names:
         return
-    shape = (config.vocab_size, config.hidden_size)
-    if not np.array_equal(files.read(LM_HEAD, shape), files.read(EMBEDDING, shape)):
+    embedding, *_ = outer_leaves(config, name_prefix(config, files.names))
+    ((name, shape),) = embedding.tensors
+    if not np.array_equal(files.read(LM_HEAD, shape), files.read(name, shape)):
         raise InvalidArgument(
             str(files.where(LM_HEAD)),
-            f"{LM_HEAD} differs from {EMBEDDING} though config.json says tie_word_embeddings; set that to false",
+            f"{LM_HEAD} differs from {name} though config.json says tie_word_embeddings; set that to false",
         )
 
 

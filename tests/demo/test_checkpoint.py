@@ -12,8 +12,8 @@ from jpaged.demo import checkpoint
 from jpaged.demo.checkpoint import FOLDER, load_demo
 from jpaged.demo.export import export
 from jpaged.errors import InvalidArgument
-from jpaged.models.llama import Llama
 from jpaged.models.loader import read_config
+from jpaged.models.model import model_for
 from jpaged.models.weights import load_params
 
 FILES = [path for path in FOLDER.rglob("*") if path.is_file()]
@@ -23,7 +23,7 @@ FILES = [path for path in FOLDER.rglob("*") if path.is_file()]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_loads_with_the_shapes_of_its_config(dtype, layer_mode):
     config, params = load_demo(jnp.dtype(dtype), layer_mode)
-    want = Llama(config, jnp.dtype(dtype)).abstract_params(layer_mode)
+    want = model_for(config, jnp.dtype(dtype)).abstract_params(layer_mode)
     described = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
     assert described == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), want)
 
@@ -77,7 +77,7 @@ def test_an_export_is_the_same_model_in_hugging_face_layout(tmp_path):
     export(tmp_path, "bfloat16")
     config, params = load_demo(jnp.dtype(jnp.bfloat16), "loop")
     assert read_config(tmp_path) == config
-    read = load_params(Llama(config, jnp.dtype(jnp.bfloat16)), tmp_path, "loop")
+    read = load_params(model_for(config, jnp.dtype(jnp.bfloat16)), tmp_path, "loop")
     jax.tree.map(np.testing.assert_array_equal, params, read)
     assert (tmp_path / "tokenizer.json").read_bytes() == (FOLDER / "tokenizer.json").read_bytes()
 

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
-from jpaged.models.config import ModelConfig, RopeConfig
+from jpaged.models.config import LlamaConfig
 from jpaged.models.layers import LayerMode
-from jpaged.models.llama import Llama, Params
+from jpaged.models.llama import Llama
+from jpaged.models.parts import Params
+from jpaged.models.rope_config import RopeConfig
 
-CONFIG = ModelConfig(
+CONFIG = LlamaConfig(
     architecture="LlamaForCausalLM",
     vocab_size=97,
     hidden_size=32,

@@ -18,7 +18,7 @@ from jpaged.engine.intake import Intake
 from jpaged.engine.stats import EngineLoad
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.models.config import ModelConfig
-from jpaged.models.llama import Llama
+from jpaged.models.model import model_for
 from jpaged.models.weights import load_params
 from jpaged.types import OutputEvent, SamplingParams
 from tests.models.tiny import TinyCase, write_checkpoint
@@ -31,7 +31,7 @@ MAX_TOKENS = 32
 
 def make_executor(case: TinyCase, folder: Path, **options: Any) -> JaxExecutor:
     """An executor of a tiny checkpoint in float32 with few shapes, warmed up."""
-    model = Llama(ModelConfig.from_hf(case.config), np.dtype(np.float32))
+    model = model_for(ModelConfig.from_hf(case.config), np.dtype(np.float32))
     params = load_params(model, write_checkpoint(case, folder), "loop")
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_TOKENS, "block_size": BLOCK_SIZE, "num_blocks": 200}
     executor = JaxExecutor.create(model, params, EngineConfig.load({**defaults, "swap_space": 0.005, **options}))

@@ -10,7 +10,7 @@ import pytest
 
 from jpaged.demo.checkpoint import load_demo
 from jpaged.demo.export import export
-from jpaged.models.llama import Llama
+from jpaged.models.model import model_for
 from jpaged.types import SamplingParams
 from tests.e2e.rig import generate, only, open_llm
 from tests.models import dense
@@ -36,7 +36,7 @@ def theirs(folder: Path):
 def test_logits_equal_those_of_transformers(theirs, num_tokens: int) -> None:
     config, params = load_demo(np.dtype(jnp.float32), "loop")
     token_ids = np.random.default_rng(num_tokens).integers(0, config.vocab_size, num_tokens).astype(np.int32)
-    logits = dense.logits(Llama(config, np.dtype(jnp.float32)), params, token_ids, num_tokens)
+    logits = dense.logits(model_for(config, np.dtype(jnp.float32)), params, token_ids, num_tokens)
     with torch.no_grad():
         want = theirs(torch.tensor(token_ids[None].astype(np.int64))).logits[0].numpy()
     np.testing.assert_allclose(logits, want, rtol=0, atol=1e-4)

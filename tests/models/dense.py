@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.models.layers import LayerMode
-from jpaged.models.llama import Llama, Params
+from jpaged.models.model import Model
+from jpaged.models.parts import Params
 
 
 def attend(q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: tuple, layer_index: jax.Array):
@@ -23,7 +24,7 @@ def attend(q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: tuple, l
 
 
 @functools.partial(jax.jit, static_argnames=("model", "layer_mode"))
-def logits(model: Llama, params: Params, token_ids_t: jax.Array, prompt_len: jax.Array, layer_mode: LayerMode = "loop"):
+def logits(model: Model, params: Params, token_ids_t: jax.Array, prompt_len: jax.Array, layer_mode: LayerMode = "loop"):
     """Float32 logits `[T, V]` after every token, of which the first `prompt_len` are the prompt."""
     positions_t = jnp.arange(token_ids_t.shape[0], dtype=jnp.int32)
     rope_lens_t = jnp.maximum(positions_t + 1, prompt_len)
@@ -31,7 +32,7 @@ def logits(model: Llama, params: Params, token_ids_t: jax.Array, prompt_len: jax
     return model.logits(params, hidden_te)
 
 
-def greedy(model: Llama, params: Params, prompt: list[int], num_tokens: int) -> list[int]:
+def greedy(model: Model, params: Params, prompt: list[int], num_tokens: int) -> list[int]:
     """The next `num_tokens` tokens, each from a full recomputation at one padded shape."""
     token_ids = np.zeros(len(prompt) + num_tokens, np.int32)
     token_ids[: len(prompt)] = prompt

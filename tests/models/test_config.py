@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.models.config import ModelConfig, RopeConfig
+from jpaged.models.config import LlamaConfig, ModelConfig
+from jpaged.models.rope_config import RopeConfig
 from tests.models.tiny import TinyCase, tiny_case, tiny_cases
 
 SMOLLM2 = {
@@ -48,7 +49,7 @@ def config(settings: Mapping[str, object], family: str = "Llama") -> Mapping[str
 
 
 def test_a_published_config_is_read_whole() -> None:
-    assert ModelConfig.from_hf(SMOLLM2) == ModelConfig(
+    assert ModelConfig.from_hf(SMOLLM2) == LlamaConfig(
         architecture="LlamaForCausalLM",
         vocab_size=49152,
         hidden_size=576,

@@ -13,7 +13,9 @@ from numpy.typing import DTypeLike
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import LayerMode, run_layers
-from jpaged.models.llama import Llama, Params
+from jpaged.models.llama import Llama
+from jpaged.models.model import Model, model_for
+from jpaged.models.parts import Params
 from jpaged.models.weights import load_params
 from tests.models import dense
 from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
@@ -22,19 +24,22 @@ MODES: tuple[LayerMode, ...] = ("loop", "scan")
 TOKENS = np.random.default_rng(0).integers(0, 131, 12).astype(np.int32)
 
 
-def model_of(case: TinyCase, dtype: DTypeLike = jnp.float32) -> Llama:
-    return Llama(ModelConfig.from_hf(case.config), np.dtype(dtype))
+def model_of(case: TinyCase, dtype: DTypeLike = jnp.float32) -> Model:
+    return model_for(ModelConfig.from_hf(case.config), np.dtype(dtype))
 
 
 def params_of(case: TinyCase, folder: Path, layer_mode: LayerMode = "loop") -> Params:
     return load_params(model_of(case), write_checkpoint(case, folder), layer_mode)
 
 
-def rope_of(model: Llama, positions: np.ndarray, rope_lens: np.ndarray) -> tuple[jax.Array, jax.Array]:
+def rope_of(model: Model, positions: np.ndarray, rope_lens: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    assert isinstance(model, Llama)
     return model.rope(jnp.asarray(positions), jnp.asarray(rope_lens))
 
 
-@pytest.mark.parametrize("name", ["llama_gqa_bias", "qwen3_tied", "mistral_yarn", "llama_dynamic_long"])
+@pytest.mark.parametrize(
+    "name", ["llama_gqa_bias", "qwen3_tied", "mistral_yarn", "llama_dynamic_long", "opt", "opt_post_norm"]
+)
 def test_scan_and_loop_are_the_same_function(name: str, tmp_path: Path) -> None:
     case = tiny_case(name)
     left = dense.logits(model_of(case), params_of(case, tmp_path, "loop"), TOKENS, 12, layer_mode="loop")
@@ -133,7 +138,7 @@ def test_a_model_is_a_static_value() -> None:
     assert model_of(case) == model_of(case)
     assert hash(model_of(case)) == hash(model_of(case))
     assert model_of(case) != model_of(case, jnp.bfloat16)
-    assert jax.tree.leaves(model_of(case).config.rope) == [model_of(case).config.rope]
+    assert jax.tree.leaves(model_of(case).config) == [model_of(case).config]
 
 
 def test_other_types_than_float32_and_bfloat16_are_refused() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.llama import Llama
+from jpaged.models.model import model_for
 from jpaged.models.weights import load_params
 from tests.models import dense
 from tests.models.tiny import TinyCase, tiny_cases, write_checkpoint
@@ -21,7 +21,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(case: TinyCase, tmp_path: Path) -> None:
     golden = json.loads((GOLDENS / f"{case.name}.json").read_text(encoding="utf-8"))
-    model = Llama(ModelConfig.from_hf(case.config), np.dtype(jnp.float32))
+    model = model_for(ModelConfig.from_hf(case.config), np.dtype(jnp.float32))
     params = load_params(model, write_checkpoint(case, tmp_path), "loop")
     prompt, num_tokens = case.prompt(), len(golden["tokens"])
     assert prompt == golden["prompt"]

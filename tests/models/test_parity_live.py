@@ -11,6 +11,7 @@ import pytest
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import Llama
 from jpaged.models.loader import read_config
+from jpaged.models.model import model_for
 from jpaged.models.weights import load_params, save_safetensors
 from tests.models import dense
 from tests.models.tiny import TinyCase, tiny_case, tiny_cases, write_checkpoint
@@ -31,15 +32,15 @@ def transformers_logits(folder: Path, token_ids: np.ndarray) -> np.ndarray:
 def test_logits_equal_those_of_transformers_at_any_length(case: TinyCase, num_tokens: int, tmp_path: Path) -> None:
     write_checkpoint(case, tmp_path)
     token_ids = np.random.default_rng(num_tokens).integers(0, 131, num_tokens).astype(np.int32)
-    model = Llama(read_config(tmp_path), np.dtype(jnp.float32))
+    model = model_for(read_config(tmp_path), np.dtype(jnp.float32))
     logits = dense.logits(model, load_params(model, tmp_path, "loop"), token_ids, num_tokens)
     np.testing.assert_allclose(logits, transformers_logits(tmp_path, token_ids), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama_gqa_bias", "mistral_yarn", "qwen2_tied_yarn", "qwen3_tied", "llama3_tied"])
+@pytest.mark.parametrize("name", ["llama_gqa_bias", "mistral_yarn", "qwen2_tied_yarn", "qwen3_tied", "opt_post_norm"])
 def test_a_checkpoint_that_we_write_is_read_by_transformers_to_the_same_logits(name: str, tmp_path: Path) -> None:
     case = tiny_case(name)
-    model = Llama(ModelConfig.from_hf(case.config), np.dtype(jnp.float32))
+    model = model_for(ModelConfig.from_hf(case.config), np.dtype(jnp.float32))
     params = load_params(model, write_checkpoint(case, tmp_path / "theirs"), "loop")
     save_safetensors(params, model.config, tmp_path / "ours")
     token_ids = np.array(case.prompt(), np.int32)
@@ -59,6 +60,8 @@ def test_positions_far_out_keep_their_frequencies(tmp_path: Path) -> None:
         torch.zeros(1), torch.tensor(positions[None].astype(np.int64))
     )
     half = cos.shape[-1] // 2
-    ours = Llama(read_config(tmp_path), np.dtype(jnp.float32)).rope(jnp.asarray(positions), jnp.asarray(positions) + 1)
+    model = model_for(read_config(tmp_path), np.dtype(jnp.float32))
+    assert isinstance(model, Llama)
+    ours = model.rope(jnp.asarray(positions), jnp.asarray(positions) + 1)
     np.testing.assert_allclose(ours[0], cos[0, :, :half].numpy(), rtol=0, atol=1e-5)
     np.testing.assert_allclose(ours[1], sin[0, :, :half].numpy(), rtol=0, atol=1e-5)

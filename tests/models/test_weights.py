@@ -16,15 +16,15 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig
-from jpaged.models.llama import Llama
+from jpaged.models.model import Model, model_for
 from jpaged.models.weights import LeafPath, load_params, save_safetensors
 from tests.models.tiny import TinyCase, tensors, tiny_case, tiny_cases, write_checkpoint
 
 Tensors = dict[str, np.ndarray]
 
 
-def model_of(case: TinyCase, dtype: DTypeLike = jnp.float32) -> Llama:
-    return Llama(ModelConfig.from_hf(case.config), np.dtype(dtype))
+def model_of(case: TinyCase, dtype: DTypeLike = jnp.float32) -> Model:
+    return model_for(ModelConfig.from_hf(case.config), np.dtype(dtype))
 
 
 def rewrite(case: TinyCase, folder: Path, change: Callable[[Tensors], object]) -> Path:

@@ -38,7 +38,10 @@ class TinyCase:
 
 
 def tiny_cases() -> list[TinyCase]:
-    """Every family, tied and untied, 1 to 8 query heads per key/value head, D of 16 to 128, each kind of RoPE."""
+    """Every family, tied and untied, 1 to 8 query heads per key/value head, D of 16 to 128, each kind of RoPE.
+
+    Of OPT: the usual form, that of 350M (post-norm, a narrow embedding), and every other switch turned once.
+    """
     llama31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     llama31["original_max_position_embeddings"] = 64
     mscales = {"mscale": 1.0, "mscale_all_dim": 0.6, "beta_fast": 16, "beta_slow": 2, "truncate": False}
@@ -60,6 +63,13 @@ def tiny_cases() -> list[TinyCase]:
         _case("qwen3", "Qwen3", (4, 2, 64), 24, head_dim=64, rope_theta=1e6, **window),
         _case("qwen3_tied", "Qwen3", (16, 8, 16), 24, head_dim=16, tie_word_embeddings=True, attention_bias=True),
         _case("qwen3_yarn", "Qwen3", (4, 1, 128), 40, head_dim=128, rope_scaling={**_YARN, "attention_factor": 1.3}),
+        _opt("opt", (4, 16), 24),
+        _opt("opt_post_norm", (2, 32), 32, do_layer_norm_before=False, word_embed_proj_dim=32),
+        _opt(
+            "opt_gelu_unbiased", (1, 64), 24, activation_function="gelu", enable_bias=False, tie_word_embeddings=False
+        ),
+        _opt("opt_no_affine", (4, 16), 24, layer_norm_elementwise_affine=False, word_embed_proj_dim=48),
+        _opt("opt_no_final_norm", (4, 16), 20, _remove_final_layer_norm=True, prefix="</s>"),
     ]
 
 
@@ -103,8 +113,67 @@ def _case(name: str, family: str, heads: tuple[int, int, int], prompt_len: int, 
     return TinyCase(name, {**config, **settings}, prompt_len)
 
 
+def _opt(name: str, heads: tuple[int, int], prompt_len: int, **settings: object) -> TinyCase:
+    num_heads, head_dim = heads
+    config: dict[str, object] = {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "vocab_size": 131,
+        "hidden_size": num_heads * head_dim,
+        "ffn_dim": 88,
+        "num_hidden_layers": 3,
+        "num_attention_heads": num_heads,
+        "max_position_embeddings": 256,
+        "activation_function": "relu",
+        "do_layer_norm_before": True,
+        "dropout": 0.1,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "use_cache": True,
+    }
+    return TinyCase(name, {**config, **settings}, prompt_len)
+
+
 def _shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Names and shapes as transformers writes them, spelt out apart from the code under test."""
+    return _opt_shapes(config) if config["model_type"] == "opt" else _llama_shapes(config)
+
+
+def _opt_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    width, inner, vocab_size = (_count(config, key) for key in ("hidden_size", "ffn_dim", "vocab_size"))
+    embed_size = _count(config, "word_embed_proj_dim") if "word_embed_proj_dim" in config else width
+    decoder = "model.decoder"
+    linears: dict[str, tuple[int, ...]] = {}
+    norms: list[str] = []
+    if config["do_layer_norm_before"] and not config.get("_remove_final_layer_norm"):
+        norms.append(f"{decoder}.final_layer_norm")
+    for index in range(_count(config, "num_hidden_layers")):
+        layer = f"{decoder}.layers.{index}"
+        norms += [f"{layer}.self_attn_layer_norm", f"{layer}.final_layer_norm"]
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            linears[f"{layer}.self_attn.{part}"] = (width, width)
+        linears[f"{layer}.fc1"] = (inner, width)
+        linears[f"{layer}.fc2"] = (width, inner)
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{decoder}.embed_tokens.weight": (vocab_size, embed_size),
+        f"{decoder}.embed_positions.weight": (_count(config, "max_position_embeddings") + 2, width),
+    }
+    if not config.get("tie_word_embeddings", True):
+        shapes["lm_head.weight"] = (vocab_size, embed_size)
+    if embed_size != width:
+        shapes[f"{decoder}.project_in.weight"] = (width, embed_size)
+        shapes[f"{decoder}.project_out.weight"] = (embed_size, width)
+    if config.get("layer_norm_elementwise_affine", True):
+        shapes |= {f"{name}.{kind}": (width,) for name in norms for kind in ("weight", "bias")}
+    for name, shape in linears.items():
+        shapes[f"{name}.weight"] = shape
+        if config.get("enable_bias", True):
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes
+
+
+def _llama_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     width, inner, vocab_size = (_count(config, key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
     num_heads, num_kv_heads = _count(config, "num_attention_heads"), _count(config, "num_key_value_heads")
     head_dim = _count(config, "head_dim") if "head_dim" in config else width // num_heads
@@ -145,8 +214,10 @@ def _tensor(case: TinyCase, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return np.float32(1) + np.float32(0.1) * noise
     if name.endswith(".bias"):
         return np.float32(0.1) * noise
-    # A small embedding under layers of unit size keeps tied models from repeating their input.
-    std = 0.05 if name == "model.embed_tokens.weight" else max(0.05, 1.2 * shape[-1] ** -0.5)
+    # A small embedding under layers of unit size keeps tied models from repeating their input, and positions of that
+    # size keep them from running in a circle.
+    stds = {"embed_tokens.weight": 0.05, "embed_positions.weight": 1.0}
+    std = stds.get(".".join(name.split(".")[-2:]), max(0.05, 1.2 * shape[-1] ** -0.5))
     return np.float32(std) * noise
 
 
