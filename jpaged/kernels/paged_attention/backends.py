@@ -1,6 +1,7 @@
 """Which kernels there are, where each one runs, and what it cannot do.
 
     backend      device               made for
+    pallas-gpu   Hopper GPUs (sm_90)  queries of 16 bits; pools of form gpu
     xla          any                  CPUs without a compiler, GPUs other than Hopper: correct everywhere, fast nowhere
 
 An implementation is a module-level function with the arguments of `paged_attention`; the reasons it may refuse are
@@ -18,13 +19,13 @@ import jax
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.kv_layout import KVForm
-from jpaged.kernels.paged_attention import reference
+from jpaged.kernels.paged_attention import pallas_gpu, reference
 from jpaged.kernels.paged_attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Shaped
 
-Backend = Literal["xla"]
+Backend = Literal["xla", "pallas-gpu"]
 
 Attend = Callable[..., "tuple[Float[Array, 'T H D'], Float[Array, 'T H']]"]
 Update = Callable[..., "tuple[Float[Array, 'T H D'], Float[Array, 'T H'], Shaped[Array, 'P B ...']]"]
@@ -51,6 +52,9 @@ class Implementation:
 
 
 IMPLEMENTATIONS: dict[Backend, Implementation] = {
+    "pallas-gpu": Implementation(
+        pallas_gpu.paged_attention, None, "gpu", pallas_gpu.refuses, pallas_gpu.refuses_device
+    ),
     "xla": Implementation(reference.paged_attention, None, None, lambda spec, num_heads: None, lambda device: None),
 }
 """In order of preference: `choose` takes the first that refuses neither the device nor the call."""

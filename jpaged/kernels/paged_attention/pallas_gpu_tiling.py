@@ -1,0 +1,100 @@
+"""How the Hopper kernel cuts its work: into tiles of queries, chunks of keys, and parts of a context.
+
+tile     64 rows, as the tensor core wants them: 64 / group tokens of one row by the query heads of one KV head
+chunk    whole blocks, stored in 64 or 128 rows of shared memory, of which two or more are on their way
+split    a part of a context that another multiprocessor works on; merged by the log-sum-exp
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from jpaged.kernels.paged_attention.spec import AttentionSpec
+
+TILE_ROWS = 64
+"""Rows of the smallest product of a warpgroup."""
+NUM_PROCESSORS = 132
+"""Of an H100 SXM or an H200. More only cuts a context into fewer parts than would fill the chip."""
+SHARED_BYTES = 232_448
+"""What one block of threads may take, and `_RESERVED_BYTES` of it are the compiler's."""
+MAX_STAGES = 4
+
+_RESERVED_BYTES = 4096
+_HALF_PROCESSOR_BYTES = 233_472 // 2 - 1024
+"""What lets two blocks of threads share a multiprocessor, which hides the one's softmax behind the other's products."""
+_MIN_PART_TOKENS = 256
+"""Keys below which another part costs more in merging than it gains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """One cut.
+
+    Attributes:
+        group: query heads of a key/value head.
+        tile_tokens: queries of a row that one tile can hold.
+        chunk_blocks: blocks of a chunk.
+        chunk_tokens: keys of a chunk.
+        chunk_rows: rows of shared memory for them; those beyond the tokens stay zero.
+        stages: chunks that lie in shared memory at a time.
+        splits: parts into which each context is cut.
+        min_chunks: chunks of a part, but for the last one.
+    """
+
+    group: int
+    tile_tokens: int
+    chunk_blocks: int
+    chunk_tokens: int
+    chunk_rows: int
+    stages: int
+    splits: int
+    min_chunks: int
+
+    def num_tiles(self, num_tokens: int, num_rows: int) -> int:
+        """The most tiles that so many tokens in so many rows make: only a row's last tile has room left."""
+        return max(1, min(num_tokens, (num_tokens + num_rows * (self.tile_tokens - 1)) // self.tile_tokens))
+
+
+def chunk_rows(block_size: int) -> int:
+    """Rows of shared memory for a chunk: 64, or 128 where a block needs them."""
+    return 64 if block_size <= 64 else 128
+
+
+def stage_bytes(spec: AttentionSpec) -> int:
+    """Shared memory of one chunk on its way."""
+    return chunk_rows(spec.layout.block_size) * 2 * spec.layout.head_dim * spec.layout.dtype.itemsize
+
+
+def fixed_bytes(spec: AttentionSpec) -> int:
+    """Shared memory beside the chunks: queries, sums, and where 8 bits become 16."""
+    layout = spec.layout
+    wide_bytes = 2 * chunk_rows(layout.block_size) * 2 * layout.head_dim if layout.is_scaled else 0
+    return TILE_ROWS * layout.head_dim * 2 + 2 * TILE_ROWS * 4 + wide_bytes + _RESERVED_BYTES
+
+
+def choose_tiling(spec: AttentionSpec, num_heads: int, num_tokens: int, num_rows: int, table_width: int) -> Tiling:
+    """The cut for a call of these sizes."""
+    layout = spec.layout
+    rows = chunk_rows(layout.block_size)
+    group = num_heads // layout.num_kv_heads
+    chunk_blocks = rows // layout.block_size
+    chunk_tokens = chunk_blocks * layout.block_size
+    fixed, stage = fixed_bytes(spec), stage_bytes(spec)
+    limit = _HALF_PROCESSOR_BYTES if fixed + 2 * stage <= _HALF_PROCESSOR_BYTES else SHARED_BYTES
+    tiling = Tiling(
+        group=group,
+        tile_tokens=TILE_ROWS // group,
+        chunk_blocks=chunk_blocks,
+        chunk_tokens=chunk_tokens,
+        chunk_rows=rows,
+        stages=min(MAX_STAGES, (limit - fixed) // stage),
+        splits=1,
+        min_chunks=-(-_MIN_PART_TOKENS // chunk_tokens),
+    )
+    num_workers = tiling.num_tiles(num_tokens, num_rows) * layout.num_kv_heads
+    max_keys = table_width * layout.block_size
+    if spec.sliding_window is not None:
+        max_keys = min(max_keys, spec.sliding_window + tiling.tile_tokens)
+    max_splits = max(1, max_keys // _MIN_PART_TOKENS)
+    return dataclasses.replace(tiling, splits=min(max_splits, max(1, 2 * NUM_PROCESSORS // num_workers)))

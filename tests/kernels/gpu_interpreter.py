@@ -1,0 +1,53 @@
+"""Runs the Hopper kernel on CPUs, in Pallas' interpreter: copies, barriers and the threads' memory are simulated.
+
+The tensor core's products are not: the kernel takes plain ones instead. That lets keys and queries be float32 here, so
+that numbers can be compared to the sixth digit, although the device has no such product and the backend refuses it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# The parameters have a public name from jax 0.11 on, the state of the race detector has none.
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, pallas_gpu
+from jpaged.kernels.paged_attention.backends import implementation
+from jpaged.kernels.paged_attention.pallas_gpu_tiling import Tiling, choose_tiling
+
+
+def _run(q, pool, layer, rows, scales, spec: AttentionSpec, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
+    return pallas_gpu.run(q, pool, layer, rows, spec, scales, tiling, InterpretGPUParams(detect_races=True))
+
+
+_jitted = jax.jit(_run, static_argnames=("spec", "tiling"))
+
+
+def attend(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    rows: RaggedRows,
+    spec: AttentionSpec,
+    scales: jax.Array | None,
+    splits: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """The backend's `attend` with a given number of splits and two stages; a race is an error."""
+    on_device = spec.layout
+    if on_device.dtype == jnp.float32:
+        on_device = dataclasses.replace(on_device, dtype=jnp.dtype("bfloat16"))
+    implementation("pallas-gpu", dataclasses.replace(spec, layout=on_device), q.shape[1])
+    tiling = choose_tiling(spec, q.shape[1], q.shape[0], *rows.block_tables_sm.shape)
+    tiling = dataclasses.replace(tiling, splits=splits, min_chunks=1, stages=2)
+    try:
+        out = jax.block_until_ready(_jitted(q, pool, layer, rows, scales, spec=spec, tiling=tiling))
+        races: Any = interpreter.get_races()
+        assert not races.races_found
+    finally:
+        interpreter.reset_gpu_interpret_mode_state()
+    return out

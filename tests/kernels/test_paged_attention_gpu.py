@@ -1,0 +1,260 @@
+"""The Hopper backend of paged attention: its kernel interpreted, its plan of the work, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from jpaged.errors import Unsupported
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention, pallas_gpu
+from jpaged.kernels.paged_attention.pallas_gpu_tiling import (
+    NUM_PROCESSORS,
+    SHARED_BYTES,
+    choose_tiling,
+    fixed_bytes,
+    stage_bytes,
+)
+from jpaged.kernels.paged_attention.shapes import SHAPES
+from tests.kernels import gpu_interpreter
+from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, Support, make_case
+
+SUPPORT = Support(block_sizes=frozenset(range(8, 129, 8)), head_dims=frozenset(range(16, 257, 16)), max_group=64)
+
+
+class Interpreted(PagedAttentionConformance):
+    """The conformance suite's calls, interpreted."""
+
+    backend = "pallas-gpu"
+    form = "gpu"
+    supports = SUPPORT
+    splits = 1
+
+    def attend(self, q, pool, layer, rows, spec, scales):
+        return gpu_interpreter.attend(q, pool, layer, rows, spec, scales, self.splits)
+
+    def update(self, q, new_kv, pool, layer, rows, spec, scales):
+        k_tkd, v_tkd, slots_t = new_kv
+        if scales is not None:
+            k_tkd, v_tkd = k_tkd / scales[layer, :, :1], v_tkd / scales[layer, :, 1:]
+        pool = spec.layout.write(pool, layer, k_tkd, v_tkd, slots_t)
+        return *self.attend(q, pool, layer, rows, spec, scales), pool
+
+
+@pytest.mark.long
+class TestPallasGpu(Interpreted):
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_real_head_shapes(self, name: str) -> None:
+        shape = SHAPES[name]
+        self.check(
+            RAGGED["mixed"],
+            Shape(
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                sliding_window=shape.sliding_window,
+                soft_cap=shape.soft_cap,
+                dtype="bfloat16",
+            ),
+        )
+
+    @pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
+    @pytest.mark.parametrize("head_dim", [64, 256])
+    def test_half_precision(self, head_dim: int, kv_dtype: str | None) -> None:
+        self.check(RAGGED["mixed"], Shape(dtype="float16", kv_dtype=kv_dtype, head_dim=head_dim))
+
+
+@pytest.mark.long
+class TestSplitContexts(Interpreted):
+    """Every promise again with each context in three parts, some of them empty."""
+
+    splits = 3
+
+
+# Small enough for the quick suite, and between them they reach every branch of the kernel.
+QUICK: dict[str, tuple[list[tuple[int, int]], Shape, int]] = {
+    "refills": ([(1, 160), (17, 150), (1, 5)], Shape(), 1),
+    "parts of a context": ([(1, 190), (20, 90)], Shape(sliding_window=70, soft_cap=5.0), 2),
+    "bfloat16": ([(3, 140), (1, 64)], Shape(dtype="bfloat16", num_heads=7, num_kv_heads=1, head_dim=64), 1),
+    "int8": ([(1, 150), (9, 20)], Shape(kv_dtype="int8"), 1),
+    "blocks that fill no chunk": ([(1, 150), (20, 49)], Shape(block_size=48), 1),
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_kernel_is_right_and_free_of_races(name: str) -> None:
+    rows, shape, splits = QUICK[name]
+    suite = Interpreted()
+    suite.splits = splits
+    suite.check(rows, dataclasses.replace(shape, num_tokens=24, num_rows=4))
+
+
+def test_what_lies_around_a_part_of_a_context_never_matters() -> None:
+    """Skipped blocks hold NaN, and one in the middle is named by no id of the layer."""
+    shape = Shape(num_tokens=24, num_rows=4)
+    case = make_case([(1, 100), (9, 150)], shape)
+    case.k_lnbkd[1, case.block_tables_sm[0, :3]] = np.nan
+    case.v_lnbkd[1, case.block_tables_sm[0, :3]] = np.nan
+    case.block_tables_sm[1, 2] = case.k_lnbkd.shape[1]
+    case.block_tables_sm[0, 4] = -1
+    Interpreted().check_case(dataclasses.replace(case, kv_begins_s=np.array([48, 0, 0, 0], np.int32)), shape)
+
+
+# --- the order of the kernel's steps: the interpreter of jax 0.10 knows nothing of the two ways to shared memory ------
+
+
+def _flat(jaxpr: Any) -> Iterator[str]:
+    """Names of the primitives in the order of the program, branches one after the other."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jaxprs_in_params(equation.params):
+            yield from _flat(inner)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_what_is_written_is_committed_before_it_is_read_or_copied_over(dtype: str) -> None:
+    layout = KVLayout(2, 8, 16, 2, 64, jnp.dtype(dtype), "gpu")
+    spec = AttentionSpec(layout, 0.125)
+    rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((5,), (4,), (4, 32), ())))
+    q, pool = jax.ShapeDtypeStruct((24, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct(layout.shape, layout.dtype)
+    scales = jax.ShapeDtypeStruct((2, 2, 2), jnp.float32) if layout.is_scaled else None
+    call = functools.partial(pallas_gpu.paged_attention, spec=spec)
+    steps = list(_flat(jax.make_jaxpr(call)(q, pool, 0, rows, scales_lk2=scales).jaxpr))
+    assert steps.count("wgmma_ref") == 2
+    dirty: set[str] = set()  # what has to be waited for before the next step of that kind
+    for step in steps[steps.index("while") :]:
+        if step == "commit_smem":
+            dirty.clear()
+        assert step not in dirty, f"{step} without a commit before it"
+        if step == "swap":
+            dirty |= {"wgmma_ref", "copy_gmem_to_smem", "copy_smem_to_gmem"}
+        if step == "wgmma_ref":
+            dirty |= {"copy_gmem_to_smem"}
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_query_is_in_one_tile_at_its_place(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_rows, num_tokens = 6, 90
+    counts = rng.multinomial(int(rng.integers(0, num_tokens + 1)), np.ones(num_rows) / num_rows) * (rng.random(6) < 0.8)
+    used = int(rng.integers(0, num_rows + 1))
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    kv_lens = (counts + rng.integers(0, 50, num_rows)).astype(np.int32)
+    spec = AttentionSpec(KVLayout(1, 8, 16, 2, 64, jnp.dtype("bfloat16"), "gpu"), 1.0)
+    tiling = choose_tiling(spec, 14, num_tokens, num_rows, 8)
+    rows = RaggedRows(jnp.array(starts), jnp.array(kv_lens), jnp.zeros((num_rows, 8), jnp.int32), jnp.int32(used))
+    tiles, places = pallas_gpu.plan(rows, spec, tiling, num_tokens)
+    found: dict[int, tuple[int, int, int]] = {}
+    for index, (row, first, size, position, begin, end, is_bad) in enumerate(np.asarray(tiles).tolist()):
+        assert size <= tiling.tile_tokens
+        assert (begin, is_bad) == (0, 0)
+        for i in range(size):
+            assert first + i not in found
+            assert end == kv_lens[row]
+            found[first + i] = row, position + i, index * 64 + i * tiling.group
+    want = {}
+    for row in range(used):
+        for i in range(counts[row]):
+            want[int(starts[row]) + i] = row, int(kv_lens[row] - counts[row]) + i
+    assert {token: place[:2] for token, place in found.items()} == want
+    is_row_t = np.asarray(places.is_row_t)
+    assert set(np.flatnonzero(is_row_t)) == set(want)
+    lies_at_t = np.asarray(places.tiles_t) * 64 + np.asarray(places.first_rows_t)
+    assert all(lies_at_t[token] == place[2] for token, place in found.items())
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rows", "splits"), [(1, 1, 33), (8, 8, 4), (64, 64, 1), (2048, 64, 1)])
+def test_contexts_are_cut_until_the_chip_is_full(num_tokens: int, num_rows: int, splits: int) -> None:
+    spec = AttentionSpec(KVLayout(1, 8, 16, 8, 128, jnp.dtype("bfloat16"), "gpu"), 1.0)
+    tiling = choose_tiling(spec, 32, num_tokens, num_rows, 1024)
+    assert tiling.splits == splits
+    assert tiling.splits == 1 or tiling.num_tiles(num_tokens, num_rows) * 8 * splits <= 2 * NUM_PROCESSORS
+
+
+def test_short_contexts_are_not_cut() -> None:
+    layout = KVLayout(1, 8, 16, 8, 128, jnp.dtype("bfloat16"), "gpu")
+    assert choose_tiling(AttentionSpec(layout, 1.0), 32, 1, 1, 512 // 16).splits == 2
+    assert choose_tiling(AttentionSpec(layout, 1.0), 32, 1, 1, 256 // 16).splits == 1
+    assert choose_tiling(AttentionSpec(layout, 1.0, sliding_window=512), 32, 1, 1, 1024).splits == 2
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "head_dim", "num_heads", "reason"),
+    [
+        ("float32", 16, 128, 8, "the pool holds float32; .* use xla"),
+        ("bfloat16", 12, 128, 8, "block_size 12 is not a multiple of 8 up to 128"),
+        ("bfloat16", 136, 128, 8, "block_size 136 is not a multiple of 8 up to 128"),
+        ("bfloat16", 16, 72, 8, "head_dim 72 is not a multiple of 16 up to 256"),
+        ("bfloat16", 16, 272, 8, "head_dim 272 is not a multiple of 16 up to 256"),
+        ("bfloat16", 16, 128, 130, "65 query heads share a key/value head; the limit is 64"),
+        ("bfloat16", 128, 256, 8, r"takes \d+ bytes of shared memory \(twice 131072, and \d+\); the limit is 232448"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused_with_numbers(
+    dtype: str, block_size: int, head_dim: int, num_heads: int, reason: str
+) -> None:
+    spec = AttentionSpec(KVLayout(1, 4, block_size, 2, head_dim, jnp.dtype(dtype), "gpu"), 1.0)
+    with pytest.raises(Unsupported, match=f"attention backend pallas-gpu: .*{reason}"):
+        _call(spec, num_heads, "bfloat16")
+
+
+@pytest.mark.parametrize(("pool", "queries"), [("bfloat16", "float16"), ("bfloat16", "float32"), ("int8", "float32")])
+def test_queries_of_another_type_are_refused(pool: str, queries: str) -> None:
+    spec = AttentionSpec(KVLayout(1, 4, 16, 2, 64, jnp.dtype(pool), "gpu"), 1.0)
+    with pytest.raises(Unsupported, match=f"queries are {queries} and the pool holds {pool}"):
+        _call(spec, 4, queries)
+
+
+def _call(spec: AttentionSpec, num_heads: int, dtype: str) -> None:
+    layout = spec.layout
+    rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((3,), (2,), (2, 4), ())))
+    pool = jnp.zeros(layout.shape, layout.storage_dtype)
+    scales = jnp.ones((1, layout.num_kv_heads, 2)) if layout.is_scaled else None
+    q = jnp.zeros((8, num_heads, layout.head_dim), dtype)
+    paged_attention(q, pool, 0, rows, spec, scales, backend="pallas-gpu")
+
+
+def test_what_is_not_refused_fits_into_shared_memory() -> None:
+    for dtype in ("bfloat16", "int8"):
+        for block_size in range(8, 129, 8):
+            for head_dim in range(16, 257, 16):
+                spec = AttentionSpec(KVLayout(1, 4, block_size, 2, head_dim, jnp.dtype(dtype), "gpu"), 1.0)
+                if pallas_gpu.refuses(spec, 8) is None:
+                    tiling = choose_tiling(spec, 8, 64, 64, 64)
+                    assert tiling.stages >= 2
+                    assert fixed_bytes(spec) + tiling.stages * stage_bytes(spec) <= SHARED_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    platform: str
+    device_kind: str
+    compute_capability: str
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (Device("gpu", "NVIDIA H200", "9.0"), None),
+        (Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0"), "runs on Hopper (sm_90); this is NVIDIA A100-SXM4-80GB, sm_80"),
+        (Device("gpu", "NVIDIA B200", "10.0"), "runs on Hopper (sm_90); this is NVIDIA B200, sm_100"),
+        (Device("tpu", "TPU v5e", ""), "runs on Hopper GPUs (sm_90); this is a tpu"),
+    ],
+)
+def test_devices_other_than_hopper_are_refused(device: Any, reason: str | None) -> None:
+    assert (pallas_gpu.refuses_device(device) or "").startswith(reason or "")
+    assert (pallas_gpu.refuses_device(device) is None) == (reason is None)
