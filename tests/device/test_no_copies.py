@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +14,7 @@ from jpaged.device.executor import plan, program_lowerings
 from jpaged.device.mesh import build_mesh, replicated
 from jpaged.models.layers import LayerMode
 from tests.device import tiny_model
-
-IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "scatter", "fusion", "while", "call", "dynamic-update-slice"}
-
-
-def pool_sized_operations(executable: jax.stages.Compiled, num_elements: int) -> set[str]:
-    """Operations that make an array of so many elements, other than those that work in place."""
-    found = set()
-    for line in (executable.as_text() or "").splitlines():
-        match = re.search(r"= \w+\[([\d,]*)\](?:\{[^}]*\})? ([a-z-]+)\(", line)
-        if match and math.prod(int(n) for n in match[1].split(",") if n) == num_elements:
-            found.add(match[2])
-    return found - IN_PLACE
+from tests.device.hlo import pool_sized_operations
 
 
 @pytest.mark.parametrize(

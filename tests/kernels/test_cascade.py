@@ -1,0 +1,204 @@
+"""Rows that share a prefix read it once, and get what each of them would get alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.kernels.paged_attention import AttentionSpec, Backend, paged_attention
+from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
+from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention, cascade_attention_update, merge
+from tests.device.hlo import pool_sized_operations
+from tests.kernels import attention_oracle as oracle
+from tests.kernels.attention_conformance import (
+    TOLERANCE,
+    PagedAttentionConformance,
+    Shape,
+    make_case,
+    scales_of,
+    take_new,
+)
+
+Run = tuple[int, int]
+"""Rows, and the tokens that they share."""
+
+CASES: dict[str, tuple[list[tuple[int, int]], list[Run]]] = {
+    "samples_decode": ([(1, 100), (1, 101), (1, 97), (1, 150)], [(4, 96)]),
+    "a_run_among_others": ([(1, 33), (1, 70), (1, 80), (1, 65), (9, 9)], [(1, 0), (3, 64), (1, 0)]),
+    "two_runs": ([(1, 70), (1, 80), (1, 40), (1, 33), (1, 48)], [(2, 64), (3, 32)]),
+    "chunks_take_part": ([(1, 70), (40, 110), (1, 65), (5, 5)], [(3, 64), (1, 0)]),
+    "a_row_without_queries": ([(1, 70), (0, 70), (1, 90)], [(3, 64)]),
+    "every_row": ([(1, 40)] * 8, [(8, 32)]),
+    "nothing_shared": ([(1, 40), (7, 7)], []),
+    "more_queries_than_a_tile": ([(50, 80), (50, 90), (50, 82)], [(3, 16)]),
+}
+
+_cascade = jax.jit(cascade_attention, static_argnames=("spec", "backend"))
+_plain = jax.jit(paged_attention, static_argnames=("spec", "backend"))
+_update = jax.jit(cascade_attention_update, static_argnames=("spec", "backend"), donate_argnames="pool")
+
+
+class Rig(PagedAttentionConformance):
+    """The conformance suite's tools; its own tests run elsewhere."""
+
+    __test__ = False
+    backend: Backend = "xla"
+
+
+RIG = Rig()
+
+
+def shared_case(name: str, shape: Shape) -> tuple[oracle.Case, CascadeRows]:
+    """Rows whose tables begin alike, as the runs say."""
+    lengths, runs = CASES[name]
+    case = make_case(lengths, shape)
+    begins = np.zeros(shape.num_rows, np.int32)
+    first = 0
+    for num_rows, shared in runs:
+        num_blocks = shared // shape.block_size
+        case.block_tables_sm[first : first + num_rows, :num_blocks] = case.block_tables_sm[first, :num_blocks]
+        begins[first : first + num_rows] = shared
+        first += num_rows
+    starts = np.full(shape.num_rows + 1, len(lengths), np.int32)
+    starts[: len(runs) + 1] = np.cumsum([0, *(num_rows for num_rows, _ in runs)])
+    rows = dataclasses.replace(RIG.rows(case), kv_begins_s=jnp.asarray(begins))
+    return case, CascadeRows.of(rows, jnp.asarray(starts), jnp.int32(len(runs)))
+
+
+def call(case: oracle.Case, shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array, AttentionSpec, jax.Array | None]:
+    spec, scales = RIG.spec(case, shape), scales_of(shape)
+    q = jnp.asarray(case.q_thd, jnp.dtype(shape.dtype))
+    return (
+        q,
+        RIG.pool(case, spec.layout, scales),
+        jnp.int32(case.layer),
+        spec,
+        None if scales is None else jnp.asarray(scales),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("float32", "int8")])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_attention(name: str, dtype: str, kv_dtype: str | None) -> None:
+    shape = Shape(dtype=dtype, kv_dtype=kv_dtype)
+    case, cascade = shared_case(name, shape)
+    q, pool, layer, spec, scales = call(case, shape)
+    o_thd, lse_th = _cascade(q, pool, layer, cascade, spec, scales, backend="xla")
+    want_o_thd, want_lse_th = oracle.attention(case)
+    assert (o_thd.dtype, lse_th.dtype) == (q.dtype, jnp.float32)
+    tolerance = TOLERANCE[dtype]
+    np.testing.assert_allclose(np.asarray(o_thd, np.float32), want_o_thd, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_shared_prefix_is_read_through_its_first_row_alone(name: str) -> None:
+    """Every other row's table names blocks that read as zeros where the prefix lies."""
+    case, cascade = shared_case(name, Shape())
+    q, pool, layer, spec, _ = call(case, Shape())
+    want = _cascade(q, pool, layer, cascade, spec, backend="xla")
+    tables, first = case.block_tables_sm.copy(), 0
+    for num_rows, shared in CASES[name][1]:
+        tables[first : first + num_rows, : shared // 16] = 10_000
+        first += num_rows
+    rows = dataclasses.replace(cascade.rows, block_tables_sm=jnp.asarray(tables))
+    got = _cascade(q, pool, layer, CascadeRows(rows, cascade.prefixes), spec, backend="xla")
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_without_runs_it_is_the_plain_call_to_the_bit() -> None:
+    case, cascade = shared_case("nothing_shared", Shape())
+    q, pool, layer, spec, _ = call(case, Shape())
+    plain = _plain(q, pool, layer, RIG.rows(case), spec, backend="xla")
+    for got, want in zip(_cascade(q, pool, layer, cascade, spec, backend="xla"), plain, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_soft_cap_is_kept() -> None:
+    shape = Shape(soft_cap=5.0)
+    case, cascade = shared_case("two_runs", shape)
+    q, pool, layer, spec, _ = call(case, shape)
+    o_thd, _ = _cascade(q, pool, layer, cascade, spec, backend="xla")
+    np.testing.assert_allclose(o_thd, oracle.attention(case)[0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("name", ["samples_decode", "chunks_take_part", "nothing_shared"])
+def test_an_update_stores_the_new_keys(
+    name: str, is_fused: bool, kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_fused:
+        monkeypatch.setitem(IMPLEMENTATIONS, "xla", dataclasses.replace(IMPLEMENTATIONS["xla"], update=_fused))
+        _update.clear_cache()
+    shape = Shape(kv_dtype=kv_dtype)
+    case, cascade = shared_case(name, shape)
+    new_kv, before = take_new(case, shape)
+    q, pool, layer, spec, scales = call(before, shape)
+    whole = call(case, shape)[1]
+    o_thd, _, pool = _update(q, new_kv, pool, layer, cascade, spec, scales, backend="xla")
+    _update.clear_cache()
+    np.testing.assert_allclose(o_thd, oracle.attention(case)[0], rtol=2e-5, atol=2e-5)
+    ids = jnp.arange(1, spec.layout.blocks_per_layer)
+    for x in range(spec.layout.num_layers):
+        got, want = (np.asarray(spec.layout.gather(y, x, ids)) for y in (pool, whole))
+        np.testing.assert_array_equal(got, want)
+
+
+def _fused(q, new_kv, pool, layer, rows, spec, scales):
+    """A backend that writes the pool itself."""
+    pool = spec.layout.write(pool, layer, *new_kv)
+    return *IMPLEMENTATIONS["xla"].attend(q, pool, layer, rows, spec, scales), pool
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_neither_branch_copies_the_pool(dtype: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers in one program, as a step has them, with the pool donated."""
+    if is_fused:
+        monkeypatch.setitem(IMPLEMENTATIONS, "xla", dataclasses.replace(IMPLEMENTATIONS["xla"], update=_fused))
+    shape = Shape(dtype=dtype)
+    case, cascade = shared_case("samples_decode", shape)
+    new_kv, _ = take_new(case, shape)
+    q, _, _, spec, _ = call(case, shape)
+    spec = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, num_blocks=4000))  # more than the rest
+    pool = jax.ShapeDtypeStruct(spec.layout.shape, spec.layout.storage_dtype)
+
+    def layers(pool: jax.Array, q: jax.Array, cascade: CascadeRows) -> tuple[jax.Array, jax.Array]:
+        k_tkd, v_tkd, slots_t = new_kv
+        for layer in range(2):
+            new = k_tkd + q[:, :1], v_tkd, slots_t  # as in a model: of what the layer before gave
+            q, _, pool = cascade_attention_update(q, new, pool, layer, cascade, spec, backend="xla")
+        return pool, q
+
+    executable = jax.jit(layers, donate_argnums=0).lower(pool, q, cascade).compile()
+    memory = executable.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == spec.layout.num_bytes
+    assert memory.temp_size_in_bytes < spec.layout.num_bytes // 10
+    assert "conditional" in (executable.as_text() or "")
+    assert pool_sized_operations(executable, math.prod(spec.layout.shape)) == set()
+
+
+def test_parts_without_keys_count_nothing() -> None:
+    o, lse = jnp.full((1, 2, 4), 3.0), jnp.array([[1.0, -jnp.inf]])
+    nothing = jnp.zeros((1, 2, 4)), jnp.full((1, 2), -jnp.inf)
+    for merged in (merge((o, lse), nothing), merge(nothing, (o, lse))):
+        np.testing.assert_array_equal(merged[0][0, 0], 3)
+        np.testing.assert_array_equal(merged[0][0, 1], 0)
+        np.testing.assert_array_equal(merged[1], lse)
+    assert np.all(np.isfinite(merge(nothing, nothing)[0]))
+
+
+def test_large_sums_do_not_overflow() -> None:
+    a = jnp.full((1, 1, 2), 1.0), jnp.full((1, 1), 500.0)
+    b = jnp.full((1, 1, 2), 3.0), jnp.full((1, 1), 500.0)
+    o, lse = merge(a, b)
+    np.testing.assert_allclose(o, 2.0)
+    np.testing.assert_allclose(lse, 500 + np.log(2), rtol=1e-6)
