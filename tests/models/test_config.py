@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.models.config import LlamaConfig, ModelConfig
+from jpaged.models.config import LlamaConfig, ModelConfig, OptConfig
 from jpaged.models.rope_config import RopeConfig
 from tests.models.tiny import TinyCase, tiny_case, tiny_cases
 
@@ -43,6 +43,34 @@ SMOLLM2 = {
 }
 
 
+OPT_13B = {
+    "_remove_final_layer_norm": False,
+    "activation_dropout": 0.0,
+    "activation_function": "relu",
+    "architectures": ["OPTForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "do_layer_norm_before": True,
+    "dropout": 0.1,
+    "eos_token_id": 2,
+    "ffn_dim": 20480,
+    "hidden_size": 5120,
+    "init_std": 0.02,
+    "layerdrop": 0.0,
+    "max_position_embeddings": 2048,
+    "model_type": "opt",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "output_projection": True,
+    "pad_token_id": 1,
+    "prefix": "</s>",
+    "torch_dtype": "float16",
+    "use_cache": True,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 5120,
+}
+
+
 def config(settings: Mapping[str, object], family: str = "Llama") -> Mapping[str, object]:
     base = {key: value for key, value in tiny_case("llama_mha").config.items() if key != "rope_theta"}
     return {**base, "architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), **settings}
@@ -66,6 +94,70 @@ def test_a_published_config_is_read_whole() -> None:
         bos_token_id=1,
         checkpoint_dtype="bfloat16",
     )
+
+
+def test_a_published_config_of_opt_is_read_whole() -> None:
+    assert ModelConfig.from_hf(OPT_13B) == OptConfig(
+        architecture="OPTForCausalLM",
+        vocab_size=50272,
+        hidden_size=5120,
+        intermediate_size=20480,
+        num_layers=40,
+        num_heads=40,
+        num_kv_heads=40,
+        head_dim=128,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        embed_size=5120,
+        activation="relu",
+        norm_first=True,
+        final_norm=True,
+        norm_affine=True,
+        use_bias=True,
+        eos_token_ids=(2,),
+        bos_token_id=2,
+        checkpoint_dtype="float16",
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"activation_function": "gelu_new"}, "activation_function is 'gelu_new'; supported: relu, gelu"),
+        ({"hidden_act": "silu"}, "unknown setting hidden_act='silu'"),
+        ({"num_key_value_heads": 8}, "unknown setting num_key_value_heads=8"),
+        ({"rope_theta": 1e4, "rms_norm_eps": 1e-5}, "unknown setting rms_norm_eps=1e-05, rope_theta=10000.0"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"is_decoder": True}, "is_decoder is True"),
+    ],
+)
+def test_what_opt_does_not_compute_is_refused_by_name(settings: Mapping[str, object], named: str) -> None:
+    with pytest.raises(Unsupported) as refusal:
+        ModelConfig.from_hf({**OPT_13B, **settings})
+    assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"ffn_dim": None}, "ffn_dim: is missing"),
+        ({"num_attention_heads": 48}, "hidden_size: is 5120; num_attention_heads, 48, must divide it"),
+        ({"word_embed_proj_dim": 0}, "word_embed_proj_dim: is 0; it must be an integer of at least 1"),
+        ({"enable_bias": "yes"}, "enable_bias: is 'yes'; it must be true or false"),
+        ({"eos_token_id": 50272}, "is 50272; it must be below vocab_size, 50272"),
+    ],
+)
+def test_a_malformed_value_of_opt_is_refused(settings: Mapping[str, object], named: str) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        ModelConfig.from_hf({**OPT_13B, **settings})
+    assert named in str(refusal.value)
+
+
+def test_only_a_dynamic_rope_limits_shared_prefixes() -> None:
+    dynamic = config({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
+    assert ModelConfig.from_hf(dynamic).max_prefix_len == 256
+    assert ModelConfig.from_hf(config({})).max_prefix_len is None
+    assert ModelConfig.from_hf(OPT_13B).max_prefix_len is None
 
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)

@@ -65,7 +65,7 @@ def test_the_tree_is_the_one_that_the_model_describes(case: TinyCase, layer_mode
 
 
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
-@pytest.mark.parametrize("name", ["llama_gqa_bias", "qwen3_tied", "qwen2"])
+@pytest.mark.parametrize("name", ["llama_gqa_bias", "qwen3_tied", "qwen2", "opt_post_norm"])
 def test_saving_gives_back_every_tensor_of_the_checkpoint(name: str, layer_mode, tmp_path: Path) -> None:
     case = tiny_case(name)
     model = model_of(case)
@@ -147,6 +147,38 @@ def test_a_missing_left_over_or_misshapen_tensor_is_named_with_its_file(
         load_params(model_of(case), rewrite(case, tmp_path, change), "loop")
     assert named in str(refusal.value)
     assert str(tmp_path) in str(refusal.value)
+
+
+def strip_model(stored: Tensors) -> None:
+    """As checkpoints of OPT that were saved without their head are named."""
+    for name in list(stored):
+        stored[name.removeprefix("model.")] = stored.pop(name)
+
+
+def test_opt_checkpoints_are_read_under_both_names(tmp_path: Path) -> None:
+    case = tiny_case("opt")
+    whole = load_params(model_of(case), write_checkpoint(case, tmp_path / "whole"), "loop")
+    assert_same_trees(load_params(model_of(case), rewrite(case, tmp_path / "bare", strip_model), "loop"), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (drop("model.decoder.embed_positions.weight"), "model.decoder.embed_positions.weight [258, 64] is missing"),
+        (drop("model.decoder.layers.1.fc1.bias"), "tensor model.decoder.layers.1.fc1.bias [88] is missing"),
+        (put_in("model.decoder.project_in.weight", (64, 32)), "1 tensors are not part of OPTForCausalLM"),
+        (put_in("decoder.layers.0.fc1.weight", (88, 64)), "decoder.layers.0.fc1.weight"),
+        (put_in("model.decoder.embed_positions.weight", (256, 64)), "[256, 64]; config.json makes it [258, 64]"),
+        (put_in("lm_head.weight", (131, 64)), "lm_head.weight differs from model.decoder.embed_tokens.weight"),
+    ],
+)
+def test_what_is_wrong_in_an_opt_checkpoint_is_named(
+    change: Callable[[Tensors], object], named: str, tmp_path: Path
+) -> None:
+    case = tiny_case("opt")
+    with pytest.raises(InvalidArgument) as refusal:
+        load_params(model_of(case), rewrite(case, tmp_path, change), "loop")
+    assert named in str(refusal.value)
 
 
 def test_a_tensor_of_whole_numbers_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Which kernels there are, where each one runs, and what it cannot do.
 
     backend      device               made for
+    pallas-tpu   TPUs                 pools of form tpu; the step's keys and values are stored in the kernel
     pallas-gpu   Hopper GPUs (sm_90)  queries of 16 bits; pools of form gpu
     xla          any                  CPUs without a compiler, GPUs other than Hopper: correct everywhere, fast nowhere
 
@@ -19,13 +20,13 @@ import jax
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.kv_layout import KVForm
-from jpaged.kernels.paged_attention import pallas_gpu, reference
+from jpaged.kernels.paged_attention import pallas_gpu, pallas_tpu, reference
 from jpaged.kernels.paged_attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Shaped
 
-Backend = Literal["xla", "pallas-gpu"]
+Backend = Literal["xla", "pallas-tpu", "pallas-gpu"]
 
 Attend = Callable[..., "tuple[Float[Array, 'T H D'], Float[Array, 'T H']]"]
 Update = Callable[..., "tuple[Float[Array, 'T H D'], Float[Array, 'T H'], Shaped[Array, 'P B ...']]"]
@@ -52,6 +53,13 @@ class Implementation:
 
 
 IMPLEMENTATIONS: dict[Backend, Implementation] = {
+    "pallas-tpu": Implementation(
+        pallas_tpu.paged_attention,
+        pallas_tpu.paged_attention_update,
+        "tpu",
+        pallas_tpu.refuses,
+        pallas_tpu.refuses_device,
+    ),
     "pallas-gpu": Implementation(
         pallas_gpu.paged_attention, None, "gpu", pallas_gpu.refuses, pallas_gpu.refuses_device
     ),

@@ -110,14 +110,14 @@ def _run_all(jobs: Sequence[list[str]]) -> None:
     try:
         outputs = [process.communicate(timeout=_TIMEOUT_S)[0] for process in started]
     except subprocess.TimeoutExpired:
-        raise BuildError(f"{started[0].args} took more than {_TIMEOUT_S} s") from None
+        raise BuildError(f"{jobs[0][0]} took more than {_TIMEOUT_S} s") from None
     finally:
         for process in started:
             process.kill()
             process.wait()
-    for process, output in zip(started, outputs, strict=True):
+    for job, process, output in zip(jobs, started, outputs, strict=True):
         if process.returncode:
-            raise BuildError(f"exit status {process.returncode} of {' '.join(map(str, process.args))}\n{output}")
+            raise BuildError(f"exit status {process.returncode} of {' '.join(job)}\n{output}")
 
 
 def main() -> None:

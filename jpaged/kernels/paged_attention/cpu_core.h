@@ -63,7 +63,9 @@ struct Core {
   const char* name;
   int64_t width;  // floats of a vector
   int64_t (*num_scratch_floats)(int64_t head_dim);
-  // The partial result of one chunk for one key/value head.
+  // Puts the queries of one key/value head into the scratch, for `attend`.
+  void (*load)(const Call&, const Tile&, int64_t kv_head, float* scratch);
+  // The partial result of one chunk for that head.
   void (*attend)(const Call&, const Tile&, int64_t kv_head, int64_t chunk, float* scratch, Partial);
   // Nothing seen yet.
   void (*clear)(const Tile&, int64_t head_dim, Partial);

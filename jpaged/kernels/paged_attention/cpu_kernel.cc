@@ -148,6 +148,7 @@ class Work {
     float* memory = scratch(2 * part_size() + core_.num_scratch_floats(call_.head_dim));
     const Partial whole = Partial::at(memory), part = Partial::at(memory + part_size());
     memory += 2 * part_size();
+    core_.load(call_, tile, task.kv_head, memory);
     if (task.chunk == kAllChunks) {
       core_.clear(tile, call_.head_dim, whole);
       for (int64_t i = 0; i < tile.num_chunks(); ++i) {
