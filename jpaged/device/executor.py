@@ -338,7 +338,9 @@ def plan(
     return step, geometry
 
 
-def abstract_serving(model: Model, options: EngineConfig, mesh: Mesh) -> tuple[Step, Geometry, Params]:
+def abstract_serving(
+    model: Model, options: EngineConfig, mesh: Mesh, layer_mode: LayerMode | None = None
+) -> tuple[Step, Geometry, Params]:
     """What a server would run on a mesh, as shapes alone: its devices need not be there, a topology's will do.
 
     `program_lowerings` lowers its programs. The number of blocks is `cache.num_blocks`, or what the longest sequence
@@ -347,7 +349,7 @@ def abstract_serving(model: Model, options: EngineConfig, mesh: Mesh) -> tuple[S
     Raises:
         InvalidArgument, Unsupported: as in `plan`.
     """
-    where = Placement.of(model, mesh)
+    where = Placement.of(model, mesh, layer_mode)
     max_model_len = options.model.max_model_len or model.config.max_model_len
     num_blocks = options.cache.num_blocks or -(-max_model_len // options.cache.block_size)
     step, geometry = plan(model, options, where.layer_mode, num_blocks, mesh)
