@@ -114,8 +114,7 @@ class JaxExecutor:
         check_params(params, where.abstract_params())
         params = jax.device_put(params, where.shardings)
         if least_step.attention.layout.is_scaled:
-            scales_lk2 = measure_scales(least_step.model, params, layer_mode, least_step.attention)
-            params = {**params, "kv_scales": jax.device_put(scales_lk2, NamedSharding(mesh, SCALES_SPEC))}
+            params = {**params, "kv_scales": measure_scales(least_step, params)}
         device = first_device(mesh)
         request = PoolRequest(
             bytes_per_block=least_step.attention.layout.local.bytes_per_block,

@@ -92,6 +92,14 @@ class WideAxis:
     size: int
     wide_size: int
 
+    def widened_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the leaf in the widened model; the queries of a repeated head are dealt out to its copies."""
+        sizes = list(shape)
+        sizes[self.axis] = self.wide_size
+        if self.name == "kv_heads":
+            sizes[self.axis + 1] = (shape[self.axis + 1] - 2) * self.size // self.wide_size + 2
+        return tuple(sizes)
+
     def source(self, begin: int, end: int) -> tuple[int, int]:
         """The part of the published leaf that holds a part of the widened one."""
         if self.name == "kv_heads":

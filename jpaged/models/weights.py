@@ -176,10 +176,10 @@ class _Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = list(self.leaves[0].shape)
+        shape = self.leaves[0].shape
         if self.split is not None:
-            shape[self.split.axis] = self.split.wide_size
-        return (len(self.leaves), *shape) if self.is_stacked else tuple(shape)
+            shape = self.split.widened_shape(shape)
+        return (len(self.leaves), *shape) if self.is_stacked else shape
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """A part of the leaf: of its split axis, and all of the others."""

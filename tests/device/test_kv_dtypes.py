@@ -14,6 +14,7 @@ from jpaged.device.executor import plan
 from jpaged.device.kv_scales import MARGIN, kv_dtype, measure_scales, name_of_kv_dtype
 from jpaged.device.mesh import build_mesh
 from jpaged.kernels.kv_layout import MAX_NUMBER
+from jpaged.models.layers import LayerMode
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 from tests.device.test_executor import dense_logprobs, prompt
@@ -55,10 +56,10 @@ def test_smaller_types_make_cheaper_blocks(name: str, times: int) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
-def test_scales_let_the_probe_fill_the_range(name: str, layer_mode: str) -> None:
-    step, _ = plan(tiny_model.model(), with_kv(name), "loop", 5, build_mesh(jax.devices()[:1]))
+def test_scales_let_the_probe_fill_the_range(name: str, layer_mode: LayerMode) -> None:
+    step, _ = plan(tiny_model.model(), with_kv(name), layer_mode, 5, build_mesh(jax.devices()[:1]))
     params = tiny_model.params(layer_mode)
-    scales = np.asarray(measure_scales(tiny_model.model(), params, layer_mode, step.attention))  # type: ignore[arg-type]
+    scales = np.asarray(measure_scales(step, params))
     layout = step.attention.layout
     assert scales.shape == (layout.num_layers, layout.num_kv_heads, 2)
     assert len(np.unique(scales)) == scales.size
