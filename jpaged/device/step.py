@@ -22,6 +22,7 @@ from jpaged.device import sampling
 from jpaged.device.packing import Packing
 from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry, StepOutputs
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
 from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model
 
@@ -43,12 +44,16 @@ class BackboneInputs:
     rope_lens_t: Int[Array, "T"]
     slots_t: Int[Array, "T"]
     sample_tokens_s: Int[Array, "S"]
-    rows: RaggedRows
+    rows: RaggedRows | CascadeRows
 
 
 def backbone_packing(num_tokens: int, geometry: Geometry) -> Packing:
-    """The buffer of a backbone call with T tokens: the fields of `StepInputs` that have no row of the sampler."""
-    t, s = (num_tokens,), (geometry.max_num_seqs,)
+    """The buffer of a backbone call with T tokens: the fields of `StepInputs` that have no row of the sampler.
+
+    It has the runs of rows that read a prefix together where the geometry says that there are any.
+    """
+    t, s, s1 = (num_tokens,), (geometry.max_num_seqs,), (geometry.max_num_seqs + 1,)
+    runs = {"kv_begins_s": (s, "int32"), "run_starts_s1": (s1, "int32"), "num_runs": ((), "int32")}
     return Packing.of(
         token_ids_t=(t, "int32"),
         is_fed_back_t=(t, "bool"),
@@ -57,10 +62,11 @@ def backbone_packing(num_tokens: int, geometry: Geometry) -> Packing:
         rope_lens_t=(t, "int32"),
         slots_t=(t, "int32"),
         sample_tokens_s=(s, "int32"),
-        query_starts_s1=((geometry.max_num_seqs + 1,), "int32"),
+        query_starts_s1=(s1, "int32"),
         kv_lens_s=(s, "int32"),
         block_tables_sm=((geometry.max_num_seqs, geometry.max_blocks_per_seq), "int32"),
         num_rows=((), "int32"),
+        **(runs if geometry.cascade is not None else {}),
     )
 
 
@@ -113,10 +119,15 @@ class Step:
         def attend(
             q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, pool: jax.Array, layer_index: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
-            new_kv = k_tkd, v_tkd, inputs.slots_t
-            o_thd, _, pool = paged_attention_update(
-                q_thd, new_kv, pool, layer_index, inputs.rows, self.attention, scales_lk2, backend=self.backend
-            )
+            new_kv, rows = (k_tkd, v_tkd, inputs.slots_t), inputs.rows
+            if isinstance(rows, CascadeRows):
+                o_thd, _, pool = cascade_attention_update(
+                    q_thd, new_kv, pool, layer_index, rows, self.attention, scales_lk2, backend=self.backend
+                )
+            else:
+                o_thd, _, pool = paged_attention_update(
+                    q_thd, new_kv, pool, layer_index, rows, self.attention, scales_lk2, backend=self.backend
+                )
             return o_thd, pool
 
         fed_back_t = last_tokens_s[inputs.fed_back_rows_t]
@@ -146,7 +157,11 @@ class Step:
             kv_lens_s=arrays.pop("kv_lens_s"),
             block_tables_sm=arrays.pop("block_tables_sm"),
             num_rows=arrays.pop("num_rows"),
+            kv_begins_s=arrays.pop("kv_begins_s", None),
         )
+        if "num_runs" in arrays:
+            cascade = CascadeRows.of(rows, arrays.pop("run_starts_s1"), arrays.pop("num_runs"))
+            return self.backbone(params, pool, last_tokens_s, BackboneInputs(rows=cascade, **arrays))
         return self.backbone(params, pool, last_tokens_s, BackboneInputs(rows=rows, **arrays))
 
     def packed_draw(
