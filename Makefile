@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=2              processes that run the quick tests; 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, bench, paper, demo and demo-model
+#   ARGS='...'          further arguments for test, test-long, aot-gpu, bench, paper, demo and demo-model
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -21,14 +21,16 @@ JOBS ?= 2
 TORCH ?= 2.13.0
 
 BIN := $(VENV)/bin
+AOT := $(VENV)/aot
 STAMP := $(VENV)/.installed
 CHOICES := $(VENV)/.choices
 CONSTRAINTS := $(VENV)/constraints.txt
+KERNELS := $(wildcard jpaged/kernels/*/*.cc jpaged/kernels/*/*.h)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 unexport JAX EXTRAS ARGS JOBS TORCH VENV
 
-.PHONY: help setup demo demo-model test test-long bench paper check format proto torch clean
+.PHONY: help setup demo demo-model test test-long aot aot-gpu bench paper check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,7 +39,7 @@ help: ## this list
 setup: $(STAMP) ## build .venv (nothing happens when it is current)
 
 # .choices keeps JAX and EXTRAS between calls; it changes, and so does .venv, only when a call names others.
-$(STAMP): pyproject.toml constraints.txt $(CHOICES)
+$(STAMP): pyproject.toml setup.py $(KERNELS) constraints.txt $(CHOICES)
 	@echo "==> installing jpaged and its dependencies into $(VENV) (the first time takes minutes)"
 	@. $(CHOICES); cp constraints.txt $(CONSTRAINTS); \
 	if [ -n "$$CHOSEN_JAX" ]; then \
@@ -77,8 +79,28 @@ demo-model: $(STAMP) ## train the embedded model again
 test: $(STAMP) ## the quick tests
 	@$(BIN)/python -m pytest -q -m 'not long' -n $(JOBS) --dist loadfile $(ARGS)
 
-test-long: $(STAMP) ## the long tests
+test-long: $(STAMP) $(AOT)/.installed ## the long tests
 	@$(BIN)/python -m pytest -q -m long $(ARGS)
+
+# libtpu lies beside the packages, not among them: jax would take an installed one for a sign of TPUs. TPU_LIBRARY_PATH
+# names it to the processes that compile. The one that jax's metadata pins is 0.6 GB; .installed says which it is.
+aot: $(AOT)/.installed ## add libtpu, which compiles for TPUs without one
+
+$(AOT)/.installed: $(STAMP)
+	@wanted=$$($(BIN)/python -m tools.libtpu_requirement); \
+	if [ "$$(cat $@ 2>/dev/null)" != "$$wanted" ]; then \
+	    echo "==> installing $$wanted into $(AOT)"; rm -rf $(AOT); \
+	    $(PIP) install --no-deps --target $(AOT) "$$wanted"; \
+	fi; \
+	echo "$$wanted" > $@
+
+# In an environment of its own: jax would take CUDA's packages for a sign of GPUs.
+GPU_VENV := .venv-aot-gpu
+GPU_JAX = $(or $(JAX),$(shell $(PYTHON) -c 'import sys; print("0.11.2" if sys.version_info >= (3, 12) else "")'))
+
+aot-gpu: ## compile the GPU programs for an H200 without one (5 GB in .venv-aot-gpu)
+	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) EXTRAS=cuda JAX='$(GPU_JAX)'
+	@$(GPU_VENV)/bin/python -m tools.aot_gpu $(ARGS)
 
 bench: $(STAMP) ## the benchmarks
 	@$(BIN)/jpaged bench $(ARGS)

@@ -80,6 +80,9 @@ class CacheOptions:
         1.0, "host memory that groups are swapped out to, and cached prefixes kept in", low=0.0, high=4096.0, unit="GiB"
     )
     enable_prefix_caching: bool = option(True, "share the blocks of prompts that begin alike")
+    enable_cascade_attention: bool = option(
+        True, "read the blocks that several rows of a step begin with once for all of them, where that is quicker"
+    )
     kv_policy: str = option(
         "paged",
         "paged gives blocks as tokens come; reserve-* keep contiguous room for a sequence's whole life: baselines",

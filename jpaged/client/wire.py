@@ -141,6 +141,8 @@ class Load:
     num_recomputed_tokens: int
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int
+    num_cascade_steps: int
+    num_cascade_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

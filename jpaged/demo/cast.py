@@ -81,9 +81,9 @@ class Cast:
 
 
 def random_kind(rng: Random, world: World | None = None) -> Kind:
-    """A kind of the given world, or of any; one in fourteen is a made-up word, so that subjects are copied."""
+    """A kind of the given world, or of any; one in ten is a made-up word, so that subjects are copied."""
     if world is None:
-        if rng.random() < 0.07:
+        if rng.random() < 0.1:
             return made_up_kind(rng)
         world = rng.choices(tuple(World), weights=(60, 6, 22, 7, 4))[0]
     return rng.choice(lexicon.KINDS[world])
@@ -135,6 +135,7 @@ def slots_of(rng: Random, cast: Cast) -> dict[str, str]:
         "A0": f"a {hero.adjective} {hero.kind.noun}" if hero.adjective else f"a {hero.kind.noun}",
         "B": f"a {friend.described}",
         "N": hero.called,
+        "call": hero.name or hero.kind.noun,
         "k": hero.kind.noun,
         "he": he,
         "him": him,
@@ -142,6 +143,7 @@ def slots_of(rng: Random, cast: Cast) -> dict[str, str]:
         "himself": himself,
         "f": friend.described,
         "M": friend.called,
+        "fcall": friend.name or friend.kind.noun,
         "M2": friend.name or f"only a {friend.kind.noun}",
         "fhe": fhe,
         "fhim": fhim,

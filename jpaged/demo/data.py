@@ -24,6 +24,10 @@ _MIN_LEN = 48  # no document fits into less
 _NOUNS = " ".join(kind.noun for kinds in lexicon.KINDS.values() for kind in kinds)
 # Tokens that name a character; "\u0120" is the space before a word in byte-level BPE.
 _CAST_TOKENS = frozenset(f"\u0120{word}" for word in (*lexicon.BOYS, *lexicon.GIRLS, *_NOUNS.split()))
+_PRONOUNS = ("he", "him", "his", "himself", "she", "her", "herself")
+_PRONOUN_TOKENS = frozenset(f"\u0120{form}" for word in _PRONOUNS for form in (word, word.capitalize()))
+# No token of the corpus is longer in the mean of so many.
+_CHARS_PER_TOKEN = 8
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +56,8 @@ class Lesson:
 
     Attributes:
         document_len: documents are cut after so many tokens; None leaves them whole.
-        emphasis: weight of a character's name or noun where the document has it already; all else weighs 1.
+        emphasis: weight of pronouns, and of what the document has already: a character's name or noun, or a piece
+            inside of a rare word; all else weighs 1.
         introductions: every second document is an introduction instead of a story.
     """
 
@@ -99,10 +104,12 @@ def encode(tokenizer: Tokenizer, seed: int, index: int, lesson: Lesson) -> tuple
     token_ids: list[int] = []
     weights: list[float] = []
     make = introduction if lesson.introductions and index % 2 else document
+    max_num_chars = lesson.document_len and lesson.document_len * _CHARS_PER_TOKEN
     for span in make(seed, index):
-        encoding = tokenizer.encode(span.text)
+        encoding = tokenizer.encode(span.text[:max_num_chars])
         for token_id, token in zip(encoding.ids, encoding.tokens, strict=True):
-            is_again = token in _CAST_TOKENS and token_id in token_ids
-            weights.append((lesson.emphasis if is_again else 1.0) if span.is_learnt else 0.0)
+            is_again = token_id in token_ids and (token in _CAST_TOKENS or (token.isascii() and token.isalpha()))
+            is_kept = is_again or token in _PRONOUN_TOKENS
+            weights.append((lesson.emphasis if is_kept else 1.0) if span.is_learnt else 0.0)
             token_ids.append(token_id)
     return token_ids[: lesson.document_len], weights[: lesson.document_len]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 
 from jpaged.demo import prompts
-from jpaged.demo.cast import Cast, Wishes, cast_for, slots_of
+from jpaged.demo.cast import Cast, Wishes, cast_for, made_up_kind, slots_of
 from jpaged.demo.lexicon import World
 from jpaged.demo.notation import capitalise, choose, fill, with_articles
 from jpaged.demo.plots import Plot, Theme
@@ -79,7 +79,6 @@ _PAIR_TRAITS = (
 )
 # What `introduction` says of a character; the name comes again and again, a few words apart.
 _FACTS = (
-    "{N} is {A0}.",
     "{N} lives {home}.",
     "{N} [likes|loves] to {hobby}.",
     "{N} has a {obj}.",
@@ -92,14 +91,14 @@ _FACTS = (
     "{M} and {N} are friends.",
     "one {weather} {time}, {N} was alone.",
     "{N}'s {o} is {his} favorite thing.",
-    '"thank you, {N}," said {M}.',
+    '"thank you, {call}," said {M}.',
     "{N} [smiled|laughed|nodded] and {M} [smiled|laughed|nodded].",
     "then {N} [went home|fell asleep].",
 )
 _CLOSINGS = ("the end.", "the end.", "and that is the end of the story.", "and so the story ends.")
 _BEDTIME_CLOSINGS = (
     "that night, {N} [closed {his} eyes|lay down] and slept until morning. good night.",
-    "and then it was time to sleep. good night, {N}, and good night to you.",
+    "and then it was time to sleep. good night, {call}, and good night to you.",
     "the moon came up over {home_the}, and {N} fell asleep with a smile.",
     "now close your eyes, just like {N}. sleep well.",
 )
@@ -162,7 +161,7 @@ def document(seed: int, index: int) -> tuple[Span, ...]:
 def introduction(seed: int, index: int) -> tuple[Span, ...]:
     """An exercise in keeping names: two characters introduced, and some facts about them, in any order."""
     rng = Random(f"introduction {seed}:{index}")
-    cast = cast_for(rng, Wishes())
+    cast = cast_for(rng, Wishes(kind=made_up_kind(rng) if rng.random() < 0.3 else None))
     lines = ["this is {A}.", "{he} has a friend, {B}.", *rng.sample(_FACTS, 6)]
     text = fill(" ".join(choose(rng, line) for line in lines), slots_of(rng, cast))
     return (Span(capitalise(with_articles(text)) + END, True),)

@@ -259,7 +259,7 @@ HEARTS: tuple[Plot, ...] = (
         it was late, and everyone was asleep but {N}. "[why can I not sleep|I am wide awake]," {he} said.
 
         {he} asked a {f}, "[how do you fall asleep|what do you do when you cannot sleep]?" "I [count the stars|listen to the wind]," said {M}.
-        a {f} [heard {him} sigh|was awake too]. "[shall I help you|close your eyes]," said {M}. "think of [the sea|something soft]."
+        a {f} [heard {him} sigh|was awake too]. "[I can help you|close your eyes]," said {M}. "think of [the sea|something soft]."
 
         {N} tried it. [one, two, three|one by one, the minutes went by]. but {he} was still awake.
         that was nice, but it did not make {him} sleepy.
@@ -270,8 +270,8 @@ HEARTS: tuple[Plot, ...] = (
         the words grew slower and slower. {N}'s eyes [grew heavy|began to close].
         {N} yawned. [once|a small yawn], and then [again|a big one].
 
-        "good night, {M}," {he} [whispered|mumbled]. "good night, {N}," said {M}. but {N} was already asleep.
-        and before the [story|song] was over, {N} was fast asleep. the moon [shone softly|smiled down] on them both.
+        "good night, {fcall}," {he} [whispered|mumbled]. "good night, {call}," said {M}. but {N} was already asleep.
+        and before [long|the moon was high], {N} was fast asleep. the moon [shone softly|smiled down] on them both.
         """,
     ),
     _plot(

@@ -121,7 +121,7 @@ JOURNEYS: tuple[Plot, ...] = (
         by morning, the storm was over. [everything was quiet|birds were singing again].
 
         "you saved me," said {M}. "you [kept me company|made me brave]," said {N}. "[we saved each other|that is worth more]."
-        "thank you," said {M}. "[you are very brave|I was so afraid]." "[I was afraid too|so was I]," said {N}, "[but not so much when there were two of us|until you came]."
+        "thank you," said {M}. "[you are very brave." "I was afraid too|I was so afraid." "so was I]," said {N}, "[but not so much when there were two of us|until you came]."
 
         after that, {N} was never [quite so afraid of|alone in] a storm again.
         and whenever it rained, {M} came back to visit {him}.
@@ -219,7 +219,7 @@ JOURNEYS: tuple[Plot, ...] = (
         {N} did not win the {contest}. but {he} got {prize}, [for the kindest heart|because everyone had seen what {he} did].
         they came in last, [side by side|laughing], and the crowd [cheered for them|clapped louder than ever]. they shared {prize}.
 
-        "[thank you for helping me|I will never forget this]," said {M}. "[let us be friends|will you be my friend]?" said {N}, and so they [were|became friends].
+        "[thank you for helping me|I will never forget this]," said {M}. "[let us be friends," said {N}, and so they were|will you be my friend?" asked {N}, and so they became friends].
         from then on, {N} and {M} [practiced together|were always on the same team].
         """,
         names=("contest", "prize"),

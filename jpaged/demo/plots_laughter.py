@@ -13,7 +13,7 @@ LAUGHTER: tuple[Plot, ...] = (
         a {f} liked to play tricks on everyone. "[today it is your turn|I will trick {N} today]," {fhe} [said|giggled].
         one {weather} {time}, a {f} wanted to play a trick on {N}.
 
-        "{N}! {N}!" cried {M}. "[the sky is falling down|the moon has fallen into the well|there is a giant behind you]!"
+        "{call}! {call}!" cried {M}. "[the sky is falling down|the moon has fallen into the well|there is a giant behind you]!"
         "[have you heard|did you know]?" said {M}. "[today is upside-down day|a king is coming to see you|all the cheese in the world is gone]!"
 
         {N} [was not a fool|saw {M} smile], but {he} said nothing. "[how terrible|oh dear]!" {he} said instead. "[what shall we do?|we must act at once!]"
@@ -120,10 +120,10 @@ LAUGHTER: tuple[Plot, ...] = (
         "I know where there is [a much bigger dinner|a whole mountain of meat]," {he} said. "[follow me|let me show you]."
         "[everyone says that you are strong|they say you are the greatest {enemy} of all]," said {N}, "but I do not believe [you can jump into that barrel|you can fit into that small box]."
 
-        the {enemy} [licked its lips|laughed]. "[ha|that is easy]!" it said, and it [did not think at all|went ahead].
+        the {enemy} [licked its lips|laughed]. "[ha|very well]!" it said, and it [did not think at all|went ahead].
         now, the {enemy} was very [greedy|proud], and not very clever. it did as {N} said.
 
-        {N} [led it to|brought it to] a {obst} and [slipped through a tiny gap|hid quickly]. the {enemy} was stuck. "[come back|let me out]!" it [roared|cried].
+        before it knew what had happened, the {enemy} was stuck. "[help|let me out]!" it [roared|cried]. {N} only smiled.
         bang! in a moment {N} had trapped it. "[let me out|please let me go]!" cried the {enemy}.
 
         "only if you promise never to [eat anyone|frighten anyone] again," said {N}. "[I promise|I promise, I promise]," said the {enemy} in a small voice.
@@ -152,7 +152,7 @@ LAUGHTER: tuple[Plot, ...] = (
         and it worked! soon, {result}.
         after seven days, it was done. {result}, and everyone [cheered|danced].
 
-        "[I was wrong|you were right], {N}," said {M}. "[it was a good idea|I am glad I tried]." {N} smiled. "[we did it together|I could not have done it without you]," {he} said.
+        "[I was wrong|you were right], {call}," said {M}. "[it was a good idea|I am glad I tried]." {N} smiled. "[we did it together|I could not have done it without you]," {he} said.
         today, if you come to visit, they will tell you about [the idea|that day]. and {N}? {he} is already thinking about [the next one|something new].
         """,
         names=("problem", "idea", "result"),
@@ -189,7 +189,7 @@ LAUGHTER: tuple[Plot, ...] = (
         and then, one {weather} {time}, it happened. {N} could {skill}! {he} [could hardly believe it|laughed with joy].
         then one {time}, nobody laughed anymore. they stood with open mouths, because {N} could {skill} [better than anyone|beautifully].
 
-        "how did you do it?" they asked. "[I failed many times|slowly]," said {N}, "[and then I did not|and with a good friend]."
+        "how did you do it?" they asked. "[I failed many times," said {N}, "and then I did not|slowly," said {N}, "and with a good friend]."
         "you see?" said {M}. "[it was in you all the time|you only had to keep trying]."
         """,
         names=("skill", "day1", "day2"),

@@ -25,6 +25,7 @@ from jpaged.demo import checkpoint
 from jpaged.demo.attention import attend
 from jpaged.demo.data import Batch, Lesson, batch
 from jpaged.demo.grammar import END
+from jpaged.demo.muon import scale_by_muon
 from jpaged.demo.tokenizer import MAX_LEN, save_tokenizer, train_tokenizer
 from jpaged.models.config import LlamaConfig
 from jpaged.models.llama import Llama
@@ -51,20 +52,14 @@ class Phase:
     is_falling: bool = False
 
 
-# First the language. Then beginnings of documents only: the subject to take up again is near, and the model finds out
-# that it can copy, which it had not after 800 steps on whole documents. Names it learns to keep from introductions,
-# where they come again within a few words; in stories alone it had not, though their weight was raised.
+# Beginnings of documents first, with introductions between them: there a name, a noun or a pronoun comes again within a
+# few words, and the model finds out that it can copy. Then whole documents, what must be kept weighing less and less.
 PHASES = (
-    Phase(800, 3e-3, Lesson()),
-    Phase(1150, 2e-3, Lesson(48)),
-    Phase(1350, 2e-3, Lesson(96)),
-    Phase(1400, 2e-3, Lesson()),
-    Phase(1600, 2e-3, Lesson(96, emphasis=8.0)),
-    Phase(1700, 2e-3, Lesson(emphasis=2.0)),
-    Phase(1850, 2e-3, Lesson(96, emphasis=8.0, introductions=True)),
-    Phase(2000, 2e-3, Lesson(emphasis=4.0, introductions=True)),
-    Phase(2125, 2e-3, Lesson(emphasis=2.0)),
-    Phase(2500, 2e-3, Lesson(emphasis=2.0), is_falling=True),
+    Phase(300, 3e-3, Lesson(64, emphasis=3.0, introductions=True)),
+    Phase(600, 3e-3, Lesson(128, emphasis=3.0, introductions=True)),
+    Phase(1800, 3e-3, Lesson(emphasis=3.0, introductions=True)),
+    Phase(3200, 3e-3, Lesson(emphasis=2.0)),
+    Phase(5000, 3e-3, Lesson(emphasis=1.5), is_falling=True),
 )
 
 
@@ -83,7 +78,7 @@ class TrainSettings:
     """
 
     seed: int = 2024
-    num_rows: int = 4
+    num_rows: int = 6
     row_len: int = 384
     num_warmup_steps: int = 100
     weight_decay: float = 0.05
@@ -165,17 +160,27 @@ cross_entropy.defvjp(_cross_entropy, _cross_entropy_gradient)
 
 
 def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
-    """AdamW with warm-up, the rates of the phases, and clipping by the global norm."""
+    """Muon for the layers' kernels, AdamW for embedding and norms, with the rates of the phases and clipping."""
     starts = (settings.num_warmup_steps, *(phase.until for phase in settings.phases[:-1]))
     parts = [optax.linear_schedule(0.0, settings.phases[0].rate, settings.num_warmup_steps)]
     for start, phase in zip(starts, settings.phases, strict=True):
         falling = optax.cosine_decay_schedule(phase.rate, phase.until - start, alpha=0.02)
         parts.append(falling if phase.is_falling else optax.constant_schedule(phase.rate))
     rate = optax.join_schedules(parts, starts)
-    adamw = optax.adamw(
-        rate, b1=0.9, b2=0.98, weight_decay=settings.weight_decay, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p)
-    )
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    def finish(scale: optax.GradientTransformation) -> optax.GradientTransformation:
+        decay = optax.add_decayed_weights(settings.weight_decay, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p))
+        return optax.chain(scale, decay, optax.scale_by_learning_rate(rate))
+
+    kinds = {"kernel": finish(scale_by_muon()), "other": finish(optax.scale_by_adam(b1=0.9, b2=0.98))}
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.partition(kinds, _kinds))
+
+
+def _kinds(params: optax.Params) -> optax.Params:
+    def kind(path: jax.tree_util.KeyPath, leaf: jax.Array) -> str:
+        return "kernel" if path[0] == jax.tree_util.DictKey("layers") and leaf.ndim > 1 else "other"
+
+    return jax.tree_util.tree_map_with_path(kind, params)
 
 
 @functools.lru_cache(maxsize=4)
@@ -238,13 +243,14 @@ def train(
         for step in range(first, num_steps):
             rows = batch(tokenizer, settings.seed, step, (settings.num_rows, settings.row_len), settings.lesson(step))
             params, state, loss = step_fn(params, state, rows)
-            losses.append(float(loss))
+            losses.append(loss)  # still under way: the next batch is made meanwhile
             num_tokens += int((rows.segments > 0).sum())
             if (step + 1) % every == 0 or step + 1 == num_steps:
+                loss.block_until_ready()
                 spent_s = time.perf_counter() - start
                 left_s = spent_s / (step + 1 - first) * (num_steps - step - 1)
                 print(
-                    f"step {step + 1}/{num_steps}  loss {np.mean(losses):.4f}  "
+                    f"step {step + 1}/{num_steps}  loss {np.mean(jax.device_get(losses)):.4f}  "
                     f"{num_tokens / spent_s:.0f} tokens/s  {num_tokens / 1e6:.2f}M tokens  {left_s / 60:.1f} min left",
                     flush=True,
                 )

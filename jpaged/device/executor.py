@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
 from jpaged.device.block_moves import BlockMover, content_bytes, lower_move, move_sizes
+from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.compile import CompiledProgram, CompileWatch, ProgramSpec, compile_all, program_specs
 from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
@@ -324,6 +325,7 @@ def plan(
         bytes_per_block=layout.bytes_per_block,
         buckets=BucketTable.build(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout),
+        cascade=cascade_costs(chosen.spec) if options.cache.enable_cascade_attention else None,
     )
     step = Step(
         model,

@@ -41,10 +41,13 @@ def null_prefill(geometry: Geometry) -> StepInputs:
         query_starts_s1=starts_s1,
         kv_lens_s=np.diff(starts_s1),
         block_tables_sm=np.zeros((max_rows, geometry.max_blocks_per_seq), np.int32),
+        kv_begins_s=np.zeros(max_rows, np.int32),
+        run_starts_s1=np.full(max_rows + 1, num_rows, np.int32),
         sample_tokens_s=np.maximum(starts_s1[1:] - 1, 0),
         sampling=_greedy(geometry.buckets.num_rows(num_rows), geometry.vocab_size),
         num_rows=num_rows,
         num_tokens=num_tokens,
+        num_runs=0,
     )
 
 

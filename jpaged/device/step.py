@@ -26,6 +26,7 @@ from jpaged.device.packing import Packing
 from jpaged.device.vocabulary import Vocabulary
 from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry, StepOutputs
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
 from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model
 
@@ -47,12 +48,16 @@ class BackboneInputs:
     rope_lens_t: Int[Array, "T"]
     slots_t: Int[Array, "T"]
     sample_tokens_s: Int[Array, "S"]
-    rows: RaggedRows
+    rows: RaggedRows | CascadeRows
 
 
 def backbone_packing(num_tokens: int, geometry: Geometry) -> Packing:
-    """The buffer of a backbone call with T tokens: the fields of `StepInputs` that have no row of the sampler."""
-    t, s = (num_tokens,), (geometry.max_num_seqs,)
+    """The buffer of a backbone call with T tokens: the fields of `StepInputs` that have no row of the sampler.
+
+    It has the runs of rows that read a prefix together where the geometry says that there are any.
+    """
+    t, s, s1 = (num_tokens,), (geometry.max_num_seqs,), (geometry.max_num_seqs + 1,)
+    runs = {"kv_begins_s": (s, "int32"), "run_starts_s1": (s1, "int32"), "num_runs": ((), "int32")}
     return Packing.of(
         token_ids_t=(t, "int32"),
         is_fed_back_t=(t, "bool"),
@@ -61,10 +66,11 @@ def backbone_packing(num_tokens: int, geometry: Geometry) -> Packing:
         rope_lens_t=(t, "int32"),
         slots_t=(t, "int32"),
         sample_tokens_s=(s, "int32"),
-        query_starts_s1=((geometry.max_num_seqs + 1,), "int32"),
+        query_starts_s1=(s1, "int32"),
         kv_lens_s=(s, "int32"),
         block_tables_sm=((geometry.max_num_seqs, geometry.max_blocks_per_seq), "int32"),
         num_rows=((), "int32"),
+        **(runs if geometry.cascade is not None else {}),
     )
 
 
@@ -152,14 +158,15 @@ class Step:
         new_kv: tuple[jax.Array, jax.Array, jax.Array],
         pool: jax.Array,
         layer_index: jax.Array,
-        rows: RaggedRows,
+        rows: RaggedRows | CascadeRows,
         scales_lk2: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """Attention and the pool that it updated: each device has its own heads, and all have the same blocks."""
         local = dataclasses.replace(self.attention, layout=self.attention.layout.local)
 
         def attend(q: Any, new_kv: Any, pool: Any, layer: Any, rows: Any, scales: Any) -> tuple[jax.Array, jax.Array]:
-            o_thd, _, pool = paged_attention_update(q, new_kv, pool, layer, rows, local, scales, backend=self.backend)
+            update = cascade_attention_update if isinstance(rows, CascadeRows) else paged_attention_update
+            o_thd, _, pool = update(q, new_kv, pool, layer, rows, local, scales, backend=self.backend)
             return o_thd, pool
 
         whole = PartitionSpec()
@@ -177,7 +184,11 @@ class Step:
             kv_lens_s=arrays.pop("kv_lens_s"),
             block_tables_sm=arrays.pop("block_tables_sm"),
             num_rows=arrays.pop("num_rows"),
+            kv_begins_s=arrays.pop("kv_begins_s", None),
         )
+        if "num_runs" in arrays:
+            cascade = CascadeRows.of(rows, arrays.pop("run_starts_s1"), arrays.pop("num_runs"))
+            return self.backbone(params, pool, last_tokens_s, BackboneInputs(rows=cascade, **arrays))
         return self.backbone(params, pool, last_tokens_s, BackboneInputs(rows=rows, **arrays))
 
     def packed_draw(

@@ -42,6 +42,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: fro
 
     query_starts_s1 = _padded(ends - lens, max_rows + 1, num_tokens)
     last_tokens_s = np.maximum(query_starts_s1[1:] - 1, 0)
+    kv_begins_s, run_starts_s1 = _runs(schedule, max_rows)
     sample_rows = _column([row.sample_row for row in rows])
     return StepInputs(
         token_ids_t=_padded(_known_tokens(rows), num_padded),
@@ -53,11 +54,26 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: fro
         query_starts_s1=query_starts_s1,
         kv_lens_s=_padded(starts + lens, max_rows),
         block_tables_sm=block_tables_sm,
+        kv_begins_s=kv_begins_s,
+        run_starts_s1=run_starts_s1,
         sample_tokens_s=np.concatenate([last_tokens_s[sample_rows], last_tokens_s[num_rows:]]),
         sampling=_build_sampling_inputs(rows, geometry, eos_token_ids),
         num_rows=num_rows,
         num_tokens=num_tokens,
+        num_runs=len(schedule.runs),
     )
+
+
+def _runs(schedule: Schedule, max_rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """What each row shares with its run, and where the runs begin."""
+    kv_begins_s = np.zeros(max_rows, np.int32)
+    run_starts_s1 = np.full(max_rows + 1, len(schedule.rows), np.int32)
+    begin = 0
+    for i, run in enumerate(schedule.runs):
+        run_starts_s1[i] = begin
+        kv_begins_s[begin : begin + run.num_rows] = run.num_tokens
+        begin += run.num_rows
+    return kv_begins_s, run_starts_s1
 
 
 def _known_tokens(rows: list[ScheduledRow]) -> list[int]:

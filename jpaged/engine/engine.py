@@ -24,6 +24,7 @@ from typing import Any
 from jpaged.engine.admission import make_order
 from jpaged.engine.batch import build_step_inputs
 from jpaged.engine.beam_rows import advance_beams
+from jpaged.engine.cascade import share_prefixes
 from jpaged.engine.executor import Executor, Geometry, StepOutputs
 from jpaged.engine.paged_memory import PagedMemory, PrefixOptions
 from jpaged.engine.pins import PinnedPrefixes
@@ -270,6 +271,7 @@ class Engine:
 
     def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any] | None:
         """Starts a step: its moves, which there may be without a row, and its rows."""
+        share_prefixes(schedule, self.geometry)
         self._stats.count_step(schedule)
         for moves in schedule.ops.batches():
             self._executor.move_blocks(moves)

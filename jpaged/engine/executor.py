@@ -35,6 +35,44 @@ NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
+class CascadeCosts:
+    """What it costs to read a prefix once for several rows, in a second pass of attention.
+
+    The unit is a token of context read for one query alone, by a row that decodes: its keys and values in all layers,
+    so many bytes at the rate of the device. Queries that go over a prefix together do so in tiles,
+
+        tile(q) = 1 for one query, else ceil(q / w) * (tile_tokens + query_share * w)     w = min(tile_queries, T)
+        gain    = sum of tile(queries of a row) * n - tile(queries of all rows) * n - queries * query_tokens
+
+    for n tokens that rows have in common. With tile(q) = 1, as where memory is all that counts, this is the bytes that
+    are not read again, (rows - 1) * n, less what the outputs of two passes cost. A step has to gain more than
+    step_tokens by all its runs.
+
+    Attributes:
+        granule_tokens: prefixes are shared in multiples of it, which is a multiple of the block size: the tokens that
+            a kernel reads at a time, so that neither pass reads a part of them in vain.
+        tile_queries: queries of a tile at most.
+        tile_tokens: a tile's cost for each token, besides what its queries add.
+        query_share: what each place of a tile adds, whether or not a query is in it.
+        query_tokens: writing, reading and merging the two outputs of a query.
+        step_tokens: starting the second pass in every layer.
+    """
+
+    granule_tokens: int
+    tile_queries: int
+    tile_tokens: float
+    query_share: float
+    query_tokens: float
+    step_tokens: float
+
+    def tile_cost(self, num_queries: int, width: int) -> float:
+        """tile(q): what a token costs that so many queries read together, in tiles of a width."""
+        if num_queries == 1:
+            return 1.0
+        return -(-num_queries // width) * (self.tile_tokens + self.query_share * width)
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """The sizes that engine and executor agree on, fixed once the pool is allocated.
 
@@ -47,6 +85,7 @@ class Geometry:
         num_host_blocks: blocks in host memory that groups can be swapped out to, and cached prefixes kept in.
         bytes_per_block: of KV memory, all layers, both keys and values.
         buckets: the shapes that were compiled.
+        cascade: what reading a shared prefix once costs; None where the executor does not.
     """
 
     num_blocks: int
@@ -57,6 +96,7 @@ class Geometry:
     bytes_per_block: int
     buckets: BucketTable
     num_host_blocks: int = 0
+    cascade: CascadeCosts | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -136,9 +176,12 @@ class StepInputs:
         query_starts_s1: [S + 1]; rows beyond num_rows are empty.
         kv_lens_s: tokens of each row's context, those of this step included; 0 beyond num_rows.
         block_tables_sm: block ids; the null block beyond a row's context.
+        kv_begins_s: tokens that a row shares with the other rows of its run; their block tables begin alike.
+        run_starts_s1: [S + 1]; run g is the rows run_starts[g] to run_starts[g + 1]. num_rows beyond num_runs.
         sample_tokens_s: place in the packed axis of each row's last token, from which its next is drawn.
         num_rows: rows in use.
         num_tokens: tokens in use.
+        num_runs: runs in use, which cover the rows in use; 0 where no two rows read anything together.
     """
 
     token_ids_t: I32
@@ -150,10 +193,13 @@ class StepInputs:
     query_starts_s1: I32
     kv_lens_s: I32
     block_tables_sm: I32
+    kv_begins_s: I32
+    run_starts_s1: I32
     sample_tokens_s: I32
     sampling: SamplingInputs
     num_rows: int
     num_tokens: int
+    num_runs: int
 
 
 @dataclass(frozen=True, slots=True)

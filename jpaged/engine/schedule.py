@@ -33,10 +33,28 @@ class ScheduledRow:
 
 
 @dataclass(slots=True)
+class Run:
+    """Neighbouring rows that read the first tokens of their contexts together.
+
+    Attributes:
+        num_rows: of the run.
+        num_tokens: full blocks that begin every one of their tables; 0 where rows share nothing.
+    """
+
+    num_rows: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
 class Schedule:
-    """What to dispatch, and who left for it."""
+    """What to dispatch, and who left for it.
+
+    Attributes:
+        runs: cover the rows in their order; none where no two rows read anything together.
+    """
 
     rows: list[ScheduledRow] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     ops: MemoryOps = field(default_factory=MemoryOps)
     num_tokens: int = 0
     admitted: list[Group] = field(default_factory=list)
@@ -44,6 +62,20 @@ class Schedule:
     swapped_out: list[Group] = field(default_factory=list)
     swapped_in: list[Group] = field(default_factory=list)
     num_recomputed_tokens: int = 0
+
+    def reorder(self, order: list[int]) -> None:
+        """Puts the rows in another order, `order[new] = old`, and corrects what names them by place."""
+        self.rows = [self.rows[old] for old in order]
+        new_places = {old: new for new, old in enumerate(order)}
+        for row in self.rows:
+            row.sample_row = new_places[row.sample_row]
+            if row.draws_token:
+                row.sequence.in_flight_row = new_places[row.sequence.in_flight_row]
+
+    @property
+    def num_tokens_shared(self) -> int:
+        """Tokens of context that are not read again, because another row of a run has read them."""
+        return sum((run.num_rows - 1) * run.num_tokens for run in self.runs)
 
     @property
     def num_preempted(self) -> int:

@@ -56,6 +56,8 @@ class EngineLoad:
         num_blocks_empty: free blocks without the cached ones.
         num_blocks_cached: free blocks that still hold a prefix.
         num_prefix_query_tokens, num_prefix_hit_tokens: prompt tokens looked up in the prefix cache, and found there.
+        num_cascade_steps: steps in which rows read a prefix together.
+        num_cascade_tokens: tokens of context that were not read again by it.
         slot_use: share of the reserved slots that held a token, averaged over all steps so far; 0 before the first.
         time_to_first_token_s: mean over the requests that got one.
         host_s: what the host spent deciding, packing and publishing steps.
@@ -80,6 +82,8 @@ class EngineLoad:
     num_blocks_swapped_in: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_cascade_steps: int = 0
+    num_cascade_tokens: int = 0
     num_requests_ended: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
@@ -104,6 +108,8 @@ class StepStats:
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_recomputed_tokens = 0
+        self._num_cascade_steps = 0
+        self._num_cascade_tokens = 0
         self._num_requests_ended = 0
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
@@ -123,6 +129,9 @@ class StepStats:
         self._num_steps += bool(schedule.rows)
         self._num_preemptions += schedule.num_preempted
         self._num_recomputed_tokens += schedule.num_recomputed_tokens
+        if schedule.runs:
+            self._num_cascade_steps += 1
+            self._num_cascade_tokens += schedule.num_tokens_shared
         for group in schedule.admitted:
             if group.first_scheduled_s is None:
                 group.first_scheduled_s = self._clock()
@@ -177,6 +186,8 @@ class StepStats:
             num_blocks_swapped_in=memory.counts.num_swapped_in,
             num_prefix_query_tokens=memory.counts.num_prefix_query_tokens,
             num_prefix_hit_tokens=memory.counts.num_prefix_hit_tokens,
+            num_cascade_steps=self._num_cascade_steps,
+            num_cascade_tokens=self._num_cascade_tokens,
             num_requests_ended=self._num_requests_ended,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,

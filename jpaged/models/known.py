@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from jpaged.errors import NotFound
 from jpaged.models.config import ModelConfig
+from jpaged.models.hf_names import num_params
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,11 @@ class KnownModel:
     def config(self) -> ModelConfig:
         """The fields, parsed."""
         return ModelConfig.from_hf(self.fields)
+
+    @property
+    def num_params(self) -> int:
+        """Numbers that its parameters are; a tied embedding counts once."""
+        return num_params(self.config)
 
 
 def known_config(name: str) -> ModelConfig:

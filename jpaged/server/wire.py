@@ -206,6 +206,8 @@ def load_of(load: EngineLoad) -> control_pb2.GetLoadResponse:
         num_recomputed_tokens=load.num_recomputed_tokens,
         num_prefix_query_tokens=load.num_prefix_query_tokens,
         num_prefix_hit_tokens=load.num_prefix_hit_tokens,
+        num_cascade_steps=load.num_cascade_steps,
+        num_cascade_tokens=load.num_cascade_tokens,
     )
 
 

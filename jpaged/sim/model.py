@@ -1,5 +1,7 @@
 """Models by their shape alone: what a step reads and computes follows from a few numbers of each.
 
+The shapes are those of `jpaged.models.known`; for the models of the paper, weights and pool are the paper's.
+
 KV bytes of a token = 2 (key, value) * num_layers * kv_width * 2 bytes          all in 16 bits
 OPT-13B    2 * 40 *  5120 * 2 =   819 200      12 GiB hold 15 728 tokens      the paper's Table 1: 12 GB, 15.7K
 OPT-66B    2 * 64 *  9216 * 2 = 2 359 296      21 GiB hold  9 557             21 GB, 9.7K (so 21.3 GiB)
@@ -8,7 +10,9 @@ OPT-175B   2 * 96 * 12288 * 2 = 4 718 592     264 GiB hold 60 074             26
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from jpaged.models.known import KNOWN_MODELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +52,35 @@ class ModelShape:
         return 2 * self.num_layers * self.kv_width * 2
 
 
-MODELS = {
-    shape.name: shape
-    for shape in (
-        ModelShape("opt-13b", 13e9, 40, 5120, 5120, 128, 50272, 2048, 1, 15_700, "a100-40gb"),
-        ModelShape("opt-66b", 66e9, 64, 9216, 9216, 128, 50272, 2048, 4, 9_700, "a100-40gb"),
-        ModelShape("opt-175b", 173e9, 96, 12288, 12288, 128, 50272, 2048, 8, 60_100, "a100-80gb"),
-        ModelShape("llama-13b", 13e9, 40, 5120, 5120, 128, 32000, 2048, 1, 15_700, "a100-40gb"),
-        ModelShape("llama-3-8b", 8.03e9, 32, 4096, 1024, 128, 128256, 8192),
+def _known(name: str) -> ModelShape:
+    model = KNOWN_MODELS[name]
+    config = model.config
+    return ModelShape(
+        name=name,
+        num_params=model.num_params,
+        num_layers=config.num_layers,
+        width=config.num_heads * config.head_dim,
+        kv_width=config.num_kv_heads * config.head_dim,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_model_len,
     )
-}
-"""The sizes of the paper's Table 1 (26, 132 and 346 GB of weights) and of two Llamas."""
+
+
+def _in_paper(shape: ModelShape, num_params: float, num_devices: int, num_kv_slots: int, hardware: str) -> ModelShape:
+    """The shape with the paper's weights and pool: Table 1 gives 26, 132 and 346 GB of weights."""
+    return replace(
+        shape, num_params=num_params, num_devices=num_devices, num_kv_slots=num_kv_slots, paper_hardware=hardware
+    )
+
+
+_PAPER = (
+    _in_paper(_known("opt-13b"), 13e9, 1, 15_700, "a100-40gb"),
+    _in_paper(_known("opt-66b"), 66e9, 4, 9_700, "a100-40gb"),
+    _in_paper(_known("opt-175b"), 173e9, 8, 60_100, "a100-80gb"),
+    # The first LLaMA is shaped as the second and ends at half of its length.
+    _in_paper(replace(_known("llama-2-13b"), name="llama-13b", max_model_len=2048), 13e9, 1, 15_700, "a100-40gb"),
+)
+
+MODELS = {name: _known(name) for name in KNOWN_MODELS} | {shape.name: shape for shape in _PAPER}
+"""The built-in configurations, and the models of the paper as it served them."""

@@ -1,7 +1,7 @@
 """An executor without a model, whose tokens can be computed by hand and depend on every slot of the context.
 
 The pool is real: a step writes its tokens into the slots that it is told, and reads the context back through the block
-table. The next token of a context c[0], c[1], ... is
+table; rows of a run read what they share through the table of its first. The next token of a context c[0], c[1], ... is
 
     (1 * c[0] + 2 * c[1] + 3 * c[2] + ...  + noise) mod vocab_size
 
@@ -23,6 +23,7 @@ from jpaged.engine.executor import (
     NULL_BLOCK,
     TOP_WIDTH,
     BlockMoves,
+    CascadeCosts,
     DeviceRates,
     Geometry,
     Move,
@@ -35,6 +36,7 @@ from jpaged.errors import InternalError
 
 _LOGPROB_STEP = -0.125  # sums of it are exact, so that equal sums are equal
 _UNWRITTEN = -1
+_ANY_SHARING_PAYS = {"tile_tokens": 1.0, "query_share": 0.0, "query_tokens": 0.0, "step_tokens": 0.0}
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class FakeExecutor:
             bytes_per_block=block_size * 8,
             buckets=BucketTable.build(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs),
             num_host_blocks=num_host_blocks,
+            cascade=CascadeCosts(granule_tokens=block_size, tile_queries=max_num_batched_tokens, **_ANY_SHARING_PAYS),
         )
         self._host: NDArray[np.int64] = np.full((num_host_blocks + 1) * block_size, _UNWRITTEN, np.int64)
         self._pool: NDArray[np.int64] = np.full((num_blocks + 1) * block_size, _UNWRITTEN, np.int64)
@@ -144,16 +147,31 @@ class FakeExecutor:
         return (np.array(block_ids)[:, None] * block_size + np.arange(block_size)).reshape(-1)
 
     def _context(self, inputs: StepInputs, row: int) -> NDArray[np.int64]:
-        """The row's tokens, read back through its block table."""
+        """The row's tokens, read back through its block table, and the run's before where it sees none."""
         positions = np.arange(inputs.kv_lens_s[row])
         block_size = self._geometry.block_size
-        blocks = inputs.block_tables_sm[row, positions // block_size]
+        first = self._first_of_run(inputs, row)
+        tables = np.where(positions < inputs.kv_begins_s[row], first, row)
+        blocks = inputs.block_tables_sm[tables, positions // block_size]
         tokens: NDArray[np.int64] = self._pool[blocks * block_size + positions % block_size]
         if inputs.positions_t[inputs.sample_tokens_s[row]] != len(positions) - 1:
             raise InternalError(f"row {row} of {len(positions)} tokens draws from token {inputs.sample_tokens_s[row]}")
         if np.any(blocks == NULL_BLOCK) or np.any(tokens == _UNWRITTEN):
             raise InternalError(f"row {row} reads a slot that was never written: blocks {blocks.tolist()}")
         return tokens
+
+    def _first_of_run(self, inputs: StepInputs, row: int) -> int:
+        """The first row of the run that a row is in; itself where there are no runs."""
+        if not inputs.num_runs:
+            return row
+        run = int(np.searchsorted(inputs.run_starts_s1[: inputs.num_runs + 1], row, side="right")) - 1
+        first, end = inputs.run_starts_s1[run : run + 2]
+        if not first <= row < end or inputs.kv_begins_s[row] != inputs.kv_begins_s[first]:
+            raise InternalError(f"row {row} shares {inputs.kv_begins_s[row]} tokens with the rows {first} to {end}")
+        begin, shared = inputs.query_starts_s1[row], inputs.kv_begins_s[row]
+        if begin < inputs.query_starts_s1[row + 1] and shared > inputs.positions_t[begin]:
+            raise InternalError(f"row {row} is at {inputs.positions_t[begin]} and shares {shared} tokens")
+        return int(first)
 
     def _draw(self, context: NDArray[np.int64], sampling: SamplingInputs, row: int) -> int:
         token_id = _next_token(context, self._geometry.vocab_size)

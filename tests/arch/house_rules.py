@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "client": VALUES | {"_proto"},
     "server": VALUES | {"obs", "engine", "_proto"},
     "testing": VALUES | {"engine"},
-    "sim": VALUES | {"engine", "testing"},
+    "sim": VALUES | {"engine", "testing", "models.known"},
     "demo": VALUES | {"kernels", "models"},
     "assemble": VALUES | {"obs", "kernels", "models", "device", "engine", "server", "demo", "testing"},
     "llm": VALUES | {"obs", "engine", "assemble", "client"},

@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jpaged.demo.data import Lesson, batch, encode
@@ -36,12 +37,46 @@ def mean_loss(config, params, rows):
     return float(total / count)
 
 
+def plain_dot(x, matrix, axis):
+    return jnp.tensordot(x, matrix, ((x.ndim - 1,), (axis,)), precision="highest")
+
+
+def plain_attend(mask_bst, q_thd, k_tkd, v_tkd, carry, layer_index):
+    num_rows, row_len, _ = mask_bst.shape
+    num_shares = q_thd.shape[1] // k_tkd.shape[1]
+    k_thd, v_thd = (x.repeat(num_shares, axis=1) for x in (k_tkd, v_tkd))
+    q, k, v = (x.reshape(num_rows, row_len, *q_thd.shape[1:]) for x in (q_thd, k_thd, v_thd))
+    scores = jnp.einsum("bthd,bshd->bhst", q, k, precision="highest") / np.sqrt(q.shape[-1])
+    probs = jax.nn.softmax(jnp.where(mask_bst[:, None], scores, -1e30), axis=2)
+    return jnp.einsum("bhst,bshd->bthd", probs, v, precision="highest").reshape(q_thd.shape), carry
+
+
 def test_a_few_steps_reduce_the_loss(config, tokenizer):
     rows = batch(tokenizer, 99, 0, (1, 512), Lesson())
     before = Llama(config, jnp.dtype(jnp.float32)).init_params(jax.random.key(SETTINGS.seed), "loop")
     after = train(config, SETTINGS, tokenizer, SETTINGS.num_steps)
     assert mean_loss(config, before, rows) == pytest.approx(np.log(512), rel=0.02)
     assert mean_loss(config, after, rows) < 5.5
+
+
+def test_the_gradient_is_that_of_plain_float32_operations(config, tokenizer, monkeypatch):
+    rows = batch(tokenizer, 5, 0, (2, 384), Lesson(emphasis=2.0))
+
+    def gradient(dtype):
+        model = Llama(config, jnp.dtype(dtype))
+        params = model.init_params(jax.random.key(1), "loop")
+        return jax.jit(jax.grad(lambda params: loss_sum(model, params, rows)[0] / 100))(params)
+
+    ours, low = gradient("float32"), gradient("bfloat16")
+    monkeypatch.setattr("jpaged.models.parts.dot", plain_dot)
+    monkeypatch.setattr("jpaged.models.llama.dot", plain_dot)
+    monkeypatch.setattr("jpaged.demo.train.attend", plain_attend)
+    monkeypatch.setattr("jpaged.demo.train.cross_entropy", optax.softmax_cross_entropy_with_integer_labels)
+    want = gradient("float32")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), ours, want)
+    for have, expected in zip(jax.tree.leaves(low), jax.tree.leaves(want), strict=True):
+        error = np.asarray(have, np.float32) - np.asarray(expected)
+        assert np.linalg.norm(error) < 0.05 * np.linalg.norm(expected)
 
 
 def test_a_run_taken_up_again_ends_where_an_unbroken_one_does(config, tokenizer, tmp_path):
@@ -72,12 +107,18 @@ def test_a_lesson_cuts_documents(tokenizer):
     np.testing.assert_array_equal(rows.positions[0, :48], np.arange(48))
 
 
-def test_a_lesson_weighs_names_that_come_again():
+def test_a_lesson_weighs_pronouns_and_names_that_come_again():
     tokenizer = train_tokenizer(3, vocab_size=2000, num_documents=1000)
     plain, heavy = (batch(tokenizer, 1, 0, (1, 2048), Lesson(None, emphasis)) for emphasis in (1.0, 5.0))
     again = np.flatnonzero(heavy.weights[0] == 5.0)
-    assert len(again) > 5
-    for index in again:
+    words = ("he", "him", "his", "himself", "she", "her", "herself")
+    spaced = [tokenizer.token_to_id(f"\u0120{form}") for word in words for form in (word, word.capitalize())]
+    is_pronoun = np.isin(heavy.targets[0], [token_id for token_id in spaced if token_id]) & (heavy.weights[0] > 0)
+    assert is_pronoun.sum() > 5
+    assert set(heavy.weights[0, is_pronoun]) == {5.0}
+    names = [index for index in again if not is_pronoun[index]]
+    assert len(names) > 5
+    for index in names:
         document = heavy.token_ids[0, : index + 1][heavy.segments[0, : index + 1] == heavy.segments[0, index]]
         assert heavy.targets[0, index] in document
     np.testing.assert_array_equal(plain.weights > 0, heavy.weights > 0)

@@ -87,10 +87,13 @@ class Driver:
             query_starts_s1=starts,
             kv_lens_s=kv_lens,
             block_tables_sm=tables,
+            kv_begins_s=np.zeros(s, np.int32),
+            run_starts_s1=np.full(s + 1, len(rows), np.int32),
             sample_tokens_s=np.maximum(starts[1:] - 1, 0),
             sampling=self.sampling(rows, want_top),
             num_rows=len(rows),
             num_tokens=num_tokens,
+            num_runs=0,
         )
 
     def sampling(self, rows: list[Row], want_top: bool) -> SamplingInputs:

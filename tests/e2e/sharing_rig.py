@@ -14,7 +14,7 @@ from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, serving_mesh
 from jpaged.engine.engine import Engine, EngineOptions
-from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
+from jpaged.engine.executor import BlockMoves, CascadeCosts, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
 from jpaged.engine.intake import Intake
 from jpaged.engine.stats import EngineLoad
 from jpaged.engine.tokenizer import NoTokenizer
@@ -28,6 +28,10 @@ VOCAB_SIZE = 131
 BLOCK_SIZE = 8
 MAX_TOKENS = 32
 """Tokens of a step at most."""
+ANY_SHARING = CascadeCosts(
+    granule_tokens=BLOCK_SIZE, tile_queries=64, tile_tokens=1.0, query_share=0.0, query_tokens=0.0, step_tokens=0.0
+)
+"""Two rows that have a block in common read it together: far more often than would be quicker."""
 
 
 def make_executor(case: TinyCase, folder: Path, **options: Any) -> JaxExecutor:
@@ -46,10 +50,12 @@ def make_executor(case: TinyCase, folder: Path, **options: Any) -> JaxExecutor:
 class Share:
     """Implements `Executor` on the first blocks of another one, which it does not own."""
 
-    def __init__(self, executor: JaxExecutor, num_blocks: int, num_host_blocks: int) -> None:
+    def __init__(
+        self, executor: JaxExecutor, num_blocks: int, num_host_blocks: int, cascade: CascadeCosts | None
+    ) -> None:
         self._executor = executor
         self.geometry: Geometry = dataclasses.replace(
-            executor.geometry, num_blocks=num_blocks, num_host_blocks=num_host_blocks
+            executor.geometry, num_blocks=num_blocks, num_host_blocks=num_host_blocks, cascade=cascade
         )
         self.rates: DeviceRates = executor.rates
 
@@ -106,10 +112,11 @@ class Rig:
         num_blocks: int = 200,
         num_host_blocks: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
+        cascade: CascadeCosts | None = ANY_SHARING,
         **options: Any,
     ) -> None:
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_TOKENS, "enable_prefix_caching": False, **options}
-        share = Share(executor, num_blocks, num_host_blocks)
+        share = Share(executor, num_blocks, num_host_blocks, cascade)
         tokenizer = NoTokenizer(VOCAB_SIZE)
         self.engine = Engine(share, tokenizer, EngineOptions(**settings), eos_token_ids=eos_token_ids)
         self._intake = Intake(tokenizer, share.geometry, eos_token_ids=eos_token_ids)

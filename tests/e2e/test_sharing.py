@@ -1,8 +1,8 @@
 """Memory is shared, copied, cached, swapped and computed again, and no token changes by it.
 
-Every request's answer alone, in a large pool without a cache, is held against its answers in company, in chunks, after
-preemption of both kinds, and behind a cached prefix. What is meant to happen is counted, so that no test passes because
-nothing happened.
+Every request's answer alone, in a large pool without a cache and reading all of its context by itself, is held against
+its answers in company, in chunks, after preemption of both kinds, and behind a cached prefix; there, every prefix that
+two rows share is read once. What is meant to happen is counted, so that no test passes because nothing happened.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def jobs(kinds: list[str], count: int) -> list[Job]:
 
 
 def alone(executor: JaxExecutor, job: Job) -> Answer:
-    rig = Rig(executor)
+    rig = Rig(executor, cascade=None)
     answer = job.submit(rig)
     rig.run()
     return answer
@@ -74,6 +74,7 @@ def agree(executor: JaxExecutor, many: list[Job], answers: list[Answer]) -> None
 def check_batched(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
     answers, load = together(Rig(executor, **options), many)
     assert load.num_preemptions == load.num_prefix_hit_tokens == 0
+    assert load.num_cascade_steps > 0 or all(job.params.n == 1 for job in many)
     agree(executor, many, answers)
 
 
@@ -111,6 +112,7 @@ def check_cached(executor: JaxExecutor, many: list[Job], **options: Any) -> None
         assert answer.num_cached_tokens >= (len(job.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
         assert answer.num_cached_tokens % BLOCK_SIZE != 0
     assert load.num_prefix_hit_tokens >= sum(answer.num_cached_tokens for answer in second)
+    assert load.num_cascade_steps > 0
     agree(executor, many, first)
     agree(executor, many, second)
 
@@ -218,6 +220,29 @@ def test_beams_share_what_they_have_in_common(executor: JaxExecutor) -> None:
     load = rig.run()
     assert load.num_copies_on_write > 0
     assert load.peak_blocks_used < 203 // BLOCK_SIZE + 4 * (-(-243 // BLOCK_SIZE) - 203 // BLOCK_SIZE)
+
+
+LONG = tokens(300, 5)
+LONG_JOBS = {
+    "eight_samples": [Job(tuple(LONG), SamplingParams(temperature=1.0, seed=3, n=8, max_tokens=20))],
+    "four_beams": [Job(tuple(LONG), SamplingParams(beam_width=4, n=4, max_tokens=20))],
+    "sixteen_requests": [
+        Job((*LONG, *tokens(3 + i, i)), SamplingParams(temperature=0.0, max_tokens=20)) for i in range(16)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LONG_JOBS)
+def test_a_long_prefix_is_read_once_where_that_pays(executor: JaxExecutor, name: str) -> None:
+    """By what the device says that it costs; steps that do not know how are the truth."""
+    many = LONG_JOBS[name]
+    assert executor.geometry.cascade is not None
+    rig = Rig(executor, cascade=executor.geometry.cascade, enable_prefix_caching=True)
+    answers, load = together(rig, many)
+    num_rows = 4 if name == "four_beams" else 8
+    assert load.num_cascade_steps >= 19
+    assert load.num_cascade_tokens >= 19 * (num_rows - 1) * 256
+    agree(executor, many, answers)
 
 
 def test_sixty_four_requests_compute_their_common_prefix_once(executor: JaxExecutor) -> None:

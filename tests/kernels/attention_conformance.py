@@ -92,11 +92,11 @@ def scales_of(shape: Shape, num_layers: int = 3) -> np.ndarray | None:
     return spread * (4.0 / 127 if shape.kv_dtype == "int8" else 0.01)
 
 
-def make_case(rows: list[tuple[int, int]], shape: Shape, seed: int = 0) -> oracle.Case:
+def make_case(rows: list[tuple[int, int]], shape: Shape, seed: int = 0, *, num_slots: int = 640) -> oracle.Case:
     """Random numbers in the slots that the rows own, NaN in every other slot of the pool."""
     rng = np.random.default_rng(seed)
     needs = [-(-kv_len // shape.block_size) for _, kv_len in rows]
-    num_blocks, num_layers, layer = 640 // shape.block_size + 8, 3, 1
+    num_blocks, num_layers, layer = num_slots // shape.block_size + 8, 3, 1
     pool_shape = (num_layers, num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
     scales = scales_of(shape)
     scales_k2 = None if scales is None else scales[layer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -40,7 +41,6 @@ CASES: dict[str, tuple[list[tuple[int, int]], list[Run]]] = {
 
 _cascade = jax.jit(cascade_attention, static_argnames=("spec", "backend"))
 _plain = jax.jit(paged_attention, static_argnames=("spec", "backend"))
-_update = jax.jit(cascade_attention_update, static_argnames=("spec", "backend"), donate_argnames="pool")
 
 
 class Rig(PagedAttentionConformance):
@@ -136,14 +136,13 @@ def test_an_update_stores_the_new_keys(
 ) -> None:
     if is_fused:
         monkeypatch.setitem(IMPLEMENTATIONS, "xla", dataclasses.replace(IMPLEMENTATIONS["xla"], update=_fused))
-        _update.clear_cache()
     shape = Shape(kv_dtype=kv_dtype)
     case, cascade = shared_case(name, shape)
     new_kv, before = take_new(case, shape)
     q, pool, layer, spec, scales = call(before, shape)
     whole = call(case, shape)[1]
-    o_thd, _, pool = _update(q, new_kv, pool, layer, cascade, spec, scales, backend="xla")
-    _update.clear_cache()
+    update = functools.partial(cascade_attention_update, spec=spec, scales_lk2=scales, backend="xla")
+    o_thd, _, pool = jax.jit(update, donate_argnums=2)(q, new_kv, pool, layer, cascade)
     np.testing.assert_allclose(o_thd, oracle.attention(case)[0], rtol=2e-5, atol=2e-5)
     ids = jnp.arange(1, spec.layout.blocks_per_layer)
     for x in range(spec.layout.num_layers):

@@ -46,7 +46,7 @@ NUM_PARAMS = {
 
 
 def test_every_model_has_the_published_number_of_parameters() -> None:
-    assert {name: num_params(model.config) for name, model in KNOWN_MODELS.items()} == NUM_PARAMS
+    assert {name: model.num_params for name, model in KNOWN_MODELS.items()} == NUM_PARAMS
 
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)

@@ -44,6 +44,8 @@ NAMES = {
     "jpaged:blocks_swapped_out_total",
     "jpaged:blocks_swapped_in_total",
     "jpaged:recomputed_tokens_total",
+    "jpaged:cascade_steps_total",
+    "jpaged:cascade_tokens_total",
     "jpaged:compiles_after_warm_up_total",
     "jpaged:steps_total",
     "jpaged:host_seconds_total",

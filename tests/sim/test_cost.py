@@ -73,9 +73,16 @@ def test_the_papers_pools_are_what_its_bytes_hold(model, hardware, kv_bytes, gib
     assert deploy(shape, HARDWARE[hardware]).num_kv_slots == pytest.approx(gib * 2**30 / kv_bytes, rel=tolerance)
 
 
+def test_the_models_of_the_paper_weigh_what_it_says():
+    weights = {name: MODELS[name].weight_bytes / 1e9 for name in ("opt-13b", "opt-66b", "opt-175b")}
+    assert weights == {"opt-13b": 26, "opt-66b": 132, "opt-175b": 346}
+    assert MODELS["llama-13b"].max_model_len == 2048
+    assert MODELS["llama-3.1-405b"].weight_bytes == 2 * 405_853_388_800
+
+
 def test_elsewhere_the_pool_is_what_the_weights_leave():
     deployment = deploy(MODELS["llama-3-8b"], HARDWARE["h200"])
-    assert deployment.num_kv_slots == int((0.9 * 141e9 - 16.06e9) / (2 * 32 * 1024 * 2))
+    assert deployment.num_kv_slots == int((0.9 * 141e9 - 2 * 8_030_261_248) / (2 * 32 * 1024 * 2))
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_sizes():

@@ -3,6 +3,7 @@
     backend      device               made for
     pallas-tpu   TPUs                 pools of form tpu; the step's keys and values are stored in the kernel
     pallas-gpu   Hopper GPUs (sm_90)  queries of 16 bits; pools of form gpu
+    cpu          CPUs                 every call; built where a C++ compiler is; stores the step's keys itself, too
     xla          any                  CPUs without a compiler, GPUs other than Hopper: correct everywhere, fast nowhere
 
 An implementation is a module-level function with the arguments of `paged_attention`; the reasons it may refuse are
@@ -20,13 +21,13 @@ import jax
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.kv_layout import KVForm
-from jpaged.kernels.paged_attention import pallas_gpu, pallas_tpu, reference
+from jpaged.kernels.paged_attention import cpu, pallas_gpu, pallas_tpu, reference
 from jpaged.kernels.paged_attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Shaped
 
-Backend = Literal["xla", "pallas-tpu", "pallas-gpu"]
+Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "cpu"]
 
 Attend = Callable[..., "tuple[Float[Array, 'T H D'], Float[Array, 'T H']]"]
 Update = Callable[..., "tuple[Float[Array, 'T H D'], Float[Array, 'T H'], Shaped[Array, 'P B ...']]"]
@@ -63,6 +64,7 @@ IMPLEMENTATIONS: dict[Backend, Implementation] = {
     "pallas-gpu": Implementation(
         pallas_gpu.paged_attention, None, "gpu", pallas_gpu.refuses, pallas_gpu.refuses_device
     ),
+    "cpu": Implementation(cpu.attend, cpu.update, "cpu", cpu.refuses, cpu.refuses_device),
     "xla": Implementation(reference.paged_attention, None, None, lambda spec, num_heads: None, lambda device: None),
 }
 """In order of preference: `choose` takes the first that refuses neither the device nor the call."""

@@ -111,6 +111,7 @@ def attend_tiles(
         scratch_types=_scratch(q_kmd.dtype, pool.dtype, head_dim, tiling),
         grid=(shape[0], shape[2], shape[1]),
         grid_names=("tile", "split", "head"),
+        kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),

@@ -1,0 +1,69 @@
+"""The conformance suite on the accelerator that is here, compiled, not interpreted.
+
+Not collected by name, since the machines that run the other suites have no accelerator:
+
+    JAX_PLATFORMS=cuda python -m pytest tests/accelerator/attention.py
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec, choose
+from jpaged.kernels.paged_attention.shapes import SHAPES
+from tests.kernels import attention_oracle as oracle
+from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case
+from tests.kernels.test_paged_attention_gpu import SUPPORT as GPU_SUPPORT
+from tests.kernels.test_paged_attention_tpu import Interpreted as InterpretedTpu
+
+DEVICE = jax.devices()[0]
+CHOICE = choose("auto", DEVICE, AttentionSpec(KVLayout(1, 8, 16, 2, 128, jnp.dtype("bfloat16")), 1.0), 4)
+
+
+def test_this_is_an_accelerator() -> None:
+    assert DEVICE.platform != "cpu", "set JAX_PLATFORMS: this suite is for machines with an accelerator"
+
+
+class TestXlaHere(PagedAttentionConformance):
+    backend = "xla"
+    form = "gpu"
+
+
+class TestOwnKernelHere(PagedAttentionConformance):
+    backend = CHOICE.backend
+    form = CHOICE.spec.layout.form
+    supports = {"pallas-gpu": GPU_SUPPORT, "pallas-tpu": InterpretedTpu.supports}.get(
+        CHOICE.backend, PagedAttentionConformance.supports
+    )
+
+    def test_it_is_not_the_fallback(self) -> None:
+        assert self.backend != "xla", CHOICE.passed_over
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_real_head_shapes(self, name: str) -> None:
+        heads = SHAPES[name]
+        self.check(
+            RAGGED["mixed"],
+            Shape(
+                num_heads=heads.num_heads,
+                num_kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+                sliding_window=heads.sliding_window,
+                soft_cap=heads.soft_cap,
+                dtype="bfloat16",
+            ),
+        )
+
+    @pytest.mark.parametrize("num_rows", [1, 8])
+    def test_long_contexts(self, num_rows: int) -> None:
+        """Long enough that a context is split over processors."""
+        shape = Shape(dtype="bfloat16", head_dim=128, max_len=8192, num_tokens=16)
+        case = make_case([(1, 8000 // num_rows)] * num_rows, shape, num_slots=8192)
+        o_thd, lse_th = self.run(case, shape)
+        want_o_thd, want_lse_th = oracle.attention(case)
+        np.testing.assert_allclose(o_thd, want_o_thd, rtol=1e-2, atol=1e-2)
+        np.testing.assert_allclose(lse_th, want_lse_th, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,67 @@
+"""A step reads a prefix that its rows share once, and draws what it draws without."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from jpaged.device.cascade_costs import cascade_costs
+from jpaged.device.executor import JaxExecutor
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec
+from tests.device import tiny_model
+from tests.device.driver import Driver, Row, Sequence
+
+BLOCK_SIZE = 8
+SHARED = 40
+"""Tokens that all sequences begin with: five blocks."""
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[JaxExecutor]:
+    executor = tiny_model.warm_executor()
+    yield executor
+    executor.shutdown()
+
+
+def sequences(driver: Driver) -> list[Sequence]:
+    """Three whose tables begin alike; the first has computed the prefix, for all."""
+    rng = np.random.default_rng(0)
+    common = rng.integers(3, 60, SHARED).tolist()
+    found = [driver.sequence([*common, *rng.integers(3, 60, 3 + 2 * i).tolist()]) for i in range(3)]
+    for num_tokens in (16, 16, SHARED - 32):
+        driver.run([Row(found[0], num_tokens)])
+    for sequence in found[1:]:
+        sequence.blocks[: SHARED // BLOCK_SIZE] = found[0].blocks[: SHARED // BLOCK_SIZE]
+        sequence.num_computed = SHARED
+    return found
+
+
+def test_drawn_tokens_and_probabilities_are_the_same(executor: JaxExecutor) -> None:
+    driver = Driver(executor)
+    rows = [Row(sequence, sequence.prompt_len - SHARED) for sequence in sequences(driver)]
+    plain = driver.inputs(rows)
+    kv_begins_s = np.array([SHARED] * 3 + [0], np.int32)
+    run_starts_s1 = np.array([0, 3, 3, 3, 3], np.int32)
+    together = dataclasses.replace(plain, kv_begins_s=kv_begins_s, run_starts_s1=run_starts_s1, num_runs=1)
+    want, got = (executor.collect(executor.dispatch(inputs)) for inputs in (plain, together))
+    np.testing.assert_array_equal(got.token_ids_r[:3], want.token_ids_r[:3])
+    np.testing.assert_allclose(got.logprobs_r[:3], want.logprobs_r[:3], rtol=0, atol=1e-5)
+    # The prefix is read through the first row: what the others' tables name there does not matter.
+    tables = together.block_tables_sm.copy()
+    tables[1:3, : SHARED // BLOCK_SIZE] = 0
+    again = executor.collect(executor.dispatch(dataclasses.replace(together, block_tables_sm=tables)))
+    np.testing.assert_array_equal(again.logprobs_r[:3], got.logprobs_r[:3])
+    assert executor.num_compiles_after_warm_up == 0
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 48, 256])
+def test_a_granule_is_whole_blocks(block_size: int) -> None:
+    spec = AttentionSpec(KVLayout(1, 4, block_size, 2, 16, np.dtype("float32")), 1.0)
+    costs = cascade_costs(spec)
+    assert costs is not None
+    assert costs.granule_tokens % block_size == 0
+    assert cascade_costs(dataclasses.replace(spec, sliding_window=64)) is None

@@ -1,0 +1,281 @@
+"""Building the CPU kernel: what happens where something is missing, and that its tests would notice a wrong kernel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jpaged.errors import Unsupported
+from jpaged.kernels.paged_attention import cpu, cpu_build
+from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case
+
+ROOT = Path(__file__).parents[2]
+
+
+class CpuSuite(PagedAttentionConformance):
+    backend = "cpu"
+
+
+@pytest.fixture
+def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the library would be, but is not."""
+    path = tmp_path / "libjpaged_cpu.so"
+    monkeypatch.setattr(cpu_build, "LIBRARY", path)
+    cpu.kernel.cache_clear()
+    yield path
+    cpu.kernel.cache_clear()
+
+
+def test_without_a_compiler_the_reason_is_said() -> None:
+    with pytest.raises(cpu_build.BuildError, match=r"no C\+\+ compiler was found \(nowhere\+\+\)"):
+        cpu_build.find_compiler("nowhere++")
+
+
+def test_without_any_known_compiler_all_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(cpu_build.BuildError, match=r"\(c\+\+, g\+\+, clang\+\+\)"):
+        cpu_build.find_compiler()
+
+
+def test_without_jaxlib_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(cpu_build.BuildError, match="jaxlib is not installed"):
+        cpu_build.find_headers()
+
+
+def test_a_failed_build_leaves_the_old_library(tmp_path: Path) -> None:
+    library = tmp_path / "library.so"
+    library.write_text("old")
+    compiler = cpu_build.find_compiler("false")
+    with pytest.raises(cpu_build.BuildError, match=r"exit status 1 of .*false"):
+        cpu_build.build(library, compiler, cpu_build.find_headers())
+    assert library.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [library]
+
+
+def test_a_backend_that_was_not_built_refuses_with_the_remedy(no_library: Path) -> None:
+    case = make_case(RAGGED["mixed"], Shape())
+    remedy = r"attention backend cpu: libjpaged_cpu.so was not built: .* `python -m jpaged.*cpu_build` builds it now"
+    with pytest.raises(Unsupported, match=remedy):
+        CpuSuite().run(case)
+
+
+def test_a_library_that_cannot_be_loaded_refuses_too(no_library: Path) -> None:
+    no_library.write_text("no library")
+    reason = cpu.kernel()
+    assert isinstance(reason, str)
+    assert "cannot be loaded" in reason
+
+
+# --- planted faults ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An edit of one source, and the tests that have to notice it.
+
+    What stands there is named in full, so that a fault that no longer applies is an error.
+    """
+
+    name: str
+    source: str
+    before: str
+    after: str
+    tests: str
+
+
+_CORE, _KERNEL = "cpu_core.cc", "cpu_kernel.cc"
+
+FAULTS = (
+    Fault(
+        "a query sees the next token",
+        _CORE,
+        "lesser(position + 1, tile.end)",
+        "lesser(position + 2, tile.end)",
+        "ragged_rows",
+    ),
+    Fault(
+        "the window is one longer",
+        _CORE,
+        "position - call.window + 1)",
+        "position - call.window)",
+        "sliding_window",
+    ),
+    Fault(
+        "the window is one shorter",
+        _CORE,
+        "position - call.window + 1)",
+        "position - call.window + 2)",
+        "sliding_window",
+    ),
+    Fault(
+        "the output keeps its scale when the maximum grows",
+        _CORE,
+        "load(out + d) * fade + load(more + d) * gain",
+        "load(out + d) + load(more + d) * gain",
+        "many_chunks",
+    ),
+    Fault(
+        "the sum keeps its scale when the maximum grows",
+        _CORE,
+        "into.sum[i] * fade + later.sum[i] * gain",
+        "into.sum[i] + later.sum[i] * gain",
+        "many_chunks",
+    ),
+    Fault(
+        "the scale of the keys is forgotten",
+        _CORE,
+        "call.scale * call.scales_k2[2 * kv_head]",
+        "call.scale",
+        "8_bits",
+    ),
+    Fault(
+        "values have the scale of the keys",
+        _CORE,
+        "call.scales_k2[2 * kv_head + 1]",
+        "call.scales_k2[2 * kv_head]",
+        "8_bits",
+    ),
+    Fault(
+        "many rows forget the soft cap",
+        _CORE,
+        "cap_scores(load(row), cap)",
+        "load(row)",
+        "soft_cap",
+    ),
+    Fault(
+        "few rows forget the soft cap",
+        _CORE,
+        "cap_scores(load(scores + key), cap)",
+        "load(scores + key)",
+        "soft_cap",
+    ),
+    Fault(
+        "a layer is a block too short",
+        _KERNEL,
+        "layer * a.blocks_per_layer : 0;",
+        "layer * (a.blocks_per_layer - 1) : 0;",
+        "ragged_rows",
+    ),
+    Fault(
+        "a slot is half as large",
+        _CORE,
+        "token_size = 2 * call.num_kv_heads",
+        "token_size = call.num_kv_heads",
+        "ragged_rows",
+    ),
+    Fault(
+        "all heads read the first",
+        _CORE,
+        "+ 2 * kv_head * call.head_dim;",
+        "+ 0 * kv_head * call.head_dim;",
+        "head_groups",
+    ),
+    Fault(
+        "negative block ids are used",
+        _CORE,
+        "if (block < 0 || block >= call.num_places)",
+        "if (block >= call.num_places)",
+        "outside_of_the_layer",
+    ),
+    Fault(
+        "contexts begin with their first key",
+        _KERNEL,
+        "std::max(rows.begins_s[row], 0)",
+        "0",
+        "part_of_each_context",
+    ),
+    Fault(
+        "the log-sum-exp forgets the maximum",
+        _CORE,
+        "part.max[i] + __builtin_logf",
+        "__builtin_logf",
+        "ragged_rows",
+    ),
+    Fault(
+        "numbers of 16 bits are cut off",
+        "cpu_numbers.h",
+        "(bits + 0x7fff + (bits >> 16 & 1)) >> 16",
+        "bits >> 16",
+        "update_stores_what",
+    ),
+    Fault(
+        "subnormals of 8 bits are read as normal",
+        "cpu_vector.h",
+        "magnitude < 8u ?",
+        "magnitude < 0u ?",
+        "8_bits",
+    ),
+    Fault(
+        "tokens without a row keep what was there",
+        _KERNEL,
+        "  clear_outputs(call);\n  const auto work",
+        "  const auto work",
+        "padding_tokens or no_rows",
+    ),
+    Fault(
+        "slots behind the layer are written",
+        _KERNEL,
+        "if (slot < 0 || slot >= num_slots) continue;",
+        "if (slot < 0) continue;",
+        "update_stores_what",
+    ),
+    Fault(
+        "contexts may be longer than their table",
+        _KERNEL,
+        "std::min({int64_t{rows.kv_lens_s[row]}, table_len, latest + 1})",
+        "std::min(int64_t{rows.kv_lens_s[row]}, latest + 1)",
+        "make_no_sense",
+    ),
+    Fault(
+        "splits are merged before all have ended",
+        _KERNEL,
+        "split.num_left.fetch_sub(1, std::memory_order_acq_rel) > 1",
+        "split.num_left.fetch_sub(1, std::memory_order_acq_rel) > 2",
+        "single_bit",
+    ),
+)
+
+_RUN = """
+import sys, pathlib, pytest
+from jpaged.kernels.paged_attention import cpu_build
+cpu_build.LIBRARY = pathlib.Path(sys.argv[1])
+sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not long", "-k", sys.argv[2], sys.argv[3]]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_wrong_kernel_is_caught(fault: Fault, tmp_path: Path) -> None:
+    for source in cpu_build.SOURCES:
+        shutil.copy(cpu_build.HERE / source, tmp_path)
+    path = tmp_path / fault.source
+    text = path.read_text()
+    assert text.count(fault.before) == 1, f"{fault.before!r} is not once in {fault.source}"
+    path.write_text(text.replace(fault.before, fault.after))
+    library = tmp_path / "libfaulty.so"
+    cpu_build.build(library, cpu_build.find_compiler(), cpu_build.find_headers(), tmp_path)
+    status, output = _run_suite(library, fault.tests)
+    assert status == 1 or status < 0, f"nothing noticed: {output}"  # tests failed, or the process crashed
+
+
+@pytest.mark.long
+def test_the_right_kernel_passes_the_same_tests() -> None:
+    status, output = _run_suite(cpu_build.LIBRARY, " or ".join(fault.tests for fault in FAULTS))
+    assert status == 0, output
+
+
+def _run_suite(library: Path, tests: str) -> tuple[int, str]:
+    """Pytest's exit status over these tests with that library, in a process that may crash."""
+    suite = "tests/kernels/test_paged_attention_cpu.py"
+    command = [sys.executable, "-c", _RUN, str(library), tests, suite]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600, check=False)
+    return ran.returncode, ran.stdout[-2000:] + ran.stderr[-2000:]

@@ -1,0 +1,301 @@
+"""The CPU backend of paged attention: every promise at every width of vectors, and what only it can get wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.kernels.paged_attention import cpu, cpu_build, paged_attention_update
+from jpaged.kernels.paged_attention.cpu import CpuKernel
+from jpaged.kernels.paged_attention.shapes import SHAPES
+from tests.kernels import attention_oracle as oracle
+from tests.kernels.attention_conformance import (
+    RAGGED,
+    PagedAttentionConformance,
+    Shape,
+    make_case,
+    scales_of,
+    take_new,
+)
+
+ROOT = Path(__file__).parents[2]
+EXTREMES = np.array([-(2**31), -1000, -1, 0, 1, 2, 15, 16, 17, 100, 1000, 2**31 - 1], np.int32)
+
+
+class TestCpu(PagedAttentionConformance):
+    backend = "cpu"
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_real_head_shapes(self, name: str) -> None:
+        shape = SHAPES[name]
+        self.check(
+            RAGGED["mixed"],
+            Shape(
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                sliding_window=shape.sliding_window,
+                soft_cap=shape.soft_cap,
+            ),
+        )
+
+    @pytest.mark.parametrize("head_dim", [1, 8, 20, 96, 256])
+    @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+    def test_head_dims_that_are_no_whole_vectors(self, head_dim: int, kv_dtype: str) -> None:
+        self.check(RAGGED["mixed"], Shape(head_dim=head_dim, kv_dtype=kv_dtype))
+
+    @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
+    def test_queries_of_float32_read_every_pool(self, kv_dtype: str) -> None:
+        self.check(RAGGED["mixed"], Shape(kv_dtype=kv_dtype, head_dim=24))
+
+    def test_queries_of_float16(self) -> None:
+        shape = Shape(dtype="float16", kv_dtype="float16")
+        case = make_case(RAGGED["mixed"], shape)
+        o_thd, lse_th = self.run(case, shape)
+        want_o_thd, want_lse_th = oracle.attention(case)
+        np.testing.assert_allclose(o_thd, want_o_thd, rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
+
+    def test_a_group_larger_than_a_tile(self) -> None:
+        self.check([(1, 20), (3, 40)], Shape(num_heads=150, num_kv_heads=2, head_dim=8, num_tokens=8))
+
+    def test_a_context_of_many_chunks(self) -> None:
+        shape = Shape(max_len=640, num_tokens=64, sliding_window=300)
+        self.check([(1, 600)], shape)
+        self.check([(1, 600)], dataclasses.replace(shape, sliding_window=None))
+        self.check([(40, 600)], shape)
+        self.check([(40, 600)], dataclasses.replace(shape, sliding_window=None))
+
+    @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
+    def test_an_update_stores_what_the_layout_would(self, kv_dtype: str) -> None:
+        """Bit for bit, ties and subnormals and numbers too large included, for slots whatever they are."""
+        shape = Shape(kv_dtype=kv_dtype)
+        case = make_case(RAGGED["mixed"], shape)
+        spec, rng = self.spec(case, shape), np.random.default_rng(1)
+        kv = rng.standard_normal((2, shape.num_tokens, shape.num_kv_heads, shape.head_dim), np.float32)
+        kv *= 2.0 ** rng.integers(-30, 20, kv.shape)
+        kv[:, :, :, :4] = [-0.0, 0.5, 1.5, 2.5]
+        k_tkd, v_tkd = jnp.asarray(kv)
+        slots = jnp.asarray(rng.permutation(shape.num_tokens) + 16, jnp.int32)
+        slots = slots.at[:4].set(jnp.array([-1, 2**31 - 1, -(2**31), spec.layout.blocks_per_layer * shape.block_size]))
+        pool, layer = self.pool(case, spec.layout, scales_of(shape)), jnp.int32(case.layer)
+        want = np.asarray(spec.layout.write(pool, layer, k_tkd, v_tkd, slots))
+        q_thd, ones_lk2 = jnp.asarray(case.q_thd), jnp.ones((3, shape.num_kv_heads, 2))
+        scales = ones_lk2 if spec.layout.is_scaled else None
+        _, _, got = self.update(q_thd, (k_tkd, v_tkd, slots), pool, layer, self.rows(case), spec, scales)
+        np.testing.assert_array_equal(_without_nans(np.asarray(got), kv_dtype), _without_nans(want, kv_dtype))
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_numbers_that_make_no_sense_stay_in_bounds(self, seed: int) -> None:
+        """Each number of the rows may be anything; what can be made of them is what they say, clamped."""
+        rng, shape = np.random.default_rng(seed), Shape()
+        case = _spoil(make_case(RAGGED["mixed"], shape), rng)
+        case = dataclasses.replace(case, k_lnbkd=np.nan_to_num(case.k_lnbkd), v_lnbkd=np.nan_to_num(case.v_lnbkd))
+        o_thd, lse_th = self.run(case, shape)
+        want_o_thd, want_lse_th = _oracle_of_anything(case)
+        np.testing.assert_allclose(o_thd, want_o_thd, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
+
+    @pytest.mark.parametrize("layer", [-1, 3, 2**31 - 1, -(2**31)])
+    def test_a_layer_that_is_not_there_reads_as_zeros_and_takes_nothing(self, layer: int) -> None:
+        shape = Shape()
+        case = make_case(RAGGED["mixed"], shape)
+        spec = self.spec(case, shape)
+        pool, rows = self.pool(case, spec.layout, None), self.rows(case)
+        before, (new_kv, _) = np.asarray(pool), take_new(case, shape)
+        q_thd = jnp.asarray(case.q_thd)
+        o_thd, lse_th, pool = self.update(q_thd, new_kv, pool, jnp.int32(layer), rows, spec, None)
+        np.testing.assert_array_equal(np.asarray(o_thd), 0)
+        np.testing.assert_allclose(lse_th[0], np.log(33), rtol=1e-6)
+        np.testing.assert_array_equal(np.asarray(pool), before)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_threads_do_not_show_in_a_single_bit(self, dtype: str) -> None:
+        """Contexts that are split over threads, and tiles that are not."""
+        shape = Shape(dtype=dtype, max_len=2048, num_tokens=40, num_heads=32, num_kv_heads=2, head_dim=64)
+        case = make_case([(1, 600)], shape)
+        chunk = make_case([(40, 600)], shape)
+        for each in (case, chunk):
+            want = self.run(each, shape)
+            for num_threads in (1, 2, 3):
+                for got, expected in zip(_with_threads(num_threads).run(each, shape), want, strict=True):
+                    np.testing.assert_array_equal(got, expected)
+
+    def test_many_calls_at_once(self) -> None:
+        """Programs that compete for the threads of one pool all end, with the right numbers."""
+        shape = Shape(max_len=640, num_tokens=64)
+        case = make_case([(40, 600)], shape)
+        spec, rows = self.spec(case, shape), self.rows(case)
+        pool, layer = self.pool(case, spec.layout, None), jnp.int32(case.layer)
+        want, _ = oracle.attention(case)
+        q_thd = jnp.asarray(case.q_thd)
+        outputs = [self.attend(q_thd, pool, layer, rows, spec, None)[0] for _ in range(32)]
+        for o_thd in jax.block_until_ready(outputs):
+            np.testing.assert_allclose(o_thd, want, rtol=2e-5, atol=2e-5)
+
+    def test_the_pool_is_never_copied(self) -> None:
+        shape = Shape()
+        case = make_case(RAGGED["mixed"], shape)
+        spec = self.spec(case, shape)
+        layout, new_kv = spec.layout, take_new(case, shape)[0]
+        pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype)
+        q_thd, rows = jnp.asarray(case.q_thd), self.rows(case)
+
+        def step(pool: jax.Array) -> jax.Array:
+            for layer in range(layout.num_layers):
+                _, _, pool = paged_attention_update(q_thd, new_kv, pool, layer, rows, spec, backend="cpu")
+            return pool
+
+        compiled = jax.jit(step, donate_argnums=0).lower(pool).compile()
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        assert memory is not None and text is not None
+        assert memory.alias_size_in_bytes == layout.num_bytes
+        assert memory.temp_size_in_bytes < layout.num_bytes // 4
+        assert " copy(" not in text
+
+
+@pytest.mark.long
+class TestVectorsOf8(TestCpu):
+    max_width = 8
+
+    def attend(self, *args):
+        return _attend(dataclasses.replace(_kernel(), max_width=self.max_width), *args)
+
+    def update(self, *args):
+        return _update(dataclasses.replace(_kernel(), max_width=self.max_width), *args)
+
+
+@pytest.mark.long
+class TestVectorsOf4(TestVectorsOf8):
+    max_width = 4
+
+
+@pytest.mark.long
+def test_a_process_of_one_thread() -> None:
+    """Pinned to one core, XLA's pool has one thread: the kernel does not wait for another."""
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from tests.kernels.test_paged_attention_cpu import TestCpu\n"
+        "TestCpu().test_a_context_of_many_chunks(); TestCpu().test_many_calls_at_once()"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment, cwd=ROOT)
+
+
+def test_it_is_built_wherever_a_compiler_is() -> None:
+    assert isinstance(cpu.kernel(), CpuKernel) or _has_no_compiler(), f"run `make setup`: {cpu.kernel()}"
+
+
+def test_other_devices_are_refused() -> None:
+    class Device:
+        platform = "gpu"
+
+    assert cpu.refuses_device(Device()) == "it runs on CPUs, not on gpu"
+    assert cpu.refuses_device(jax.devices()[0]) is None
+
+
+# --- kernels of a process ----------------------------------------------------------------------------------------
+
+
+def _kernel() -> CpuKernel:
+    found = cpu.kernel()
+    assert isinstance(found, CpuKernel), found
+    return found
+
+
+def _has_no_compiler() -> bool:
+    try:
+        cpu_build.find_compiler()
+    except cpu_build.BuildError:
+        return True
+    return False
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _attend(kernel, q_thd, pool, layer, rows, spec, scales):
+    return kernel.attend(q_thd, pool, layer, rows, spec, scales)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=3)
+def _update(kernel, q_thd, new_kv, pool, layer, rows, spec, scales):
+    k_tkd, v_tkd, slots_t = new_kv
+    if scales is not None:
+        k_tkd, v_tkd = k_tkd / scales[layer, :, :1], v_tkd / scales[layer, :, 1:]
+    return kernel.update(q_thd, (k_tkd, v_tkd, slots_t), pool, layer, rows, spec, scales)
+
+
+def _with_threads(count: int) -> PagedAttentionConformance:
+    """The suite, run by so many threads at most."""
+
+    class Limited(PagedAttentionConformance):
+        backend = "cpu"
+
+        def attend(self, *args):
+            return _attend(dataclasses.replace(_kernel(), max_threads=count), *args)
+
+    return Limited()
+
+
+# --- numbers that make no sense ----------------------------------------------------------------------------------
+
+
+def _spoil(case: oracle.Case, rng: np.random.Generator) -> oracle.Case:
+    """A third of the numbers of the rows are replaced."""
+
+    def spoil(numbers: np.ndarray) -> np.ndarray:
+        return np.where(rng.random(numbers.shape) < 1 / 3, rng.choice(EXTREMES, numbers.shape), numbers).astype(
+            np.int32
+        )
+
+    num_rows = len(case.kv_lens_s)
+    return dataclasses.replace(
+        case,
+        query_starts_s1=spoil(case.query_starts_s1),
+        kv_lens_s=spoil(case.kv_lens_s),
+        block_tables_sm=spoil(case.block_tables_sm),
+        first_positions_s=spoil(np.full(num_rows, 20, np.int32)),
+        kv_begins_s=spoil(np.zeros(num_rows, np.int32)),
+        num_rows=int(rng.choice([-1, 0, 3, 5, 100, 2**31 - 1])),
+    )
+
+
+def _oracle_of_anything(case: oracle.Case) -> tuple[np.ndarray, np.ndarray]:
+    """A token belongs to the first row that names it; a context ends with its table and begins with 0."""
+    num_tokens, num_owned = case.q_thd.shape[0], 0
+    o_thd, lse_th = np.zeros(case.q_thd.shape), np.full(case.q_thd.shape[:2], -np.inf)
+    table_len = case.block_tables_sm.shape[1] * case.k_lnbkd.shape[2]
+    for row in range(min(case.num_rows, len(case.kv_lens_s))):
+        start, end = int(case.query_starts_s1[row]), min(int(case.query_starts_s1[row + 1]), num_tokens)
+        first = max(start, num_owned)
+        if first >= end:
+            continue
+        num_owned = end
+        assert case.first_positions_s is not None and case.kv_begins_s is not None
+        position = int(case.first_positions_s[row]) + first - start
+        alone = dataclasses.replace(
+            case,
+            q_thd=case.q_thd[first:end],
+            query_starts_s1=np.array([0, end - first]),
+            kv_lens_s=np.clip(case.kv_lens_s[row : row + 1], 0, table_len),
+            block_tables_sm=case.block_tables_sm[row : row + 1],
+            first_positions_s=np.array([position], object),
+            kv_begins_s=np.maximum(case.kv_begins_s[row : row + 1], 0),
+            num_rows=1,
+        )
+        o_thd[first:end], lse_th[first:end] = oracle.attention(alone)
+    return o_thd, lse_th
+
+
+def _without_nans(pool: np.ndarray, kv_dtype: str) -> np.ndarray:
+    """One kind of NaN; the others' bits are nobody's promise."""
+    numbers = pool.view(jnp.dtype(kv_dtype)).astype(np.float32)
+    return np.where(np.isnan(numbers), 0, pool)

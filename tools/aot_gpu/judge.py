@@ -1,0 +1,40 @@
+"""Whether what a compiler made of a case is as it should be."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def kernels(output: str) -> dict[str, Any]:
+    """Registers, spills and shared memory of our kernels, out of what Mosaic and the assembler printed."""
+    return {
+        "kernels": output.count("Compiling entry function"),
+        "registers": [int(n) for n in re.findall(r"Used (\d+) registers", output)],
+        "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", output)),
+        "shared_bytes": [int(n) for n in re.findall(r"smem_scratch_bytes=(\d+)", output)],
+        "tensor_core_products": len(re.findall(r"wgmma\.mma_async", output)),
+        "bulk_copies": len(re.findall(r"cp\.async\.bulk\.(?:tensor|global)", output)),
+    }
+
+
+def judge(found: dict[str, Any], expected_error: str) -> list[str]:
+    """The promises that are broken; `found` is what `compile_case` printed, and `kernels` with it."""
+    if "error" in found:
+        return [] if expected_error and expected_error in found["error"] else [found["error"][-2000:]]
+    failures, limits = [], found["limits"]
+    if expected_error:
+        failures.append(f"it compiled, and should have been refused with {expected_error!r}")
+    if found["alias_bytes"] < limits["pool_bytes"]:
+        failures.append(f"the pool of {limits['pool_bytes']} bytes is not updated in place: {found['alias_bytes']}")
+    if found["temp_bytes"] > limits["max_temp_bytes"]:
+        failures.append(f"{found['temp_bytes']} bytes of working memory; the limit is {limits['max_temp_bytes']}")
+    if found["big_copies"]:
+        failures.append(f"copies of the pool or of weights: {', '.join(found['big_copies'])}")
+    if found["kernels"] < limits["num_kernels"]:
+        failures.append(f"{found['kernels']} kernels; {limits['num_kernels']} were to be there")
+    if limits["num_kernels"] and not (found["tensor_core_products"] and found["bulk_copies"]):
+        failures.append("a kernel without products of the tensor core, or without bulk copies")
+    if found["spilled_bytes"]:
+        failures.append(f"{found['spilled_bytes']} bytes of registers are spilled")
+    return failures
