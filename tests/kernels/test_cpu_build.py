@@ -245,8 +245,9 @@ FAULTS = (
 
 _RUN = """
 import sys, pathlib, pytest
-from jpaged.kernels.paged_attention import cpu_build
+from jpaged.kernels.paged_attention import cpu, cpu_build
 cpu_build.LIBRARY = pathlib.Path(sys.argv[1])
+isinstance(cpu.kernel(), str) and sys.exit(9)
 sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not long", "-k", sys.argv[2], sys.argv[3]]))
 """
 

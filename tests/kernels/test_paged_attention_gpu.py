@@ -82,7 +82,7 @@ class TestSplitContexts(Interpreted):
 # Small enough for the quick suite, and between them they reach every branch of the kernel.
 QUICK: dict[str, tuple[list[tuple[int, int]], Shape, int]] = {
     "refills": ([(1, 160), (17, 150), (1, 5)], Shape(), 1),
-    "parts of a context": ([(1, 190), (20, 90)], Shape(sliding_window=70, soft_cap=5.0), 2),
+    "parts of a context": ([(1, 190), (20, 90), (1, 5)], Shape(sliding_window=70, soft_cap=5.0), 2),
     "bfloat16": ([(3, 140), (1, 64)], Shape(dtype="bfloat16", num_heads=7, num_kv_heads=1, head_dim=64), 1),
     "int8": ([(1, 150), (9, 20)], Shape(kv_dtype="int8"), 1),
     "blocks that fill no chunk": ([(1, 150), (20, 49)], Shape(block_size=48), 1),

@@ -32,7 +32,7 @@ class Program:
         lowered: of jax.
         pool_bytes: of the pool that is donated, and so aliased; 0 where none is.
         pool_shape: of the pool, none of which may be copied.
-        weight_sizes: elements of arrays that may not be copied either.
+        weight_shapes: of arrays that may not be copied either, their axes in ascending order.
         max_temp_bytes: what it may take beside its arguments and results.
         num_kernels: kernels of ours in it, at least.
     """
@@ -40,7 +40,7 @@ class Program:
     lowered: jax.stages.Lowered
     pool_bytes: int
     pool_shape: tuple[int, ...]
-    weight_sizes: frozenset[int]
+    weight_shapes: frozenset[tuple[int, ...]]
     max_temp_bytes: int
     num_kernels: int
 
@@ -182,11 +182,12 @@ class StepCase:
         lowerings = program_lowerings(step, params, geometry)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = lowerings[ProgramSpec("backbone", self.num_tokens)]()
-        sizes = frozenset(leaf.size for leaf in jax.tree.leaves(params["layers"]) if leaf.size >= 1 << 20)
+        leaves = jax.tree.leaves(params["layers"])
+        shapes = frozenset(tuple(sorted(leaf.shape)) for leaf in leaves if leaf.size >= 1 << 20)
         layout = step.attention.layout
         wide = max(model.config.intermediate_size * 2, model.config.num_heads * 64 * model.config.head_dim)
         return Program(
-            lowered, layout.num_bytes, layout.shape, sizes, (32 << 20) + 8 * self.num_tokens * wide, num_kernels=1
+            lowered, layout.num_bytes, layout.shape, shapes, (32 << 20) + 8 * self.num_tokens * wide, num_kernels=1
         )
 
 

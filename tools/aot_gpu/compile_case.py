@@ -65,10 +65,7 @@ def _big_copies(text: str, program: Program) -> list[str]:
         match = re.search(r"= \(?\w+\[([\d,]+)\]\S* ([a-z-]+)\(", line)
         if match and match[2] in _COPIES:
             shape = tuple(int(n) for n in match[1].split(","))
-            size = 1
-            for n in shape:
-                size *= n
-            if shape in shapes or size in program.weight_sizes:
+            if shape in shapes or tuple(sorted(n for n in shape if n > 1)) in program.weight_shapes:
                 found.append(f"{match[2]} {shape}")
     return found
 

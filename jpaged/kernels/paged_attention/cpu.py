@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.errors import Unsupported
-from jpaged.kernels.paged_attention import cpu_build
 from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
 
 if TYPE_CHECKING:
@@ -36,11 +35,13 @@ class CpuKernel:
 
     Attributes:
         name: under which XLA knows it.
+        vectors: the widest that this processor has: avx512, avx2 or baseline.
         max_width: floats of the widest vectors to use, where the processor has them: 16, 8 or 4.
         max_threads: of XLA's pool, at most; 0 is all.
     """
 
     name: str
+    vectors: str
     max_width: int = MAX_WIDTH
     max_threads: int = 0
 
@@ -56,7 +57,8 @@ class CpuKernel:
         for verb in ("attend", "update"):
             capsule = jax.ffi.pycapsule(getattr(functions, f"jpaged_{verb}"))
             jax.ffi.register_ffi_target(f"{name}_{verb}", capsule, platform="cpu")
-        return CpuKernel(name)
+        functions.jpaged_vectors.restype = ctypes.c_char_p
+        return CpuKernel(name, functions.jpaged_vectors().decode())
 
     def attend(
         self,
@@ -119,6 +121,8 @@ def _numbers(layer: jax.Array | int, rows: RaggedRows, scales_lk2: jax.Array | N
 @functools.cache
 def kernel() -> CpuKernel | str:
     """The package's own kernel, or why there is none."""
+    from jpaged.kernels.paged_attention import cpu_build  # here, so that it can be run as a program
+
     if not cpu_build.LIBRARY.exists():
         return (
             f"{cpu_build.LIBRARY.name} was not built: it needs a C++ compiler ({', '.join(cpu_build.COMPILERS)}) when "

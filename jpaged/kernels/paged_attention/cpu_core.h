@@ -53,9 +53,11 @@ struct Tile {
 struct Partial {
   float *max, *sum, *out;
 
-  static int64_t num_floats(int64_t head_dim) { return kTileRows * (2 + padded(head_dim)); }
   static int64_t padded(int64_t n) { return (n + kMaxWidth - 1) / kMaxWidth * kMaxWidth; }
-  static Partial at(float* memory) { return {memory, memory + kTileRows, memory + 2 * kTileRows}; }
+  static int64_t num_floats(int64_t num_rows, int64_t head_dim) { return padded(num_rows) * (2 + padded(head_dim)); }
+  static Partial at(float* memory, int64_t num_rows) {
+    return {memory, memory + padded(num_rows), memory + 2 * padded(num_rows)};
+  }
 };
 
 // Attention compiled for one kind of processor.

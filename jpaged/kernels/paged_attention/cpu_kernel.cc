@@ -60,7 +60,8 @@ std::vector<Tile> make_tiles(const Call& call, const Rows& rows) {
   const int64_t group = call.group(), table_len = rows.table_width * call.block_size;
   int64_t num_owned = 0;
   for (int64_t row = 0; row < rows.num_rows; ++row) {
-    const int64_t start = rows.query_starts_s1[row], end = std::min<int64_t>(rows.query_starts_s1[row + 1], call.num_tokens);
+    const int64_t start = rows.query_starts_s1[row];
+    const int64_t end = std::min<int64_t>(rows.query_starts_s1[row + 1], call.num_tokens);
     const int64_t owned_start = std::max(start, num_owned);
     if (owned_start >= end) continue;
     num_owned = end;
@@ -129,12 +130,12 @@ class Work {
     if (!is_split || num_chunks < 2) return tasks_.push_back({tile, kv_head, kAllChunks});
     Split& split = split_of(tile, kv_head);
     split.num_left.store(num_chunks, std::memory_order_relaxed);
-    split.memory.reset(new float[num_chunks * part_size()]);
+    split.memory.reset(new float[num_chunks * part_size(tiles_[tile])]);
     for (int64_t i = 0; i < num_chunks; ++i) tasks_.push_back({tile, kv_head, tiles_[tile].first_chunk() + i});
   }
 
   Split& split_of(int64_t tile, int64_t kv_head) { return splits_[tile * call_.num_kv_heads + kv_head]; }
-  int64_t part_size() const { return Partial::num_floats(call_.head_dim); }
+  int64_t part_size(const Tile& tile) const { return Partial::num_floats(tile.num_rows, call_.head_dim); }
 
   // Kept by each thread from call to call: fresh pages would cost as much as a short row.
   float* scratch(int64_t num_floats) const {
@@ -145,9 +146,10 @@ class Work {
 
   void run(const Task& task) {
     const Tile& tile = tiles_[task.tile];
-    float* memory = scratch(2 * part_size() + core_.num_scratch_floats(call_.head_dim));
-    const Partial whole = Partial::at(memory), part = Partial::at(memory + part_size());
-    memory += 2 * part_size();
+    const int64_t size = part_size(tile);
+    float* memory = scratch(2 * size + core_.num_scratch_floats(call_.head_dim));
+    const Partial whole = Partial::at(memory, tile.num_rows), part = Partial::at(memory + size, tile.num_rows);
+    memory += 2 * size;
     core_.load(call_, tile, task.kv_head, memory);
     if (task.chunk == kAllChunks) {
       core_.clear(tile, call_.head_dim, whole);
@@ -158,7 +160,7 @@ class Work {
       return core_.store(call_, tile, task.kv_head, whole);
     }
     Split& split = split_of(task.tile, task.kv_head);
-    const auto part_of = [&](int64_t i) { return Partial::at(split.memory.get() + i * part_size()); };
+    const auto part_of = [&](int64_t i) { return Partial::at(split.memory.get() + i * size, tile.num_rows); };
     core_.attend(call_, tile, task.kv_head, task.chunk, memory, part_of(task.chunk - tile.first_chunk()));
     if (split.num_left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     core_.clear(tile, call_.head_dim, whole);
@@ -270,7 +272,7 @@ const char* contradiction(const Operands& x, const Attributes& a) {
   if (static_cast<int64_t>(ffi::ByteWidth(x.pool.element_type())) != bytes_of(Number{a.kv_number})) {
     return "the pool's elements have another size";
   }
-  if (pool[2] < 2 || pool[2] % 2 || q[1] % (pool[2] / 2) || q[2] != pool[3]) return "queries do not fit the pool's heads";
+  if (pool[2] < 2 || pool[2] % 2 || q[1] % (pool[2] / 2) || q[2] != pool[3]) return "queries and pool differ in heads";
   if (pool[1] < 1 || a.blocks_per_layer < 1 || pool[0] % a.blocks_per_layer) return "the pool has no whole layers";
   const int64_t num_rows = tables[0];
   for (const Ints32* per_row : {&x.positions, &x.begins, &x.kv_lens}) {
@@ -397,3 +399,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_update, jpaged::update,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<AnyBuffer>()
                                   .Attrs<jpaged::Attributes>());
+
+extern "C" const char* jpaged_vectors() { return jpaged::choose_core(jpaged::kMaxWidth).name; }

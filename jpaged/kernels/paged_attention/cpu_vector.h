@@ -126,7 +126,8 @@ struct F16 {
   using Stored = uint16_t;
   static Floats decode(const uint16_t* from) {
     const Uints stored = __builtin_convertvector(load_as<Halves>(from), Uints), magnitude = stored & 0x7fffu;
-    const Floats normal = floats_of((magnitude << 13) + (magnitude < 0x7c00u ? Uints{} + (112u << 23) : Uints{} + (224u << 23)));
+    const Uints bias = magnitude < 0x7c00u ? Uints{} + (112u << 23) : Uints{} + (224u << 23);  // infinity, NaN
+    const Floats normal = floats_of((magnitude << 13) + bias);
     const Floats x = magnitude < 0x0400u ? numbers(magnitude) * 0x1p-24f : normal;
     return floats_of(bits_of(x) | (stored & 0x8000u) << 16);
   }

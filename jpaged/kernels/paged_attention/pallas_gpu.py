@@ -182,16 +182,14 @@ def _merge(
     rows = (places.first_rows_t[:, None] + jnp.arange(tiling.group))[:, None, :]
     if tiling.splits == 1:
         out, largest, total = (x[tiles, heads, 0, rows] for x in (out, largest, total))
-        return jnp.where((total > 0)[..., None], out, 0), _log_sum(largest, total)
+        return out, _log_sum(largest, total)
     parts = jnp.arange(tiling.splits)[:, None, None, None]
     out, largest, total = (x[tiles[None], heads[None], parts, rows[None]] for x in (out, largest, total))
     top = largest.max(axis=0)
     share = jnp.exp2(largest - top) * total
     whole = share.sum(axis=0)
     share = share / jnp.where(whole > 0, whole, 1)
-    # A part without keys left its outputs as they were in memory.
-    out = jnp.where((total > 0)[..., None], out, 0) * share[..., None]
-    return out.sum(axis=0), _log_sum(top, whole)
+    return (out * share[..., None]).sum(axis=0), _log_sum(top, whole)
 
 
 def _log_sum(largest: jax.Array, total: jax.Array) -> jax.Array:

@@ -96,8 +96,7 @@ def attend_tiles(
 
     Returns:
         outputs [tiles, K, splits, 64, D] divided by their sums, running maxima [tiles, K, splits, 64] in base 2, and
-        sums. Of tiles that are not used, and outputs whose sums are 0, the memory is whatever it was. Only the first
-        rows of a tile of one token are written.
+        sums. What belongs to tiles that are not used, and to the last rows of a tile of one token, is not written.
     """
     tiling = static.tiling
     num_kv_heads, _, head_dim = q_kmd.shape

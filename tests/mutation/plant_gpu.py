@@ -1,0 +1,180 @@
+"""Plants one fault at a time into the Hopper kernel, and sees that its quick tests turn red.
+
+    python -m tests.mutation.plant_gpu
+
+The kernel's faults are those that a GPU would show as wrong tokens once in a while: a barrier that is not waited for,
+memory that is written over while it is read, a key too many.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.mutation.plant import ROOT, Fault, Outcome
+
+_IGNORED = shutil.ignore_patterns("__pycache__", "checkpoint")
+_KERNEL = "pallas_gpu_kernel.py"
+_TEST = "tests/kernels/test_paged_attention_gpu.py"
+_COMMITS = ("test_what_is_written_is_committed",)
+_REFILLS = ("refills",)
+
+FAULTS = (
+    Fault(
+        "a chunk is used before it has arrived",
+        _KERNEL,
+        "    plgpu.barrier_wait(memory.kv_barriers.at[slot])\n",
+        "",
+        _REFILLS,
+    ),
+    Fault(
+        "queries are used before they have arrived",
+        _KERNEL,
+        "    plgpu.barrier_wait(memory.q_barrier)\n",
+        "",
+        _REFILLS,
+    ),
+    Fault(
+        "a slot is refilled while it is read",
+        _KERNEL,
+        "            plgpu.commit_smem()\n            _fetch(next_ids",
+        "            _fetch(next_ids",
+        _COMMITS,
+    ),
+    Fault(
+        "what was widened is not committed",
+        _KERNEL,
+        "        plgpu.commit_smem()\n        kv_s = memory.wide_s\n",
+        "        kv_s = memory.wide_s\n",
+        _COMMITS,
+    ),
+    Fault(
+        "results are stored before they are committed",
+        _KERNEL,
+        "    plgpu.commit_smem()\n    plgpu.copy_smem_to_gmem(memory.max_s",
+        "    plgpu.copy_smem_to_gmem(memory.max_s",
+        _COMMITS,
+    ),
+    Fault(
+        "the layer is left out",
+        _KERNEL,
+        "first = memory.layer[0] * layout.blocks_per_layer",
+        "first = memory.layer[0] * 0",
+        _REFILLS,
+    ),
+    Fault(
+        "a query sees the key behind it",
+        _KERNEL,
+        "(keys <= positions)",
+        "(keys <= positions + 1)",
+        _REFILLS,
+    ),
+    Fault(
+        "the window is a key too wide",
+        _KERNEL,
+        "keys > positions - window",
+        "keys >= positions - window",
+        ("parts",),
+    ),
+    Fault(
+        "the sum so far keeps the maximum of its time",
+        _KERNEL,
+        "fade = jnp.exp2(state.max - new_max)",
+        "fade = jnp.exp2(state.max - state.max)",
+        _REFILLS,
+    ),
+    Fault(
+        "unseen values are not cleared",
+        _KERNEL,
+        "        is_kept = (keys >= work.begin) & (keys < work.end)\n",
+        "        is_kept = keys >= 0\n",
+        _REFILLS,
+    ),
+    Fault(
+        "a block outside of the layer is another's",
+        _KERNEL,
+        "return (block_id >= 0) & (block_id < static.spec.layout.blocks_per_layer)",
+        "return block_id >= 0",
+        ("test_what_lies_around",),
+    ),
+    Fault(
+        "keys take the scale of values",
+        _KERNEL,
+        "spec.scale * _scale(0, memory, work, static)",
+        "spec.scale * _scale(1, memory, work, static)",
+        ("int8",),
+    ),
+    Fault(
+        "parts of a context overlap",
+        _KERNEL,
+        "jnp.minimum(jnp.maximum(num_chunks - split * share, 0), share)",
+        "jnp.maximum(num_chunks - split * share, 0)",
+        ("parts",),
+    ),
+    Fault(
+        "parts are merged without their sums",
+        "pallas_gpu.py",
+        "share = jnp.exp2(largest - top) * total",
+        "share = jnp.exp2(largest - top)",
+        ("parts",),
+    ),
+    Fault(
+        "rows that no copy reaches hold what was there",
+        _KERNEL,
+        "            _clear(memory.kv_s.at[slot], memory.wide_s is not None, static)\n",
+        "            pass\n",
+        ("blocks",),
+    ),
+)
+
+NO_FAULT = Fault(
+    "nothing is planted",
+    _KERNEL,
+    "class TileField(",
+    "class TileField(",
+    tuple(sorted({name for fault in FAULTS for name in fault.tests})),
+)
+
+
+def plant(fault: Fault) -> Outcome:
+    """Runs the tests of a fault, named by parts of their names, against a copy of the package that has it."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="jpaged-fault-") as folder:
+        copy = Path(folder)
+        for name in ("jpaged", "tests/kernels"):
+            shutil.copytree(ROOT / name, copy / name, ignore=_IGNORED)
+        for name in ("tests/conftest.py", "pyproject.toml"):
+            shutil.copy(ROOT / name, copy / name)
+        path = copy / "jpaged/kernels/paged_attention" / fault.path
+        text = path.read_text()
+        if text.count(fault.before) != 1:
+            raise ValueError(f"{fault.name}: {fault.path} has {text.count(fault.before)} places like the one to edit")
+        path.write_text(text.replace(fault.before, fault.after))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", _TEST]
+        command += ["-m", "not long", "-k", " or ".join(fault.tests)]
+        environment = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    failures = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    message = failures[0].removeprefix("FAILED ").partition("::")[2] if failures else done.stdout[-300:]
+    return Outcome(fault, done.returncode, message, time.monotonic() - begin)
+
+
+def main() -> int:
+    """Plants every fault."""
+    num_missed = 0
+    for fault in FAULTS:
+        outcome = plant(fault)
+        num_missed += not outcome.is_caught
+        mark = "caught" if outcome.is_caught else "MISSED"
+        print(f"{fault.name:<52} {mark:<7} {outcome.seconds:>5.1f}  {outcome.message[:90]}", flush=True)
+    print(f"{len(FAULTS) - num_missed} of {len(FAULTS)} faults were caught")
+    return 1 if num_missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

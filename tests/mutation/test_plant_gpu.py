@@ -1,0 +1,18 @@
+"""The quick tests of the Hopper kernel turn red when it is broken in ways that matter."""
+
+import pytest
+
+from tests.mutation.plant_gpu import FAULTS, NO_FAULT, plant
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_caught(fault):
+    outcome = plant(fault)
+    assert outcome.is_caught, outcome.message
+
+
+@pytest.mark.long
+def test_without_a_fault_the_same_tests_pass():
+    outcome = plant(NO_FAULT)
+    assert outcome.exit_status == 0, outcome.message
