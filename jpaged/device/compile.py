@@ -45,6 +45,18 @@ def program_specs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_b
     return [*backbones, *draws, *moves]
 
 
+_COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    # With tiles of 16 rows every step would copy all stacked bfloat16 weights into them first.
+    "TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},
+}
+
+
+def compiler_options(device: jax.Device) -> dict[str, str] | None:
+    """What XLA is told besides for programs of this device; None is nothing."""
+    options = _COMPILER_OPTIONS.get(device.device_kind)
+    return None if options is None else dict(options)
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
     """A program ready to run, and the seconds that tracing, lowering and compiling (or loading) it took."""

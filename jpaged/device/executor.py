@@ -23,7 +23,14 @@ from jax.sharding import Mesh, NamedSharding
 from jpaged.config import EngineConfig
 from jpaged.device.block_moves import BlockMover, content_bytes, lower_move, move_sizes
 from jpaged.device.cascade_costs import cascade_costs
-from jpaged.device.compile import CompiledProgram, CompileWatch, ProgramSpec, compile_all, program_specs
+from jpaged.device.compile import (
+    CompiledProgram,
+    CompileWatch,
+    ProgramSpec,
+    compile_all,
+    compiler_options,
+    program_specs,
+)
 from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
 from jpaged.device.kv_cache import KVPool, PoolRequest, check_num_blocks, default_num_blocks
@@ -370,7 +377,8 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         return jax.ShapeDtypeStruct(dims, dtype, sharding=whole)
 
     layout, model = step.attention.layout, step.model
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format), params)
+    options = compiler_options(first_device(step.mesh))
     head = {name: tree for name, tree in params.items() if name != "layers"}
     pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
     last_tokens = shape((step.num_places,), np.int32)
@@ -380,16 +388,22 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         if spec.kind == "backbone":
             packing = backbone_packing(spec.size, geometry)
             backbone = functools.partial(step.packed_backbone, packing=packing)
-            jitted = jax.jit(backbone, donate_argnums=1, out_shardings=(of_pool, whole))
+            jitted = jax.jit(backbone, donate_argnums=1, out_shardings=(of_pool, whole), compiler_options=options)
             return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
         if spec.kind != "draw":
             return lower_move(spec, layout, step.mesh)
         packing = draw_packing(spec.size)
         draw = functools.partial(step.packed_draw, packing=packing, want_top=spec.want_top)
-        return jax.jit(draw, out_shardings=whole).lower(head, hidden, shape((packing.size,), np.int32))
+        jitted = jax.jit(draw, out_shardings=whole, compiler_options=options)
+        return jitted.lower(head, hidden, shape((packing.size,), np.int32))
+
+    def lower_for_devices(spec: ProgramSpec) -> jax.stages.Lowered:
+        # Kernels ask what they are lowered for; the devices of a topology are not among those that jax has.
+        with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):
+            return lower(spec)
 
     specs = program_specs(geometry.buckets, move_sizes(layout), has_host_blocks=geometry.num_host_blocks > 0)
-    return {spec: functools.partial(lower, spec) for spec in specs}
+    return {spec: functools.partial(lower_for_devices, spec) for spec in specs}
 
 
 def largest_temp_bytes(step: Step, geometry: Geometry, params: Params) -> int:

@@ -1,0 +1,211 @@
+"""One model's programs, lowered as a server lowers them and compiled for the TPUs of a topology by libtpu.
+
+    python -m benchmarks.tpu_programs CELL...      in a process of `compiler_environment`; prints a line of JSON each
+
+A cell is spelled `model@topology#program,program`, with `/backend` behind the topology for another than `auto` takes:
+`llama-3-8b@v6e:2x4#backbone[64],draw[64]`. Weights are bfloat16, split over all devices of the topology; the pool takes
+what a server would give it, nine tenths of the memory without the weights. Where that is less than two of the model's
+longest sequences it takes those, and the compiler has to say that it does not fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.config import EngineConfig
+from jpaged.device.compile import ProgramSpec
+from jpaged.device.executor import abstract_serving, program_lowerings
+from jpaged.device.mesh import build_mesh, local_bytes
+from jpaged.device.program_report import ProgramReport, made_arrays
+from jpaged.device.step import Step
+from jpaged.device.topology import compile_only_devices, compiler_environment, find_topology
+from jpaged.models.known import known_config
+from jpaged.models.model import model_for
+from jpaged.models.parts import Params
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 32}
+_CELL = re.compile(r"(?P<model>[\w.-]+)@(?P<topology>[\w:]+)(?:/(?P<backend>[\w-]+))?#(?P<programs>\S+)")
+Lowerings = Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]]
+_MARK = "RESULT "
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_SMALL = 1 << 18  # elements; arrays of fewer are not looked for
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramResult:
+    """A program on one device of its topology; all bytes are of that device.
+
+    Attributes:
+        cell: `model@topology`, with the backend if one was named.
+        program: as `ProgramSpec` writes it.
+        num_devices: that the model is split over.
+        backend: whose attention kernel it is.
+        num_blocks: of the pool.
+        weight_bytes: of all parameters.
+        pool_bytes: of the pool.
+        made: arrays of the size of the pool, of a weight, or of one layer's part of either, that it makes.
+        report: the memory that it takes; None if it does not fit.
+        out_of_memory: what the compiler says then; else None.
+        lower_s: for tracing and lowering.
+        compile_s: for compiling, by the clock.
+        compile_cpu_s: for compiling, of this process's threads together: it does not grow with the machine's load.
+    """
+
+    cell: str
+    program: str
+    num_devices: int
+    backend: str
+    num_blocks: int
+    weight_bytes: int
+    pool_bytes: int
+    made: tuple[str, ...]
+    report: ProgramReport | None
+    out_of_memory: str | None
+    lower_s: float
+    compile_s: float
+    compile_cpu_s: float
+
+
+def library() -> Path:
+    """The libtpu.so that is used: TPU_LIBRARY_PATH, else the one that `make aot` installs.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    path = Path(os.environ.get("TPU_LIBRARY_PATH") or Path(sys.prefix) / "aot" / "libtpu" / "libtpu.so")
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: run `make aot`, which installs the libtpu that belongs to this jax"
+        )
+    return path
+
+
+def run(*arguments: str) -> str:
+    """Runs Python with these arguments as a process that compiles for TPUs, and returns what it prints.
+
+    Raises:
+        RuntimeError: it failed; the end of what it said is in the message.
+    """
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **compiler_environment(library())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def compile_cells(*cells: str) -> list[ProgramResult]:
+    """The results of some cells, compiled in a process of its own."""
+    lines = run("-m", "benchmarks.tpu_programs", *cells).splitlines()
+    return [_parse(json.loads(line.removeprefix(_MARK))) for line in lines if line.startswith(_MARK)]
+
+
+def _parse(fields: dict) -> ProgramResult:
+    report = fields.pop("report")
+    made = tuple(fields.pop("made"))
+    return ProgramResult(**fields, made=made, report=None if report is None else ProgramReport(**report))
+
+
+def compile_cell(cell: str) -> list[ProgramResult]:
+    """The programs of one cell, in this process."""
+    match = _CELL.fullmatch(cell)
+    if match is None:
+        raise ValueError(f"{cell!r} is not spelled model@topology[/backend]#program,...")
+    step, params, lowerings = _serving(match["model"], match["topology"], match["backend"])
+    specs = {str(spec): spec for spec in lowerings}
+    return [
+        _compile(cell.partition("#")[0], specs[program], lowerings[specs[program]], step, params)
+        for program in match["programs"].split(",")
+    ]
+
+
+def _serving(model_name: str, topology_name: str, backend: str | None) -> tuple[Step, Params, Lowerings]:
+    topology = find_topology(topology_name)
+    mesh = build_mesh(compile_only_devices(topology))
+    model = model_for(known_config(model_name), jnp.dtype("bfloat16"))
+    options = {**OPTIONS, "tensor_parallel_size": mesh.size, "attention_backend": backend or "auto"}
+    least, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
+    free = 0.9 * topology.generation.hbm_bytes - local_bytes(params)
+    num_blocks = max(2 * geometry.num_blocks, int(free // least.attention.layout.local.bytes_per_block) - 1)
+    step, geometry, params = abstract_serving(model, EngineConfig.load({**options, "num_blocks": num_blocks}), mesh)
+    return step, params, program_lowerings(step, params, geometry)
+
+
+def _compile(
+    cell: str, spec: ProgramSpec, lowering: Callable[[], jax.stages.Lowered], step: Step, params: Params
+) -> ProgramResult:
+    begin = time.perf_counter()
+    lowered = lowering()
+    lowered_at, cpu_begin = time.perf_counter(), time.process_time()
+    report, out_of_memory = None, None
+    made: tuple[str, ...] = ()
+    try:
+        executable = lowered.compile()
+        report = ProgramReport.of(executable)
+        made = tuple(
+            f"{array.opcode}{list(array.dims)}" for array in made_arrays(executable, _sizes(step, params, spec.size))
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if _OUT_OF_MEMORY not in str(error):
+            raise
+        out_of_memory = str(error).splitlines()[0]
+    layout = step.attention.layout.local
+    return ProgramResult(
+        cell=cell,
+        program=str(spec),
+        num_devices=step.mesh.size,
+        backend=step.backend,
+        num_blocks=layout.num_blocks,
+        weight_bytes=local_bytes(params),
+        pool_bytes=layout.num_bytes,
+        made=made,
+        report=report,
+        out_of_memory=out_of_memory,
+        lower_s=round(lowered_at - begin, 2),
+        compile_s=round(time.perf_counter() - lowered_at, 2),
+        compile_cpu_s=round(time.process_time() - cpu_begin, 2),
+    )
+
+
+def _sizes(step: Step, params: Params, num_tokens: int) -> set[int]:
+    """Elements of the pool, of a layer of it, of each weight and of a layer of it, unless activations are as large."""
+    layout, config = step.attention.layout.local, step.model.config
+    pool = math.prod(layout.shape)
+    sizes = {pool, pool // layout.num_layers}
+    for name, tree in params.items():
+        for leaf in jax.tree.leaves(tree):
+            size = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            sizes |= {size, size // config.num_layers} if name == "layers" else {size}
+    heads, groups = config.num_heads // step.mesh.size, layout.num_kv_heads
+    inner = config.intermediate_size // step.mesh.size
+    widths = (config.hidden_size, inner, 2 * inner, heads * config.head_dim, (heads + 2 * groups) * config.head_dim)
+    return {size for size in sizes if size >= _SMALL} - {num_tokens * width for width in widths}
+
+
+def main(cells: Sequence[str]) -> None:
+    for cell in cells:
+        for result in compile_cell(cell):
+            print(_MARK + json.dumps(dataclasses.asdict(result)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
