@@ -28,18 +28,17 @@ _SLICES = {
 }
 """Of 1, 4 and 8 chips."""
 
-_STEPS = "backbone[64],backbone[512],draw[64]"
-
 
 def cells() -> list[str]:
-    """Every cell of the table."""
+    """Every cell of the table: all steps where one chip has the whole model, decoding where several share it."""
     found = []
     for generation, (one, four, eight) in _SLICES.items():
-        found += [f"llama-3-8b@{generation}:{shape}#{_STEPS}" for shape in (one, four, eight)]
-        found += [f"opt-13b@{generation}:{shape}#{_STEPS}" for shape in (one, eight)]
-        found += [f"llama-3-70b@{generation}:{eight}#{_STEPS}"]
-    xla = [f"llama-3-8b@{topology}/xla#backbone[64]" for topology in ("v6e:1x1", "v6e:2x4")]
-    return [*found, *xla, "llama-3-8b@v6e:2x4#copy[8],swap_out[8],swap_in[8]"]
+        found += [f"llama-3-8b@{generation}:{one}#backbone[64],backbone[512],draw[64]"]
+        found += [f"llama-3-8b@{generation}:{shape}#backbone[64]" for shape in (four, eight)]
+        found += [f"opt-13b@{generation}:{shape}#backbone[64]" for shape in (one, eight)]
+        found += [f"llama-3-70b@{generation}:{eight}#backbone[64]"]
+    found += ["llama-3-70b@v6e:2x4#backbone[512],draw[64]", "llama-3-8b@v6e:2x4#copy[8],swap_out[8],swap_in[8]"]
+    return [*found, *(f"llama-3-8b@{topology}/xla#backbone[64]" for topology in ("v6e:1x1", "v6e:2x4"))]
 
 
 def table(results: Sequence[ProgramResult]) -> Table:
