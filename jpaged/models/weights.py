@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from jpaged.errors import InternalError, InvalidArgument
@@ -18,7 +20,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.hf_names import LM_HEAD, Leaf, is_ignored, layer_leaves, name_prefix, outer_leaves
 from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model
-from jpaged.models.parts import Params
+from jpaged.models.parts import Params, normal
 from jpaged.models.splitting import WideAxis, wide_axis
 from jpaged.models.tensor_files import SINGLE_FILE, TensorFiles
 
@@ -52,15 +54,47 @@ def no_progress(done: int, total: int, name: str) -> None:
     """Reports nothing."""
 
 
-def random_params(model: Model, layer_mode: LayerMode, *, seed: int, shardings: Params | None = None) -> Params:
-    """Random parameters of the model's shapes, for measuring without a checkpoint; made where they are to be."""
-    # Filling large arrays from a threefry key takes minutes to compile on a CPU; these numbers are no secret.
-    key = jax.random.key(seed % 2**32, impl="rbg")
-    if shardings is None:
-        return model.init_params(key, layer_mode)
-    make = functools.partial(model.init_params, layer_mode=layer_mode)
-    params: Params = jax.jit(make, out_shardings=shardings)(key)
+_CONSTANTS = {"scale": 1.0, "bias": 0.0}  # all other leaves are random
+
+
+def random_params(model: Model, layer_mode: LayerMode, *, seed: int, shardings: Params) -> Params:
+    """Random parameters for measuring without a checkpoint, distributed as those of `model.init_params`.
+
+    Each device makes its parts by itself, a leaf at a time: one program for all leaves would hold the random bits of
+    every device's parts on each (26 GiB, where an 8B model in eight parts has 2 GiB a device).
+    """
+    abstract, tree = jax.tree_util.tree_flatten_with_path(model.abstract_params(layer_mode))
+    leaves = []
+    for index, ((path, leaf), sharding) in enumerate(zip(abstract, jax.tree.leaves(shardings), strict=True)):
+        make = _leaf_maker(_CONSTANTS.get(_last_key(path)), leaf.shape, leaf.dtype, sharding)
+        leaves.append(make(np.uint32(seed % 2**32), np.uint32(index)))
+    params: Params = jax.tree.unflatten(tree, leaves)
     return params
+
+
+def _last_key(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
+    return str(path[-1].key) if isinstance(path[-1], jax.tree_util.DictKey) else ""
+
+
+@functools.lru_cache(maxsize=64)
+def _leaf_maker(
+    constant: float | None, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding
+) -> Callable[[np.uint32, np.uint32], jax.Array]:
+    local_shape = sharding.shard_shape(shape)
+
+    def make(seed: jax.Array, index: jax.Array) -> jax.Array:
+        if constant is not None:
+            return jnp.full(local_shape, constant, dtype)
+        # Filling large arrays from a threefry key takes minutes to compile on a CPU; these numbers are no secret.
+        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
+        for axis in sharding.spec:
+            key = key if axis is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
+        return normal(key, local_shape, dtype)
+
+    whole = PartitionSpec()
+    return jax.jit(
+        jax.shard_map(make, mesh=sharding.mesh, in_specs=(whole, whole), out_specs=sharding.spec, check_vma=False)
+    )
 
 
 def load_params(

@@ -89,7 +89,11 @@ def test_random_weights_are_made_in_their_parts() -> None:
     params = random_params(where.model, "loop", seed=1, shardings=where.shardings)
     assert params["layers"][0]["mlp"]["down"]["kernel"].addressable_shards[0].data.shape == (22, 128)
     assert params["embed"]["embedding"].shape == (132, 128)
-    assert 0.015 < float(params["layers"][2]["mlp"]["down"]["kernel"].std()) < 0.025
+    kernels = [np.asarray(layer["mlp"]["down"]["kernel"]) for layer in params["layers"]]
+    parts = [part for kernel in kernels for part in np.split(kernel, 4)]
+    assert all(0.018 < part.std() < 0.022 for part in parts)
+    assert len({part.tobytes() for part in parts}) == len(parts)
+    assert np.all(np.asarray(params["norm"]["scale"]) == 1)
 
 
 @pytest.mark.parametrize(
