@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
@@ -65,8 +66,8 @@ def random_params(model: Model, layer_mode: LayerMode, *, seed: int, shardings: 
     """
     abstract, tree = jax.tree_util.tree_flatten_with_path(model.abstract_params(layer_mode))
     leaves = []
-    for index, ((path, leaf), sharding) in enumerate(zip(abstract, jax.tree.leaves(shardings), strict=True)):
-        make = _leaf_maker(_CONSTANTS.get(_last_key(path)), leaf.shape, leaf.dtype, sharding)
+    for index, ((path, leaf), placed) in enumerate(zip(abstract, jax.tree.leaves(shardings), strict=True)):
+        make = _leaf_maker(_CONSTANTS.get(_last_key(path)), leaf.shape, leaf.dtype, placed)
         leaves.append(make(np.uint32(seed % 2**32), np.uint32(index)))
     params: Params = jax.tree.unflatten(tree, leaves)
     return params
@@ -78,8 +79,10 @@ def _last_key(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _leaf_maker(
-    constant: float | None, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding
+    constant: float | None, shape: tuple[int, ...], dtype: np.dtype, placed: NamedSharding | Format
 ) -> Callable[[np.uint32, np.uint32], jax.Array]:
+    sharding = placed.sharding if isinstance(placed, Format) else placed
+    assert isinstance(sharding, NamedSharding)
     local_shape = sharding.shard_shape(shape)
 
     def make(seed: jax.Array, index: jax.Array) -> jax.Array:
@@ -93,7 +96,8 @@ def _leaf_maker(
 
     whole = PartitionSpec()
     return jax.jit(
-        jax.shard_map(make, mesh=sharding.mesh, in_specs=(whole, whole), out_specs=sharding.spec, check_vma=False)
+        jax.shard_map(make, mesh=sharding.mesh, in_specs=(whole, whole), out_specs=sharding.spec, check_vma=False),
+        out_shardings=placed,
     )
 
 

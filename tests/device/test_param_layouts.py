@@ -1,0 +1,83 @@
+"""Parameters that lie as a TPU multiplies them: the same numbers, on the whole way from making them to a step.
+
+The layouts are a TPU's; that they are what it needs, `tests/aot` shows. CPUs take them too, so the way is tested here.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.layout import Format
+
+from jpaged.device import mesh
+from jpaged.device.executor import JaxExecutor
+from jpaged.device.mesh import build_mesh, param_shardings
+from jpaged.models.layers import LayerMode
+from jpaged.models.weights import put_as, random_params
+from tests.device import tiny_model
+from tests.device.driver import Driver, Row
+
+
+class _Tpu:
+    platform = "tpu"
+
+
+@pytest.fixture
+def as_on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are placed as on TPUs; whatever else asks for the device gets the real one."""
+    monkeypatch.setattr(mesh, "first_device", lambda mesh: _Tpu())
+
+
+def greedy(executor: JaxExecutor) -> tuple[np.ndarray, np.ndarray]:
+    driver = Driver(executor)
+    outputs = driver.run([Row(driver.sequence([5, 17, 42, 8, 9]), 5), Row(driver.sequence([3, 1]), 2)])
+    return outputs.token_ids_r[:2], outputs.logprobs_r[:2]
+
+
+@pytest.mark.usefixtures("as_on_tpus")
+@pytest.mark.parametrize("layer_mode", ["scan", "loop"])
+def test_only_matrices_with_several_axes_of_outputs_have_a_layout(layer_mode: LayerMode) -> None:
+    shardings = param_shardings(tiny_model.model(), layer_mode, build_mesh(jax.devices()[:1]))
+    layouts = {
+        jax.tree_util.keystr(path[-2:]): leaf.layout.major_to_minor
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shardings)
+        if isinstance(leaf, Format)
+    }
+    if layer_mode == "scan":
+        assert layouts == {"['qkv']['kernel']": (0, 2, 3, 1, 4), "['gate_up']['kernel']": (0, 2, 1, 3)}
+    else:
+        assert layouts == {"['qkv']['kernel']": (1, 2, 0, 3), "['gate_up']['kernel']": (1, 0, 2)}
+
+
+def test_elsewhere_no_leaf_has_one() -> None:
+    shardings = param_shardings(tiny_model.model(), "scan", build_mesh(jax.devices()[:1]))
+    assert not any(isinstance(leaf, Format) for leaf in jax.tree.leaves(shardings))
+
+
+def test_random_and_loaded_leaves_lie_so_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, one = tiny_model.model(), build_mesh(jax.devices()[:1])
+    plain = random_params(model, "scan", seed=3, shardings=param_shardings(model, "scan", one))
+    monkeypatch.setattr(mesh, "first_device", lambda mesh: _Tpu())
+    shardings = param_shardings(model, "scan", one)
+    made = random_params(model, "scan", seed=3, shardings=shardings)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), plain, made)
+    numbers = np.asarray(plain["layers"]["mlp"]["gate_up"]["kernel"])
+    put = put_as(shardings)(("layers", "mlp", "gate_up", "kernel"), numbers.shape, lambda index: numbers[index])
+    np.testing.assert_array_equal(np.asarray(put), numbers)
+    for leaf in (made["layers"]["mlp"]["gate_up"]["kernel"], put):
+        assert leaf.format.layout.major_to_minor == (0, 2, 1, 3)
+
+
+def test_a_step_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tiny_model.warm_executor(layer_mode="scan")
+    token_ids_r, logprobs_r = greedy(plain)
+    plain.shutdown()
+    monkeypatch.setattr(mesh, "first_device", lambda mesh: _Tpu())
+    executor = tiny_model.warm_executor(layer_mode="scan")
+    assert executor._params is not None
+    assert executor._params["layers"]["mlp"]["gate_up"]["kernel"].format.layout.major_to_minor == (0, 2, 1, 3)
+    found_ids_r, found_logprobs_r = greedy(executor)
+    executor.shutdown()
+    np.testing.assert_array_equal(found_ids_r, token_ids_r)
+    np.testing.assert_allclose(found_logprobs_r, logprobs_r, rtol=1e-5)
