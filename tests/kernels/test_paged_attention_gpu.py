@@ -130,7 +130,7 @@ def test_what_is_written_is_committed_before_it_is_read_or_copied_over(dtype: st
     steps = list(_flat(jax.make_jaxpr(call)(q, pool, 0, rows, scales_lk2=scales).jaxpr))
     assert steps.count("wgmma_ref") == 2
     dirty: set[str] = set()  # what has to be waited for before the next step of that kind
-    for step in steps[steps.index("while") :]:
+    for step in steps:
         if step == "commit_smem":
             dirty.clear()
         assert step not in dirty, f"{step} without a commit before it"
@@ -158,11 +158,17 @@ def test_every_query_is_in_one_tile_at_its_place(seed: int) -> None:
     found: dict[int, tuple[int, int, int]] = {}
     for index, (row, first, size, position, begin, end, is_bad) in enumerate(np.asarray(tiles).tolist()):
         assert size <= tiling.tile_tokens
+        assert first % 8 == 0
+        tokens = np.asarray(places.tokens_m)[first : first + 64][: size * tiling.group]
+        heads = np.asarray(places.heads_m)[first : first + size * tiling.group]
+        assert list(heads) == list(range(tiling.group)) * size
+        assert list(tokens) == sorted(tokens)
         assert (begin, is_bad) == (0, 0)
         for i in range(size):
-            assert first + i not in found
+            token = int(tokens[i * tiling.group])
+            assert token not in found
             assert end == kv_lens[row]
-            found[first + i] = row, position + i, index * 64 + i * tiling.group
+            found[token] = row, position + i, index * 64 + i * tiling.group
     want = {}
     for row in range(used):
         for i in range(counts[row]):

@@ -40,6 +40,13 @@ FAULTS = (
         _REFILLS,
     ),
     Fault(
+        "a tile begins between two eights of rows",
+        "pallas_gpu.py",
+        "jnp.cumsum((size_n * tiling.group + 7) // 8)",
+        "jnp.cumsum((size_n * tiling.group + 6) // 8)",
+        ("test_every_query",),
+    ),
+    Fault(
         "a slot is refilled while it is read",
         _KERNEL,
         "            plgpu.commit_smem()\n            _fetch(next_ids",
