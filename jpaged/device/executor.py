@@ -291,6 +291,8 @@ def plan(
     attention = AttentionSpec(layout, scale=config.head_dim**-0.5)
     chosen = choose(options.model.attention_backend, device, attention, config.num_heads)
     layout = chosen.spec.layout
+    can_cascade = options.cache.enable_cascade_attention
+    cascade = cascade_costs(chosen.backend, chosen.spec, config.num_heads) if can_cascade else None
     max_num_seqs, max_tokens = options.scheduler.max_num_seqs, options.scheduler.max_num_batched_tokens
     geometry = Geometry(
         num_blocks=num_blocks,
@@ -301,7 +303,7 @@ def plan(
         bytes_per_block=layout.bytes_per_block,
         buckets=BucketTable.build(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout),
-        cascade=cascade_costs(chosen.spec) if options.cache.enable_cascade_attention else None,
+        cascade=cascade,
     )
     step = Step(model, chosen.spec, layer_mode, num_places=geometry.buckets.rows[-1], backend=chosen.backend)
     return step, geometry
