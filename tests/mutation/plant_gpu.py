@@ -43,7 +43,7 @@ FAULTS = (
         "a tile begins between two eights of rows",
         "pallas_gpu.py",
         "jnp.cumsum((size_n * tiling.group + 7) // 8)",
-        "jnp.cumsum((size_n * tiling.group + 6) // 8)",
+        "jnp.cumsum(size_n * tiling.group // 8)",
         ("test_every_query",),
     ),
     Fault(
@@ -58,6 +58,13 @@ FAULTS = (
         _KERNEL,
         "        plgpu.commit_smem()\n        kv_s = memory.wide_s\n",
         "        kv_s = memory.wide_s\n",
+        _COMMITS,
+    ),
+    Fault(
+        "what was cleared is not committed",
+        _KERNEL,
+        "        plgpu.commit_smem()\n\n    k_s, v_s",
+        "\n    k_s, v_s",
         _COMMITS,
     ),
     Fault(
