@@ -18,7 +18,8 @@ from jpaged.kernels.paged_attention import pallas_tpu_sizes as sizing
 from tests.kernels.attention_conformance import PagedAttentionConformance, Support
 
 LATE = pltpu.InterpretParams(dma_execution_mode="on_wait")
-EARLY = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
+# Each DMA draws an entry of the clocks. By default there is one for all of them, and no two DMAs ever race.
+EARLY = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True, vector_clock_size=256)
 
 
 @contextlib.contextmanager
