@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from jax.experimental.layout import Format
+from jax.experimental.layout import Format, Layout
 
 from jpaged.device import mesh
 from jpaged.device.executor import JaxExecutor
@@ -35,12 +35,17 @@ def greedy(executor: JaxExecutor) -> tuple[np.ndarray, np.ndarray]:
     return outputs.token_ids_r[:2], outputs.logprobs_r[:2]
 
 
+def order_of(format: Format) -> tuple[int, ...]:
+    assert isinstance(format.layout, Layout)
+    return format.layout.major_to_minor
+
+
 @pytest.mark.usefixtures("as_on_tpus")
 @pytest.mark.parametrize("layer_mode", ["scan", "loop"])
 def test_only_matrices_with_several_axes_of_outputs_have_a_layout(layer_mode: LayerMode) -> None:
     shardings = param_shardings(tiny_model.model(), layer_mode, build_mesh(jax.devices()[:1]))
     layouts = {
-        jax.tree_util.keystr(path[-2:]): leaf.layout.major_to_minor
+        jax.tree_util.keystr(path[-2:]): order_of(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(shardings)
         if isinstance(leaf, Format)
     }
@@ -65,8 +70,9 @@ def test_random_and_loaded_leaves_lie_so_from_the_beginning(monkeypatch: pytest.
     numbers = np.asarray(plain["layers"]["mlp"]["gate_up"]["kernel"])
     put = put_as(shardings)(("layers", "mlp", "gate_up", "kernel"), numbers.shape, lambda index: numbers[index])
     np.testing.assert_array_equal(np.asarray(put), numbers)
-    for leaf in (made["layers"]["mlp"]["gate_up"]["kernel"], put):
-        assert leaf.format.layout.major_to_minor == (0, 2, 1, 3)
+    kernel: jax.Array = made["layers"]["mlp"]["gate_up"]["kernel"]
+    for leaf in (kernel, put):
+        assert order_of(leaf.format) == (0, 2, 1, 3)
 
 
 def test_a_step_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +82,8 @@ def test_a_step_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh, "first_device", lambda mesh: _Tpu())
     executor = tiny_model.warm_executor(layer_mode="scan")
     assert executor._params is not None
-    assert executor._params["layers"]["mlp"]["gate_up"]["kernel"].format.layout.major_to_minor == (0, 2, 1, 3)
+    kernel: jax.Array = executor._params["layers"]["mlp"]["gate_up"]["kernel"]
+    assert order_of(kernel.format) == (0, 2, 1, 3)
     found_ids_r, found_logprobs_r = greedy(executor)
     executor.shutdown()
     np.testing.assert_array_equal(found_ids_r, token_ids_r)

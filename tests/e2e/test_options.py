@@ -247,7 +247,7 @@ def test_priority_serves_lower_numbers_first_and_no_cache_finds_nothing(
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_prefix_that_rows_share_is_read_once_or_by_each(folder: Path, enabled: bool) -> None:
     options = {"max_model_len": 160, "num_blocks": 40, "block_size": 16, "max_num_batched_tokens": 32}
-    with open_llm(folder, enable_cascade_attention=enabled, **options) as llm:
+    with open_llm(folder, enable_cascade_attention=enabled, attention_backend="xla", **options) as llm:
         prompt: TokensPrompt = {"prompt_token_ids": random_prompts([140])[0]}
         llm.generate(prompt, SamplingParams(n=8, seed=1, max_tokens=4, ignore_eos=True))
         load = engine_of(llm).load()
