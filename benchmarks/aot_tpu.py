@@ -35,7 +35,8 @@ def cells() -> list[str]:
     for generation, (one, four, eight) in _SLICES.items():
         found += [f"llama-3-8b@{generation}:{one}#backbone[64],backbone[512],draw[64]"]
         found += [f"llama-3-8b@{generation}:{shape}#backbone[64]" for shape in (four, eight)]
-        found += [f"opt-13b@{generation}:{shape}#backbone[64]" for shape in (one, eight)]
+        # Its 40 heads divide among 8 devices, which are 4 chips of TPU7x.
+        found += [f"opt-13b@{generation}:{shape}#backbone[64]" for shape in (one, four)]
         found += [f"llama-3-70b@{generation}:{eight}#backbone[64]"]
     found += ["llama-3-70b@v6e:2x4#backbone[512],draw[64]", "llama-3-8b@v6e:2x4#copy[8],swap_out[8],swap_in[8]"]
     return [*found, *(f"llama-3-8b@{topology}/xla#backbone[64]" for topology in ("v6e:1x1", "v6e:2x4"))]
@@ -65,17 +66,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="compile the cells that contain this, and record nothing")
     chosen = parser.parse_args()
+    versions = {"jax": version("jax"), "jaxlib": version("jaxlib"), "libtpu": _libtpu_version()}
     console, results = Console(), []
     for cell in cells():
         if chosen.only in cell:
             console.print(f"compiling {cell}", markup=False, highlight=False)
             results += compile_cells(cell)
+        if not chosen.only:
+            found = [dataclasses.asdict(result) for result in results]
+            save("aot_tpu", "python -m benchmarks.aot_tpu", {**versions, "options": OPTIONS, "programs": found})
     console.print(table(results))
-    if not chosen.only:
-        found = [dataclasses.asdict(result) for result in results]
-        versions = {"jax": version("jax"), "jaxlib": version("jaxlib"), "libtpu": _libtpu_version()}
-        path = save("aot_tpu", "python -m benchmarks.aot_tpu", {**versions, "options": OPTIONS, "programs": found})
-        console.print(f"recorded in {path}")
 
 
 def _libtpu_version() -> str:
