@@ -15,7 +15,6 @@ were full before the step: nobody writes to those.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,6 +90,7 @@ class _Finder:
         self._rows = rows
         self._costs = costs
         self._width = width
+        self._only_decodes = all(row.num_tokens == 1 for row in rows)
         self._granule_blocks = costs.granule_tokens // block_size
 
     def tree(self, places: Places, depth: int) -> _Node:
@@ -147,12 +147,14 @@ class _Finder:
 
     def _gain(self, places: Places, num_tokens: int) -> float:
         """What rows save that read so many tokens together; see `CascadeCosts`."""
-        num_queries = sum(self._rows[place].num_tokens for place in places)
+        num_queries = len(places) if self._only_decodes else sum(self._rows[place].num_tokens for place in places)
         together = self._costs.tile_cost(num_queries, self._width)
         return (self._alone(places) - together) * num_tokens - num_queries * self._costs.query_tokens
 
-    def _alone(self, places: Iterable[int]) -> float:
+    def _alone(self, places: Places) -> float:
         """What the rows pay for a token when each of them reads it by itself."""
+        if self._only_decodes:
+            return float(len(places))
         return sum(self._costs.tile_cost(self._rows[place].num_tokens, self._width) for place in places)
 
 

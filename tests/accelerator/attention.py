@@ -18,7 +18,7 @@ from jpaged.kernels.paged_attention.shapes import SHAPES
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case
 from tests.kernels.test_paged_attention_gpu import SUPPORT as GPU_SUPPORT
-from tests.kernels.test_paged_attention_tpu import Interpreted as InterpretedTpu
+from tests.kernels.tpu_interpreter import Interpreted as InterpretedTpu
 
 DEVICE = jax.devices()[0]
 CHOICE = choose("auto", DEVICE, AttentionSpec(KVLayout(1, 8, 16, 2, 128, jnp.dtype("bfloat16")), 1.0), 4)

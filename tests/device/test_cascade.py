@@ -10,8 +10,8 @@ import pytest
 
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.executor import JaxExecutor
-from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec
+from jpaged.kernels.kv_layout import KVForm, KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec, Backend
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 
@@ -58,10 +58,12 @@ def test_drawn_tokens_and_probabilities_are_the_same(executor: JaxExecutor) -> N
     assert executor.num_compiles_after_warm_up == 0
 
 
+@pytest.mark.parametrize("backend", ["cpu", "xla", "pallas-tpu"])
 @pytest.mark.parametrize("block_size", [1, 8, 48, 256])
-def test_a_granule_is_whole_blocks(block_size: int) -> None:
-    spec = AttentionSpec(KVLayout(1, 4, block_size, 2, 16, np.dtype("float32")), 1.0)
-    costs = cascade_costs(spec)
+def test_a_granule_is_whole_blocks(block_size: int, backend: Backend) -> None:
+    form: KVForm = "tpu" if backend == "pallas-tpu" else "cpu"
+    spec = AttentionSpec(KVLayout(1, 4, block_size, 2, 16, np.dtype("float32"), form), 1.0)
+    costs = cascade_costs(backend, spec, 4)
     assert costs is not None
     assert costs.granule_tokens % block_size == 0
-    assert cascade_costs(dataclasses.replace(spec, sliding_window=64)) is None
+    assert cascade_costs(backend, dataclasses.replace(spec, sliding_window=64), 4) is None

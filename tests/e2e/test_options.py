@@ -134,6 +134,14 @@ def test_attention_backend_is_the_one_that_was_named(base: LLM, folder: Path) ->
         LLM(str(folder), attention_backend="pallas-tpu")
 
 
+@flips("tensor_parallel_size")
+def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, folder: Path) -> None:
+    prompt = random_prompts([20])
+    with open_llm(folder, tensor_parallel_size=2, **BASE) as llm:
+        assert (llm._serving.backend.num_devices, base._serving.backend.num_devices) == (2, 1)
+        assert generate(llm, prompt, GREEDY)[0].token_ids == generate(base, prompt, GREEDY)[0].token_ids
+
+
 @flips("load_format")
 def test_dummy_weights_need_no_file(base: LLM, tmp_path: Path) -> None:
     folder = write_model("llama_mha", tmp_path)
@@ -247,7 +255,7 @@ def test_priority_serves_lower_numbers_first_and_no_cache_finds_nothing(
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_prefix_that_rows_share_is_read_once_or_by_each(folder: Path, enabled: bool) -> None:
     options = {"max_model_len": 160, "num_blocks": 40, "block_size": 16, "max_num_batched_tokens": 32}
-    with open_llm(folder, enable_cascade_attention=enabled, **options) as llm:
+    with open_llm(folder, enable_cascade_attention=enabled, attention_backend="xla", **options) as llm:
         prompt: TokensPrompt = {"prompt_token_ids": random_prompts([140])[0]}
         llm.generate(prompt, SamplingParams(n=8, seed=1, max_tokens=4, ignore_eos=True))
         load = engine_of(llm).load()

@@ -26,14 +26,19 @@ class Device:
 
 
 def choose_on(platform: str, name: str = "auto") -> Any:
-    return choose(name, Device(platform), SPEC, 4)  # type: ignore[arg-type]
+    device: Any = Device(platform)
+    return choose(name, device, SPEC, 4)
+
+
+def _agrees(*arguments: object) -> None:
+    """Refuses nothing."""
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
     """A backend that is preferred to all others."""
-    never: Any = lambda *args: None  # noqa: E731
-    made = {"attend": None, "update": None, "form": "tpu", "refuses": never, "refuses_device": never, **how}
-    table = {"planted": Implementation(**made), **IMPLEMENTATIONS}
+    made: dict[str, Any] = {**dict.fromkeys(("attend", "update", "platform")), "form": "tpu"}
+    made |= {"refuses": _agrees, "refuses_device": _agrees, **how}
+    table: dict[Any, Implementation] = {"planted": Implementation(**made), **IMPLEMENTATIONS}
     monkeypatch.setattr("jpaged.kernels.paged_attention.backends.IMPLEMENTATIONS", table)
 
 
@@ -58,6 +63,14 @@ def test_auto_takes_the_first_that_can_in_its_own_form(monkeypatch: pytest.Monke
 def test_auto_says_why_it_passed_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, refuses=lambda spec, num_heads: f"{num_heads} heads are odd")
     assert choose_on("gpu").passed_over[0] == ("planted", "4 heads are odd")
+
+
+def test_auto_says_nothing_of_what_is_made_for_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, platform="tpu")
+    assert choose_on("tpu").backend == "planted"
+    assert choose_on("cpu").backend != "planted"
+    assert {backend for backend, _ in choose_on("cpu").passed_over} <= {"cpu"}
+    assert {backend for backend, _ in choose_on("gpu").passed_over} == {"pallas-gpu"}  # sm_80: not Hopper
 
 
 @pytest.mark.parametrize("where", ["refuses", "refuses_device"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -111,12 +110,23 @@ def test_what_lies_around_a_part_of_a_context_never_matters() -> None:
 # --- the order of the kernel's steps: the interpreter of jax 0.10 knows nothing of the two ways to shared memory ------
 
 
-def _flat(jaxpr: Any) -> Iterator[str]:
-    """Names of the primitives in the order of the program, branches one after the other."""
+def _uncommitted(jaxpr: Any, dirty: frozenset[str]) -> frozenset[str]:
+    """Walks a program in order: `dirty` are the steps that may not come next, those behind it what is returned."""
     for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner in jaxprs_in_params(equation.params):
-            yield from _flat(inner)
+        step = equation.primitive.name
+        assert step not in dirty, f"{step} without a commit before it"
+        if step == "commit_smem":
+            dirty = frozenset()
+        elif step == "swap":
+            dirty |= {"wgmma_ref", "copy_gmem_to_smem", "copy_smem_to_gmem"}
+        elif step == "wgmma_ref":
+            dirty |= {"copy_gmem_to_smem"}
+        elif step == "cond":
+            dirty = frozenset().union(*(_uncommitted(branch.jaxpr, dirty) for branch in equation.params["branches"]))
+        else:
+            for inner in jaxprs_in_params(equation.params):
+                dirty = _uncommitted(inner, dirty)
+    return dirty
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -127,17 +137,9 @@ def test_what_is_written_is_committed_before_it_is_read_or_copied_over(dtype: st
     q, pool = jax.ShapeDtypeStruct((24, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct(layout.shape, layout.dtype)
     scales = jax.ShapeDtypeStruct((2, 2, 2), jnp.float32) if layout.is_scaled else None
     call = functools.partial(pallas_gpu.paged_attention, spec=spec)
-    steps = list(_flat(jax.make_jaxpr(call)(q, pool, 0, rows, scales_lk2=scales).jaxpr))
-    assert steps.count("wgmma_ref") == 2
-    dirty: set[str] = set()  # what has to be waited for before the next step of that kind
-    for step in steps[steps.index("while") :]:
-        if step == "commit_smem":
-            dirty.clear()
-        assert step not in dirty, f"{step} without a commit before it"
-        if step == "swap":
-            dirty |= {"wgmma_ref", "copy_gmem_to_smem", "copy_smem_to_gmem"}
-        if step == "wgmma_ref":
-            dirty |= {"copy_gmem_to_smem"}
+    program = jax.make_jaxpr(call)(q, pool, 0, rows, scales_lk2=scales).jaxpr
+    assert str(program).count("wgmma_ref") >= 2
+    assert _uncommitted(program, frozenset()) == set()
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -158,11 +160,17 @@ def test_every_query_is_in_one_tile_at_its_place(seed: int) -> None:
     found: dict[int, tuple[int, int, int]] = {}
     for index, (row, first, size, position, begin, end, is_bad) in enumerate(np.asarray(tiles).tolist()):
         assert size <= tiling.tile_tokens
+        assert first % 8 == 0
+        tokens = np.asarray(places.tokens_m)[first : first + 64][: size * tiling.group]
+        heads = np.asarray(places.heads_m)[first : first + size * tiling.group]
+        assert list(heads) == list(range(tiling.group)) * size
+        assert list(tokens) == sorted(tokens)
         assert (begin, is_bad) == (0, 0)
         for i in range(size):
-            assert first + i not in found
+            token = int(tokens[i * tiling.group])
+            assert token not in found
             assert end == kv_lens[row]
-            found[first + i] = row, position + i, index * 64 + i * tiling.group
+            found[token] = row, position + i, index * 64 + i * tiling.group
     want = {}
     for row in range(used):
         for i in range(counts[row]):

@@ -2,49 +2,187 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Iterator
+import dataclasses
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
 
-from tests.kernels.attention_conformance import PagedAttentionConformance, Support
+from jpaged.errors import InternalError, Unsupported
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention, pallas_tpu
+from jpaged.kernels.paged_attention import pallas_tpu_sizes as sizing
+from tests.kernels.attention_conformance import RAGGED, Shape, make_case
+from tests.kernels.tpu_interpreter import Early, Interpreted, Late
 
-LATE = pltpu.InterpretParams(dma_execution_mode="on_wait")
-EARLY = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
-
-
-@contextlib.contextmanager
-def interpreted(params: pltpu.InterpretParams) -> Iterator[None]:
-    """Runs what is called inside in the interpreter; a race is an error."""
-    printed = io.StringIO()
-    try:
-        with pltpu.force_tpu_interpret_mode(params), contextlib.redirect_stdout(printed):
-            yield
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
-    assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
+LLAMA = KVLayout(32, 100, 32, 8, 128, jnp.dtype("bfloat16"), "tpu")
 
 
-class Interpreted(PagedAttentionConformance):
-    backend = "pallas-tpu"
-    form = "tpu"
-    supports = Support(block_sizes=frozenset({8, 16, 32, 64, 128}))
-    params: pltpu.InterpretParams
-
-    def attend(self, q, pool, layer, rows, spec, scales):
-        with interpreted(self.params):
-            return jax.block_until_ready(super().attend(q, pool, layer, rows, spec, scales))
-
-    def update(self, q, new_kv, pool, layer, rows, spec, scales):
-        with interpreted(self.params):
-            return jax.block_until_ready(super().update(q, new_kv, pool, layer, rows, spec, scales))
+@pytest.mark.long
+class TestLate(Late):
+    """The whole suite."""
 
 
-class TestLate(Interpreted):
-    params = LATE
+@pytest.mark.long
+class TestEarly(Early):
+    """The whole suite."""
 
 
-class TestEarly(Interpreted):
-    params = EARLY
+# Of everything that the kernel does, once.
+
+
+@pytest.mark.parametrize(("suite", "dtype"), [(Late(), "float32"), (Early(), "bfloat16")], ids=["late", "early"])
+def test_rows_of_all_kinds_whose_keys_are_stored(suite: Interpreted, dtype: str) -> None:
+    suite.test_an_update_stores_the_new_keys_and_nothing_else("mixed", dtype, None)
+
+
+@pytest.mark.parametrize("suite", [Late(), Early()], ids=["late", "early"])
+def test_chunks_with_a_window_and_a_cap(suite: Interpreted) -> None:
+    shape = Shape(head_dim=80, block_size=8, num_heads=6, num_kv_heads=3, sliding_window=20, soft_cap=5.0)
+    suite.check(RAGGED["chunk_continues"], shape)
+
+
+@pytest.mark.parametrize(
+    ("suite", "kv_dtype", "head_dim"), [(Late(), "int8", 32), (Early(), "float8_e4m3fn", 128)], ids=["late", "early"]
+)
+def test_decodes_of_8_bits(suite: Interpreted, kv_dtype: str, head_dim: int) -> None:
+    suite.check(RAGGED["decodes"], Shape(head_dim=head_dim, kv_dtype=kv_dtype, dtype="bfloat16"))
+
+
+def test_ids_outside_of_the_layer() -> None:
+    Early().test_block_ids_outside_of_the_layer_read_as_zeros(bad_id=2**31 - 1, num_queries=1)
+
+
+def test_queries_of_padding_and_no_rows() -> None:
+    Late().test_padding_tokens_are_zero_whatever_their_queries()
+    Late().test_no_rows_at_all()
+
+
+def test_new_tokens_outside_of_the_layer_are_dropped() -> None:
+    shape, suite = Shape(num_tokens=16, num_rows=2), Early()
+    case = make_case([(3, 3)], shape)
+    spec = suite.spec(case, shape)
+    pool = jnp.zeros(spec.layout.shape, spec.layout.dtype)
+    k, v = (jnp.ones((16, 2, 32)) * x for x in (3, 4))
+    num_slots = spec.layout.blocks_per_layer * spec.layout.block_size
+    slots = jnp.asarray([-1, num_slots, 2**31 - 1, -(2**31), num_slots - 1, *[-1] * 11], jnp.int32)
+    none = dataclasses.replace(case, num_rows=0)
+    *_, after = suite.update(jnp.asarray(case.q_thd), (k, v, slots), pool, jnp.int32(1), suite.rows(none), spec, None)
+    want = np.array(spec.layout.write(jnp.zeros(spec.layout.shape), 1, k, v, slots))
+    assert np.count_nonzero(want) == 2 * 2 * 32
+    np.testing.assert_array_equal(after, want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"block_size": 48}, "block_size 48 is none of 8, 16, 32, 64, 128"),
+        ({"dtype": jnp.dtype("float16")}, "kv_dtype float16 is none of float32, bfloat16, float8_e4m3fn, int8"),
+        ({"head_dim": 512}, "head_dim 512 is above the limit of 256"),
+        ({"num_shards": 2}, "the pool is of 2 shards"),
+        ({"num_kv_heads": 256}, r"256 key/value heads and 256 query heads of 128 a chip need [\d.]+ MiB of vector"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
+    layout = dataclasses.replace(LLAMA, **changes)
+    refusal = pallas_tpu.refuses(AttentionSpec(layout, 1.0), max(32, layout.num_kv_heads))
+    assert re.search(reason, str(refusal))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("block_size", sizing.BLOCK_SIZES)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(32, 8, 128), (14, 2, 64), (32, 32, 128), (16, 16, 256), (9, 3, 80), (64, 1, 128)],
+)
+def test_real_shapes_have_sizes(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> None:
+    layout = KVLayout(2, 9, block_size, num_kv_heads, head_dim, jnp.dtype(dtype), "tpu")
+    assert pallas_tpu.refuses(AttentionSpec(layout, 1.0), num_heads) is None
+    for is_decode in (True, False):
+        sizes = sizing.rule(layout, num_heads, is_decode=is_decode)
+        assert sizes.fetch_blocks * block_size % 128 == 0
+        assert sizing.vmem_bytes(sizes, layout, num_heads) <= sizing.VMEM_BUDGET_BYTES
+
+
+def test_tables_that_do_not_fit_name_the_block_size_that_would() -> None:
+    spec = AttentionSpec(dataclasses.replace(LLAMA, block_size=16), 1.0)
+    assert pallas_tpu.refuses_rows(spec, 256, 8192) is None
+    assert pallas_tpu.refuses_rows(spec, 256, 32768) == (
+        "block tables of 256 rows x 2048 blocks need 2048 KiB of scalar memory; the limit is 512 KiB: "
+        "block_size 64 would do"
+    )
+    assert str(pallas_tpu.refuses_rows(spec, 2048, 131072)).endswith("allow fewer rows or shorter contexts")
+
+
+def test_a_call_with_too_large_tables_is_refused() -> None:
+    layout = KVLayout(1, 4, 16, 2, 64, jnp.dtype("float32"), "tpu")
+    rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((257,), (256,), (256, 513), ())))
+    with pytest.raises(Unsupported, match="attention backend pallas-tpu: block tables of 256 rows x 513 blocks"):
+        paged_attention(
+            jnp.zeros((8, 2, 64)), jnp.zeros(layout.shape), 0, rows, AttentionSpec(layout, 1.0), backend="pallas-tpu"
+        )
+
+
+def test_queries_of_another_type_are_refused() -> None:
+    layout = KVLayout(1, 4, 16, 2, 64, jnp.dtype("float32"), "tpu")
+    rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((3,), (2,), (2, 4), ())))
+    q = jnp.zeros((8, 2, 64), jnp.float16)
+    with pytest.raises(Unsupported, match="queries of float16 are none of float32, bfloat16"):
+        paged_attention(q, jnp.zeros(layout.shape), 0, rows, AttentionSpec(layout, 1.0), backend="pallas-tpu")
+
+
+def test_only_tpus_run_it() -> None:
+    assert pallas_tpu.refuses_device(jax.devices("cpu")[0]) == "needs a TPU; this device's platform is cpu"
+    assert pallas_tpu.refuses_device(cast(jax.Device, SimpleNamespace(platform="tpu"))) is None
+
+
+def _tuned(folder: Path, **sizes: int) -> Path:
+    match = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 32, "kv_dtype": "bfloat16"}
+    entries = [{"match": {"kind": "chunks", **match}, "measured": "never: a test", **sizes}]
+    (folder / "tpu-v6-lite.json").write_text(json.dumps({"entries": entries}))
+    return folder
+
+
+def test_a_measured_entry_is_used_for_its_device_and_shape_alone(tmp_path: Path) -> None:
+    folder = _tuned(tmp_path, tile=16, fetch_blocks=8)
+
+    def choose(layout: KVLayout = LLAMA, *, kind: str = "TPU v6 lite", is_decode: bool = False) -> sizing.Sizes:
+        return sizing.choose(layout, 32, is_decode=is_decode, device_kind=kind, folder=folder)
+
+    assert choose() == sizing.Sizes(tile=16, fetch_blocks=8)
+    assert choose(kind="TPU v5 lite") == sizing.rule(LLAMA, 32, is_decode=False) != choose()
+    assert choose(is_decode=True) == sizing.rule(LLAMA, 32, is_decode=True)
+    other = dataclasses.replace(LLAMA, block_size=64)
+    assert choose(other) == sizing.rule(other, 32, is_decode=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"tile": 24, "fetch_blocks": 8}, "tile 24 is none of 128, 64, 32, 16"),
+        ({"tile": 16, "fetch_blocks": 3}, "fetch_blocks 3 are 96 tokens, no multiple of 128"),
+        ({"tile": 128, "fetch_blocks": 512}, r"need [\d.]+ MiB of vector memory; the limit is 24.0 MiB"),
+    ],
+)
+def test_an_entry_that_cannot_be_used_is_an_error(tmp_path: Path, sizes: dict[str, int], reason: str) -> None:
+    folder = _tuned(tmp_path, **sizes)
+    with pytest.raises(InternalError, match=f"tuned sizes of TPU v6 lite for 32/8 heads of 128.*{reason}"):
+        sizing.choose(LLAMA, 32, is_decode=False, device_kind="TPU v6 lite", folder=folder)
+
+
+def test_the_entries_that_are_shipped_can_be_used() -> None:
+    for path in sizing.TUNED.glob("*.json"):
+        for entry in json.loads(path.read_text())["entries"]:
+            assert entry["measured"]
+            match = entry["match"]
+            layout = KVLayout(
+                1, 9, match["block_size"], match["num_kv_heads"], match["head_dim"], jnp.dtype(match["kv_dtype"]), "tpu"
+            )
+            sizing.choose(layout, match["num_heads"], is_decode=match["kind"] == "decode", device_kind=path.stem)
+    assert (sizing.TUNED / "README.md").exists()

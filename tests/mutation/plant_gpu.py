@@ -40,6 +40,13 @@ FAULTS = (
         _REFILLS,
     ),
     Fault(
+        "a tile begins between two eights of rows",
+        "pallas_gpu.py",
+        "jnp.cumsum((size_n * tiling.group + 7) // 8)",
+        "jnp.cumsum(size_n * tiling.group // 8)",
+        ("test_every_query",),
+    ),
+    Fault(
         "a slot is refilled while it is read",
         _KERNEL,
         "            plgpu.commit_smem()\n            _fetch(next_ids",
@@ -51,6 +58,13 @@ FAULTS = (
         _KERNEL,
         "        plgpu.commit_smem()\n        kv_s = memory.wide_s\n",
         "        kv_s = memory.wide_s\n",
+        _COMMITS,
+    ),
+    Fault(
+        "what was cleared is not committed",
+        _KERNEL,
+        "        plgpu.commit_smem()\n\n    k_s, v_s",
+        "\n    k_s, v_s",
         _COMMITS,
     ),
     Fault(

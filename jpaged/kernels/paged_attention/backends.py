@@ -41,6 +41,7 @@ class Implementation:
         attend: `paged_attention` without its checks.
         update: `paged_attention_update` in one kernel, keys and values divided by their scales; None where the pool is
             written by `KVLayout.write` first.
+        platform: that it is made for; None is any.
         form: of the pool that it reads; None reads any.
         refuses: (spec, query heads) -> why it cannot, or None.
         refuses_device: device -> why it does not run there, or None.
@@ -48,6 +49,7 @@ class Implementation:
 
     attend: Attend
     update: Update | None
+    platform: str | None
     form: KVForm | None
     refuses: Callable[[AttentionSpec, int], str | None]
     refuses_device: Callable[[jax.Device], str | None]
@@ -58,14 +60,17 @@ IMPLEMENTATIONS: dict[Backend, Implementation] = {
         pallas_tpu.paged_attention,
         pallas_tpu.paged_attention_update,
         "tpu",
+        "tpu",
         pallas_tpu.refuses,
         pallas_tpu.refuses_device,
     ),
     "pallas-gpu": Implementation(
-        pallas_gpu.paged_attention, None, "gpu", pallas_gpu.refuses, pallas_gpu.refuses_device
+        pallas_gpu.paged_attention, None, "gpu", "gpu", pallas_gpu.refuses, pallas_gpu.refuses_device
     ),
-    "cpu": Implementation(cpu.attend, cpu.update, "cpu", cpu.refuses, cpu.refuses_device),
-    "xla": Implementation(reference.paged_attention, None, None, lambda spec, num_heads: None, lambda device: None),
+    "cpu": Implementation(cpu.attend, cpu.update, "cpu", "cpu", cpu.refuses, cpu.refuses_device),
+    "xla": Implementation(
+        reference.paged_attention, None, None, None, lambda spec, num_heads: None, lambda device: None
+    ),
 }
 """In order of preference: `choose` takes the first that refuses neither the device nor the call."""
 
@@ -77,7 +82,7 @@ class Choice:
     Attributes:
         backend: its name.
         spec: the call's static side, with the pool in the form that the backend reads.
-        passed_over: the backends that were preferred, and why each was not taken.
+        passed_over: the backends that are made for the platform and preferred, and why each was not taken.
     """
 
     backend: Backend
@@ -101,7 +106,8 @@ def choose(name: str, device: jax.Device, spec: AttentionSpec, num_heads: int) -
         raise Unsupported(f"attention_backend: {name!r} is not one of auto, {', '.join(IMPLEMENTATIONS)}")
     passed_over: list[tuple[Backend, str]] = []
     for backend, found in IMPLEMENTATIONS.items():
-        if name not in ("auto", backend):
+        is_wanted = found.platform in (None, device.platform) if name == "auto" else name == backend
+        if not is_wanted:
             continue
         form: KVForm = found.form or ("cpu" if device.platform == "cpu" else "gpu")
         fitting = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, form=form))

@@ -95,10 +95,9 @@ def run(
 
     num_tokens, num_heads, head_dim = q_thd.shape
     num_kv_heads = spec.layout.num_kv_heads
-    q_kmd = q_thd.reshape(num_tokens, num_kv_heads, -1, head_dim).transpose(1, 0, 2, 3)
-    # The last tile may reach beyond the last token.
-    q_kmd = jnp.pad(q_kmd.reshape(num_kv_heads, -1, head_dim), ((0, 0), (0, TILE_ROWS), (0, 0)))
     tiles, places = plan(rows, spec, tiling, num_tokens)
+    q_tkgd = q_thd.reshape(num_tokens, num_kv_heads, -1, head_dim)
+    q_kmd = q_tkgd[places.tokens_m, :, places.heads_m].transpose(1, 0, 2)
     out, largest, total = pallas_gpu_kernel.attend_tiles(
         q_kmd,
         pool.reshape(*pool.shape[:2], num_kv_heads, 2 * head_dim),
@@ -117,8 +116,18 @@ def run(
 
 
 class Places(NamedTuple):
-    """Where each token's results are, and whether it belongs to a row at all."""
+    """What lies where.
 
+    Attributes:
+        tokens_m: the token of each row of queries that the kernel reads; each tile begins at a multiple of 8 rows.
+        heads_m: and which of the heads that share a key/value head.
+        tiles_t: the tile that has each token's results.
+        first_rows_t: the first of its rows there.
+        is_row_t: whether the token belongs to a row at all.
+    """
+
+    tokens_m: jax.Array
+    heads_m: jax.Array
     tiles_t: jax.Array
     first_rows_t: jax.Array
     is_row_t: jax.Array
@@ -137,9 +146,11 @@ def plan(rows: RaggedRows, spec: AttentionSpec, tiling: Tiling, num_tokens: int)
     row_n = jnp.minimum(_first_above(tile_ends_s, tiles_n), num_rows - 1)
     offset_n = (tiles_n - tile_starts_s[row_n]) * tiling.tile_tokens
     size_n = jnp.where(tiles_n < tile_ends_s[-1], jnp.clip(counts_s[row_n] - offset_n, 0, tiling.tile_tokens), 0)
+    eighth_ends_n = jnp.cumsum((size_n * tiling.group + 7) // 8)
+    eighth_starts_n = jnp.concatenate((jnp.zeros(1, eighth_ends_n.dtype), eighth_ends_n[:-1]))
     fields = (
         row_n,
-        starts_s[row_n] + offset_n,
+        eighth_starts_n * 8,
         size_n,
         rows.positions[row_n] + offset_n,
         rows.begins[row_n],
@@ -148,6 +159,14 @@ def plan(rows: RaggedRows, spec: AttentionSpec, tiling: Tiling, num_tokens: int)
     )
     tiles = jnp.stack([field.astype(jnp.int32) for field in fields], axis=1)
 
+    # Rows of queries in eights. The last tile may reach beyond the last token.
+    num_eighths = (num_tokens * tiling.group + 7 * len(tiles_n)) // 8 + TILE_ROWS // 8
+    eighths = jnp.arange(num_eighths)
+    tile_e = jnp.minimum(_first_above(eighth_ends_n, eighths), len(tiles_n) - 1)
+    row_m = (((eighths - eighth_starts_n[tile_e]) * 8)[:, None] + jnp.arange(8)).reshape(-1)
+    token_m = jnp.repeat(starts_s[row_n[tile_e]] + offset_n[tile_e], 8) + row_m // tiling.group
+    token_m = jnp.clip(token_m, 0, num_tokens - 1)
+
     tokens_t = jnp.arange(num_tokens)
     ends_s = jnp.where(is_used_s, rows.query_starts_s1[1:], num_tokens)
     row_t = jnp.minimum(_first_above(ends_s, tokens_t), num_rows - 1)
@@ -155,7 +174,8 @@ def plan(rows: RaggedRows, spec: AttentionSpec, tiling: Tiling, num_tokens: int)
     is_row_t = (offset_t >= 0) & (offset_t < counts_s[row_t])
     offset_t = jnp.where(is_row_t, offset_t, 0)
     tile_t = tile_starts_s[row_t] + offset_t // tiling.tile_tokens
-    return tiles, Places(tile_t, offset_t % tiling.tile_tokens * tiling.group, is_row_t)
+    first_row_t = offset_t % tiling.tile_tokens * tiling.group
+    return tiles, Places(token_m, row_m % tiling.group, tile_t, first_row_t, is_row_t)
 
 
 def _first_above(ends_s: jax.Array, numbers_n: jax.Array) -> jax.Array:

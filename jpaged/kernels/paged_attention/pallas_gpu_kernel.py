@@ -44,8 +44,8 @@ class TileField(enum.IntEnum):
 
     ROW = 0
     """Whose block table is read."""
-    FIRST_TOKEN = 1
-    """Where its queries lie on the packed axis."""
+    FIRST_ROW = 1
+    """Where its queries begin. A multiple of 8, as copies into tiled memory want it: others are rounded, unsaid."""
     NUM_TOKENS = 2
     """0 for a tile that is not used."""
     POSITION = 3
@@ -85,7 +85,7 @@ def attend_tiles(
     """Runs the kernel over all tiles.
 
     Args:
-        q_kmd: [K, tokens * group + 64, D], the query heads of a token and KV head one after the other.
+        q_kmd: [K, rows, D], the query heads of a token and KV head one after the other; see `TileField.FIRST_ROW`.
         pool: [P, B, K, 2D], the pool with each key next to its value.
         tables_sm: block ids within the layer.
         tiles_nf: [tiles, len(TileField)].
@@ -172,7 +172,7 @@ class _Work:
     Attributes:
         tile: its place in the grid, and so are split and head.
         row: of the block tables.
-        first_token: of its queries, on the packed axis.
+        first_row: of its queries.
         num_tokens: of its queries.
         position: of its first query.
         begin: first key that some query of the tile sees.
@@ -186,7 +186,7 @@ class _Work:
     split: jax.Array
     head: jax.Array
     row: jax.Array
-    first_token: jax.Array
+    first_row: jax.Array
     num_tokens: jax.Array
     position: jax.Array
     begin: jax.Array
@@ -212,7 +212,7 @@ def _plan(tiles: Any, static: Static) -> _Work:
     """Which chunks fall to this block of threads."""
     tiling = static.tiling
     tile, split = lax.axis_index("tile"), lax.axis_index("split")
-    row, first_token, num_tokens, position, begin, end, has_bad_ids = (tiles[tile, int(field)] for field in TileField)
+    row, first_row, num_tokens, position, begin, end, has_bad_ids = (tiles[tile, int(field)] for field in TileField)
     end = jnp.minimum(end, position + num_tokens)
     if static.spec.sliding_window is not None:
         begin = jnp.maximum(begin, position - (static.spec.sliding_window - 1))
@@ -229,7 +229,7 @@ def _plan(tiles: Any, static: Static) -> _Work:
         split=split,
         head=lax.axis_index("head"),
         row=row,
-        first_token=first_token,
+        first_row=first_row,
         num_tokens=num_tokens,
         position=position,
         begin=begin,
@@ -242,8 +242,8 @@ def _plan(tiles: Any, static: Static) -> _Work:
 
 def _attend_tile(memory: _Refs, work: _Work, static: Static) -> None:
     tiling = static.tiling
-    rows = pl.ds(work.first_token * tiling.group, TILE_ROWS)
-    plgpu.copy_gmem_to_smem(memory.q.at[work.head, rows], memory.q_s, memory.q_barrier)
+    queries = memory.q.at[work.head, pl.ds(work.first_row, TILE_ROWS)]
+    plgpu.copy_gmem_to_smem(queries, memory.q_s, memory.q_barrier)
     if tiling.chunk_rows > tiling.chunk_tokens:
         # Rows that no copy reaches: what is multiplied with the zeros behind the context has to be a number.
         for slot in range(tiling.stages):

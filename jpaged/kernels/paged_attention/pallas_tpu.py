@@ -95,7 +95,9 @@ def _run(
     scales_lk2: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     if q_thd.dtype.name not in _QUERY_DTYPES:
-        raise Unsupported(f"attention backend pallas-tpu: queries of {q_thd.dtype} are none of {_QUERY_DTYPES}")
+        raise Unsupported(
+            f"attention backend pallas-tpu: queries of {q_thd.dtype} are none of {', '.join(_QUERY_DTYPES)}"
+        )
     if (reason := _refuses_tables(rows, spec)) is not None:
         raise Unsupported(f"attention backend pallas-tpu: {reason}")
     num_tokens, num_heads, _ = q_thd.shape

@@ -139,7 +139,8 @@ def _write(scalars: Scalars, new_ref: Any, pool_ref: Any, written: Any, plan: Pl
         return pltpu.make_async_copy(new_ref.at[pl.ds(t, block_size)], pool_ref.at[block], written.at[0])
 
     def copy_token(t: Any, block: Any, offset: Any) -> Any:
-        return pltpu.make_async_copy(new_ref.at[t], pool_ref.at[block, offset], written.at[1])
+        # Slices, where numbers would do: the interpreter of jax 0.10 and 0.11 overlooks that a number lies in a whole.
+        return pltpu.make_async_copy(new_ref.at[pl.ds(t, 1)], pool_ref.at[block, pl.ds(offset, 1)], written.at[1])
 
     def store(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         t, num_blocks, num_singles = state

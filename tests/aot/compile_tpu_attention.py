@@ -1,0 +1,121 @@
+"""Compiles the TPU backend's attention for a TPU that is not here: a process of its own, since libtpu may abort it.
+
+    TPU_LIBRARY_PATH=... python -m tests.aot.compile_tpu_attention v5e:2x2
+
+Prints one line of JSON a case: what the compiled program needs, or the error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
+
+TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
+"""One of each generation; all need a whole host with libtpu 0.0.42. One chip of it is compiled for."""
+
+_KV_HEADS, _KV_DTYPES = (1, 2, 3, 8), ("bfloat16", "float8_e4m3fn", "int8")
+_HEAD_DIMS, _BLOCK_SIZES = (64, 128, 256), (16, 32, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step's attention in one layer of a pool, new keys stored."""
+
+    num_kv_heads: int
+    kv_dtype: str
+    head_dim: int
+    block_size: int
+    group: int = 4
+    dtype: str = "bfloat16"
+    num_tokens: int = 256
+    num_rows: int = 64
+    table_width: int = 64
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def layout(self) -> KVLayout:
+        dtype = jnp.dtype(self.kv_dtype)
+        return KVLayout(2, 255, self.block_size, self.num_kv_heads, self.head_dim, dtype, "tpu")
+
+
+def pairs() -> Iterator[tuple[str, Case]]:
+    """Every two values of two properties meet in one of 16 cases: rows of an orthogonal array over GF(4)."""
+    doubled = (0, 2, 3, 1)
+    for i in range(4):
+        for j in range(4):
+            kv_dtype, head_dim, block_size = (x % 3 for x in (i ^ j, i ^ doubled[j], i ^ j ^ doubled[j]))
+            case = Case(_KV_HEADS[j], _KV_DTYPES[kv_dtype], _HEAD_DIMS[head_dim], _BLOCK_SIZES[block_size])
+            yield TOPOLOGIES[i], dataclasses.replace(case, sliding_window=100, soft_cap=30.0) if i == j else case
+
+
+def limits() -> Iterator[tuple[str, Case]]:
+    """What is just not refused: the largest tables, and much vector memory."""
+    for topology in ("v5e:2x2", "tpu7x:2x2x1"):
+        yield topology, Case(2, "bfloat16", 128, 16, num_rows=256, table_width=512)
+        yield topology, Case(16, "bfloat16", 256, 128, group=1, dtype="float32")
+
+
+def compiled(topology: str, case: Case) -> dict[str, object]:
+    """What the program for the topology's first device needs."""
+    devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    mesh, replicated = Mesh(np.array(devices[:1]), ("x",)), PartitionSpec()
+    spec = AttentionSpec(case.layout, case.head_dim**-0.5, case.sliding_window, case.soft_cap)
+
+    def array(shape: tuple[int, ...], dtype: str = "int32") -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, replicated))
+
+    def step(q, new_kv, pool, layer, rows, scales):
+        return paged_attention_update(q, new_kv, pool, layer, rows, spec, scales, backend="pallas-tpu")
+
+    t, s, k = case.num_tokens, case.num_rows, case.num_kv_heads
+    new = array((t, k, case.head_dim), case.dtype)
+    arguments = (
+        array((t, k * case.group, case.head_dim), case.dtype),
+        (new, new, array((t,))),
+        array(case.layout.shape, case.layout.storage_dtype.name),
+        array(()),
+        RaggedRows(array((s + 1,)), array((s,)), array((s, case.table_width)), array(())),
+        array((2, k, 2), "float32") if case.layout.is_scaled else None,
+    )
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
+    begin = time.monotonic()
+    program = jax.jit(sharded, donate_argnums=2).lower(*arguments).compile()
+    memory: Any = program.memory_analysis()
+    shape, text = ",".join(map(str, case.layout.shape)), program.as_text() or ""
+    return {
+        "alias_bytes": memory.alias_size_in_bytes,
+        "pool_bytes": case.layout.num_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "pool_copies": len(re.findall(rf"\[{re.escape(shape)}\]\S* copy\(", text)),
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+
+
+def main() -> None:
+    for topology, case in (*pairs(), *limits()):
+        if topology == sys.argv[1]:
+            try:
+                result = compiled(topology, case)
+            except Exception as error:
+                result = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            print(json.dumps({"case": dataclasses.asdict(case), **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

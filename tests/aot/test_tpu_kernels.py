@@ -1,0 +1,49 @@
+"""libtpu makes programs of the TPU kernel for every generation, and none of them copies the pool."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from tests.aot.compile_tpu_attention import TOPOLOGIES, limits, pairs
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBTPU = Path(os.environ.get("TPU_LIBRARY_PATH", Path(sys.prefix) / "aot/libtpu/libtpu.so"))
+MAX_TEMP_BYTES = 8 * 2**20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_attention_compiles_without_copying_the_pool(topology: str) -> None:
+    assert LIBTPU.exists(), f"{LIBTPU} is missing: make aot"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_LIBRARY_PATH": str(LIBTPU),
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    }
+    command = [sys.executable, "-m", "tests.aot.compile_tpu_attention", topology]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(results) == sum(name == topology for name, _ in (*pairs(), *limits()))
+    for result in results:
+        assert "error" not in result, result
+        assert result["alias_bytes"] == result["pool_bytes"], result
+        assert result["pool_copies"] == 0, result
+        assert result["temp_bytes"] <= MAX_TEMP_BYTES, result
+
+
+def test_the_cases_cover_all_pairs() -> None:
+    rows = [(topology, c.num_kv_heads, c.kv_dtype, c.head_dim, c.block_size) for topology, c in pairs()]
+    for a, b in combinations(range(5), 2):
+        levels = len({row[a] for row in rows}), len({row[b] for row in rows})
+        assert len(Counter((row[a], row[b]) for row in rows)) == levels[0] * levels[1]
+    assert [len({row[i] for row in rows}) for i in range(5)] == [4, 4, 3, 3, 3]
