@@ -12,20 +12,19 @@ import numpy as np
 
 from jpaged.config import EngineConfig, Environment
 from jpaged.demo import checkpoint
-from jpaged.device.backend import default_device, names_of
+from jpaged.device.backend import names_of
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.mesh import layer_mode_for
+from jpaged.device.mesh import Placement, first_device, serving_mesh
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import Progress
 from jpaged.engine.intake import Intake
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
 from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import LayerMode
 from jpaged.models.loader import DEMO, find_folder, read_config
 from jpaged.models.model import Model, model_for
 from jpaged.models.parts import Params
-from jpaged.models.weights import load_params, random_params
+from jpaged.models.weights import load_params, put_as, random_params
 from jpaged.server.serving import BackendFacts, ModelFacts, Serving
 
 
@@ -53,12 +52,13 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
     Raises:
         InvalidArgument, NotFound, Unsupported: the model or an option cannot be; says which and why.
     """
-    device = default_device()
+    mesh = serving_mesh(options.parallel.tensor_parallel_size)
+    device = first_device(mesh)
     source = find_source(options.model.model)
     model = model_for(source.config, _dtype(options.model.dtype, source.config, device.platform))
-    params = _load(model, source, options, layer_mode_for(device), progress)
+    params = _load(model, source, options, Placement.of(model, mesh), progress)
     executor = JaxExecutor.create(
-        model, params, options, device=device, compile_cache_dir=Environment.read().compile_cache_dir
+        model, params, options, mesh=mesh, compile_cache_dir=Environment.read().compile_cache_dir
     )
     geometry = executor.geometry
     if options.model.attention_backend == "auto":
@@ -105,7 +105,7 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
         backend=BackendFacts(
             platform=names.platform,
             device_kind=names.device_kind,
-            num_devices=1,
+            num_devices=mesh.size,
             attention=executor.attention_backend,
             jax_version=names.jax_version,
         ),
@@ -129,18 +129,19 @@ def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:
     return np.dtype(name)
 
 
-def _load(model: Model, source: Source, options: EngineConfig, layer_mode: LayerMode, progress: Progress) -> Params:
+def _load(model: Model, source: Source, options: EngineConfig, where: Placement, progress: Progress) -> Params:
+    layer_mode, num_parts, put = where.layer_mode, where.num_parts, put_as(where.shardings)
     if options.model.load_format == "dummy":
         progress("random weights", 1, 1)
-        return random_params(model, layer_mode, seed=options.model.seed)
+        return random_params(where.model, layer_mode, seed=options.model.seed, shardings=where.shardings)
     if source.folder == checkpoint.FOLDER:
         progress("weights", 1, 1)
-        return checkpoint.load_demo(model.dtype, layer_mode)[1]
+        return checkpoint.load_demo(model.dtype, layer_mode, put, num_parts=num_parts)[1]
 
     def tensor(done: int, total: int, name: str) -> None:
         progress(f"weights {name}", done, total)
 
-    return load_params(model, source.folder, layer_mode, progress=tensor)
+    return load_params(model, source.folder, layer_mode, num_parts=num_parts, put=put, progress=tensor)
 
 
 def _model_facts(source: Source, resolved: EngineConfig, eos_token_ids: frozenset[int]) -> ModelFacts:

@@ -112,6 +112,15 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelOptions:
+    """How many devices run the model."""
+
+    tensor_parallel_size: int = option(
+        1, "devices that share one copy of the model: heads, feed-forward and vocabulary are split over them", low=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """What clients see, where they connect, and how the server ends."""
 
@@ -137,6 +146,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelOptions,
     "cache": CacheOptions,
     "scheduler": SchedulerOptions,
+    "parallel": ParallelOptions,
     "server": ServerOptions,
 }
 
@@ -148,6 +158,7 @@ class EngineConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     server: ServerOptions = field(default_factory=ServerOptions)
 
     @classmethod

@@ -13,7 +13,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.types import SamplingParams
 
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
-_ALL_SECTIONS = ("model", "cache", "scheduler", "server")
+_ALL_SECTIONS = ("model", "cache", "scheduler", "parallel", "server")
 
 
 def flag_of(name: str) -> str:

@@ -21,6 +21,7 @@ from jpaged.models.layers import LayerMode
 from jpaged.models.loader import read_config
 from jpaged.models.model import Model, model_for
 from jpaged.models.parts import Params
+from jpaged.models.splitting import wide_axis
 from jpaged.models.weights import Put, put_on_default_device
 
 FOLDER = Path(__file__).parent / "checkpoint"  # also the folder of the tokenizer
@@ -35,6 +36,7 @@ def load_demo(
     layer_mode: LayerMode,
     put: Put = put_on_default_device,
     folder: Path = FOLDER,
+    num_parts: int = 1,
 ) -> tuple[ModelConfig, Params]:
     """Read the packaged model.
 
@@ -43,6 +45,7 @@ def load_demo(
         layer_mode: one tree a layer, or one with stacked leaves.
         put: makes the device array of a leaf, as in `jpaged.models.weights.load_params`.
         folder: another checkpoint of the same layout.
+        num_parts: the tree is that of the model widened for so many, as in `load_params`.
 
     Raises:
         InvalidArgument: the folder does not hold the parameters that its config.json promises.
@@ -57,7 +60,12 @@ def load_demo(
         keys = tuple(
             key.idx if isinstance(key, jax.tree_util.SequenceKey) else str(getattr(key, "key", "")) for key in path
         )
-        return put(keys, array.astype(model.dtype))
+        is_stacked = layer_mode == "scan" and keys[0] == "layers"
+        split = wide_axis(keys, array.shape[is_stacked:], num_parts)
+        whole = array.astype(model.dtype)
+        if split is not None:
+            whole = split.widened(whole, 0, split.wide_size)
+        return put(keys, whole.shape, lambda index: whole[index])
 
     return config, jax.tree_util.tree_map_with_path(place, arrays)
 

@@ -15,12 +15,13 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from jpaged.device.compile import ProgramSpec
 from jpaged.device.host_pool import HostPool
 from jpaged.device.kv_cache import KVPool
+from jpaged.device.mesh import CONTENTS_SPEC, POOL_SPEC, replicated
 from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
@@ -134,23 +135,24 @@ def swap_in(pool: jax.Array, contents: jax.Array, ids_c: jax.Array, *, layout: K
     return layout.write_blocks(pool, ids_c, contents)
 
 
-def lower_move(spec: ProgramSpec, layout: KVLayout, sharding: Sharding) -> jax.stages.Lowered:
-    """Traces and lowers the program of a move."""
-    pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=sharding)
-    ids = jax.ShapeDtypeStruct((spec.size,), np.int32, sharding=sharding)
-    contents = jax.ShapeDtypeStruct((spec.size, *layout.block_shape), layout.storage_dtype, sharding=sharding)
-    pair = jax.ShapeDtypeStruct((2, spec.size), np.int32, sharding=sharding)
+def lower_move(spec: ProgramSpec, layout: KVLayout, mesh: Mesh) -> jax.stages.Lowered:
+    """Traces and lowers the program of a move. Every device moves its own part of the blocks."""
+    of_pool, of_contents = NamedSharding(mesh, POOL_SPEC), NamedSharding(mesh, CONTENTS_SPEC)
+    pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
+    ids = jax.ShapeDtypeStruct((spec.size,), np.int32, sharding=replicated(mesh))
+    contents = jax.ShapeDtypeStruct((spec.size, *layout.block_shape), layout.storage_dtype, sharding=of_contents)
+    pair = jax.ShapeDtypeStruct((2, spec.size), np.int32, sharding=replicated(mesh))
     if spec.kind == "copy":
-        return _jit(copy, layout, sharding, donates=True).lower(pool, pair)
+        return _jit(copy, layout, of_pool, donates=True).lower(pool, pair)
     if spec.kind == "swap_out":
-        return _jit(swap_out, layout, sharding, donates=False).lower(pool, ids)
+        return _jit(swap_out, layout, of_contents, donates=False).lower(pool, ids)
     if spec.kind == "swap_in":
-        return _jit(swap_in, layout, sharding, donates=True).lower(pool, contents, ids)
+        return _jit(swap_in, layout, of_pool, donates=True).lower(pool, contents, ids)
     raise InternalError(f"{spec} moves no blocks")
 
 
 def _jit(
-    function: Callable[..., jax.Array], layout: KVLayout, sharding: Sharding, *, donates: bool
+    function: Callable[..., jax.Array], layout: KVLayout, sharding: NamedSharding, *, donates: bool
 ) -> jax.stages.Wrapped:
     bound = functools.partial(function, layout=layout)
     return jax.jit(bound, donate_argnums=(0,) if donates else (), out_shardings=sharding)

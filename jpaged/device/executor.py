@@ -9,6 +9,7 @@ Nothing is traced here: the verbs call executables that `warm_up` compiled, with
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
 from jpaged.device.block_moves import BlockMover, content_bytes, lower_move, move_sizes
@@ -27,7 +28,17 @@ from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
 from jpaged.device.kv_cache import KVPool, PoolRequest, check_num_blocks, default_num_blocks
 from jpaged.device.kv_scales import kv_dtype, measure_scales, name_of_kv_dtype
-from jpaged.device.mesh import build_mesh, replicated
+from jpaged.device.mesh import (
+    CONTENTS_SPEC,
+    POOL_SPEC,
+    SCALES_SPEC,
+    Placement,
+    first_device,
+    local_bytes,
+    num_shards,
+    replicated,
+    serving_mesh,
+)
 from jpaged.device.rates import NO_RATE, null_prefill, seconds_of
 from jpaged.device.step import Step, backbone_packing, draw_packing, unpack_outputs
 from jpaged.engine.buckets import BucketTable
@@ -50,25 +61,25 @@ class JaxStepHandle:
 
 
 class JaxExecutor:
-    """Implements `engine.executor.Executor` on one device. Used by one thread, the engine's."""
+    """Implements `engine.executor.Executor` on the devices of a mesh. Used by one thread, the engine's."""
 
-    def __init__(self, step: Step, params: Params, geometry: Geometry, sharding: NamedSharding) -> None:
+    def __init__(self, step: Step, params: Params, geometry: Geometry) -> None:
         """Allocates the pool. `create` is the way in; this takes what it decided."""
         self._geometry = geometry
         self._step = step
-        self._sharding = sharding
         self._params: Params | None = params
         self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
-        self._lowerings = program_lowerings(step, params, geometry, sharding)
+        self._lowerings = program_lowerings(step, params, geometry)
         self._programs: dict[ProgramSpec, CompiledProgram] = {}
         self._backbone_packings = {size: backbone_packing(size, geometry) for size in geometry.buckets.tokens}
         self._draw_packings = {size: draw_packing(size) for size in geometry.buckets.rows}
         self._watch = CompileWatch()
         self._rates: DeviceRates | None = None
-        self._pool = KVPool(step.attention.layout, sharding)
-        self._host = HostPool(step.attention.layout, geometry.num_host_blocks, sharding)
-        self._mover = BlockMover(step.attention.layout, self._pool, self._host)
-        self._last_tokens = jax.device_put(np.zeros(step.num_places, np.int32), sharding)
+        layout, mesh = step.attention.layout, step.mesh
+        self._pool = KVPool(layout, NamedSharding(mesh, POOL_SPEC))
+        self._host = HostPool(layout, geometry.num_host_blocks, NamedSharding(mesh, CONTENTS_SPEC))
+        self._mover = BlockMover(layout, self._pool, self._host)
+        self._last_tokens = jax.device_put(np.zeros(step.num_places, np.int32), replicated(mesh))
 
     @classmethod
     def create(
@@ -77,50 +88,52 @@ class JaxExecutor:
         params: Params,
         options: EngineConfig,
         *,
-        device: jax.Device | None = None,
+        mesh: Mesh | None = None,
         compile_cache_dir: Path | None = None,
     ) -> JaxExecutor:
-        """Puts the parameters on the device, settles the number of blocks and allocates the pool.
+        """Puts the parameters on the devices, settles the number of blocks and allocates the pool.
 
         Args:
             model: the network.
-            params: as `model.abstract_params` has them, in either layer mode.
+            params: of the model widened for the mesh (`models.splitting`), in either layer mode.
             options: `cache`, `scheduler` and `model.max_model_len` are read; None is filled in, see `geometry`.
-            device: jax's first when left out.
+            mesh: where it runs; jax's first devices, as many as `options.parallel` says, when left out.
             compile_cache_dir: where compiled programs are kept between runs; None keeps none.
 
         Raises:
             InvalidArgument: options that contradict the model or the memory, or parameters of other shapes.
         """
         _set_up_compile_cache(compile_cache_dir)
-        device = device or jax.devices()[0]
-        sharding = replicated(build_mesh([device]))
+        mesh = mesh or serving_mesh(options.parallel.tensor_parallel_size)
         layer_mode: LayerMode = "loop" if isinstance(params["layers"], list) else "scan"
-        check_params(params, model.abstract_params(layer_mode))
-        params = jax.device_put(params, sharding)
 
         def assemble(num_blocks: int) -> tuple[Step, Geometry]:
-            return plan(model, options, layer_mode, num_blocks, device)
+            return plan(model, options, layer_mode, num_blocks, mesh)
 
         least_step, least = assemble(1)
+        where = Placement.of(model, mesh, layer_mode)
+        check_params(params, where.abstract_params())
+        params = jax.device_put(params, where.shardings)
         if least_step.attention.layout.is_scaled:
-            params = {**params, "kv_scales": measure_scales(model, params, layer_mode, least_step.attention)}
+            params = {**params, "kv_scales": measure_scales(least_step, params)}
+        device = first_device(mesh)
         request = PoolRequest(
-            bytes_per_block=least.bytes_per_block,
+            bytes_per_block=least_step.attention.layout.local.bytes_per_block,
             block_size=least.block_size,
             max_num_seqs=least.max_num_seqs,
             max_model_len=least.max_model_len,
             memory_utilization=options.cache.memory_utilization,
-            weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+            weight_bytes=local_bytes(params),
+            num_devices=mesh.size,
         )
         if options.cache.num_blocks is not None:
             num_blocks = check_num_blocks(options.cache.num_blocks, request, device)
         else:
             num_blocks = default_num_blocks(
-                request, device, lambda: largest_temp_bytes(*assemble(request.blocks_per_seq), params, sharding)
+                request, device, lambda: largest_temp_bytes(*assemble(request.blocks_per_seq), params)
             )
         step, geometry = assemble(num_blocks)
-        return cls(step, params, geometry, sharding)
+        return cls(step, params, geometry)
 
     @property
     def geometry(self) -> Geometry:
@@ -134,8 +147,10 @@ class JaxExecutor:
     @property
     def passed_over_backends(self) -> tuple[tuple[Backend, str], ...]:
         """The attention backends that `auto` would rather have, and why each cannot run."""
-        device = next(iter(self._sharding.device_set))
-        return choose("auto", device, self._step.attention, self._step.model.config.num_heads).passed_over
+        mesh, attention = self._step.mesh, self._step.attention
+        local = dataclasses.replace(attention, layout=attention.layout.local)
+        num_heads = self._step.model.config.num_heads // num_shards(mesh)
+        return choose("auto", first_device(mesh), local, num_heads).passed_over
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -266,14 +281,16 @@ class JaxExecutor:
 
 
 def plan(
-    model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, device: jax.Device
+    model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
 ) -> tuple[Step, Geometry]:
     """What runs, and its sizes, for a number of blocks. Allocates and compiles nothing.
 
     Raises:
-        InvalidArgument: max_model_len is beyond the model's.
+        InvalidArgument: max_model_len is beyond the model's, or the model cannot be split over the mesh.
         Unsupported: the attention backend that was chosen cannot do it.
     """
+    num_parts, vocab_size = num_shards(mesh), model.config.vocab_size
+    model = Placement.of(model, mesh, layer_mode).model
     config = model.config
     max_model_len = options.model.max_model_len or config.max_model_len
     if max_model_len > config.max_model_len:
@@ -287,40 +304,73 @@ def plan(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype),
+        num_shards=num_parts,
     )
-    attention = AttentionSpec(layout, scale=config.head_dim**-0.5)
-    chosen = choose(options.model.attention_backend, device, attention, config.num_heads)
-    layout = chosen.spec.layout
+    scale, num_heads = config.head_dim**-0.5, config.num_heads // num_parts
+    # A kernel sees what one device has, so that is what its backend is asked about.
+    attention = AttentionSpec(layout.local, scale)
+    chosen = choose(options.model.attention_backend, first_device(mesh), attention, num_heads)
+    layout = dataclasses.replace(layout, form=chosen.spec.layout.form)
     can_cascade = options.cache.enable_cascade_attention
-    cascade = cascade_costs(chosen.backend, chosen.spec, config.num_heads) if can_cascade else None
+    cascade = cascade_costs(chosen.backend, chosen.spec, num_heads) if can_cascade else None
     max_num_seqs, max_tokens = options.scheduler.max_num_seqs, options.scheduler.max_num_batched_tokens
     geometry = Geometry(
         num_blocks=num_blocks,
         block_size=layout.block_size,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        vocab_size=config.vocab_size,
+        vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
         buckets=BucketTable.build(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout),
         cascade=cascade,
     )
-    step = Step(model, chosen.spec, layer_mode, num_places=geometry.buckets.rows[-1], backend=chosen.backend)
+    step = Step(
+        model,
+        AttentionSpec(layout, scale),
+        layer_mode,
+        num_places=geometry.buckets.rows[-1],
+        vocab_size=vocab_size,
+        mesh=mesh,
+        backend=chosen.backend,
+    )
     return step, geometry
 
 
-def program_lowerings(
-    step: Step, params: Params, geometry: Geometry, sharding: NamedSharding
-) -> dict[ProgramSpec, Lowering]:
-    """For each program, the call that traces and lowers it. `params` may be shapes alone."""
+def abstract_serving(
+    model: Model, options: EngineConfig, mesh: Mesh, layer_mode: LayerMode | None = None
+) -> tuple[Step, Geometry, Params]:
+    """What a server would run on a mesh, as shapes alone: its devices need not be there, a topology's will do.
+
+    `program_lowerings` lowers its programs. The number of blocks is `cache.num_blocks`, or what the longest sequence
+    needs: only a device can tell how many it holds.
+
+    Raises:
+        InvalidArgument, Unsupported: as in `plan`.
+    """
+    where = Placement.of(model, mesh, layer_mode)
+    max_model_len = options.model.max_model_len or model.config.max_model_len
+    num_blocks = options.cache.num_blocks or -(-max_model_len // options.cache.block_size)
+    step, geometry = plan(model, options, where.layer_mode, num_blocks, mesh)
+    params = where.abstract_params()
+    layout = step.attention.layout
+    if layout.is_scaled:
+        shape, sharding = (layout.num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, SCALES_SPEC)
+        params["kv_scales"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+    return step, geometry, params
+
+
+def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[ProgramSpec, Lowering]:
+    """For each program, the call that traces and lowers it. `params` may be shapes alone, with their shardings."""
+    whole, of_pool = replicated(step.mesh), NamedSharding(step.mesh, POOL_SPEC)
 
     def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=whole)
 
     layout, model = step.attention.layout, step.model
-    params = jax.tree.map(lambda leaf: shape(leaf.shape, leaf.dtype), params)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
     head = {name: tree for name, tree in params.items() if name != "layers"}
-    pool = shape(layout.shape, layout.storage_dtype)
+    pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
     last_tokens = shape((step.num_places,), np.int32)
     hidden = shape((step.num_places, model.config.hidden_size), model.dtype)
 
@@ -328,28 +378,28 @@ def program_lowerings(
         if spec.kind == "backbone":
             packing = backbone_packing(spec.size, geometry)
             backbone = functools.partial(step.packed_backbone, packing=packing)
-            jitted = jax.jit(backbone, donate_argnums=1, out_shardings=sharding)
+            jitted = jax.jit(backbone, donate_argnums=1, out_shardings=(of_pool, whole))
             return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
         if spec.kind != "draw":
-            return lower_move(spec, layout, sharding)
+            return lower_move(spec, layout, step.mesh)
         packing = draw_packing(spec.size)
         draw = functools.partial(step.packed_draw, packing=packing, want_top=spec.want_top)
-        return jax.jit(draw, out_shardings=sharding).lower(head, hidden, shape((packing.size,), np.int32))
+        return jax.jit(draw, out_shardings=whole).lower(head, hidden, shape((packing.size,), np.int32))
 
     specs = program_specs(geometry.buckets, move_sizes(layout), has_host_blocks=geometry.num_host_blocks > 0)
     return {spec: functools.partial(lower, spec) for spec in specs}
 
 
-def largest_temp_bytes(step: Step, geometry: Geometry, params: Params, sharding: NamedSharding) -> int:
-    """Working memory of the hungriest program, as the compiler states it, and of blocks that are under way.
+def largest_temp_bytes(step: Step, geometry: Geometry, params: Params) -> int:
+    """One device's working memory of the hungriest program, as the compiler states it, and of blocks under way.
 
     It does not depend on the pool's size.
     """
-    lowerings = program_lowerings(step, params, geometry, sharding)
-    buckets = geometry.buckets
+    lowerings = program_lowerings(step, params, geometry)
+    buckets, layout = geometry.buckets, step.attention.layout
     largest = ProgramSpec("backbone", buckets.tokens[-1]), ProgramSpec("draw", buckets.rows[-1], want_top=True)
     analyses = [lowerings[spec]().compile().memory_analysis() for spec in largest]
-    under_way = (MAX_ON_THE_WAY + 1) * content_bytes(step.attention.layout)
+    under_way = (MAX_ON_THE_WAY + 1) * content_bytes(layout) // layout.num_shards
     return under_way + max(0 if analysis is None else analysis.temp_size_in_bytes for analysis in analyses)
 
 

@@ -65,12 +65,13 @@ class PoolRequest:
     """What decides the number of blocks.
 
     Attributes:
-        bytes_per_block: of all layers.
+        bytes_per_block: of all layers, what one device holds of it.
         block_size: tokens in a block.
         max_num_seqs: sequences that run at once.
         max_model_len: tokens of a sequence at most.
         memory_utilization: share of the memory that weights, programs and the pool may take.
-        weight_bytes: of the parameters, which are in memory already.
+        weight_bytes: of the parameters of one device, which are in memory already.
+        num_devices: that the blocks are split over. Those of a CPU share the memory of their host.
     """
 
     bytes_per_block: int
@@ -79,6 +80,7 @@ class PoolRequest:
     max_model_len: int
     memory_utilization: float
     weight_bytes: int
+    num_devices: int = 1
 
     @property
     def blocks_per_seq(self) -> int:
@@ -94,7 +96,7 @@ def check_num_blocks(num_blocks: int, request: PoolRequest, device: jax.Device) 
     """
     if device.platform != "cpu" and not device.memory_stats():
         return num_blocks
-    total, _ = _memory_bytes(device, request.weight_bytes)
+    total, _ = _memory_bytes(device, request)
     most = max(0, (total - request.weight_bytes) // request.bytes_per_block - 1)
     if num_blocks > most:
         raise InvalidArgument(
@@ -114,7 +116,7 @@ def default_num_blocks(request: PoolRequest, device: jax.Device, temp_bytes: Cal
     Raises:
         InvalidArgument: not even one longest sequence fits.
     """
-    total, is_exact = _memory_bytes(device, request.weight_bytes)
+    total, is_exact = _memory_bytes(device, request)
     most = request.max_num_seqs * request.blocks_per_seq
     free = int(request.memory_utilization * total) - request.weight_bytes
     # A quarter in reserve makes the working memory of programs a detail that need not be compiled for.
@@ -133,15 +135,15 @@ def default_num_blocks(request: PoolRequest, device: jax.Device, temp_bytes: Cal
     return fitting if is_exact else min(most, fitting)
 
 
-def _memory_bytes(device: jax.Device, weight_bytes: int) -> tuple[int, bool]:
-    """Memory that this process can have, its weights included; and whether it is the device's own."""
+def _memory_bytes(device: jax.Device, request: PoolRequest) -> tuple[int, bool]:
+    """Memory of a device that this process can have, its weights included; and whether it is the device's own."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is not None and "bytes_limit" in stats:
-        others = max(0, stats.get("bytes_in_use", 0) - weight_bytes)
+        others = max(0, stats.get("bytes_in_use", 0) - request.weight_bytes)
         return stats["bytes_limit"] - others, True
     if device.platform != "cpu":
         raise InvalidArgument("num_blocks", f"{device.platform} does not report its memory; choose a number")
-    return _available_host_bytes() + weight_bytes, False
+    return _available_host_bytes() // request.num_devices + request.weight_bytes, False
 
 
 def _available_host_bytes() -> int:

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
+from jpaged.device.mesh import SCALES_SPEC
+from jpaged.device.step import Step
 from jpaged.kernels.kv_layout import MAX_NUMBER
-from jpaged.kernels.paged_attention import AttentionSpec
-from jpaged.models.layers import LayerMode
-from jpaged.models.model import Model
 from jpaged.models.parts import Params
 
 MARGIN = 1.25
@@ -37,20 +37,18 @@ def name_of_kv_dtype(dtype: np.dtype) -> str:
     return next(name for name, spelled in _NAMES.items() if spelled == dtype.name)
 
 
-def measure_scales(model: Model, params: Params, layer_mode: LayerMode, attention: AttentionSpec) -> jax.Array:
-    """Runs the probe; float32 `[L, K, 2]` for keys and values, on the parameters' device."""
-    config = model.config
-    probe_len = min(PROBE_LEN, config.max_model_len)
-    token_ids = np.random.default_rng(0).integers(0, config.vocab_size, probe_len, dtype=np.int32)
-    largest_lk2 = jax.jit(functools.partial(_largest, model, layer_mode, attention))(params, token_ids)
-    return jnp.maximum(largest_lk2, 1e-6) * (MARGIN / MAX_NUMBER[attention.layout.dtype.name])
+def measure_scales(step: Step, params: Params) -> jax.Array:
+    """Runs the probe; float32 `[L, K, 2]` for keys and values, each on the device that holds its head."""
+    probe_len = min(PROBE_LEN, step.model.config.max_model_len)
+    token_ids = np.random.default_rng(0).integers(0, step.vocab_size, probe_len, dtype=np.int32)
+    sharding = NamedSharding(step.mesh, SCALES_SPEC)
+    largest_lk2 = jax.jit(functools.partial(_largest, step), out_shardings=sharding)(params, token_ids)
+    return jnp.maximum(largest_lk2, 1e-6) * (MARGIN / MAX_NUMBER[step.attention.layout.dtype.name])
 
 
-def _largest(
-    model: Model, layer_mode: LayerMode, attention: AttentionSpec, params: Params, token_ids_t: jax.Array
-) -> jax.Array:
+def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
     """Largest magnitudes `[L, K, 2]` of keys and values while the model reads the tokens."""
-    num_tokens, layout = token_ids_t.shape[0], attention.layout
+    num_tokens, attention, layout = token_ids_t.shape[0], step.attention, step.attention.layout
     is_seen_qk = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
 
     def attend(
@@ -66,4 +64,4 @@ def _largest(
     positions_t = jnp.arange(num_tokens, dtype=jnp.int32)
     carry = jnp.zeros((layout.num_layers, layout.num_kv_heads, 2))
     lens_t = jnp.full_like(positions_t, num_tokens)
-    return model.run(params, token_ids_t, positions_t, lens_t, attend, carry, layer_mode)[1]
+    return step.model.run(params, token_ids_t, positions_t, lens_t, attend, carry, step.layer_mode)[1]

@@ -1,20 +1,30 @@
 """Devices as a mesh, and where each logical axis of an array goes on it.
 
-One device today: every array is whole on it. The names are there so that shardings are written once, explicitly.
+    data     copies of the model: always 1 in one process
+    model    parts of one copy: heads, feed-forward width, vocabulary
+
+Every array of the serving programs has a sharding that is made here; what is not split over `model` is whole on every
+device. All parts of the pool have the same blocks, so one block table serves them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpaged.errors import Unsupported
+from jpaged.errors import InvalidArgument
 from jpaged.models.layers import LayerMode
+from jpaged.models.model import Model, model_for
+from jpaged.models.parts import Params
+from jpaged.models.splitting import LogicalAxes, logical_axes, widen
 
-MESH_AXES = ("data", "model")
+MODEL_AXIS = "model"
+MESH_AXES = ("data", MODEL_AXIS)
 
 LOGICAL_AXES: Mapping[str, str | None] = {
     "tokens": None,
@@ -22,23 +32,43 @@ LOGICAL_AXES: Mapping[str, str | None] = {
     "blocks": None,
     "layers": None,
     "embed": None,
-    "heads": "model",
-    "kv_heads": "model",
-    "feed_forward": "model",
-    "vocab": "model",
+    "heads": MODEL_AXIS,
+    "kv_heads": MODEL_AXIS,
+    "feed_forward": MODEL_AXIS,
+    "vocab": MODEL_AXIS,
 }
 """Mesh axis of each logical axis; None is whole on every device."""
 
 
 def build_mesh(devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of MESH_AXES over the devices.
+    """One copy of the model over the devices; those of a topology description make a mesh to compile for."""
+    return Mesh(np.asarray(devices).reshape(1, len(devices)), MESH_AXES)
+
+
+def serving_mesh(tensor_parallel_size: int) -> Mesh:
+    """A mesh of so many of jax's devices, the first ones.
 
     Raises:
-        Unsupported: there is not exactly one device.
+        InvalidArgument: there are not so many.
     """
-    if len(devices) != 1:
-        raise Unsupported(f"jpaged runs on one device, and {len(devices)} were given; start one server for each")
-    return Mesh(np.asarray(devices).reshape(1, len(devices)), MESH_AXES)
+    devices = jax.devices()
+    if tensor_parallel_size > len(devices):
+        raise InvalidArgument(
+            "tensor_parallel_size",
+            f"{tensor_parallel_size} devices are asked for; {devices[0].platform} has {len(devices)}",
+        )
+    return build_mesh(devices[:tensor_parallel_size])
+
+
+def num_shards(mesh: Mesh) -> int:
+    """Parts that one copy of the model is in."""
+    return mesh.shape[MODEL_AXIS]
+
+
+def first_device(mesh: Mesh) -> jax.Device:
+    """Stands for all of them: they are of one kind."""
+    device: jax.Device = mesh.devices.flat[0]
+    return device
 
 
 def partition_spec(*logical_axes: str | None) -> PartitionSpec:
@@ -46,9 +76,85 @@ def partition_spec(*logical_axes: str | None) -> PartitionSpec:
     return PartitionSpec(*(None if axis is None else LOGICAL_AXES[axis] for axis in logical_axes))
 
 
+POOL_SPEC = partition_spec("blocks", None, "kv_heads")
+CONTENTS_SPEC = partition_spec("blocks", "layers", None, "kv_heads")
+"""Of what `KVLayout.read_blocks` gives."""
+SCALES_SPEC = partition_spec("layers", "kv_heads", None)
+HEADS_SPEC = partition_spec("tokens", "heads", None)
+LOGITS_SPEC = partition_spec("rows", "vocab")
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Whole on every device of the mesh."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
+    """The sharding of every leaf of `model.abstract_params(layer_mode)`."""
+
+    def sharding(axes: LogicalAxes) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec(*axes))
+
+    axes = logical_axes(model.abstract_params(layer_mode), layer_mode)
+    shardings: Params = jax.tree.map(sharding, axes, is_leaf=lambda axes: isinstance(axes, tuple))
+    return shardings
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A model on a mesh: what there is of it, and where.
+
+    Attributes:
+        mesh: the devices.
+        model: widened for their number (`jpaged.models.splitting`).
+        layer_mode: how its layers run there, and so how its parameters are stacked.
+        shardings: of its parameters, leaf by leaf.
+    """
+
+    mesh: Mesh
+    model: Model
+    layer_mode: LayerMode
+    shardings: Params
+
+    @classmethod
+    def of(cls, model: Model, mesh: Mesh, layer_mode: LayerMode | None = None) -> Placement:
+        """The placement of a model as published; layers run as suits the devices unless a mode is given.
+
+        Raises:
+            InvalidArgument: it cannot be split so; the numbers that work are named.
+        """
+        layer_mode = layer_mode or layer_mode_for(first_device(mesh))
+        wide = model_for(widen(model.config, num_shards(mesh)), model.dtype)
+        return cls(mesh, wide, layer_mode, param_shardings(wide, layer_mode, mesh))
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that one copy of the model is in."""
+        return num_shards(self.mesh)
+
+    def abstract_params(self) -> Params:
+        """Shapes, types and shardings of the parameters."""
+        params: Params = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.model.abstract_params(self.layer_mode),
+            self.shardings,
+        )
+        return params
+
+
+def local_bytes(params: Params) -> int:
+    """What one device holds of a tree of arrays."""
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)
+    )
+
+
+def on_shards(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """The function run by each device on its own parts; on one device the function as it is."""
+    if num_shards(mesh) == 1:
+        return function
+    # Kernels do not say over which axes their results vary, so that cannot be checked.
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def layer_mode_for(device: jax.Device) -> LayerMode:

@@ -11,6 +11,10 @@
   from the softmax ("Gumbel-max"). Rounding in the logits moves such a draw far less often than one from a running sum.
 - Ties for the largest go to the lowest token id.
 
+Whatever looks at a whole row does so through `Vocabulary`, so the same lines run where the columns are split over
+devices. Truncation is exact there too, and gathers nothing: a pass of a bisection takes one number a row from each
+device, 32 rows of which are 128 bytes; the logits of 32 rows over a vocabulary of 128k would be 16 MB.
+
 No step sorts the vocabulary: on CPUs a sort of 64 x 4096 takes 140 ms, and 32 passes of a bisection 6. What no row of
 the batch needs is skipped.
 """
@@ -26,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.device import noise
+from jpaged.device.vocabulary import Vocabulary
 from jpaged.engine.executor import TOP_WIDTH
 
 if TYPE_CHECKING:
@@ -69,82 +74,97 @@ class Drawn:
     top_logprobs_rk: Float[Array, "R K"] | None = None
 
 
-def sample(logits_rv: Float[Array, "R V"], how: RowSampling, *, want_top: bool) -> Drawn:
-    """Draws one token a row. `logits_rv` is float32."""
-    vocab_size = logits_rv.shape[1]
-    allowed_rv = _if_any(how.forbidden_ids_rx < vocab_size, _forbid, logits_rv, how)
-    token_ids_r = lax.cond(jnp.any(how.temperature_r > 0), _draw, lambda x, _: first_largest(x), allowed_rv, how)
-    chosen_r = jnp.take_along_axis(logits_rv, token_ids_r[:, None], axis=1)
-    log_total_r1 = jax.nn.logsumexp(logits_rv, axis=1, keepdims=True)
-    ranks_r = 1 + _count(logits_rv > chosen_r)
-    drawn = Drawn(token_ids_r, (chosen_r - log_total_r1)[:, 0], ranks_r)
+def sample(logits_rv: Float[Array, "R V"], how: RowSampling, vocabulary: Vocabulary, *, want_top: bool) -> Drawn:
+    """Draws one token a row. `logits_rv` is float32: the vocabulary's, or this device's columns of them."""
+    ids_v = vocabulary.ids(logits_rv.shape[1])
+    if vocabulary.axis is not None:  # padding
+        logits_rv = jnp.where(ids_v < vocabulary.size, logits_rv, -jnp.inf)
+    allowed_rv = _if_any(how.forbidden_ids_rx < vocabulary.size, _forbid, logits_rv, how, vocabulary)
+    token_ids_r = lax.cond(
+        jnp.any(how.temperature_r > 0),
+        lambda x_rv: _draw(x_rv, how, vocabulary),
+        lambda x_rv: first_largest(x_rv, vocabulary),
+        allowed_rv,
+    )
+    chosen_r1 = vocabulary.pick(logits_rv, token_ids_r)
+    log_total_r1 = vocabulary.log_sum_exp(logits_rv)
+    ranks_r = 1 + _count(logits_rv > chosen_r1, vocabulary)
+    drawn = Drawn(token_ids_r, (chosen_r1 - log_total_r1)[:, 0], ranks_r)
     if not want_top:
         return drawn
-    top_rk, top_ids_rk = lax.top_k(logits_rv, min(TOP_WIDTH, vocab_size))
+    top_rk, top_ids_rk = vocabulary.top_k(logits_rv, min(TOP_WIDTH, vocabulary.size))
     return Drawn(drawn.token_ids_r, drawn.logprobs_r, drawn.ranks_r, top_ids_rk, top_rk - log_total_r1)
 
 
-def first_largest(x_rv: Float[Array, "R V"]) -> Int[Array, "R"]:
-    """The column of each row's largest value, the first of equals. 2 to 3 times as fast as argmax on CPUs."""
-    vocab_size = x_rv.shape[1]
-    columns_rv = lax.broadcasted_iota(jnp.int32, x_rv.shape, 1)
-    is_largest_rv = x_rv == x_rv.max(axis=1, keepdims=True)
+def first_largest(x_rv: Float[Array, "R V"], vocabulary: Vocabulary) -> Int[Array, "R"]:
+    """The token of each row's largest value, the first of equals. 2 to 3 times as fast as argmax on CPUs."""
+    ids_rv = jnp.broadcast_to(vocabulary.ids(x_rv.shape[1]), x_rv.shape)
+    first_r = vocabulary.min(jnp.where(x_rv == vocabulary.max(x_rv), ids_rv, vocabulary.size))
     # A row of NaN equals nothing: it must still name a token.
-    return jnp.minimum(jnp.where(is_largest_rv, columns_rv, vocab_size).min(axis=1), vocab_size - 1)
+    return jnp.minimum(first_r, vocabulary.size - 1)
 
 
 def _if_any(
-    is_needed: jax.Array, change: Callable[[jax.Array, RowSampling], jax.Array], x: jax.Array, how: RowSampling
+    is_needed: jax.Array,
+    change: Callable[[jax.Array, RowSampling, Vocabulary], jax.Array],
+    x: jax.Array,
+    how: RowSampling,
+    vocabulary: Vocabulary,
 ) -> jax.Array:
-    return lax.cond(jnp.any(is_needed), change, lambda x, _: x, x, how)
+    return lax.cond(jnp.any(is_needed), lambda x: change(x, how, vocabulary), lambda x: x, x)
 
 
-def _forbid(logits_rv: jax.Array, how: RowSampling) -> jax.Array:
+def _forbid(logits_rv: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> jax.Array:
     rows_r1 = jnp.arange(logits_rv.shape[0])[:, None]
-    return logits_rv.at[rows_r1, how.forbidden_ids_rx].set(-jnp.inf, mode="drop")
+    columns_rx = vocabulary.columns(how.forbidden_ids_rx, logits_rv.shape[1])
+    return logits_rv.at[rows_r1, columns_rx].set(-jnp.inf, mode="drop")
 
 
-def _draw(logits_rv: jax.Array, how: RowSampling) -> jax.Array:
+def _draw(logits_rv: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> jax.Array:
     is_greedy_r1 = how.temperature_r[:, None] == 0
     scaled_rv = logits_rv / jnp.where(is_greedy_r1, 1, jnp.maximum(how.temperature_r[:, None], _SMALLEST))
-    waits_rv = noise.exponentials(how.seeds_r2, how.sequence_indices_r, how.positions_r, logits_rv.shape[1])
-    is_kept_rv = scaled_rv >= truncation_floor(scaled_rv, how)
+    key = how.seeds_r2, how.sequence_indices_r, how.positions_r
+    if vocabulary.axis is None:
+        waits_rv = noise.exponentials(*key, vocabulary.size)
+    else:
+        waits_rv = noise.exponentials_of(*key, vocabulary.ids(logits_rv.shape[1]), vocabulary.size)
+    is_kept_rv = scaled_rv >= truncation_floor(scaled_rv, how, vocabulary)
     noisy_rv = jnp.where(is_kept_rv, scaled_rv - jnp.log(waits_rv), -jnp.inf)
-    return first_largest(jnp.where(is_greedy_r1, logits_rv, noisy_rv))
+    return first_largest(jnp.where(is_greedy_r1, logits_rv, noisy_rv), vocabulary)
 
 
-def truncation_floor(scaled_rv: Float[Array, "R V"], how: RowSampling) -> Float[Array, "R 1"]:
+def truncation_floor(scaled_rv: Float[Array, "R V"], how: RowSampling, vocabulary: Vocabulary) -> Float[Array, "R 1"]:
     """The least logit (after temperature) that min_p, top_k and top_p leave in each row."""
 
-    def at_least_top_k(floor_r1: jax.Array, how: RowSampling) -> jax.Array:
-        return jnp.maximum(floor_r1, _top_k_floor(scaled_rv, how.top_k_r))
+    def at_least_top_k(floor_r1: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> jax.Array:
+        return jnp.maximum(floor_r1, _top_k_floor(scaled_rv, how.top_k_r, vocabulary))
 
-    def at_least_top_p(floor_r1: jax.Array, how: RowSampling) -> jax.Array:
-        return jnp.maximum(floor_r1, _top_p_floor(scaled_rv, floor_r1, how.top_p_r))
+    def at_least_top_p(floor_r1: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> jax.Array:
+        return jnp.maximum(floor_r1, _top_p_floor(scaled_rv, floor_r1, how.top_p_r, vocabulary))
 
-    floor_r1 = scaled_rv.max(axis=1, keepdims=True) + jnp.log(how.min_p_r)[:, None]
-    floor_r1 = _if_any(how.top_k_r < scaled_rv.shape[1], at_least_top_k, floor_r1, how)
-    return _if_any(how.top_p_r < 1, at_least_top_p, floor_r1, how)
+    floor_r1 = vocabulary.max(scaled_rv) + jnp.log(how.min_p_r)[:, None]
+    floor_r1 = _if_any(how.top_k_r < vocabulary.size, at_least_top_k, floor_r1, how, vocabulary)
+    return _if_any(how.top_p_r < 1, at_least_top_p, floor_r1, how, vocabulary)
 
 
-def _top_k_floor(x_rv: jax.Array, top_k_r: jax.Array) -> jax.Array:
+def _top_k_floor(x_rv: jax.Array, top_k_r: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """The k-th largest value of each row."""
-    return _largest_threshold(x_rv, lambda floor_r1: _count(x_rv >= floor_r1) >= top_k_r)
+    return _largest_threshold(x_rv, lambda floor_r1: _count(x_rv >= floor_r1, vocabulary) >= top_k_r)
 
 
-def _top_p_floor(x_rv: jax.Array, floor_r1: jax.Array, top_p_r: jax.Array) -> jax.Array:
+def _top_p_floor(x_rv: jax.Array, floor_r1: jax.Array, top_p_r: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """The largest threshold whose tokens have a share of top_p among those not below the floor; none for 1."""
-    weights_rv = jnp.where(x_rv >= floor_r1, jnp.exp(x_rv - x_rv.max(axis=1, keepdims=True)), 0)
-    need_r = jnp.maximum(top_p_r, _SMALLEST) * weights_rv.sum(axis=1)
+    weights_rv = jnp.where(x_rv >= floor_r1, jnp.exp(x_rv - vocabulary.max(x_rv)), 0)
+    need_r = jnp.maximum(top_p_r, _SMALLEST) * vocabulary.sum(weights_rv)
     found_r1 = _largest_threshold(
-        x_rv, lambda floor_r1: jnp.where(x_rv >= floor_r1, weights_rv, 0).sum(axis=1) >= need_r
+        x_rv, lambda floor_r1: vocabulary.sum(jnp.where(x_rv >= floor_r1, weights_rv, 0)) >= need_r
     )
     return jnp.where(top_p_r[:, None] < 1, found_r1, -jnp.inf)
 
 
-def _count(is_so_rv: jax.Array) -> jax.Array:
+def _count(is_so_rv: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """True values in each row. Summed as float32, which CPUs do 3 times as fast, and exact up to 2^24 of them."""
-    return jnp.where(is_so_rv, 1.0, 0.0).sum(axis=1).astype(jnp.int32)
+    return vocabulary.sum(jnp.where(is_so_rv, 1.0, 0.0)).astype(jnp.int32)
 
 
 def _largest_threshold(x_rv: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -9,6 +9,7 @@ next step can be dispatched before the host has seen a token.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jpaged.device import sampling
+from jpaged.device.mesh import HEADS_SPEC, LOGITS_SPEC, MODEL_AXIS, POOL_SPEC, SCALES_SPEC, num_shards, on_shards
 from jpaged.device.packing import Packing
+from jpaged.device.vocabulary import Vocabulary
 from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry, StepOutputs
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
@@ -90,10 +94,12 @@ class Step:
     """The two programs of a model over a pool. Static under jit; holds no array.
 
     Attributes:
-        model: the description of the network.
+        model: the description of the network, wide enough for every shard.
         attention: how its attention reads the pool.
         layer_mode: how the layers run, and so how the parameters are stacked.
         num_places: rows of the hidden states and of the last tokens: what the largest draw takes.
+        vocab_size: tokens that can be drawn; the model's own number may hold padding.
+        mesh: the devices that each run their part.
         backend: whose attention kernel runs.
     """
 
@@ -101,7 +107,9 @@ class Step:
     attention: AttentionSpec
     layer_mode: LayerMode
     num_places: int
-    backend: Backend = "xla"
+    vocab_size: int
+    mesh: Mesh
+    backend: Backend
 
     def backbone(
         self,
@@ -119,16 +127,7 @@ class Step:
         def attend(
             q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, pool: jax.Array, layer_index: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
-            new_kv, rows = (k_tkd, v_tkd, inputs.slots_t), inputs.rows
-            if isinstance(rows, CascadeRows):
-                o_thd, _, pool = cascade_attention_update(
-                    q_thd, new_kv, pool, layer_index, rows, self.attention, scales_lk2, backend=self.backend
-                )
-            else:
-                o_thd, _, pool = paged_attention_update(
-                    q_thd, new_kv, pool, layer_index, rows, self.attention, scales_lk2, backend=self.backend
-                )
-            return o_thd, pool
+            return self._attend(q_thd, (k_tkd, v_tkd, inputs.slots_t), pool, layer_index, inputs.rows, scales_lk2)
 
         fed_back_t = last_tokens_s[inputs.fed_back_rows_t]
         token_ids_t = jnp.where(inputs.is_fed_back_t, fed_back_t, inputs.token_ids_t)
@@ -144,8 +143,36 @@ class Step:
         """Draws a token for each of the first R rows, R being what `how` is of."""
         num_rows = how.temperature_r.shape[0]
         logits_rv = self.model.logits(dict(params), hidden_se[:num_rows])
-        drawn = sampling.sample(logits_rv, how, want_top=want_top)
+        logits_rv = jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
+        vocabulary = Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
+
+        def sample(logits_rv: jax.Array, how: sampling.RowSampling) -> sampling.Drawn:
+            return sampling.sample(logits_rv, how, vocabulary, want_top=want_top)
+
+        drawn = on_shards(sample, self.mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec())(logits_rv, how)
         return jnp.pad(drawn.token_ids_r, (0, self.num_places - num_rows)), drawn
+
+    def _attend(
+        self,
+        q_thd: jax.Array,
+        new_kv: tuple[jax.Array, jax.Array, jax.Array],
+        pool: jax.Array,
+        layer_index: jax.Array,
+        rows: RaggedRows | CascadeRows,
+        scales_lk2: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attention and the pool that it updated: each device has its own heads, and all have the same blocks."""
+        local = dataclasses.replace(self.attention, layout=self.attention.layout.local)
+
+        def attend(q: Any, new_kv: Any, pool: Any, layer: Any, rows: Any, scales: Any) -> tuple[jax.Array, jax.Array]:
+            update = cascade_attention_update if isinstance(rows, CascadeRows) else paged_attention_update
+            o_thd, _, pool = update(q, new_kv, pool, layer, rows, local, scales, backend=self.backend)
+            return o_thd, pool
+
+        whole = PartitionSpec()
+        in_specs = (HEADS_SPEC, (HEADS_SPEC, HEADS_SPEC, whole), POOL_SPEC, whole, whole, SCALES_SPEC)
+        run = on_shards(attend, self.mesh, in_specs, (HEADS_SPEC, POOL_SPEC))
+        return run(q_thd, new_kv, pool, layer_index, rows, scales_lk2)
 
     def packed_backbone(
         self, params: Params, pool: jax.Array, last_tokens_s: jax.Array, buffer: jax.Array, *, packing: Packing

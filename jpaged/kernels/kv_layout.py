@@ -210,8 +210,9 @@ class KVLayout:
         self, pool: Shaped[Array, "P B ..."], block_ids_c: Int[Array, "C"], contents: Shaped[Array, "C L B ..."]
     ) -> Shaped[Array, "P B ..."]:
         """Stores what `read_blocks` gave, in place when the pool is donated; nothing is written to the null block."""
-        places_cl = jnp.where(block_ids_c[:, None] > 0, self._places(block_ids_c), self.shape[0])
-        return pool.at[places_cl].set(contents, mode="drop")
+        places, *slots = self._places(block_ids_c)
+        is_block_c = (block_ids_c > 0).reshape(-1, *(1,) * (places.ndim - 1))
+        return pool.at[jnp.where(is_block_c, places, self.shape[0]), *slots].set(contents, mode="drop")
 
     def encode(self, numbers: Float[Array, "..."]) -> jax.Array:
         """Numbers -> what the pool holds for them; 8 bits are rounded to the nearest and saturate."""
@@ -231,6 +232,10 @@ class KVLayout:
         pairs = rows.reshape(*rows.shape[:-2], self.num_kv_heads, 2, self.head_dim)
         return pairs[..., 0, :], pairs[..., 1, :]
 
-    def _places(self, block_ids_c: Int[Array, "C"]) -> Int[Array, "C L"]:
-        """Where each block lies in each layer."""
-        return block_ids_c[:, None] + jnp.arange(self.num_layers) * self.blocks_per_layer
+    def _places(self, block_ids_c: Int[Array, "C"]) -> tuple[Int[Array, "C L ..."], ...]:
+        """Where each block lies in each layer: the index of the pool's first axis, or of its first two."""
+        places_cl = block_ids_c[:, None] + jnp.arange(self.num_layers) * self.blocks_per_layer
+        if self.form == "tpu" and self.shape[2] == self.num_shards:
+            # One row of tiles a token: XLA would drop its axis, and copy the whole pool into another order and back.
+            return places_cl[..., None], jnp.arange(self.block_size)
+        return (places_cl,)

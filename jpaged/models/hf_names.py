@@ -28,8 +28,10 @@ class Leaf:
         path: keys from the root of the tree, or of one layer.
         shape: of the leaf.
         tensors: name and shape of each tensor.
-        pack: tensors in that order, and an empty leaf that it fills, casting where types differ.
+        pack: tensors in that order, and an empty leaf that it fills, casting where types differ. A part of the leaf
+            along an axis is filled from the parts of the tensors that follow it.
         unpack: the leaf back to tensors, views where possible.
+        tensor_axes: for each axis of the leaf the one that follows it in every tensor, in equal steps; None for none.
     """
 
     path: tuple[str, ...]
@@ -37,6 +39,7 @@ class Leaf:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     pack: Callable[[Sequence[np.ndarray], np.ndarray], None]
     unpack: Callable[[np.ndarray], Sequence[np.ndarray]]
+    tensor_axes: tuple[int | None, ...]
 
 
 def name_prefix(config: ModelConfig, stored: Iterable[str] = ()) -> str:
@@ -167,14 +170,14 @@ def _same(path: tuple[str, ...], name: str, shape: tuple[int, ...]) -> Leaf:
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         leaf[...] = tensors[0]
 
-    return Leaf(path, shape, ((name, shape),), pack, lambda leaf: [leaf])
+    return Leaf(path, shape, ((name, shape),), pack, lambda leaf: [leaf], tuple(range(len(shape))))
 
 
 def _transposed(path: tuple[str, ...], name: str, width: int, out: int) -> Leaf:
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         _transpose(tensors[0], leaf)
 
-    return Leaf(path, (width, out), ((name, (out, width)),), pack, lambda leaf: [leaf.T])
+    return Leaf(path, (width, out), ((name, (out, width)),), pack, lambda leaf: [leaf.T], (1, 0))
 
 
 def _transpose(tensor: np.ndarray, leaf: np.ndarray) -> None:
@@ -195,9 +198,9 @@ def _qkv_kernel(config: ModelConfig, prefix: str) -> Leaf:
     rows = (num_groups * group * head_dim, width), (num_groups * head_dim, width)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
-        q_rows = tensors[0].reshape(num_groups, group, head_dim, width)
-        k_rows, v_rows = (tensor.reshape(num_groups, head_dim, width) for tensor in tensors[1:])
-        for index in range(num_groups):
+        q_rows = tensors[0].reshape(-1, group, head_dim, width)
+        k_rows, v_rows = (tensor.reshape(-1, head_dim, width) for tensor in tensors[1:])
+        for index in range(leaf.shape[1]):
             for row, part in enumerate((*q_rows[index], k_rows[index], v_rows[index])):
                 _transpose(part, leaf[:, index, row])
 
@@ -206,7 +209,8 @@ def _qkv_kernel(config: ModelConfig, prefix: str) -> Leaf:
         return [np.ascontiguousarray(part).reshape(width, -1).T for part in parts]
 
     tensors = ((q, rows[0]), (k, rows[1]), (v, rows[1]))
-    return Leaf(("attention", "qkv", "kernel"), (width, num_groups, group + 2, head_dim), tensors, pack, unpack)
+    shape = (width, num_groups, group + 2, head_dim)
+    return Leaf(("attention", "qkv", "kernel"), shape, tensors, pack, unpack, (1, 0, None, None))
 
 
 def _qkv_bias(config: ModelConfig, prefix: str) -> Leaf:
@@ -216,16 +220,17 @@ def _qkv_bias(config: ModelConfig, prefix: str) -> Leaf:
     q, k, v = _qkv_names(prefix, "bias")
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
-        leaf[:, :group] = tensors[0].reshape(num_groups, group, head_dim)
-        leaf[:, group] = tensors[1].reshape(num_groups, head_dim)
-        leaf[:, group + 1] = tensors[2].reshape(num_groups, head_dim)
+        leaf[:, :group] = tensors[0].reshape(-1, group, head_dim)
+        leaf[:, group] = tensors[1].reshape(-1, head_dim)
+        leaf[:, group + 1] = tensors[2].reshape(-1, head_dim)
 
     def unpack(leaf: np.ndarray) -> Sequence[np.ndarray]:
         return [leaf[:, :group].reshape(-1), leaf[:, group].reshape(-1), leaf[:, group + 1].reshape(-1)]
 
     rows = (num_groups * group * head_dim,), (num_groups * head_dim,)
     tensors = ((q, rows[0]), (k, rows[1]), (v, rows[1]))
-    return Leaf(("attention", "qkv", "bias"), (num_groups, group + 2, head_dim), tensors, pack, unpack)
+    shape = (num_groups, group + 2, head_dim)
+    return Leaf(("attention", "qkv", "bias"), shape, tensors, pack, unpack, (0, None, None))
 
 
 def _gate_up_kernel(config: LlamaConfig, prefix: str) -> Leaf:
@@ -237,9 +242,11 @@ def _gate_up_kernel(config: LlamaConfig, prefix: str) -> Leaf:
         _transpose(tensors[1], leaf[:, 1])
 
     tensors = tuple((f"{prefix}{part}_proj.weight", (inner, width)) for part in ("gate", "up"))
-    return Leaf(
-        ("mlp", "gate_up", "kernel"), (width, 2, inner), tensors, pack, lambda leaf: [leaf[:, 0].T, leaf[:, 1].T]
-    )
+
+    def unpack(leaf: np.ndarray) -> Sequence[np.ndarray]:
+        return [leaf[:, 0].T, leaf[:, 1].T]
+
+    return Leaf(("mlp", "gate_up", "kernel"), (width, 2, inner), tensors, pack, unpack, (1, None, 0))
 
 
 def _gate_up_bias(config: LlamaConfig, prefix: str) -> Leaf:
@@ -249,4 +256,4 @@ def _gate_up_bias(config: LlamaConfig, prefix: str) -> Leaf:
         leaf[0], leaf[1] = tensors
 
     tensors = tuple((f"{prefix}{part}_proj.bias", (inner,)) for part in ("gate", "up"))
-    return Leaf(("mlp", "gate_up", "bias"), (2, inner), tensors, pack, lambda leaf: [leaf[0], leaf[1]])
+    return Leaf(("mlp", "gate_up", "bias"), (2, inner), tensors, pack, lambda leaf: [leaf[0], leaf[1]], (None, 0))

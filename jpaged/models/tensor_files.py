@@ -53,8 +53,14 @@ class TensorFiles:
         """Every tensor of the checkpoint."""
         return frozenset(self._file_of)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """One tensor in the type that it is stored in, checked against the shape that it must have."""
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
+        """One tensor, or a part of it, in the type that it is stored in.
+
+        Args:
+            name: of the tensor.
+            shape: that it must have.
+            index: slices of its first axes; nothing else is read from the file.
+        """
         if name not in self._file_of:
             raise InvalidArgument(str(self._folder), f"tensor {name} {list(shape)} is missing from the checkpoint")
         path = self._folder / self._file_of[name]
@@ -66,7 +72,7 @@ class TensorFiles:
             )
         if view.get_dtype() not in _DTYPES:
             raise Unsupported(f"{path}: tensor {name} is {view.get_dtype()}; supported: {', '.join(_DTYPES)}")
-        return np.asarray(self._files[self._file_of[name]].get_tensor(name))
+        return np.asarray(view[index] if index else self._files[self._file_of[name]].get_tensor(name))
 
     def where(self, name: str) -> Path:
         """The file that holds a tensor."""

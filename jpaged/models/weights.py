@@ -2,42 +2,99 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InternalError, InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_names import LM_HEAD, Leaf, is_ignored, layer_leaves, name_prefix, outer_leaves
 from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model
-from jpaged.models.parts import Params
+from jpaged.models.parts import Params, normal
+from jpaged.models.splitting import WideAxis, wide_axis
 from jpaged.models.tensor_files import SINGLE_FILE, TensorFiles
 
 # Place of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"), without the number in scan mode.
 LeafPath = tuple[str | int, ...]
-Put = Callable[[LeafPath, np.ndarray], jax.Array]
+# A part of a leaf as a fresh array; a slice for each axis.
+Read = Callable[[tuple[slice, ...]], np.ndarray]
+# Makes the device array of the leaf at a path: (path, shape, what reads it).
+Put = Callable[[LeafPath, tuple[int, ...], Read], jax.Array]
 Progress = Callable[[int, int, str], None]
 
 
-def put_on_default_device(path: LeafPath, array: np.ndarray) -> jax.Array:
+def put_on_default_device(path: LeafPath, shape: tuple[int, ...], read: Read) -> jax.Array:
     """Copies one leaf to the default device, and waits, so that the host's copy can go."""
-    return jax.block_until_ready(jax.device_put(array))
+    return jax.block_until_ready(jax.device_put(read((slice(None),) * len(shape))))
+
+
+def put_as(shardings: Params) -> Put:
+    """Each device gets its part of a leaf, and nothing but the parts of this process's devices is read."""
+
+    def put(path: LeafPath, shape: tuple[int, ...], read: Read) -> jax.Array:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            return read(index or (slice(None),) * len(shape))
+
+        return jax.block_until_ready(jax.make_array_from_callback(shape, _find(shardings, path), part))
+
+    return put
 
 
 def no_progress(done: int, total: int, name: str) -> None:
     """Reports nothing."""
 
 
-def random_params(model: Model, layer_mode: LayerMode, *, seed: int) -> Params:
-    """Random parameters of the model's shapes, for measuring without a checkpoint."""
-    # Filling large arrays from a threefry key takes minutes to compile on a CPU; these numbers are no secret.
-    return model.init_params(jax.random.key(seed % 2**32, impl="rbg"), layer_mode)
+_CONSTANTS = {"scale": 1.0, "bias": 0.0}  # all other leaves are random
+
+
+def random_params(model: Model, layer_mode: LayerMode, *, seed: int, shardings: Params) -> Params:
+    """Random parameters for measuring without a checkpoint, distributed as those of `model.init_params`.
+
+    Each device makes its parts by itself, a leaf at a time: one program for all leaves would hold the random bits of
+    every device's parts on each (26 GiB, where an 8B model in eight parts has 2 GiB a device).
+    """
+    abstract, tree = jax.tree_util.tree_flatten_with_path(model.abstract_params(layer_mode))
+    leaves = []
+    for index, ((path, leaf), sharding) in enumerate(zip(abstract, jax.tree.leaves(shardings), strict=True)):
+        make = _leaf_maker(_CONSTANTS.get(_last_key(path)), leaf.shape, leaf.dtype, sharding)
+        leaves.append(make(np.uint32(seed % 2**32), np.uint32(index)))
+    params: Params = jax.tree.unflatten(tree, leaves)
+    return params
+
+
+def _last_key(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
+    return str(path[-1].key) if isinstance(path[-1], jax.tree_util.DictKey) else ""
+
+
+@functools.lru_cache(maxsize=64)
+def _leaf_maker(
+    constant: float | None, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding
+) -> Callable[[np.uint32, np.uint32], jax.Array]:
+    local_shape = sharding.shard_shape(shape)
+
+    def make(seed: jax.Array, index: jax.Array) -> jax.Array:
+        if constant is not None:
+            return jnp.full(local_shape, constant, dtype)
+        # Filling large arrays from a threefry key takes minutes to compile on a CPU; these numbers are no secret.
+        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
+        for axis in sharding.spec:
+            key = key if axis is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
+        return normal(key, local_shape, dtype)
+
+    whole = PartitionSpec()
+    return jax.jit(
+        jax.shard_map(make, mesh=sharding.mesh, in_specs=(whole, whole), out_specs=sharding.spec, check_vma=False)
+    )
 
 
 def load_params(
@@ -45,18 +102,20 @@ def load_params(
     folder: Path,
     layer_mode: LayerMode,
     *,
+    num_parts: int = 1,
     put: Put = put_on_default_device,
     progress: Progress = no_progress,
 ) -> Params:
-    """Reads a checkpoint in Hugging Face layout into the tree of `model.abstract_params(layer_mode)`.
+    """Reads a checkpoint in Hugging Face layout into the tree of `abstract_params(layer_mode)`.
 
-    Host memory holds the tensors of one leaf at a time and the leaf made of them (in scan mode, that leaf for all
-    layers); the files are memory-mapped.
+    Host memory holds one leaf at a time (in scan mode, that leaf for all layers) and the tensors of the part that is
+    being made; the files are memory-mapped.
 
     Args:
-        model: what to load; its dtype is what leaves are cast to.
+        model: what to load, as published; its dtype is what leaves are cast to.
         folder: the checkpoint.
         layer_mode: one tree a layer, or one with stacked leaves.
+        num_parts: the tree is that of the model widened for so many (`jpaged.models.splitting`).
         put: makes the device array of a leaf; a sharded placement goes here.
         progress: called after each leaf with (done, total, name).
 
@@ -71,8 +130,8 @@ def load_params(
         _check_names(files, [name for _, leaves in groups for leaf in leaves for name, _ in leaf.tensors], config)
         for done, (path, leaves) in enumerate(groups, start=1):
             is_stacked = layer_mode == "scan" and path[0] == "layers"
-            array = _read_stack(files, leaves, model.dtype) if is_stacked else _read(files, leaves[0], model.dtype)
-            _insert(params, path, put(path, array))
+            source = _Source(files, leaves, is_stacked, model.dtype, wide_axis(path, leaves[0].shape, num_parts))
+            _insert(params, path, put(path, source.shape, source.read))
             progress(done, len(groups), ".".join(map(str, path)))
         _check_tie(files, config)
     return params
@@ -139,17 +198,49 @@ def _check_tie(files: TensorFiles, config: ModelConfig) -> None:
         )
 
 
-def _read(files: TensorFiles, leaf: Leaf, dtype: np.dtype) -> np.ndarray:
-    array = np.empty(leaf.shape, dtype)
-    leaf.pack([files.read(name, shape) for name, shape in leaf.tensors], array)
-    return array
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A leaf of the widened tree in the files: one, or that of all layers stacked."""
 
+    files: TensorFiles
+    leaves: Sequence[Leaf]
+    is_stacked: bool
+    dtype: np.dtype
+    split: WideAxis | None
 
-def _read_stack(files: TensorFiles, leaves: Sequence[Leaf], dtype: np.dtype) -> np.ndarray:
-    stack = np.empty((len(leaves), *leaves[0].shape), dtype)
-    for array, leaf in zip(stack, leaves, strict=True):
-        leaf.pack([files.read(name, shape) for name, shape in leaf.tensors], array)
-    return stack
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.leaves[0].shape
+        if self.split is not None:
+            shape = self.split.widened_shape(shape)
+        return (len(self.leaves), *shape) if self.is_stacked else shape
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of the leaf: of its split axis, and all of the others."""
+        if self.split is None:
+            return self._pack(slice(None))
+        begin, end, _ = index[self.split.axis + self.is_stacked].indices(self.split.wide_size)
+        return self.split.widened(self._pack(slice(*self.split.source(begin, end))), begin, end)
+
+    def _pack(self, part: slice) -> np.ndarray:
+        """The part of the published leaf along the split axis."""
+        shape = list(self.leaves[0].shape)
+        if self.split is not None:
+            shape[self.split.axis] = part.stop - part.start
+        stack = np.empty((len(self.leaves), *shape), self.dtype)
+        for array, leaf in zip(stack, self.leaves, strict=True):
+            tensors = [self.files.read(name, stored, self._cut(leaf, stored, part)) for name, stored in leaf.tensors]
+            leaf.pack(tensors, array)
+        return stack if self.is_stacked else stack[0]
+
+    def _cut(self, leaf: Leaf, stored: tuple[int, ...], part: slice) -> tuple[slice, ...]:
+        if self.split is None or part == slice(0, self.split.size):
+            return ()
+        axis = leaf.tensor_axes[self.split.axis]
+        if axis is None:
+            raise InternalError(f"axis {self.split.axis} of leaf {leaf.path} cannot be split")
+        step = stored[axis] // self.split.size
+        return (*(slice(None),) * axis, slice(part.start * step, part.stop * step))
 
 
 def _insert(params: Any, path: LeafPath, value: jax.Array) -> None:
@@ -158,7 +249,7 @@ def _insert(params: Any, path: LeafPath, value: jax.Array) -> None:
     params[path[-1]] = value
 
 
-def _find(params: Any, path: Sequence[str]) -> jax.Array:
+def _find(params: Any, path: LeafPath) -> Any:
     for key in path:
         params = params[key]
     return params

@@ -26,7 +26,7 @@ from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
-from tests.device.test_no_copies import pool_sized_operations
+from tests.device.hlo import pool_sized_operations
 
 MoveKind = Literal["copy", "swap_out", "swap_in"]
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS = 3, 150, 100
@@ -242,7 +242,7 @@ def test_without_host_memory_only_copies_are_compiled(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("kind", get_args(MoveKind))
 def test_a_move_copies_no_pool(kind: MoveKind, dtype: str) -> None:
     layout = KVLayout(3, 4000, 16, 2, 16, np.dtype(dtype))
-    executable = lower_move(ProgramSpec(kind, 8), layout, replicated(build_mesh(jax.devices()[:1]))).compile()
+    executable = lower_move(ProgramSpec(kind, 8), layout, build_mesh(jax.devices()[:1])).compile()
     memory = executable.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes == (0 if kind == "swap_out" else layout.num_bytes)
@@ -256,9 +256,9 @@ def test_a_move_takes_no_longer_with_a_larger_pool() -> None:
 
     def seconds(num_blocks: int) -> float:
         layout = KVLayout(2, num_blocks, 16, 2, 32, np.dtype("float32"))
-        sharding = replicated(build_mesh(jax.devices()[:1]))
-        executable = lower_move(ProgramSpec("copy", 8), layout, sharding).compile()
-        pool = jax.device_put(np.zeros(layout.shape, layout.storage_dtype), sharding)
+        mesh = build_mesh(jax.devices()[:1])
+        executable = lower_move(ProgramSpec("copy", 8), layout, mesh).compile()
+        pool = jax.device_put(np.zeros(layout.shape, layout.storage_dtype), replicated(mesh))
         pair = np.arange(16, dtype=np.int32).reshape(2, 8)
         quickest = float("inf")
         for _ in range(10):

@@ -12,7 +12,9 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.device.executor import plan
 from jpaged.device.kv_scales import MARGIN, kv_dtype, measure_scales, name_of_kv_dtype
+from jpaged.device.mesh import build_mesh
 from jpaged.kernels.kv_layout import MAX_NUMBER
+from jpaged.models.layers import LayerMode
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 from tests.device.test_executor import dense_logprobs, prompt
@@ -47,17 +49,17 @@ def test_logits_follow_the_dense_ones_as_closely_as_the_type_can(name: str) -> N
 @pytest.mark.parametrize(("name", "times"), [("bfloat16", 2), ("int8", 4), ("fp8", 4)])
 def test_smaller_types_make_cheaper_blocks(name: str, times: int) -> None:
     def bytes_per_block(kv: str) -> int:
-        return plan(tiny_model.model(), with_kv(kv), "loop", 5, jax.devices()[0])[1].bytes_per_block
+        return plan(tiny_model.model(), with_kv(kv), "loop", 5, build_mesh(jax.devices()[:1]))[1].bytes_per_block
 
     assert bytes_per_block("float32") == bytes_per_block("auto") == times * bytes_per_block(name)
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
-def test_scales_let_the_probe_fill_the_range(name: str, layer_mode: str) -> None:
-    step, _ = plan(tiny_model.model(), with_kv(name), "loop", 5, jax.devices()[0])
-    params = tiny_model.params(layer_mode)  # type: ignore[arg-type]
-    scales = np.asarray(measure_scales(tiny_model.model(), params, layer_mode, step.attention))  # type: ignore[arg-type]
+def test_scales_let_the_probe_fill_the_range(name: str, layer_mode: LayerMode) -> None:
+    step, _ = plan(tiny_model.model(), with_kv(name), layer_mode, 5, build_mesh(jax.devices()[:1]))
+    params = tiny_model.params(layer_mode)
+    scales = np.asarray(measure_scales(step, params))
     layout = step.attention.layout
     assert scales.shape == (layout.num_layers, layout.num_kv_heads, 2)
     assert len(np.unique(scales)) == scales.size

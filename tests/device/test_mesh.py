@@ -7,19 +7,21 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jpaged.device import mesh
-from jpaged.errors import Unsupported
+from jpaged.errors import InvalidArgument
 
 
-def test_one_device_makes_a_mesh_of_both_axes() -> None:
-    built = mesh.build_mesh(jax.devices()[:1])
-    assert built.shape == {"data": 1, "model": 1}
+def test_devices_share_one_copy_of_the_model() -> None:
+    built = mesh.build_mesh(jax.devices())
+    assert built.shape == {"data": 1, "model": len(jax.devices())}
     assert mesh.replicated(built).spec == PartitionSpec()
+    assert mesh.first_device(built) == jax.devices()[0]
 
 
-@pytest.mark.parametrize("num_devices", [0, 2])
-def test_other_numbers_of_devices_are_refused(num_devices: int) -> None:
-    with pytest.raises(Unsupported, match=f"one device, and {num_devices} were given"):
-        mesh.build_mesh(jax.devices()[:1] * num_devices)
+def test_devices_that_are_not_there_are_refused() -> None:
+    num_devices = len(jax.devices())
+    assert mesh.num_shards(mesh.serving_mesh(num_devices)) == num_devices
+    with pytest.raises(InvalidArgument, match=f"99 devices are asked for; cpu has {num_devices}"):
+        mesh.serving_mesh(99)
 
 
 def test_logical_axes_name_mesh_axes() -> None:

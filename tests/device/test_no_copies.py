@@ -11,7 +11,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.device.compile import ProgramSpec
 from jpaged.device.executor import plan, program_lowerings
-from jpaged.device.mesh import build_mesh, replicated
+from jpaged.device.mesh import Placement, build_mesh
 from jpaged.models.layers import LayerMode
 from tests.device import tiny_model
 from tests.device.hlo import pool_sized_operations
@@ -35,11 +35,11 @@ def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: s
         {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": block_size, "max_model_len": 64}
     )
     num_blocks = 32_000 // block_size
-    step, geometry = plan(tiny_model.model(dtype), options, layer_mode, num_blocks, jax.devices()[0])
+    mesh = build_mesh(jax.devices()[:1])
+    step, geometry = plan(tiny_model.model(dtype), options, layer_mode, num_blocks, mesh)
     layout = step.attention.layout
-    sharding = replicated(build_mesh(jax.devices()[:1]))
-    params = tiny_model.model(dtype).abstract_params(layer_mode)
-    executable = program_lowerings(step, params, geometry, sharding)[ProgramSpec("backbone", num_tokens)]().compile()
+    params = Placement.of(tiny_model.model(dtype), mesh, layer_mode).abstract_params()
+    executable = program_lowerings(step, params, geometry)[ProgramSpec("backbone", num_tokens)]().compile()
     memory = executable.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes == layout.num_bytes

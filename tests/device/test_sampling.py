@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.device import noise, sampling
+from jpaged.device.vocabulary import Vocabulary
 from jpaged.engine.executor import FORBIDDEN_WIDTH, TOP_WIDTH
 from jpaged.types import MAX_LOGPROBS
 from tests.device import sampling_oracle as oracle
@@ -19,8 +21,15 @@ from tests.device.sampling_oracle import Params
 
 V = 61
 
-_sample = jax.jit(sampling.sample, static_argnames="want_top")
-_floor = jax.jit(sampling.truncation_floor)
+
+@functools.partial(jax.jit, static_argnames="want_top")
+def _sample(logits: jax.Array, how: sampling.RowSampling, *, want_top: bool) -> sampling.Drawn:
+    return sampling.sample(logits, how, Vocabulary(logits.shape[1]), want_top=want_top)
+
+
+@jax.jit
+def _floor(scaled: jax.Array, how: sampling.RowSampling) -> jax.Array:
+    return sampling.truncation_floor(scaled, how, Vocabulary(scaled.shape[1]))
 
 
 def row_sampling(rows: list[Params], vocab_size: int = V) -> sampling.RowSampling:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
+from jpaged.device.mesh import Placement, serving_mesh
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import BlockMoves, CascadeCosts, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
 from jpaged.engine.intake import Intake
@@ -19,7 +20,7 @@ from jpaged.engine.stats import EngineLoad
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import model_for
-from jpaged.models.weights import load_params
+from jpaged.models.weights import load_params, put_as
 from jpaged.types import OutputEvent, SamplingParams
 from tests.models.tiny import TinyCase, write_checkpoint
 
@@ -36,9 +37,12 @@ ANY_SHARING = CascadeCosts(
 def make_executor(case: TinyCase, folder: Path, **options: Any) -> JaxExecutor:
     """An executor of a tiny checkpoint in float32 with few shapes, warmed up."""
     model = model_for(ModelConfig.from_hf(case.config), np.dtype(np.float32))
-    params = load_params(model, write_checkpoint(case, folder), "loop")
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_TOKENS, "block_size": BLOCK_SIZE, "num_blocks": 200}
-    executor = JaxExecutor.create(model, params, EngineConfig.load({**defaults, "swap_space": 0.005, **options}))
+    config = EngineConfig.load({**defaults, "swap_space": 0.005, **options})
+    where = Placement.of(model, serving_mesh(config.parallel.tensor_parallel_size), "loop")
+    folder = write_checkpoint(case, folder)
+    params = load_params(model, folder, "loop", num_parts=where.num_parts, put=put_as(where.shardings))
+    executor = JaxExecutor.create(model, params, config)
     executor.warm_up(lambda what, done, total: None)
     return executor
 

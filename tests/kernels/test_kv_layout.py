@@ -139,3 +139,22 @@ def test_8_bits_saturate(dtype: str, largest: int) -> None:
     np.testing.assert_array_equal(
         np.asarray(stored, np.float32), [largest, -largest, *((2, -4) if dtype == "int8" else (2.5, -3.5))]
     )
+
+
+@pytest.mark.parametrize(
+    ("form", "num_kv_heads", "num_shards", "dtype"),
+    [("cpu", 2, 1, "float32"), ("gpu", 2, 2, "float32"), ("tpu", 2, 1, "bfloat16"), ("tpu", 4, 4, "bfloat16")],
+)
+def test_whole_blocks_are_moved_in_all_layers(form: Any, num_kv_heads: int, num_shards: int, dtype: str) -> None:
+    """Blocks 4 and 1 to where 2 and 5 were; what was to go to the null block goes nowhere.
+
+    The last case has one row of tiles a token and shard, whose blocks are moved token by token.
+    """
+    layout = KVLayout(3, 5, 4, num_kv_heads, 128, jnp.dtype(dtype), form, num_shards)
+    numbers = np.random.default_rng(0).normal(size=layout.shape).astype(np.float32)
+    pool = layout.encode(jnp.asarray(numbers))
+    contents = layout.read_blocks(pool, jnp.asarray([4, 1, 3]))
+    assert contents.shape == (3, *layout.block_shape)
+    moved = np.asarray(layout.write_blocks(pool, jnp.asarray([2, 5, 0]), contents)).reshape(3, 6, -1)
+    before = np.asarray(pool).reshape(3, 6, -1)
+    np.testing.assert_array_equal(moved, before[:, [0, 1, 4, 3, 4, 1]])

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import Model, model_for
-from jpaged.models.weights import LeafPath, load_params, save_safetensors
+from jpaged.models.weights import LeafPath, Read, load_params, save_safetensors
 from tests.models.tiny import TinyCase, tensors, tiny_case, tiny_cases, write_checkpoint
 
 Tensors = dict[str, np.ndarray]
@@ -101,9 +101,9 @@ def test_placement_and_progress_see_every_leaf_once(tmp_path: Path) -> None:
     placed: list[LeafPath] = []
     reports: list[tuple[int, int, str]] = []
 
-    def put(path: LeafPath, array: np.ndarray) -> jax.Array:
+    def put(path: LeafPath, shape: tuple[int, ...], read: Read) -> jax.Array:
         placed.append(path)
-        return jnp.asarray(array)
+        return jnp.asarray(read((slice(None),) * len(shape)))
 
     params = load_params(
         model_of(case),

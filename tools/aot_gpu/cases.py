@@ -14,7 +14,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.device.block_moves import lower_move, move_sizes
 from jpaged.device.compile import ProgramSpec
-from jpaged.device.executor import plan, program_lowerings
+from jpaged.device.executor import abstract_serving, program_lowerings
 from jpaged.device.mesh import replicated
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update, pallas_gpu
@@ -147,7 +147,7 @@ class MoveCase:
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
         layout = KVLayout(32, 8192, 16, 8, 128, jnp.dtype(self.dtype), "gpu")
         size = move_sizes(layout)[-1]
-        lowered = lower_move(ProgramSpec(self.kind, size), layout, replicated(mesh))
+        lowered = lower_move(ProgramSpec(self.kind, size), layout, mesh)
         donated = 0 if self.kind == "swap_out" else layout.num_bytes
         return Program(lowered, donated, layout.shape, frozenset(), 3 * size * layout.bytes_per_block, num_kernels=0)
 
@@ -175,14 +175,11 @@ class StepCase:
                 "max_num_seqs": min(64, self.num_tokens),
                 "max_num_batched_tokens": self.num_tokens,
                 "max_model_len": 8192,
+                "num_blocks": 16_384,
             }
         )
-        step, geometry = plan(model, options, "loop", 16_384, mesh.devices.flat[0])
-        params = model.abstract_params("loop")
-        if step.attention.layout.is_scaled:
-            shape = (model.config.num_layers, model.config.num_kv_heads, 2)
-            params = {**params, "kv_scales": jax.ShapeDtypeStruct(shape, np.float32)}
-        lowerings = program_lowerings(step, params, geometry, replicated(mesh))
+        step, geometry, params = abstract_serving(model, options, mesh)
+        lowerings = program_lowerings(step, params, geometry)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = lowerings[ProgramSpec("backbone", self.num_tokens)]()
         leaves = jax.tree.leaves(params["layers"])

@@ -1,0 +1,84 @@
+"""The vocabulary as the columns of an array, whole or split over devices, and what is reduced over all of it.
+
+    device 0           device 1           device 2
+    | 0 1 2 3 4 5 |    | 6 7 ...   11 |   | 12 13 14 - - - |      padding comes last and holds minus infinity
+
+Nothing here moves more than a few numbers a row between devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int, Num
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Which tokens the columns are. Static under jit.
+
+    Attributes:
+        size: V, tokens.
+        axis: the mesh axis over which the columns are split, inside of shard_map; None where they are all here.
+    """
+
+    size: int
+    axis: str | None = None
+
+    def ids(self, num_columns: int) -> Int[Array, "V"]:
+        """The token of each column that is here; padding goes on counting from the size."""
+        return self._first(num_columns) + jnp.arange(num_columns, dtype=jnp.int32)
+
+    def columns(self, ids: Int[Array, "..."], num_columns: int) -> Int[Array, "..."]:
+        """The inverse of `ids`; the number of columns for a token that is not here."""
+        columns = ids - self._first(num_columns)
+        return jnp.where((columns >= 0) & (columns < num_columns), columns, num_columns)
+
+    def pick(self, x_rv: Float[Array, "R V"], ids_r: Int[Array, "R"]) -> Float[Array, "R 1"]:
+        """Each row's value of one token."""
+        columns_r1 = self.columns(ids_r, x_rv.shape[1])[:, None]
+        here_r1 = jnp.take_along_axis(x_rv, columns_r1, axis=1, mode="fill", fill_value=0)
+        return here_r1 if self.axis is None else lax.psum(here_r1, self.axis)
+
+    def max(self, x_rv: Float[Array, "R V"]) -> Float[Array, "R 1"]:
+        """The largest of each row."""
+        here_r1 = x_rv.max(axis=1, keepdims=True)
+        return here_r1 if self.axis is None else lax.pmax(here_r1, self.axis)
+
+    def min(self, x_rv: Int[Array, "R V"]) -> Int[Array, "R"]:
+        """The smallest of each row."""
+        here_r = x_rv.min(axis=1)
+        return here_r if self.axis is None else lax.pmin(here_r, self.axis)
+
+    def sum(self, x_rv: Num[Array, "R V"]) -> Num[Array, "R"]:
+        """The sum of each row."""
+        here_r = x_rv.sum(axis=1)
+        return here_r if self.axis is None else lax.psum(here_r, self.axis)
+
+    def log_sum_exp(self, x_rv: Float[Array, "R V"]) -> Float[Array, "R 1"]:
+        """log(sum(exp(x))) of each row; NaN where one of them is."""
+        if self.axis is None:
+            return jax.nn.logsumexp(x_rv, axis=1, keepdims=True)
+        largest_r1 = self.max(x_rv)
+        return largest_r1 + jnp.log(self.sum(jnp.exp(x_rv - largest_r1)))[:, None]
+
+    def top_k(self, x_rv: Float[Array, "R V"], k: int) -> tuple[Float[Array, "R K"], Int[Array, "R K"]]:
+        """The k largest of each row in order, and their tokens; of equals the lower token comes first."""
+        x_rk, columns_rk = lax.top_k(x_rv, min(k, x_rv.shape[1]))
+        if self.axis is None:
+            return x_rk, columns_rk
+        # The best of each device, in order of tokens among equals: the order in which top_k takes equals.
+        ids_rk = columns_rk + self._first(x_rv.shape[1])
+        x_rn = lax.all_gather(x_rk, self.axis, axis=1, tiled=True)
+        ids_rn = lax.all_gather(ids_rk, self.axis, axis=1, tiled=True)
+        x_rk, places_rk = lax.top_k(x_rn, k)
+        return x_rk, jnp.take_along_axis(ids_rn, places_rk, axis=1)
+
+    def _first(self, num_columns: int) -> jax.Array | int:
+        return 0 if self.axis is None else lax.axis_index(self.axis) * num_columns

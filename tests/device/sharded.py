@@ -1,0 +1,22 @@
+"""Tiny checkpoints on meshes of virtual CPU devices."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from jpaged.device.mesh import Placement, build_mesh
+from jpaged.models.config import ModelConfig
+from jpaged.models.layers import LayerMode
+from jpaged.models.model import Model, model_for
+from tests.models.tiny import tiny_case
+
+
+def model_of(name: str) -> Model:
+    """A tiny checkpoint's model in float32."""
+    return model_for(ModelConfig.from_hf(tiny_case(name).config), np.dtype(np.float32))
+
+
+def place(model: Model, num_parts: int, layer_mode: LayerMode | None = None) -> Placement:
+    """The model on the first devices."""
+    return Placement.of(model, build_mesh(jax.devices()[:num_parts]), layer_mode)

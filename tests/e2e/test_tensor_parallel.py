@@ -1,0 +1,114 @@
+"""The devices that share a model change no token: of any kind of request, in company, preempted, or behind a prefix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jpaged.errors import InvalidArgument
+from jpaged.types import SamplingParams
+from tests.e2e.rig import assert_same, generate, open_llm, random_prompts, write_model
+from tests.e2e.sharing_rig import make_executor
+from tests.e2e.test_sharing import CHECKS, KINDS, Job, alone, jobs, tokens
+from tests.models.tiny import TinyCase, tiny_case
+
+ALL_KINDS = {
+    **KINDS,
+    "top_k": SamplingParams(temperature=1.2, top_k=7, seed=11, max_tokens=30),
+    "min_p": SamplingParams(temperature=1.0, min_p=0.08, top_p=0.97, seed=12, max_tokens=30),
+}
+
+
+def two_layers(name: str) -> TinyCase:
+    """A tiny checkpoint, quicker to compile."""
+    return TinyCase(name, {**tiny_case(name).config, "num_hidden_layers": 2}, 24)
+
+
+CASES = {name: two_layers(name) for name in ("llama3_tied", "qwen3_tied", "mistral_mqa", "llama_mha", "opt")}
+"""Key/value heads 2, 8, 1, 4 and 4 of 8, 16, 8, 4 and 4; tied and not; 131 tokens, which nothing divides."""
+
+
+def check_same(case: TinyCase, sizes: list[int], kinds: list[str], checks: list[str], folder: Path) -> None:
+    """Every kind of request alone on one device and on more; then the checks of sharing on those."""
+    wanted = [Job(tuple(tokens(21, i)), ALL_KINDS[kind]) for i, kind in enumerate(kinds)]
+    executor = make_executor(case, folder)
+    want = [alone(executor, job) for job in wanted]
+    executor.shutdown()
+    for size in sizes:
+        executor = make_executor(case, folder, tensor_parallel_size=size)
+        for job, one in zip(wanted, want, strict=True):
+            many = alone(executor, job)
+            assert many.sequences == one.sequences, (size, job.params)
+            for index, value in one.cumulative_logprobs.items():
+                assert many.cumulative_logprobs[index] == pytest.approx(value, abs=3e-4)
+        for name in checks:
+            CHECKS[name](executor, jobs(["greedy", "seeded", "beams"], 6))
+        executor.shutdown()
+
+
+def test_a_device_that_shares_draws_what_one_device_draws(tmp_path: Path) -> None:
+    """Two key/value heads on four devices: each is kept twice."""
+    check_same(CASES["llama3_tied"], [4], list(ALL_KINDS), ["cached", "swapped"], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama3_tied", [2, 8]),
+        ("qwen3_tied", [2, 4, 8]),
+        ("mistral_mqa", [4, 8]),
+        ("llama_mha", [2, 4]),
+        ("opt", [2, 4]),
+    ],
+)
+def test_any_number_of_devices_draws_what_one_device_draws(name: str, sizes: list[int], tmp_path: Path) -> None:
+    checks = ["batched", "chunked", "swapped", "recomputed", "cached", "cached_on_the_host"]
+    check_same(CASES[name], sizes, list(ALL_KINDS), checks, tmp_path)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8"])
+def test_the_option_splits_a_served_model(kv_cache_dtype: str, tmp_path: Path) -> None:
+    """Through the front door, log-probabilities included; the pool's scales are split too."""
+    folder = write_model("llama3_tied", tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
+    prompts = random_prompts([5, 9, 30])
+    options = {"kv_cache_dtype": kv_cache_dtype, "num_blocks": 40}
+    with open_llm(folder, **options) as llm:
+        want = generate(llm, prompts, params)
+    with open_llm(folder, tensor_parallel_size=2, **options) as llm:
+        assert llm._serving.backend.num_devices == 2
+        got = generate(llm, prompts, params)
+    assert_same(got, want, atol=1e-5)
+    for a, b in zip(got, want, strict=True):
+        assert a.logprobs is not None
+        assert b.logprobs is not None
+        for at_a, at_b in zip(a.logprobs, b.logprobs, strict=True):
+            assert [top.token_id for top in at_a.top] == [top.token_id for top in at_b.top]
+            np.testing.assert_allclose([top.logprob for top in at_a.top], [top.logprob for top in at_b.top], atol=1e-5)
+
+
+@pytest.mark.long
+def test_the_demo_model_is_restored_in_parts() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0)
+    prompts = [[5, 6, 7, 8], list(range(40, 70))]
+    with open_llm("demo", num_blocks=80) as llm:
+        want = generate(llm, prompts, params)
+    with open_llm("demo", num_blocks=80, tensor_parallel_size=8) as llm:
+        assert_same(generate(llm, prompts, params), want)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (3, "tensor_parallel_size: 3 does not divide 8 query heads, 2 key/value heads .*; 1, 2, 4, 8 work"),
+        (16, "tensor_parallel_size: 16 devices are asked for; cpu has 8"),
+        (0, "tensor_parallel_size: 0 is below the limit of 1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(size: int, message: str, tmp_path: Path) -> None:
+    folder = write_model("llama3_tied", tmp_path)
+    with pytest.raises(InvalidArgument, match=message), open_llm(folder, tensor_parallel_size=size):
+        pass
