@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=2              processes that run the quick tests; 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, aot-gpu, bench, paper, demo and demo-model
+#   ARGS='...'          further arguments for test, test-long, aot-gpu, accelerator, bench, paper, demo and demo-model
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 unexport JAX EXTRAS ARGS JOBS TORCH VENV
 
-.PHONY: help setup demo demo-model test test-long aot aot-gpu bench paper check format proto torch clean
+.PHONY: help setup demo demo-model test test-long aot aot-gpu accelerator bench paper check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,6 +101,9 @@ GPU_JAX = $(or $(JAX),$(shell $(PYTHON) -c 'import sys; print("0.11.2" if sys.ve
 aot-gpu: ## compile the GPU programs for an H200 without one (5 GB in .venv-aot-gpu)
 	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) EXTRAS=cuda JAX='$(GPU_JAX)'
 	@$(GPU_VENV)/bin/python -m tools.aot_gpu $(ARGS)
+
+accelerator: $(STAMP) ## what needs an accelerator: the kernels' tests and benchmark, a whole model decoding
+	@$(BIN)/python -m benchmarks.accelerator $(ARGS)
 
 bench: $(STAMP) ## the benchmarks
 	@$(BIN)/jpaged bench $(ARGS)

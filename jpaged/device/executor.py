@@ -313,15 +313,13 @@ def plan(
         dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype),
         num_shards=num_parts,
     )
-    scale = config.head_dim**-0.5
+    scale, num_heads = config.head_dim**-0.5, config.num_heads // num_parts
     # A kernel sees what one device has, so that is what its backend is asked about.
-    local_heads = config.num_heads // num_parts
-    chosen = choose(
-        options.model.attention_backend, first_device(mesh), AttentionSpec(layout.local, scale), local_heads
-    )
+    attention = AttentionSpec(layout.local, scale)
+    chosen = choose(options.model.attention_backend, first_device(mesh), attention, num_heads)
     layout = dataclasses.replace(layout, form=chosen.spec.layout.form)
     can_cascade = options.cache.enable_cascade_attention
-    cascade = cascade_costs(chosen.backend, chosen.spec, local_heads) if can_cascade else None
+    cascade = cascade_costs(chosen.backend, chosen.spec, num_heads) if can_cascade else None
     max_num_seqs, max_tokens = options.scheduler.max_num_seqs, options.scheduler.max_num_batched_tokens
     geometry = Geometry(
         num_blocks=num_blocks,

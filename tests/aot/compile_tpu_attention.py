@@ -53,6 +53,12 @@ class Case:
         dtype = jnp.dtype(self.kv_dtype)
         return KVLayout(2, 255, self.block_size, self.num_kv_heads, self.head_dim, dtype, "tpu")
 
+    @property
+    def query_bytes(self) -> int:
+        """Of all tokens' queries, and of one a row padded to the 16 rows of a product."""
+        num_heads = self.num_tokens * self.num_kv_heads * self.group + self.num_rows * self.num_kv_heads * 16
+        return num_heads * self.layout.lanes * jnp.dtype(self.dtype).itemsize
+
 
 def pairs() -> Iterator[tuple[str, Case]]:
     """Every two values of two properties meet in one of 16 cases: rows of an orthogonal array over GF(4)."""
@@ -102,6 +108,7 @@ def compiled(topology: str, case: Case) -> dict[str, object]:
         "alias_bytes": memory.alias_size_in_bytes,
         "pool_bytes": case.layout.num_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
+        "query_bytes": case.query_bytes,
         "pool_copies": len(re.findall(rf"\[{re.escape(shape)}\]\S* copy\(", text)),
         "seconds": round(time.monotonic() - begin, 1),
     }

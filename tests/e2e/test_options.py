@@ -134,6 +134,14 @@ def test_attention_backend_is_the_one_that_was_named(base: LLM, folder: Path) ->
         LLM(str(folder), attention_backend="pallas-tpu")
 
 
+@flips("tensor_parallel_size")
+def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, folder: Path) -> None:
+    prompt = random_prompts([20])
+    with open_llm(folder, tensor_parallel_size=2, **BASE) as llm:
+        assert (llm._serving.backend.num_devices, base._serving.backend.num_devices) == (2, 1)
+        assert generate(llm, prompt, GREEDY)[0].token_ids == generate(base, prompt, GREEDY)[0].token_ids
+
+
 @flips("load_format")
 def test_dummy_weights_need_no_file(base: LLM, tmp_path: Path) -> None:
     folder = write_model("llama_mha", tmp_path)

@@ -211,7 +211,7 @@ FAULTS = (
         "cpu_vector.h",
         "magnitude < 8u ?",
         "magnitude < 0u ?",
-        "8_bits",
+        "can_hold",
     ),
     Fault(
         "tokens without a row keep what was there",
@@ -232,13 +232,13 @@ FAULTS = (
         _KERNEL,
         "std::min({int64_t{rows.kv_lens_s[row]}, table_len, latest + 1})",
         "std::min(int64_t{rows.kv_lens_s[row]}, latest + 1)",
-        "make_no_sense",
+        "ends_with_its_table",
     ),
     Fault(
-        "splits are merged before all have ended",
+        "splits are merged when the first has ended",
         _KERNEL,
         "split.num_left.fetch_sub(1, std::memory_order_acq_rel) > 1",
-        "split.num_left.fetch_sub(1, std::memory_order_acq_rel) > 2",
+        "split.num_left.fetch_sub(1, std::memory_order_acq_rel) < tile.num_chunks()",
         "single_bit",
     ),
 )

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.kernels.paged_attention import cpu, cpu_build, paged_attention_update
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, cpu, cpu_build, paged_attention_update
 from jpaged.kernels.paged_attention.cpu import CpuKernel
 from jpaged.kernels.paged_attention.shapes import SHAPES
 from tests.kernels import attention_oracle as oracle
@@ -56,6 +57,22 @@ class TestCpu(PagedAttentionConformance):
     @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
     def test_queries_of_float32_read_every_pool(self, kv_dtype: str) -> None:
         self.check(RAGGED["mixed"], Shape(kv_dtype=kv_dtype, head_dim=24))
+
+    @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8", "float8_e4m3fn"])
+    def test_every_number_that_a_pool_can_hold_is_read(self, kv_dtype: str) -> None:
+        """A context of one key gives its value as it is: 256 numbers of a row, subnormals and infinities included."""
+        dtype = jnp.dtype(kv_dtype)
+        numbers = np.arange(2 ** (8 * dtype.itemsize)).astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(-1, 256)
+        layout = KVLayout(1, len(numbers), 1, 1, 256, dtype)
+        values = layout.encode(jnp.asarray(numbers)) if dtype.itemsize > 1 else jnp.asarray(numbers)
+        values = jax.lax.bitcast_convert_type(values, layout.storage_dtype)
+        pool = jnp.zeros(layout.shape, layout.storage_dtype).at[1:, 0, 1].set(values)
+        counts = jnp.arange(len(numbers) + 1, dtype=jnp.int32)
+        rows = RaggedRows(counts, jnp.ones_like(counts[1:]), counts[1:, None], counts[-1])
+        scales = jnp.ones((1, 1, 2)) if layout.is_scaled else None
+        q_thd = jnp.zeros((len(numbers), 1, 256))
+        o_thd, _ = self.attend(q_thd, pool, jnp.int32(0), rows, AttentionSpec(layout, 1.0), scales)
+        np.testing.assert_allclose(np.asarray(o_thd)[:, 0], numbers.astype(np.float32), rtol=0, atol=2e-38)
 
     def test_queries_of_float16(self) -> None:
         shape = Shape(dtype="float16", kv_dtype="float16")
@@ -104,6 +121,16 @@ class TestCpu(PagedAttentionConformance):
         want_o_thd, want_lse_th = _oracle_of_anything(case)
         np.testing.assert_allclose(o_thd, want_o_thd, rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
+
+    @pytest.mark.parametrize("kv_len", [193, 400, 10_000, 2**31 - 1])
+    def test_a_context_ends_with_its_table(self, kv_len: int) -> None:
+        shape = Shape()
+        case = make_case([(1, 192), (3, 192), (1, 180)], shape)
+        positions, lens = np.zeros((2, shape.num_rows), np.int32)
+        positions[:3], lens[:3] = [kv_len - 1, 191, 2**31 - 2], [kv_len, kv_len, 180]
+        case = dataclasses.replace(case, first_positions_s=positions, kv_lens_s=lens, kv_begins_s=np.zeros_like(lens))
+        for got, want in zip(self.run(case, shape), _oracle_of_anything(case), strict=True):
+            np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
     @pytest.mark.parametrize("layer", [-1, 3, 2**31 - 1, -(2**31)])
     def test_a_layer_that_is_not_there_reads_as_zeros_and_takes_nothing(self, layer: int) -> None:

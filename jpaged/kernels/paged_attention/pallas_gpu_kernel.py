@@ -359,7 +359,7 @@ def _scores(memory: _Refs, k_s: Any, work: _Work, static: Static) -> jax.Array:
     else:
 
         def product(sums: Any) -> jax.Array:
-            plgpu.wgmma(sums, memory.q_s, plgpu.transpose_ref(k_s, (1, 0)))
+            plgpu.wgmma(sums, memory.q_s, k_s.transpose((1, 0)))
             return sums[...]
 
         scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((TILE_ROWS, static.tiling.chunk_rows), jnp.float32))

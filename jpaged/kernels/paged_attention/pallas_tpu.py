@@ -109,11 +109,17 @@ def _run(
     o_thd, lse_th = jnp.zeros_like(q_thd), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
     for is_decode in (True, False) if num_tokens > 1 else (True,):
         is_ours_s = is_used_s & ((nums_s == 1) if is_decode else (nums_s > 1))
+        row_t, is_ours_t = _rows_of_tokens(rows, is_ours_s, num_tokens)
         plan = _plan(q_thd, spec, is_decode=is_decode, has_writes=is_decode and new_kv is not None)
         segments, num_segments = _segments(rows, is_ours_s, num_tokens, plan)
+        q = q_thd
+        if is_few_rows := is_decode and nums_s.shape[0] < num_tokens:
+            # One query a row, not all tokens: each is padded to the rows of a product, up to 16 times its size.
+            segments, q = segments._replace(tile=segments.row), q_thd.at[rows.query_starts_s1[:-1]].get(mode="clip")
         scalars = _scalars(layer, segments, num_segments, rows, scales_2k)
-        o, lse, pool = _call(scalars, q_thd, new_kv, pool, plan)
-        is_ours_t = _is_token_of(rows, is_ours_s, num_tokens)
+        o, lse, pool = _call(scalars, q, new_kv, pool, plan)
+        if is_few_rows:
+            o, lse = o[row_t], lse[row_t]
         o_thd = jnp.where(is_ours_t[:, None, None], o, o_thd)
         lse_th = jnp.where(is_ours_t[:, None], lse, lse_th)
     return o_thd, lse_th, pool
@@ -180,9 +186,13 @@ def _segments(
     return Segments(*(field.astype(jnp.int32) for field in fields)), lasts_s[-1]
 
 
-def _is_token_of(rows: RaggedRows, is_ours_s: Bool[Array, "S"], num_tokens: int) -> Bool[Array, "T"]:
+def _rows_of_tokens(
+    rows: RaggedRows, is_ours_s: Bool[Array, "S"], num_tokens: int
+) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
+    """Which of our rows each token is in, and whether it is in any."""
     t_t1 = jnp.arange(num_tokens)[:, None]
-    return ((t_t1 >= rows.query_starts_s1[:-1]) & (t_t1 < rows.query_starts_s1[1:]) & is_ours_s).any(axis=1)
+    is_in_ts = (t_t1 >= rows.query_starts_s1[:-1]) & (t_t1 < rows.query_starts_s1[1:]) & is_ours_s
+    return is_in_ts.argmax(axis=1), is_in_ts.any(axis=1)
 
 
 def _scalars(
