@@ -42,7 +42,7 @@ _CELL = re.compile(r"(?P<model>[\w.-]+)@(?P<topology>[\w:]+)(?:/(?P<backend>[\w-
 Lowerings = Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]]
 _MARK = "RESULT "
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-_SMALL = 1 << 18  # elements; arrays of fewer are not looked for
+_SMALL = 1 << 20  # elements; arrays of fewer, such as biases, are not looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def _compile(
         executable = lowered.compile()
         report = ProgramReport.of(executable)
         made = tuple(
-            f"{array.opcode}{list(array.dims)}" for array in made_arrays(executable, _sizes(step, params, spec.size))
+            f"{array.opcode}{list(array.dims)}" for array in made_arrays(executable, _sizes(step, params, spec))
         )
     except jax.errors.JaxRuntimeError as error:
         if _OUT_OF_MEMORY not in str(error):
@@ -186,11 +186,16 @@ def _compile(
     )
 
 
-def _sizes(step: Step, params: Params, num_tokens: int) -> set[int]:
-    """Elements of the pool, of a layer of it, of each weight and of a layer of it, unless activations are as large."""
+def _sizes(step: Step, params: Params, spec: ProgramSpec) -> set[int]:
+    """Elements of the pool, of a layer of it, of each weight and of a layer of it, unless activations are as large.
+
+    A program that moves blocks has no weights.
+    """
     layout, config = step.attention.layout.local, step.model.config
     pool = math.prod(layout.shape)
     sizes = {pool, pool // layout.num_layers}
+    if spec.kind not in ("backbone", "draw"):
+        return sizes
     for name, tree in params.items():
         for leaf in jax.tree.leaves(tree):
             size = math.prod(leaf.sharding.shard_shape(leaf.shape))
@@ -198,7 +203,7 @@ def _sizes(step: Step, params: Params, num_tokens: int) -> set[int]:
     heads, groups = config.num_heads // step.mesh.size, layout.num_kv_heads
     inner = config.intermediate_size // step.mesh.size
     widths = (config.hidden_size, inner, 2 * inner, heads * config.head_dim, (heads + 2 * groups) * config.head_dim)
-    return {size for size in sizes if size >= _SMALL} - {num_tokens * width for width in widths}
+    return {size for size in sizes if size >= _SMALL} - {spec.size * width for width in widths}
 
 
 def main(cells: Sequence[str]) -> None:
