@@ -4,7 +4,7 @@
 #   JAX=0.11.2          another jax line than constraints.txt pins (0.11 and later need Python 3.12)
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
-#   JOBS=2              processes that run the quick tests; 0 runs them in this one
+#   JOBS=2              processes that run the tests; 0 runs them in this one
 #   ARGS='...'          further arguments for test, test-long, aot-gpu, accelerator, bench, paper, demo and demo-model
 
 SHELL := /bin/bash
@@ -80,7 +80,7 @@ test: $(STAMP) ## the quick tests
 	@$(BIN)/python -m pytest -q -m 'not long' -n $(JOBS) --dist loadfile $(ARGS)
 
 test-long: $(STAMP) $(AOT)/.installed ## the long tests
-	@$(BIN)/python -m pytest -q -m long $(ARGS)
+	@$(BIN)/python -m pytest -q -m long -n $(JOBS) --dist loadfile $(ARGS)
 
 # libtpu lies beside the packages, not among them: jax would take an installed one for a sign of TPUs. TPU_LIBRARY_PATH
 # names it to the processes that compile. The one that jax's metadata pins is 0.6 GB; .installed says which it is.
