@@ -12,7 +12,7 @@ import pytest
 from jpaged.cli.main import COMMANDS, main, make_parser
 from jpaged.cli.options import config_from, flag_of, sampling_from
 from jpaged.cli.startup import StartupReport
-from jpaged.config import EngineConfig, iter_options
+from jpaged.config import SECTIONS, EngineConfig, iter_options
 from jpaged.types import CompletionOutput, RequestOutput, SamplingParams, Usage
 from jpaged.version import __version__
 
@@ -33,7 +33,7 @@ def test_every_option_has_a_flag(name, spec, spelling):
         words = [f"{flag}={value}"] if spelling == "equals" else [flag, str(value)]
     arguments = make_parser().parse_args(["serve", *[w.replace("_", "-") if w.startswith("--") else w for w in words]])
     config = config_from(arguments)
-    sections = (config.model, config.cache, config.scheduler, config.server)
+    sections = [getattr(config, section) for section in SECTIONS]
     assert [getattr(section, name) for section in sections if name in dataclasses.asdict(section)] == [value]
 
 
