@@ -34,6 +34,7 @@ EXTREMES = np.array([-(2**31), -1000, -1, 0, 1, 2, 15, 16, 17, 100, 1000, 2**31 
 
 class TestCpu(PagedAttentionConformance):
     backend = "cpu"
+    max_width = cpu.MAX_WIDTH
 
     @pytest.mark.parametrize("name", SHAPES)
     def test_real_head_shapes(self, name: str) -> None:
@@ -154,7 +155,8 @@ class TestCpu(PagedAttentionConformance):
         for each in (case, chunk):
             want = self.run(each, shape)
             for num_threads in (1, 2, 3):
-                for got, expected in zip(_with_threads(num_threads).run(each, shape), want, strict=True):
+                limited = _with_threads(num_threads, self.max_width)
+                for got, expected in zip(limited.run(each, shape), want, strict=True):
                     np.testing.assert_array_equal(got, expected)
 
     def test_many_calls_at_once(self) -> None:
@@ -260,14 +262,14 @@ def _update(kernel, q_thd, new_kv, pool, layer, rows, spec, scales):
     return kernel.update(q_thd, (k_tkd, v_tkd, slots_t), pool, layer, rows, spec, scales)
 
 
-def _with_threads(count: int) -> PagedAttentionConformance:
-    """The suite, run by so many threads at most."""
+def _with_threads(count: int, max_width: int) -> PagedAttentionConformance:
+    """The suite, run by so many threads at most, on vectors as wide."""
 
     class Limited(PagedAttentionConformance):
         backend = "cpu"
 
         def attend(self, *args):
-            return _attend(dataclasses.replace(_kernel(), max_threads=count), *args)
+            return _attend(dataclasses.replace(_kernel(), max_threads=count, max_width=max_width), *args)
 
     return Limited()
 
