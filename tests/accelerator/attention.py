@@ -16,7 +16,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, choose
 from jpaged.kernels.paged_attention.shapes import SHAPES
 from tests.kernels import attention_oracle as oracle
-from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case
+from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case, real_shape
 from tests.kernels.test_paged_attention_gpu import SUPPORT as GPU_SUPPORT
 from tests.kernels.tpu_interpreter import Interpreted as InterpretedTpu
 
@@ -45,18 +45,7 @@ class TestOwnKernelHere(PagedAttentionConformance):
 
     @pytest.mark.parametrize("name", SHAPES)
     def test_real_head_shapes(self, name: str) -> None:
-        heads = SHAPES[name]
-        self.check(
-            RAGGED["mixed"],
-            Shape(
-                num_heads=heads.num_heads,
-                num_kv_heads=heads.num_kv_heads,
-                head_dim=heads.head_dim,
-                sliding_window=heads.sliding_window,
-                soft_cap=heads.soft_cap,
-                dtype="bfloat16",
-            ),
-        )
+        self.check(RAGGED["mixed"], real_shape(name, "bfloat16"))
 
     @pytest.mark.parametrize("num_rows", [1, 8])
     def test_long_contexts(self, num_rows: int) -> None:

@@ -23,6 +23,7 @@ from jpaged.kernels.paged_attention import (
     paged_attention,
     paged_attention_update,
 )
+from jpaged.kernels.paged_attention.shapes import SHAPES
 from tests.kernels import attention_oracle as oracle
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}
@@ -62,6 +63,11 @@ class Shape:
     @property
     def stored_dtype(self) -> str:
         return self.kv_dtype or self.dtype
+
+
+def real_shape(name: str, dtype: str = "float32") -> Shape:
+    """The heads of a published model."""
+    return Shape(**dataclasses.asdict(SHAPES[name]), dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True)

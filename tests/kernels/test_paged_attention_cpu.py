@@ -24,6 +24,7 @@ from tests.kernels.attention_conformance import (
     PagedAttentionConformance,
     Shape,
     make_case,
+    real_shape,
     scales_of,
     take_new,
 )
@@ -38,17 +39,7 @@ class TestCpu(PagedAttentionConformance):
 
     @pytest.mark.parametrize("name", SHAPES)
     def test_real_head_shapes(self, name: str) -> None:
-        shape = SHAPES[name]
-        self.check(
-            RAGGED["mixed"],
-            Shape(
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                sliding_window=shape.sliding_window,
-                soft_cap=shape.soft_cap,
-            ),
-        )
+        self.check(RAGGED["mixed"], real_shape(name))
 
     @pytest.mark.parametrize("head_dim", [1, 8, 20, 96, 256])
     @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])

@@ -24,7 +24,7 @@ from jpaged.kernels.paged_attention.pallas_gpu_tiling import (
 )
 from jpaged.kernels.paged_attention.shapes import SHAPES
 from tests.kernels import gpu_interpreter
-from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, Support, make_case
+from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, Support, make_case, real_shape
 
 SUPPORT = Support(block_sizes=frozenset(range(8, 129, 8)), head_dims=frozenset(range(16, 257, 16)), max_group=64)
 
@@ -52,18 +52,7 @@ class Interpreted(PagedAttentionConformance):
 class TestPallasGpu(Interpreted):
     @pytest.mark.parametrize("name", SHAPES)
     def test_real_head_shapes(self, name: str) -> None:
-        shape = SHAPES[name]
-        self.check(
-            RAGGED["mixed"],
-            Shape(
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                sliding_window=shape.sliding_window,
-                soft_cap=shape.soft_cap,
-                dtype="bfloat16",
-            ),
-        )
+        self.check(RAGGED["mixed"], real_shape(name, "bfloat16"))
 
     @pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
     @pytest.mark.parametrize("head_dim", [64, 256])

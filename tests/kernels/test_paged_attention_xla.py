@@ -11,7 +11,7 @@ from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention
 from jpaged.kernels.paged_attention.shapes import SHAPES
-from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape
+from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, real_shape
 
 
 class TestXla(PagedAttentionConformance):
@@ -20,17 +20,7 @@ class TestXla(PagedAttentionConformance):
     @pytest.mark.long
     @pytest.mark.parametrize("name", SHAPES)
     def test_real_head_shapes(self, name: str) -> None:
-        shape = SHAPES[name]
-        self.check(
-            RAGGED["mixed"],
-            Shape(
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                sliding_window=shape.sliding_window,
-                soft_cap=shape.soft_cap,
-            ),
-        )
+        self.check(RAGGED["mixed"], real_shape(name))
 
 
 def _call(backend: str = "xla", *, pool_dtype: str = "float32", num_heads: int = 4) -> None:
