@@ -1,50 +1,13 @@
-"""Plants one fault at a time into a copy of the package, and sees that the quick tests turn red.
+"""Plants faults into the engine, and sees that its quick tests turn red.
 
-    python -m tests.mutation.plant
-
-Each fault is one edit of one file: what stands there is named in full, so that a fault that no longer applies is an
-error and not a pass.
+python -m tests.mutation.plant
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-_IGNORED = shutil.ignore_patterns("__pycache__", "checkpoint", "device", "models", "kernels")
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """An edit, and the test files that have to notice it."""
-
-    name: str
-    path: str
-    before: str
-    after: str
-    tests: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a fault: pytest's exit status (1 is that tests failed), and the first failure."""
-
-    fault: Fault
-    exit_status: int
-    message: str
-    seconds: float
-
-    @property
-    def is_caught(self) -> bool:
-        return self.exit_status == 1
-
+from tests.mutation.planting import Bed, Fault
 
 FAULTS = (
     Fault(
@@ -161,41 +124,13 @@ NO_FAULT = Fault(
     tuple(sorted({name for fault in FAULTS for name in fault.tests})),
 )
 
-
-def plant(fault: Fault) -> Outcome:
-    """Runs the tests of a fault against a copy of the package that has it."""
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="jpaged-fault-") as folder:
-        copy = Path(folder)
-        for name in ("jpaged", "tests/engine"):
-            shutil.copytree(ROOT / name, copy / name, ignore=_IGNORED)
-        for name in ("tests/conftest.py", "pyproject.toml"):
-            shutil.copy(ROOT / name, copy / name)
-        path = copy / "jpaged/engine" / fault.path
-        text = path.read_text()
-        if text.count(fault.before) != 1:
-            raise ValueError(f"{fault.name}: {fault.path} has {text.count(fault.before)} places like the one to edit")
-        path.write_text(text.replace(fault.before, fault.after))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not long", "-p", "no:cacheprovider"]
-        command += [f"tests/engine/{name}" for name in fault.tests]
-        environment = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
-    failures = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
-    message = failures[0].removeprefix("FAILED ").partition("::")[2] if failures else done.stdout[-300:]
-    return Outcome(fault, done.returncode, message, time.monotonic() - begin)
-
-
-def main() -> int:
-    num_missed = 0
-    print(f"{'fault':<52} {'':<7} {'s':>5}  first failure")
-    for fault in FAULTS:
-        outcome = plant(fault)
-        num_missed += not outcome.is_caught
-        mark = "caught" if outcome.is_caught else "MISSED"
-        print(f"{fault.name:<52} {mark:<7} {outcome.seconds:>5.1f}  {outcome.message[:90]}", flush=True)
-    print(f"{len(FAULTS) - num_missed} of {len(FAULTS)} faults were caught")
-    return 1 if num_missed else 0
+BED = Bed(
+    sources="jpaged/engine",
+    tests="tests/engine",
+    left_out=("device", "models", "kernels"),
+    words=lambda fault: [f"tests/engine/{name}" for name in fault.tests],
+)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BED.plant_all(FAULTS))

@@ -8,17 +8,10 @@ memory that is written over while it is read, a key too many.
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
 
-from tests.mutation.plant import ROOT, Fault, Outcome
+from tests.mutation.planting import Bed, Fault
 
-_IGNORED = shutil.ignore_patterns("__pycache__", "checkpoint")
 _KERNEL = "pallas_gpu_kernel.py"
 _TEST = "tests/kernels/test_paged_attention_gpu.py"
 _COMMITS = ("test_what_is_written_is_committed",)
@@ -154,41 +147,13 @@ NO_FAULT = Fault(
     tuple(sorted({name for fault in FAULTS for name in fault.tests})),
 )
 
-
-def plant(fault: Fault) -> Outcome:
-    """Runs the tests of a fault, named by parts of their names, against a copy of the package that has it."""
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="jpaged-fault-") as folder:
-        copy = Path(folder)
-        for name in ("jpaged", "tests/kernels"):
-            shutil.copytree(ROOT / name, copy / name, ignore=_IGNORED)
-        for name in ("tests/conftest.py", "pyproject.toml"):
-            shutil.copy(ROOT / name, copy / name)
-        path = copy / "jpaged/kernels/paged_attention" / fault.path
-        text = path.read_text()
-        if text.count(fault.before) != 1:
-            raise ValueError(f"{fault.name}: {fault.path} has {text.count(fault.before)} places like the one to edit")
-        path.write_text(text.replace(fault.before, fault.after))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", _TEST]
-        command += ["-m", "not long", "-k", " or ".join(fault.tests)]
-        environment = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
-    failures = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
-    message = failures[0].removeprefix("FAILED ").partition("::")[2] if failures else done.stdout[-300:]
-    return Outcome(fault, done.returncode, message, time.monotonic() - begin)
-
-
-def main() -> int:
-    """Plants every fault."""
-    num_missed = 0
-    for fault in FAULTS:
-        outcome = plant(fault)
-        num_missed += not outcome.is_caught
-        mark = "caught" if outcome.is_caught else "MISSED"
-        print(f"{fault.name:<52} {mark:<7} {outcome.seconds:>5.1f}  {outcome.message[:90]}", flush=True)
-    print(f"{len(FAULTS) - num_missed} of {len(FAULTS)} faults were caught")
-    return 1 if num_missed else 0
+BED = Bed(
+    sources="jpaged/kernels/paged_attention",
+    tests="tests/kernels",
+    left_out=(),
+    words=lambda fault: [_TEST, "-k", " or ".join(fault.tests)],
+)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BED.plant_all(FAULTS))

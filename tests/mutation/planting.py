@@ -1,0 +1,96 @@
+"""Plants one fault at a time into a copy of the package, and sees whether the tests turn red.
+
+Each fault is one edit of one file: what stands there is named in full, so that a fault that no longer applies is an
+error and not a pass.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An edit, and the tests that have to notice it."""
+
+    name: str
+    path: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a fault: pytest's exit status (1 is that tests failed), and the first failure."""
+
+    fault: Fault
+    exit_status: int
+    message: str
+    seconds: float
+
+    @property
+    def is_caught(self) -> bool:
+        return self.exit_status == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bed:
+    """Where faults are planted.
+
+    Attributes:
+        sources: folder that a fault's path begins in.
+        tests: folder of tests that is copied beside the package.
+        left_out: folders of either that the tests can do without.
+        words: pytest's arguments that choose the tests of a fault.
+    """
+
+    sources: str
+    tests: str
+    left_out: tuple[str, ...]
+    words: Callable[[Fault], list[str]]
+
+    def plant(self, fault: Fault) -> Outcome:
+        """Runs the tests of a fault against a copy of the package that has it."""
+        begin = time.monotonic()
+        ignored = shutil.ignore_patterns("__pycache__", "checkpoint", *self.left_out)
+        with tempfile.TemporaryDirectory(prefix="jpaged-fault-") as folder:
+            copy = Path(folder)
+            for name in ("jpaged", self.tests):
+                shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+            for name in ("tests/conftest.py", "pyproject.toml"):
+                shutil.copy(ROOT / name, copy / name)
+            path = copy / self.sources / fault.path
+            text = path.read_text()
+            if (count := text.count(fault.before)) != 1:
+                raise ValueError(f"{fault.name}: {fault.path} has {count} places like the one to edit")
+            path.write_text(text.replace(fault.before, fault.after))
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not long", "-p", "no:cacheprovider"]
+            command += self.words(fault)
+            environment = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu"}
+            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        failures = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+        message = failures[0].removeprefix("FAILED ").partition("::")[2] if failures else done.stdout[-300:]
+        return Outcome(fault, done.returncode, message, time.monotonic() - begin)
+
+    def plant_all(self, faults: Sequence[Fault]) -> int:
+        """Plants each, prints what became of it, and returns 1 if one was missed."""
+        num_missed = 0
+        print(f"{'fault':<52} {'':<7} {'s':>5}  first failure")
+        for fault in faults:
+            outcome = self.plant(fault)
+            num_missed += not outcome.is_caught
+            mark = "caught" if outcome.is_caught else "MISSED"
+            print(f"{fault.name:<52} {mark:<7} {outcome.seconds:>5.1f}  {outcome.message[:90]}", flush=True)
+        print(f"{len(faults) - num_missed} of {len(faults)} faults were caught")
+        return 1 if num_missed else 0
