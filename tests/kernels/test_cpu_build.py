@@ -14,6 +14,7 @@ import pytest
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.paged_attention import cpu, cpu_build
+from jpaged.kernels.paged_attention.backends import implementation
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case
 
 ROOT = Path(__file__).parents[2]
@@ -61,10 +62,10 @@ def test_a_failed_build_leaves_the_old_library(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_was_not_built_refuses_with_the_remedy(no_library: Path) -> None:
-    case = make_case(RAGGED["mixed"], Shape())
+    spec, num_heads = CpuSuite().spec(make_case(RAGGED["mixed"], Shape()), Shape()), Shape().num_heads
     remedy = r"attention backend cpu: libjpaged_cpu.so was not built: .* `python -m jpaged.*cpu_build` builds it now"
     with pytest.raises(Unsupported, match=remedy):
-        CpuSuite().run(case)
+        implementation("cpu", spec, num_heads)
 
 
 def test_a_library_that_cannot_be_loaded_refuses_too(no_library: Path) -> None:
@@ -246,6 +247,7 @@ FAULTS = (
 _RUN = """
 import sys, pathlib, pytest
 from jpaged.kernels.paged_attention import cpu, cpu_build
+from jpaged.kernels.paged_attention.backends import implementation
 cpu_build.LIBRARY = pathlib.Path(sys.argv[1])
 isinstance(cpu.kernel(), str) and sys.exit(9)
 sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not long", "-k", sys.argv[2], sys.argv[3]]))
