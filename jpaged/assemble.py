@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from jpaged.device.backend import names_of
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, first_device, serving_mesh
 from jpaged.engine.engine import Engine, EngineOptions
-from jpaged.engine.executor import Progress
+from jpaged.engine.executor import Executor, Progress
 from jpaged.engine.intake import Intake
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
 from jpaged.errors import Unsupported
@@ -41,6 +42,11 @@ class Source:
     config: ModelConfig
     tokenizer: Tokenizer
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every token that ends a sequence."""
+        return frozenset(self.config.eos_token_ids) or self.tokenizer.eos_token_ids
+
 
 def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
     """Loads a model and compiles everything that will run. The engine is ready, and not started.
@@ -56,36 +62,10 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
     device = first_device(mesh)
     source = find_source(options.model.model)
     model = model_for(source.config, _dtype(options.model.dtype, source.config, device.platform))
-    params = _load(model, source, options, Placement.of(model, mesh), progress)
-    executor = JaxExecutor.create(
-        model, params, options, mesh=mesh, compile_cache_dir=Environment.read().compile_cache_dir
-    )
+    executor = _make_executor(source, model, options, Placement.of(model, mesh), progress)
     geometry = executor.geometry
-    if options.model.attention_backend == "auto":
-        for backend, reason in executor.passed_over_backends:
-            progress(f"attention {executor.attention_backend}, not {backend}: {reason}", 1, 1)
-    pool_mib = geometry.num_blocks * geometry.bytes_per_block / 2**20
-    progress(f"pool of {geometry.num_blocks} blocks of {geometry.block_size} tokens ({pool_mib:.0f} MiB)", 1, 1)
     executor.warm_up(progress)
-    eos_token_ids = frozenset(source.config.eos_token_ids) or source.tokenizer.eos_token_ids
-    scheduler = options.scheduler
-    engine = Engine(
-        executor,
-        source.tokenizer,
-        EngineOptions(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_num_queued_reqs=scheduler.max_num_queued_reqs,
-            overlap=scheduler.overlap,
-            policy=scheduler.policy,
-            batching=scheduler.batching,
-            preemption_mode=scheduler.preemption_mode,
-            kv_policy=options.cache.kv_policy,
-            enable_prefix_caching=options.cache.enable_prefix_caching,
-            max_cached_tokens=source.config.max_prefix_len,
-        ),
-        eos_token_ids=eos_token_ids,
-    )
+    engine = _make_engine(executor, source, options)
     names = names_of(device)
     resolved = options.resolve(
         {
@@ -99,9 +79,9 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
     )
     return Serving(
         engine=engine,
-        intake=Intake(source.tokenizer, geometry, eos_token_ids=eos_token_ids, seed=options.model.seed),
+        intake=Intake(source.tokenizer, geometry, eos_token_ids=source.eos_token_ids, seed=options.model.seed),
         tokenizer=source.tokenizer,
-        model=_model_facts(source, resolved, eos_token_ids),
+        model=_model_facts(source, resolved),
         backend=BackendFacts(
             platform=names.platform,
             device_kind=names.device_kind,
@@ -118,6 +98,44 @@ def find_source(name: str) -> Source:
     folder = checkpoint.FOLDER if name == DEMO else find_folder(name)
     config = read_config(folder)
     return Source(name, folder, config, load_tokenizer(folder, vocab_size=config.vocab_size))
+
+
+def _make_executor(
+    source: Source, model: Model, options: EngineConfig, where: Placement, progress: Progress
+) -> JaxExecutor:
+    """The model on its devices, with its pool; nothing is compiled yet."""
+    params = _load(model, source, options, where, progress)
+    executor = JaxExecutor.create(
+        model, params, options, mesh=where.mesh, compile_cache_dir=Environment.read().compile_cache_dir
+    )
+    if options.model.attention_backend == "auto":
+        for backend, reason in executor.passed_over_backends:
+            progress(f"attention {executor.attention_backend}, not {backend}: {reason}", 1, 1)
+    geometry = executor.geometry
+    pool_mib = geometry.num_blocks * geometry.bytes_per_block / 2**20
+    progress(f"pool of {geometry.num_blocks} blocks of {geometry.block_size} tokens ({pool_mib:.0f} MiB)", 1, 1)
+    return executor
+
+
+def _make_engine(executor: Executor[Any], source: Source, options: EngineConfig) -> Engine:
+    scheduler = options.scheduler
+    return Engine(
+        executor,
+        source.tokenizer,
+        EngineOptions(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_queued_reqs=scheduler.max_num_queued_reqs,
+            overlap=scheduler.overlap,
+            policy=scheduler.policy,
+            batching=scheduler.batching,
+            preemption_mode=scheduler.preemption_mode,
+            kv_policy=options.cache.kv_policy,
+            enable_prefix_caching=options.cache.enable_prefix_caching,
+            max_cached_tokens=source.config.max_prefix_len,
+        ),
+        eos_token_ids=source.eos_token_ids,
+    )
 
 
 def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:
@@ -144,7 +162,7 @@ def _load(model: Model, source: Source, options: EngineConfig, where: Placement,
     return load_params(model, source.folder, layer_mode, num_parts=num_parts, put=put, progress=tensor)
 
 
-def _model_facts(source: Source, resolved: EngineConfig, eos_token_ids: frozenset[int]) -> ModelFacts:
+def _model_facts(source: Source, resolved: EngineConfig) -> ModelFacts:
     config = source.config
     return ModelFacts(
         name=str(resolved.server.served_model_name),
@@ -156,6 +174,6 @@ def _model_facts(source: Source, resolved: EngineConfig, eos_token_ids: frozense
         num_query_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        eos_token_ids=tuple(sorted(eos_token_ids)),
+        eos_token_ids=tuple(sorted(source.eos_token_ids)),
         has_chat_template=source.tokenizer.has_chat_template,
     )
