@@ -11,6 +11,7 @@ shapes of a lone request that decodes, of a full batch that decodes, and everyth
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +26,8 @@ from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError
 
 _LOG = logging.getLogger(__name__)
-_NUM_THREADS = 2  # tracing holds the interpreter's lock, XLA does not: two overlap the one with the other
+NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
+"""Tracing holds the interpreter's lock, XLA does not: two overlap the one with the other, more compile side by side."""
 
 Origin = Literal["compiled", "cache", "saved"]
 """Where a program came from: the compiler, the cache on disk, or a folder of saved programs."""
@@ -100,7 +102,7 @@ class ProgramLedger:
         return program.executable
 
     def compile(self, specs: Collection[ProgramSpec], progress: Progress) -> None:
-        """Makes these programs, two at a time, and returns when all are ready. The first failure ends it."""
+        """Makes these programs, `NUM_THREADS` at a time, and returns when all are ready. The first failure ends it."""
         progress("compiling", 0, len(specs))
         futures = self._submit(specs, lambda num_ready: progress("compiled", num_ready, len(specs)))
         try:
@@ -135,7 +137,7 @@ class ProgramLedger:
         return f"{len(origins)} programs: {', '.join(counts)}{failed}{after}"
 
     def close(self) -> None:
-        """Makes no more programs; the two that are being made are waited for by nobody but the interpreter's exit."""
+        """Makes no more programs; those that are being made are waited for by nobody but the interpreter's exit."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._sources = {}
@@ -147,7 +149,7 @@ class ProgramLedger:
 
     def _submit(self, specs: Collection[ProgramSpec], report: Callable[[int], None]) -> list[Future[None]]:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="jpaged-compile")
+            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="jpaged-compile")
         return [self._threads.submit(self._make, spec, self._sources[spec], report) for spec in specs]
 
     def _make(self, spec: ProgramSpec, source: ProgramSource, report: Callable[[int], None]) -> None:
