@@ -38,7 +38,7 @@ def make_executor(case: TinyCase, folder: Path, **options: Any) -> JaxExecutor:
     """An executor of a tiny checkpoint in float32 with few shapes, warmed up."""
     model = model_for(ModelConfig.from_hf(case.config), np.dtype(np.float32))
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_TOKENS, "block_size": BLOCK_SIZE, "num_blocks": 200}
-    config = EngineConfig.load({**defaults, "swap_space": 0.005, **options})
+    config = EngineConfig.load({**defaults, "swap_space": 0.005, "wait_for_all_programs": True, **options})
     where = Placement.of(model, serving_mesh(config.parallel.tensor_parallel_size), "loop")
     folder = write_checkpoint(case, folder)
     params = load_params(model, folder, "loop", num_parts=where.num_parts, put=put_as(where.shardings))
