@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from jpaged.cli import batch, bench, convert, demo, generate, serve
+from jpaged.cli import batch, bench, convert, demo, generate, health, serve
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.version import __version__
 
@@ -18,6 +18,7 @@ COMMANDS: dict[str, ModuleType] = {
     "serve": serve,
     "generate": generate,
     "batch": batch,
+    "health": health,
     "bench": bench,
     "convert": convert,
     "demo": demo,
