@@ -8,6 +8,7 @@ import pytest
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client import AsyncClient
+from jpaged.engine.engine import Engine
 from jpaged.errors import InvalidArgument
 from jpaged.server.stream import MAX_TOKENS_PER_MESSAGE, Bridge, OutputStream
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
@@ -91,6 +92,7 @@ async def test_a_tenant_with_one_request_does_not_wait_for_all_of_another():
     async with running(executor=FakeExecutor(max_num_seqs=1), policy="fair") as harness:
         ended: list[str] = []
         engine = harness.serving.engine
+        assert isinstance(engine, Engine)
 
         async def run(client: AsyncClient, name: str) -> None:
             await client.complete("hello", SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
