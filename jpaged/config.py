@@ -132,6 +132,20 @@ class ParallelOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class StartupOptions:
+    """What has to be there before the first step."""
+
+    wait_for_all_programs: bool = option(
+        False, "start when every program is compiled, not when those are that any step can be padded to"
+    )
+    compiled: str | None = option(
+        None,
+        "a folder of programs that `jpaged plan --save` wrote for this model, these options and these devices: what "
+        "is there is loaded, not compiled; num_blocks is theirs when left out",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """What clients see, where they connect, and how the server ends."""
 
@@ -158,6 +172,7 @@ SECTIONS: dict[str, type] = {
     "cache": CacheOptions,
     "scheduler": SchedulerOptions,
     "parallel": ParallelOptions,
+    "startup": StartupOptions,
     "server": ServerOptions,
 }
 
@@ -170,6 +185,7 @@ class EngineConfig:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    startup: StartupOptions = field(default_factory=StartupOptions)
     server: ServerOptions = field(default_factory=ServerOptions)
 
     @classmethod

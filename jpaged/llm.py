@@ -42,7 +42,8 @@ class LLM:
     Args:
         model: `demo`, a folder in Hugging Face layout, or a hub id.
         options: the command line's options with underscores (`dtype`, `max_model_len`, `block_size`, `num_blocks`,
-            `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...).
+            `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...). All programs are waited for unless
+            `wait_for_all_programs` is False: which program computes a token does not depend on the time of day.
         progress: told (what, done, total) while the model loads and its programs compile.
 
     Raises:
@@ -53,7 +54,7 @@ class LLM:
         for name in field_names(ServerOptions):
             if name in options:
                 raise InvalidArgument(name, "is an option of `jpaged serve`; there is no server here")
-        config = EngineConfig.load({"model": model, **options})
+        config = EngineConfig.load({"model": model, "wait_for_all_programs": True, **options})
         self._serving = build(config) if progress is None else build(config, progress)
         self._num_requests = 0
 

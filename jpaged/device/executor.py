@@ -23,14 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jpaged.config import EngineConfig
 from jpaged.device.block_moves import BlockMover, content_bytes, lower_move, move_sizes
 from jpaged.device.cascade_costs import cascade_costs
-from jpaged.device.compile import (
-    CompiledProgram,
-    CompileWatch,
-    ProgramSpec,
-    compile_all,
-    compiler_options,
-    program_specs,
-)
+from jpaged.device.compile import CompileWatch, ProgramSpec, compiler_options, least_programs, program_specs
 from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
 from jpaged.device.kv_cache import KVPool, PoolRequest, check_num_blocks, default_num_blocks
@@ -46,7 +39,9 @@ from jpaged.device.mesh import (
     replicated,
     serving_mesh,
 )
+from jpaged.device.programs import CompiledProgram, ProgramLedger, ProgramSource
 from jpaged.device.rates import NO_RATE, null_prefill, seconds_of
+from jpaged.device.saved_programs import SavedPrograms, Target
 from jpaged.device.step import Step, backbone_packing, draw_packing, unpack_outputs
 from jpaged.engine.buckets import BucketTable
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Progress, StepInputs, StepOutputs
@@ -70,14 +65,22 @@ class JaxStepHandle:
 class JaxExecutor:
     """Implements `engine.executor.Executor` on the devices of a mesh. Used by one thread, the engine's."""
 
-    def __init__(self, step: Step, params: Params, geometry: Geometry) -> None:
+    def __init__(
+        self,
+        step: Step,
+        params: Params,
+        geometry: Geometry,
+        *,
+        waits_for_all: bool = True,
+        saved: SavedPrograms | None = None,
+    ) -> None:
         """Allocates the pool. `create` is the way in; this takes what it decided."""
         self._geometry = geometry
         self._step = step
         self._params: Params | None = params
         self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
-        self._lowerings = program_lowerings(step, params, geometry)
-        self._programs: dict[ProgramSpec, CompiledProgram] = {}
+        self._waits_for_all = waits_for_all
+        self._programs = ProgramLedger(_sources(step, params, geometry, saved), self._note_ready)
         self._backbone_packings = {size: backbone_packing(size, geometry) for size in geometry.buckets.tokens}
         self._draw_packings = {size: draw_packing(size) for size in geometry.buckets.rows}
         self._watch = CompileWatch()
@@ -114,6 +117,11 @@ class JaxExecutor:
             InvalidArgument: options that contradict the model or the memory, or parameters of other shapes.
         """
         _set_up_compile_cache(compile_cache_dir)
+        folder = options.startup.compiled
+        saved = None if folder is None else SavedPrograms.open(Path(folder))
+        if saved is not None and options.cache.num_blocks is None:
+            cache = dataclasses.replace(options.cache, num_blocks=saved.target.num_blocks)
+            options = dataclasses.replace(options, cache=cache)
         mesh = mesh or serving_mesh(options.parallel.tensor_parallel_size)
         layer_mode: LayerMode = "loop" if isinstance(params["layers"], list) else "scan"
 
@@ -143,7 +151,9 @@ class JaxExecutor:
                 request, device, lambda: largest_temp_bytes(*assemble(request.blocks_per_seq), params)
             )
         step, geometry = assemble(num_blocks)
-        return cls(step, params, geometry)
+        if saved is not None:
+            saved.check(Target.of(step, geometry))
+        return cls(step, params, geometry, waits_for_all=options.startup.wait_for_all_programs, saved=saved)
 
     @property
     def geometry(self) -> Geometry:
@@ -181,14 +191,32 @@ class JaxExecutor:
 
     @property
     def programs(self) -> Mapping[ProgramSpec, CompiledProgram]:
-        """The ledger: every compiled program, with what it cost. Empty before `warm_up`."""
-        return self._programs
+        """Every program that can run, with what it cost; empty before `warm_up`, and growing after it."""
+        return self._programs.ready
+
+    @property
+    def num_programs(self) -> int:
+        """Of the whole list, compiled or not."""
+        return self._programs.num_programs
 
     def warm_up(self, progress: Progress) -> None:
-        """Compiles every program, two at a time, and times some. Blocks are as they were when it returns."""
+        """Compiles what any step can be padded to, times some of it, and has the rest compiled in the background.
+
+        With `wait_for_all_programs` there is no rest. Blocks are as they were when it returns.
+        """
         self._require_alive()
-        self._programs = compile_all(self._lowerings, progress)
+        buckets, layout = self._geometry.buckets, self._step.attention.layout
+        has_host_blocks = self._geometry.num_host_blocks > 0
+        make = program_specs if self._waits_for_all else least_programs
+        self._programs.compile(make(buckets, move_sizes(layout), has_host_blocks=has_host_blocks), progress)
         self._rates = self._measure_rates()
+        self._programs.compile_rest(progress)
+
+    def _note_ready(self) -> None:
+        """A program landed: steps may have its shape from now on. A draw with alternatives does for one without."""
+        tokens, rows = self._programs.sizes("backbone"), self._programs.sizes("draw", want_top=True)
+        if tokens and rows:
+            self._geometry = dataclasses.replace(self._geometry, buckets=BucketTable(tokens, rows))
 
     def move_blocks(self, moves: BlockMoves) -> None:
         """Starts moving blocks; a block that is on its way to the host is waited for only when it is to come back.
@@ -199,7 +227,7 @@ class JaxExecutor:
         self._require_alive()
         with self._watch.watching():
             try:
-                self._mover.run(moves, self._program)
+                self._mover.run(moves, self._programs)
             except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
                 raise InternalError(f"{moves.move.value} of {len(moves.sources)} blocks failed: {error}") from error
 
@@ -212,8 +240,8 @@ class JaxExecutor:
         params = self._require_alive()
         how = inputs.sampling
         num_tokens, num_rows = len(inputs.token_ids_t), len(how.temperature_r)
-        backbone = self._program(ProgramSpec("backbone", num_tokens))
-        draw = self._program(ProgramSpec("draw", num_rows, how.want_top))
+        backbone = self._programs.find(ProgramSpec("backbone", num_tokens))
+        draw = self._find_draw(num_rows, how.want_top)
         backbone_buffer = self._backbone_packings[num_tokens].pack(inputs)
         draw_buffer = self._draw_packings[num_rows].pack(how)
         with self._watch.watching():
@@ -248,17 +276,15 @@ class JaxExecutor:
         self._host.release()
         self._params = None
         self._head_params = {}
-        self._lowerings = {}
-        self._programs = {}
+        self._programs.release()
 
     def _measure_rates(self) -> DeviceRates:
         inputs = null_prefill(self._geometry)
         prefill_s = seconds_of(lambda: self.collect(self.dispatch(inputs)))
         swap_out = swap_in = NO_RATE
-        count = min(
-            self._geometry.num_host_blocks, self._geometry.num_blocks, move_sizes(self._step.attention.layout)[-1]
-        )
-        if count:
+        swap_sizes = self._programs.sizes(Move.SWAP_IN.value)
+        if swap_sizes:
+            count = min(self._geometry.num_host_blocks, self._geometry.num_blocks, swap_sizes[-1])
             ids = list(range(1, count + 1))
             num_bytes = count * self._geometry.bytes_per_block
 
@@ -282,12 +308,25 @@ class JaxExecutor:
             raise InternalError("the executor is shut down")
         return self._params
 
-    def _program(self, spec: ProgramSpec) -> jax.stages.Compiled:
-        program = self._programs.get(spec)
-        if program is None:
-            known = ", ".join(map(str, self._programs)) or "none: warm_up has not run"
-            raise InternalError(f"no program {spec} was compiled; there are {known}")
-        return program.executable
+    def _find_draw(self, num_rows: int, want_top: bool) -> jax.stages.Compiled:
+        plain = ProgramSpec("draw", num_rows)
+        return self._programs.find(plain if not want_top and plain in self._programs.ready else plain.with_top())
+
+
+def _sources(
+    step: Step, params: Params, geometry: Geometry, saved: SavedPrograms | None
+) -> dict[ProgramSpec, ProgramSource]:
+    """For each program of the list, most needed first, how it is made: loaded where it was saved, else compiled."""
+    return {
+        spec: ProgramSource(functools.partial(saved.load, spec, step.mesh), is_saved=True)
+        if saved is not None and saved.has(spec)
+        else ProgramSource(functools.partial(_compile, lowering))
+        for spec, lowering in program_lowerings(step, params, geometry).items()
+    }
+
+
+def _compile(lowering: Lowering) -> jax.stages.Compiled:
+    return lowering().compile()
 
 
 def plan(

@@ -54,7 +54,7 @@ def cold_executors(case: TinyCase, folder: Path, **options: Any) -> list[JaxExec
     """With parameters and pools, and no program yet."""
     model = model_for(ModelConfig.from_hf(case.config), np.dtype(np.float32))
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_TOKENS, "block_size": BLOCK_SIZE, "num_blocks": 200}
-    config = EngineConfig.load({**defaults, "swap_space": 0.005, **options})
+    config = EngineConfig.load({**defaults, "swap_space": 0.005, "wait_for_all_programs": True, **options})
     meshes = serving_meshes(config.parallel.tensor_parallel_size, config.parallel.data_parallel_size)
     where, *_ = places = [Placement.of(model, mesh, "loop") for mesh in meshes]
     folder = write_checkpoint(case, folder)
