@@ -1,4 +1,4 @@
-"""Holds Kubernetes manifests to the schemas, to the server's options, and to each other. Each check names what is wrong.
+"""Holds Kubernetes manifests to the schemas, to the server's options, and to each other; names what is wrong.
 
 Core kinds are validated by the schemas of the package kubernetes-validate, closed to unknown fields; LeaderWorkerSet
 and JobSet by schemas/*.json beside this file, and the pods in them by the core schemas again.
