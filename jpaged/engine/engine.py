@@ -293,7 +293,9 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                if not self.step():
+                if (
+                    not self.step() and not self._is_stopping
+                ):  # the step may have been told to stop: nothing comes after
                     self.check()
                     self._inbox.get()()
         except Exception as error:  # the top of the loop: whatever happened, every stream must hear of it

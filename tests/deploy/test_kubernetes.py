@@ -152,7 +152,7 @@ def test_a_planted_mistake_in_a_pod_is_found(path, key, value, message):
 @pytest.mark.parametrize(
     ("path", "key", "value", "message"),
     [
-        ("spec.leaderWorkerTemplate", "size", 2, "8 devices for --tensor-parallel-size 16"),
+        ("spec.leaderWorkerTemplate", "size", 2, "8 devices for options that ask for 16"),
         ("spec.leaderWorkerTemplate", "restartPolicy", "None", "restartPolicy must be RecreateGroupOnPodRestart"),
         (f"{LEADER}.nodeSelector", "cloud.google.com/gke-tpu-topology", "2x4", "2x4 does not have 16 chips"),
         (f"{LEADER}.containers.0", "args", ["demo", "--tensor-parallel-size=16"], "are started differently"),

@@ -283,6 +283,27 @@ def test_drain_gives_up_after_its_time_and_stop_ends_the_rest():
     assert isinstance(h.last("a").error, Unavailable)
 
 
+def test_a_stop_that_comes_with_the_last_drop_ends_the_loop(overlap):
+    faults = Faults()
+    h = make(overlap, faults=faults)
+    faults.gate.clear()
+    h.submit("a", [1, 2], max_tokens=50)
+    h.engine.start()
+    h.engine.drop("a")
+    stopper = threading.Thread(target=h.engine.stop, daemon=True)
+    stopper.start()
+    while True:  # until the stop has begun
+        try:
+            h.submit("a", [1])
+        except Unavailable:
+            break
+        except AlreadyExists:
+            pass
+    faults.gate.set()
+    stopper.join(20)
+    assert not stopper.is_alive()
+
+
 def test_overlap_reaches_the_device_before_the_last_results_are_read():
     order = []
 
