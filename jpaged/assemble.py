@@ -1,10 +1,13 @@
 """Options -> running objects: the only file that knows every layer.
 
 model folder -> config, tokenizer -> parameters -> executor (pool, programs) -> engine, intake
+
+With `data_parallel_size` there are several executors and engines, on devices of their own, behind one `Replicas`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,13 @@ from jpaged.config import EngineConfig, Environment
 from jpaged.demo import checkpoint
 from jpaged.device.backend import names_of
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.mesh import Placement, first_device, serving_mesh
+from jpaged.device.mesh import Placement, first_device, serving_meshes
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import Executor, Progress
 from jpaged.engine.intake import Intake
+from jpaged.engine.replicas import Replicas, shares
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
-from jpaged.errors import Unsupported
+from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import DEMO, find_folder, read_config
 from jpaged.models.model import Model, model_for
@@ -58,14 +62,22 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
     Raises:
         InvalidArgument, NotFound, Unsupported: the model or an option cannot be; says which and why.
     """
-    mesh = serving_mesh(options.parallel.tensor_parallel_size)
-    device = first_device(mesh)
+    parallel = options.parallel
+    if options.startup.compiled is not None and parallel.data_parallel_size > 1:
+        raise InvalidArgument(
+            "compiled",
+            f"saved programs are for one copy of the model; data_parallel_size is {parallel.data_parallel_size}",
+        )
+    meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size)
+    device = first_device(meshes[0])
     source = find_source(options.model.model)
     model = model_for(source.config, _dtype(options.model.dtype, source.config, device.platform))
-    executor = _make_executor(source, model, options, Placement.of(model, mesh), progress)
-    geometry = executor.geometry
-    executor.warm_up(progress)
-    engine = _make_engine(executor, source, options)
+    executors = _make_executors(source, model, options, [Placement.of(model, mesh) for mesh in meshes], progress)
+    executor, geometry = executors[0], executors[0].geometry
+    for index, one in enumerate(executors):
+        one.warm_up(_progress_of(index, len(executors), progress))
+    queues = shares(options.scheduler.max_num_queued_reqs, len(executors))
+    engines = [_make_engine(one, source, options, queue) for one, queue in zip(executors, queues, strict=True)]
     names = names_of(device)
     resolved = options.resolve(
         {
@@ -78,14 +90,14 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
         }
     )
     return Serving(
-        engine=engine,
+        engine=engines[0] if len(engines) == 1 else Replicas(engines),
         intake=Intake(source.tokenizer, geometry, eos_token_ids=source.eos_token_ids, seed=options.model.seed),
         tokenizer=source.tokenizer,
         model=_model_facts(source, resolved),
         backend=BackendFacts(
             platform=names.platform,
             device_kind=names.device_kind,
-            num_devices=mesh.size,
+            num_devices=sum(mesh.size for mesh in meshes),
             attention=executor.attention_backend,
             jax_version=names.jax_version,
         ),
@@ -100,24 +112,48 @@ def find_source(name: str) -> Source:
     return Source(name, folder, config, load_tokenizer(folder, vocab_size=config.vocab_size))
 
 
-def _make_executor(
-    source: Source, model: Model, options: EngineConfig, where: Placement, progress: Progress
-) -> JaxExecutor:
-    """The model on its devices, with its pool; nothing is compiled yet."""
-    params = _load(model, source, options, where, progress)
-    executor = JaxExecutor.create(
-        model, params, options, mesh=where.mesh, compile_cache_dir=Environment.read().compile_cache_dir
-    )
+def _make_executors(
+    source: Source, model: Model, options: EngineConfig, places: Sequence[Placement], progress: Progress
+) -> list[JaxExecutor]:
+    """A copy of the model for each place, with its pool; nothing is compiled yet.
+
+    The weights are read once, and all are in memory before the first pool is: it decides how large the others are.
+    """
+    params = _load(model, source, options, places[0], progress)
+    copies = [where.put(params) for where in places]
+    executors: list[JaxExecutor] = []
+    for index, (where, copy) in enumerate(zip(places, copies, strict=True)):
+        executor = JaxExecutor.create(
+            model,
+            copy,
+            options,
+            mesh=where.mesh,
+            num_pools=len(places) - index,
+            compile_cache_dir=Environment.read().compile_cache_dir,
+        )
+        _tell(executor, options, _progress_of(index, len(places), progress))
+        options = options.resolve({"num_blocks": executor.geometry.num_blocks})
+        executors.append(executor)
+    return executors
+
+
+def _tell(executor: JaxExecutor, options: EngineConfig, progress: Progress) -> None:
     if options.model.attention_backend == "auto":
         for backend, reason in executor.passed_over_backends:
             progress(f"attention {executor.attention_backend}, not {backend}: {reason}", 1, 1)
     geometry = executor.geometry
     pool_mib = geometry.num_blocks * geometry.bytes_per_block / 2**20
     progress(f"pool of {geometry.num_blocks} blocks of {geometry.block_size} tokens ({pool_mib:.0f} MiB)", 1, 1)
-    return executor
 
 
-def _make_engine(executor: Executor[Any], source: Source, options: EngineConfig) -> Engine:
+def _progress_of(index: int, num_replicas: int, progress: Progress) -> Progress:
+    """Says which replica it is about, where there are several."""
+    if num_replicas == 1:
+        return progress
+    return lambda what, done, total: progress(f"replica {index}: {what}", done, total)
+
+
+def _make_engine(executor: Executor[Any], source: Source, options: EngineConfig, max_num_queued_reqs: int) -> Engine:
     scheduler = options.scheduler
     return Engine(
         executor,
@@ -125,7 +161,7 @@ def _make_engine(executor: Executor[Any], source: Source, options: EngineConfig)
         EngineOptions(
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_num_queued_reqs=scheduler.max_num_queued_reqs,
+            max_num_queued_reqs=max_num_queued_reqs,
             overlap=scheduler.overlap,
             policy=scheduler.policy,
             batching=scheduler.batching,

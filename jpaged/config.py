@@ -77,7 +77,11 @@ class CacheOptions:
         choices=("auto", "float32", "bfloat16", "int8", "fp8"),
     )
     swap_space: float = option(
-        1.0, "host memory that groups are swapped out to, and cached prefixes kept in", low=0.0, high=4096.0, unit="GiB"
+        1.0,
+        "host memory that groups are swapped out to, and cached prefixes kept in; of all replicas together",
+        low=0.0,
+        high=4096.0,
+        unit="GiB",
     )
     enable_prefix_caching: bool = option(True, "share the blocks of prompts that begin alike")
     enable_cascade_attention: bool = option(
@@ -113,10 +117,17 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class ParallelOptions:
-    """How many devices run the model."""
+    """How many devices run the model: the product of the sizes."""
 
     tensor_parallel_size: int = option(
         1, "devices that share one copy of the model: heads, feed-forward and vocabulary are split over them", low=1
+    )
+    data_parallel_size: int = option(
+        1,
+        "copies of the model behind one service, each with devices and a pool of its own; max_num_seqs and num_blocks "
+        "are of each, swap_space and max_num_queued_reqs are shared out; a request goes where its prefix is cached, "
+        "then where the load is least",
+        low=1,
     )
 
 

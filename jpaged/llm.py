@@ -119,8 +119,7 @@ class LLM:
 
     def _run(self, requests: list[Request]) -> list[RequestOutput]:
         gathered = {request.request_id: _Gathered(request) for request in requests}
-        engine, limits = self._serving.engine, self.config.scheduler
-        max_in_flight = limits.max_num_seqs + limits.max_num_queued_reqs
+        engine = self._serving.engine
         waiting = deque(requests)
         in_flight: set[str] = set()
 
@@ -131,7 +130,7 @@ class LLM:
 
         try:
             while waiting or in_flight:
-                while waiting and len(in_flight) < max_in_flight:
+                while waiting and len(in_flight) < engine.max_num_in_flight:
                     engine.submit(waiting[0], take)
                     in_flight.add(waiting.popleft().request_id)
                 if not engine.step() and in_flight:

@@ -49,7 +49,9 @@ async def _serve(config: EngineConfig) -> int:
         for name, value, source in serving.config.explain():
             report.line(f"  {name} = {value} ({source})")
         backend = serving.backend
-        report.line(f"  {backend.num_devices} x {backend.device_kind}, attention {backend.attention}")
+        num_replicas = serving.config.parallel.data_parallel_size
+        copies = f" in {num_replicas} replicas" if num_replicas > 1 else ""
+        report.line(f"  {backend.num_devices} x {backend.device_kind}{copies}, attention {backend.attention}")
         if server.metrics_port is not None:
             report.line(f"metrics on http://{host}:{server.metrics_port}/metrics")
         report.line(f"ready on {host}:{port}")

@@ -99,6 +99,7 @@ class JaxExecutor:
         options: EngineConfig,
         *,
         mesh: Mesh | None = None,
+        num_pools: int = 1,
         compile_cache_dir: Path | None = None,
     ) -> JaxExecutor:
         """Puts the parameters on the devices, settles the number of blocks and allocates the pool.
@@ -107,7 +108,9 @@ class JaxExecutor:
             model: the network.
             params: of the model widened for the mesh (`models.splitting`), in either layer mode.
             options: `cache`, `scheduler` and `model.max_model_len` are read; None is filled in, see `geometry`.
-            mesh: where it runs; jax's first devices, as many as `options.parallel` says, when left out.
+            mesh: where it runs; jax's first devices, as many as one copy of the model takes, when left out.
+            num_pools: what the host's free memory is for, where it is the devices' memory: this pool, and those of so
+                many executors less one that are made after it.
             compile_cache_dir: where compiled programs are kept between runs; None keeps none.
 
         Raises:
@@ -139,7 +142,7 @@ class JaxExecutor:
             max_model_len=least.max_model_len,
             memory_utilization=options.cache.memory_utilization,
             weight_bytes=local_bytes(params),
-            num_devices=mesh.size,
+            num_devices=mesh.size * num_pools,
         )
         if options.cache.num_blocks is not None:
             num_blocks = check_num_blocks(options.cache.num_blocks, request, device)
@@ -369,7 +372,7 @@ def plan(
         vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
         buckets=BucketTable.build(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs),
-        num_host_blocks=num_host_blocks(options.cache.swap_space, layout),
+        num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
         cascade=cascade,
     )
     step = Step(

@@ -1,6 +1,6 @@
 """Devices as a mesh, and where each logical axis of an array goes on it.
 
-    data     copies of the model: always 1 in one process
+    data     always 1: copies of the model (replicas) have meshes of their own
     model    parts of one copy: heads, feed-forward width, vocabulary
 
 Every array of the serving programs has a sharding that is made here; what is not split over `model` is whole on every
@@ -52,13 +52,26 @@ def serving_mesh(tensor_parallel_size: int) -> Mesh:
     Raises:
         InvalidArgument: there are not so many.
     """
-    devices = jax.devices()
-    if tensor_parallel_size > len(devices):
+    return serving_meshes(tensor_parallel_size, 1)[0]
+
+
+def serving_meshes(tensor_parallel_size: int, data_parallel_size: int) -> list[Mesh]:
+    """A mesh for each copy of the model: jax's devices in their order, none of them in two.
+
+    Raises:
+        InvalidArgument: there are not so many.
+    """
+    devices, size = jax.devices(), tensor_parallel_size
+    num_devices, has = size * data_parallel_size, f"{devices[0].platform} has {len(devices)}"
+    if size > len(devices):
+        raise InvalidArgument("tensor_parallel_size", f"{size} devices are asked for; {has}")
+    if num_devices > len(devices):
         raise InvalidArgument(
-            "tensor_parallel_size",
-            f"{tensor_parallel_size} devices are asked for; {devices[0].platform} has {len(devices)}",
+            "data_parallel_size",
+            f"{data_parallel_size} copies of the model on {size} devices each (tensor_parallel_size) ask for "
+            f"{num_devices} devices; {has}",
         )
-    return build_mesh(devices[:tensor_parallel_size])
+    return [build_mesh(devices[first : first + size]) for first in range(0, num_devices, size)]
 
 
 def num_shards(mesh: Mesh) -> int:
@@ -144,6 +157,11 @@ class Placement:
     def num_parts(self) -> int:
         """Parts that one copy of the model is in."""
         return num_shards(self.mesh)
+
+    def put(self, params: Params) -> Params:
+        """The parameters on these devices; those that are elsewhere are copied, from device to device."""
+        placed: Params = jax.device_put(params, self.shardings)
+        return placed
 
     def abstract_params(self) -> Params:
         """Shapes, types and shardings of the parameters."""

@@ -29,6 +29,7 @@ from jpaged.engine.executor import Executor, Geometry, StepOutputs
 from jpaged.engine.paged_memory import PagedMemory, PrefixOptions
 from jpaged.engine.pins import PinnedPrefixes
 from jpaged.engine.preemption import Preemption
+from jpaged.engine.prefix_cache import Key
 from jpaged.engine.publisher import Publisher
 from jpaged.engine.reserved_memory import ReservedMemory
 from jpaged.engine.schedule import Schedule
@@ -125,10 +126,16 @@ class Engine:
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._thread: threading.Thread | None = None
+        self._on_failure: Callable[[Exception], None] = _ignore
 
     @property
     def geometry(self) -> Geometry:
         return self._executor.geometry
+
+    @property
+    def max_num_in_flight(self) -> int:
+        """Requests that are accepted at one time: those that run, and the queue in front of them."""
+        return self._options.max_num_queued_reqs + self._options.max_num_seqs
 
     # --- called from any thread -------------------------------------------------------------------------------------
 
@@ -145,11 +152,10 @@ class Engine:
                 raise Unavailable("the engine has failed" if self.failure else "the server is shutting down")
             if request.request_id in self._accepted:
                 raise AlreadyExists(f"request {request.request_id!r} is in flight")
-            # Rows run at once and the queue in front of them; counted here, so that a burst is bounded as well.
-            limit = self._options.max_num_queued_reqs + self._options.max_num_seqs
-            if len(self._accepted) >= limit:
+            # Counted here and not by the scheduler, so that a burst is bounded as well.
+            if len(self._accepted) >= self.max_num_in_flight:
                 raise QueueFull(
-                    f"{len(self._accepted)} requests are in flight, the limit is {limit} "
+                    f"{len(self._accepted)} requests are in flight, the limit is {self.max_num_in_flight} "
                     f"(max_num_queued_reqs {self._options.max_num_queued_reqs})",
                     retry_after_s=self._stats.seconds_per_request(),
                 )
@@ -159,10 +165,14 @@ class Engine:
             # Inside the lock: an engine that fails right now must find it in the inbox.
             self._inbox.put(lambda: self._arrive(request, sink, arrival_s))
 
+    def is_in_flight(self, request_id: str) -> bool:
+        """A request of that id was accepted and has not ended."""
+        with self._lock:
+            return request_id in self._accepted
+
     def abort(self, request_id: str) -> bool:
         """Ends a request with finish reason ABORT; False when there is none of that id."""
-        with self._lock:
-            is_known = request_id in self._accepted
+        is_known = self.is_in_flight(request_id)
         if is_known:
             self._inbox.put(lambda: self._end_early(request_id, FinishReason.ABORT))
         return is_known
@@ -203,9 +213,21 @@ class Engine:
             self._inbox.put(lambda: self._pins.release(name))
         return is_pinned
 
+    def has_prefix(self, key: Key) -> bool:
+        """A block with this key is cached, as far as another thread can know."""
+        return self._memory.has_prefix(key)
+
+    def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
+        """Full blocks of a prompt that are cached once it is computed."""
+        return self._memory.num_cacheable_blocks(num_prompt_tokens)
+
     def load(self) -> EngineLoad:
         """A snapshot of the last step's counts."""
         return self._stats.snapshot(self._executor.num_compiles_after_warm_up)
+
+    def replica_loads(self) -> tuple[EngineLoad, ...]:
+        """Of each replica: here of the one that there is."""
+        return (self.load(),)
 
     def histogram(self, name: str) -> HistogramSnapshot:
         """Durations so far, by one of the names in `jpaged.engine.stats.BOUNDS_S`."""
@@ -215,10 +237,19 @@ class Engine:
         """Requests that have ended: stop, length, abort (also when the caller went away), error."""
         return self._stats.num_ended()
 
-    def start(self) -> None:
-        """Runs the loop in a thread of its own until `stop`."""
+    def start(self, on_failure: Callable[[Exception], None] | None = None) -> None:
+        """Runs the loop in a thread of its own until `stop`.
+
+        Args:
+            on_failure: told, on that thread, what ended the loop; by then nothing is accepted any more.
+        """
+        self._on_failure = on_failure or _ignore
         self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
         self._thread.start()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the loop as a fault of its own would: for when what the engine is a part of has failed."""
+        self._inbox.put(lambda: self._give_up(error))
 
     def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for those in flight; False when some were left at the end of the time."""
@@ -393,9 +424,14 @@ class Engine:
     def _set_stopping(self) -> None:
         self._is_stopping = True
 
+    def _give_up(self, error: Exception) -> None:
+        if self.failure is None and not self._is_stopping:
+            raise error
+
     def _fail(self, error: Exception) -> None:
         with self._lock:
             self.failure = error
+        self._on_failure(error)
         if not isinstance(error, InternalError):
             failure = InternalError(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
@@ -411,6 +447,10 @@ class Engine:
         ended = set(self._groups)
         self._groups.clear()
         self._settle(ended)
+
+
+def _ignore(error: Exception) -> None:
+    """Nobody wants to hear of it."""
 
 
 def _make_memory(geometry: Geometry, options: EngineOptions) -> PagedMemory | ReservedMemory:

@@ -262,7 +262,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def GetLoad(self, request: control_pb2.GetLoadRequest, context: CallContext) -> control_pb2.GetLoadResponse:
         """A snapshot: the engine goes on meanwhile."""
         async with _Answering(context):
-            return wire.load_of(self._host.loaded().engine.load())
+            engine = self._host.loaded().engine
+            return wire.load_of(engine.load(), engine.replica_loads())
 
     async def Abort(self, request: control_pb2.AbortRequest, context: CallContext) -> control_pb2.AbortResponse:
         """The aborted stream, not this call, says what was generated."""
