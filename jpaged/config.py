@@ -40,7 +40,7 @@ def option(
 class ModelOptions:
     """Which model, and how its numbers are held."""
 
-    model: str = option("demo", "`demo`, a folder in Hugging Face layout, or a hub id")
+    model: str = option("demo", "`demo`, a folder in Hugging Face layout or from `jpaged convert`, or a hub id")
     dtype: str = option(
         "auto",
         "auto is the checkpoint's own on TPU and GPU, and float32 on CPU",

@@ -47,7 +47,7 @@ from jpaged.engine.buckets import BucketTable
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Progress, StepInputs, StepOutputs
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Backend, choose
+from jpaged.kernels.paged_attention import AttentionSpec, Backend, Queries, choose
 from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model
 from jpaged.models.parts import Params
@@ -169,8 +169,8 @@ class JaxExecutor:
         """The attention backends that `auto` would rather have, and why each cannot run."""
         mesh, attention = self._step.mesh, self._step.attention
         local = dataclasses.replace(attention, layout=attention.layout.local)
-        num_heads = self._step.model.config.num_heads // num_shards(mesh)
-        return choose("auto", first_device(mesh), local, num_heads).passed_over
+        queries = _queries(self._step.model, mesh, self._geometry.max_num_seqs, self._geometry.max_blocks_per_seq)
+        return choose("auto", first_device(mesh), local, queries).passed_over
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -355,14 +355,15 @@ def plan(
         dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype),
         num_shards=num_parts,
     )
-    scale, num_heads = config.head_dim**-0.5, config.num_heads // num_parts
+    scale, max_num_seqs = config.head_dim**-0.5, options.scheduler.max_num_seqs
+    queries = _queries(model, mesh, max_num_seqs, -(-max_model_len // layout.block_size))
     # A kernel sees what one device has, so that is what its backend is asked about.
     attention = AttentionSpec(layout.local, scale)
-    chosen = choose(options.model.attention_backend, first_device(mesh), attention, num_heads)
+    chosen = choose(options.model.attention_backend, first_device(mesh), attention, queries)
     layout = dataclasses.replace(layout, form=chosen.spec.layout.form)
     can_cascade = options.cache.enable_cascade_attention
-    cascade = cascade_costs(chosen.backend, chosen.spec, num_heads) if can_cascade else None
-    max_num_seqs, max_tokens = options.scheduler.max_num_seqs, options.scheduler.max_num_batched_tokens
+    cascade = cascade_costs(chosen.backend, chosen.spec, queries.num_heads) if can_cascade else None
+    max_tokens = options.scheduler.max_num_batched_tokens
     geometry = Geometry(
         num_blocks=num_blocks,
         block_size=layout.block_size,
@@ -384,6 +385,11 @@ def plan(
         backend=chosen.backend,
     )
     return step, geometry
+
+
+def _queries(model: Model, mesh: Mesh, num_rows: int, table_width: int) -> Queries:
+    """What one device's attention is called with."""
+    return Queries(model.config.num_heads // num_shards(mesh), model.dtype, num_rows, table_width)
 
 
 def abstract_serving(

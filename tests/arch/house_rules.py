@@ -29,8 +29,9 @@ MAY_IMPORT = {
     "sim": VALUES | {"engine", "testing", "models.known"},
     "demo": VALUES | {"kernels", "models"},
     "assemble": VALUES | {"obs", "kernels", "models", "device", "engine", "server", "demo", "testing"},
+    "convert": VALUES | {"models", "demo"},
     "llm": VALUES | {"obs", "engine", "assemble", "client"},
-    "cli": VALUES | {"obs", "assemble", "client", "server", "llm", "sim", "engine.engine", "kernels"},
+    "cli": VALUES | {"obs", "assemble", "convert", "client", "server", "llm", "sim", "engine.engine", "kernels"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,7 +104,8 @@ def test_every_field_of_the_target_is_held_to(folder: Path) -> None:
     saved, target = SavedPrograms.open(folder), target_of()
     saved.check(target)
     for field in dataclasses.fields(Target):
-        other = dataclasses.replace(target, **{field.name: -1 if field.type == "int" else "another"})
+        changes: dict[str, Any] = {field.name: -1 if field.type == "int" else "another"}
+        other = dataclasses.replace(target, **changes)
         with pytest.raises(InvalidArgument, match=f"are for {field.name} "):
             saved.check(other)
 

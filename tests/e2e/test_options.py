@@ -227,7 +227,7 @@ def test_compiled_is_where_programs_come_from(base: LLM, folder: Path, tmp_path:
     with pytest.raises(
         InvalidArgument, match=r"compiled: the programs in .* are for num_blocks 40, this server has 41"
     ):
-        LLM(str(folder), compiled=str(tmp_path / "programs"), **{**BASE, "num_blocks": 41})
+        LLM(str(folder), compiled=str(tmp_path / "programs"), max_model_len=64, num_blocks=41)
 
 
 @flips("max_model_len")
