@@ -24,7 +24,7 @@ from jpaged.engine.executor import Executor, Progress
 from jpaged.engine.intake import Intake
 from jpaged.engine.replicas import Replicas, shares
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
-from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import DEMO, find_folder, read_config
 from jpaged.models.model import Model, model_for
@@ -63,11 +63,6 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
         InvalidArgument, NotFound, Unsupported: the model or an option cannot be; says which and why.
     """
     parallel = options.parallel
-    if options.startup.compiled is not None and parallel.data_parallel_size > 1:
-        raise InvalidArgument(
-            "compiled",
-            f"saved programs are for one copy of the model; data_parallel_size is {parallel.data_parallel_size}",
-        )
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size)
     device = first_device(meshes[0])
     source = find_source(options.model.model)

@@ -74,7 +74,7 @@ def test_resolving_leaves_nothing_open():
     config = EngineConfig().resolve({"max_model_len": 64, "num_blocks": 9, "served_model_name": "demo"})
     assert (config.model.max_model_len, config.cache.num_blocks) == (64, 9)
     left_out = {name for name, value, _ in config.explain() if value == "None"}
-    assert left_out == {"pin_prefix", "metrics_port"}  # there is no such thing unless it is asked for
+    assert left_out == {"compiled", "pin_prefix", "metrics_port"}  # there is no such thing unless it is asked for
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
@@ -85,3 +85,10 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("JPAGED_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert Environment.read().compile_cache_dir == tmp_path / "jpaged" / "programs"
+
+
+def test_saved_programs_go_with_one_copy_of_the_model():
+    with pytest.raises(InvalidArgument, match="data_parallel_size is 2, the limit with them is 1") as error:
+        EngineConfig.load({"compiled": "folder", "data_parallel_size": 2})
+    assert error.value.field == "compiled"
+    assert EngineConfig.load({"compiled": "folder"}).startup.compiled == "folder"
