@@ -13,16 +13,20 @@ import numpy as np
 
 from jpaged.config import EngineConfig, Environment
 from jpaged.demo import checkpoint
+from jpaged.device.agreement import Agreement
 from jpaged.device.backend import names_of
 from jpaged.device.executor import JaxExecutor
+from jpaged.device.lockstep import LeaderExecutor
+from jpaged.device.lockstep import follow as run_steps
 from jpaged.device.mesh import Placement, first_device, serving_mesh
+from jpaged.device.processes import Follower, Leader
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import Executor, Progress
 from jpaged.engine.intake import Intake
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
 from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import DEMO, find_folder, read_config
+from jpaged.models.loader import DEMO, find_folder, fingerprint, read_config
 from jpaged.models.model import Model, model_for
 from jpaged.models.parts import Params
 from jpaged.models.weights import load_params, put_as, random_params
@@ -48,30 +52,34 @@ class Source:
         return frozenset(self.config.eos_token_ids) or self.tokenizer.eos_token_ids
 
 
-def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
+def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | None = None) -> Serving:
     """Loads a model and compiles everything that will run. The engine is ready, and not started.
 
     Args:
         options: as written; the result holds the resolved ones.
         progress: told what happens: weights, programs, the pool.
+        leader: process 0's side of several processes, which this is then; the others `follow`.
 
     Raises:
         InvalidArgument, NotFound, Unsupported: the model or an option cannot be; says which and why.
     """
-    mesh = serving_mesh(options.parallel.tensor_parallel_size)
-    device = first_device(mesh)
-    source = find_source(options.model.model)
-    model = model_for(source.config, _dtype(options.model.dtype, source.config, device.platform))
-    executor = _make_executor(source, model, options, Placement.of(model, mesh), progress)
+    source, model, where = _place(options)
+    mesh, device = where.mesh, first_device(where.mesh)
+    executor = _make_executor(source, model, options, where, progress, leader)
     geometry = executor.geometry
-    executor.warm_up(progress)
-    engine = _make_engine(executor, source, options)
+    runs: Executor[Any] = executor
+    if leader is not None:
+        leader.agree(_findings(source, executor))
+        runs = LeaderExecutor(executor, leader)
+    runs.warm_up(progress)
+    engine = _make_engine(runs, source, options)
     names = names_of(device)
     resolved = options.resolve(
         {
             "max_model_len": geometry.max_model_len,
             "num_blocks": geometry.num_blocks,
             "dtype": model.dtype.name,
+            "tensor_parallel_size": where.num_parts,
             "attention_backend": executor.attention_backend,
             "kv_cache_dtype": executor.kv_cache_dtype,
             "served_model_name": options.server.served_model_name or source.name,
@@ -93,6 +101,40 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
     )
 
 
+def follow(options: EngineConfig, progress: Progress, follower: Follower) -> None:
+    """Loads this process's part of the model, and runs what process 0 says until that ends.
+
+    Raises:
+        InvalidArgument, NotFound, Unsupported: as `build`.
+        InternalError: a step failed.
+    """
+    source, model, where = _place(options)
+    executor = _make_executor(source, model, options, where, progress, follower)
+    follower.agree(_findings(source, executor))
+    executor.warm_up(progress)
+    run_steps(executor, follower)
+
+
+def _place(options: EngineConfig) -> tuple[Source, Model, Placement]:
+    """The model, and where it goes."""
+    mesh = serving_mesh(options.parallel.tensor_parallel_size)
+    source = find_source(options.model.model)
+    model = model_for(source.config, _dtype(options.model.dtype, source.config, first_device(mesh).platform))
+    return source, model, Placement.of(model, mesh)
+
+
+def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
+    """What every process finds out by itself, and has to find alike."""
+    geometry = executor.geometry
+    sizes = {name: str(getattr(geometry, name)) for name in geometry.__slots__}
+    return {
+        "checkpoint": fingerprint(source.folder),
+        "attention_backend": executor.attention_backend,
+        "kv_cache_dtype": executor.kv_cache_dtype,
+        **sizes,
+    }
+
+
 def find_source(name: str) -> Source:
     """The model of a name: `demo` is the packaged one, everything else a folder or a hub id."""
     folder = checkpoint.FOLDER if name == DEMO else find_folder(name)
@@ -101,12 +143,22 @@ def find_source(name: str) -> Source:
 
 
 def _make_executor(
-    source: Source, model: Model, options: EngineConfig, where: Placement, progress: Progress
+    source: Source,
+    model: Model,
+    options: EngineConfig,
+    where: Placement,
+    progress: Progress,
+    agreement: Agreement | None,
 ) -> JaxExecutor:
     """The model on its devices, with its pool; nothing is compiled yet."""
     params = _load(model, source, options, where, progress)
     executor = JaxExecutor.create(
-        model, params, options, mesh=where.mesh, compile_cache_dir=Environment.read().compile_cache_dir
+        model,
+        params,
+        options,
+        mesh=where.mesh,
+        compile_cache_dir=Environment.read().compile_cache_dir,
+        agreement=agreement,
     )
     if options.model.attention_backend == "auto":
         for backend, reason in executor.passed_over_backends:

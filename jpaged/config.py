@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from jpaged.cluster import Cluster, find_cluster, split_address
 from jpaged.errors import InvalidArgument
 
 
@@ -116,8 +117,52 @@ class ParallelOptions:
     """How many devices run the model."""
 
     tensor_parallel_size: int = option(
-        1, "devices that share one copy of the model: heads, feed-forward and vocabulary are split over them", low=1
+        1,
+        "devices that share one copy of the model: heads, feed-forward and vocabulary are split over them; "
+        "1 is all of them where there are several processes",
+        low=1,
     )
+    coordinator: str | None = option(
+        None,
+        "HOST:PORT of process 0, the same for all; found in the environment of LeaderWorkerSet, GKE TPU pods, Slurm "
+        "and Open MPI when left out; port 0 lets process 0 pick one and print it",
+    )
+    num_processes: int | None = option(
+        None, "processes that serve one model together; 1 keeps to this one, whatever the environment says", low=1
+    )
+    process_id: int | None = option(None, "which of them this is; process 0 opens the port", low=0)
+    join_timeout: float = option(
+        300.0, "how long processes wait for each other when they start", low=1.0, high=86400.0, unit="s"
+    )
+
+    def check(self) -> None:
+        """Holds the three options of several processes to each other.
+
+        Raises:
+            InvalidArgument: one is missing, malformed or beyond another.
+        """
+        given = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
+        missing = [name for name, value in given.items() if value is None]
+        if len(missing) == len(given) or (self.num_processes == 1 and len(missing) == 2):
+            return
+        if missing:
+            raise InvalidArgument(missing[0], f"is missing: {', '.join(given)} go together")
+        assert self.coordinator is not None
+        assert self.num_processes is not None
+        assert self.process_id is not None
+        if self.process_id >= self.num_processes:
+            raise InvalidArgument(
+                "process_id", f"{self.process_id} is not below num_processes ({self.num_processes}); they count from 0"
+            )
+        _, port = split_address("coordinator", self.coordinator)
+        if port == 0 and self.process_id != 0:
+            raise InvalidArgument(
+                "coordinator", f"{self.coordinator}: only process 0 can pick a port; name the port it took"
+            )
+
+
+PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout")
+"""Of several processes, which only `jpaged serve` can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +231,7 @@ class EngineConfig:
             raise InvalidArgument(
                 "max_num_batched_tokens", f"{max_tokens} is below max_num_seqs ({max_rows}): every row needs one token"
             )
+        self.parallel.check()
 
     def resolve(self, found: Mapping[str, Any]) -> EngineConfig:
         """Fills in what only the model and the device could tell: option names and their final values."""
@@ -249,6 +295,19 @@ class Environment:
     """
 
     compile_cache_dir: Path | None
+
+    @classmethod
+    def cluster(cls, options: ParallelOptions) -> Cluster | None:
+        """The place of this process among several: the options', else a launcher's; None where it is alone.
+
+        Raises:
+            InvalidArgument: a launcher's variables cannot be understood.
+        """
+        if options.num_processes == 1:
+            return None
+        if options.coordinator is None or options.num_processes is None or options.process_id is None:
+            return find_cluster(os.environ)
+        return Cluster(options.coordinator, options.num_processes, options.process_id, "the options")
 
     @classmethod
     def read(cls) -> Environment:

@@ -19,8 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
 
 from jpaged.config import EngineConfig
+from jpaged.device.agreement import Agreement, Alone
 from jpaged.device.block_moves import BlockMover, content_bytes, lower_move, move_sizes
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.compile import (
@@ -67,11 +69,23 @@ class JaxStepHandle:
     outputs_rc: jax.Array
 
 
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step as its two programs take it: what tells them, and one buffer for each."""
+
+    num_tokens: int
+    num_rows: int
+    want_top: bool
+    backbone: NDArray[np.int32]
+    draw: NDArray[np.int32]
+
+
 class JaxExecutor:
     """Implements `engine.executor.Executor` on the devices of a mesh. Used by one thread, the engine's."""
 
-    def __init__(self, step: Step, params: Params, geometry: Geometry) -> None:
+    def __init__(self, step: Step, params: Params, geometry: Geometry, agreement: Agreement) -> None:
         """Allocates the pool. `create` is the way in; this takes what it decided."""
+        self._agreement = agreement
         self._geometry = geometry
         self._step = step
         self._params: Params | None = params
@@ -97,6 +111,7 @@ class JaxExecutor:
         *,
         mesh: Mesh | None = None,
         compile_cache_dir: Path | None = None,
+        agreement: Agreement | None = None,
     ) -> JaxExecutor:
         """Puts the parameters on the devices, settles the number of blocks and allocates the pool.
 
@@ -106,6 +121,7 @@ class JaxExecutor:
             options: `cache`, `scheduler` and `model.max_model_len` are read; None is filled in, see `geometry`.
             mesh: where it runs; jax's first devices, as many as `options.parallel` says, when left out.
             compile_cache_dir: where compiled programs are kept between runs; None keeps none.
+            agreement: with the other processes that the mesh is of; None where there are none.
 
         Raises:
             InvalidArgument: options that contradict the model or the memory, or parameters of other shapes.
@@ -139,8 +155,9 @@ class JaxExecutor:
             num_blocks = default_num_blocks(
                 request, device, lambda: largest_temp_bytes(*assemble(request.blocks_per_seq), params)
             )
-        step, geometry = assemble(num_blocks)
-        return cls(step, params, geometry)
+        agreement = agreement or Alone()
+        step, geometry = assemble(agreement.least(num_blocks))
+        return cls(step, params, geometry, agreement)
 
     @property
     def geometry(self) -> Geometry:
@@ -185,6 +202,7 @@ class JaxExecutor:
         """Compiles every program, two at a time, and times some. Blocks are as they were when it returns."""
         self._require_alive()
         self._programs = compile_all(self._lowerings, progress)
+        self._agreement.least(0)  # what runs from here on waits inside of collectives
         self._rates = self._measure_rates()
 
     def move_blocks(self, moves: BlockMoves) -> None:
@@ -206,21 +224,35 @@ class JaxExecutor:
         Raises:
             InternalError: shapes of no compiled program, or a fault of the device, after which the pool is spent.
         """
-        params = self._require_alive()
+        return self.dispatch_packed(self.pack(inputs))
+
+    def pack(self, inputs: StepInputs) -> PackedStep:
+        """A step in fresh buffers.
+
+        Raises:
+            InternalError: shapes of no compiled program.
+        """
         how = inputs.sampling
         num_tokens, num_rows = len(inputs.token_ids_t), len(how.temperature_r)
-        backbone = self._program(ProgramSpec("backbone", num_tokens))
-        draw = self._program(ProgramSpec("draw", num_rows, how.want_top))
-        backbone_buffer = self._backbone_packings[num_tokens].pack(inputs)
-        draw_buffer = self._draw_packings[num_rows].pack(how)
+        self._program(ProgramSpec("backbone", num_tokens))
+        self._program(ProgramSpec("draw", num_rows, how.want_top))
+        backbone = self._backbone_packings[num_tokens].pack(inputs)
+        return PackedStep(num_tokens, num_rows, how.want_top, backbone, self._draw_packings[num_rows].pack(how))
+
+    def dispatch_packed(self, step: PackedStep) -> JaxStepHandle:
+        """Starts a step, which `pack` of an executor of the same geometry made; raises as `dispatch` does."""
+        params = self._require_alive()
+        backbone = self._program(ProgramSpec("backbone", step.num_tokens))
+        draw = self._program(ProgramSpec("draw", step.num_rows, step.want_top))
         with self._watch.watching():
             pool = self._pool.take()
             try:
-                pool, hidden_se = backbone(params, pool, self._last_tokens, backbone_buffer)
-                self._last_tokens, outputs_rc = draw(self._head_params, hidden_se, draw_buffer)
+                pool, hidden_se = backbone(params, pool, self._last_tokens, step.backbone)
+                self._last_tokens, outputs_rc = draw(self._head_params, hidden_se, step.draw)
                 outputs_rc.copy_to_host_async()
             except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
-                raise InternalError(f"a step of {num_tokens} tokens and {num_rows} rows failed: {error}") from error
+                sizes = f"{step.num_tokens} tokens and {step.num_rows} rows"
+                raise InternalError(f"a step of {sizes} failed: {error}") from error
             self._pool.put(pool)
         return JaxStepHandle(outputs_rc)
 
@@ -236,7 +268,7 @@ class JaxExecutor:
                 outputs = unpack_outputs(np.asarray(handle.outputs_rc))
                 self._host.land_ready()
                 return outputs
-            except jax.errors.JaxRuntimeError as error:
+            except (jax.errors.JaxRuntimeError, ValueError) as error:  # collectives of CPUs raise ValueError
                 raise InternalError(f"the device failed in a step: {error}") from error
 
     def shutdown(self) -> None:

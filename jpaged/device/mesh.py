@@ -1,6 +1,6 @@
 """Devices as a mesh, and where each logical axis of an array goes on it.
 
-    data     copies of the model: always 1 in one process
+    data     copies of the model: always 1
     model    parts of one copy: heads, feed-forward width, vocabulary
 
 Every array of the serving programs has a sharding that is made here; what is not split over `model` is whole on every
@@ -47,18 +47,30 @@ def build_mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def serving_mesh(tensor_parallel_size: int) -> Mesh:
-    """A mesh of so many of jax's devices, the first ones.
+    """A mesh of so many of jax's devices: the first ones, or as many of each of several processes.
+
+    Of several processes, 1 stands for all devices: each process has a part of the model.
 
     Raises:
-        InvalidArgument: there are not so many.
+        InvalidArgument: there are not so many, or the processes cannot share them evenly.
     """
-    devices = jax.devices()
-    if tensor_parallel_size > len(devices):
+    devices, num_processes = jax.devices(), jax.process_count()
+    size = len(devices) if num_processes > 1 and tensor_parallel_size == 1 else tensor_parallel_size
+    if size > len(devices):
+        raise InvalidArgument(
+            "tensor_parallel_size", f"{size} devices are asked for; {devices[0].platform} has {len(devices)}"
+        )
+    if num_processes == 1:
+        return build_mesh(devices[:size])
+    groups = [[device for device in devices if device.process_index == i] for i in range(num_processes)]
+    each, left_over = divmod(size, num_processes)
+    if left_over or each > min(map(len, groups)):
         raise InvalidArgument(
             "tensor_parallel_size",
-            f"{tensor_parallel_size} devices are asked for; {devices[0].platform} has {len(devices)}",
+            f"{size} devices cannot be shared evenly by {num_processes} processes, which have "
+            f"{', '.join(str(len(group)) for group in groups)}",
         )
-    return build_mesh(devices[:tensor_parallel_size])
+    return build_mesh([device for group in groups for device in group[:each]])
 
 
 def num_shards(mesh: Mesh) -> int:
@@ -67,8 +79,11 @@ def num_shards(mesh: Mesh) -> int:
 
 
 def first_device(mesh: Mesh) -> jax.Device:
-    """Stands for all of them: they are of one kind."""
+    """Stands for all of them: they are of one kind. Of several processes' devices it is one of this process."""
     device: jax.Device = mesh.devices.flat[0]
+    if jax.distributed.is_initialized():
+        own = jax.process_index()
+        return next((device for device in mesh.devices.flat if device.process_index == own), device)
     return device
 
 

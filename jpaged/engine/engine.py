@@ -54,6 +54,9 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
+_ABANDONED_JOIN_S = 1.0
+"""For a loop that may hang in its executor."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -122,6 +125,7 @@ class Engine:
         self._accepted: set[str] = set()
         self._is_draining = False
         self._is_stopping = False
+        self._is_abandoned = False
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._thread: threading.Thread | None = None
@@ -232,9 +236,25 @@ class Engine:
             self._is_draining = True
         self._inbox.put(self._set_stopping)
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_ABANDONED_JOIN_S if self._is_abandoned else None)
+            if self._thread.is_alive():
+                return  # in the executor, for good: what it holds is left to the end of the process
         self._fail_all(Unavailable("the server is shutting down"))
         self._executor.shutdown()
+
+    def fail(self, error: JpagedError) -> None:
+        """Ends the loop for a reason from outside, after which the executor may never return.
+
+        Every request gets the error if the loop still runs; the server tells the streams of one that hangs.
+        """
+
+        def raise_it() -> None:
+            raise error
+
+        with self._lock:
+            self.failure = self.failure or error
+            self._is_abandoned = True
+            self._inbox.put(raise_it)
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
@@ -265,6 +285,8 @@ class Engine:
                 if not self.step():
                     self.check()
                     self._inbox.get()()
+        except Unavailable as error:  # from outside, or of several processes one is lost: nothing here went wrong
+            self._fail(error)
         except Exception as error:  # the top of the loop: whatever happened, every stream must hear of it
             logger.exception("the engine failed")
             self._fail(error)
@@ -395,8 +417,8 @@ class Engine:
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
-            self.failure = error
-        if not isinstance(error, InternalError):
+            self.failure = self.failure or error
+        if not isinstance(error, InternalError | Unavailable):
             failure = InternalError(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             error = failure
