@@ -53,14 +53,21 @@ class Leading:
         """Another process was asked to end."""
         self._loop.call_soon_threadsafe(self._server.drain)
 
-    def end(self, code: int) -> None:
-        """Ends the others, well if this one ends well, and this process with them."""
+    async def run(self, report: StartupReport) -> int:
+        """Runs the server to its end, ends the others, well if it ended well, and this process with them."""
         from jpaged.device.processes import leave
 
-        if self._leader is not None and code == 0 and not self._leader.end():
-            print("some processes did not end in time", file=sys.stderr)
+        try:
+            code = await self._server.run()
+        except JpagedError as error:
+            report.line(f"process 0 failed: {error}")
             code = 1
+        if self._leader is not None and code == 0 and not await asyncio.to_thread(self._leader.end):
+            report.line("some processes did not end in time")
+            code = 1
+        report.line("stopped")
         leave(code)
+        return code
 
 
 def follow(config: EngineConfig, cluster: Cluster) -> int:

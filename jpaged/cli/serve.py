@@ -72,10 +72,10 @@ async def _serve(config: EngineConfig, cluster: Cluster | None) -> int:
         raise InvalidArgument(flag_of(error.field), error.problem) from error
     server.stop_on_signals()
     report.line(f"{LISTENING}{host}:{port}, loading {config.model.model}")
+    if leading is not None:
+        return await leading.run(report)
     code = await server.run()
     report.line("stopped")
-    if leading is not None:
-        leading.end(code)
     if server.is_load_abandoned:
         # Its thread is deep in a compiler and cannot be told; a normal exit would wait for it.
         os._exit(code)

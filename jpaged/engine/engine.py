@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
-_ABANDONED_JOIN_S = 1.0
+_DOOMED_JOIN_S = 1.0
 """For a loop that may hang in its executor."""
 
 
@@ -125,7 +125,7 @@ class Engine:
         self._accepted: set[str] = set()
         self._is_draining = False
         self._is_stopping = False
-        self._is_abandoned = False
+        self._doom: JpagedError | None = None
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._thread: threading.Thread | None = None
@@ -236,7 +236,7 @@ class Engine:
             self._is_draining = True
         self._inbox.put(self._set_stopping)
         if self._thread is not None:
-            self._thread.join(_ABANDONED_JOIN_S if self._is_abandoned else None)
+            self._thread.join(None if self._doom is None else _DOOMED_JOIN_S)
             if self._thread.is_alive():
                 return  # in the executor, for good: what it holds is left to the end of the process
         self._fail_all(Unavailable("the server is shutting down"))
@@ -247,14 +247,10 @@ class Engine:
 
         Every request gets the error if the loop still runs; the server tells the streams of one that hangs.
         """
-
-        def raise_it() -> None:
-            raise error
-
         with self._lock:
             self.failure = self.failure or error
-            self._is_abandoned = True
-            self._inbox.put(raise_it)
+            self._doom = error
+        self._inbox.put(lambda: None)  # wakes the loop
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
@@ -282,6 +278,8 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
+                if self._doom is not None:
+                    raise self._doom
                 if not self.step():
                     self.check()
                     self._inbox.get()()
