@@ -99,15 +99,15 @@ class Leader:
 
     Args:
         channels: to the others.
-        port_holder: keeps the port that jax's processes meet at.
         owner: who hears of what happens, on threads of the leader's.
+        port_holder: keeps the port that jax's processes meet at.
 
     Attributes:
         failure: why all have to end; None as long as they do not.
         on_digest: takes the digests of the others, as (process, payload), on their threads.
     """
 
-    def __init__(self, channels: Mapping[int, Channel], port_holder: socket.socket, owner: Owner) -> None:
+    def __init__(self, channels: Mapping[int, Channel], owner: Owner, port_holder: socket.socket | None = None) -> None:
         self.failure: JpagedError | None = None
         self._owner = owner
         self.on_digest: Callable[[int, bytearray], None] = lambda process, payload: None
@@ -313,13 +313,13 @@ def lead(config: EngineConfig, cluster: Cluster, say: Callable[[str], None], own
             f"process 0 of {cluster.num_processes} waits for the others at {_joined(host, port)} "
             f"(from {cluster.source})"
         )
-        channels = _gather(listener, facts_of(config, cluster), cluster, config.parallel.join_timeout)
+        channels = gather(listener, facts_of(config, cluster), cluster, config.parallel.join_timeout)
     holder = hold_port(host)
     jax_port = holder.getsockname()[1]
     for channel in channels.values():
         channel.send_json(Kind.WELCOME, {"port": jax_port})
         channel.set_timeout(None)
-    leader = Leader(channels, holder, owner)
+    leader = Leader(channels, owner, holder)
     _join_devices(cluster, jax_port)
     return leader
 
@@ -347,9 +347,13 @@ def follow(
     return follower
 
 
-def _gather(
-    listener: socket.socket, facts: Mapping[str, str], cluster: Cluster, timeout_s: float
-) -> dict[int, Channel]:
+def gather(listener: socket.socket, facts: Mapping[str, str], cluster: Cluster, timeout_s: float) -> dict[int, Channel]:
+    """Waits until every other process has said hello, and is like this one.
+
+    Raises:
+        InvalidArgument: one is not, or came twice. All are told.
+        Unavailable: some did not come in time; they are named.
+    """
     channels: dict[int, Channel] = {}
     until_s = time.monotonic() + timeout_s
     try:
@@ -367,8 +371,8 @@ def _gather(
             channel.set_timeout(_HELLO_TIMEOUT_S)
             try:
                 hello = channel.receive_json(Kind.HELLO)
-                process, theirs = hello["process_id"], hello["facts"]
-            except (EOFError, TimeoutError, KeyError, JpagedError) as error:
+                process, theirs = int(hello["process_id"]), dict(hello["facts"])
+            except (EOFError, TimeoutError, KeyError, TypeError, ValueError, JpagedError) as error:
                 _LOG.warning("a connection that was none of our processes was closed: %s", error)
                 channel.close()
                 continue
@@ -379,7 +383,8 @@ def _gather(
             try:
                 channel.send(Kind.FAILED, str(error).encode())
             except OSError:
-                continue
+                _LOG.debug("a process was gone before it was told")
+            channel.close()
         raise
     return channels
 
@@ -387,6 +392,7 @@ def _gather(
 def _admit(channels: dict[int, Channel], channel: Channel, process: int) -> None:
     if process in channels:
         channel.send(Kind.FAILED, f"process_id: there are two processes {process}".encode())
+        channel.close()
         raise InvalidArgument("process_id", f"{process} came twice; every process needs a number of its own")
     channels[process] = channel
 
