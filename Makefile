@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 unexport JAX EXTRAS ARGS JOBS TORCH VENV
 
-.PHONY: help setup demo demo-model test test-long aot aot-gpu accelerator bench paper check format proto torch clean
+.PHONY: help setup demo demo-model test test-long aot aot-gpu ray accelerator bench paper check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,6 +101,17 @@ GPU_JAX = $(or $(JAX),$(shell $(PYTHON) -c 'import sys; print("0.11.2" if sys.ve
 aot-gpu: ## compile the GPU programs for an H200 without one (5 GB in .venv-aot-gpu)
 	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) EXTRAS=cuda JAX='$(GPU_JAX)'
 	@$(GPU_VENV)/bin/python -m tools.aot_gpu $(ARGS)
+
+# In an environment of its own: Ray brings sixty packages that nothing else needs.
+RAY := $(VENV)/ray
+
+$(RAY)/.installed: $(STAMP)
+	@echo "==> installing jpaged and Ray Serve into $(RAY)"; rm -rf $(RAY); $(BIN)/python -m venv $(RAY)
+	@$(RAY)/bin/python -m pip --disable-pip-version-check --quiet install --editable ".[ray]" --constraint $(CONSTRAINTS)
+	@touch $@
+
+ray: $(RAY)/.installed ## start the Ray Serve application on this machine and stream from two replicas
+	@cd deploy/ray && JAX_PLATFORMS=cpu RAY_USAGE_STATS_ENABLED=0 $(abspath $(RAY))/bin/python check.py
 
 accelerator: $(STAMP) ## what needs an accelerator: the kernels' tests and benchmark, a whole model decoding
 	@$(BIN)/python -m benchmarks.accelerator $(ARGS)

@@ -1,10 +1,13 @@
 """Options -> running objects: the only file that knows every layer.
 
 model folder -> config, tokenizer -> parameters -> executor (pool, programs) -> engine, intake
+
+With `data_parallel_size` there are several executors and engines, on devices of their own, behind one `Replicas`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,12 @@ from jpaged.device.backend import names_of
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.lockstep import LeaderExecutor
 from jpaged.device.lockstep import follow as run_steps
-from jpaged.device.mesh import Placement, first_device, serving_mesh
+from jpaged.device.mesh import Placement, first_device, serving_meshes
 from jpaged.device.processes import Follower, Leader
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import Executor, Progress
 from jpaged.engine.intake import Intake
+from jpaged.engine.replicas import Replicas, shares
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
 from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
@@ -63,37 +67,39 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     Raises:
         InvalidArgument, NotFound, Unsupported: the model or an option cannot be; says which and why.
     """
-    source, model, where = _place(options)
-    mesh, device = where.mesh, first_device(where.mesh)
-    executor = _make_executor(source, model, options, where, progress, leader)
-    geometry = executor.geometry
-    runs: Executor[Any] = executor
+    source, model, places = _place(options)
+    device = first_device(places[0].mesh)
+    executors = _make_executors(source, model, options, places, progress, leader)
+    executor, geometry = executors[0], executors[0].geometry
+    runs: list[Executor[Any]] = [*executors]
     if leader is not None:
         leader.agree(_findings(source, executor))
-        runs = LeaderExecutor(executor, leader)
-    runs.warm_up(progress)
-    engine = _make_engine(runs, source, options)
+        runs = [LeaderExecutor(executor, leader)]
+    for index, one in enumerate(runs):
+        one.warm_up(_progress_of(index, len(runs), progress))
+    queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
+    engines = [_make_engine(one, source, options, queue) for one, queue in zip(runs, queues, strict=True)]
     names = names_of(device)
     resolved = options.resolve(
         {
             "max_model_len": geometry.max_model_len,
             "num_blocks": geometry.num_blocks,
             "dtype": model.dtype.name,
-            "tensor_parallel_size": where.num_parts,
+            "tensor_parallel_size": places[0].num_parts,
             "attention_backend": executor.attention_backend,
             "kv_cache_dtype": executor.kv_cache_dtype,
             "served_model_name": options.server.served_model_name or source.name,
         }
     )
     return Serving(
-        engine=engine,
+        engine=engines[0] if len(engines) == 1 else Replicas(engines),
         intake=Intake(source.tokenizer, geometry, eos_token_ids=source.eos_token_ids, seed=options.model.seed),
         tokenizer=source.tokenizer,
         model=_model_facts(source, resolved),
         backend=BackendFacts(
             platform=names.platform,
             device_kind=names.device_kind,
-            num_devices=mesh.size,
+            num_devices=sum(where.mesh.size for where in places),
             attention=executor.attention_backend,
             jax_version=names.jax_version,
         ),
@@ -108,19 +114,20 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
         InvalidArgument, NotFound, Unsupported: as `build`.
         InternalError: a step failed.
     """
-    source, model, where = _place(options)
-    executor = _make_executor(source, model, options, where, progress, follower)
+    source, model, places = _place(options)
+    (executor,) = _make_executors(source, model, options, places, progress, follower)
     follower.agree(_findings(source, executor))
     executor.warm_up(progress)
     run_steps(executor, follower)
 
 
-def _place(options: EngineConfig) -> tuple[Source, Model, Placement]:
-    """The model, and where it goes."""
-    mesh = serving_mesh(options.parallel.tensor_parallel_size)
+def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
+    """The model, and where each copy of it goes."""
+    parallel = options.parallel
+    meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size)
     source = find_source(options.model.model)
-    model = model_for(source.config, _dtype(options.model.dtype, source.config, first_device(mesh).platform))
-    return source, model, Placement.of(model, mesh)
+    model = model_for(source.config, _dtype(options.model.dtype, source.config, first_device(meshes[0]).platform))
+    return source, model, [Placement.of(model, mesh) for mesh in meshes]
 
 
 def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
@@ -142,34 +149,54 @@ def find_source(name: str) -> Source:
     return Source(name, folder, config, load_tokenizer(folder, vocab_size=config.vocab_size))
 
 
-def _make_executor(
+def _make_executors(
     source: Source,
     model: Model,
     options: EngineConfig,
-    where: Placement,
+    places: Sequence[Placement],
     progress: Progress,
     agreement: Agreement | None,
-) -> JaxExecutor:
-    """The model on its devices, with its pool; nothing is compiled yet."""
-    params = _load(model, source, options, where, progress)
-    executor = JaxExecutor.create(
-        model,
-        params,
-        options,
-        mesh=where.mesh,
-        compile_cache_dir=Environment.read().compile_cache_dir,
-        agreement=agreement,
-    )
+) -> list[JaxExecutor]:
+    """A copy of the model for each place, with its pool; nothing is compiled yet.
+
+    The weights are read once, and all are in memory before the first pool is: it decides how large the others are.
+    """
+    params = _load(model, source, options, places[0], progress)
+    copies = [where.put(params) for where in places]
+    executors: list[JaxExecutor] = []
+    for index, (where, copy) in enumerate(zip(places, copies, strict=True)):
+        executor = JaxExecutor.create(
+            model,
+            copy,
+            options,
+            mesh=where.mesh,
+            num_pools=len(places) - index,
+            compile_cache_dir=Environment.read().compile_cache_dir,
+            agreement=agreement,
+        )
+        _tell(executor, options, _progress_of(index, len(places), progress))
+        options = options.resolve({"num_blocks": executor.geometry.num_blocks})
+        executors.append(executor)
+    return executors
+
+
+def _tell(executor: JaxExecutor, options: EngineConfig, progress: Progress) -> None:
     if options.model.attention_backend == "auto":
         for backend, reason in executor.passed_over_backends:
             progress(f"attention {executor.attention_backend}, not {backend}: {reason}", 1, 1)
     geometry = executor.geometry
     pool_mib = geometry.num_blocks * geometry.bytes_per_block / 2**20
     progress(f"pool of {geometry.num_blocks} blocks of {geometry.block_size} tokens ({pool_mib:.0f} MiB)", 1, 1)
-    return executor
 
 
-def _make_engine(executor: Executor[Any], source: Source, options: EngineConfig) -> Engine:
+def _progress_of(index: int, num_replicas: int, progress: Progress) -> Progress:
+    """Says which replica it is about, where there are several."""
+    if num_replicas == 1:
+        return progress
+    return lambda what, done, total: progress(f"replica {index}: {what}", done, total)
+
+
+def _make_engine(executor: Executor[Any], source: Source, options: EngineConfig, max_num_queued_reqs: int) -> Engine:
     scheduler = options.scheduler
     return Engine(
         executor,
@@ -177,7 +204,7 @@ def _make_engine(executor: Executor[Any], source: Source, options: EngineConfig)
         EngineOptions(
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_num_queued_reqs=scheduler.max_num_queued_reqs,
+            max_num_queued_reqs=max_num_queued_reqs,
             overlap=scheduler.overlap,
             policy=scheduler.policy,
             batching=scheduler.batching,

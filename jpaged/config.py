@@ -41,7 +41,7 @@ def option(
 class ModelOptions:
     """Which model, and how its numbers are held."""
 
-    model: str = option("demo", "`demo`, a folder in Hugging Face layout, or a hub id")
+    model: str = option("demo", "`demo`, a folder in Hugging Face layout or from `jpaged convert`, or a hub id")
     dtype: str = option(
         "auto",
         "auto is the checkpoint's own on TPU and GPU, and float32 on CPU",
@@ -78,7 +78,11 @@ class CacheOptions:
         choices=("auto", "float32", "bfloat16", "int8", "fp8"),
     )
     swap_space: float = option(
-        1.0, "host memory that groups are swapped out to, and cached prefixes kept in", low=0.0, high=4096.0, unit="GiB"
+        1.0,
+        "host memory that groups are swapped out to, and cached prefixes kept in; of all replicas together",
+        low=0.0,
+        high=4096.0,
+        unit="GiB",
     )
     enable_prefix_caching: bool = option(True, "share the blocks of prompts that begin alike")
     enable_cascade_attention: bool = option(
@@ -114,12 +118,19 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class ParallelOptions:
-    """How many devices run the model."""
+    """How many devices run the model: the product of the sizes."""
 
     tensor_parallel_size: int = option(
         1,
         "devices that share one copy of the model: heads, feed-forward and vocabulary are split over them; "
         "1 is all of them where there are several processes",
+        low=1,
+    )
+    data_parallel_size: int = option(
+        1,
+        "copies of the model behind one service, each with devices and a pool of its own; max_num_seqs and num_blocks "
+        "are of each, swap_space and max_num_queued_reqs are shared out; a request goes where its prefix is cached, "
+        "then where the load is least",
         low=1,
     )
     coordinator: str | None = option(
@@ -166,6 +177,20 @@ PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout")
 
 
 @dataclass(frozen=True, slots=True)
+class StartupOptions:
+    """What has to be there before the first step."""
+
+    wait_for_all_programs: bool = option(
+        False, "start when every program is compiled, not when those are that any step can be padded to"
+    )
+    compiled: str | None = option(
+        None,
+        "a folder of programs that `jpaged plan --save` wrote for this model, these options and these devices: what "
+        "is there is loaded, not compiled; num_blocks is theirs when left out",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """What clients see, where they connect, and how the server ends."""
 
@@ -192,6 +217,7 @@ SECTIONS: dict[str, type] = {
     "cache": CacheOptions,
     "scheduler": SchedulerOptions,
     "parallel": ParallelOptions,
+    "startup": StartupOptions,
     "server": ServerOptions,
 }
 
@@ -204,6 +230,7 @@ class EngineConfig:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    startup: StartupOptions = field(default_factory=StartupOptions)
     server: ServerOptions = field(default_factory=ServerOptions)
 
     @classmethod
@@ -232,6 +259,22 @@ class EngineConfig:
                 "max_num_batched_tokens", f"{max_tokens} is below max_num_seqs ({max_rows}): every row needs one token"
             )
         self.parallel.check()
+
+    def for_cluster(self, cluster: Cluster) -> EngineConfig:
+        """These options in one of several processes, with its place among them filled in.
+
+        Raises:
+            InvalidArgument: one of them is for one process alone.
+        """
+        several = f"not with several processes (there are {cluster.num_processes}, from {cluster.source})"
+        if self.parallel.data_parallel_size > 1:
+            raise InvalidArgument(
+                "data_parallel_size", f"{self.parallel.data_parallel_size} works in one process, {several}"
+            )
+        if self.startup.compiled is not None:
+            raise InvalidArgument("compiled", f"{self.startup.compiled}: saved programs run in one process, {several}")
+        place = {name: getattr(cluster, name) for name in ("coordinator", "num_processes", "process_id")}
+        return self.resolve(place)
 
     def resolve(self, found: Mapping[str, Any]) -> EngineConfig:
         """Fills in what only the model and the device could tell: option names and their final values."""

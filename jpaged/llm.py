@@ -40,9 +40,10 @@ class LLM:
     """A loaded model that generates for whole batches of prompts.
 
     Args:
-        model: `demo`, a folder in Hugging Face layout, or a hub id.
+        model: `demo`, a folder in Hugging Face layout or from `jpaged convert`, or a hub id.
         options: the command line's options with underscores (`dtype`, `max_model_len`, `block_size`, `num_blocks`,
-            `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...).
+            `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...). All programs are waited for unless
+            `wait_for_all_programs` is False: which program computes a token does not depend on the time of day.
         progress: told (what, done, total) while the model loads and its programs compile.
 
     Raises:
@@ -53,7 +54,7 @@ class LLM:
         for name in (*field_names(ServerOptions), *PROCESS_OPTIONS):
             if name in options:
                 raise InvalidArgument(name, "is an option of `jpaged serve`; there is no server here")
-        config = EngineConfig.load({"model": model, **options})
+        config = EngineConfig.load({"model": model, "wait_for_all_programs": True, **options})
         self._serving = build(config) if progress is None else build(config, progress)
         self._num_requests = 0
 
@@ -118,8 +119,7 @@ class LLM:
 
     def _run(self, requests: list[Request]) -> list[RequestOutput]:
         gathered = {request.request_id: _Gathered(request) for request in requests}
-        engine, limits = self._serving.engine, self.config.scheduler
-        max_in_flight = limits.max_num_seqs + limits.max_num_queued_reqs
+        engine = self._serving.engine
         waiting = deque(requests)
         in_flight: set[str] = set()
 
@@ -130,7 +130,7 @@ class LLM:
 
         try:
             while waiting or in_flight:
-                while waiting and len(in_flight) < max_in_flight:
+                while waiting and len(in_flight) < engine.max_num_in_flight:
                     engine.submit(waiting[0], take)
                     in_flight.add(waiting.popleft().request_id)
                 if not engine.step() and in_flight:

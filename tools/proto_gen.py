@@ -24,6 +24,9 @@ PACKAGE_DOCSTRING = '"""Generated from protos/ by `make proto`; never edited."""
 # protoc writes `from jpaged.v1 import x_pb2`: a path in the proto tree, not in ours.
 _OWN_IMPORT = re.compile(r"^(\s*)from jpaged\.(v\w+)( import )", re.MULTILINE)
 
+# And the module that messages say they are of, by which pickle finds their class.
+_OWN_MODULE = re.compile(r"^(_builder\.Build\w+\(DESCRIPTOR, ')jpaged\.(v\w+)", re.MULTILINE)
+
 
 def protoc_arguments(protos: Path) -> list[str]:
     """Return the include paths: our protos, protobuf's well-known types and googleapis' common types."""
@@ -57,7 +60,8 @@ def generate(protos: Path) -> dict[str, str]:
             if path.name.endswith("_pb2_grpc.py") and "class " not in text:
                 continue  # a file of messages alone
             name = path.relative_to(made)
-            texts[name.as_posix()] = _OWN_IMPORT.sub(r"\1from jpaged._proto.\2\3", text)
+            text = _OWN_IMPORT.sub(r"\1from jpaged._proto.\2\3", text)
+            texts[name.as_posix()] = _OWN_MODULE.sub(r"\1jpaged._proto.\2", text)
             texts[(name.parent / "__init__.py").as_posix()] = PACKAGE_DOCSTRING
     return texts
 

@@ -124,7 +124,7 @@ def _engine(model: str, **options: object) -> tuple[Engine, Intake]:
         "preemption_mode": "recompute",
         "overlap": False,
     }
-    serving = build(EngineConfig.load({**fixed, **options}))
+    serving = build(EngineConfig.load({**fixed, "wait_for_all_programs": True, **options}))
     return serving.engine, serving.intake
 
 

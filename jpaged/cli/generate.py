@@ -21,7 +21,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.types import CompletionOutput, RequestOutput, SamplingParams
 
 HELP = "generate from prompts, without a server"
-_SECTIONS = ("model", "cache", "scheduler", "parallel")
+_SECTIONS = ("model", "cache", "scheduler", "parallel", "startup")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,12 +8,11 @@ from collections.abc import Collection
 from dataclasses import Field, fields
 from typing import Any
 
-from jpaged.config import EngineConfig, iter_options, option_type
+from jpaged.config import SECTIONS, EngineConfig, iter_options, option_type
 from jpaged.errors import InvalidArgument
 from jpaged.types import SamplingParams
 
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
-_ALL_SECTIONS = ("model", "cache", "scheduler", "parallel", "server")
 
 
 def flag_of(name: str) -> str:
@@ -22,7 +21,7 @@ def flag_of(name: str) -> str:
 
 
 def add_config_flags(
-    parser: argparse.ArgumentParser, sections: Collection[str] = _ALL_SECTIONS, *, without: Collection[str] = ()
+    parser: argparse.ArgumentParser, sections: Collection[str] = tuple(SECTIONS), *, without: Collection[str] = ()
 ) -> None:
     """A positional MODEL and one flag for every other option of the sections, except those named in `without`."""
     for name, section, spec in iter_options():

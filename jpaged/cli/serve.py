@@ -41,8 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = Environment.cluster(config.parallel)
     if cluster is None:
         return asyncio.run(_serve(config, None))
-    place = {name: getattr(cluster, name) for name in ("coordinator", "num_processes", "process_id")}
-    config = config.resolve(place)
+    try:
+        config = config.for_cluster(cluster)
+    except InvalidArgument as error:
+        raise InvalidArgument(flag_of(error.field), error.problem) from error
     return asyncio.run(_serve(config, cluster)) if cluster.is_leader else follow(config, cluster)
 
 
@@ -59,7 +61,9 @@ async def _serve(config: EngineConfig, cluster: Cluster | None) -> int:
         for name, value, source in serving.config.explain():
             report.line(f"  {name} = {value} ({source})")
         backend = serving.backend
-        report.line(f"  {backend.num_devices} x {backend.device_kind}, attention {backend.attention}")
+        num_replicas = serving.config.parallel.data_parallel_size
+        copies = f" in {num_replicas} replicas" if num_replicas > 1 else ""
+        report.line(f"  {backend.num_devices} x {backend.device_kind}{copies}, attention {backend.attention}")
         if server.metrics_port is not None:
             report.line(f"metrics on http://{host}:{server.metrics_port}/metrics")
         report.line(f"ready on {host}:{port}")

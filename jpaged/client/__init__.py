@@ -11,7 +11,7 @@ batch.py      runs such a file against a server
 
 from jpaged.client.aio import AsyncClient, AsyncGenerateStream
 from jpaged.client.sync import Client, GenerateStream
-from jpaged.client.wire import GenerateChunk, Load, ModelInfo, ServerInfo
+from jpaged.client.wire import GenerateChunk, Load, ModelInfo, ReplicaLoad, ServerInfo
 
 __all__ = [
     "AsyncClient",
@@ -21,5 +21,6 @@ __all__ = [
     "GenerateStream",
     "Load",
     "ModelInfo",
+    "ReplicaLoad",
     "ServerInfo",
 ]

@@ -117,6 +117,22 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What GetLoad says of one copy of the model; the proto explains each number."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_blocks_free: int
+    num_blocks_used: int
+    num_blocks_cached: int
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What GetLoad says; the proto explains each number."""
 
@@ -143,6 +159,7 @@ class Load:
     num_prefix_hit_tokens: int
     num_cascade_steps: int
     num_cascade_tokens: int
+    replicas: tuple[ReplicaLoad, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +406,12 @@ def _model_info_of(message: control_pb2.GetModelInfoResponse) -> ModelInfo:
 
 
 def _load_of(message: control_pb2.GetLoadResponse) -> Load:
-    return Load(**{name: getattr(message, name) for name in Load.__dataclass_fields__})
+    values = {name: getattr(message, name) for name in Load.__dataclass_fields__}
+    return replace(Load(**values), replicas=tuple(_replica_load_of(replica) for replica in message.replicas))
+
+
+def _replica_load_of(message: control_pb2.ReplicaLoad) -> ReplicaLoad:
+    return ReplicaLoad(**{name: getattr(message, name) for name in ReplicaLoad.__dataclass_fields__})
 
 
 def _chat_message(messages: Sequence[Mapping[str, str]]) -> inference_pb2.ChatPrompt:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
 
 from jpaged.demo.checkpoint import FOLDER, load_demo
-from jpaged.models.weights import save_safetensors
+from jpaged.models.conversion import ConversionOptions, save_params
 
 
 def export(folder: Path, dtype: str = "bfloat16") -> None:
     """Write config.json, model.safetensors and the tokenizer.
 
     Args:
-        folder: created where it is missing; files of the same names are replaced.
+        folder: created where it is missing; a checkpoint that is there is replaced.
         dtype: of the tensors, bfloat16 as stored or float32.
     """
     config, params = load_demo(jnp.dtype(dtype), "loop")
-    save_safetensors(params, config, folder)
-    for path in FOLDER.glob("tokenizer*.json"):
-        shutil.copy(path, folder / path.name)
+    save_params(params, config, folder, ConversionOptions("safetensors", force=True), companions=FOLDER)
 
 
 def main() -> None:

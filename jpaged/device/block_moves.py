@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -50,8 +51,14 @@ def _fits(size: int, layout: KVLayout) -> bool:
     return size == _SIZES[0] or size * layout.bytes_per_block <= _MAX_CONTENT_BYTES
 
 
-Program = Callable[[ProgramSpec], jax.stages.Compiled]
-"""Finds a compiled program."""
+class Programs(Protocol):
+    """Finds compiled programs."""
+
+    def find(self, spec: ProgramSpec) -> jax.stages.Compiled: ...
+
+    def sizes(self, kind: str) -> tuple[int, ...]:
+        """Of the moves of a kind that can run, ascending; not empty."""
+        ...
 
 
 class BlockMover:
@@ -59,22 +66,22 @@ class BlockMover:
 
     def __init__(self, layout: KVLayout, pool: KVPool, host: HostPool) -> None:
         self._layout = layout
-        self._sizes = move_sizes(layout)
         self._pool = pool
         self._host = host
 
-    def run(self, moves: BlockMoves, program: Program) -> None:
+    def run(self, moves: BlockMoves, programs: Programs) -> None:
         """Starts the moves.
 
         Raises:
             InternalError: an id names no block, or a copy reads what it writes; nothing was moved.
         """
         self._check(moves)
-        for begin in range(0, len(moves.sources), self._sizes[-1]):
-            part = slice(begin, begin + self._sizes[-1])
+        sizes = programs.sizes(moves.move.value)
+        for begin in range(0, len(moves.sources), sizes[-1]):
+            part = slice(begin, begin + sizes[-1])
             sources, destinations = moves.sources[part], moves.destinations[part]
-            size = next(size for size in self._sizes if size >= len(sources))
-            executable = program(ProgramSpec(moves.move.value, size))
+            size = next(size for size in sizes if size >= len(sources))
+            executable = programs.find(ProgramSpec(moves.move.value, size))
             match moves.move:
                 case Move.COPY:
                     self._copy(executable, _padded(sources, size), _padded(destinations, size))

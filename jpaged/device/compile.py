@@ -1,11 +1,9 @@
-"""Ahead-of-time compilation of every program on the list, what it cost, and a watch for programs compiled later."""
+"""The list of programs, the cache on disk, and a watch for programs that are compiled too late."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,33 +14,51 @@ from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 from jpaged.engine.buckets import BucketTable
-from jpaged.engine.executor import Progress
 
-_NUM_THREADS = 2  # tracing holds the interpreter's lock, XLA does not: two overlap the one with the other
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+
+
+MoveKind = Literal["copy", "swap_out", "swap_in"]
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
     """One program: `backbone` for T tokens, `draw` for R rows, with alternatives or without, or a move of C blocks."""
 
-    kind: Literal["backbone", "draw", "copy", "swap_out", "swap_in"]
+    kind: Literal["backbone", "draw"] | MoveKind
     size: int
     want_top: bool = False
+
+    def with_top(self) -> ProgramSpec:
+        """The draw that reports alternatives, too."""
+        return ProgramSpec(self.kind, self.size, want_top=True)
 
     def __str__(self) -> str:
         return f"{self.kind}[{self.size}{', top' if self.want_top else ''}]"
 
 
 def program_specs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool) -> list[ProgramSpec]:
-    """Every program that serves, the largest first: they take longest to compile."""
-    backbones = [ProgramSpec("backbone", size) for size in reversed(buckets.tokens)]
-    draws = [ProgramSpec("draw", size, want_top) for size in reversed(buckets.rows) for want_top in (False, True)]
-    moves = [ProgramSpec("copy", size) for size in move_sizes]
-    if has_host_blocks:
-        moves += [ProgramSpec("swap_out", size) for size in move_sizes]
-        moves += [ProgramSpec("swap_in", size) for size in move_sizes]
-    return [*backbones, *draws, *moves]
+    """Every program that serves, most needed first; see `least_programs` for how the list begins."""
+    moves: tuple[MoveKind, ...] = ("copy", "swap_out", "swap_in") if has_host_blocks else ("copy",)
+    least = least_programs(buckets, move_sizes, has_host_blocks=has_host_blocks)
+    tokens, rows = list(buckets.tokens), list(buckets.rows)
+    decodes = [ProgramSpec("backbone", size) for size in (tokens[0], buckets.num_tokens(min(rows[-1], tokens[-1])))]
+    backbones = [ProgramSpec("backbone", size) for size in reversed(tokens)]
+    draws = [ProgramSpec("draw", size, want_top) for want_top in (True, False) for size in rows]
+    larger = [ProgramSpec(kind, size) for size in move_sizes for kind in moves]
+    first_draws = [ProgramSpec("draw", rows[0], want_top=True), ProgramSpec("draw", rows[0])]
+    return list(dict.fromkeys((*least, *decodes, *first_draws, *backbones, *draws, *larger)))
+
+
+def least_programs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool) -> list[ProgramSpec]:
+    """Those that any step can be padded to: one of each kind. A large move is many of the smallest."""
+    moves: tuple[MoveKind, ...] = ("copy", "swap_out", "swap_in") if has_host_blocks else ("copy",)
+    return [
+        ProgramSpec("backbone", buckets.tokens[-1]),
+        ProgramSpec("draw", buckets.rows[-1], want_top=True),
+        *(ProgramSpec(kind, move_sizes[0]) for kind in moves),
+    ]
 
 
 _COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = {
@@ -55,40 +71,6 @@ def compiler_options(device: jax.Device) -> dict[str, str] | None:
     """What XLA is told besides for programs of this device; None is nothing."""
     options = _COMPILER_OPTIONS.get(device.device_kind)
     return None if options is None else dict(options)
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledProgram:
-    """A program ready to run, and the seconds that tracing, lowering and compiling (or loading) it took."""
-
-    spec: ProgramSpec
-    executable: jax.stages.Compiled
-    seconds: float
-
-
-def compile_all(
-    lowerings: Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]], progress: Progress
-) -> dict[ProgramSpec, CompiledProgram]:
-    """Compiles every program, two at a time. The first failure ends it."""
-
-    def compile_one(spec: ProgramSpec) -> CompiledProgram:
-        begin = time.perf_counter()
-        executable = lowerings[spec]().compile()
-        return CompiledProgram(spec, executable, time.perf_counter() - begin)
-
-    done: dict[ProgramSpec, CompiledProgram] = {}
-    progress("compiling", 0, len(lowerings))
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="jpaged-compile") as pool:
-        futures = [pool.submit(compile_one, spec) for spec in lowerings]
-        try:
-            for future in as_completed(futures):
-                program = future.result()
-                done[program.spec] = program
-                progress(f"compiled {program.spec}", len(done), len(lowerings))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return done
 
 
 def set_up_compile_cache(folder: Path | None) -> None:
@@ -122,6 +104,13 @@ class CompileWatch:
             self.num_compiles += _thread_compiles() - begin
 
 
+@contextmanager
+def took_from_cache() -> Iterator[Callable[[], bool]]:
+    """Gives a question: whether this thread has taken a program from the cache on disk since."""
+    begin = _thread_hits()
+    yield lambda: _thread_hits() > begin
+
+
 _this_thread = threading.local()
 
 
@@ -135,4 +124,14 @@ def _count_compile(event: str, duration_secs: float, **_: str | int) -> None:
         _this_thread.num_compiles = _thread_compiles() + 1
 
 
+def _thread_hits() -> int:
+    return getattr(_this_thread, "num_hits", 0)
+
+
+def _count_hit(event: str, **_: str | int) -> None:
+    if event == _CACHE_HIT_EVENT:
+        _this_thread.num_hits = _thread_hits() + 1
+
+
+monitoring.register_event_listener(_count_hit)
 monitoring.register_event_duration_secs_listener(_count_compile)

@@ -25,14 +25,7 @@ from jpaged.config import EngineConfig
 from jpaged.device.agreement import Agreement, Alone
 from jpaged.device.block_moves import BlockMover, content_bytes, lower_move, move_sizes
 from jpaged.device.cascade_costs import cascade_costs
-from jpaged.device.compile import (
-    CompiledProgram,
-    CompileWatch,
-    ProgramSpec,
-    compile_all,
-    compiler_options,
-    program_specs,
-)
+from jpaged.device.compile import CompileWatch, ProgramSpec, compiler_options, least_programs, program_specs
 from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
 from jpaged.device.kv_cache import KVPool, PoolRequest, check_num_blocks, default_num_blocks
@@ -48,13 +41,15 @@ from jpaged.device.mesh import (
     replicated,
     serving_mesh,
 )
+from jpaged.device.programs import CompiledProgram, ProgramLedger, ProgramSource
 from jpaged.device.rates import NO_RATE, null_prefill, seconds_of
+from jpaged.device.saved_programs import SavedPrograms, Target
 from jpaged.device.step import Step, backbone_packing, draw_packing, unpack_outputs
 from jpaged.engine.buckets import BucketTable
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Progress, StepInputs, StepOutputs
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Backend, choose
+from jpaged.kernels.paged_attention import AttentionSpec, Backend, Queries, choose
 from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model
 from jpaged.models.parts import Params
@@ -83,15 +78,24 @@ class PackedStep:
 class JaxExecutor:
     """Implements `engine.executor.Executor` on the devices of a mesh. Used by one thread, the engine's."""
 
-    def __init__(self, step: Step, params: Params, geometry: Geometry, agreement: Agreement) -> None:
+    def __init__(
+        self,
+        step: Step,
+        params: Params,
+        geometry: Geometry,
+        *,
+        agreement: Agreement,
+        waits_for_all: bool = True,
+        saved: SavedPrograms | None = None,
+    ) -> None:
         """Allocates the pool. `create` is the way in; this takes what it decided."""
         self._agreement = agreement
         self._geometry = geometry
         self._step = step
         self._params: Params | None = params
         self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
-        self._lowerings = program_lowerings(step, params, geometry)
-        self._programs: dict[ProgramSpec, CompiledProgram] = {}
+        self._waits_for_all = waits_for_all
+        self._programs = ProgramLedger(_sources(step, params, geometry, saved), self._note_ready)
         self._backbone_packings = {size: backbone_packing(size, geometry) for size in geometry.buckets.tokens}
         self._draw_packings = {size: draw_packing(size) for size in geometry.buckets.rows}
         self._watch = CompileWatch()
@@ -110,6 +114,7 @@ class JaxExecutor:
         options: EngineConfig,
         *,
         mesh: Mesh | None = None,
+        num_pools: int = 1,
         compile_cache_dir: Path | None = None,
         agreement: Agreement | None = None,
     ) -> JaxExecutor:
@@ -119,7 +124,9 @@ class JaxExecutor:
             model: the network.
             params: of the model widened for the mesh (`models.splitting`), in either layer mode.
             options: `cache`, `scheduler` and `model.max_model_len` are read; None is filled in, see `geometry`.
-            mesh: where it runs; jax's first devices, as many as `options.parallel` says, when left out.
+            mesh: where it runs; jax's first devices, as many as one copy of the model takes, when left out.
+            num_pools: what the host's free memory is for, where it is the devices' memory: this pool, and those of so
+                many executors less one that are made after it.
             compile_cache_dir: where compiled programs are kept between runs; None keeps none.
             agreement: with the other processes that the mesh is of; None where there are none.
 
@@ -127,6 +134,11 @@ class JaxExecutor:
             InvalidArgument: options that contradict the model or the memory, or parameters of other shapes.
         """
         _set_up_compile_cache(compile_cache_dir)
+        folder = options.startup.compiled
+        saved = None if folder is None else SavedPrograms.open(Path(folder))
+        if saved is not None and options.cache.num_blocks is None:
+            cache = dataclasses.replace(options.cache, num_blocks=saved.target.num_blocks)
+            options = dataclasses.replace(options, cache=cache)
         mesh = mesh or serving_mesh(options.parallel.tensor_parallel_size)
         layer_mode: LayerMode = "loop" if isinstance(params["layers"], list) else "scan"
 
@@ -147,7 +159,7 @@ class JaxExecutor:
             max_model_len=least.max_model_len,
             memory_utilization=options.cache.memory_utilization,
             weight_bytes=local_bytes(params),
-            num_devices=mesh.size,
+            num_devices=mesh.size * num_pools,
         )
         if options.cache.num_blocks is not None:
             num_blocks = check_num_blocks(options.cache.num_blocks, request, device)
@@ -157,7 +169,11 @@ class JaxExecutor:
             )
         agreement = agreement or Alone()
         step, geometry = assemble(agreement.least(num_blocks))
-        return cls(step, params, geometry, agreement)
+        if saved is not None:
+            saved.check(Target.of(step, geometry))
+        # Steps are padded to what process 0 has: the others need to have it too.
+        waits_for_all = options.startup.wait_for_all_programs or jax.process_count() > 1
+        return cls(step, params, geometry, agreement=agreement, waits_for_all=waits_for_all, saved=saved)
 
     @property
     def geometry(self) -> Geometry:
@@ -173,8 +189,8 @@ class JaxExecutor:
         """The attention backends that `auto` would rather have, and why each cannot run."""
         mesh, attention = self._step.mesh, self._step.attention
         local = dataclasses.replace(attention, layout=attention.layout.local)
-        num_heads = self._step.model.config.num_heads // num_shards(mesh)
-        return choose("auto", first_device(mesh), local, num_heads).passed_over
+        queries = _queries(self._step.model, mesh, self._geometry.max_num_seqs, self._geometry.max_blocks_per_seq)
+        return choose("auto", first_device(mesh), local, queries).passed_over
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -195,15 +211,33 @@ class JaxExecutor:
 
     @property
     def programs(self) -> Mapping[ProgramSpec, CompiledProgram]:
-        """The ledger: every compiled program, with what it cost. Empty before `warm_up`."""
-        return self._programs
+        """Every program that can run, with what it cost; empty before `warm_up`, and growing after it."""
+        return self._programs.ready
+
+    @property
+    def num_programs(self) -> int:
+        """Of the whole list, compiled or not."""
+        return self._programs.num_programs
 
     def warm_up(self, progress: Progress) -> None:
-        """Compiles every program, two at a time, and times some. Blocks are as they were when it returns."""
+        """Compiles what any step can be padded to, times some of it, and has the rest compiled in the background.
+
+        With `wait_for_all_programs` there is no rest. Blocks are as they were when it returns.
+        """
         self._require_alive()
-        self._programs = compile_all(self._lowerings, progress)
+        buckets, layout = self._geometry.buckets, self._step.attention.layout
+        has_host_blocks = self._geometry.num_host_blocks > 0
+        make = program_specs if self._waits_for_all else least_programs
+        self._programs.compile(make(buckets, move_sizes(layout), has_host_blocks=has_host_blocks), progress)
         self._agreement.least(0)  # what runs from here on waits inside of collectives
         self._rates = self._measure_rates()
+        self._programs.compile_rest(progress)
+
+    def _note_ready(self) -> None:
+        """A program landed: steps may have its shape from now on. A draw with alternatives does for one without."""
+        tokens, rows = self._programs.sizes("backbone"), self._programs.sizes("draw", want_top=True)
+        if tokens and rows:
+            self._geometry = dataclasses.replace(self._geometry, buckets=BucketTable(tokens, rows))
 
     def move_blocks(self, moves: BlockMoves) -> None:
         """Starts moving blocks; a block that is on its way to the host is waited for only when it is to come back.
@@ -214,7 +248,7 @@ class JaxExecutor:
         self._require_alive()
         with self._watch.watching():
             try:
-                self._mover.run(moves, self._program)
+                self._mover.run(moves, self._programs)
             except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
                 raise InternalError(f"{moves.move.value} of {len(moves.sources)} blocks failed: {error}") from error
 
@@ -234,16 +268,16 @@ class JaxExecutor:
         """
         how = inputs.sampling
         num_tokens, num_rows = len(inputs.token_ids_t), len(how.temperature_r)
-        self._program(ProgramSpec("backbone", num_tokens))
-        self._program(ProgramSpec("draw", num_rows, how.want_top))
+        self._programs.find(ProgramSpec("backbone", num_tokens))
+        self._find_draw(num_rows, how.want_top)
         backbone = self._backbone_packings[num_tokens].pack(inputs)
         return PackedStep(num_tokens, num_rows, how.want_top, backbone, self._draw_packings[num_rows].pack(how))
 
     def dispatch_packed(self, step: PackedStep) -> JaxStepHandle:
         """Starts a step, which `pack` of an executor of the same geometry made; raises as `dispatch` does."""
         params = self._require_alive()
-        backbone = self._program(ProgramSpec("backbone", step.num_tokens))
-        draw = self._program(ProgramSpec("draw", step.num_rows, step.want_top))
+        backbone = self._programs.find(ProgramSpec("backbone", step.num_tokens))
+        draw = self._find_draw(step.num_rows, step.want_top)
         with self._watch.watching():
             pool = self._pool.take()
             try:
@@ -277,17 +311,15 @@ class JaxExecutor:
         self._host.release()
         self._params = None
         self._head_params = {}
-        self._lowerings = {}
-        self._programs = {}
+        self._programs.release()
 
     def _measure_rates(self) -> DeviceRates:
         inputs = null_prefill(self._geometry)
         prefill_s = seconds_of(lambda: self.collect(self.dispatch(inputs)))
         swap_out = swap_in = NO_RATE
-        count = min(
-            self._geometry.num_host_blocks, self._geometry.num_blocks, move_sizes(self._step.attention.layout)[-1]
-        )
-        if count:
+        swap_sizes = self._programs.sizes(Move.SWAP_IN.value)
+        if swap_sizes:
+            count = min(self._geometry.num_host_blocks, self._geometry.num_blocks, swap_sizes[-1])
             ids = list(range(1, count + 1))
             num_bytes = count * self._geometry.bytes_per_block
 
@@ -311,12 +343,25 @@ class JaxExecutor:
             raise InternalError("the executor is shut down")
         return self._params
 
-    def _program(self, spec: ProgramSpec) -> jax.stages.Compiled:
-        program = self._programs.get(spec)
-        if program is None:
-            known = ", ".join(map(str, self._programs)) or "none: warm_up has not run"
-            raise InternalError(f"no program {spec} was compiled; there are {known}")
-        return program.executable
+    def _find_draw(self, num_rows: int, want_top: bool) -> jax.stages.Compiled:
+        plain = ProgramSpec("draw", num_rows)
+        return self._programs.find(plain if not want_top and plain in self._programs.ready else plain.with_top())
+
+
+def _sources(
+    step: Step, params: Params, geometry: Geometry, saved: SavedPrograms | None
+) -> dict[ProgramSpec, ProgramSource]:
+    """For each program of the list, most needed first, how it is made: loaded where it was saved, else compiled."""
+    return {
+        spec: ProgramSource(functools.partial(saved.load, spec, step.mesh), is_saved=True)
+        if saved is not None and saved.has(spec)
+        else ProgramSource(functools.partial(_compile, lowering))
+        for spec, lowering in program_lowerings(step, params, geometry).items()
+    }
+
+
+def _compile(lowering: Lowering) -> jax.stages.Compiled:
+    return lowering().compile()
 
 
 def plan(
@@ -345,14 +390,15 @@ def plan(
         dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype),
         num_shards=num_parts,
     )
-    scale, num_heads = config.head_dim**-0.5, config.num_heads // num_parts
+    scale, max_num_seqs = config.head_dim**-0.5, options.scheduler.max_num_seqs
+    queries = _queries(model, mesh, max_num_seqs, -(-max_model_len // layout.block_size))
     # A kernel sees what one device has, so that is what its backend is asked about.
     attention = AttentionSpec(layout.local, scale)
-    chosen = choose(options.model.attention_backend, first_device(mesh), attention, num_heads)
+    chosen = choose(options.model.attention_backend, first_device(mesh), attention, queries)
     layout = dataclasses.replace(layout, form=chosen.spec.layout.form)
     can_cascade = options.cache.enable_cascade_attention
-    cascade = cascade_costs(chosen.backend, chosen.spec, num_heads) if can_cascade else None
-    max_num_seqs, max_tokens = options.scheduler.max_num_seqs, options.scheduler.max_num_batched_tokens
+    cascade = cascade_costs(chosen.backend, chosen.spec, queries.num_heads) if can_cascade else None
+    max_tokens = options.scheduler.max_num_batched_tokens
     geometry = Geometry(
         num_blocks=num_blocks,
         block_size=layout.block_size,
@@ -361,7 +407,7 @@ def plan(
         vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
         buckets=BucketTable.build(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs),
-        num_host_blocks=num_host_blocks(options.cache.swap_space, layout),
+        num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
         cascade=cascade,
     )
     step = Step(
@@ -374,6 +420,11 @@ def plan(
         backend=chosen.backend,
     )
     return step, geometry
+
+
+def _queries(model: Model, mesh: Mesh, num_rows: int, table_width: int) -> Queries:
+    """What one device's attention is called with."""
+    return Queries(model.config.num_heads // num_shards(mesh), model.dtype, num_rows, table_width)
 
 
 def abstract_serving(

@@ -101,8 +101,8 @@ class HostPool:
         self._blocks[transfer.block_ids] = contents[: len(transfer.block_ids)]
 
 
-def num_host_blocks(swap_space_gib: float, layout: KVLayout) -> int:
-    """Blocks that fit into so much host memory.
+def num_host_blocks(swap_space_gib: float, layout: KVLayout, num_pools: int = 1) -> int:
+    """Blocks of each of so many pools that fit into so much host memory together.
 
     Raises:
         InvalidArgument: the host does not have it.
@@ -110,7 +110,7 @@ def num_host_blocks(swap_space_gib: float, layout: KVLayout) -> int:
     num_bytes, physical = int(swap_space_gib * _GIB), physical_host_bytes()
     if num_bytes > physical:
         raise InvalidArgument("swap_space", f"{swap_space_gib:g} GiB; the host has {physical / _GIB:.2f} GiB")
-    return num_bytes // layout.bytes_per_block
+    return num_bytes // num_pools // layout.bytes_per_block
 
 
 def _has_arrived(contents: Any) -> bool:

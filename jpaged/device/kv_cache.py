@@ -71,7 +71,7 @@ class PoolRequest:
         max_model_len: tokens of a sequence at most.
         memory_utilization: share of the memory that weights, programs and the pool may take.
         weight_bytes: of the parameters of one device, which are in memory already.
-        num_devices: that the blocks are split over. Those of a CPU share the memory of their host.
+        num_devices: that have no pool yet, of all copies of the model. Those of a CPU share the memory of their host.
     """
 
     bytes_per_block: int

@@ -1,6 +1,6 @@
 """Devices as a mesh, and where each logical axis of an array goes on it.
 
-    data     copies of the model: always 1
+    data     always 1: copies of the model (replicas) have meshes of their own
     model    parts of one copy: heads, feed-forward width, vocabulary
 
 Every array of the serving programs has a sharding that is made here; what is not split over `model` is whole on every
@@ -47,21 +47,41 @@ def build_mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def serving_mesh(tensor_parallel_size: int) -> Mesh:
-    """A mesh of so many of jax's devices: the first ones, or as many of each of several processes.
+    """A mesh of so many of jax's devices, the first ones; `serving_meshes` says of which, where processes are several.
 
-    Of several processes, 1 stands for all devices: each process has a part of the model.
+    Raises:
+        InvalidArgument: there are not so many.
+    """
+    return serving_meshes(tensor_parallel_size, 1)[0]
+
+
+def serving_meshes(tensor_parallel_size: int, data_parallel_size: int) -> list[Mesh]:
+    """A mesh for each copy of the model: jax's devices in their order, none of them in two.
+
+    Several processes have one copy, and each of them a part of it: as many devices of each, all of them where
+    tensor_parallel_size is 1.
 
     Raises:
         InvalidArgument: there are not so many, or the processes cannot share them evenly.
     """
-    devices, num_processes = jax.devices(), jax.process_count()
-    size = len(devices) if num_processes > 1 and tensor_parallel_size == 1 else tensor_parallel_size
+    devices, size, num_processes = jax.devices(), tensor_parallel_size, jax.process_count()
+    if num_processes > 1 and size == 1:
+        size = len(devices)
+    num_devices, has = size * data_parallel_size, f"{devices[0].platform} has {len(devices)}"
     if size > len(devices):
+        raise InvalidArgument("tensor_parallel_size", f"{size} devices are asked for; {has}")
+    if num_processes > 1:
+        return [build_mesh(_of_each_process(devices, size, num_processes))]
+    if num_devices > len(devices):
         raise InvalidArgument(
-            "tensor_parallel_size", f"{size} devices are asked for; {devices[0].platform} has {len(devices)}"
+            "data_parallel_size",
+            f"{data_parallel_size} copies of the model on {size} devices each (tensor_parallel_size) ask for "
+            f"{num_devices} devices; {has}",
         )
-    if num_processes == 1:
-        return build_mesh(devices[:size])
+    return [build_mesh(devices[first : first + size]) for first in range(0, num_devices, size)]
+
+
+def _of_each_process(devices: Sequence[jax.Device], size: int, num_processes: int) -> list[jax.Device]:
     groups = [[device for device in devices if device.process_index == i] for i in range(num_processes)]
     each, left_over = divmod(size, num_processes)
     if left_over or each > min(map(len, groups)):
@@ -70,7 +90,7 @@ def serving_mesh(tensor_parallel_size: int) -> Mesh:
             f"{size} devices cannot be shared evenly by {num_processes} processes, which have "
             f"{', '.join(str(len(group)) for group in groups)}",
         )
-    return build_mesh([device for group in groups for device in group[:each]])
+    return [device for group in groups for device in group[:each]]
 
 
 def num_shards(mesh: Mesh) -> int:
@@ -159,6 +179,11 @@ class Placement:
     def num_parts(self) -> int:
         """Parts that one copy of the model is in."""
         return num_shards(self.mesh)
+
+    def put(self, params: Params) -> Params:
+        """The parameters on these devices; those that are elsewhere are copied, from device to device."""
+        placed: Params = jax.device_put(params, self.shardings)
+        return placed
 
     def abstract_params(self) -> Params:
         """Shapes, types and shardings of the parameters."""

@@ -29,6 +29,7 @@ from jpaged.engine.executor import Executor, Geometry, StepOutputs
 from jpaged.engine.paged_memory import PagedMemory, PrefixOptions
 from jpaged.engine.pins import PinnedPrefixes
 from jpaged.engine.preemption import Preemption
+from jpaged.engine.prefix_cache import Key
 from jpaged.engine.publisher import Publisher
 from jpaged.engine.reserved_memory import ReservedMemory
 from jpaged.engine.schedule import Schedule
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
-_DOOMED_JOIN_S = 1.0
+_ABANDONED_JOIN_S = 1.0
 """For a loop that may hang in its executor."""
 
 
@@ -125,14 +126,20 @@ class Engine:
         self._accepted: set[str] = set()
         self._is_draining = False
         self._is_stopping = False
-        self._doom: JpagedError | None = None
+        self._is_abandoned = False
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._thread: threading.Thread | None = None
+        self._on_failure: Callable[[Exception], None] = _ignore
 
     @property
     def geometry(self) -> Geometry:
         return self._executor.geometry
+
+    @property
+    def max_num_in_flight(self) -> int:
+        """Requests that are accepted at one time: those that run, and the queue in front of them."""
+        return self._options.max_num_queued_reqs + self._options.max_num_seqs
 
     # --- called from any thread -------------------------------------------------------------------------------------
 
@@ -149,11 +156,10 @@ class Engine:
                 raise Unavailable("the engine has failed" if self.failure else "the server is shutting down")
             if request.request_id in self._accepted:
                 raise AlreadyExists(f"request {request.request_id!r} is in flight")
-            # Rows run at once and the queue in front of them; counted here, so that a burst is bounded as well.
-            limit = self._options.max_num_queued_reqs + self._options.max_num_seqs
-            if len(self._accepted) >= limit:
+            # Counted here and not by the scheduler, so that a burst is bounded as well.
+            if len(self._accepted) >= self.max_num_in_flight:
                 raise QueueFull(
-                    f"{len(self._accepted)} requests are in flight, the limit is {limit} "
+                    f"{len(self._accepted)} requests are in flight, the limit is {self.max_num_in_flight} "
                     f"(max_num_queued_reqs {self._options.max_num_queued_reqs})",
                     retry_after_s=self._stats.seconds_per_request(),
                 )
@@ -163,10 +169,14 @@ class Engine:
             # Inside the lock: an engine that fails right now must find it in the inbox.
             self._inbox.put(lambda: self._arrive(request, sink, arrival_s))
 
+    def is_in_flight(self, request_id: str) -> bool:
+        """A request of that id was accepted and has not ended."""
+        with self._lock:
+            return request_id in self._accepted
+
     def abort(self, request_id: str) -> bool:
         """Ends a request with finish reason ABORT; False when there is none of that id."""
-        with self._lock:
-            is_known = request_id in self._accepted
+        is_known = self.is_in_flight(request_id)
         if is_known:
             self._inbox.put(lambda: self._end_early(request_id, FinishReason.ABORT))
         return is_known
@@ -207,9 +217,21 @@ class Engine:
             self._inbox.put(lambda: self._pins.release(name))
         return is_pinned
 
+    def has_prefix(self, key: Key) -> bool:
+        """A block with this key is cached, as far as another thread can know."""
+        return self._memory.has_prefix(key)
+
+    def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
+        """Full blocks of a prompt that are cached once it is computed."""
+        return self._memory.num_cacheable_blocks(num_prompt_tokens)
+
     def load(self) -> EngineLoad:
         """A snapshot of the last step's counts."""
         return self._stats.snapshot(self._executor.num_compiles_after_warm_up)
+
+    def replica_loads(self) -> tuple[EngineLoad, ...]:
+        """Of each replica: here of the one that there is."""
+        return (self.load(),)
 
     def histogram(self, name: str) -> HistogramSnapshot:
         """Durations so far, by one of the names in `jpaged.engine.stats.BOUNDS_S`."""
@@ -219,10 +241,24 @@ class Engine:
         """Requests that have ended: stop, length, abort (also when the caller went away), error."""
         return self._stats.num_ended()
 
-    def start(self) -> None:
-        """Runs the loop in a thread of its own until `stop`."""
+    def start(self, on_failure: Callable[[Exception], None] | None = None) -> None:
+        """Runs the loop in a thread of its own until `stop`.
+
+        Args:
+            on_failure: told, on that thread, what ended the loop; by then nothing is accepted any more.
+        """
+        self._on_failure = on_failure or _ignore
         self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
         self._thread.start()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the loop as a fault of its own would: for when what the engine is a part of has failed."""
+        self._inbox.put(lambda: self._give_up(error))
+
+    def abandon(self, error: Exception) -> None:
+        """`fail`, for when the executor may never return: `stop` does not wait for it, and leaves it what it holds."""
+        self._is_abandoned = True
+        self.fail(error)
 
     def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for those in flight; False when some were left at the end of the time."""
@@ -236,21 +272,11 @@ class Engine:
             self._is_draining = True
         self._inbox.put(self._set_stopping)
         if self._thread is not None:
-            self._thread.join(None if self._doom is None else _DOOMED_JOIN_S)
+            self._thread.join(_ABANDONED_JOIN_S if self._is_abandoned else None)
             if self._thread.is_alive():
-                return  # in the executor, for good: what it holds is left to the end of the process
+                return
         self._fail_all(Unavailable("the server is shutting down"))
         self._executor.shutdown()
-
-    def fail(self, error: JpagedError) -> None:
-        """Ends the loop for a reason from outside, after which the executor may never return.
-
-        Every request gets the error if the loop still runs; the server tells the streams of one that hangs.
-        """
-        with self._lock:
-            self.failure = self.failure or error
-            self._doom = error
-        self._inbox.put(lambda: None)  # wakes the loop
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
@@ -278,8 +304,6 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                if self._doom is not None:
-                    raise self._doom
                 if not self.step():
                     self.check()
                     self._inbox.get()()
@@ -413,9 +437,14 @@ class Engine:
     def _set_stopping(self) -> None:
         self._is_stopping = True
 
+    def _give_up(self, error: Exception) -> None:
+        if self.failure is None and not self._is_stopping:
+            raise error
+
     def _fail(self, error: Exception) -> None:
         with self._lock:
-            self.failure = self.failure or error
+            self.failure = error
+        self._on_failure(error)
         if not isinstance(error, InternalError | Unavailable):
             failure = InternalError(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
@@ -431,6 +460,10 @@ class Engine:
         ended = set(self._groups)
         self._groups.clear()
         self._settle(ended)
+
+
+def _ignore(error: Exception) -> None:
+    """Nobody wants to hear of it."""
 
 
 def _make_memory(geometry: Geometry, options: EngineOptions) -> PagedMemory | ReservedMemory:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jpaged.engine.memory_ops import MemoryOps
+from jpaged.engine.prefix_cache import Key
 from jpaged.engine.sequence import Group, Sequence
 
 Shares = list[tuple[Sequence, int]]
@@ -84,6 +85,14 @@ class KVMemory(Protocol):
 
     def num_stored_tokens(self, holders: Iterable[Group]) -> int:
         """Tokens in those slots, one that several sequences share counted once; of all groups that hold blocks."""
+        ...
+
+    def has_prefix(self, key: Key) -> bool:
+        """A block with this key of the prefix cache is here. Any thread may ask; the answer may be out of date."""
+        ...
+
+    def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
+        """Full blocks of a prompt that may be cached. Any thread may ask."""
         ...
 
     def can_ever_fit(self, group: Group) -> bool:

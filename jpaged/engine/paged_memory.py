@@ -244,6 +244,14 @@ class PagedMemory:
 
     # --- facts ------------------------------------------------------------------------------------------------------
 
+    def has_prefix(self, key: Key) -> bool:
+        """A block with this key is here, on the device or in host memory. Any thread may ask.
+
+        It is two look-ups in dicts that the engine's thread writes, each of which is whole under the interpreter's
+        lock; an answer that is out of date costs a hit, never a token.
+        """
+        return self._cache.has_key(key) or key in self._host_blocks
+
     def num_reserved_slots(self) -> int:
         return self._pool.num_used * self.block_size
 

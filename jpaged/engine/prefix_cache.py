@@ -72,6 +72,10 @@ class PrefixCache:
         """The block of a key that is known."""
         return self._blocks[key]
 
+    def has_key(self, key: Key) -> bool:
+        """Whether some block holds what the key names."""
+        return key in self._blocks
+
     def block_ids(self) -> Iterable[int]:
         """Every block with a key."""
         return self._keys.keys()

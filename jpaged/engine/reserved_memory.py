@@ -20,6 +20,7 @@ from jpaged.engine.executor import Move
 from jpaged.engine.memory import MemoryUse, Shares
 from jpaged.engine.memory_ops import MemoryOps
 from jpaged.engine.paged_memory import MemoryCounts
+from jpaged.engine.prefix_cache import Key
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
 
@@ -202,6 +203,14 @@ class ReservedMemory:
 
     def swap_in(self, group: Group) -> None:
         raise InternalError("reserved memory is never swapped")
+
+    def has_prefix(self, key: Key) -> bool:
+        """Nothing is found by its prefix here."""
+        return False
+
+    def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
+        """None: regions are not shared."""
+        return 0
 
     def num_reserved_slots(self) -> int:
         return sum(1 << _order(num_blocks) for _, num_blocks in self._reserved()) * self._block_size

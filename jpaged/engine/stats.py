@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from jpaged.engine.executor import Geometry
@@ -58,8 +58,10 @@ class EngineLoad:
         num_prefix_query_tokens, num_prefix_hit_tokens: prompt tokens looked up in the prefix cache, and found there.
         num_cascade_steps: steps in which rows read a prefix together.
         num_cascade_tokens: tokens of context that were not read again by it.
-        slot_use: share of the reserved slots that held a token, averaged over all steps so far; 0 before the first.
-        time_to_first_token_s: mean over the requests that got one.
+        sum_reserved_slots: slots that were reserved, added up over all steps so far.
+        slot_use: share of them that held a token; 0 before the first step.
+        num_first_tokens: requests that got one.
+        time_to_first_token_s: mean over them.
         host_s: what the host spent deciding, packing and publishing steps.
     """
 
@@ -87,10 +89,25 @@ class EngineLoad:
     num_requests_ended: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    sum_reserved_slots: int = 0
     slot_use: float = 0.0
+    num_first_tokens: int = 0
     time_to_first_token_s: float = 0.0
     host_s: float = 0.0
     num_compiles_after_warm_up: int = 0
+
+
+def total_load(loads: Sequence[EngineLoad]) -> EngineLoad:
+    """Of several engines as of one: counts are added, means weighted. The peak is the sum of their peaks, a bound."""
+    sums = {field.name: sum(getattr(load, field.name) for load in loads) for field in fields(EngineLoad)}
+    held = sum(load.slot_use * load.sum_reserved_slots for load in loads)
+    waited_s = sum(load.time_to_first_token_s * load.num_first_tokens for load in loads)
+    return replace(
+        EngineLoad(**sums),
+        block_size=loads[0].block_size,
+        slot_use=held / max(1, sums["sum_reserved_slots"]),
+        time_to_first_token_s=waited_s / max(1, sums["num_first_tokens"]),
+    )
 
 
 class StepStats:
@@ -191,7 +208,9 @@ class StepStats:
             num_requests_ended=self._num_requests_ended,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
+            sum_reserved_slots=self._sum_reserved_slots,
             slot_use=self._sum_stored_tokens / self._sum_reserved_slots if self._sum_reserved_slots else 0.0,
+            num_first_tokens=self._num_first_tokens,
             time_to_first_token_s=self._sum_first_token_s / self._num_first_tokens if self._num_first_tokens else 0.0,
             host_s=self._host_s,
         )

@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
+from jpaged.models.orbax_folder import refuse_other_orbax
 
 DEMO = "demo"  # the packaged checkpoint: jpaged.demo finds it, and it is never looked for here
 
@@ -29,12 +30,13 @@ def find_folder(model: str) -> Path:
     the hub client reads from its environment (token, cache, offline mode) holds.
 
     Raises:
-        InvalidArgument: a local folder without config.json.
+        InvalidArgument: a local folder without config.json, or an Orbax checkpoint of another program.
         NotFound: there is no such folder, or the hub does not give the model.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / CONFIG_FILE).is_file():
+            refuse_other_orbax(folder)
             raise InvalidArgument("model", f"folder {model} has no {CONFIG_FILE}; it must be in Hugging Face layout")
         return folder
     if model == DEMO or model.startswith((".", "/", "~")) or model.count("/") > 1:
@@ -57,9 +59,7 @@ def read_config(folder: Path) -> ModelConfig:
         Unsupported: the model needs something that is not computed here.
     """
     generation = folder / GENERATION_CONFIG_FILE
-    return ModelConfig.from_hf(
-        _read_json(folder / CONFIG_FILE), _read_json(generation) if generation.is_file() else None
-    )
+    return ModelConfig.from_hf(read_json(folder / CONFIG_FILE), read_json(generation) if generation.is_file() else None)
 
 
 def fingerprint(folder: Path) -> str:
@@ -70,7 +70,8 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _read_json(path: Path) -> Mapping[str, object]:
+def read_json(path: Path) -> Mapping[str, object]:
+    """A file that must hold a JSON object; InvalidArgument otherwise, with the file's name."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

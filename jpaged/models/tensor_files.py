@@ -9,21 +9,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.tensor_source import DTYPES, check_shape, unsupported_dtype
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_DTYPES: Mapping[str, np.dtype] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+FORMAT_DTYPES: Mapping[str, np.dtype] = {
+    "F64": DTYPES["float64"],
+    "F32": DTYPES["float32"],
+    "F16": DTYPES["float16"],
+    "BF16": DTYPES["bfloat16"],
 }
+"""Types by the names that the format has for them."""
 
 
 class TensorFiles:
@@ -53,30 +54,26 @@ class TensorFiles:
         """Every tensor of the checkpoint."""
         return frozenset(self._file_of)
 
-    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
-        """One tensor, or a part of it, in the type that it is stored in.
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, from the header of its file."""
+        return tuple(self._slice(name).get_shape())
 
-        Args:
-            name: of the tensor.
-            shape: that it must have.
-            index: slices of its first axes; nothing else is read from the file.
-        """
-        if name not in self._file_of:
-            raise InvalidArgument(str(self._folder), f"tensor {name} {list(shape)} is missing from the checkpoint")
-        path = self._folder / self._file_of[name]
-        view = self._files[self._file_of[name]].get_slice(name)
-        stored = tuple(view.get_shape())
-        if stored != shape:
-            raise InvalidArgument(
-                str(path), f"tensor {name} has shape {list(stored)}; config.json makes it {list(shape)}"
-            )
-        if view.get_dtype() not in _DTYPES:
-            raise Unsupported(f"{path}: tensor {name} is {view.get_dtype()}; supported: {', '.join(_DTYPES)}")
-        return np.asarray(view[index] if index else self._files[self._file_of[name]].get_tensor(name))
+    def dtype(self, name: str) -> np.dtype:
+        """Of a tensor, from the header of its file; Unsupported when it is not among `FORMAT_DTYPES`."""
+        stored = self._slice(name).get_dtype()
+        if stored not in FORMAT_DTYPES:
+            raise unsupported_dtype(self.where(name), name, stored)
+        return FORMAT_DTYPES[stored]
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
+        """See `TensorSource.read`; of a part nothing else is read from the file."""
+        check_shape(self, name, shape)
+        self.dtype(name)
+        return np.asarray(self._slice(name)[index] if index else self._files[self._file_of[name]].get_tensor(name))
 
     def where(self, name: str) -> Path:
-        """The file that holds a tensor."""
-        return self._folder / self._file_of[name]
+        """The file that holds a tensor, or the folder when none does."""
+        return self._folder / self._file_of[name] if name in self._file_of else self._folder
 
     def __enter__(self) -> TensorFiles:
         return self
@@ -85,6 +82,9 @@ class TensorFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._file_of[name]].get_slice(name)
 
     def _open(self) -> None:
         if (self._folder / SINGLE_FILE).is_file():

@@ -1,9 +1,8 @@
-"""Checkpoint files <-> parameter trees, one leaf at a time: never a second copy of the model in host memory."""
+"""Checkpoint files -> parameter trees, one leaf at a time: never a second copy of the model in host memory."""
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
-from safetensors.numpy import save_file
 
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_names import LM_HEAD, Leaf, is_ignored, layer_leaves, name_prefix, outer_leaves
 from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model
+from jpaged.models.orbax_folder import OrbaxTensors, is_orbax_folder, refuse_other_orbax
 from jpaged.models.parts import Params, normal
 from jpaged.models.splitting import WideAxis, wide_axis
-from jpaged.models.tensor_files import SINGLE_FILE, TensorFiles
+from jpaged.models.tensor_files import TensorFiles
+from jpaged.models.tensor_source import TensorSource, check_shape
 
 # Place of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"), without the number in scan mode.
 LeafPath = tuple[str | int, ...]
@@ -110,10 +110,10 @@ def load_params(
     put: Put = put_on_default_device,
     progress: Progress = no_progress,
 ) -> Params:
-    """Reads a checkpoint in Hugging Face layout into the tree of `abstract_params(layer_mode)`.
+    """Reads a checkpoint folder, safetensors or Orbax, into the tree of `abstract_params(layer_mode)`.
 
     Host memory holds one leaf at a time (in scan mode, that leaf for all layers) and the tensors of the part that is
-    being made; the files are memory-mapped.
+    being made; safetensors are memory-mapped, of Orbax' arrays the chunks are read that the part touches.
 
     Args:
         model: what to load, as published; its dtype is what leaves are cast to.
@@ -129,7 +129,7 @@ def load_params(
     """
     config = model.config
     params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
-    with TensorFiles(folder) as files:
+    with open_tensors(folder) as files:
         groups = _leaf_groups(config, name_prefix(config, files.names), layer_mode)
         _check_names(files, [name for _, leaves in groups for leaf in leaves for name, _ in leaf.tensors], config)
         for done, (path, leaves) in enumerate(groups, start=1):
@@ -141,35 +141,31 @@ def load_params(
     return params
 
 
-def save_safetensors(params: Params, config: ModelConfig, folder: Path) -> None:
-    """Writes config.json and model.safetensors in Hugging Face layout, in the type of the parameters.
+def open_tensors(folder: Path) -> TensorFiles | OrbaxTensors:
+    """The tensors of a checkpoint folder, in whichever format it holds them; to be used in a `with`.
 
-    Args:
-        params: a tree in either layer mode.
-        config: its shape.
-        folder: created where it is missing; files of the same names are replaced.
+    Raises:
+        InvalidArgument: it holds none, or what holds them is broken, unfinished, or of an unknown version.
+        Unsupported: they are there in another format only.
     """
-    tensors: dict[str, np.ndarray] = {}
+    if is_orbax_folder(folder):
+        return OrbaxTensors(folder)
+    refuse_other_orbax(folder)
+    return TensorFiles(folder)
 
-    def add(leaf: Leaf, array: np.ndarray) -> None:
-        for (name, _), tensor in zip(leaf.tensors, leaf.unpack(array), strict=True):
-            tensors[name] = np.ascontiguousarray(tensor)
 
-    prefix = name_prefix(config)
-    for leaf in outer_leaves(config, prefix):
-        add(leaf, np.asarray(_find(params, leaf.path)))
-    layers = params["layers"]
-    for index in range(config.num_layers):
-        for leaf in layer_leaves(config, index, prefix):
-            add(
-                leaf,
-                np.asarray(
-                    _find(layers[index], leaf.path) if isinstance(layers, list) else _find(layers, leaf.path)[index]
-                ),
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+def check_tensors(tensors: TensorSource, config: ModelConfig) -> None:
+    """Refuses what `load_params` would refuse, before anything is read but a tied embedding that is there twice.
+
+    Raises:
+        InvalidArgument: a tensor is missing, left over, misshapen or not tied as promised.
+    """
+    groups = _leaf_groups(config, name_prefix(config, tensors.names), "loop")
+    wanted = [tensor for _, leaves in groups for leaf in leaves for tensor in leaf.tensors]
+    _check_names(tensors, [name for name, _ in wanted], config)
+    for name, shape in wanted:
+        check_shape(tensors, name, shape)
+    _check_tie(tensors, config)
 
 
 def _leaf_groups(config: ModelConfig, prefix: str, layer_mode: LayerMode) -> list[tuple[LeafPath, Sequence[Leaf]]]:
@@ -181,7 +177,7 @@ def _leaf_groups(config: ModelConfig, prefix: str, layer_mode: LayerMode) -> lis
     return groups + [(("layers", index, *leaf.path), [leaf]) for index, leaves in enumerate(layers) for leaf in leaves]
 
 
-def _check_names(files: TensorFiles, wanted: list[str], config: ModelConfig) -> None:
+def _check_names(files: TensorSource, wanted: list[str], config: ModelConfig) -> None:
     left_over = sorted(name for name in files.names.difference(wanted) if not is_ignored(name, config))
     if left_over:
         shown = ", ".join(f"{name} ({files.where(name)})" for name in left_over[:5])
@@ -190,7 +186,7 @@ def _check_names(files: TensorFiles, wanted: list[str], config: ModelConfig) -> 
         )
 
 
-def _check_tie(files: TensorFiles, config: ModelConfig) -> None:
+def _check_tie(files: TensorSource, config: ModelConfig) -> None:
     if not config.tie_word_embeddings or LM_HEAD not in files.names:
         return
     embedding, *_ = outer_leaves(config, name_prefix(config, files.names))
@@ -206,7 +202,7 @@ def _check_tie(files: TensorFiles, config: ModelConfig) -> None:
 class _Source:
     """A leaf of the widened tree in the files: one, or that of all layers stacked."""
 
-    files: TensorFiles
+    files: TensorSource
     leaves: Sequence[Leaf]
     is_stacked: bool
     dtype: np.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -13,6 +14,12 @@ class HistogramSnapshot:
     bounds_s: tuple[float, ...]
     cumulative_counts: tuple[int, ...]
     sum_s: float
+
+    @classmethod
+    def total(cls, snapshots: Sequence[HistogramSnapshot]) -> HistogramSnapshot:
+        """The observations of all, which have the same bounds."""
+        counts = zip(*(snapshot.cumulative_counts for snapshot in snapshots), strict=True)
+        return cls(snapshots[0].bounds_s, tuple(map(sum, counts)), sum(snapshot.sum_s for snapshot in snapshots))
 
 
 class Histogram:

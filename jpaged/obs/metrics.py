@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,14 @@ GAUGES: Mapping[str, tuple[str, str]] = {
     "jpaged:slot_use_ratio": ("slot_use", "Share of reserved slots that held a token, over all steps so far."),
 }
 """Metric -> (field of the snapshot, help)."""
+
+REPLICA_GAUGES: Mapping[str, tuple[str, str]] = {
+    "jpaged:replica_requests_running": ("num_running", "Requests with rows in the current step of a replica."),
+    "jpaged:replica_requests_waiting": ("num_waiting", "Requests that wait at a replica, preempted ones included."),
+    "jpaged:replica_blocks_cached": ("num_blocks_cached", "Free blocks of a replica that still hold a prefix."),
+    "jpaged:replica_blocks_referenced": ("num_blocks_used", "Blocks of a replica that sequences or pins hold."),
+}
+"""Those of each copy of the model, by the label `replica`; the others are of all together."""
 
 COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:num_preemptions": ("num_preemptions", "Groups that had to leave for others."),
@@ -79,6 +87,7 @@ class MetricsSource:
 
     Attributes:
         load: the engine's snapshot; its fields are named in GAUGES and COUNTERS.
+        replica_loads: of each replica; their fields are named in REPLICA_GAUGES.
         latency: the engine's histograms.
         ended: requests that ended, by finish reason.
         model_name: the label of every metric.
@@ -86,6 +95,7 @@ class MetricsSource:
     """
 
     load: Callable[[], Load]
+    replica_loads: Callable[[], Sequence[Load]]
     latency: LatencySource
     ended: Callable[[], Mapping[str, int]]
     model_name: str
@@ -104,6 +114,12 @@ class EngineCollector(Collector):
         for name, (field, text) in GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=labels)
             gauge.add_metric(values, getattr(load, field))
+            yield gauge
+        replica_loads = source.replica_loads()
+        for name, (field, text) in REPLICA_GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=("model_name", "replica"))
+            for index, one in enumerate(replica_loads):
+                gauge.add_metric((source.model_name, str(index)), getattr(one, field))
             yield gauge
         yield self._kv_use(load)
         for name, (field, text) in COUNTERS.items():

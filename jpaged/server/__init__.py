@@ -6,5 +6,6 @@ wire.py        proto <-> types
 status.py      errors -> status codes with details
 stream.py      the engine's thread -> asyncio
 metrics.py     what Prometheus is told
+replica.py     a loaded model without a port, for a host with a server of its own
 lifecycle.py   the port, health, signals: starting, serving, draining, exit code
 """

@@ -197,7 +197,7 @@ class Server:
         """
         self._failure = self._failure or error
         if self._serving is not None:
-            self._serving.engine.fail(error)
+            self._serving.engine.abandon(error)
         self._stop.set()
 
     def stop_on_signals(self) -> None:

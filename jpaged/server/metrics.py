@@ -11,6 +11,7 @@ def metrics_source(serving: Serving) -> MetricsSource:
     cache, geometry = serving.config.cache, serving.engine.geometry
     return MetricsSource(
         load=serving.engine.load,
+        replica_loads=serving.engine.replica_loads,
         latency=serving.engine,
         ended=serving.engine.num_ended_by_reason,
         model_name=serving.model.name,

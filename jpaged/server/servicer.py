@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeVar
 
-from grpc import aio
-
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, JpagedError, NotFound
 from jpaged.server import wire
 from jpaged.server.serving import Serving
-from jpaged.server.status import refuse
+from jpaged.server.status import CallContext, refuse
 from jpaged.server.stream import Bridge, OutputStream
 from jpaged.types import Request
 
@@ -45,7 +43,7 @@ class Host(Protocol):
 class _Answering:
     """Turns whatever the body raises into the call's status. A cancelled call has no one to tell."""
 
-    def __init__(self, context: aio.ServicerContext) -> None:
+    def __init__(self, context: CallContext) -> None:
         self._context = context
 
     async def __aenter__(self) -> None:
@@ -115,7 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         admission = self._open.get(request_id)
         return admission is not None and serving.engine.abort(admission.engine_id)
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext) -> None:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: CallContext) -> None:
         """Streams one request; its blocks are free within a step, however the call ends."""
         self._num_calls += 1
         self.is_idle.clear()
@@ -133,9 +131,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if self._num_calls == 0:
                 self.is_idle.set()
 
-    def _admit(
-        self, serving: Serving, message: inference_pb2.GenerateRequest, context: aio.ServicerContext
-    ) -> _Admission:
+    def _admit(self, serving: Serving, message: inference_pb2.GenerateRequest, context: CallContext) -> _Admission:
         request_id = wire.request_id_from(message) or uuid.uuid4().hex
         if request_id in self._open:
             raise AlreadyExists(f"request_id: a request {request_id!r} is in flight")
@@ -161,7 +157,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         serving: Serving,
         admission: _Admission,
         message: inference_pb2.GenerateRequest,
-        context: aio.ServicerContext,
+        context: CallContext,
     ) -> None:
         request = await _make_request(serving, admission, message)
         serving.engine.submit(request, admission.stream.put)
@@ -180,7 +176,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 serving.engine.drop(admission.engine_id)
 
     async def Tokenize(
-        self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext
+        self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
         """Runs on a thread when the text is long."""
         async with _Answering(context):
@@ -190,7 +186,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
-        self, request: inference_pb2.DetokenizeRequest, context: aio.ServicerContext
+        self, request: inference_pb2.DetokenizeRequest, context: CallContext
     ) -> inference_pb2.DetokenizeResponse:
         """Runs on a thread when there are many tokens."""
         async with _Answering(context):
@@ -250,27 +246,26 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._inference = inference
 
     async def GetServerInfo(
-        self, request: control_pb2.GetServerInfoRequest, context: aio.ServicerContext
+        self, request: control_pb2.GetServerInfoRequest, context: CallContext
     ) -> control_pb2.GetServerInfoResponse:
         """Answers in every state."""
         async with _Answering(context):
             return self._host.describe()
 
     async def GetModelInfo(
-        self, request: control_pb2.GetModelInfoRequest, context: aio.ServicerContext
+        self, request: control_pb2.GetModelInfoRequest, context: CallContext
     ) -> control_pb2.GetModelInfoResponse:
         """The facts that were fixed at start-up."""
         async with _Answering(context):
             return wire.model_info_of(self._host.loaded().model)
 
-    async def GetLoad(
-        self, request: control_pb2.GetLoadRequest, context: aio.ServicerContext
-    ) -> control_pb2.GetLoadResponse:
+    async def GetLoad(self, request: control_pb2.GetLoadRequest, context: CallContext) -> control_pb2.GetLoadResponse:
         """A snapshot: the engine goes on meanwhile."""
         async with _Answering(context):
-            return wire.load_of(self._host.loaded().engine.load())
+            engine = self._host.loaded().engine
+            return wire.load_of(engine.load(), engine.replica_loads())
 
-    async def Abort(self, request: control_pb2.AbortRequest, context: aio.ServicerContext) -> control_pb2.AbortResponse:
+    async def Abort(self, request: control_pb2.AbortRequest, context: CallContext) -> control_pb2.AbortResponse:
         """The aborted stream, not this call, says what was generated."""
         async with _Answering(context):
             if not request.request_id:
@@ -280,7 +275,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             return control_pb2.AbortResponse()
 
     async def PinPrefix(
-        self, request: control_pb2.PinPrefixRequest, context: aio.ServicerContext
+        self, request: control_pb2.PinPrefixRequest, context: CallContext
     ) -> control_pb2.PinPrefixResponse:
         """A caller that goes away changes nothing: the prefix is pinned."""
         async with _Answering(context):
@@ -295,7 +290,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             return control_pb2.PinPrefixResponse(num_pinned_tokens=num_tokens)
 
     async def UnpinPrefix(
-        self, request: control_pb2.UnpinPrefixRequest, context: aio.ServicerContext
+        self, request: control_pb2.UnpinPrefixRequest, context: CallContext
     ) -> control_pb2.UnpinPrefixResponse:
         """Requests that share the prefix go on."""
         async with _Answering(context):

@@ -1,13 +1,78 @@
-"""What the server needs of a loaded model: an engine, an intake, a tokenizer, and the facts that it reports."""
+"""What the server needs of a loaded model: a runner, an intake, a tokenizer, and the facts that it reports."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 from jpaged.config import EngineConfig
-from jpaged.engine.engine import Engine
+from jpaged.engine.executor import Geometry
 from jpaged.engine.intake import Intake
+from jpaged.engine.sequence import Sink
+from jpaged.engine.stats import EngineLoad
 from jpaged.engine.tokenizer import Tokenizer
+from jpaged.obs.histogram import HistogramSnapshot
+from jpaged.types import Request
+
+
+class Runner(Protocol):
+    """Runs requests to their end: an `Engine`, or `Replicas` of it, which say what each verb does and raises."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """What deadlines are read off."""
+        ...
+
+    @property
+    def geometry(self) -> Geometry:
+        """What one request can have."""
+        ...
+
+    @property
+    def failure(self) -> Exception | None:
+        """What it died of."""
+        ...
+
+    @property
+    def max_num_in_flight(self) -> int: ...
+
+    def submit(self, request: Request, sink: Sink) -> None: ...
+
+    def abort(self, request_id: str) -> bool: ...
+
+    def drop(self, request_id: str) -> None: ...
+
+    def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "") -> Future[int]: ...
+
+    def unpin_prefix(self, name: str) -> bool: ...
+
+    def load(self) -> EngineLoad: ...
+
+    def replica_loads(self) -> tuple[EngineLoad, ...]:
+        """Of each copy of the model; `load` is of all."""
+        ...
+
+    def histogram(self, name: str) -> HistogramSnapshot: ...
+
+    def num_ended_by_reason(self) -> dict[str, int]: ...
+
+    def start(self) -> None: ...
+
+    def step(self) -> bool:
+        """Instead of `start`, on the caller's thread: one iteration; False when there was nothing to do."""
+        ...
+
+    def check(self) -> None: ...
+
+    def drain(self, timeout_s: float) -> bool: ...
+
+    def abandon(self, error: Exception) -> None:
+        """Ends it with this error; `stop` does not wait for what may never return."""
+        ...
+
+    def stop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +94,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class BackendFacts:
-    """Where the model runs. `attention` names the implementation that was chosen."""
+    """Where the model runs: all copies of it. `attention` names the implementation that was chosen."""
 
     platform: str
     device_kind: str
@@ -40,9 +105,9 @@ class BackendFacts:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A model that is loaded. `config` is resolved; the engine is not started yet."""
+    """A model that is loaded. `config` is resolved; the engine (or its replicas) is not started yet."""
 
-    engine: Engine
+    engine: Runner
     intake: Intake
     tokenizer: Tokenizer
     model: ModelFacts

@@ -4,21 +4,42 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NoReturn
+from collections.abc import Iterable
+from typing import NoReturn, Protocol
 
 import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc import aio
 
-from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull
+from jpaged.errors import InvalidArgument, JpagedError, QueueFull
 
 ERROR_DOMAIN = "jpaged"
 _DETAILS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _MAX_MESSAGE_BYTES = 1024
 """Messages travel in trailers, of which clients take 8 KiB by default; a byte can take three, and it goes twice."""
+
+
+Trailers = tuple[tuple[str, str | bytes], ...]
+
+
+class CallContext(Protocol):
+    """What the servicers ask of a call: gRPC's own context, or that of a host which brings its own server."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller's deadline; None when there is none."""
+        ...
+
+    async def write(self, message: Message) -> None:
+        """Sends one message; waits for a reader that is slow."""
+        ...
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Trailers = ()) -> NoReturn:
+        """Ends the call with a status, by raising."""
+        ...
 
 
 def status_of(error: JpagedError) -> status_pb2.Status:
@@ -42,14 +63,13 @@ def status_of(error: JpagedError) -> status_pb2.Status:
     return status
 
 
-async def refuse(context: aio.ServicerContext, error: JpagedError) -> NoReturn:
+async def refuse(context: CallContext, error: JpagedError) -> NoReturn:
     """Ends the call with the status that `error` becomes."""
     status = status_of(error)
     trailers: list[tuple[str, str | bytes]] = [(_DETAILS_KEY, status.SerializeToString())]
     if isinstance(error, QueueFull):
         trailers.append((_PUSHBACK_KEY, str(math.ceil(error.retry_after_s * 1000))))
     await context.abort(grpc.StatusCode[error.grpc_status], status.message, tuple(trailers))
-    raise InternalError("abort returned")
 
 
 def _attach(status: status_pb2.Status, detail: Message) -> None:

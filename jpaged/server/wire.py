@@ -182,8 +182,8 @@ def model_info_of(model: ModelFacts) -> control_pb2.GetModelInfoResponse:
     )
 
 
-def load_of(load: EngineLoad) -> control_pb2.GetLoadResponse:
-    """The engine's load, as it is."""
+def load_of(load: EngineLoad, replica_loads: Iterable[EngineLoad]) -> control_pb2.GetLoadResponse:
+    """The load of the whole and of each replica, as they are."""
     return control_pb2.GetLoadResponse(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
@@ -208,6 +208,7 @@ def load_of(load: EngineLoad) -> control_pb2.GetLoadResponse:
         num_prefix_hit_tokens=load.num_prefix_hit_tokens,
         num_cascade_steps=load.num_cascade_steps,
         num_cascade_tokens=load.num_cascade_tokens,
+        replicas=[_replica_load_of(replica) for replica in replica_loads],
     )
 
 
@@ -241,6 +242,21 @@ def _early_stopping_from(value: int) -> bool | Literal["never"]:
     if value not in _EARLY_STOPPING:
         raise InvalidArgument("sampling.early_stopping", f"{value} is not a value of EarlyStopping")
     return _EARLY_STOPPING[value]
+
+
+def _replica_load_of(load: EngineLoad) -> control_pb2.ReplicaLoad:
+    return control_pb2.ReplicaLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_blocks=load.num_blocks,
+        num_blocks_free=load.num_blocks_free,
+        num_blocks_used=load.num_blocks_used,
+        num_blocks_cached=load.num_blocks_cached,
+        num_prefix_query_tokens=load.num_prefix_query_tokens,
+        num_prefix_hit_tokens=load.num_prefix_hit_tokens,
+        num_prompt_tokens=load.num_prompt_tokens,
+        num_generation_tokens=load.num_generation_tokens,
+    )
 
 
 def _position_of(position: PositionLogprobs) -> inference_pb2.PositionLogprobs:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, choose
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, choose
 from jpaged.kernels.paged_attention.shapes import SHAPES
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case, real_shape
@@ -21,7 +21,8 @@ from tests.kernels.test_paged_attention_gpu import SUPPORT as GPU_SUPPORT
 from tests.kernels.tpu_interpreter import Interpreted as InterpretedTpu
 
 DEVICE = jax.devices()[0]
-CHOICE = choose("auto", DEVICE, AttentionSpec(KVLayout(1, 8, 16, 2, 128, jnp.dtype("bfloat16")), 1.0), 4)
+BFLOAT16 = jnp.dtype("bfloat16")
+CHOICE = choose("auto", DEVICE, AttentionSpec(KVLayout(1, 8, 16, 2, 128, BFLOAT16), 1.0), Queries(4, BFLOAT16, 8, 8))
 
 
 def test_this_is_an_accelerator() -> None:

@@ -30,9 +30,10 @@ MAY_IMPORT = {
     "sim": VALUES | {"engine", "testing", "models.known"},
     "demo": VALUES | {"kernels", "models"},
     "assemble": VALUES | {"obs", "kernels", "models", "device", "engine", "server", "demo", "testing"},
+    "convert": VALUES | {"models", "demo"},
     "llm": VALUES | {"obs", "engine", "assemble", "client"},
     "cli": VALUES
-    | {"obs", "assemble", "client", "server", "llm", "sim", "engine.engine", "kernels", "device.processes"},
+    | {"obs", "assemble", "convert", "client", "server", "llm", "sim", "engine.engine", "kernels", "device.processes"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }

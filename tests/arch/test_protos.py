@@ -1,12 +1,14 @@
 """The protos follow their rules, and jpaged/_proto is what they generate."""
 
 import importlib.util
+import pickle
 import sys
 from pathlib import Path
 
 import pytest
 from grpc_tools import protoc
 
+from jpaged._proto.v1 import inference_pb2
 from tools import proto_gen, proto_lint
 
 GOOD = """\
@@ -150,3 +152,8 @@ def test_writing_twice_changes_nothing_and_drift_is_named(tmp_path):
         "stray.py: nothing generates it",
         "v1/x_pb2.py: differs",
     ]
+
+
+def test_a_message_survives_pickling():
+    message = inference_pb2.GenerateRequest(text="hello")
+    assert pickle.loads(pickle.dumps(message)) == message

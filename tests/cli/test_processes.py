@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,14 +19,15 @@ from jpaged.types import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = [sys.executable, "-m", "tests.cli.fake_jpaged"]
+JPAGED = [sys.executable, "-m", "jpaged"]
 
 
 class Process:
     """A running command whose stderr is read as it comes."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, command: Sequence[str] = FAKE) -> None:
         self.popen = subprocess.Popen(
-            [*FAKE, *words], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+            [*command, *words], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
         )
         self.lines: list[str] = []
         self._news = threading.Condition()

@@ -223,7 +223,7 @@ def test_without_host_memory_only_copies_are_compiled(monkeypatch: pytest.Monkey
     options = dataclasses.replace(tiny_model.OPTIONS, cache=cache)
     executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), options)
     assert executor.geometry.num_host_blocks == 0
-    assert {spec.kind for spec in executor._lowerings} == {"backbone", "draw", "copy"}
+    assert {spec.kind for spec in executor._programs._sources} == {"backbone", "draw", "copy"}
     monkeypatch.setattr(executor, "dispatch", lambda inputs: None)
     monkeypatch.setattr(executor, "collect", lambda handle: None)
     rates = executor._measure_rates()
@@ -340,7 +340,9 @@ def test_host_memory_that_the_system_refuses_is_an_option_that_is_wrong(monkeypa
 
 def test_the_options_of_config_resolve_to_a_geometry() -> None:
     executor = JaxExecutor.create(
-        tiny_model.model(), tiny_model.params(), EngineConfig.load({"num_blocks": 1, "max_num_seqs": 4})
+        tiny_model.model(),
+        tiny_model.params(),
+        EngineConfig.load({"num_blocks": 1, "max_num_seqs": 4, "wait_for_all_programs": True}),
     )
     assert executor.geometry.num_blocks == 1
     assert executor.geometry.num_host_blocks == 2**30 // executor.geometry.bytes_per_block

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jpaged.device import compile as ahead
-from jpaged.device.compile import CompileWatch, ProgramSpec, compile_all, program_specs
+from jpaged.device.compile import CompileWatch, ProgramSpec, least_programs, program_specs
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine.buckets import BucketTable
 from tests.device import tiny_model
@@ -32,35 +31,22 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 def test_the_list_of_programs() -> None:
     buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=9)
-    steps = ["backbone[32]", "backbone[16]", "backbone[8]", "draw[9]", "draw[9, top]", "draw[8]", "draw[8, top]"]
-    copies = ["copy[8]", "copy[64]"]
-    swaps = ["swap_out[8]", "swap_out[64]", "swap_in[8]", "swap_in[64]"]
-    assert list(map(str, program_specs(buckets, (8, 64), has_host_blocks=True))) == [*steps, *copies, *swaps]
-    assert list(map(str, program_specs(buckets, (8, 64), has_host_blocks=False))) == [*steps, *copies]
+    least = ["backbone[32]", "draw[9, top]", "copy[8]"]
+    steps = ["backbone[8]", "backbone[16]", "draw[8, top]", "draw[8]", "draw[9]"]
+    names = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=False)))
+    assert names == [*least, *steps, "copy[64]"]
+    swaps = ["swap_out[8]", "swap_in[8]", "swap_out[64]", "swap_in[64]"]
+    with_swaps = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=True)))
+    assert with_swaps[:5] == [*least, "swap_out[8]", "swap_in[8]"]
+    assert len(with_swaps) == len(set(with_swaps))
+    assert sorted(with_swaps) == sorted([*names, *swaps])
 
 
-def test_everything_is_compiled_and_accounted_for() -> None:
-    seen: list[tuple[str, int, int]] = []
-    specs = [ProgramSpec("backbone", size) for size in (3, 4, 5)]
-    programs = compile_all(
-        {spec: lambda spec=spec: _lower(spec.size) for spec in specs},  # type: ignore[misc]
-        lambda what, done, total: seen.append((what, done, total)),
-    )
-    assert set(programs) == set(specs)
-    for spec, program in programs.items():
-        np.testing.assert_array_equal(program.executable(np.ones(spec.size, np.float32)), 2 + spec.size)
-        assert program.seconds > 0
-    assert seen[0] == ("compiling", 0, 3)
-    assert [(done, total) for _, done, total in seen[1:]] == [(1, 3), (2, 3), (3, 3)]
-
-
-def test_a_program_that_does_not_compile_ends_the_warm_up() -> None:
-    def broken() -> jax.stages.Lowered:
-        raise ValueError("no such shape")
-
-    lowerings = {ProgramSpec("backbone", 3): lambda: _lower(3), ProgramSpec("draw", 3): broken}
-    with pytest.raises(ValueError, match="no such shape"):
-        compile_all(lowerings, tiny_model.quiet)
+def test_the_list_begins_with_what_any_step_can_be_padded_to() -> None:
+    buckets = BucketTable.build(max_num_batched_tokens=64, max_num_seqs=16)
+    for has_host_blocks in (True, False):
+        least = least_programs(buckets, (8,), has_host_blocks=has_host_blocks)
+        assert program_specs(buckets, (8,), has_host_blocks=has_host_blocks)[: len(least)] == least
 
 
 def test_programs_are_kept_on_disk_and_found_again(cache: Path) -> None:
@@ -122,7 +108,7 @@ def test_a_late_compile_in_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) ->
         width = 3 if spec.kind == "draw" else 32
         return lambda *arguments: (arguments[1] if width == 32 else 0, jnp.zeros((8, width), jnp.int32) + spec.size)
 
-    monkeypatch.setattr(executor, "_program", late)
+    monkeypatch.setattr(executor._programs, "find", late)
     driver = Driver(executor)
     jax.clear_caches()
     driver.run([Row(driver.sequence([1]), 1)])

@@ -183,7 +183,7 @@ def _change(inputs: StepInputs, **changes: object) -> StepInputs:
 def test_inputs_of_no_compiled_shape_are_refused_and_harm_nothing(driver: Driver, executor: JaxExecutor) -> None:
     sequence = driver.sequence(prompt(6))
     good = driver.inputs([Row(sequence, 6)])
-    with pytest.raises(InternalError, match=r"no program backbone\[5\] was compiled; there are backbone\["):
+    with pytest.raises(InternalError, match=r"no program backbone\[5\] is compiled; there are backbone\["):
         executor.dispatch(_change(good, token_ids_t=np.zeros(5, np.int32)))
     with pytest.raises(InternalError, match=r"slots_t is int64\(8,\); the program takes int32\(8,\)"):
         executor.dispatch(_change(good, slots_t=np.zeros(8, np.int64)))
@@ -214,7 +214,7 @@ def test_a_failed_step_is_an_internal_error_and_spends_the_pool(
     def fail(*arguments: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(executor, "_program", lambda spec: fail)
+    monkeypatch.setattr(executor._programs, "find", lambda spec: fail)
     inputs = driver.inputs([Row(driver.sequence([1]), 1)])
     with pytest.raises(InternalError, match="a step of 8 tokens and 8 rows failed: RESOURCE_EXHAUSTED"):
         executor.dispatch(inputs)

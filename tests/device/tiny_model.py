@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, StartupOptions
 from jpaged.device.executor import JaxExecutor
 from jpaged.models.config import LlamaConfig
 from jpaged.models.layers import LayerMode
@@ -37,8 +38,11 @@ OPTIONS = EngineConfig.load(
         "block_size": 8,
         "max_model_len": 64,
         "swap_space": 40 * 6144 / 2**30,
+        "wait_for_all_programs": True,
     }
 )
+
+WITHOUT_WAITING = dataclasses.replace(OPTIONS, startup=StartupOptions(wait_for_all_programs=False))
 
 
 def model(dtype: str = "float32") -> Llama:

@@ -43,13 +43,15 @@ def open_llm(folder: Path | str, **options: Any) -> Iterator[LLM]:
 
 
 def engine_of(llm: LLM) -> Engine:
-    """The engine behind the face."""
-    return llm._serving.engine
+    """The one engine behind the face."""
+    engine = llm._serving.engine
+    assert isinstance(engine, Engine)
+    return engine
 
 
 def check_at_rest(llm: LLM) -> None:
     """Nothing runs, every block came back, and no program was compiled while serving."""
-    engine = engine_of(llm)
+    engine = llm._serving.engine
     engine.check()
     load = engine.load()
     assert (load.num_running, load.num_waiting, load.num_blocks_used) == (0, 0, 0)

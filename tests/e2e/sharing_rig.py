@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.mesh import Placement, serving_mesh
+from jpaged.device.mesh import Placement, serving_meshes
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import BlockMoves, CascadeCosts, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
 from jpaged.engine.intake import Intake
+from jpaged.engine.replicas import Replicas
 from jpaged.engine.stats import EngineLoad
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.models.config import ModelConfig
@@ -36,15 +38,28 @@ ANY_SHARING = CascadeCosts(
 
 def make_executor(case: TinyCase, folder: Path, **options: Any) -> JaxExecutor:
     """An executor of a tiny checkpoint in float32 with few shapes, warmed up."""
+    (executor,) = make_executors(case, folder, **options)
+    return executor
+
+
+def make_executors(case: TinyCase, folder: Path, **options: Any) -> list[JaxExecutor]:
+    """One for each replica."""
+    executors = cold_executors(case, folder, **options)
+    for executor in executors:
+        executor.warm_up(lambda what, done, total: None)
+    return executors
+
+
+def cold_executors(case: TinyCase, folder: Path, **options: Any) -> list[JaxExecutor]:
+    """With parameters and pools, and no program yet."""
     model = model_for(ModelConfig.from_hf(case.config), np.dtype(np.float32))
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_TOKENS, "block_size": BLOCK_SIZE, "num_blocks": 200}
-    config = EngineConfig.load({**defaults, "swap_space": 0.005, **options})
-    where = Placement.of(model, serving_mesh(config.parallel.tensor_parallel_size), "loop")
+    config = EngineConfig.load({**defaults, "swap_space": 0.005, "wait_for_all_programs": True, **options})
+    meshes = serving_meshes(config.parallel.tensor_parallel_size, config.parallel.data_parallel_size)
+    where, *_ = places = [Placement.of(model, mesh, "loop") for mesh in meshes]
     folder = write_checkpoint(case, folder)
     params = load_params(model, folder, "loop", num_parts=where.num_parts, put=put_as(where.shardings))
-    executor = JaxExecutor.create(model, params, config)
-    executor.warm_up(lambda what, done, total: None)
-    return executor
+    return [JaxExecutor.create(model, place.put(params), config, mesh=place.mesh) for place in places]
 
 
 class Share:
@@ -103,11 +118,14 @@ class Answer:
 
 
 class Rig:
-    """An engine over a share of the executor, stepped by hand; its blocks are counted after every step."""
+    """An engine over a share of the executor, stepped by hand; its blocks are counted after every step.
+
+    With several executors there is one over a share of each, as replicas.
+    """
 
     def __init__(
         self,
-        executor: JaxExecutor,
+        executor: JaxExecutor | Sequence[JaxExecutor],
         *,
         num_blocks: int = 200,
         num_host_blocks: int = 0,
@@ -116,10 +134,19 @@ class Rig:
         **options: Any,
     ) -> None:
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_TOKENS, "enable_prefix_caching": False, **options}
-        share = Share(executor, num_blocks, num_host_blocks, cascade)
+        executors = [executor] if isinstance(executor, JaxExecutor) else executor
         tokenizer = NoTokenizer(VOCAB_SIZE)
-        self.engine = Engine(share, tokenizer, EngineOptions(**settings), eos_token_ids=eos_token_ids)
-        self._intake = Intake(tokenizer, share.geometry, eos_token_ids=eos_token_ids)
+        engines = [
+            Engine(
+                Share(one, num_blocks, num_host_blocks, cascade),
+                tokenizer,
+                EngineOptions(**settings),
+                eos_token_ids=eos_token_ids,
+            )
+            for one in executors
+        ]
+        self.engine = engines[0] if isinstance(executor, JaxExecutor) else Replicas(engines)
+        self._intake = Intake(tokenizer, self.engine.geometry, eos_token_ids=eos_token_ids)
         self._ids = itertools.count()
 
     def submit(self, prompt: list[int], params: SamplingParams) -> Answer:

@@ -9,6 +9,7 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.llm import TokensPrompt
+from tests.e2e.rig import engine_of
 from tests.models.tiny import tiny_case, write_checkpoint
 
 PROMPT: TokensPrompt = {"prompt_token_ids": tiny_case("llama_dynamic_short").prompt()}
@@ -55,7 +56,7 @@ def test_beams_come_best_first(llm: LLM) -> None:
 
 
 def test_options_reach_the_engine(llm: LLM) -> None:
-    options = llm._serving.engine._options
+    options = engine_of(llm)._options
     assert (options.policy, options.preemption_mode, options.batching) == ("priority", "swap", "continuous")
     assert (options.kv_policy, options.enable_prefix_caching) == ("paged", True)
     assert options.max_cached_tokens == 64

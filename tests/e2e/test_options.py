@@ -11,6 +11,9 @@ import pytest
 
 from jpaged.config import EngineConfig, ServerOptions, field_names, iter_options
 from jpaged.device import kv_cache
+from jpaged.device.executor import JaxExecutor
+from jpaged.device.programs import ProgramLedger
+from jpaged.device.saved_programs import Target, save_programs
 from jpaged.engine.executor import StepInputs, StepOutputs
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import EngineLoad
@@ -65,6 +68,13 @@ def base(folder: Path) -> Iterator[LLM]:
 def other(folder: Path) -> Iterator[LLM]:
     with open_llm(folder, **OTHER_SIZES) as llm:
         yield llm
+
+
+def device_executor_of(llm: LLM) -> JaxExecutor:
+    """What runs its programs."""
+    executor = engine_of(llm)._executor
+    assert isinstance(executor, JaxExecutor)
+    return executor
 
 
 def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[EngineLoad]:
@@ -162,6 +172,52 @@ def test_seed_is_where_requests_without_one_get_theirs(folder: Path) -> None:
             drawn.append([completion.token_ids for completion in generate(llm, random_prompts([5]) * 2, UNSEEDED)])
     assert drawn[0] == drawn[1]
     assert len({*drawn[0], *drawn[2]}) == 4
+
+
+@flips("wait_for_all_programs")
+def test_without_waiting_for_all_programs_the_least_set_runs_everything(
+    base: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are kept back for good: what they would have computed is the same."""
+    compile_rest = ProgramLedger.compile_rest
+    kept_back: list[ProgramLedger] = []
+    monkeypatch.setattr(ProgramLedger, "compile_rest", lambda ledger, progress: kept_back.append(ledger))
+    sizes = {"max_num_seqs": 12, "max_num_batched_tokens": 20}
+    requests = [
+        GREEDY,
+        SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=9, ignore_eos=True),
+        SamplingParams(beam_width=3, max_tokens=9, ignore_eos=True),
+        *[SamplingParams(temperature=0.9, seed=seed, max_tokens=20, ignore_eos=True) for seed in range(9)],
+    ]
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in random_prompts(list(range(4, 28, 2)))]
+
+    def tokens(llm: LLM) -> list[list[tuple[int, ...]]]:
+        return [[one.token_ids for one in output.outputs] for output in llm.generate(prompts, requests)]
+
+    with open_llm(folder, wait_for_all_programs=False, **sizes, **BASE) as early:
+        (ledger,) = kept_back
+        on_least, num_least = tokens(early), len(ledger.ready)
+        assert num_least == 5 < ledger.num_programs
+        compile_rest(ledger, lambda what, done, total: None)
+    with open_llm(folder, **sizes, **BASE) as llm:
+        assert len(kept_back) == 2
+        assert len(kept_back[1].ready) == kept_back[1].num_programs
+        assert tokens(llm) == on_least
+
+
+@flips("compiled")
+def test_compiled_is_where_programs_come_from(base: LLM, folder: Path, tmp_path: Path) -> None:
+    executor = device_executor_of(base)
+    programs = {spec: program.executable for spec, program in executor.programs.items()}
+    save_programs(tmp_path / "programs", Target.of(executor._step, executor.geometry), programs)
+    with open_llm(folder, compiled=str(tmp_path / "programs"), **BASE) as llm:
+        assert {program.origin for program in device_executor_of(llm).programs.values()} == {"saved"}
+        prompt = random_prompts([20])
+        assert generate(llm, prompt, GREEDY) == generate(base, prompt, GREEDY)
+    with pytest.raises(
+        InvalidArgument, match=r"compiled: the programs in .* are for num_blocks 40, this server has 41"
+    ):
+        LLM(str(folder), compiled=str(tmp_path / "programs"), max_model_len=64, num_blocks=41)
 
 
 @flips("max_model_len")

@@ -7,7 +7,7 @@ two rows share is read once. What is meant to happen is counted, so that no test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,10 @@ KINDS = {
     "four": SamplingParams(temperature=1.0, seed=9, n=4, max_tokens=24),
     "beams": SamplingParams(beam_width=4, n=4, max_tokens=24),
 }
+
+
+Executors = JaxExecutor | Sequence[JaxExecutor]
+"""One, or replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ def jobs(kinds: list[str], count: int) -> list[Job]:
     ]
 
 
-def alone(executor: JaxExecutor, job: Job) -> Answer:
+def alone(executor: Executors, job: Job) -> Answer:
     rig = Rig(executor, cascade=None)
     answer = job.submit(rig)
     rig.run()
@@ -62,7 +66,7 @@ def together(rig: Rig, many: list[Job]) -> tuple[list[Answer], EngineLoad]:
     return answers, rig.run()
 
 
-def agree(executor: JaxExecutor, many: list[Job], answers: list[Answer]) -> None:
+def agree(executor: Executors, many: list[Job], answers: list[Answer]) -> None:
     for job, answer in zip(many, answers, strict=True):
         expected = alone(executor, job)
         assert answer.sequences == expected.sequences
@@ -71,20 +75,20 @@ def agree(executor: JaxExecutor, many: list[Job], answers: list[Answer]) -> None
             assert answer.cumulative_logprobs[index] == pytest.approx(value, abs=1e-3)
 
 
-def check_batched(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
+def check_batched(executor: Executors, many: list[Job], **options: Any) -> None:
     answers, load = together(Rig(executor, **options), many)
     assert load.num_preemptions == load.num_prefix_hit_tokens == 0
     assert load.num_cascade_steps > 0 or all(job.params.n == 1 for job in many)
     agree(executor, many, answers)
 
 
-def check_chunked(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
+def check_chunked(executor: Executors, many: list[Job], **options: Any) -> None:
     answers, load = together(Rig(executor, max_num_batched_tokens=8, **options), many)
     assert load.num_steps > sum(len(job.prompt) for job in many) // 8
     agree(executor, many, answers)
 
 
-def check_swapped(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
+def check_swapped(executor: Executors, many: list[Job], **options: Any) -> None:
     """A pool that holds about one request's end."""
     rig = Rig(executor, num_blocks=26, num_host_blocks=120, preemption_mode="swap", **options)
     answers, load = together(rig, many)
@@ -94,7 +98,7 @@ def check_swapped(executor: JaxExecutor, many: list[Job], **options: Any) -> Non
     agree(executor, many, answers)
 
 
-def check_recomputed(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
+def check_recomputed(executor: Executors, many: list[Job], **options: Any) -> None:
     rig = Rig(executor, num_blocks=26, num_host_blocks=120, preemption_mode="recompute", **options)
     answers, load = together(rig, many)
     assert load.num_preemptions > 0
@@ -103,7 +107,7 @@ def check_recomputed(executor: JaxExecutor, many: list[Job], **options: Any) -> 
     agree(executor, many, answers)
 
 
-def check_cached(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
+def check_cached(executor: Executors, many: list[Job], **options: Any) -> None:
     """The second time, everything of a prompt but its last token is known; the part of a block is copied."""
     rig = Rig(executor, enable_prefix_caching=True, **options)
     first, _ = together(rig, many)
@@ -117,7 +121,7 @@ def check_cached(executor: JaxExecutor, many: list[Job], **options: Any) -> None
     agree(executor, many, second)
 
 
-def check_cached_on_the_host(executor: JaxExecutor, many: list[Job], **options: Any) -> None:
+def check_cached_on_the_host(executor: Executors, many: list[Job], **options: Any) -> None:
     """Between the two times others take every block; what was cached comes back from host memory."""
     options = {"enable_prefix_caching": True, "num_blocks": 60, "num_host_blocks": 400, **options}
     rig = Rig(executor, preemption_mode="recompute", **options)
@@ -156,7 +160,7 @@ COMPANY = {
 
 
 @pytest.mark.parametrize("check", [check_swapped, check_recomputed])
-def test_beams_go_on_after_preemption(executor: JaxExecutor, check: Callable[[JaxExecutor, list[Job]], None]) -> None:
+def test_beams_go_on_after_preemption(executor: JaxExecutor, check: Callable[[Executors, list[Job]], None]) -> None:
     check(executor, COMPANY["beams"])
 
 

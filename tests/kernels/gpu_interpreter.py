@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, pallas_gpu
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, pallas_gpu
 from jpaged.kernels.paged_attention.backends import implementation
 from jpaged.kernels.paged_attention.pallas_gpu_tiling import Tiling, choose_tiling
 
@@ -44,7 +44,9 @@ def attend(
     on_device = spec.layout
     if on_device.dtype == jnp.float32:
         on_device = dataclasses.replace(on_device, dtype=jnp.dtype("bfloat16"))
-    implementation("pallas-gpu", dataclasses.replace(spec, layout=on_device), q.shape[1])
+    dtype = jnp.dtype("bfloat16") if q.dtype == jnp.float32 else q.dtype
+    queries = dataclasses.replace(Queries.of(q, rows), dtype=dtype)
+    implementation("pallas-gpu", dataclasses.replace(spec, layout=on_device), queries)
     tiling = choose_tiling(spec, q.shape[1], q.shape[0], *rows.block_tables_sm.shape)
     tiling = dataclasses.replace(tiling, splits=splits, min_chunks=1, stages=2)
     try:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from jpaged.errors import Unsupported
-from jpaged.kernels.paged_attention import cpu, cpu_build
+from jpaged.kernels.paged_attention import Queries, cpu, cpu_build
 from jpaged.kernels.paged_attention.backends import implementation
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case
 
@@ -62,10 +63,11 @@ def test_a_failed_build_leaves_the_old_library(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_was_not_built_refuses_with_the_remedy(no_library: Path) -> None:
-    spec, num_heads = CpuSuite().spec(make_case(RAGGED["mixed"], Shape()), Shape()), Shape().num_heads
+    case, shape = make_case(RAGGED["mixed"], Shape()), Shape()
+    spec, queries = CpuSuite().spec(case, shape), Queries(shape.num_heads, jnp.dtype(shape.dtype), 8, 8)
     remedy = r"attention backend cpu: libjpaged_cpu.so was not built: .* `python -m jpaged.*cpu_build` builds it now"
     with pytest.raises(Unsupported, match=remedy):
-        implementation("cpu", spec, num_heads)
+        implementation("cpu", spec, queries)
 
 
 def test_a_library_that_cannot_be_loaded_refuses_too(no_library: Path) -> None:

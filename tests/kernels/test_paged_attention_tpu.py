@@ -16,7 +16,7 @@ import pytest
 
 from jpaged.errors import InternalError, Unsupported
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention, pallas_tpu
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention, pallas_tpu
 from jpaged.kernels.paged_attention import pallas_tpu_sizes as sizing
 from tests.kernels.attention_conformance import RAGGED, Shape, make_case
 from tests.kernels.tpu_interpreter import Early, Interpreted, Late
@@ -80,6 +80,10 @@ def test_new_tokens_outside_of_the_layer_are_dropped() -> None:
     np.testing.assert_array_equal(after, want)
 
 
+def queries(num_heads: int, num_rows: int = 8, table_width: int = 8, dtype: str = "bfloat16") -> Queries:
+    return Queries(num_heads, jnp.dtype(dtype), num_rows, table_width)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -92,7 +96,7 @@ def test_new_tokens_outside_of_the_layer_are_dropped() -> None:
 )
 def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
     layout = dataclasses.replace(LLAMA, **changes)
-    refusal = pallas_tpu.refuses(AttentionSpec(layout, 1.0), max(32, layout.num_kv_heads))
+    refusal = pallas_tpu.refuses(AttentionSpec(layout, 1.0), queries(max(32, layout.num_kv_heads)))
     assert re.search(reason, str(refusal))
 
 
@@ -104,7 +108,7 @@ def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
 )
 def test_real_shapes_have_sizes(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> None:
     layout = KVLayout(2, 9, block_size, num_kv_heads, head_dim, jnp.dtype(dtype), "tpu")
-    assert pallas_tpu.refuses(AttentionSpec(layout, 1.0), num_heads) is None
+    assert pallas_tpu.refuses(AttentionSpec(layout, 1.0), queries(num_heads)) is None
     for is_decode in (True, False):
         sizes = sizing.rule(layout, num_heads, is_decode=is_decode)
         assert sizes.fetch_blocks * block_size % 128 == 0
@@ -113,12 +117,14 @@ def test_real_shapes_have_sizes(num_heads: int, num_kv_heads: int, head_dim: int
 
 def test_tables_that_do_not_fit_name_the_block_size_that_would() -> None:
     spec = AttentionSpec(dataclasses.replace(LLAMA, block_size=16), 1.0)
-    assert pallas_tpu.refuses_rows(spec, 256, 8192) is None
-    assert pallas_tpu.refuses_rows(spec, 256, 32768) == (
+    assert pallas_tpu.refuses(spec, queries(32, 256, 8192 // 16)) is None
+    assert pallas_tpu.refuses(spec, queries(32, 256, 32768 // 16)) == (
         "block tables of 256 rows x 2048 blocks need 2048 KiB of scalar memory; the limit is 512 KiB: "
         "block_size 64 would do"
     )
-    assert str(pallas_tpu.refuses_rows(spec, 2048, 131072)).endswith("allow fewer rows or shorter contexts")
+    assert str(pallas_tpu.refuses(spec, queries(32, 2048, 131072 // 16))).endswith(
+        "allow fewer rows or shorter contexts"
+    )
 
 
 def test_a_call_with_too_large_tables_is_refused() -> None:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from jpaged.models.config import ModelConfig
+from jpaged.models.conversion import ConversionOptions, save_params
 from jpaged.models.llama import Llama
 from jpaged.models.loader import read_config
 from jpaged.models.model import model_for
-from jpaged.models.weights import load_params, save_safetensors
+from jpaged.models.weights import load_params
 from tests.models import dense
 from tests.models.tiny import TinyCase, tiny_case, tiny_cases, write_checkpoint
 
@@ -42,7 +43,7 @@ def test_a_checkpoint_that_we_write_is_read_by_transformers_to_the_same_logits(n
     case = tiny_case(name)
     model = model_for(ModelConfig.from_hf(case.config), np.dtype(jnp.float32))
     params = load_params(model, write_checkpoint(case, tmp_path / "theirs"), "loop")
-    save_safetensors(params, model.config, tmp_path / "ours")
+    save_params(params, model.config, tmp_path / "ours", ConversionOptions("safetensors"))
     token_ids = np.array(case.prompt(), np.int32)
     expected = dense.logits(model, params, token_ids, len(token_ids))
     np.testing.assert_allclose(transformers_logits(tmp_path / "ours", token_ids), expected, rtol=0, atol=1e-4)

@@ -16,8 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig
+from jpaged.models.conversion import ConversionOptions, save_params
 from jpaged.models.model import Model, model_for
-from jpaged.models.weights import LeafPath, Read, load_params, save_safetensors
+from jpaged.models.weights import LeafPath, Read, load_params
 from tests.models.tiny import TinyCase, tensors, tiny_case, tiny_cases, write_checkpoint
 
 Tensors = dict[str, np.ndarray]
@@ -69,7 +70,8 @@ def test_the_tree_is_the_one_that_the_model_describes(case: TinyCase, layer_mode
 def test_saving_gives_back_every_tensor_of_the_checkpoint(name: str, layer_mode, tmp_path: Path) -> None:
     case = tiny_case(name)
     model = model_of(case)
-    save_safetensors(load_params(model, write_checkpoint(case, tmp_path), layer_mode), model.config, tmp_path / "again")
+    params = load_params(model, write_checkpoint(case, tmp_path / "once"), layer_mode)
+    save_params(params, model.config, tmp_path / "again", ConversionOptions("safetensors"))
     saved = load_file(tmp_path / "again" / "model.safetensors")
     assert_same_trees(saved, tensors(case))
 

@@ -13,7 +13,7 @@ from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.intake import Intake
 from jpaged.errors import InvalidArgument
 from jpaged.obs.histogram import Histogram
-from jpaged.obs.metrics import COUNTERS, GAUGES, HISTOGRAMS, serve_metrics
+from jpaged.obs.metrics import COUNTERS, GAUGES, HISTOGRAMS, REPLICA_GAUGES, serve_metrics
 from jpaged.server.metrics import metrics_source
 from jpaged.server.serving import Serving
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
@@ -40,6 +40,10 @@ NAMES = {
     "jpaged:blocks_cached",
     "jpaged:blocks_referenced",
     "jpaged:slot_use_ratio",
+    "jpaged:replica_requests_running",
+    "jpaged:replica_requests_waiting",
+    "jpaged:replica_blocks_cached",
+    "jpaged:replica_blocks_referenced",
     "jpaged:copies_on_write_total",
     "jpaged:blocks_swapped_out_total",
     "jpaged:blocks_swapped_in_total",
@@ -125,7 +129,7 @@ def test_these_metrics_and_no_others():
     parts = {f"{name}_{part}" for name in histograms for part in ("bucket", "count", "sum")}
     assert samples == NAMES - histograms | parts
     own = {"vllm:kv_cache_usage_perc", "vllm:request_success_total", "vllm:cache_config_info"}
-    assert set(GAUGES) | {f"{name}_total" for name in COUNTERS} | histograms | own == NAMES
+    assert set(GAUGES) | set(REPLICA_GAUGES) | {f"{name}_total" for name in COUNTERS} | histograms | own == NAMES
 
 
 def test_what_runs_and_waits_is_seen():
@@ -142,6 +146,9 @@ def test_what_runs_and_waits_is_seen():
     assert during["jpaged:blocks_referenced"] == 2
     assert during["vllm:kv_cache_usage_perc"] == 2 / 64
     assert during["jpaged:blocks_free"] == 62
+    for name in ("requests_running", "requests_waiting", "blocks_cached", "blocks_referenced"):
+        whole = {"requests": f"vllm:num_{name}", "blocks": f"jpaged:{name}"}[name.partition("_")[0]]
+        assert during[f"jpaged:replica_{name}{{replica=0}}"] == during[whole]
     assert 0 < during["jpaged:slot_use_ratio"] <= 1
     assert (before["jpaged:blocks_cached"], after["jpaged:blocks_cached"] > 0) == (0, True)
     assert after["jpaged:blocks_free"] + after["jpaged:blocks_cached"] == 64

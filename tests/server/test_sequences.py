@@ -8,6 +8,7 @@ import pytest
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client import AsyncClient
+from jpaged.engine.engine import Engine
 from jpaged.engine.sequence import Sink
 from jpaged.errors import InvalidArgument
 from jpaged.server.stream import MAX_TOKENS_PER_MESSAGE, Bridge, OutputStream
@@ -92,6 +93,7 @@ async def test_a_tenant_with_one_request_does_not_wait_for_all_of_another(monkey
     async with running(executor=FakeExecutor(max_num_seqs=1), policy="fair") as harness:
         ended: list[str] = []
         engine = harness.serving.engine
+        assert isinstance(engine, Engine)
         submit = engine.submit
 
         def submit_and_note_the_end(request: Request, sink: Sink) -> None:

@@ -180,8 +180,14 @@ def test_facts_and_load_cross_whole():
     assert names_of(control_pb2.GetModelInfoResponse) == {f.name for f in dataclasses.fields(ModelInfo)}
     assert dataclasses.asdict(client_wire._model_info_of(info)) == dataclasses.asdict(MODEL)
     numbers = {f.name: i + 1 for i, f in enumerate(dataclasses.fields(EngineLoad))}
-    load = client_wire._load_of(server_wire.load_of(EngineLoad(**numbers)))
+    other = EngineLoad(**{name: 100 + number for name, number in numbers.items()})
+    load = client_wire._load_of(server_wire.load_of(EngineLoad(**numbers), [EngineLoad(**numbers), other]))
     assert names_of(control_pb2.GetLoadResponse) == {f.name for f in dataclasses.fields(Load)}
-    assert dataclasses.asdict(load) == {name: numbers[name] for name in names_of(control_pb2.GetLoadResponse)}
+    names = names_of(control_pb2.GetLoadResponse) - {"replicas"}
+    assert {name: getattr(load, name) for name in names} == {name: numbers[name] for name in names}
+    names = names_of(control_pb2.ReplicaLoad)
+    first, second = map(dataclasses.asdict, load.replicas)
+    assert first == {name: numbers[name] for name in names}
+    assert second == {name: 100 + numbers[name] for name in names}
     backend = server_wire.backend_of(BACKEND)
     assert {field.name: value for field, value in backend.ListFields()} == dataclasses.asdict(BACKEND)

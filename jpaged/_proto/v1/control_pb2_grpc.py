@@ -86,7 +86,7 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy the engine is now. UNAVAILABLE until the model is loaded.
+        """How busy the engine is now, all its replicas together. UNAVAILABLE until the model is loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,6 +2,6 @@
 
 from jpaged.kernels.paged_attention.api import paged_attention, paged_attention_update
 from jpaged.kernels.paged_attention.backends import Backend, choose
-from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
+from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
 
-__all__ = ["AttentionSpec", "Backend", "RaggedRows", "choose", "paged_attention", "paged_attention_update"]
+__all__ = ["AttentionSpec", "Backend", "Queries", "RaggedRows", "choose", "paged_attention", "paged_attention_update"]

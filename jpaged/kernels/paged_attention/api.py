@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jpaged.errors import InternalError
 from jpaged.kernels.paged_attention.backends import Backend, implementation
-from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
+from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped
@@ -47,7 +47,7 @@ def paged_attention(
         InternalError: shapes that contradict the layout.
     """
     _check_call(q_thd, pool, spec, scales_lk2)
-    run = implementation(backend, spec, q_thd.shape[1])
+    run = implementation(backend, spec, Queries.of(q_thd, rows))
     return run.attend(q_thd, pool, layer, rows, spec, scales_lk2)
 
 
@@ -83,7 +83,7 @@ def paged_attention_update(
         InternalError: shapes that contradict the layout.
     """
     _check_call(q_thd, pool, spec, scales_lk2)
-    run = implementation(backend, spec, q_thd.shape[1])
+    run = implementation(backend, spec, Queries.of(q_thd, rows))
     k_tkd, v_tkd, slots_t = new_kv
     if scales_lk2 is not None:
         k_tkd, v_tkd = k_tkd / scales_lk2[layer, :, :1], v_tkd / scales_lk2[layer, :, 1:]

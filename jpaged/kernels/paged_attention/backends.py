@@ -22,7 +22,7 @@ import jax
 from jpaged.errors import Unsupported
 from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.paged_attention import cpu, pallas_gpu, pallas_tpu, reference
-from jpaged.kernels.paged_attention.spec import AttentionSpec
+from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Shaped
@@ -43,7 +43,7 @@ class Implementation:
             written by `KVLayout.write` first.
         platform: that it is made for; None is any.
         form: of the pool that it reads; None reads any.
-        refuses: (spec, query heads) -> why it cannot, or None.
+        refuses: (spec, queries) -> why it cannot, or None.
         refuses_device: device -> why it does not run there, or None.
     """
 
@@ -51,7 +51,7 @@ class Implementation:
     update: Update | None
     platform: str | None
     form: KVForm | None
-    refuses: Callable[[AttentionSpec, int], str | None]
+    refuses: Callable[[AttentionSpec, Queries], str | None]
     refuses_device: Callable[[jax.Device], str | None]
 
 
@@ -68,9 +68,7 @@ IMPLEMENTATIONS: dict[Backend, Implementation] = {
         pallas_gpu.paged_attention, None, "gpu", "gpu", pallas_gpu.refuses, pallas_gpu.refuses_device
     ),
     "cpu": Implementation(cpu.attend, cpu.update, "cpu", "cpu", cpu.refuses, cpu.refuses_device),
-    "xla": Implementation(
-        reference.paged_attention, None, None, None, lambda spec, num_heads: None, lambda device: None
-    ),
+    "xla": Implementation(reference.paged_attention, None, None, None, lambda spec, queries: None, lambda device: None),
 }
 """In order of preference: `choose` takes the first that refuses neither the device nor the call."""
 
@@ -90,14 +88,14 @@ class Choice:
     passed_over: tuple[tuple[Backend, str], ...]
 
 
-def choose(name: str, device: jax.Device, spec: AttentionSpec, num_heads: int) -> Choice:
+def choose(name: str, device: jax.Device, spec: AttentionSpec, queries: Queries) -> Choice:
     """The backend that was named, or for `auto` the first that can.
 
     Args:
         name: `auto` or a backend.
         device: where it will run.
         spec: the pool's form in it is replaced by the one that fits.
-        num_heads: query heads.
+        queries: what it will be called with.
 
     Raises:
         Unsupported: the backend that was named cannot do it, and why.
@@ -111,14 +109,14 @@ def choose(name: str, device: jax.Device, spec: AttentionSpec, num_heads: int) -
             continue
         form: KVForm = found.form or ("cpu" if device.platform == "cpu" else "gpu")
         fitting = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, form=form))
-        reason = found.refuses_device(device) or found.refuses(fitting, num_heads)
+        reason = found.refuses_device(device) or found.refuses(fitting, queries)
         if reason is None:
             return Choice(backend, fitting, tuple(passed_over))
         passed_over.append((backend, reason))
     raise Unsupported("; ".join(f"attention_backend: {backend} cannot run here: {why}" for backend, why in passed_over))
 
 
-def implementation(backend: Backend, spec: AttentionSpec, num_heads: int) -> Implementation:
+def implementation(backend: Backend, spec: AttentionSpec, queries: Queries) -> Implementation:
     """The named backend, once it has been asked whether it can.
 
     Raises:
@@ -129,6 +127,6 @@ def implementation(backend: Backend, spec: AttentionSpec, num_heads: int) -> Imp
     found = IMPLEMENTATIONS[backend]
     if found.form is not None and found.form != spec.layout.form:
         raise Unsupported(f"attention backend {backend} reads pools of form {found.form}, not {spec.layout.form}")
-    if (reason := found.refuses(spec, num_heads)) is not None:
+    if (reason := found.refuses(spec, queries)) is not None:
         raise Unsupported(f"attention backend {backend}: {reason}")
     return found

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.errors import Unsupported
-from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
+from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped
@@ -159,7 +159,7 @@ def update(
     return _loaded().update(q_thd, new_kv, pool, layer, rows, spec, scales_lk2)
 
 
-def refuses(spec: AttentionSpec, num_heads: int) -> str | None:
+def refuses(spec: AttentionSpec, queries: Queries) -> str | None:
     """Why the kernel cannot do this call: only when there is none, for it leaves nothing out."""
     found = kernel()
     return found if isinstance(found, str) else None

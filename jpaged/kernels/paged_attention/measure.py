@@ -30,7 +30,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.api import paged_attention
 from jpaged.kernels.paged_attention.backends import Backend, choose
 from jpaged.kernels.paged_attention.shapes import SHAPES, AttentionShape
-from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
+from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
 
 CHUNK_TOKENS = 2048
 """Queries of a prefill cell: the last so many tokens of the context."""
@@ -169,7 +169,8 @@ def measure(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, name: str, limi
     num_blocks = cell.num_seqs * blocks_per_seq
     layout = KVLayout(1, num_blocks, cell.block_size, shape.num_kv_heads, shape.head_dim, dtype)
     spec = AttentionSpec(layout, shape.head_dim**-0.5, shape.sliding_window, shape.soft_cap)
-    chosen = choose(name, jax.devices()[0], spec, shape.num_heads)
+    queries = Queries(shape.num_heads, dtype, cell.num_seqs, blocks_per_seq)
+    chosen = choose(name, jax.devices()[0], spec, queries)
     layout = chosen.spec.layout
     pool = jax.jit(lambda: layout.encode(jnp.full(layout.shape, 0.5)))()
     q_thd = jax.random.normal(jax.random.key(0), (cell.num_seqs * cell.num_queries, shape.num_heads, shape.head_dim))

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpaged.errors import Unsupported
 from jpaged.kernels.paged_attention import pallas_gpu_tiling
 from jpaged.kernels.paged_attention.pallas_gpu_tiling import TILE_ROWS, Tiling
-from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
+from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped
@@ -28,12 +27,17 @@ _MAX_BLOCK_SIZE = 128
 _MAX_HEAD_DIM = 256
 
 
-def refuses(spec: AttentionSpec, num_heads: int) -> str | None:
+def refuses(spec: AttentionSpec, queries: Queries) -> str | None:
     """Why a call cannot run here, or None. Queries have to be of 16 bits, and of the pool's type where that is."""
     layout = spec.layout
-    group = num_heads // layout.num_kv_heads
+    group, dtype = queries.num_heads // layout.num_kv_heads, queries.dtype.name
     if layout.dtype.name not in _KV_DTYPES:
         return f"the pool holds {layout.dtype.name}; its tensor-core products take {', '.join(_KV_DTYPES)}: use xla"
+    if dtype not in _QUERY_DTYPES or (not layout.is_scaled and layout.dtype.name != dtype):
+        return (
+            f"queries are {dtype} and the pool holds {layout.dtype.name}; queries are {' or '.join(_QUERY_DTYPES)}, "
+            "and the pool's type is theirs or one of 8 bits: use xla"
+        )
     if layout.block_size % 8 or layout.block_size > _MAX_BLOCK_SIZE:
         return f"block_size {layout.block_size} is not a multiple of 8 up to {_MAX_BLOCK_SIZE}"
     if layout.head_dim % 16 or layout.head_dim > _MAX_HEAD_DIM:
@@ -69,12 +73,6 @@ def paged_attention(
     scales_lk2: Float[Array, "L K 2"] | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
     """See `jpaged.kernels.paged_attention.paged_attention`."""
-    dtype = q_thd.dtype.name
-    if dtype not in _QUERY_DTYPES or (not spec.layout.is_scaled and spec.layout.dtype.name != dtype):
-        raise Unsupported(
-            f"attention backend pallas-gpu: queries are {dtype} and the pool holds {spec.layout.dtype.name}; queries "
-            f"are {' or '.join(_QUERY_DTYPES)}, and the pool's type is theirs or one of 8 bits"
-        )
     num_tokens, num_heads, _ = q_thd.shape
     tiling = pallas_gpu_tiling.choose_tiling(spec, num_heads, num_tokens, *rows.block_tables_sm.shape)
     return run(q_thd, pool, layer, rows, spec, scales_lk2, tiling)

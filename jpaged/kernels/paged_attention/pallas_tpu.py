@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jpaged.errors import Unsupported
 from jpaged.kernels.paged_attention import pallas_tpu_sizes as sizing
-from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
+from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -34,9 +33,11 @@ _KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
 _MAX_HEAD_DIM = 256
 
 
-def refuses(spec: AttentionSpec, num_heads: int) -> str | None:
-    """Why there is no kernel for it, or None; what depends on the rows is `refuses_rows`."""
+def refuses(spec: AttentionSpec, queries: Queries) -> str | None:
+    """Why there is no kernel for it, or None. Block tables lie in scalar memory, which is small."""
     layout = spec.layout
+    if queries.dtype.name not in _QUERY_DTYPES:
+        return f"queries of {queries.dtype} are none of {', '.join(_QUERY_DTYPES)}"
     if layout.num_shards > 1:
         return f"the pool is of {layout.num_shards} shards; each device runs its own, under jax.shard_map"
     if layout.dtype.name not in _KV_DTYPES:
@@ -45,13 +46,8 @@ def refuses(spec: AttentionSpec, num_heads: int) -> str | None:
         return f"block_size {layout.block_size} is none of {', '.join(map(str, sizing.BLOCK_SIZES))}"
     if layout.head_dim > _MAX_HEAD_DIM:
         return f"head_dim {layout.head_dim} is above the limit of {_MAX_HEAD_DIM}"
-    return sizing.refusal(layout, num_heads)
-
-
-def refuses_rows(spec: AttentionSpec, num_rows: int, max_len: int) -> str | None:
-    """Why so many rows with contexts of so many tokens are too much, or None."""
-    block_size = spec.layout.block_size
-    return sizing.tables_refusal(num_rows, -(-max_len // block_size), block_size)
+    too_large = sizing.tables_refusal(queries.num_rows, queries.table_width, layout.block_size)
+    return sizing.refusal(layout, queries.num_heads) or too_large
 
 
 def refuses_device(device: jax.Device) -> str | None:
@@ -94,12 +90,6 @@ def _run(
     spec: AttentionSpec,
     scales_lk2: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    if q_thd.dtype.name not in _QUERY_DTYPES:
-        raise Unsupported(
-            f"attention backend pallas-tpu: queries of {q_thd.dtype} are none of {', '.join(_QUERY_DTYPES)}"
-        )
-    if (reason := _refuses_tables(rows, spec)) is not None:
-        raise Unsupported(f"attention backend pallas-tpu: {reason}")
     num_tokens, num_heads, _ = q_thd.shape
     scales_k2 = jnp.ones((spec.layout.num_kv_heads, 2), jnp.float32) if scales_lk2 is None else scales_lk2[layer]
     scales_2k = (scales_k2.astype(jnp.float32) * jnp.asarray([spec.scale, 1.0], jnp.float32)).reshape(-1)
@@ -123,11 +113,6 @@ def _run(
         o_thd = jnp.where(is_ours_t[:, None, None], o, o_thd)
         lse_th = jnp.where(is_ours_t[:, None], lse, lse_th)
     return o_thd, lse_th, pool
-
-
-def _refuses_tables(rows: RaggedRows, spec: AttentionSpec) -> str | None:
-    num_rows, table_width = rows.block_tables_sm.shape
-    return sizing.tables_refusal(num_rows, table_width, spec.layout.block_size)
 
 
 def _plan(q_thd: jax.Array, spec: AttentionSpec, *, is_decode: bool, has_writes: bool) -> Plan:

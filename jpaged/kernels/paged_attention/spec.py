@@ -12,7 +12,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from jaxtyping import Array, Float, Int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,28 @@ class AttentionSpec:
             raise InvalidArgument("sliding_window", f"{self.sliding_window} is below the limit of 1")
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise InvalidArgument("soft_cap", f"{self.soft_cap} is not above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """What a backend is asked about besides the spec, before anything is traced.
+
+    Attributes:
+        num_heads: query heads.
+        dtype: of queries.
+        num_rows: of the block tables (S).
+        table_width: blocks in a row's table (M).
+    """
+
+    num_heads: int
+    dtype: jnp.dtype
+    num_rows: int
+    table_width: int
+
+    @classmethod
+    def of(cls, q_thd: Float[Array, "T H D"], rows: RaggedRows) -> Queries:
+        """Those of a call."""
+        return cls(q_thd.shape[1], q_thd.dtype, *rows.block_tables_sm.shape)
 
 
 @jax.tree_util.register_dataclass

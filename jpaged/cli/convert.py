@@ -1,0 +1,85 @@
+"""Write a model as safetensors in Hugging Face layout, or as Orbax, tensor by tensor.
+
+    jpaged convert meta-llama/Llama-3.1-8B-Instruct ./llama-orbax --to orbax
+    jpaged convert ./llama-orbax ./llama-hf --to safetensors --max-shard-size 2GiB
+
+Either folder can be served. What is written is whole and bit by bit what was read, unless --dtype says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from jpaged.cli.options import flag_of
+from jpaged.cli.startup import StartupReport
+from jpaged.errors import InvalidArgument
+
+HELP = "write a model as safetensors or as Orbax"
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, letter in enumerate("KMGT", start=1)
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What, where to, and how."""
+    parser.add_argument("source", metavar="SOURCE", help="demo, a folder in either format, or a hub id")
+    parser.add_argument("destination", metavar="DESTINATION", type=Path, help="a new folder; parents are made")
+    parser.add_argument("--to", required=True, choices=("orbax", "safetensors"), help="the format that is written")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="type of the tensors; auto keeps each in its own (default: auto)",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        default=None,
+        help="of one file of tensors, such as 5GiB or 500MB (default: 5GiB for safetensors; Orbax takes its own)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace a checkpoint that is at DESTINATION")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 when the folder is written."""
+    size = None if arguments.max_shard_size is None else size_in_bytes(arguments.max_shard_size)
+
+    from jpaged.convert import ConversionOptions, convert, on_host  # imports jax
+
+    dtype = None if arguments.dtype == "auto" else arguments.dtype
+    report = StartupReport(sys.stderr)
+    on_host()
+
+    def progress(number: int, total: int, name: str) -> None:
+        report.progress(name, number, total)
+
+    try:
+        options = ConversionOptions(arguments.to, dtype, size, arguments.force)
+        convert(arguments.source, arguments.destination, options, progress)
+    except InvalidArgument as error:
+        if error.field not in ("dtype", "max_shard_size"):
+            raise
+        raise InvalidArgument(flag_of(error.field), error.problem) from error
+    report.line(f"written to {arguments.destination}")
+    return 0
+
+
+def size_in_bytes(text: str) -> int:
+    """`5GiB` -> bytes: KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024.
+
+    Raises:
+        InvalidArgument: it is not a number with one of those.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in _UNITS:
+        raise InvalidArgument(
+            "--max-shard-size",
+            f"{text!r} is not a size: a number and one of {', '.join(unit for unit in _UNITS if unit)}",
+        )
+    return int(float(match[1]) * _UNITS[match[2]])

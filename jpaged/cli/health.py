@@ -1,0 +1,40 @@
+"""Ask a server whether it serves, as a container's health check does.
+
+    jpaged health localhost:50051 && echo ready
+
+Exit code 0 means SERVING; 1 that it loads, drains, or is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from jpaged.client.health import check_health
+from jpaged.config import ServerOptions
+from jpaged.errors import InvalidArgument, JpagedError
+
+HELP = "ask a server whether it serves"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The address, the service, the patience."""
+    default = ServerOptions()
+    address = f"{default.host}:{default.port}"
+    parser.add_argument(
+        "address", nargs="?", default=address, metavar="HOST:PORT", help=f"where the server is (default: {address})"
+    )
+    parser.add_argument("--service", default="", metavar="NAME", help="one of its services (default: the whole server)")
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="seconds to wait (default: 3)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the status; returns 0 for SERVING alone."""
+    if not arguments.timeout > 0:
+        raise InvalidArgument("--timeout", f"{arguments.timeout} is not above 0")
+    try:
+        status = check_health(arguments.address, service=arguments.service, timeout_s=arguments.timeout)
+    except JpagedError as error:
+        print(f"{arguments.address}: {error}")
+        return 1
+    print(f"{arguments.address}: {status}")
+    return 0 if status == "SERVING" else 1

@@ -1,0 +1,38 @@
+"""Asks grpc.health.v1 once, with no second try: whoever asks has a rule of its own for failures."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from jpaged.client.failures import error_of
+
+_CHECK_PATH = "/grpc.health.v1.Health/Check"
+
+
+def check_health(target: str, *, service: str = "", timeout_s: float) -> str:
+    """The status by its name in grpc.health.v1: SERVING, or NOT_SERVING while a server loads or drains.
+
+    Args:
+        target: host:port.
+        service: which one; "" is the server as a whole.
+        timeout_s: for connecting and answering.
+
+    Raises:
+        Unavailable: nobody listens there.
+        DeadlineExceeded: no answer came in time.
+        NotFound: there is no such service.
+    """
+    with grpc.insecure_channel(target) as channel:
+        check = channel.unary_unary(
+            _CHECK_PATH,
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            answer = check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        except grpc.RpcError as error:
+            if not isinstance(error, grpc.Call):
+                raise
+            raise error_of(error.code(), error.details(), error.trailing_metadata()) from error
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

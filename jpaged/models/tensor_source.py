@@ -1,0 +1,73 @@
+"""What tensors are read from: files of either format, or parameters that are on devices already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+
+from jpaged.errors import InvalidArgument, Unsupported
+
+DTYPES: Mapping[str, np.dtype] = {
+    "float64": np.dtype(np.float64),
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Types that tensors are read in, by name."""
+
+
+class TensorSource(Protocol):
+    """The tensors of one model under the names of Hugging Face, one at a time; it knows nothing of our tree."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor that is there."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one of `names`, as stored."""
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of one of `names`, as stored.
+
+        Raises:
+            Unsupported: it is not among `DTYPES`.
+        """
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
+        """One tensor, or a part of it, in the type that it is stored in.
+
+        Args:
+            name: of the tensor.
+            shape: that it must have.
+            index: slices of its first axes; not much else is read.
+
+        Raises:
+            InvalidArgument: it is missing, misshapen, or cannot be read.
+            Unsupported: its type is not read.
+        """
+
+    def where(self, name: str) -> Path:
+        """What to name in an error: the file that holds a tensor, or the folder of one that is in none."""
+
+
+def check_shape(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:
+    """Refuses a tensor that is missing or misshapen, by name.
+
+    Raises:
+        InvalidArgument: says which, and what config.json makes it.
+    """
+    where = str(source.where(name))
+    if name not in source.names:
+        raise InvalidArgument(where, f"tensor {name} {list(shape)} is missing from the checkpoint")
+    stored = source.shape(name)
+    if stored != shape:
+        raise InvalidArgument(where, f"tensor {name} has shape {list(stored)}; config.json makes it {list(shape)}")
+
+
+def unsupported_dtype(where: Path, name: str, dtype: str) -> Unsupported:
+    """The error for a tensor that is of no type in `DTYPES`."""
+    return Unsupported(f"{where}: tensor {name} is {dtype}; supported: {', '.join(DTYPES)}")

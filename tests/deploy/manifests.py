@@ -1,0 +1,300 @@
+"""Holds Kubernetes manifests to the schemas, to the server's options, and to each other. Each check names what is wrong.
+
+Core kinds are validated by the schemas of the package kubernetes-validate, closed to unknown fields; LeaderWorkerSet
+and JobSet by schemas/*.json beside this file, and the pods in them by the core schemas again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import yaml
+
+from jpaged.config import EngineConfig
+from jpaged.errors import InvalidArgument
+from tests.deploy import dockerfile
+from tests.deploy.command_lines import parse, serve_config
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+VERSIONS = ("1.32", "1.37")
+"""The oldest Kubernetes that the manifests are for, and the newest whose schemas there are."""
+FLUSH_S = 2.0
+"""What a server takes after a drain, at most, to flush what clients read."""
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A pod template: where it is (`Deployment/jpaged`), its labels, annotations and spec."""
+
+    where: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+    spec: Document
+
+    @property
+    def container(self) -> Document:
+        """The one that runs jpaged."""
+        return dict(self.spec["containers"][0])
+
+
+def load(path: Path) -> list[Document]:
+    """The documents of a file."""
+    return [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
+
+
+def load_all() -> dict[str, list[Document]]:
+    """Every file of deploy/kubernetes by name."""
+    return {path.name: load(path) for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+# --- schemas ----------------------------------------------------------------------------------------------------------
+
+
+def schema_problems(document: Document) -> list[str]:
+    """What the schemas object to."""
+    kind = str(document.get("kind"))
+    try:
+        if kind == "Kustomization":
+            jsonschema.validate(document, _KUSTOMIZATION)
+        elif kind in ("LeaderWorkerSet", "JobSet"):
+            schema = Path(__file__).with_name("schemas") / f"{kind.lower()}.json"
+            jsonschema.validate(document, json.loads(schema.read_text()))
+            for part in _core_parts(document):
+                _validate_core(part)
+        else:
+            _validate_core(document)
+    except jsonschema.ValidationError as error:
+        return [f"{kind}: {'.'.join(map(str, error.absolute_path))}: {error.message}"]
+    except kubernetes_validate.SchemaNotFoundError as error:
+        return [f"{kind}: {error.message}"]
+    return []
+
+
+_KUSTOMIZATION = {
+    "type": "object",
+    "properties": {
+        "apiVersion": {"const": "kustomize.config.k8s.io/v1beta1"},
+        "kind": {"const": "Kustomization"},
+        "resources": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    },
+    "required": ["apiVersion", "kind", "resources"],
+    "additionalProperties": False,
+}
+
+
+def _validate_core(document: Document) -> None:
+    for version in VERSIONS:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def _core_parts(document: Document) -> Iterator[Document]:
+    """The parts of a custom kind that are of core kinds, as documents of their own."""
+    if document["kind"] == "JobSet":
+        for job in document["spec"]["replicatedJobs"]:
+            yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}
+        return
+    template = document["spec"]["leaderWorkerTemplate"]
+    for role in ("leaderTemplate", "workerTemplate"):
+        if role in template:
+            yield {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": role}, "template": template[role]}
+
+
+# --- pods -------------------------------------------------------------------------------------------------------------
+
+
+def pods(document: Document) -> list[Pod]:
+    """Every pod template of a document."""
+    kind, spec = document["kind"], document.get("spec", {})
+    name = f"{kind}/{document.get('metadata', {}).get('name')}"
+    found: list[tuple[str, Document]] = []
+    if kind == "Deployment":
+        found = [(name, spec["template"])]
+    elif kind == "LeaderWorkerSet":
+        roles = spec["leaderWorkerTemplate"]
+        found = [(f"{name}.{role}", roles[role]) for role in ("leaderTemplate", "workerTemplate")]
+    elif kind == "JobSet":
+        found = [(f"{name}.{job['name']}", job["template"]["spec"]["template"]) for job in spec["replicatedJobs"]]
+    return [
+        Pod(where, dict(t["metadata"]["labels"]), dict(t["metadata"].get("annotations", {})), dict(t["spec"]))
+        for where, t in found
+    ]
+
+
+def command_of(container: Document) -> list[str]:
+    """What the container starts: its own command, or the entry point of its image, and its arguments."""
+    image = dockerfile.load(str(container["image"]).partition(":")[2])
+    return [*container.get("command", image.entrypoint), *map(str, container.get("args", ()))]
+
+
+def is_follower(pod: Pod) -> bool:
+    """Whether another process answers for this one: it opens no port."""
+    return pod.where.endswith(".workerTemplate")
+
+
+def pod_problems(pod: Pod) -> list[str]:
+    """What is wrong with a pod by itself."""
+    try:
+        config = serve_config(command_of(pod.container))
+    except InvalidArgument as error:
+        return [f"{pod.where}: {error}"]
+    found = [*_security_problems(pod)]
+    if config is not None:
+        found += [*_grace_problems(pod, config), *_size_problems(pod, config)]
+        if not is_follower(pod):
+            found += [*_port_problems(pod, config)]
+    if (is_follower(pod) or config is None) and any(name.endswith("Probe") for name in pod.container):
+        found.append("has a probe, and nothing that answers it")
+    return [f"{pod.where}: {problem}" for problem in found]
+
+
+def _security_problems(pod: Pod) -> Iterator[str]:
+    who = {**pod.spec.get("securityContext", {}), **pod.container.get("securityContext", {})}
+    if not who.get("runAsNonRoot") or not who.get("runAsUser"):
+        yield "runs as root: runAsNonRoot and a runAsUser above 0 are needed"
+    if who.get("allowPrivilegeEscalation", True) or who.get("capabilities", {}).get("drop") != ["ALL"]:
+        yield "keeps privileges: allowPrivilegeEscalation: false and capabilities.drop: [ALL] are needed"
+    if not who.get("readOnlyRootFilesystem"):
+        yield "may write to its image: readOnlyRootFilesystem is needed"
+    mounted = {mount["mountPath"]: mount["name"] for mount in pod.container.get("volumeMounts", ())}
+    volumes = {volume["name"] for volume in pod.spec.get("volumes", ())}
+    written = ["/tmp"]
+    if "command" not in pod.container:
+        image = dockerfile.load(str(pod.container["image"]).partition(":")[2])
+        written.append(image.environment["JPAGED_CACHE_DIR"])
+    yield from (f"writes to {path}, which is not mounted" for path in written if path not in mounted)
+    yield from (f"mounts {name}, which is no volume" for name in mounted.values() if name not in volumes)
+    for kind in ("requests", "limits"):
+        if not {"cpu", "memory"} <= pod.container.get("resources", {}).get(kind, {}).keys():
+            yield f"resources.{kind} lacks cpu or memory"
+
+
+def _grace_problems(pod: Pod, config: EngineConfig) -> Iterator[str]:
+    sleep_s = pod.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+    needed_s = sleep_s + config.server.shutdown_timeout + FLUSH_S
+    grace_s = pod.spec.get("terminationGracePeriodSeconds", 30)
+    if grace_s <= needed_s:
+        yield f"terminationGracePeriodSeconds is {grace_s}, not above the {needed_s:g} s that a drain may take"
+
+
+def _port_problems(pod: Pod, config: EngineConfig) -> Iterator[str]:
+    ports = {port["name"]: port["containerPort"] for port in pod.container.get("ports", ())}
+    if ports != {"grpc": config.server.port, "metrics": config.server.metrics_port}:
+        yield f"ports are {ports}; the server opens {config.server.port} and {config.server.metrics_port}"
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        asked = pod.container.get(name, {}).get("grpc", {}).get("port")
+        if asked != config.server.port:
+            yield f"{name}.grpc.port is {asked}; the server listens on {config.server.port}"
+    if pod.annotations.get("prometheus.io/port") != str(config.server.metrics_port):
+        yield f"prometheus.io/port is {pod.annotations.get('prometheus.io/port')}, not {config.server.metrics_port}"
+    if config.server.host != "0.0.0.0":
+        yield f"listens on {config.server.host}, where no other pod reaches it"
+
+
+def _size_problems(pod: Pod, config: EngineConfig) -> Iterator[str]:
+    """A single pod's devices; those of a group are counted by `group_problems`."""
+    num_devices = _num_devices(pod)
+    if num_devices and "LeaderWorkerSet" not in pod.where and config.parallel.tensor_parallel_size != num_devices:
+        yield f"has {num_devices} devices for --tensor-parallel-size {config.parallel.tensor_parallel_size}"
+    memory = str(pod.container["resources"]["limits"].get("memory", "0Gi"))
+    if memory.endswith("Gi") and config.cache.swap_space >= float(memory.removesuffix("Gi")):
+        yield f"--swap-space {config.cache.swap_space:g} GiB does not fit into {memory}"
+
+
+def _num_devices(pod: Pod) -> int:
+    limits = pod.container.get("resources", {}).get("limits", {})
+    return int(limits.get("nvidia.com/gpu", limits.get("google.com/tpu", 0)))
+
+
+# --- documents beside each other --------------------------------------------------------------------------------------
+
+
+def group_problems(document: Document) -> list[str]:
+    """A LeaderWorkerSet's devices, its two templates, and what becomes of a group that loses a pod."""
+    leader, worker = pods(document)
+    template = document["spec"]["leaderWorkerTemplate"]
+    num_devices = template["size"] * _num_devices(leader)
+    config = serve_config(command_of(leader.container))
+    assert config is not None
+    found = []
+    if num_devices != config.parallel.tensor_parallel_size:
+        found.append(f"{num_devices} devices for --tensor-parallel-size {config.parallel.tensor_parallel_size}")
+    topology = leader.spec.get("nodeSelector", {}).get("cloud.google.com/gke-tpu-topology")
+    if topology is not None and prod(map(int, topology.split("x"))) != num_devices:
+        found.append(f"the topology {topology} does not have {num_devices} chips")
+    if command_of(leader.container) != command_of(worker.container):
+        found.append("leader and worker are started differently")
+    if _num_devices(worker) != _num_devices(leader):
+        found.append("leader and worker have different devices")
+    if template.get("restartPolicy") != "RecreateGroupOnPodRestart":
+        found.append("restartPolicy must be RecreateGroupOnPodRestart: a group does not outlive a process")
+    return [f"LeaderWorkerSet/{document['metadata']['name']}: {problem}" for problem in found]
+
+
+def jobset_problems(document: Document) -> list[str]:
+    """The batch job's --target is the server's name in the JobSet's network."""
+    spec, name = document["spec"], document["metadata"]["name"]
+    server, batch = pods(document)
+    config = serve_config(command_of(server.container))
+    assert config is not None
+    jobs = [job["name"] for job in spec["replicatedJobs"]]
+    address = f"{name}-{jobs[0]}-0-0.{spec['network']['subdomain']}:{config.server.port}"
+    target = parse(command_of(batch.container)).target
+    found = [] if target == address else [f"JobSet/{name}: --target is {target}; the server is {address}"]
+    if spec["replicatedJobs"][1].get("dependsOn") != [{"name": jobs[0], "status": "Ready"}]:
+        found.append(f"JobSet/{name}: {jobs[1]} does not wait for {jobs[0]} to be ready")
+    if spec["successPolicy"].get("targetReplicatedJobs") != [jobs[1]]:
+        found.append(f"JobSet/{name}: is not complete when {jobs[1]} is: the server never ends by itself")
+    return found
+
+
+def selector_problems(documents: list[Document]) -> list[str]:
+    """Services, budgets and autoscalers that mean pods, ports or deployments which are not there."""
+    templates = [pod for document in documents for pod in pods(document)]
+    names = {(each["kind"], each["metadata"]["name"]) for each in documents if "metadata" in each}
+    found = []
+    for each in documents:
+        where, spec = f"{each['kind']}/{each.get('metadata', {}).get('name')}", each.get("spec", {})
+        if each["kind"] in ("Service", "PodDisruptionBudget"):
+            wanted = spec["selector"] if each["kind"] == "Service" else spec["selector"]["matchLabels"]
+            meant = [pod for pod in templates if wanted.items() <= pod.labels.items()]
+            if not meant:
+                found.append(f"{where}: selects no pod")
+            for port in spec.get("ports", ()):
+                for pod in meant:
+                    if port["targetPort"] not in {p["name"] for p in pod.container.get("ports", ())}:
+                        found.append(f"{where}: {pod.where} has no port {port['targetPort']}")
+        if each["kind"] == "HorizontalPodAutoscaler":
+            target = spec["scaleTargetRef"]
+            if (target["kind"], target["name"]) not in names:
+                found.append(f"{where}: there is no {target['kind']}/{target['name']}")
+    return found
+
+
+def autoscaler_problems(documents: list[Document], exposed: set[str]) -> list[str]:
+    """An autoscaler's metric is what the adapter makes of a metric that the server has."""
+    found, offered = [], set()
+    for each in documents:
+        if each["kind"] == "ConfigMap" and "config.yaml" in each["data"]:
+            for rule in yaml.safe_load(each["data"]["config.yaml"])["rules"]:
+                series = rule["seriesQuery"].partition("{")[0]
+                offered.add(rule["name"]["as"])
+                if series not in exposed:
+                    found.append(f"adapter: the server has no metric {series}")
+                if rule["name"]["matches"] != f"^{series}$":
+                    found.append(f"adapter: {rule['name']['matches']} does not match {series}")
+    for each in documents:
+        if each["kind"] == "HorizontalPodAutoscaler":
+            for metric in each["spec"]["metrics"]:
+                name = metric["pods"]["metric"]["name"]
+                if name not in offered:
+                    found.append(f"HorizontalPodAutoscaler/{each['metadata']['name']}: no adapter offers {name}")
+    return found
