@@ -19,9 +19,9 @@ from benchmarks.paper.table import Table
 from benchmarks.record import machine
 from jpaged.assemble import build
 from jpaged.config import EngineConfig
-from jpaged.engine.engine import Engine
 from jpaged.engine.intake import Intake
 from jpaged.errors import InternalError
+from jpaged.server.serving import Runner
 from jpaged.types import OutputEvent, SamplingParams
 
 SEED = 0
@@ -97,7 +97,7 @@ def sharing(model: str) -> Table:
 _PAPER = {"parallel": {2: 6.09, 4: 8.53, 6: 9.79}, "beam": {2: 37.56, 4: 53.13, 6: 55.16}}
 
 
-def _blocks(engine: Engine, intake: Intake, sampling: SamplingParams, number: int) -> tuple[int, int]:
+def _blocks(engine: Runner, intake: Intake, sampling: SamplingParams, number: int) -> tuple[int, int]:
     """(blocks in use, blocks that the tables would need unshared), summed over the steps of one request."""
     request = intake.make_request(request_id=f"r{number}", sampling=sampling, prompt_token_ids=_prompt(intake, number))
     ends: list[OutputEvent] = []
@@ -113,7 +113,7 @@ def _blocks(engine: Engine, intake: Intake, sampling: SamplingParams, number: in
     return used, unshared
 
 
-def _engine(model: str, **options: object) -> tuple[Engine, Intake]:
+def _engine(model: str, **options: object) -> tuple[Runner, Intake]:
     fixed = {
         "model": model,
         "block_size": _BLOCK_SIZE,
@@ -128,7 +128,7 @@ def _engine(model: str, **options: object) -> tuple[Engine, Intake]:
     return serving.engine, serving.intake
 
 
-def _run(engine: Engine, intake: Intake, samplings: Sequence[SamplingParams]) -> None:
+def _run(engine: Runner, intake: Intake, samplings: Sequence[SamplingParams]) -> None:
     num_left = len(samplings)
 
     def take(event: OutputEvent) -> None:

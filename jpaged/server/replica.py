@@ -116,7 +116,8 @@ class Replica:
 
     def load(self) -> control_pb2.GetLoadResponse:
         """How busy the engine is."""
-        return wire.load_of(self._serving.engine.load())
+        engine = self._serving.engine
+        return wire.load_of(engine.load(), engine.replica_loads())
 
     def serve_metrics(self, host: str, port: int) -> int:
         """Answers Prometheus until `stop`; returns the port. Port 0 picks a free one."""
