@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from numpy.typing import NDArray
 
 from jpaged.config import EngineConfig
 from jpaged.device.agreement import Agreement, Alone
@@ -35,12 +34,14 @@ from jpaged.device.mesh import (
     POOL_SPEC,
     SCALES_SPEC,
     Placement,
+    check_params,
     first_device,
     local_bytes,
     num_shards,
     replicated,
     serving_mesh,
 )
+from jpaged.device.packing import PackedStep
 from jpaged.device.programs import CompiledProgram, ProgramLedger, ProgramSource
 from jpaged.device.rates import NO_RATE, null_prefill, seconds_of
 from jpaged.device.saved_programs import SavedPrograms, Target
@@ -62,17 +63,6 @@ class JaxStepHandle:
     """A dispatched step: its outputs as one device array that is on its way to the host."""
 
     outputs_rc: jax.Array
-
-
-@dataclass(frozen=True, slots=True)
-class PackedStep:
-    """A step as its two programs take it: what tells them, and one buffer for each."""
-
-    num_tokens: int
-    num_rows: int
-    want_top: bool
-    backbone: NDArray[np.int32]
-    draw: NDArray[np.int32]
 
 
 class JaxExecutor:
@@ -498,21 +488,3 @@ def largest_temp_bytes(step: Step, geometry: Geometry, params: Params) -> int:
     analyses = [lowerings[spec]().compile().memory_analysis() for spec in largest]
     under_way = (MAX_ON_THE_WAY + 1) * content_bytes(layout) // layout.num_shards
     return under_way + max(0 if analysis is None else analysis.temp_size_in_bytes for analysis in analyses)
-
-
-def check_params(params: Params, expected: Params) -> None:
-    """Holds a parameter tree to its description.
-
-    Raises:
-        InvalidArgument: names the first leaf that is missing, unknown, or of another shape or type.
-    """
-    got = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    want = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
-    for path in sorted(got.keys() | want.keys()):
-        if path not in got or path not in want:
-            raise InvalidArgument(f"params{path}", "is missing" if path in want else "is not of this model")
-        if got[path].shape != want[path].shape or got[path].dtype != want[path].dtype:
-            raise InvalidArgument(
-                f"params{path}",
-                f"is {got[path].dtype}{got[path].shape}; the model has {want[path].dtype}{want[path].shape}",
-            )

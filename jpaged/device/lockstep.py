@@ -22,7 +22,8 @@ import jax
 import numpy as np
 
 from jpaged.device.channel import Kind
-from jpaged.device.executor import JaxExecutor, JaxStepHandle, PackedStep
+from jpaged.device.executor import JaxExecutor, JaxStepHandle
+from jpaged.device.packing import PackedStep
 from jpaged.device.processes import Follower, Leader
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Progress, StepInputs, StepOutputs
 from jpaged.errors import InternalError, Unavailable

@@ -195,6 +195,24 @@ class Placement:
         return params
 
 
+def check_params(params: Params, expected: Params) -> None:
+    """Holds a parameter tree to its description.
+
+    Raises:
+        InvalidArgument: names the first leaf that is missing, unknown, or of another shape or type.
+    """
+    got = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    want = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
+    for path in sorted(got.keys() | want.keys()):
+        if path not in got or path not in want:
+            raise InvalidArgument(f"params{path}", "is missing" if path in want else "is not of this model")
+        if got[path].shape != want[path].shape or got[path].dtype != want[path].dtype:
+            raise InvalidArgument(
+                f"params{path}",
+                f"is {got[path].dtype}{got[path].shape}; the model has {want[path].dtype}{want[path].shape}",
+            )
+
+
 def local_bytes(params: Params) -> int:
     """What one device holds of a tree of arrays."""
     return sum(

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jpaged.cluster import Cluster
 from jpaged.config import EngineConfig
 from jpaged.device.channel import Channel, Kind, connect, hold_port, listen
-from jpaged.device.executor import PackedStep
 from jpaged.device.local_parts import LocalParts
 from jpaged.device.lockstep import (
     DigestCheck,
@@ -24,6 +23,7 @@ from jpaged.device.lockstep import (
     encode_step,
 )
 from jpaged.device.mesh import CONTENTS_SPEC, serving_mesh
+from jpaged.device.packing import PackedStep
 from jpaged.device.processes import Leader, facts_of, gather, require_same
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
@@ -77,8 +77,8 @@ def test_messages_keep_their_order_and_their_ends():
     a, b = pair()
     a.send(Kind.STEP, b"one", b"two")
     a.send(Kind.END)
-    assert b.receive() == (Kind.STEP, b"onetwo")
-    assert b.receive() == (Kind.END, b"")
+    assert b.receive() == (Kind.STEP, bytearray(b"onetwo"))
+    assert b.receive() == (Kind.END, bytearray())
     a.close()
     with pytest.raises(EOFError):
         b.receive()
@@ -216,7 +216,7 @@ def test_a_leader_settles_for_the_least_and_ends_the_others_well():
     leader = Leader({1: a}, owner)
     other.send(Kind.FACTS, (7).to_bytes(8, "little"))
     assert leader.least(9) == 7
-    assert other.receive() == (Kind.SETTLED, (7).to_bytes(8, "little"))
+    assert other.receive() == (Kind.SETTLED, bytearray((7).to_bytes(8, "little")))
     other.send(Kind.STOP_WISH)
     assert owner.has_heard.wait(10.0)
 

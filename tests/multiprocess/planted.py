@@ -13,7 +13,8 @@ import sys
 
 from jpaged.cli.main import main
 from jpaged.device import processes
-from jpaged.device.executor import JaxExecutor, JaxStepHandle, PackedStep
+from jpaged.device.executor import JaxExecutor, JaxStepHandle
+from jpaged.device.packing import PackedStep
 from jpaged.engine.executor import StepOutputs
 
 NUM_GOOD = 30

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -108,8 +108,8 @@ def running(
     folder: Path,
     *,
     num_devices: int = 1,
-    planted: dict[int, str] | None = None,
-    extra: dict[int, Sequence[str]] | None = None,
+    planted: Mapping[int, str] | None = None,
+    extra: Mapping[int, Sequence[str]] | None = None,
 ) -> Iterator[Group]:
     """Starts them; whatever is left of them afterwards is killed.
 
