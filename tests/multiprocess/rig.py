@@ -26,7 +26,7 @@ from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 300.0
-END_S = 60.0
+END_S = 300.0
 SERVE = ("-m", "jpaged", "serve")
 PLANTED = ("-m", "tests.multiprocess.planted", "serve")
 SIZES = ("--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--block-size", "8", "--dtype", "float32")
