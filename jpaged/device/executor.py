@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
+from jpaged.device.agreement import Agreement, Alone
 from jpaged.device.block_moves import BlockMover, content_bytes, lower_move, move_sizes
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.compile import CompileWatch, ProgramSpec, compiler_options, least_programs, program_specs
@@ -33,12 +34,14 @@ from jpaged.device.mesh import (
     POOL_SPEC,
     SCALES_SPEC,
     Placement,
+    check_params,
     first_device,
     local_bytes,
     num_shards,
     replicated,
     serving_mesh,
 )
+from jpaged.device.packing import PackedStep
 from jpaged.device.programs import CompiledProgram, ProgramLedger, ProgramSource
 from jpaged.device.rates import NO_RATE, null_prefill, seconds_of
 from jpaged.device.saved_programs import SavedPrograms, Target
@@ -71,10 +74,12 @@ class JaxExecutor:
         params: Params,
         geometry: Geometry,
         *,
+        agreement: Agreement,
         waits_for_all: bool = True,
         saved: SavedPrograms | None = None,
     ) -> None:
         """Allocates the pool. `create` is the way in; this takes what it decided."""
+        self._agreement = agreement
         self._geometry = geometry
         self._step = step
         self._params: Params | None = params
@@ -101,6 +106,7 @@ class JaxExecutor:
         mesh: Mesh | None = None,
         num_pools: int = 1,
         compile_cache_dir: Path | None = None,
+        agreement: Agreement | None = None,
     ) -> JaxExecutor:
         """Puts the parameters on the devices, settles the number of blocks and allocates the pool.
 
@@ -112,6 +118,7 @@ class JaxExecutor:
             num_pools: what the host's free memory is for, where it is the devices' memory: this pool, and those of so
                 many executors less one that are made after it.
             compile_cache_dir: where compiled programs are kept between runs; None keeps none.
+            agreement: with the other processes that the mesh is of; None where there are none.
 
         Raises:
             InvalidArgument: options that contradict the model or the memory, or parameters of other shapes.
@@ -150,10 +157,13 @@ class JaxExecutor:
             num_blocks = default_num_blocks(
                 request, device, lambda: largest_temp_bytes(*assemble(request.blocks_per_seq), params)
             )
-        step, geometry = assemble(num_blocks)
+        agreement = agreement or Alone()
+        step, geometry = assemble(agreement.least(num_blocks))
         if saved is not None:
             saved.check(Target.of(step, geometry))
-        return cls(step, params, geometry, waits_for_all=options.startup.wait_for_all_programs, saved=saved)
+        # Steps are padded to what process 0 has: the others need to have it too.
+        waits_for_all = options.startup.wait_for_all_programs or jax.process_count() > 1
+        return cls(step, params, geometry, agreement=agreement, waits_for_all=waits_for_all, saved=saved)
 
     @property
     def geometry(self) -> Geometry:
@@ -209,6 +219,7 @@ class JaxExecutor:
         has_host_blocks = self._geometry.num_host_blocks > 0
         make = program_specs if self._waits_for_all else least_programs
         self._programs.compile(make(buckets, move_sizes(layout), has_host_blocks=has_host_blocks), progress)
+        self._agreement.least(0)  # what runs from here on waits inside of collectives
         self._rates = self._measure_rates()
         self._programs.compile_rest(progress)
 
@@ -237,21 +248,35 @@ class JaxExecutor:
         Raises:
             InternalError: shapes of no compiled program, or a fault of the device, after which the pool is spent.
         """
-        params = self._require_alive()
+        return self.dispatch_packed(self.pack(inputs))
+
+    def pack(self, inputs: StepInputs) -> PackedStep:
+        """A step in fresh buffers.
+
+        Raises:
+            InternalError: shapes of no compiled program.
+        """
         how = inputs.sampling
         num_tokens, num_rows = len(inputs.token_ids_t), len(how.temperature_r)
-        backbone = self._programs.find(ProgramSpec("backbone", num_tokens))
-        draw = self._find_draw(num_rows, how.want_top)
-        backbone_buffer = self._backbone_packings[num_tokens].pack(inputs)
-        draw_buffer = self._draw_packings[num_rows].pack(how)
+        self._programs.find(ProgramSpec("backbone", num_tokens))
+        self._find_draw(num_rows, how.want_top)
+        backbone = self._backbone_packings[num_tokens].pack(inputs)
+        return PackedStep(num_tokens, num_rows, how.want_top, backbone, self._draw_packings[num_rows].pack(how))
+
+    def dispatch_packed(self, step: PackedStep) -> JaxStepHandle:
+        """Starts a step, which `pack` of an executor of the same geometry made; raises as `dispatch` does."""
+        params = self._require_alive()
+        backbone = self._programs.find(ProgramSpec("backbone", step.num_tokens))
+        draw = self._find_draw(step.num_rows, step.want_top)
         with self._watch.watching():
             pool = self._pool.take()
             try:
-                pool, hidden_se = backbone(params, pool, self._last_tokens, backbone_buffer)
-                self._last_tokens, outputs_rc = draw(self._head_params, hidden_se, draw_buffer)
+                pool, hidden_se = backbone(params, pool, self._last_tokens, step.backbone)
+                self._last_tokens, outputs_rc = draw(self._head_params, hidden_se, step.draw)
                 outputs_rc.copy_to_host_async()
             except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
-                raise InternalError(f"a step of {num_tokens} tokens and {num_rows} rows failed: {error}") from error
+                sizes = f"{step.num_tokens} tokens and {step.num_rows} rows"
+                raise InternalError(f"a step of {sizes} failed: {error}") from error
             self._pool.put(pool)
         return JaxStepHandle(outputs_rc)
 
@@ -267,7 +292,7 @@ class JaxExecutor:
                 outputs = unpack_outputs(np.asarray(handle.outputs_rc))
                 self._host.land_ready()
                 return outputs
-            except jax.errors.JaxRuntimeError as error:
+            except (jax.errors.JaxRuntimeError, ValueError) as error:  # collectives of CPUs raise ValueError
                 raise InternalError(f"the device failed in a step: {error}") from error
 
     def shutdown(self) -> None:
@@ -463,21 +488,3 @@ def largest_temp_bytes(step: Step, geometry: Geometry, params: Params) -> int:
     analyses = [lowerings[spec]().compile().memory_analysis() for spec in largest]
     under_way = (MAX_ON_THE_WAY + 1) * content_bytes(layout) // layout.num_shards
     return under_way + max(0 if analysis is None else analysis.temp_size_in_bytes for analysis in analyses)
-
-
-def check_params(params: Params, expected: Params) -> None:
-    """Holds a parameter tree to its description.
-
-    Raises:
-        InvalidArgument: names the first leaf that is missing, unknown, or of another shape or type.
-    """
-    got = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    want = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
-    for path in sorted(got.keys() | want.keys()):
-        if path not in got or path not in want:
-            raise InvalidArgument(f"params{path}", "is missing" if path in want else "is not of this model")
-        if got[path].shape != want[path].shape or got[path].dtype != want[path].dtype:
-            raise InvalidArgument(
-                f"params{path}",
-                f"is {got[path].dtype}{got[path].shape}; the model has {want[path].dtype}{want[path].shape}",
-            )
