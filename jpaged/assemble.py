@@ -65,6 +65,8 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
     executor = _make_executor(source, model, options, Placement.of(model, mesh), progress)
     geometry = executor.geometry
     executor.warm_up(progress)
+    for line in executor.memory_plan.lines():
+        progress(line, 1, 1)
     engine = _make_engine(executor, source, options)
     names = names_of(device)
     resolved = options.resolve(

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
-from jpaged.device.block_moves import BlockMover, content_bytes, lower_move, move_sizes
+from jpaged.device.block_moves import BlockMover, lower_move, move_sizes
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.compile import (
     CompiledProgram,
@@ -32,9 +32,10 @@ from jpaged.device.compile import (
     program_specs,
 )
 from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
-from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
-from jpaged.device.kv_cache import KVPool, PoolRequest, check_num_blocks, default_num_blocks
+from jpaged.device.host_pool import HostPool, num_host_blocks
+from jpaged.device.kv_cache import KVPool
 from jpaged.device.kv_scales import kv_dtype, measure_scales, name_of_kv_dtype
+from jpaged.device.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory
 from jpaged.device.mesh import (
     CONTENTS_SPEC,
     POOL_SPEC,
@@ -46,6 +47,8 @@ from jpaged.device.mesh import (
     replicated,
     serving_mesh,
 )
+from jpaged.device.out_of_memory import memory_refusals
+from jpaged.device.program_memory import decisive_memory, program_memory, report_of
 from jpaged.device.rates import NO_RATE, null_prefill, seconds_of
 from jpaged.device.step import Step, backbone_packing, draw_packing, unpack_outputs
 from jpaged.engine.buckets import BucketTable
@@ -70,9 +73,10 @@ class JaxStepHandle:
 class JaxExecutor:
     """Implements `engine.executor.Executor` on the devices of a mesh. Used by one thread, the engine's."""
 
-    def __init__(self, step: Step, params: Params, geometry: Geometry) -> None:
+    def __init__(self, step: Step, params: Params, geometry: Geometry, memory_plan: MemoryPlan) -> None:
         """Allocates the pool. `create` is the way in; this takes what it decided."""
         self._geometry = geometry
+        self._memory_plan = memory_plan
         self._step = step
         self._params: Params | None = params
         self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
@@ -123,7 +127,6 @@ class JaxExecutor:
         params = jax.device_put(params, where.shardings)
         if least_step.attention.layout.is_scaled:
             params = {**params, "kv_scales": measure_scales(least_step, params)}
-        device = first_device(mesh)
         request = PoolRequest(
             bytes_per_block=least_step.attention.layout.local.bytes_per_block,
             block_size=least.block_size,
@@ -131,20 +134,26 @@ class JaxExecutor:
             max_model_len=least.max_model_len,
             memory_utilization=options.cache.memory_utilization,
             weight_bytes=local_bytes(params),
-            num_devices=mesh.size,
+            num_blocks=options.cache.num_blocks,
         )
-        if options.cache.num_blocks is not None:
-            num_blocks = check_num_blocks(options.cache.num_blocks, request, device)
-        else:
-            num_blocks = default_num_blocks(
-                request, device, lambda: largest_temp_bytes(*assemble(request.blocks_per_seq), params)
-            )
-        step, geometry = assemble(num_blocks)
-        return cls(step, params, geometry)
+
+        def programs() -> ProgramMemory:
+            step, geometry = assemble(request.num_blocks or request.blocks_per_seq)
+            return decisive_memory(program_lowerings(step, params, geometry), step, geometry)
+
+        memory = DeviceMemory.of(first_device(mesh), request.weight_bytes, mesh.size)
+        memory_plan = plan_memory(request, memory, programs)
+        step, geometry = assemble(memory_plan.num_blocks)
+        return cls(step, params, geometry, memory_plan)
 
     @property
     def geometry(self) -> Geometry:
         return self._geometry
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """Where each byte of a device goes; after `warm_up` with what the compiled programs take."""
+        return self._memory_plan
 
     @property
     def attention_backend(self) -> Backend:
@@ -182,9 +191,18 @@ class JaxExecutor:
         return self._programs
 
     def warm_up(self, progress: Progress) -> None:
-        """Compiles every program, two at a time, and times some. Blocks are as they were when it returns."""
+        """Compiles every program, two at a time, and times some. Blocks are as they were when it returns.
+
+        Raises:
+            InvalidArgument: the compiler finds no room for one.
+            InternalError: together they take more memory than the plan has.
+        """
         self._require_alive()
-        self._programs = compile_all(self._lowerings, progress)
+        with memory_refusals():
+            self._programs = compile_all(self._lowerings, progress)
+        reports = {spec: report_of(program.executable) for spec, program in self._programs.items()}
+        taken = program_memory(reports, list(self._lowerings), self._step, self._geometry)
+        self._memory_plan = self._memory_plan.verified(taken)
         self._rates = self._measure_rates()
 
     def move_blocks(self, moves: BlockMoves) -> None:
@@ -402,19 +420,6 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
 
     specs = program_specs(geometry.buckets, move_sizes(layout), has_host_blocks=geometry.num_host_blocks > 0)
     return {spec: functools.partial(lower_for_devices, spec) for spec in specs}
-
-
-def largest_temp_bytes(step: Step, geometry: Geometry, params: Params) -> int:
-    """One device's working memory of the hungriest program, as the compiler states it, and of blocks under way.
-
-    It does not depend on the pool's size.
-    """
-    lowerings = program_lowerings(step, params, geometry)
-    buckets, layout = geometry.buckets, step.attention.layout
-    largest = ProgramSpec("backbone", buckets.tokens[-1]), ProgramSpec("draw", buckets.rows[-1], want_top=True)
-    analyses = [lowerings[spec]().compile().memory_analysis() for spec in largest]
-    under_way = (MAX_ON_THE_WAY + 1) * content_bytes(layout) // layout.num_shards
-    return under_way + max(0 if analysis is None else analysis.temp_size_in_bytes for analysis in analyses)
 
 
 def check_params(params: Params, expected: Params) -> None:
