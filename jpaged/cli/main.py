@@ -10,11 +10,18 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from jpaged.cli import batch, bench, demo, generate, serve
+from jpaged.cli import batch, bench, demo, generate, plan, serve
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.version import __version__
 
-COMMANDS: dict[str, ModuleType] = {"serve": serve, "generate": generate, "batch": batch, "bench": bench, "demo": demo}
+COMMANDS: dict[str, ModuleType] = {
+    "serve": serve,
+    "generate": generate,
+    "batch": batch,
+    "bench": bench,
+    "plan": plan,
+    "demo": demo,
+}
 """Each module has HELP, add_arguments(parser) and run(arguments) -> exit code."""
 
 

@@ -48,7 +48,7 @@ from jpaged.device.mesh import (
     serving_mesh,
 )
 from jpaged.device.out_of_memory import memory_refusals
-from jpaged.device.program_memory import decisive_memory, program_memory, report_of
+from jpaged.device.program_memory import SMALL_POOL, decisive_memory, program_memory, report_of
 from jpaged.device.rates import NO_RATE, null_prefill, seconds_of
 from jpaged.device.step import Step, backbone_packing, draw_packing, unpack_outputs
 from jpaged.engine.buckets import BucketTable
@@ -138,7 +138,7 @@ class JaxExecutor:
         )
 
         def programs() -> ProgramMemory:
-            step, geometry = assemble(request.num_blocks or request.blocks_per_seq)
+            step, geometry = assemble(min(request.num_blocks or request.blocks_per_seq, SMALL_POOL))
             return decisive_memory(program_lowerings(step, params, geometry), step, geometry)
 
         memory = DeviceMemory.of(first_device(mesh), request.weight_bytes, mesh.size)

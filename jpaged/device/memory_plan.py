@@ -224,7 +224,7 @@ def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[
     free = int(memory.total_bytes * request.memory_utilization) - request.weight_bytes
     if not memory.is_own and before.pool_bytes < free * 3 // 4:
         return before
-    if free <= 0 or (request.num_blocks is not None and not before.fits):
+    if free <= 0:
         raise too_large(before, request)  # whatever programs take: nothing need be compiled to say so
     planned = plan(wanted, programs())
     if request.num_blocks is None:
@@ -242,6 +242,12 @@ def too_large(plan: MemoryPlan, request: PoolRequest) -> InvalidArgument:
     """The error of a plan that does not fit, with the numbers and what to change."""
     most, total = max(0, plan.most_blocks or 0), plan.total_bytes or 0
     programs = 0 if plan.programs is None else plan.programs.total_bytes
+    if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
+        return InvalidArgument(
+            "tensor_parallel_size",
+            f"the weights alone are {request.weight_bytes / _GIB:.2f} GiB a device, and {plan.memory_utilization:g} of "
+            f"{total / _GIB:.2f} GiB may be used: raise it, or take devices with more memory",
+        )
     spent = (
         f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB, less {request.weight_bytes / _GIB:.2f} for weights "
         f"and {programs / _GIB:.2f} for programs, leaves {most} blocks of {request.bytes_per_block} bytes"
@@ -250,12 +256,13 @@ def too_large(plan: MemoryPlan, request: PoolRequest) -> InvalidArgument:
         return InvalidArgument(
             "num_blocks",
             f"{request.num_blocks} blocks do not fit: {spent}; lower num_blocks to {most}, or raise "
-            "memory_utilization or tensor_parallel_size",
+            "tensor_parallel_size or memory_utilization, keep 8 bits (kv_cache_dtype), or take devices with more memory",
         )
     return InvalidArgument(
         "memory_utilization",
         f"{spent}; one sequence of max_model_len ({request.max_model_len}) needs {request.blocks_per_seq}: raise it, "
-        "or lower max_model_len, or raise tensor_parallel_size",
+        "or lower max_model_len or max_num_batched_tokens, or raise tensor_parallel_size, keep 8 bits "
+        "(kv_cache_dtype), or take devices with more memory",
     )
 
 

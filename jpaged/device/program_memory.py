@@ -19,6 +19,8 @@ from jpaged.device.program_report import ProgramReport
 from jpaged.device.step import Step, backbone_packing, draw_packing
 from jpaged.engine.executor import Geometry
 
+SMALL_POOL = 513
+"""Blocks of the pool that programs are compiled with for what they take: enough for every size of move."""
 _MARGIN = 8  # a part of so many, for programs that are not compiled yet
 _OVERLAPPED = 2  # steps: one runs while the next one's inputs are made
 

@@ -61,6 +61,15 @@ def read_config(folder: Path) -> ModelConfig:
     )
 
 
+def read_config_file(path: Path) -> ModelConfig:
+    """The config of a config.json that lies alone.
+
+    Raises:
+        InvalidArgument, Unsupported: as in `read_config`.
+    """
+    return ModelConfig.from_hf(_read_json(path))
+
+
 def _read_json(path: Path) -> Mapping[str, object]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -28,9 +28,10 @@ MAY_IMPORT = {
     "testing": VALUES | {"engine"},
     "sim": VALUES | {"engine", "testing", "models.known"},
     "demo": VALUES | {"kernels", "models"},
+    "plan": VALUES | {"models", "device", "engine.executor", "demo.checkpoint", "sim.hardware"},
     "assemble": VALUES | {"obs", "kernels", "models", "device", "engine", "server", "demo", "testing"},
     "llm": VALUES | {"obs", "engine", "assemble", "client"},
-    "cli": VALUES | {"obs", "assemble", "client", "server", "llm", "sim", "engine.engine", "kernels"},
+    "cli": VALUES | {"obs", "assemble", "client", "server", "llm", "sim", "engine.engine", "kernels", "plan"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }

@@ -108,17 +108,17 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
 def test_a_chosen_number_that_does_not_fit_is_refused_with_one_that_does() -> None:
     message = (
         r"^num_blocks: 3000 blocks do not fit: 0.5 of 8.00 GiB, less 1.00 for weights and 0.12 for programs, leaves "
-        r"2943 blocks of 1048576 bytes; lower num_blocks to 2943, or raise memory_utilization or tensor_parallel_size"
+        r"2943 blocks of 1048576 bytes; lower num_blocks to 2943, or raise tensor_parallel_size or memory_utilization"
     )
     with pytest.raises(InvalidArgument, match=message):
         plan(OWN, ProgramMemory(128 * MIB), num_blocks=3000)
     assert plan(OWN, ProgramMemory(128 * MIB), num_blocks=2943).free_bytes == 0
 
 
-def test_a_number_beyond_all_memory_is_refused_before_anything_is_compiled() -> None:
-    with pytest.raises(InvalidArgument, match="num_blocks: 5000 blocks do not fit"):
-        plan_memory(dataclasses.replace(REQUEST, num_blocks=5000), OWN, unexpected_compile)
-    with pytest.raises(InvalidArgument, match=r"memory_utilization: .*leaves 0 blocks"):
+def test_weights_beyond_all_memory_are_refused_before_anything_is_compiled() -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"^tensor_parallel_size: the weights alone are 5\.00 GiB a device, and 0\.5"
+    ):
         plan_memory(dataclasses.replace(REQUEST, weight_bytes=5 * GIB), OWN, unexpected_compile)
 
 
