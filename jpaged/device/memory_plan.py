@@ -256,7 +256,8 @@ def too_large(plan: MemoryPlan, request: PoolRequest) -> InvalidArgument:
         return InvalidArgument(
             "num_blocks",
             f"{request.num_blocks} blocks do not fit: {spent}; lower num_blocks to {most}, or raise "
-            "tensor_parallel_size or memory_utilization, keep 8 bits (kv_cache_dtype), or take devices with more memory",
+            "tensor_parallel_size or memory_utilization, keep 8 bits (kv_cache_dtype), or take devices with more "
+            "memory",
         )
     return InvalidArgument(
         "memory_utilization",

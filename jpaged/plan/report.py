@@ -102,7 +102,7 @@ def lines(found: Assessment) -> list[str]:
     plan, deployment = found.plan, found.plan.deployment
     memory = deployment.memory
     text = [f"{plan.model} on {plan.target.name}: {'fits' if deployment.fits else 'does not fit'}{_by_how_much(found)}"]
-    copies = f"{plan.num_copies} {'copy' if plan.num_copies == 1 else 'copies'} of the model"
+    copies = f"{_counted(plan.num_copies, 'copy', 'copies')} of the model"
     text.append(
         f"  {copies}, each over {plan.num_devices} of {plan.target.num_devices} devices; {plan.dtype}, KV cache "
         f"{plan.kv_dtype}, attention {deployment.backend}, sequences of up to {deployment.max_model_len} tokens"
@@ -241,5 +241,9 @@ def _assumptions() -> str:
 
 def _service(service: Service, plan: CompiledPlan) -> str:
     cost = "" if service.usd_per_hour is None else f", {service.usd_per_hour:.2f} USD an hour"
-    copies = service.num_slices * plan.num_copies
-    return f"{service.num_slices} x {plan.target.name} ({service.num_chips} chips, {copies} copies{cost})"
+    copies = _counted(service.num_slices * plan.num_copies, "copy", "copies")
+    return f"{service.num_slices} x {plan.target.name} ({_counted(service.num_chips, 'chip', 'chips')}, {copies}{cost})"
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
