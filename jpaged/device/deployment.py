@@ -25,7 +25,7 @@ from jpaged.device.program_memory import SMALL_POOL, decisive_specs, program_mem
 from jpaged.device.program_report import ProgramReport
 from jpaged.device.step import Step
 from jpaged.engine.executor import Geometry, Progress
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.model import Model
 
 
@@ -87,7 +87,7 @@ def compile_deployment(
         progress: told what is compiled.
 
     Raises:
-        InvalidArgument, Unsupported: the model cannot be served so, whatever the memory.
+        InvalidArgument, Unsupported: the model cannot be served so, whatever the memory, or the compiler fails.
     """
     begin = time.perf_counter()
     small = _Server.of(model, options, mesh, SMALL_POOL)
@@ -189,7 +189,8 @@ class _Server:
         except jax.errors.JaxRuntimeError as error:
             refusal = Refusal.of(error)
             if refusal is None:
-                raise
+                reason = str(error).strip().splitlines()[0]
+                raise Unsupported(f"the compiler fails for these devices: {reason}") from error
             return {}, refusal
         return {
             spec: PlannedProgram(str(spec), round(program.seconds, 2), report_of(program.executable))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
@@ -17,7 +16,7 @@ from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import build_mesh
 from jpaged.device.topology import compile_only_devices, find_topology
 from jpaged.engine.executor import Progress
-from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_names import num_params
 from jpaged.models.model import model_for
@@ -101,18 +100,14 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         if target.platform == "tpu"
         else compile_only_gpus(target.num_devices)
     )
-    try:
-        deployment = compile_deployment(
-            model,
-            options,
-            build_mesh(devices[:num_devices]),
-            target.hbm_bytes,
-            all_programs=question.all_programs,
-            progress=progress,
-        )
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise Unsupported(f"{target.name}: the compiler fails: {reason}") from error
+    deployment = compile_deployment(
+        model,
+        options,
+        build_mesh(devices[:num_devices]),
+        target.hbm_bytes,
+        all_programs=question.all_programs,
+        progress=progress,
+    )
     return CompiledPlan(
         model=name,
         target=target,
