@@ -2,8 +2,8 @@
 
     make aot && python -m benchmarks.plans [--only TOPOLOGY] [--table] [--all-programs]
 
-`--table` writes the table again from what was recorded. Each plan is a call of `jpaged plan`, which compiles the programs
-that decide; with `--all-programs` every one.
+`--table` writes the table again from what was recorded. Each plan is a call of `jpaged plan`, which compiles the
+programs that decide; with `--all-programs` every one.
 """
 
 from __future__ import annotations
