@@ -77,6 +77,8 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         runs = [LeaderExecutor(executor, leader)]
     for index, one in enumerate(runs):
         one.warm_up(_progress_of(index, len(runs), progress))
+    for line in executor.memory_plan.lines():
+        progress(line, 1, 1)
     queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
     engines = [_make_engine(one, source, options, queue) for one, queue in zip(runs, queues, strict=True)]
     names = names_of(device)

@@ -365,3 +365,14 @@ class Environment:
             return cls(compile_cache_dir=Path(chosen) / "programs" if chosen else None)
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         return cls(compile_cache_dir=Path(base) / "jpaged" / "programs")
+
+
+def tpu_library() -> Path | None:
+    """The libtpu.so that the environment names (TPU_LIBRARY_PATH), for processes that compile for TPUs."""
+    path = os.environ.get("TPU_LIBRARY_PATH")
+    return Path(path) if path else None
+
+
+def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process for a child, with these variables set."""
+    return {**os.environ, **variables}

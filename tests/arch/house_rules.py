@@ -29,11 +29,13 @@ MAY_IMPORT = {
     "testing": VALUES | {"engine"},
     "sim": VALUES | {"engine", "testing", "models.known"},
     "demo": VALUES | {"kernels", "models"},
+    "plan": VALUES | {"models", "device", "engine.executor", "demo.checkpoint", "sim.hardware"},
     "assemble": VALUES | {"obs", "kernels", "models", "device", "engine", "server", "demo", "testing"},
     "convert": VALUES | {"models", "demo"},
     "llm": VALUES | {"obs", "engine", "assemble", "client"},
     "cli": VALUES
-    | {"obs", "assemble", "convert", "client", "server", "llm", "sim", "engine.engine", "kernels", "device.processes"},
+    | {"obs", "assemble", "convert", "client", "server", "llm", "sim", "engine.engine", "kernels", "plan"}
+    | {"device.processes"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }
