@@ -59,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--price", metavar="USD", help="for an hour of a chip: 2.7, or by generation or topology: v6e=2.7,v5p:2x2x2=4.2"
     )
     parser.add_argument("--all-programs", action="store_true", help="compile every program, not only those that decide")
+    parser.add_argument(
+        "--save", metavar="DIR", help="write every program to a new folder, for `jpaged serve --compiled DIR` there"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_config_flags(parser, without={name for name, _, _ in iter_options()} - _OPTIONS)
 
@@ -79,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     options = config_values(arguments)
     model = options.pop("model", "demo")
     names = list(dict.fromkeys(name for words in arguments.topology for name in words.split(",")))
+    if arguments.save is not None and len(names) > 1:
+        raise InvalidArgument("--save", f"programs are for one topology; {len(names)} are named")
     report, found = StartupReport(sys.stderr), []
     try:
         find_config(model)
@@ -86,12 +91,12 @@ def run(arguments: argparse.Namespace) -> int:
             find_target(name)
         workload = Workload(lengths, load, prices)
         for name in names:
-            question = Question(model, name, options, arguments.all_programs)
+            question = Question(model, name, options, arguments.all_programs, arguments.save)
             found.append(assess(compile_plan(question, report.line), workload))
             if not arguments.json:
                 print("\n".join(lines(found[-1])), end="\n\n", flush=True)
     except InvalidArgument as error:
-        known = {*_OPTIONS, "topology"} - {"model"}
+        known = {*_OPTIONS, "topology", "save"} - {"model"}
         raise InvalidArgument(flag_of(error.field) if error.field in known else error.field, error.problem) from error
     if arguments.json:
         best = cheapest(found)

@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -21,9 +22,10 @@ from jpaged.device.executor import abstract_serving, program_lowerings
 from jpaged.device.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory, too_large
 from jpaged.device.mesh import local_bytes
 from jpaged.device.out_of_memory import Refusal
-from jpaged.device.program_memory import SMALL_POOL, decisive_specs, program_memory, report_of
+from jpaged.device.program_memory import SMALL_POOL, decisive_specs, memory_of, report_of
 from jpaged.device.program_report import ProgramReport
-from jpaged.device.programs import compile_all
+from jpaged.device.programs import CompiledProgram, compile_all
+from jpaged.device.saved_programs import Target, save_programs
 from jpaged.device.step import Step
 from jpaged.engine.executor import Geometry, Progress
 from jpaged.errors import InvalidArgument, Unsupported
@@ -75,7 +77,14 @@ class Deployment:
 
 
 def compile_deployment(
-    model: Model, options: EngineConfig, mesh: Mesh, hbm_bytes: int, *, all_programs: bool, progress: Progress
+    model: Model,
+    options: EngineConfig,
+    mesh: Mesh,
+    hbm_bytes: int,
+    *,
+    all_programs: bool,
+    progress: Progress,
+    save: Path | None = None,
 ) -> Deployment:
     """Plans the memory and compiles.
 
@@ -86,6 +95,7 @@ def compile_deployment(
         hbm_bytes: that programs may use of one of them.
         all_programs: compiles every program of the server, not only the hungriest and the one that decodes.
         progress: told what is compiled.
+        save: a folder that every program is written to, for `jpaged serve --compiled`; nothing that does not fit is.
 
     Raises:
         InvalidArgument, Unsupported: the model cannot be served so, whatever the memory, or the compiler fails.
@@ -99,7 +109,7 @@ def compile_deployment(
     )
 
     def result(
-        plan: MemoryPlan, programs: Collection[PlannedProgram], problem: str | None, refusal: Refusal | None = None
+        plan: MemoryPlan, programs: Collection[CompiledProgram], problem: str | None, refusal: Refusal | None = None
     ) -> Deployment:
         return Deployment(
             memory=plan,
@@ -107,7 +117,10 @@ def compile_deployment(
             problem=problem,
             refusal=None if refusal is None else refusal.message,
             needs_bytes=None if refusal is None else refusal.needs_bytes,
-            programs=tuple(programs),
+            programs=tuple(
+                PlannedProgram(str(program.spec), round(program.seconds, 2), report_of(program.executable))
+                for program in programs
+            ),
             num_programs=len(small.lowerings),
             seconds=time.perf_counter() - begin,
             max_model_len=small.geometry.max_model_len,
@@ -129,13 +142,18 @@ def compile_deployment(
         _, refusal = server.compile(decisive_specs(list(server.lowerings))[:1], progress)
         return result(plan, compiled.values(), str(error), refusal)
     server = _Server.of(model, options, mesh, plan.num_blocks)
-    specs = list(server.lowerings) if all_programs else server.telling_specs()
+    specs = list(server.lowerings) if all_programs or save is not None else server.telling_specs()
     # What draws knows nothing of the pool.
     known = {spec: program for spec, program in compiled.items() if spec.kind == "draw"}
     compiled, refusal = server.compile([spec for spec in specs if spec not in known], progress)
-    compiled = {spec: (known | compiled)[spec] for spec in specs if spec in known | compiled}
+    every = {**known, **compiled}
+    compiled = {spec: every[spec] for spec in specs if spec in every}
     if refusal is not None:
         return result(plan, compiled.values(), _refused(refusal), refusal)
+    if save is not None:
+        executables = {spec: program.executable for spec, program in compiled.items()}
+        num_bytes = save_programs(save, Target.of(server.step, server.geometry), executables)
+        progress(f"saved {num_bytes / (1 << 20):.1f} MiB of programs in {save}", len(specs), len(specs))
     return result(dataclasses.replace(plan, programs=server.taken(compiled)), compiled.values(), None)
 
 
@@ -177,23 +195,18 @@ class _Server:
         decode = ProgramSpec("backbone", self.geometry.buckets.num_tokens(self.geometry.max_num_seqs))
         return [spec for spec in self.lowerings if spec in (decode, *decisive_specs(list(self.lowerings)))]
 
-    def taken(self, compiled: Mapping[ProgramSpec, PlannedProgram]) -> ProgramMemory:
-        reports = {spec: program.report for spec, program in compiled.items()}
-        return program_memory(reports, list(self.lowerings), self.step, self.geometry)
+    def taken(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:
+        return memory_of(compiled, list(self.lowerings), self.step, self.geometry)
 
     def compile(
         self, specs: Collection[ProgramSpec], progress: Progress
-    ) -> tuple[dict[ProgramSpec, PlannedProgram], Refusal | None]:
+    ) -> tuple[Mapping[ProgramSpec, CompiledProgram], Refusal | None]:
         """Those that were compiled, and the compiler's word where it refused one for want of memory."""
         try:
-            compiled = compile_all({spec: self.lowerings[spec] for spec in specs}, progress)
+            return compile_all({spec: self.lowerings[spec] for spec in specs}, progress), None
         except jax.errors.JaxRuntimeError as error:
             refusal = Refusal.of(error)
             if refusal is None:
                 reason = str(error).strip().splitlines()[0]
                 raise Unsupported(f"the compiler fails for these devices: {reason}") from error
             return {}, refusal
-        return {
-            spec: PlannedProgram(str(spec), round(program.seconds, 2), report_of(program.executable))
-            for spec, program in compiled.items()
-        }, None

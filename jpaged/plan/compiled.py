@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,12 +38,14 @@ class Question:
         target: as `find_target` takes it.
         options: of the engine, flat; a tensor_parallel_size that is left out is as large as the model allows.
         all_programs: compile every program, not only those that the plan needs.
+        save: a folder to write them to; None saves none.
     """
 
     model: str
     target: str
     options: Mapping[str, Any]
     all_programs: bool
+    save: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         target.hbm_bytes,
         all_programs=question.all_programs,
         progress=progress,
+        save=None if question.save is None else Path(question.save),
     )
     return CompiledPlan(
         model=name,

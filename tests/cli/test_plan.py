@@ -35,6 +35,7 @@ MIB = 1 << 20
             2,
             "--output-len: 3 values for 2 of --input-len",
         ),
+        (["demo", "--topology", "v6e:1x1,v5e:1x1", "--save", "x"], 2, "--save: programs are for one topology; 2 are"),
         (["demo", "--topology", "v6e:1x1", "--block-size", "0"], 2, "--block-size: 0 is below the limit of 1"),
     ],
 )

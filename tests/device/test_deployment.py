@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, StartupOptions
 from jpaged.device.deployment import Deployment, compile_deployment
+from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh
+from jpaged.device.saved_programs import SavedPrograms
 from jpaged.errors import InvalidArgument
 from tests.device import tiny_model
 
 MIB = 1 << 20
 
 
-def deployment(hbm_bytes: int, *, all_programs: bool = False, num_devices: int = 1, **cache: Any) -> Deployment:
+def deployment(
+    hbm_bytes: int,
+    *,
+    all_programs: bool = False,
+    num_devices: int = 1,
+    save: Path | None = None,
+    **cache: Any,
+) -> Deployment:
     cache = {"num_blocks": None, "memory_utilization": 1.0, "swap_space": 0.0, **cache}
     options: EngineConfig = dataclasses.replace(
         tiny_model.OPTIONS, cache=dataclasses.replace(tiny_model.OPTIONS.cache, **cache)
     )
     mesh = build_mesh(jax.devices()[:num_devices])
     return compile_deployment(
-        tiny_model.model(), options, mesh, hbm_bytes, all_programs=all_programs, progress=tiny_model.quiet
+        tiny_model.model(), options, mesh, hbm_bytes, all_programs=all_programs, progress=tiny_model.quiet, save=save
     )
 
 
@@ -54,6 +64,35 @@ def test_a_chosen_pool_that_is_too_large_is_a_result_with_one_that_fits() -> Non
     assert f"lower num_blocks to {found.most_blocks}" in found.problem
     assert deployment(64 * MIB, num_blocks=found.most_blocks).fits
     assert not deployment(64 * MIB, num_blocks=found.most_blocks + 1).fits
+
+
+def test_saved_programs_are_all_there_and_say_what_they_are_for(tmp_path: Path) -> None:
+    folder = tmp_path / "programs"
+    found = deployment(64 * MIB, save=folder)
+    saved = SavedPrograms.open(folder)
+    assert set(saved.names) == {program.name for program in found.programs}
+    assert len(saved.names) == found.num_programs
+    assert saved.target.num_blocks == found.memory.num_blocks
+    with pytest.raises(InvalidArgument, match=r"^save: .* is not empty"):
+        deployment(64 * MIB, save=folder)
+
+
+def test_a_server_starts_with_what_a_plan_saved_and_compiles_nothing(tmp_path: Path) -> None:
+    found = deployment(64 * MIB, save=tmp_path / "programs")
+    startup = StartupOptions(wait_for_all_programs=True, compiled=str(tmp_path / "programs"))
+    cache = dataclasses.replace(tiny_model.OPTIONS.cache, num_blocks=None, swap_space=0.0)
+    options = dataclasses.replace(tiny_model.OPTIONS, cache=cache, startup=startup)
+    executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), options)
+    executor.warm_up(tiny_model.quiet)
+    assert {program.origin for program in executor.programs.values()} == {"saved"}
+    assert executor.memory_plan.num_blocks == found.memory.num_blocks
+    assert executor.memory_plan.programs is not None
+    executor.shutdown()
+
+
+def test_what_does_not_fit_is_not_saved(tmp_path: Path) -> None:
+    assert not deployment(64 * MIB, save=tmp_path / "programs", num_blocks=100_000).fits
+    assert not (tmp_path / "programs").exists()
 
 
 def test_weights_that_are_too_large_are_known_before_anything_is_compiled() -> None:
