@@ -1,7 +1,8 @@
 """What compiled programs take of a device besides weights and pool: their reports, added up for the memory plan.
 
 The largest program of each kind decides: working memory grows with tokens, rows and blocks. Where only those are
-compiled, the code of the others is taken to be as large as theirs, and an eighth is added for what that misses.
+compiled, the code of the others is taken to be as large as theirs, and an eighth and 16 MiB are added for what that
+misses: of a small model, a smaller program may take some MiB more than the largest.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jpaged.engine.executor import Geometry
 
 SMALL_POOL = 513
 """Blocks of the pool that programs are compiled with for what they take: enough for every size of move."""
-_MARGIN = 8  # a part of so many, for programs that are not compiled yet
+_MARGIN, _MARGIN_BYTES = 8, 16 << 20  # a part of so many, and bytes, for programs that are not compiled yet
 _OVERLAPPED = 2  # steps: one runs while the next one's inputs are made
 
 
@@ -56,7 +57,7 @@ def program_memory(
     temp_bytes = temps.pop("backbone") + max(temps.values(), default=0)
     code_bytes = sum((reports.get(spec) or of_kind[spec.kind]).code_bytes for spec in specs)
     if len(reports) < len(specs):
-        temp_bytes += temp_bytes // _MARGIN
+        temp_bytes += temp_bytes // _MARGIN + _MARGIN_BYTES
         code_bytes += code_bytes // _MARGIN
     return ProgramMemory(temp_bytes, _kept_bytes(of_kind, step, geometry), code_bytes)
 

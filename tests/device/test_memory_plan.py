@@ -168,7 +168,7 @@ def options(**cache: Any) -> EngineConfig:
 def test_a_server_on_little_memory_plans_with_the_compilers_numbers_and_keeps_to_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    free, chosen = 100 * MIB, options(num_blocks=13_000, memory_utilization=1.0)  # more than three quarters of it
+    free, chosen = 160 * MIB, options(num_blocks=20_600, memory_utilization=1.0)  # more than three quarters of it
     monkeypatch.setattr(memory_plan, "_available_host_bytes", lambda: free)
     executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), chosen)
     before = executor.memory_plan
