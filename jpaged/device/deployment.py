@@ -22,7 +22,7 @@ from jpaged.device.executor import abstract_serving, program_lowerings
 from jpaged.device.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory, too_large
 from jpaged.device.mesh import local_bytes
 from jpaged.device.out_of_memory import Refusal
-from jpaged.device.program_memory import SMALL_POOL, decisive_specs, memory_of, report_of
+from jpaged.device.program_memory import SMALL_POOL, decisive_specs, program_memory, report_of
 from jpaged.device.program_report import ProgramReport
 from jpaged.device.programs import CompiledProgram, compile_all
 from jpaged.device.saved_programs import Target, save_programs
@@ -196,7 +196,8 @@ class _Server:
         return [spec for spec in self.lowerings if spec in (decode, *decisive_specs(list(self.lowerings)))]
 
     def taken(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:
-        return memory_of(compiled, list(self.lowerings), self.step, self.geometry)
+        reports = {spec: report_of(program.executable) for spec, program in compiled.items()}
+        return program_memory(reports, list(self.lowerings), self.step, self.geometry)
 
     def compile(
         self, specs: Collection[ProgramSpec], progress: Progress

@@ -212,7 +212,9 @@ def _by_how_much(found: Assessment) -> str:
     deployment = found.plan.deployment
     free = deployment.memory.free_bytes or 0
     if deployment.fits:
-        return f", {max(0, free) / _GIB:.3f} GiB a device to spare beside a pool of {deployment.memory.num_blocks} blocks"
+        return (
+            f", {max(0, free) / _GIB:.3f} GiB a device to spare beside a pool of {deployment.memory.num_blocks} blocks"
+        )
     if free < 0:
         return f", over by {-free / _GIB:.2f} GiB a device"
     return ""

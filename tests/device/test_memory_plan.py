@@ -182,6 +182,6 @@ def test_a_server_on_little_memory_plans_with_the_compilers_numbers_and_keeps_to
 
 
 def test_a_server_says_what_to_change_where_its_pool_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "_available_host_bytes", lambda: 24 * MIB)
+    monkeypatch.setattr(memory_plan, "_available_host_bytes", lambda: 96 * MIB)
     with pytest.raises(InvalidArgument, match=r"num_blocks: 1000000 blocks do not fit: .*lower num_blocks to \d+"):
         JaxExecutor.create(tiny_model.model(), tiny_model.params(), options(num_blocks=1_000_000))
