@@ -28,7 +28,7 @@ from jpaged.engine.executor import Executor, Progress
 from jpaged.engine.intake import Intake
 from jpaged.engine.replicas import Replicas, shares
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
-from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import DEMO, find_folder, fingerprint, read_config
 from jpaged.models.model import Model, model_for
@@ -124,11 +124,6 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
 def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
     """The model, and where each copy of it goes."""
     parallel = options.parallel
-    if options.startup.compiled is not None and parallel.data_parallel_size > 1:
-        raise InvalidArgument(
-            "compiled",
-            f"saved programs are for one copy of the model; data_parallel_size is {parallel.data_parallel_size}",
-        )
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size)
     source = find_source(options.model.model)
     model = model_for(source.config, _dtype(options.model.dtype, source.config, first_device(meshes[0]).platform))

@@ -258,6 +258,12 @@ class EngineConfig:
             raise InvalidArgument(
                 "max_num_batched_tokens", f"{max_tokens} is below max_num_seqs ({max_rows}): every row needs one token"
             )
+        if self.startup.compiled is not None and self.parallel.data_parallel_size > 1:
+            raise InvalidArgument(
+                "compiled",
+                "saved programs run on the first tensor_parallel_size devices alone; data_parallel_size is "
+                f"{self.parallel.data_parallel_size}, the limit with them is 1",
+            )
         self.parallel.check()
 
     def for_cluster(self, cluster: Cluster) -> EngineConfig:

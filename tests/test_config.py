@@ -86,3 +86,10 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("JPAGED_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert Environment.read().compile_cache_dir == tmp_path / "jpaged" / "programs"
+
+
+def test_saved_programs_go_with_one_copy_of_the_model():
+    with pytest.raises(InvalidArgument, match="data_parallel_size is 2, the limit with them is 1") as error:
+        EngineConfig.load({"compiled": "folder", "data_parallel_size": 2})
+    assert error.value.field == "compiled"
+    assert EngineConfig.load({"compiled": "folder"}).startup.compiled == "folder"

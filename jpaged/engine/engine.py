@@ -304,7 +304,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                if not self.step():
+                if not self.step() and not self._is_stopping:  # which the step may have read from the inbox
                     self.check()
                     self._inbox.get()()
         except Unavailable as error:  # from outside, or of several processes one is lost: nothing here went wrong

@@ -36,8 +36,8 @@ class Replicas:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.failure: Exception | None = None
         self._engines = tuple(engines)
-        # Which shapes are compiled by now may differ.
-        alike = [dataclasses.replace(engine.geometry, buckets=self.geometry.buckets) for engine in engines]
+        buckets = self.geometry.buckets  # grow while programs compile in the background, at each in its own time
+        alike = [dataclasses.replace(engine.geometry, buckets=buckets) for engine in engines]
         if any(one != alike[0] for one in alike):
             raise InternalError(f"replicas are not alike: {alike}")
         self._router = Router(self._engines, self.geometry)

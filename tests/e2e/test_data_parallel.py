@@ -30,18 +30,18 @@ def test_two_copies_on_four_devices_each_draw_what_one_device_draws(tmp_path: Pa
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    ("name", "copies", "size"),
     [
-        ("llama3_tied", [(2, 1), (2, 4), (4, 2), (8, 1)]),
-        ("qwen3_tied", [(2, 4)]),
-        ("mistral_mqa", [(2, 2)]),
-        ("opt", [(2, 4), (4, 2)]),
+        ("llama3_tied", 2, 1),
+        ("llama3_tied", 2, 4),
+        ("llama3_tied", 4, 2),
+        ("llama3_tied", 8, 1),
+        ("qwen3_tied", 2, 4),
+        ("opt", 2, 2),
     ],
 )
-def test_any_number_of_copies_draws_what_one_device_draws(
-    name: str, sizes: list[tuple[int, int]], tmp_path: Path
-) -> None:
-    check_same(CASES[name], sizes, list(CHECKS), tmp_path)
+def test_any_number_of_copies_draws_what_one_device_draws(name: str, copies: int, size: int, tmp_path: Path) -> None:
+    check_same(CASES[name], [(copies, size)], list(CHECKS), tmp_path)
 
 
 def bytes_of_devices(one: JaxExecutor) -> dict[int, int]:
@@ -90,13 +90,12 @@ def test_the_option_copies_a_served_model(tmp_path: Path) -> None:
 def test_the_host_s_memory_is_that_of_all_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is what limits the pools: two copies get about half of the blocks each, and the same number."""
     folder = write_model("llama3_tied", tmp_path)
-    available = [3 << 20, 3 << 20, 3 << 19]  # for the only pool; for the first of two, and what that leaves
+    available = [3 << 19, 3 << 19, 3 << 18]  # for the only pool; for the first of two, and what that leaves
     monkeypatch.setattr(kv_cache, "_available_host_bytes", lambda: available.pop(0))
     monkeypatch.setattr(executor, "largest_temp_bytes", lambda *program: 0)
-    options = {"max_num_seqs": 16, "max_num_batched_tokens": 16, "swap_space": 0.01}
-    with open_llm(folder, **options) as llm:
+    with open_llm(folder, swap_space=0.01) as llm:
         one = llm._serving.engine.geometry
-    with open_llm(folder, data_parallel_size=2, **options) as llm:
+    with open_llm(folder, data_parallel_size=2, swap_space=0.01) as llm:
         two = llm._serving.engine.geometry
         assert llm.config.cache.num_blocks == two.num_blocks
         assert {load.num_blocks for load in llm._serving.engine.replica_loads()} == {two.num_blocks}
@@ -152,7 +151,7 @@ def test_a_server_of_two_copies_answers_as_one(tmp_path: Path) -> None:
     folder = write_model("llama3_tied", tmp_path)
     prompts = random_prompts([20, 25, 30, 35, 40, 45])
     requests = [(prompt, KINDS[i % 3]) for i, prompt in enumerate(prompts)]
-    options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "num_blocks": 40, "dtype": "float32"}
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "num_blocks": 40, "dtype": "float32"}
     with open_llm(folder, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], [kind for _, kind in requests])
         want = [[one.token_ids for one in output.outputs] for output in outputs]
@@ -162,7 +161,7 @@ def test_a_server_of_two_copies_answers_as_one(tmp_path: Path) -> None:
     try:
         address = process.wait_for(r"^ready on (.*)$").group(1)
         process.wait_for(r"^  4 x cpu in 2 replicas, attention ")
-        process.wait_for(r"replica 1: compiled ")
+        process.wait_for(r"replica 1: compiled: ")
         with Client(address) as client:
             assert client.server_info().num_devices == 4
             assert client.server_info().options["data-parallel-size"] == "2"

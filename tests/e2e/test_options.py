@@ -152,6 +152,16 @@ def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, fol
         assert generate(llm, prompt, GREEDY)[0].token_ids == generate(base, prompt, GREEDY)[0].token_ids
 
 
+@flips("data_parallel_size")
+def test_data_parallel_size_is_how_many_copies_of_the_model_serve(base: LLM, folder: Path) -> None:
+    prompts = random_prompts([20, 12])
+    with open_llm(folder, data_parallel_size=2, **BASE) as llm:
+        assert (llm._serving.backend.num_devices, base._serving.backend.num_devices) == (2, 1)
+        got, want = generate(llm, prompts, GREEDY), generate(base, prompts, GREEDY)
+        assert [one.token_ids for one in got] == [one.token_ids for one in want]
+        assert [load.num_requests_ended for load in llm._serving.engine.replica_loads()] == [1, 1]
+
+
 @flips("load_format")
 def test_dummy_weights_need_no_file(base: LLM, tmp_path: Path) -> None:
     folder = write_model("llama_mha", tmp_path)

@@ -49,7 +49,7 @@ def jobs(kinds: list[str], count: int) -> list[Job]:
     """Requests that share 19 tokens of prompt (two blocks and a part of the third) and differ after it."""
     common = tokens(19, 0)
     return [
-        Job((*common, *tokens(3 + 2 * i, i)), replace(KINDS[kind], seed=None if kind == "beams" else 50 + i))
+        Job((*common, *tokens(3 + 2 * (i % 8), i)), replace(KINDS[kind], seed=None if kind == "beams" else 50 + i))
         for i, kind in enumerate(kinds[i % len(kinds)] for i in range(count))
     ]
 
