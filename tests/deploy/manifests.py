@@ -17,6 +17,7 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
+from jpaged.cluster import Cluster
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from tests.deploy import dockerfile
@@ -230,6 +231,10 @@ def group_problems(document: Document) -> list[str]:
     config = serve_config(command_of(leader.container))
     assert config is not None
     found = []
+    try:
+        config.for_cluster(Cluster(f"leader:{config.server.port}", template["size"], 0, "LeaderWorkerSet"))
+    except InvalidArgument as error:
+        found.append(str(error))
     if num_devices != _num_used(config):
         found.append(f"{num_devices} devices for options that ask for {_num_used(config)}")
     topology = leader.spec.get("nodeSelector", {}).get("cloud.google.com/gke-tpu-topology")

@@ -156,6 +156,7 @@ def test_a_planted_mistake_in_a_pod_is_found(path, key, value, message):
         ("spec.leaderWorkerTemplate", "restartPolicy", "None", "restartPolicy must be RecreateGroupOnPodRestart"),
         (f"{LEADER}.nodeSelector", "cloud.google.com/gke-tpu-topology", "2x4", "2x4 does not have 16 chips"),
         (f"{LEADER}.containers.0", "args", ["demo", "--tensor-parallel-size=16"], "are started differently"),
+        (f"{LEADER}.containers.0", "args", ["demo", "--data-parallel-size=2"], "2 works in one process"),
     ],
 )
 def test_a_planted_mistake_in_a_group_is_found(path, key, value, message):

@@ -112,8 +112,8 @@ def test_processes_may_have_several_devices(kv_cache_dtype: str, tmp_path: Path)
     with running(2, words, tmp_path / "programs", num_devices=2) as group:
         if kv_cache_dtype == "auto":
             check_tokens(group, model, swaps=True)
-        assert group.members[0].find(r"^  4 x cpu")
         streams = Streams(group.target, 2)
+        assert group.members[0].find(r"^  4 x cpu")
         group.signal(0, signal.SIGTERM)
         assert streams.join() == [300, 300]
         assert group.codes() == [0, 0], group.log()
