@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jpaged.cluster import Cluster, find_cluster, split_address
@@ -127,7 +129,8 @@ def test_what_works_in_one_process_alone_is_refused_by_name(name, value):
 
 
 def test_options_of_several_processes_are_those_of_a_server():
-    for name, value in (("coordinator", "a:1"), ("num_processes", 1), ("process_id", 0), ("join_timeout", 5.0)):
+    options: dict[str, Any] = {"coordinator": "a:1", "num_processes": 1, "process_id": 0, "join_timeout": 5.0}
+    for name, value in options.items():
         with pytest.raises(InvalidArgument, match=f"{name}: is an option of `jpaged serve`"):
             LLM("demo", **{name: value})
 
