@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jpaged.cluster import Cluster, find_cluster, split_address
 from jpaged.config import EngineConfig, Environment
 from jpaged.errors import InvalidArgument
+from jpaged.llm import LLM
 
 LWS = {"LWS_LEADER_ADDRESS": "m-0.m.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3"}
 GKE = {"TPU_WORKER_HOSTNAMES": "t-0.t,t-1.t", "TPU_WORKER_ID": "1"}
@@ -114,6 +117,22 @@ def test_options_come_before_the_environment(monkeypatch):
     for name in LWS:
         monkeypatch.delenv(name)
     assert Environment.cluster(EngineConfig().parallel) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("data_parallel_size", 2), ("compiled", "programs")])
+def test_what_works_in_one_process_alone_is_refused_by_name(name, value):
+    cluster = Cluster("a:1", 2, 1, "Slurm")
+    with pytest.raises(InvalidArgument, match=f"{name}: {value}.* not with several processes .there are 2, from Slurm"):
+        EngineConfig.load({name: value}).for_cluster(cluster)
+    place = EngineConfig().for_cluster(cluster).parallel
+    assert (place.coordinator, place.num_processes, place.process_id) == ("a:1", 2, 1)
+
+
+def test_options_of_several_processes_are_those_of_a_server():
+    options: dict[str, Any] = {"coordinator": "a:1", "num_processes": 1, "process_id": 0, "join_timeout": 5.0}
+    for name, value in options.items():
+        with pytest.raises(InvalidArgument, match=f"{name}: is an option of `jpaged serve`"):
+            LLM("demo", **{name: value})
 
 
 def test_an_address_has_a_host_and_a_port():

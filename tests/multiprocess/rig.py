@@ -136,7 +136,7 @@ def running(
         for member in members:
             if member.popen.poll() is None:
                 member.popen.kill()
-                member.wait()
+            member.wait()
 
 
 def _environment(folder: Path, num_devices: int) -> dict[str, str]:

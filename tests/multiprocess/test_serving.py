@@ -16,7 +16,7 @@ from tests.multiprocess.rig import END_S, SIZES, Group, ask, assert_same, prompt
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 SWAPS = (*SIZES, "--num-blocks", "40", "--preemption-mode", "swap")
-RECOMPUTES = (*SIZES, "--num-blocks", "40", "--preemption-mode", "recompute")
+RECOMPUTES = (*SIZES, "--num-blocks", "40", "--swap-space", "0")
 
 
 def alone(model: str) -> list:
@@ -82,6 +82,7 @@ def check_tokens(group: Group, model: str, *, swaps: bool) -> None:
         assert load.num_prefix_hit_tokens > 0
         assert load.num_preemptions > 0
         assert (load.num_blocks_swapped_in > 0) is swaps
+        assert swaps or load.num_recomputed_tokens > 0
         assert load.num_compiles_after_warm_up == 0
 
 
