@@ -3,9 +3,9 @@
     python -m benchmarks.tpu_programs CELL...      in a process of `compiler_environment`; prints a line of JSON each
 
 A cell is spelled `model@topology#program,program`, with `/backend` behind the topology for another than `auto` takes:
-`llama-3-8b@v6e:2x4#backbone[64],draw[64]`. Weights are bfloat16, split over all devices of the topology; the pool takes
-what a server would give it, nine tenths of the memory without the weights. Where that is less than two of the model's
-longest sequences it takes those, and the compiler has to say that it does not fit.
+`llama-3-8b@v6e:2x4#backbone[64],draw[64],draw[64, top]`. Weights are bfloat16, split over all devices of the topology;
+the pool takes what a server would give it, nine tenths of the memory without the weights. Where that is less than two
+of the model's longest sequences it takes those, and the compiler has to say that it does not fit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jpaged.config import EngineConfig
 from jpaged.device.compile import ProgramSpec
 from jpaged.device.executor import abstract_serving, program_lowerings
 from jpaged.device.mesh import build_mesh, local_bytes
-from jpaged.device.program_report import ProgramReport, made_arrays
+from jpaged.device.program_report import Collective, ProgramReport, collectives, made_arrays
 from jpaged.device.step import Step
 from jpaged.device.topology import compile_only_devices, compiler_environment, find_topology
 from jpaged.models.known import known_config
@@ -38,7 +38,7 @@ from jpaged.models.parts import Params
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 32}
-_CELL = re.compile(r"(?P<model>[\w.-]+)@(?P<topology>[\w:]+)(?:/(?P<backend>[\w-]+))?#(?P<programs>\S+)")
+_CELL = re.compile(r"(?P<model>[\w.-]+)@(?P<topology>[\w:]+)(?:/(?P<backend>[\w-]+))?#(?P<programs>.+)")
 Lowerings = Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]]
 _MARK = "RESULT "
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -58,6 +58,7 @@ class ProgramResult:
         weight_bytes: of all parameters.
         pool_bytes: of the pool.
         made: arrays of the size of the pool, of a weight, or of one layer's part of either, that it makes.
+        collectives: what devices exchange.
         report: the memory that it takes; None if it does not fit.
         out_of_memory: what the compiler says then; else None.
         lower_s: for tracing and lowering.
@@ -73,6 +74,7 @@ class ProgramResult:
     weight_bytes: int
     pool_bytes: int
     made: tuple[str, ...]
+    collectives: tuple[Collective, ...]
     report: ProgramReport | None
     out_of_memory: str | None
     lower_s: float
@@ -122,7 +124,13 @@ def compile_cells(*cells: str) -> list[ProgramResult]:
 def _parse(fields: dict) -> ProgramResult:
     report = fields.pop("report")
     made = tuple(fields.pop("made"))
-    return ProgramResult(**fields, made=made, report=None if report is None else ProgramReport(**report))
+    exchanged = tuple(
+        Collective(**{**one, "dims": tuple(map(tuple, one["dims"])), "loop_trips": tuple(one["loop_trips"])})
+        for one in fields.pop("collectives")
+    )
+    return ProgramResult(
+        **fields, made=made, collectives=exchanged, report=None if report is None else ProgramReport(**report)
+    )
 
 
 def compile_cell(cell: str) -> list[ProgramResult]:
@@ -134,7 +142,7 @@ def compile_cell(cell: str) -> list[ProgramResult]:
     specs = {str(spec): spec for spec in lowerings}
     return [
         _compile(cell.partition("#")[0], specs[program], lowerings[specs[program]], step, params)
-        for program in match["programs"].split(",")
+        for program in re.split(r",(?! )", match["programs"])
     ]
 
 
@@ -158,8 +166,10 @@ def _compile(
     lowered_at, cpu_begin = time.perf_counter(), time.process_time()
     report, out_of_memory = None, None
     made: tuple[str, ...] = ()
+    exchanged: tuple[Collective, ...] = ()
     try:
         executable = lowered.compile()
+        exchanged = tuple(collectives(executable))
         report = ProgramReport.of(executable)
         made = tuple(
             f"{array.opcode}{list(array.dims)}" for array in made_arrays(executable, _sizes(step, params, spec))
@@ -178,6 +188,7 @@ def _compile(
         weight_bytes=local_bytes(params),
         pool_bytes=layout.num_bytes,
         made=made,
+        collectives=exchanged,
         report=report,
         out_of_memory=out_of_memory,
         lower_s=round(lowered_at - begin, 2),

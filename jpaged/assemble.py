@@ -16,9 +16,13 @@ import numpy as np
 
 from jpaged.config import EngineConfig, Environment
 from jpaged.demo import checkpoint
+from jpaged.device.agreement import Agreement
 from jpaged.device.backend import names_of
 from jpaged.device.executor import JaxExecutor
+from jpaged.device.lockstep import LeaderExecutor
+from jpaged.device.lockstep import follow as run_steps
 from jpaged.device.mesh import Placement, first_device, serving_meshes
+from jpaged.device.processes import Follower, Leader
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import Executor, Progress
 from jpaged.engine.intake import Intake
@@ -26,7 +30,7 @@ from jpaged.engine.replicas import Replicas, shares
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
 from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import DEMO, find_folder, read_config
+from jpaged.models.loader import DEMO, find_folder, fingerprint, read_config
 from jpaged.models.model import Model, model_for
 from jpaged.models.parts import Params
 from jpaged.models.weights import load_params, put_as, random_params
@@ -52,33 +56,38 @@ class Source:
         return frozenset(self.config.eos_token_ids) or self.tokenizer.eos_token_ids
 
 
-def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
+def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | None = None) -> Serving:
     """Loads a model and compiles everything that will run. The engine is ready, and not started.
 
     Args:
         options: as written; the result holds the resolved ones.
         progress: told what happens: weights, programs, the pool.
+        leader: process 0's side of several processes, which this is then; the others `follow`.
 
     Raises:
         InvalidArgument, NotFound, Unsupported: the model or an option cannot be; says which and why.
     """
-    parallel = options.parallel
-    meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size)
-    device = first_device(meshes[0])
-    source = find_source(options.model.model)
-    model = model_for(source.config, _dtype(options.model.dtype, source.config, device.platform))
-    executors = _make_executors(source, model, options, [Placement.of(model, mesh) for mesh in meshes], progress)
+    source, model, places = _place(options)
+    device = first_device(places[0].mesh)
+    executors = _make_executors(source, model, options, places, progress, leader)
     executor, geometry = executors[0], executors[0].geometry
-    for index, one in enumerate(executors):
-        one.warm_up(_progress_of(index, len(executors), progress))
-    queues = shares(options.scheduler.max_num_queued_reqs, len(executors))
-    engines = [_make_engine(one, source, options, queue) for one, queue in zip(executors, queues, strict=True)]
+    runs: list[Executor[Any]] = [*executors]
+    if leader is not None:
+        leader.agree(_findings(source, executor))
+        runs = [LeaderExecutor(executor, leader)]
+    for index, one in enumerate(runs):
+        one.warm_up(_progress_of(index, len(runs), progress))
+    for line in executor.memory_plan.lines():
+        progress(line, 1, 1)
+    queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
+    engines = [_make_engine(one, source, options, queue) for one, queue in zip(runs, queues, strict=True)]
     names = names_of(device)
     resolved = options.resolve(
         {
             "max_model_len": geometry.max_model_len,
             "num_blocks": geometry.num_blocks,
             "dtype": model.dtype.name,
+            "tensor_parallel_size": places[0].num_parts,
             "attention_backend": executor.attention_backend,
             "kv_cache_dtype": executor.kv_cache_dtype,
             "served_model_name": options.server.served_model_name or source.name,
@@ -92,12 +101,47 @@ def build(options: EngineConfig, progress: Progress = _silent) -> Serving:
         backend=BackendFacts(
             platform=names.platform,
             device_kind=names.device_kind,
-            num_devices=sum(mesh.size for mesh in meshes),
+            num_devices=sum(where.mesh.size for where in places),
             attention=executor.attention_backend,
             jax_version=names.jax_version,
         ),
         config=resolved,
     )
+
+
+def follow(options: EngineConfig, progress: Progress, follower: Follower) -> None:
+    """Loads this process's part of the model, and runs what process 0 says until that ends.
+
+    Raises:
+        InvalidArgument, NotFound, Unsupported: as `build`.
+        InternalError: a step failed.
+    """
+    source, model, places = _place(options)
+    (executor,) = _make_executors(source, model, options, places, progress, follower)
+    follower.agree(_findings(source, executor))
+    executor.warm_up(progress)
+    run_steps(executor, follower)
+
+
+def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
+    """The model, and where each copy of it goes."""
+    parallel = options.parallel
+    meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size)
+    source = find_source(options.model.model)
+    model = model_for(source.config, _dtype(options.model.dtype, source.config, first_device(meshes[0]).platform))
+    return source, model, [Placement.of(model, mesh) for mesh in meshes]
+
+
+def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
+    """What every process finds out by itself, and has to find alike."""
+    geometry = executor.geometry
+    sizes = {name: str(getattr(geometry, name)) for name in geometry.__slots__}
+    return {
+        "checkpoint": fingerprint(source.folder),
+        "attention_backend": executor.attention_backend,
+        "kv_cache_dtype": executor.kv_cache_dtype,
+        **sizes,
+    }
 
 
 def find_source(name: str) -> Source:
@@ -108,7 +152,12 @@ def find_source(name: str) -> Source:
 
 
 def _make_executors(
-    source: Source, model: Model, options: EngineConfig, places: Sequence[Placement], progress: Progress
+    source: Source,
+    model: Model,
+    options: EngineConfig,
+    places: Sequence[Placement],
+    progress: Progress,
+    agreement: Agreement | None,
 ) -> list[JaxExecutor]:
     """A copy of the model for each place, with its pool; nothing is compiled yet.
 
@@ -125,6 +174,7 @@ def _make_executors(
             mesh=where.mesh,
             num_pools=len(places) - index,
             compile_cache_dir=Environment.read().compile_cache_dir,
+            agreement=agreement,
         )
         _tell(executor, options, _progress_of(index, len(places), progress))
         options = options.resolve({"num_blocks": executor.geometry.num_blocks})

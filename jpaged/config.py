@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from jpaged.cluster import Cluster, find_cluster, split_address
 from jpaged.errors import InvalidArgument
 
 
@@ -120,7 +121,10 @@ class ParallelOptions:
     """How many devices run the model: the product of the sizes."""
 
     tensor_parallel_size: int = option(
-        1, "devices that share one copy of the model: heads, feed-forward and vocabulary are split over them", low=1
+        1,
+        "devices that share one copy of the model: heads, feed-forward and vocabulary are split over them; "
+        "1 is all of them where there are several processes",
+        low=1,
     )
     data_parallel_size: int = option(
         1,
@@ -129,6 +133,47 @@ class ParallelOptions:
         "then where the load is least",
         low=1,
     )
+    coordinator: str | None = option(
+        None,
+        "HOST:PORT of process 0, the same for all; found in the environment of LeaderWorkerSet, GKE TPU pods, Slurm "
+        "and Open MPI when left out; port 0 lets process 0 pick one and print it",
+    )
+    num_processes: int | None = option(
+        None, "processes that serve one model together; 1 keeps to this one, whatever the environment says", low=1
+    )
+    process_id: int | None = option(None, "which of them this is; process 0 opens the port", low=0)
+    join_timeout: float = option(
+        300.0, "how long processes wait for each other when they start", low=1.0, high=86400.0, unit="s"
+    )
+
+    def check(self) -> None:
+        """Holds the three options of several processes to each other.
+
+        Raises:
+            InvalidArgument: one is missing, malformed or beyond another.
+        """
+        given = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
+        missing = [name for name, value in given.items() if value is None]
+        if len(missing) == len(given) or (self.num_processes == 1 and len(missing) == 2):
+            return
+        if missing:
+            raise InvalidArgument(missing[0], f"is missing: {', '.join(given)} go together")
+        assert self.coordinator is not None
+        assert self.num_processes is not None
+        assert self.process_id is not None
+        if self.process_id >= self.num_processes:
+            raise InvalidArgument(
+                "process_id", f"{self.process_id} is not below num_processes ({self.num_processes}); they count from 0"
+            )
+        _, port = split_address("coordinator", self.coordinator)
+        if port == 0 and self.process_id != 0:
+            raise InvalidArgument(
+                "coordinator", f"{self.coordinator}: only process 0 can pick a port; name the port it took"
+            )
+
+
+PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout")
+"""Of several processes, which only `jpaged serve` can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +264,23 @@ class EngineConfig:
                 "saved programs run on the first tensor_parallel_size devices alone; data_parallel_size is "
                 f"{self.parallel.data_parallel_size}, the limit with them is 1",
             )
+        self.parallel.check()
+
+    def for_cluster(self, cluster: Cluster) -> EngineConfig:
+        """These options in one of several processes, with its place among them filled in.
+
+        Raises:
+            InvalidArgument: one of them is for one process alone.
+        """
+        several = f"not with several processes (there are {cluster.num_processes}, from {cluster.source})"
+        if self.parallel.data_parallel_size > 1:
+            raise InvalidArgument(
+                "data_parallel_size", f"{self.parallel.data_parallel_size} works in one process, {several}"
+            )
+        if self.startup.compiled is not None:
+            raise InvalidArgument("compiled", f"{self.startup.compiled}: saved programs run in one process, {several}")
+        place = {name: getattr(cluster, name) for name in ("coordinator", "num_processes", "process_id")}
+        return self.resolve(place)
 
     def resolve(self, found: Mapping[str, Any]) -> EngineConfig:
         """Fills in what only the model and the device could tell: option names and their final values."""
@@ -284,9 +346,33 @@ class Environment:
     compile_cache_dir: Path | None
 
     @classmethod
+    def cluster(cls, options: ParallelOptions) -> Cluster | None:
+        """The place of this process among several: the options', else a launcher's; None where it is alone.
+
+        Raises:
+            InvalidArgument: a launcher's variables cannot be understood.
+        """
+        if options.num_processes == 1:
+            return None
+        if options.coordinator is None or options.num_processes is None or options.process_id is None:
+            return find_cluster(os.environ)
+        return Cluster(options.coordinator, options.num_processes, options.process_id, "the options")
+
+    @classmethod
     def read(cls) -> Environment:
         chosen = os.environ.get("JPAGED_CACHE_DIR")
         if chosen is not None:
             return cls(compile_cache_dir=Path(chosen) / "programs" if chosen else None)
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         return cls(compile_cache_dir=Path(base) / "jpaged" / "programs")
+
+
+def tpu_library() -> Path | None:
+    """The libtpu.so that the environment names (TPU_LIBRARY_PATH), for processes that compile for TPUs."""
+    path = os.environ.get("TPU_LIBRARY_PATH")
+    return Path(path) if path else None
+
+
+def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process for a child, with these variables set."""
+    return {**os.environ, **variables}

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, TypedDict
 
 from jpaged.assemble import build
-from jpaged.config import EngineConfig, ServerOptions, field_names
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.types import CompletionOutput, OutputEvent, PositionLogprobs, Request, RequestOutput, SamplingParams
@@ -51,7 +51,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
-        for name in field_names(ServerOptions):
+        for name in (*field_names(ServerOptions), *PROCESS_OPTIONS):
             if name in options:
                 raise InvalidArgument(name, "is an option of `jpaged serve`; there is no server here")
         config = EngineConfig.load({"model": model, "wait_for_all_programs": True, **options})

@@ -28,7 +28,7 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.grpc_util import RayServegRPCContext
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.config import EngineConfig, ServerOptions, field_names
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
 from jpaged.errors import JpagedError
 from jpaged.server.replica import Refused, Replica
 
@@ -81,9 +81,11 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:
-        for name in sorted(set(field_names(ServerOptions)) - set(_KEPT_SERVER_OPTIONS)):
+        for name in sorted({*field_names(ServerOptions), *PROCESS_OPTIONS} - set(_KEPT_SERVER_OPTIONS)):
             if name in self.engine:
-                raise ValueError(f"engine.{name} is an option of `jpaged serve`; here Ray has the port")
+                raise ValueError(
+                    f"engine.{name} is an option of `jpaged serve`; here Ray has the port and the processes"
+                )
         self.config()
         if self.max_replicas is None and (self.min_replicas, self.target_ongoing_requests) != (None, None):
             raise ValueError("min_replicas and target_ongoing_requests go with max_replicas")

@@ -16,6 +16,7 @@ from typing import Any
 
 from jpaged.cli.options import add_config_flags, add_sampling_flags, config_from, config_values, sampling_from
 from jpaged.cli.startup import StartupReport
+from jpaged.config import PROCESS_OPTIONS
 from jpaged.errors import InvalidArgument
 from jpaged.types import CompletionOutput, RequestOutput, SamplingParams
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's turn, laid out by the template")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
-    add_config_flags(parser, _SECTIONS, without={"seed"})  # --seed is that of the requests
+    add_config_flags(parser, _SECTIONS, without={"seed", *PROCESS_OPTIONS})  # --seed is that of the requests
     add_sampling_flags(parser)
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from jpaged.cli import batch, bench, convert, demo, generate, health, serve
+from jpaged.cli import batch, bench, convert, demo, generate, health, plan, serve
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.version import __version__
 
@@ -21,6 +21,7 @@ COMMANDS: dict[str, ModuleType] = {
     "health": health,
     "bench": bench,
     "convert": convert,
+    "plan": plan,
     "demo": demo,
 }
 """Each module has HELP, add_arguments(parser) and run(arguments) -> exit code."""

@@ -1,6 +1,9 @@
 """Serve a model over gRPC until SIGTERM or Ctrl-C; a second one cuts the drain short.
 
 The port is open at once: until the model is loaded it answers UNAVAILABLE, and the health service NOT_SERVING.
+
+Of several processes (--coordinator, --num-processes, --process-id, or what a launcher has put into the environment)
+process 0 opens the port, and the others follow it.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ import logging
 import os
 import sys
 
+from jpaged.cli.cluster import Leading, follow
 from jpaged.cli.options import add_config_flags, config_from, flag_of
 from jpaged.cli.startup import Progress, StartupReport
-from jpaged.config import EngineConfig
+from jpaged.cluster import Cluster
+from jpaged.config import EngineConfig, Environment
 from jpaged.errors import InvalidArgument
 from jpaged.server.lifecycle import Server
 from jpaged.server.serving import Serving
@@ -33,17 +38,24 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     # force: a library that was imported before may have set its own format
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    return asyncio.run(_serve(config))
+    cluster = Environment.cluster(config.parallel)
+    if cluster is None:
+        return asyncio.run(_serve(config, None))
+    try:
+        config = config.for_cluster(cluster)
+    except InvalidArgument as error:
+        raise InvalidArgument(flag_of(error.field), error.problem) from error
+    return asyncio.run(_serve(config, cluster)) if cluster.is_leader else follow(config, cluster)
 
 
-async def _serve(config: EngineConfig) -> int:
+async def _serve(config: EngineConfig, cluster: Cluster | None) -> int:
     report = StartupReport(sys.stderr)
     host = config.server.host
 
     def load(progress: Progress) -> Serving:
         from jpaged import assemble  # imports jax: seconds, in which the port is already open
 
-        return assemble.build(config, progress)
+        return assemble.build(config, progress) if leading is None else leading.build(progress)
 
     def on_serving(port: int, serving: Serving) -> None:
         for name, value, source in serving.config.explain():
@@ -57,12 +69,15 @@ async def _serve(config: EngineConfig) -> int:
         report.line(f"ready on {host}:{port}")
 
     server = Server(config, load, on_progress=report.progress, on_serving=on_serving)
+    leading = None if cluster is None else Leading(config, cluster, server)
     try:
         port = await server.start()
     except InvalidArgument as error:
         raise InvalidArgument(flag_of(error.field), error.problem) from error
     server.stop_on_signals()
     report.line(f"{LISTENING}{host}:{port}, loading {config.model.model}")
+    if leading is not None:
+        return await leading.run(report)
     code = await server.run()
     report.line("stopped")
     if server.is_load_abandoned:

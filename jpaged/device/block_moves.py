@@ -99,7 +99,7 @@ class BlockMover:
         self._pool.put(pool)
         self._host.receive(contents, destinations)
 
-    def _swap_in(self, executable: jax.stages.Compiled, contents: NDArray, destinations_c: Ids) -> None:
+    def _swap_in(self, executable: jax.stages.Compiled, contents: NDArray | jax.Array, destinations_c: Ids) -> None:
         self._pool.put(executable(self._pool.take(), contents, destinations_c))
 
     def _check(self, moves: BlockMoves) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,24 +22,30 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
-from jpaged.device.block_moves import BlockMover, content_bytes, lower_move, move_sizes
+from jpaged.device.agreement import Agreement, Alone
+from jpaged.device.block_moves import BlockMover, lower_move, move_sizes
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.compile import CompileWatch, ProgramSpec, compiler_options, least_programs, program_specs
 from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
-from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
-from jpaged.device.kv_cache import KVPool, PoolRequest, check_num_blocks, default_num_blocks
+from jpaged.device.host_pool import HostPool, num_host_blocks
+from jpaged.device.kv_cache import KVPool
 from jpaged.device.kv_scales import kv_dtype, measure_scales, name_of_kv_dtype
+from jpaged.device.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory
 from jpaged.device.mesh import (
     CONTENTS_SPEC,
     POOL_SPEC,
     SCALES_SPEC,
     Placement,
+    check_params,
     first_device,
     local_bytes,
     num_shards,
     replicated,
     serving_mesh,
 )
+from jpaged.device.out_of_memory import memory_refusals
+from jpaged.device.packing import PackedStep
+from jpaged.device.program_memory import SMALL_POOL, decisive_memory, program_memory, report_of
 from jpaged.device.programs import CompiledProgram, ProgramLedger, ProgramSource
 from jpaged.device.rates import NO_RATE, null_prefill, seconds_of
 from jpaged.device.saved_programs import SavedPrograms, Target
@@ -51,6 +58,8 @@ from jpaged.kernels.paged_attention import AttentionSpec, Backend, Queries, choo
 from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model
 from jpaged.models.parts import Params
+
+_LOG = logging.getLogger(__name__)
 
 Lowering = Callable[[], jax.stages.Lowered]
 
@@ -70,12 +79,16 @@ class JaxExecutor:
         step: Step,
         params: Params,
         geometry: Geometry,
+        memory_plan: MemoryPlan,
         *,
+        agreement: Agreement,
         waits_for_all: bool = True,
         saved: SavedPrograms | None = None,
     ) -> None:
         """Allocates the pool. `create` is the way in; this takes what it decided."""
+        self._agreement = agreement
         self._geometry = geometry
+        self._memory_plan = memory_plan
         self._step = step
         self._params: Params | None = params
         self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
@@ -101,6 +114,7 @@ class JaxExecutor:
         mesh: Mesh | None = None,
         num_pools: int = 1,
         compile_cache_dir: Path | None = None,
+        agreement: Agreement | None = None,
     ) -> JaxExecutor:
         """Puts the parameters on the devices, settles the number of blocks and allocates the pool.
 
@@ -112,6 +126,7 @@ class JaxExecutor:
             num_pools: what the host's free memory is for, where it is the devices' memory: this pool, and those of so
                 many executors less one that are made after it.
             compile_cache_dir: where compiled programs are kept between runs; None keeps none.
+            agreement: with the other processes that the mesh is of; None where there are none.
 
         Raises:
             InvalidArgument: options that contradict the model or the memory, or parameters of other shapes.
@@ -128,13 +143,14 @@ class JaxExecutor:
         def assemble(num_blocks: int) -> tuple[Step, Geometry]:
             return plan(model, options, layer_mode, num_blocks, mesh)
 
+        if saved is not None:
+            saved.check(Target.of(*assemble(options.cache.num_blocks or saved.target.num_blocks)))
         least_step, least = assemble(1)
         where = Placement.of(model, mesh, layer_mode)
         check_params(params, where.abstract_params())
         params = jax.device_put(params, where.shardings)
         if least_step.attention.layout.is_scaled:
             params = {**params, "kv_scales": measure_scales(least_step, params)}
-        device = first_device(mesh)
         request = PoolRequest(
             bytes_per_block=least_step.attention.layout.local.bytes_per_block,
             block_size=least.block_size,
@@ -142,22 +158,31 @@ class JaxExecutor:
             max_model_len=least.max_model_len,
             memory_utilization=options.cache.memory_utilization,
             weight_bytes=local_bytes(params),
-            num_devices=mesh.size * num_pools,
+            num_blocks=options.cache.num_blocks,
         )
-        if options.cache.num_blocks is not None:
-            num_blocks = check_num_blocks(options.cache.num_blocks, request, device)
-        else:
-            num_blocks = default_num_blocks(
-                request, device, lambda: largest_temp_bytes(*assemble(request.blocks_per_seq), params)
-            )
-        step, geometry = assemble(num_blocks)
-        if saved is not None:
-            saved.check(Target.of(step, geometry))
-        return cls(step, params, geometry, waits_for_all=options.startup.wait_for_all_programs, saved=saved)
+
+        def programs() -> ProgramMemory:
+            # Those that were saved are for one size of the pool.
+            small = min(request.num_blocks or request.blocks_per_seq, SMALL_POOL)
+            step, geometry = assemble(small if saved is None else saved.target.num_blocks)
+            return decisive_memory(_sources(step, params, geometry, saved), step, geometry)
+
+        memory = DeviceMemory.of(first_device(mesh), request.weight_bytes, mesh.size * num_pools)
+        memory_plan, agreement = plan_memory(request, memory, programs), agreement or Alone()
+        memory_plan = dataclasses.replace(memory_plan, num_blocks=agreement.least(memory_plan.num_blocks))
+        step, geometry = assemble(memory_plan.num_blocks)
+        # Steps are padded to what process 0 has: the others need to have it too.
+        waits_for_all = options.startup.wait_for_all_programs or jax.process_count() > 1
+        return cls(step, params, geometry, memory_plan, agreement=agreement, waits_for_all=waits_for_all, saved=saved)
 
     @property
     def geometry(self) -> Geometry:
         return self._geometry
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """Where each byte of a device goes; after `warm_up` with what the compiled programs take."""
+        return self._memory_plan
 
     @property
     def attention_backend(self) -> Backend:
@@ -203,20 +228,38 @@ class JaxExecutor:
         """Compiles what any step can be padded to, times some of it, and has the rest compiled in the background.
 
         With `wait_for_all_programs` there is no rest. Blocks are as they were when it returns.
+
+        Raises:
+            InvalidArgument: the compiler finds no room for one.
+            InternalError: together they take more memory than the plan has.
         """
         self._require_alive()
         buckets, layout = self._geometry.buckets, self._step.attention.layout
         has_host_blocks = self._geometry.num_host_blocks > 0
         make = program_specs if self._waits_for_all else least_programs
-        self._programs.compile(make(buckets, move_sizes(layout), has_host_blocks=has_host_blocks), progress)
+        with memory_refusals():
+            self._programs.compile(make(buckets, move_sizes(layout), has_host_blocks=has_host_blocks), progress)
+        self._memory_plan = self._verified_plan()
+        self._agreement.least(0)  # what runs from here on waits inside of collectives
         self._rates = self._measure_rates()
         self._programs.compile_rest(progress)
+
+    def _verified_plan(self) -> MemoryPlan:
+        """The plan, with what the programs take that there are so far."""
+        reports = {spec: report_of(program.executable) for spec, program in self._programs.ready.items()}
+        taken = program_memory(reports, self._programs.specs, self._step, self._geometry)
+        return self._memory_plan.verified(taken)
 
     def _note_ready(self) -> None:
         """A program landed: steps may have its shape from now on. A draw with alternatives does for one without."""
         tokens, rows = self._programs.sizes("backbone"), self._programs.sizes("draw", want_top=True)
         if tokens and rows:
             self._geometry = dataclasses.replace(self._geometry, buckets=BucketTable(tokens, rows))
+        if len(self._programs.ready) == self._programs.num_programs:
+            try:
+                self._memory_plan = self._verified_plan()
+            except InternalError as error:  # requests are running: they may yet end well
+                _LOG.error("%s", error)
 
     def move_blocks(self, moves: BlockMoves) -> None:
         """Starts moving blocks; a block that is on its way to the host is waited for only when it is to come back.
@@ -237,21 +280,35 @@ class JaxExecutor:
         Raises:
             InternalError: shapes of no compiled program, or a fault of the device, after which the pool is spent.
         """
-        params = self._require_alive()
+        return self.dispatch_packed(self.pack(inputs))
+
+    def pack(self, inputs: StepInputs) -> PackedStep:
+        """A step in fresh buffers.
+
+        Raises:
+            InternalError: shapes of no compiled program.
+        """
         how = inputs.sampling
         num_tokens, num_rows = len(inputs.token_ids_t), len(how.temperature_r)
-        backbone = self._programs.find(ProgramSpec("backbone", num_tokens))
-        draw = self._find_draw(num_rows, how.want_top)
-        backbone_buffer = self._backbone_packings[num_tokens].pack(inputs)
-        draw_buffer = self._draw_packings[num_rows].pack(how)
+        self._programs.find(ProgramSpec("backbone", num_tokens))
+        self._find_draw(num_rows, how.want_top)
+        backbone = self._backbone_packings[num_tokens].pack(inputs)
+        return PackedStep(num_tokens, num_rows, how.want_top, backbone, self._draw_packings[num_rows].pack(how))
+
+    def dispatch_packed(self, step: PackedStep) -> JaxStepHandle:
+        """Starts a step, which `pack` of an executor of the same geometry made; raises as `dispatch` does."""
+        params = self._require_alive()
+        backbone = self._programs.find(ProgramSpec("backbone", step.num_tokens))
+        draw = self._find_draw(step.num_rows, step.want_top)
         with self._watch.watching():
             pool = self._pool.take()
             try:
-                pool, hidden_se = backbone(params, pool, self._last_tokens, backbone_buffer)
-                self._last_tokens, outputs_rc = draw(self._head_params, hidden_se, draw_buffer)
+                pool, hidden_se = backbone(params, pool, self._last_tokens, step.backbone)
+                self._last_tokens, outputs_rc = draw(self._head_params, hidden_se, step.draw)
                 outputs_rc.copy_to_host_async()
             except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
-                raise InternalError(f"a step of {num_tokens} tokens and {num_rows} rows failed: {error}") from error
+                sizes = f"{step.num_tokens} tokens and {step.num_rows} rows"
+                raise InternalError(f"a step of {sizes} failed: {error}") from error
             self._pool.put(pool)
         return JaxStepHandle(outputs_rc)
 
@@ -267,7 +324,7 @@ class JaxExecutor:
                 outputs = unpack_outputs(np.asarray(handle.outputs_rc))
                 self._host.land_ready()
                 return outputs
-            except jax.errors.JaxRuntimeError as error:
+            except (jax.errors.JaxRuntimeError, ValueError) as error:  # collectives of CPUs raise ValueError
                 raise InternalError(f"the device failed in a step: {error}") from error
 
     def shutdown(self) -> None:
@@ -320,13 +377,9 @@ def _sources(
     return {
         spec: ProgramSource(functools.partial(saved.load, spec, step.mesh), is_saved=True)
         if saved is not None and saved.has(spec)
-        else ProgramSource(functools.partial(_compile, lowering))
+        else ProgramSource.of(lowering)
         for spec, lowering in program_lowerings(step, params, geometry).items()
     }
-
-
-def _compile(lowering: Lowering) -> jax.stages.Compiled:
-    return lowering().compile()
 
 
 def plan(
@@ -450,34 +503,3 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
 
     specs = program_specs(geometry.buckets, move_sizes(layout), has_host_blocks=geometry.num_host_blocks > 0)
     return {spec: functools.partial(lower_for_devices, spec) for spec in specs}
-
-
-def largest_temp_bytes(step: Step, geometry: Geometry, params: Params) -> int:
-    """One device's working memory of the hungriest program, as the compiler states it, and of blocks under way.
-
-    It does not depend on the pool's size.
-    """
-    lowerings = program_lowerings(step, params, geometry)
-    buckets, layout = geometry.buckets, step.attention.layout
-    largest = ProgramSpec("backbone", buckets.tokens[-1]), ProgramSpec("draw", buckets.rows[-1], want_top=True)
-    analyses = [lowerings[spec]().compile().memory_analysis() for spec in largest]
-    under_way = (MAX_ON_THE_WAY + 1) * content_bytes(layout) // layout.num_shards
-    return under_way + max(0 if analysis is None else analysis.temp_size_in_bytes for analysis in analyses)
-
-
-def check_params(params: Params, expected: Params) -> None:
-    """Holds a parameter tree to its description.
-
-    Raises:
-        InvalidArgument: names the first leaf that is missing, unknown, or of another shape or type.
-    """
-    got = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    want = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
-    for path in sorted(got.keys() | want.keys()):
-        if path not in got or path not in want:
-            raise InvalidArgument(f"params{path}", "is missing" if path in want else "is not of this model")
-        if got[path].shape != want[path].shape or got[path].dtype != want[path].dtype:
-            raise InvalidArgument(
-                f"params{path}",
-                f"is {got[path].dtype}{got[path].shape}; the model has {want[path].dtype}{want[path].shape}",
-            )

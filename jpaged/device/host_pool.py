@@ -3,7 +3,8 @@
     swap out   device ── copy begins ──> on its way ── lands when it has arrived ──> blocks
     swap in    device <── one transfer ── blocks          after what is on its way to those blocks has landed
 
-The memory is asked for at once and touched only where blocks land, so the system gives it as it is used.
+Of several processes, each keeps what its own devices have of every block. The memory is asked for at once and touched
+only where blocks land, so the system gives it as it is used.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from jpaged.device.kv_cache import physical_host_bytes
+from jpaged.device.local_parts import LocalParts
+from jpaged.device.memory_plan import physical_host_bytes
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 
@@ -39,7 +41,9 @@ class HostPool:
     def __init__(self, layout: KVLayout, num_blocks: int, sharding: NamedSharding) -> None:
         self.num_blocks = num_blocks
         self._staging = _staging_sharding(sharding)
-        shape = (num_blocks + 1 if num_blocks else 0, *layout.block_shape)
+        self._parts = LocalParts(sharding)
+        self._block_shape = layout.block_shape
+        shape = self._parts.shape((num_blocks + 1 if num_blocks else 0, *layout.block_shape))
         try:
             self._blocks: NDArray = np.empty(shape, layout.storage_dtype)
         except MemoryError as error:
@@ -72,7 +76,7 @@ class HostPool:
         while self._on_the_way:
             self._land()
 
-    def read(self, block_ids: Sequence[int], num_padded: int) -> NDArray:
+    def read(self, block_ids: Sequence[int], num_padded: int) -> NDArray | jax.Array:
         """A fresh array of these blocks, once they have all landed; what is in the padding does not matter."""
         wanted = set(block_ids)
         while any(not wanted.isdisjoint(transfer.block_ids) for transfer in self._on_the_way):
@@ -81,7 +85,7 @@ class HostPool:
         # "clip" writes straight into `out`, "raise" by way of a copy; ids were checked before.
         np.take(self._blocks, block_ids, axis=0, out=contents[: len(block_ids)], mode="clip")
         contents[len(block_ids) :] = 0
-        return contents
+        return self._parts.to_devices(contents, (num_padded, *self._block_shape))
 
     def release(self) -> None:
         """Frees the memory. Idempotent."""
@@ -91,7 +95,7 @@ class HostPool:
     def _land(self) -> None:
         transfer = self._on_the_way.popleft()
         try:
-            contents = np.asarray(transfer.contents)
+            contents = self._parts.to_host(transfer.contents)
         except jax.errors.JaxRuntimeError as error:
             raise InternalError(f"blocks {transfer.block_ids[:8]} did not reach host memory: {error}") from error
         self._blocks[transfer.block_ids] = contents[: len(transfer.block_ids)]
@@ -116,7 +120,7 @@ def _has_arrived(contents: Any) -> bool:
 
 def _staging_sharding(sharding: NamedSharding) -> NamedSharding | None:
     """Page-locked host memory, which an accelerator writes to by itself; None on a CPU, whose memory is the host's."""
-    device: jax.Device = next(iter(sharding.device_set))
+    device: jax.Device = next(iter(sharding.addressable_devices))
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or "pinned_host" not in kinds:
         return None

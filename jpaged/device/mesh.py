@@ -47,7 +47,7 @@ def build_mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def serving_mesh(tensor_parallel_size: int) -> Mesh:
-    """A mesh of so many of jax's devices, the first ones.
+    """A mesh of so many of jax's devices, the first ones; `serving_meshes` says of which, where processes are several.
 
     Raises:
         InvalidArgument: there are not so many.
@@ -58,13 +58,20 @@ def serving_mesh(tensor_parallel_size: int) -> Mesh:
 def serving_meshes(tensor_parallel_size: int, data_parallel_size: int) -> list[Mesh]:
     """A mesh for each copy of the model: jax's devices in their order, none of them in two.
 
+    Several processes have one copy, and each of them a part of it: as many devices of each, all of them where
+    tensor_parallel_size is 1.
+
     Raises:
-        InvalidArgument: there are not so many.
+        InvalidArgument: there are not so many, or the processes cannot share them evenly.
     """
-    devices, size = jax.devices(), tensor_parallel_size
+    devices, size, num_processes = jax.devices(), tensor_parallel_size, jax.process_count()
+    if num_processes > 1 and size == 1:
+        size = len(devices)
     num_devices, has = size * data_parallel_size, f"{devices[0].platform} has {len(devices)}"
     if size > len(devices):
         raise InvalidArgument("tensor_parallel_size", f"{size} devices are asked for; {has}")
+    if num_processes > 1:
+        return [build_mesh(_of_each_process(devices, size, num_processes))]
     if num_devices > len(devices):
         raise InvalidArgument(
             "data_parallel_size",
@@ -74,14 +81,29 @@ def serving_meshes(tensor_parallel_size: int, data_parallel_size: int) -> list[M
     return [build_mesh(devices[first : first + size]) for first in range(0, num_devices, size)]
 
 
+def _of_each_process(devices: Sequence[jax.Device], size: int, num_processes: int) -> list[jax.Device]:
+    groups = [[device for device in devices if device.process_index == i] for i in range(num_processes)]
+    each, left_over = divmod(size, num_processes)
+    if left_over or each > min(map(len, groups)):
+        raise InvalidArgument(
+            "tensor_parallel_size",
+            f"{size} devices cannot be shared evenly by {num_processes} processes, which have "
+            f"{', '.join(str(len(group)) for group in groups)}",
+        )
+    return [device for group in groups for device in group[:each]]
+
+
 def num_shards(mesh: Mesh) -> int:
     """Parts that one copy of the model is in."""
     return mesh.shape[MODEL_AXIS]
 
 
 def first_device(mesh: Mesh) -> jax.Device:
-    """Stands for all of them: they are of one kind."""
+    """Stands for all of them: they are of one kind. Of several processes' devices it is one of this process."""
     device: jax.Device = mesh.devices.flat[0]
+    if jax.distributed.is_initialized():
+        own = jax.process_index()
+        return next((device for device in mesh.devices.flat if device.process_index == own), device)
     return device
 
 
@@ -171,6 +193,24 @@ class Placement:
             self.shardings,
         )
         return params
+
+
+def check_params(params: Params, expected: Params) -> None:
+    """Holds a parameter tree to its description.
+
+    Raises:
+        InvalidArgument: names the first leaf that is missing, unknown, or of another shape or type.
+    """
+    got = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    want = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
+    for path in sorted(got.keys() | want.keys()):
+        if path not in got or path not in want:
+            raise InvalidArgument(f"params{path}", "is missing" if path in want else "is not of this model")
+        if got[path].shape != want[path].shape or got[path].dtype != want[path].dtype:
+            raise InvalidArgument(
+                f"params{path}",
+                f"is {got[path].dtype}{got[path].shape}; the model has {want[path].dtype}{want[path].shape}",
+            )
 
 
 def local_bytes(params: Params) -> int:

@@ -79,3 +79,14 @@ class Packing:
             arrays[field.name] = part
             begin += field.size
         return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step as its two programs take it: what tells them, and one buffer for each."""
+
+    num_tokens: int
+    num_rows: int
+    want_top: bool
+    backbone: NDArray[np.int32]
+    draw: NDArray[np.int32]

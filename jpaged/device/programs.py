@@ -10,6 +10,7 @@ shapes of a lone request that decodes, of a full batch that decodes, and everyth
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -50,6 +51,11 @@ class ProgramSource:
     make: Callable[[], jax.stages.Compiled]
     is_saved: bool = False
 
+    @classmethod
+    def of(cls, lowering: Callable[[], jax.stages.Lowered]) -> ProgramSource:
+        """Traces, lowers and compiles."""
+        return cls(functools.partial(_compile, lowering))
+
 
 class ProgramLedger:
     """Makes every program of a list on threads of its own, and knows which are ready.
@@ -63,6 +69,7 @@ class ProgramLedger:
         self, sources: Mapping[ProgramSpec, ProgramSource], on_ready: Callable[[], None] = lambda: None
     ) -> None:
         self._sources = dict(sources)
+        self._specs = tuple(sources)
         self._on_ready = on_ready
         self._landing = threading.Lock()
         self._ready: dict[ProgramSpec, CompiledProgram] = {}
@@ -75,9 +82,14 @@ class ProgramLedger:
         return self._ready
 
     @property
+    def specs(self) -> tuple[ProgramSpec, ...]:
+        """The whole list, most needed first."""
+        return self._specs
+
+    @property
     def num_programs(self) -> int:
         """Of the whole list."""
-        return len(self._sources)
+        return len(self._specs)
 
     @property
     def num_failed(self) -> int:
@@ -173,6 +185,20 @@ class ProgramLedger:
             self._num_failed += 1
             _LOG.error("a program could not be compiled, steps are padded to larger ones: %s", error)
             report(len(self._ready))
+
+
+def compile_all(
+    lowerings: Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]], progress: Progress
+) -> Mapping[ProgramSpec, CompiledProgram]:
+    """Compiles every program for those who look at them and run none. The first failure ends it."""
+    ledger = ProgramLedger({spec: ProgramSource.of(lowering) for spec, lowering in lowerings.items()})
+    ledger.compile(ledger.specs, progress)
+    ledger.close()
+    return ledger.ready
+
+
+def _compile(lowering: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+    return lowering().compile()
 
 
 _ORIGIN_NAMES: Mapping[Origin, str] = {

@@ -15,7 +15,9 @@ axis. Nothing here needs a device; only `compile_only_devices` needs libtpu.
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,8 @@ class Generation:
         flops: peak of bfloat16 products.
         hbm_bytes_per_s: peak.
         max_host_chips: chips of the largest machine that is one host.
+        link_bytes_per_s: over all links between chips together, one way: half of what Cloud TPU's documentation gives
+            as a chip's bandwidth in both directions (v5e 400, v5p 1200, v6e 800, tpu7x 1200 GB/s).
     """
 
     name: str
@@ -51,15 +55,16 @@ class Generation:
     flops: float
     hbm_bytes_per_s: float
     max_host_chips: int
+    link_bytes_per_s: float
 
 
 GENERATIONS: Mapping[str, Generation] = {
     generation.name: generation
     for generation in (
-        Generation("v5e", "TPU v5 lite", 1, int(15.75 * _GIB), 128 * _MIB, 197e12, 819e9, 8),
-        Generation("v5p", "TPU v5", 1, int(95.74 * _GIB), 64 * _MIB, 459e12, 2765e9, 4),
-        Generation("v6e", "TPU v6 lite", 1, int(31.25 * _GIB), 128 * _MIB, 918e12, 1638e9, 8),
-        Generation("tpu7x", "TPU7x", 2, int(94.75 * _GIB), 64 * _MIB, 2307e12 / 2, 7380e9 / 2, 4),
+        Generation("v5e", "TPU v5 lite", 1, int(15.75 * _GIB), 128 * _MIB, 197e12, 819e9, 8, 200e9),
+        Generation("v5p", "TPU v5", 1, int(95.74 * _GIB), 64 * _MIB, 459e12, 2765e9, 4, 600e9),
+        Generation("v6e", "TPU v6 lite", 1, int(31.25 * _GIB), 128 * _MIB, 918e12, 1638e9, 8, 400e9),
+        Generation("tpu7x", "TPU7x", 2, int(94.75 * _GIB), 64 * _MIB, 2307e12 / 2, 7380e9 / 2, 4, 600e9 / 2),
     )
 }
 
@@ -139,6 +144,26 @@ def compile_only_devices(topology: Topology) -> list[jax.Device]:
         ) from error
     devices: list[jax.Device] = described.devices
     return devices
+
+
+def find_library(chosen: Path | None) -> Path:
+    """The libtpu.so to compile with: the one that was chosen, an installed package's, or that of `make aot`.
+
+    Raises:
+        Unsupported: there is none; the message says how to get it.
+    """
+    package = importlib.util.find_spec("libtpu")
+    places = [Path(sys.prefix) / "aot" / "libtpu" / "libtpu.so"]
+    if package is not None and package.origin is not None:
+        places.insert(0, Path(package.origin).parent / "libtpu.so")
+    for path in places if chosen is None else [chosen]:
+        if path.is_file():
+            return path
+    where = "" if chosen is None else f" at {chosen}, which TPU_LIBRARY_PATH names"
+    raise Unsupported(
+        f"libtpu, which compiles for TPUs, is not here{where}: get it with `pip install libtpu` or `make aot`, or name "
+        "a libtpu.so by TPU_LIBRARY_PATH"
+    )
 
 
 def compiler_environment(library: Path) -> dict[str, str]:

@@ -55,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
+_ABANDONED_JOIN_S = 1.0
+"""For a loop that may hang in its executor."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -123,6 +126,7 @@ class Engine:
         self._accepted: set[str] = set()
         self._is_draining = False
         self._is_stopping = False
+        self._is_abandoned = False
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._thread: threading.Thread | None = None
@@ -251,6 +255,11 @@ class Engine:
         """Ends the loop as a fault of its own would: for when what the engine is a part of has failed."""
         self._inbox.put(lambda: self._give_up(error))
 
+    def abandon(self, error: Exception) -> None:
+        """`fail`, for when the executor may never return: `stop` does not wait for it, and leaves it what it holds."""
+        self._is_abandoned = True
+        self.fail(error)
+
     def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for those in flight; False when some were left at the end of the time."""
         with self._lock:
@@ -263,7 +272,9 @@ class Engine:
             self._is_draining = True
         self._inbox.put(self._set_stopping)
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_ABANDONED_JOIN_S if self._is_abandoned else None)
+            if self._thread.is_alive():
+                return
         self._fail_all(Unavailable("the server is shutting down"))
         self._executor.shutdown()
 
@@ -293,9 +304,11 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                if not self.step():
+                if not self.step() and not self._is_stopping:  # which the step may have read from the inbox
                     self.check()
                     self._inbox.get()()
+        except Unavailable as error:  # from outside, or of several processes one is lost: nothing here went wrong
+            self._fail(error)
         except Exception as error:  # the top of the loop: whatever happened, every stream must hear of it
             logger.exception("the engine failed")
             self._fail(error)
@@ -432,7 +445,7 @@ class Engine:
         with self._lock:
             self.failure = error
         self._on_failure(error)
-        if not isinstance(error, InternalError):
+        if not isinstance(error, InternalError | Unavailable):
             failure = InternalError(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             error = failure

@@ -210,6 +210,11 @@ class Replicas:
             engine.drain(0.0)
         return all(engine.drain(max(0.0, until_s - time.monotonic())) for engine in self._engines)
 
+    def abandon(self, error: Exception) -> None:
+        """Ends all loops with this error, and waits for none; see `Engine.abandon`."""
+        for engine in self._engines:
+            engine.abandon(error)
+
     def stop(self) -> None:
         """Ends all loops. Requests that are still in flight get Unavailable."""
         self.drain(0.0)

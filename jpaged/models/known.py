@@ -53,6 +53,25 @@ def known_config(name: str) -> ModelConfig:
     return KNOWN_MODELS[name].config
 
 
+_SAME_SHAPE = {"hf", "instruct", "chat", "base", "meta"}
+"""Words of hub names that say nothing of the shape."""
+
+
+def find_known(name: str) -> KnownModel | None:
+    """The well-known model that a name means: its own, or a hub id, in any case, tuned for chat or not; else None."""
+    wanted = _plain(name)
+    for model in KNOWN_MODELS.values():
+        if wanted in (_plain(model.name), _plain(model.repository), _plain(model.repository.rpartition("/")[2])):
+            return model
+    return None
+
+
+def _plain(name: str) -> str:
+    """In lower case, without the words that say nothing of the shape; the owner of a repository stays as it is."""
+    owner, slash, own = name.lower().rpartition("/")
+    return f"{owner}{slash}" + "-".join(word for word in own.split("-") if word not in _SAME_SHAPE)
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """What differs between the sizes of a family: L, E, F, H, K."""

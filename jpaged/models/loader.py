@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,6 +60,23 @@ def read_config(folder: Path) -> ModelConfig:
     """
     generation = folder / GENERATION_CONFIG_FILE
     return ModelConfig.from_hf(read_json(folder / CONFIG_FILE), read_json(generation) if generation.is_file() else None)
+
+
+def read_config_file(path: Path) -> ModelConfig:
+    """The config of a config.json that lies alone.
+
+    Raises:
+        InvalidArgument, Unsupported: as in `read_config`.
+    """
+    return ModelConfig.from_hf(read_json(path))
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells one checkpoint from another without reading its weights: their config, and names and sizes of the files."""
+    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def read_json(path: Path) -> Mapping[str, object]:

@@ -180,6 +180,11 @@ def widen(config: ModelConfig, num_parts: int) -> ModelConfig:
     )
 
 
+def largest_split(config: ModelConfig, num_devices: int) -> int:
+    """The most parts that the model can be in, of so many devices at most."""
+    return max(n for n in range(1, num_devices + 1) if n == 1 or _divides(config, n))
+
+
 def _rounded_up(size: int, num_parts: int) -> int:
     return -(-size // num_parts) * num_parts
 

@@ -186,6 +186,20 @@ class Server:
         """Begins a drain; a second call cuts it short. For signal handlers."""
         (self._hurry if self._stop.is_set() else self._stop).set()
 
+    def drain(self) -> None:
+        """Begins a drain, if none has begun: for others that ask for one."""
+        self._stop.set()
+
+    def fail(self, error: JpagedError) -> None:
+        """Ends the server for a reason from outside, also while the model loads: every open call gets the error.
+
+        The engine is not waited for, and neither is the thread that loads: see `is_load_abandoned`.
+        """
+        self._failure = self._failure or error
+        if self._serving is not None:
+            self._serving.engine.abandon(error)
+        self._stop.set()
+
     def stop_on_signals(self) -> None:
         """SIGTERM and SIGINT become `request_stop`."""
         loop = asyncio.get_running_loop()
@@ -264,7 +278,8 @@ class Server:
         if self._failure is not None:
             await self._enter(State.FAILED)
             _LOG.error("the server ends: %s", self._failure, exc_info=self._trace())
-            self._inference.end_open_calls(InternalError(f"the engine has died: {self._failure}"))
+            died = InternalError(f"the engine has died: {self._failure}")
+            self._inference.end_open_calls(self._failure if isinstance(self._failure, Unavailable) else died)
         await self._close()
         return 0 if self._failure is None else 1
 

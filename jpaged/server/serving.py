@@ -68,6 +68,10 @@ class Runner(Protocol):
 
     def drain(self, timeout_s: float) -> bool: ...
 
+    def abandon(self, error: Exception) -> None:
+        """Ends it with this error; `stop` does not wait for what may never return."""
+        ...
+
     def stop(self) -> None: ...
 
 

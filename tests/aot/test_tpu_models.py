@@ -1,16 +1,19 @@
-"""Whole models, compiled by libtpu for TPUs that are not here: they fit, in place, without a copy of pool or weights.
+"""Whole models, compiled by libtpu for TPUs that are not here: they fit, in place, without a copy of pool or weights,
+and their devices exchange two sums a layer and a few numbers a row.
 
 Every test compiles in a process of its own, for jax must not take this one for a TPU's. `make aot` installs libtpu.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.tpu_programs import ProgramResult, compile_cells, library
+from jpaged.models.known import known_config
 
 pytestmark = pytest.mark.long
 
@@ -30,15 +33,53 @@ def check(result: ProgramResult, work_mib: int) -> None:
     assert report.argument_bytes < 1.01 * given + MIB
 
 
+def check_exchanges(result: ProgramResult) -> None:
+    """Two sums a layer, one for the embedding, and for a draw some numbers a row; none between blocks or one device.
+
+    A sum is an array: an all-reduce into which the compiler combined two counts as two.
+    """
+    rows = int(result.program.partition("[")[2].partition("]")[0].partition(",")[0])
+    if result.num_devices == 1 or result.program.startswith(("copy", "swap")):
+        assert result.collectives == ()
+    elif result.program.startswith("backbone"):
+        config = known_config(result.cell.partition("@")[0])
+        assert {one.opcode for one in result.collectives} == {"all-reduce"}
+        sums = [(one.loop_trips, dims) for one in result.collectives for dims in one.dims]
+        of_layer, outside = ((config.num_layers,), (rows, config.hidden_size)), ((), (rows, config.hidden_size))
+        assert sorted(sums) == sorted([outside, of_layer, of_layer])
+    else:
+        check_draw(result, rows, has_top="top" in result.program)
+
+
+def check_draw(result: ProgramResult, rows: int, *, has_top: bool) -> None:
+    """A number a row for each sum; the bisections of top-k and top-p make 32 passes; the best 32 of each device."""
+    sums = [one for one in result.collectives if one.opcode == "all-reduce"]
+    gathered = [one for one in result.collectives if one.opcode != "all-reduce"]
+    assert all(math.prod(dims) == rows for one in sums for dims in one.dims)
+    assert sorted(len(one.dims) for one in sums if one.loop_trips) == [1, 1]
+    assert {one.loop_trips for one in sums} == {(), (32,)}
+    assert sum(len(one.dims) for one in sums if not one.loop_trips) <= 12
+    assert {one.opcode for one in gathered} == ({"all-gather"} if has_top else set())
+    best = [dims for one in gathered for dims in one.dims]
+    assert [math.prod(dims) for dims in best] == [rows * 32 * result.num_devices] * len(best)
+    assert len(best) == (2 if has_top else 0)  # values and tokens
+    num_bytes = sum(one.num_bytes * math.prod(trips or 0 for trips in one.loop_trips) for one in result.collectives)
+    assert num_bytes < rows * 4 * (100 + (64 * result.num_devices if has_top else 0))
+
+
 @pytest.mark.parametrize(
     ("cell", "num_devices"),
     [
         ("llama-3-8b@v6e:1x1#backbone[64],backbone[512],draw[64],copy[8]", 1),
-        ("llama-3-8b@v5e:2x4#backbone[64]", 8),
-        ("llama-3-8b@v5p:2x2x1#backbone[64]", 4),
+        ("llama-3-8b@v6e:2x2#backbone[64],draw[64],draw[64, top],copy[8]", 4),
+        ("llama-3-8b@v5e:2x4#backbone[64],draw[64]", 8),
+        ("llama-3-8b@v5p:2x2x1#backbone[64],draw[64, top]", 4),
         ("llama-3-8b@tpu7x:1x1x1#backbone[64]", 2),
+        ("llama-3-8b@tpu7x:2x2x1#backbone[64],draw[64]", 8),
         ("llama-3-8b@tpu7x:2x2x2#backbone[64],draw[64]", 16),
-        ("llama-3-70b@v6e:2x4#backbone[64]", 8),
+        ("llama-3-70b@v6e:2x4#backbone[64],draw[64]", 8),
+        ("llama-3-70b@v5p:2x2x2#backbone[64]", 8),
+        ("llama-3-70b@tpu7x:2x2x1#backbone[64],draw[64, top]", 8),
         ("opt-13b@v6e:1x1#backbone[64]", 1),
         ("opt-13b@v5p:2x2x2#backbone[64]", 8),
     ],
@@ -49,6 +90,7 @@ def test_a_model_is_served_in_place(cell: str, num_devices: int) -> None:
     for result in results:
         assert (result.num_devices, result.backend) == (num_devices, "pallas-tpu")
         check(result, work_mib=256 if "512" in result.program else 80)
+        check_exchanges(result)
 
 
 def test_attention_of_xla_is_in_place_too() -> None:

@@ -11,12 +11,13 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 # What each top-level name of jpaged may import, besides itself. `engine.executor` opens one module of a package.
-VALUES = {"errors", "types", "config", "version"}
+VALUES = {"errors", "types", "cluster", "config", "version"}
 MAY_IMPORT = {
     "version": set(),
     "errors": set(),
     "types": {"errors"},
-    "config": {"errors", "types"},
+    "cluster": {"errors"},
+    "config": {"errors", "types", "cluster"},
     "obs": VALUES,
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
@@ -28,10 +29,13 @@ MAY_IMPORT = {
     "testing": VALUES | {"engine"},
     "sim": VALUES | {"engine", "testing", "models.known"},
     "demo": VALUES | {"kernels", "models"},
+    "plan": VALUES | {"models", "device", "engine.executor", "demo.checkpoint", "sim.hardware"},
     "assemble": VALUES | {"obs", "kernels", "models", "device", "engine", "server", "demo", "testing"},
     "convert": VALUES | {"models", "demo"},
     "llm": VALUES | {"obs", "engine", "assemble", "client"},
-    "cli": VALUES | {"obs", "assemble", "convert", "client", "server", "llm", "sim", "engine.engine", "kernels"},
+    "cli": VALUES
+    | {"obs", "assemble", "convert", "client", "server", "llm", "sim", "engine.engine", "kernels", "plan"}
+    | {"device.processes"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }

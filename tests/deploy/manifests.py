@@ -1,4 +1,4 @@
-"""Holds Kubernetes manifests to the schemas, to the server's options, and to each other. Each check names what is wrong.
+"""Holds Kubernetes manifests to the schemas, to the server's options, and to each other; names what is wrong.
 
 Core kinds are validated by the schemas of the package kubernetes-validate, closed to unknown fields; LeaderWorkerSet
 and JobSet by schemas/*.json beside this file, and the pods in them by the core schemas again.
@@ -17,6 +17,7 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
+from jpaged.cluster import Cluster
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from tests.deploy import dockerfile
@@ -202,11 +203,16 @@ def _port_problems(pod: Pod, config: EngineConfig) -> Iterator[str]:
 def _size_problems(pod: Pod, config: EngineConfig) -> Iterator[str]:
     """A single pod's devices; those of a group are counted by `group_problems`."""
     num_devices = _num_devices(pod)
-    if num_devices and "LeaderWorkerSet" not in pod.where and config.parallel.tensor_parallel_size != num_devices:
-        yield f"has {num_devices} devices for --tensor-parallel-size {config.parallel.tensor_parallel_size}"
+    if num_devices and "LeaderWorkerSet" not in pod.where and _num_used(config) != num_devices:
+        yield f"has {num_devices} devices for options that ask for {_num_used(config)}"
     memory = str(pod.container["resources"]["limits"].get("memory", "0Gi"))
     if memory.endswith("Gi") and config.cache.swap_space >= float(memory.removesuffix("Gi")):
         yield f"--swap-space {config.cache.swap_space:g} GiB does not fit into {memory}"
+
+
+def _num_used(config: EngineConfig) -> int:
+    """Devices that the options ask for."""
+    return config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
 
 
 def _num_devices(pod: Pod) -> int:
@@ -225,8 +231,12 @@ def group_problems(document: Document) -> list[str]:
     config = serve_config(command_of(leader.container))
     assert config is not None
     found = []
-    if num_devices != config.parallel.tensor_parallel_size:
-        found.append(f"{num_devices} devices for --tensor-parallel-size {config.parallel.tensor_parallel_size}")
+    try:
+        config.for_cluster(Cluster(f"leader:{config.server.port}", template["size"], 0, "LeaderWorkerSet"))
+    except InvalidArgument as error:
+        found.append(str(error))
+    if num_devices != _num_used(config):
+        found.append(f"{num_devices} devices for options that ask for {_num_used(config)}")
     topology = leader.spec.get("nodeSelector", {}).get("cloud.google.com/gke-tpu-topology")
     if topology is not None and prod(map(int, topology.split("x"))) != num_devices:
         found.append(f"the topology {topology} does not have {num_devices} chips")

@@ -20,7 +20,6 @@ async def scrape() -> str:
         return await asyncio.to_thread(read)
 
 
-async def exposed() -> set[str]:
-    """The names of all series, as Prometheus stores them."""
-    text = await scrape()
+def names_in(text: str) -> set[str]:
+    """The names of all series of a scrape, as Prometheus stores them."""
     return {line.partition("{")[0].partition(" ")[0] for line in text.splitlines() if not line.startswith("#")}

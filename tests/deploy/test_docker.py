@@ -115,7 +115,11 @@ def test_what_is_built_on_a_host_stays_out_of_an_image():
 # --- compose ----------------------------------------------------------------------------------------------------------
 
 SERVICE_KEYS = frozenset(
-    ["build", "image", "command", "ports", "volumes", "healthcheck", "stop_signal", "stop_grace_period", "restart", "read_only", "tmpfs", "cap_drop", "security_opt", "cpus", "mem_limit", "depends_on"]
+    (
+        *("image", "build", "command", "ports", "volumes", "depends_on", "restart"),
+        *("healthcheck", "stop_signal", "stop_grace_period"),
+        *("read_only", "tmpfs", "cap_drop", "security_opt", "cpus", "mem_limit"),
+    )
 )
 """What the file uses of the compose specification; a key that is not here is a typing error, or to be added."""
 SECONDS = {"s": 1, "m": 60, "h": 3600}

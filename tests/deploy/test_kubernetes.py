@@ -8,7 +8,7 @@ import pytest
 
 from tests.deploy import manifests
 from tests.deploy.manifests import FOLDER, Document
-from tests.deploy.metrics import exposed
+from tests.deploy.metrics import names_in, scrape
 
 FILES = manifests.load_all()
 ALL = [(name, document) for name, documents in FILES.items() for document in documents]
@@ -62,7 +62,7 @@ def test_services_budgets_and_autoscalers_find_what_they_mean():
 
 
 async def test_the_autoscaler_reads_a_metric_of_the_server():
-    assert manifests.autoscaler_problems(everything(), await exposed()) == []
+    assert manifests.autoscaler_problems(everything(), names_in(await scrape())) == []
 
 
 def test_the_kustomization_names_files_that_are_there():
@@ -152,10 +152,11 @@ def test_a_planted_mistake_in_a_pod_is_found(path, key, value, message):
 @pytest.mark.parametrize(
     ("path", "key", "value", "message"),
     [
-        ("spec.leaderWorkerTemplate", "size", 2, "8 devices for --tensor-parallel-size 16"),
+        ("spec.leaderWorkerTemplate", "size", 2, "8 devices for options that ask for 16"),
         ("spec.leaderWorkerTemplate", "restartPolicy", "None", "restartPolicy must be RecreateGroupOnPodRestart"),
         (f"{LEADER}.nodeSelector", "cloud.google.com/gke-tpu-topology", "2x4", "2x4 does not have 16 chips"),
         (f"{LEADER}.containers.0", "args", ["demo", "--tensor-parallel-size=16"], "are started differently"),
+        (f"{LEADER}.containers.0", "args", ["demo", "--data-parallel-size=2"], "2 works in one process"),
     ],
 )
 def test_a_planted_mistake_in_a_group_is_found(path, key, value, message):
@@ -202,7 +203,7 @@ def test_a_planted_mistake_in_a_selector_is_found(kind, path, key, value, messag
 
 
 async def test_a_planted_mistake_in_a_metric_is_found():
-    metrics = await exposed()
+    metrics = names_in(await scrape())
     documents = everything()
     scaler = next(document for document in documents if document["kind"] == "HorizontalPodAutoscaler")
     scaler["spec"]["metrics"][0]["pods"]["metric"]["name"] = "vllm_requests_waiting"

@@ -238,7 +238,7 @@ def test_geometry_is_what_was_asked_for(executor: JaxExecutor) -> None:
     ("options", "message"),
     [
         ({"max_model_len": 97}, "max_model_len: 97 is above the limit of the model, 96"),
-        ({"num_blocks": 10**7}, "num_blocks: 10000000 of 12288 bytes are more than memory holds"),
+        ({"num_blocks": 10**7}, r"num_blocks: 10000000 blocks do not fit: .* of 12288 bytes; lower num_blocks to \d+"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, int], message: str) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.device import executor as device_executor
+from jpaged.device import programs
 from jpaged.device.compile import ProgramSpec
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import NUM_THREADS, ProgramLedger, ProgramSource
@@ -131,7 +131,7 @@ def test_a_closed_ledger_makes_nothing_more() -> None:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds back every program behind the least set, until it is set."""
-    gate, compile_one = threading.Event(), device_executor._compile
+    gate, compile_one = threading.Event(), programs._compile
     begun: list[Callable[[], jax.stages.Lowered]] = []
     num_least = 5
 
@@ -141,7 +141,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             assert gate.wait(TIMEOUT_S)
         return compile_one(lowering)
 
-    monkeypatch.setattr(device_executor, "_compile", held)
+    monkeypatch.setattr(programs, "_compile", held)
     return gate
 
 

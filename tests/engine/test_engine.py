@@ -283,6 +283,15 @@ def test_drain_gives_up_after_its_time_and_stop_ends_the_rest():
     assert isinstance(h.last("a").error, Unavailable)
 
 
+def test_a_stop_that_a_step_reads_from_the_inbox_ends_the_loop():
+    engine = make(overlap=True).engine
+    engine._inbox.put(engine._set_stopping)
+    engine.start()
+    engine._thread.join(timeout=20)
+    assert not engine._thread.is_alive()
+    engine.stop()
+
+
 def test_overlap_reaches_the_device_before_the_last_results_are_read():
     order = []
 

@@ -7,7 +7,7 @@ import pytest
 from jpaged.errors import NotFound
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_names import num_params
-from jpaged.models.known import KNOWN_MODELS, known_config
+from jpaged.models.known import KNOWN_MODELS, find_known, known_config
 from tests.models.tiny import tensors, tiny_cases
 
 # As the hub counts the tensors of the repository that each is of (a tied output matrix once); OPT-175B is in no
@@ -74,3 +74,28 @@ def test_a_known_model_has_its_heads_and_its_length(name: str, heads: tuple[int,
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     with pytest.raises(NotFound, match=r"no configuration of 'gpt-4' is built in; there are llama-2-7b, .*opt-175b"):
         known_config("gpt-4")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("llama-3.1-8b", "llama-3.1-8b"),
+        ("Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3-70B", "llama-3-70b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("facebook/opt-13b", "opt-13b"),
+        ("someone/Llama-3.1-8B", None),
+        ("llama-3.1-9b", None),
+    ],
+)
+def test_a_model_is_found_by_its_name_and_its_hub_ids(name: str, found: str | None) -> None:
+    known = find_known(name)
+    assert (None if known is None else known.name) == found
+
+
+def test_names_and_repositories_mean_their_own_models() -> None:
+    for model in KNOWN_MODELS.values():
+        assert find_known(model.name) is find_known(model.repository) is model

@@ -12,8 +12,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.config import EngineConfig
-from jpaged.errors import InvalidArgument
-from jpaged.server.lifecycle import SERVICE_NAMES, Server
+from jpaged.errors import InvalidArgument, Unavailable
+from jpaged.server.lifecycle import SERVICE_NAMES, Server, State
 from jpaged.testing import FakeExecutor, Faults
 from tests.server.harness import collect, details_of, eventually, failure_of, make_serving, request, running
 
@@ -195,3 +195,30 @@ async def test_reflection_can_be_left_out():
     async with running(enable_reflection=False) as harness:
         with pytest.raises(aio.AioRpcError, match="UNIMPLEMENTED"):
             await services_by_reflection(harness.channel)
+
+
+async def test_a_failure_from_outside_ends_all_calls_though_the_engine_hangs(harness):
+    """As when another process is lost: the engine's thread may be in a collective that never ends."""
+    calls = [harness.inference.Generate(request(max_tokens=60)) for _ in range(3)]
+    for call in calls:
+        await call.read()
+    harness.faults.gate.clear()
+    harness.server.fail(Unavailable("process 1 of 2 is lost"))
+    errors = await asyncio.gather(*(failure_of(call) for call in calls))
+    assert {(error.code(), error.details()) for error in errors} == {
+        (grpc.StatusCode.UNAVAILABLE, "process 1 of 2 is lost")
+    }
+    assert await asyncio.wait_for(harness.run, 30) == 1
+    harness.faults.gate.set()
+
+
+async def test_a_wish_to_drain_that_comes_twice_hurries_nobody(harness):
+    call = harness.inference.Generate(request(max_tokens=60))
+    await call.read()
+    harness.faults.gate.clear()
+    harness.server.drain()
+    harness.server.drain()
+    await eventually(lambda: harness.server.state is State.DRAINING)
+    harness.faults.gate.set()
+    assert (await collect(call))[-1].usage.completion_tokens == 60
+    assert await harness.run == 0

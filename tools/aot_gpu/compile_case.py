@@ -17,7 +17,8 @@ from typing import Any
 import jax
 from jax.experimental.serialize_executable import serialize
 
-from tools.aot_gpu import target
+from jpaged.device.cuda_target import compile_only_gpus
+from jpaged.device.mesh import build_mesh
 from tools.aot_gpu.cases import CASES, Case, Program
 
 _COPIES = {"copy", "copy-start", "dynamic-slice", "transpose", "convert", "concatenate", "pad", "gather", "broadcast"}
@@ -27,7 +28,7 @@ def compile_case(case: Case, saved: Path | None) -> dict[str, Any]:
     """What the compiler made of the case, and what it was allowed as `limits`."""
     begin = time.monotonic()
     try:
-        program = case.lower(target.mesh())
+        program = case.lower(build_mesh(compile_only_gpus(1)))
         lowered = time.monotonic()
         compiled = program.lowered.compile()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The description of a GPU in the words of XLA's compiler, and a mesh of such devices that are not there."""
+"""The description of a GPU in the words of XLA's compiler, and such devices that are not there."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 
+from jpaged.errors import Unsupported
+
 H200 = Path(__file__).with_name("h200.toml")
+H200_HBM_BYTES = 150_000_000_000 * 3 // 4
+"""Of an H200, that programs may use: jax takes three quarters of a GPU's memory unless told otherwise."""
 
 
 def describe(path: Path = H200) -> str:
@@ -47,10 +50,24 @@ def describe(path: Path = H200) -> str:
     )
 
 
-def mesh() -> jax.sharding.Mesh:
-    """One H200."""
-    topology = topologies.get_topology_desc("", platform="cuda", target_config=describe(), topology="1x1x1")
-    return jax.sharding.Mesh(np.array(topology.devices).reshape(1), ("model",))
+def compile_only_gpus(num_devices: int) -> list[jax.Device]:
+    """H200s of one machine that programs can be lowered and compiled for, and nothing else.
+
+    Raises:
+        Unsupported: jax has no CUDA packages here.
+    """
+    try:
+        topology = topologies.get_topology_desc(
+            "", platform="cuda", target_config=describe(), topology=f"1x1x{num_devices}"
+        )
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Unsupported(
+            f"h200: this Python cannot compile for CUDA: {reason}: install jax's CUDA packages (`pip install "
+            "'jax[cuda13]'`, or `make EXTRAS=cuda`; no GPU is needed)"
+        ) from error
+    devices: list[jax.Device] = topology.devices
+    return devices
 
 
 def _version(text: str) -> dict[str, int]:

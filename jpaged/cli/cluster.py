@@ -1,0 +1,111 @@
+"""What `jpaged serve` does besides where it is one of several processes: process 0 leads, the others follow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from jpaged.cli.startup import Progress, StartupReport
+from jpaged.cluster import Cluster
+from jpaged.config import EngineConfig
+from jpaged.errors import JpagedError
+from jpaged.server.lifecycle import Server
+from jpaged.server.serving import Serving
+
+if TYPE_CHECKING:  # jax takes seconds to import, in which the port is already open
+    from jpaged.device.processes import Follower, Leader
+
+_LOG = logging.getLogger(__name__)
+
+
+class Leading:
+    """Process 0's part, around a server; made on the server's event loop. It is what the leader calls its owner."""
+
+    def __init__(self, config: EngineConfig, cluster: Cluster, server: Server) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._leader: Leader | None = None
+
+    def build(self, progress: Progress) -> Serving:
+        """Loads the model together with the others; on the thread that loads."""
+        from jpaged import assemble
+        from jpaged.device.processes import lead
+
+        self._leader = lead(self._config, self._cluster, lambda line: progress(line, 1, 1), self)
+        try:
+            return assemble.build(self._config, progress, self._leader)
+        except JpagedError as error:
+            self._leader.tell(error)
+            raise
+
+    def fail(self, error: JpagedError) -> None:
+        """All processes have to end."""
+        self._loop.call_soon_threadsafe(self._server.fail, error)
+
+    def drain(self) -> None:
+        """Another process was asked to end."""
+        self._loop.call_soon_threadsafe(self._server.drain)
+
+    async def run(self, report: StartupReport) -> int:
+        """Runs the server to its end, ends the others, well if it ended well, and this process with them."""
+        from jpaged.device.processes import leave
+
+        try:
+            code = await self._server.run()
+        except JpagedError as error:
+            report.line(f"process 0 failed: {error}")
+            code = 1
+        if self._leader is not None and code == 0 and not await asyncio.to_thread(self._leader.end):
+            report.line("some processes did not end in time")
+            code = 1
+        report.line("stopped")
+        leave(code)
+        return code
+
+
+def follow(config: EngineConfig, cluster: Cluster) -> int:
+    """Follows process 0 to its end. A signal to end is passed on to it, as a wish to drain, which ends all."""
+    report = StartupReport(sys.stderr)
+    ends: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    following: list[Follower] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        del number, frame
+        if following:
+            # A thread of its own: the interrupted one may be sending.
+            threading.Thread(target=following[0].wish_to_stop, daemon=True).start()
+        else:
+            ends.put((0, "stopped before process 0 was there"))
+
+    def work() -> None:
+        from jpaged import assemble
+        from jpaged.device import processes
+
+        try:
+            follower = processes.follow(config, cluster, report.line, lambda code, why: ends.put((code, why)))
+            following.append(follower)
+            assemble.follow(config, report.progress, follower)
+            ends.put((0, "stopped"))
+        except Exception as error:  # the top of a follower: process 0 must hear of whatever happened
+            if not isinstance(error, JpagedError):
+                _LOG.exception("process %d failed", cluster.process_id)
+            if following:
+                following[0].report(error)
+            ends.put((1, f"process {cluster.process_id} of {cluster.num_processes} failed: {error}"))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    threading.Thread(target=work, name="jpaged-follow", daemon=True).start()
+    code, why = ends.get()
+    from jpaged.device.processes import leave
+
+    report.line(why)
+    leave(code)
+    return code

@@ -1,0 +1,147 @@
+r"""Plan a deployment on devices that are not here: does it fit, how much does it hold, how quick, at what price.
+
+    jpaged plan llama-3.1-8b --topology v5e:2x2 --max-model-len 8192
+    jpaged plan llama-3.1-70b --topology v6e:2x4,v5p:2x2x2 --input-len 1000 --output-len 300 \
+        --price v6e=2.7,v5p=4.2 --request-rate 20
+
+The real step programs are compiled for the devices, by libtpu (TPU) or jax's CUDA packages (h200); nothing runs.
+Without a --tensor-parallel-size one copy of the model takes as many of a topology's devices as its heads allow. Times
+are a roofline's, with the efficiencies that are printed. Exit code 1: it fits nowhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from typing import TYPE_CHECKING
+
+from jpaged.cli.options import add_config_flags, config_from, config_values, flag_of
+from jpaged.cli.startup import StartupReport
+from jpaged.config import iter_options
+from jpaged.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from jpaged.plan.estimate import Lengths
+
+HELP = "plan a deployment on TPUs or GPUs that are not here"
+
+_OPTIONS = {
+    *("model", "dtype", "max_model_len", "attention_backend", "block_size", "num_blocks", "memory_utilization"),
+    *("kv_cache_dtype", "swap_space", "enable_cascade_attention", "max_num_seqs", "max_num_batched_tokens"),
+    "tensor_parallel_size",
+}
+"""Of the engine's, those that programs or memory depend on."""
+_INPUT_LEN, _OUTPUT_LEN = 1024, 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, where, for what load, and the options of the engine that matter."""
+    parser.add_argument(
+        "--topology",
+        action="append",
+        required=True,
+        metavar="T[,T...]",
+        help="v6e:2x4, h200:8, ...; several are compared, and the cheapest is named",
+    )
+    lengths = "may be several, which are a mix"
+    parser.add_argument(
+        "--input-len", type=int, nargs="+", metavar="N", help=f"tokens of a prompt (default: {_INPUT_LEN}); {lengths}"
+    )
+    parser.add_argument(
+        "--output-len", type=int, nargs="+", metavar="N", help=f"tokens of output (default: {_OUTPUT_LEN}); {lengths}"
+    )
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--request-rate", type=float, metavar="N", help="requests a second to be served")
+    load.add_argument("--tokens-per-second", type=float, metavar="N", help="output tokens a second to be served")
+    parser.add_argument(
+        "--price", metavar="USD", help="for an hour of a chip: 2.7, or by generation or topology: v6e=2.7,v5p:2x2x2=4.2"
+    )
+    parser.add_argument("--all-programs", action="store_true", help="compile every program, not only those that decide")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_config_flags(parser, without={name for name, _, _ in iter_options()} - _OPTIONS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan of every topology; 0 if one fits, else 1."""
+    config_from(arguments)  # says what is wrong in the words of the command line
+    lengths = _lengths(arguments)
+    prices = _prices(arguments.price)
+    load = _load(arguments, lengths)
+
+    from jpaged.plan.compiled import Question  # imports jax
+    from jpaged.plan.named_model import find_config
+    from jpaged.plan.process import compile_plan
+    from jpaged.plan.report import Workload, as_json, assess, cheapest, comparison, lines
+    from jpaged.plan.target import find_target
+
+    options = config_values(arguments)
+    model = options.pop("model", "demo")
+    names = list(dict.fromkeys(name for words in arguments.topology for name in words.split(",")))
+    report, found = StartupReport(sys.stderr), []
+    try:
+        find_config(model)
+        for name in names:
+            find_target(name)
+        workload = Workload(lengths, load, prices)
+        for name in names:
+            question = Question(model, name, options, arguments.all_programs)
+            found.append(assess(compile_plan(question, report.line), workload))
+            if not arguments.json:
+                print("\n".join(lines(found[-1])), end="\n\n", flush=True)
+    except InvalidArgument as error:
+        known = {*_OPTIONS, "topology"} - {"model"}
+        raise InvalidArgument(flag_of(error.field) if error.field in known else error.field, error.problem) from error
+    if arguments.json:
+        best = cheapest(found)
+        best_name = None if best is None else best.plan.target.name
+        print(json.dumps({"plans": [as_json(one) for one in found], "cheapest": best_name}, indent=2))
+    else:
+        for line in comparison(found, workload):
+            print(line)
+    return 0 if any(one.plan.deployment.fits for one in found) else 1
+
+
+def _lengths(arguments: argparse.Namespace) -> tuple[Lengths, ...]:
+    from jpaged.plan.estimate import Lengths
+
+    inputs, outputs = arguments.input_len or [_INPUT_LEN], arguments.output_len or [_OUTPUT_LEN]
+    for flag, values in (("--input-len", inputs), ("--output-len", outputs)):
+        for value in values:
+            if value < 1:
+                raise InvalidArgument(flag, f"{value} is below the limit of 1")
+    if 1 not in (len(inputs), len(outputs)) and len(inputs) != len(outputs):
+        raise InvalidArgument(
+            "--output-len", f"{len(outputs)} values for {len(inputs)} of --input-len: give as many, or one"
+        )
+    count = max(len(inputs), len(outputs))
+    inputs, outputs = (values * count if len(values) == 1 else values for values in (inputs, outputs))
+    return tuple(Lengths(i, o) for i, o in zip(inputs, outputs, strict=True))
+
+
+def _load(arguments: argparse.Namespace, lengths: tuple[Lengths, ...]) -> float | None:
+    for flag, value in (
+        ("--request-rate", arguments.request_rate),
+        ("--tokens-per-second", arguments.tokens_per_second),
+    ):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise InvalidArgument(flag, f"{value:g} is not above the limit of 0")
+    if arguments.request_rate is not None:
+        return arguments.request_rate * sum(pair.output_len for pair in lengths) / len(lengths)
+    return arguments.tokens_per_second
+
+
+def _prices(text: str | None) -> dict[str, float]:
+    """`2.7` is for every chip, under the empty name."""
+    prices = {}
+    for word in text.split(",") if text else ():
+        name, _, value = word.rpartition("=")
+        try:
+            price = float(value)
+        except ValueError:
+            raise InvalidArgument("--price", f"{value!r} is not a number of USD, as in 2.7 or v6e=2.7") from None
+        if not (price >= 0 and math.isfinite(price)):
+            raise InvalidArgument("--price", f"{value} is below the limit of 0")
+        prices[name] = price
+    return prices

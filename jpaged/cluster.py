@@ -1,0 +1,171 @@
+"""Which of several processes this one is: from the options, or from what a launcher has put into the environment.
+
+    LeaderWorkerSet   LWS_LEADER_ADDRESS, LWS_GROUP_SIZE, LWS_WORKER_INDEX
+    GKE TPU pods      TPU_WORKER_HOSTNAMES or TPU_PROCESS_ADDRESSES, TPU_WORKER_ID, and MEGASCALE_* for several slices
+    Slurm             SLURM_JOB_ID, SLURM_STEP_NODELIST, SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID: inside of srun
+    Open MPI          OMPI_MCA_orte_hnp_uri, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK: inside of mpirun
+
+The first that is there and tells of more than one process counts. It does not read the environment itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jpaged.errors import InvalidArgument
+
+PORT = 8476
+"""Where process 0 waits when a launcher names hosts alone."""
+_FIRST_JOB_PORT, _NUM_JOB_PORTS = 61440, 4096
+"""Launchers that number their jobs give each a port of its own, so that jobs can share a host."""
+
+Variables = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A place among several processes.
+
+    Attributes:
+        coordinator: HOST:PORT of process 0.
+        num_processes: two or more.
+        process_id: from 0.
+        source: where this was found, to be printed.
+        local_device: the accelerator of this process, where each process of a host has one; None is all of the host.
+    """
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    source: str
+    local_device: int | None = None
+
+    @property
+    def is_leader(self) -> bool:
+        """Process 0 schedules and answers clients."""
+        return self.process_id == 0
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of process 0."""
+        return split_address("coordinator", self.coordinator)
+
+
+def split_address(field: str, text: str) -> tuple[str, int]:
+    """HOST:PORT or [HOST]:PORT in its parts.
+
+    Raises:
+        InvalidArgument: it is neither; names the field.
+    """
+    host, colon, port = text.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host or (":" in host and not is_bracketed) or not port.isdecimal() or int(port) > 65535:
+        raise InvalidArgument(field, f"{text!r} is not HOST:PORT with a port up to 65535")
+    return host.strip("[]"), int(port)
+
+
+def find_cluster(variables: Variables) -> Cluster | None:
+    """What a launcher says; None where there is none, or where it started one process.
+
+    Raises:
+        InvalidArgument: a launcher's variables contradict each other; one is named.
+    """
+    for find in (_leader_worker_set, _gke_tpu, _slurm, _open_mpi):
+        cluster = find(variables)
+        if cluster is not None and cluster.num_processes > 1:
+            if not 0 <= cluster.process_id < cluster.num_processes:
+                problem = f"says process {cluster.process_id} of {cluster.num_processes}; they count from 0"
+                raise InvalidArgument(f"environment of {cluster.source}", problem)
+            return cluster
+    return None
+
+
+def _leader_worker_set(variables: Variables) -> Cluster | None:
+    names = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
+    if not _has(variables, *names):
+        return None
+    host, size, index = names
+    return Cluster(
+        _joined(variables[host], PORT), _number(variables, size), _number(variables, index), "LeaderWorkerSet"
+    )
+
+
+def _gke_tpu(variables: Variables) -> Cluster | None:
+    hosts = variables.get("TPU_PROCESS_ADDRESSES") or variables.get("TPU_WORKER_HOSTNAMES")
+    if not hosts or not _has(variables, "TPU_WORKER_ID"):
+        return None
+    names = hosts.split(",")
+    num_slices, slice_id = 1, 0
+    first = names[0]
+    if variables.get("MEGASCALE_NUM_SLICES"):
+        num_slices = _number(variables, "MEGASCALE_NUM_SLICES")
+        slice_id = _number(variables, "MEGASCALE_SLICE_ID") if variables.get("MEGASCALE_SLICE_ID") else 0
+        first = variables.get("MEGASCALE_COORDINATOR_ADDRESS") or first
+    process_id = _number(variables, "TPU_WORKER_ID") + slice_id * len(names)
+    return Cluster(_joined(first.partition(":")[0], PORT), len(names) * num_slices, process_id, "GKE TPU pods")
+
+
+def _slurm(variables: Variables) -> Cluster | None:
+    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+    if not _has(variables, *names):
+        return None
+    num_processes = _number(variables, "SLURM_NTASKS")
+    shares_host = _number(variables, "SLURM_STEP_NUM_NODES", default=num_processes) < num_processes
+    return Cluster(
+        _joined(_first_node(variables["SLURM_STEP_NODELIST"]), _job_port(_number(variables, "SLURM_JOB_ID"))),
+        num_processes,
+        _number(variables, "SLURM_PROCID"),
+        "Slurm",
+        _number(variables, "SLURM_LOCALID") if shares_host else None,
+    )
+
+
+def _open_mpi(variables: Variables) -> Cluster | None:
+    names = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    if not _has(variables, *names):
+        return None
+    uri = variables["OMPI_MCA_orte_hnp_uri"]
+    # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 or 1314521088.0;tcp6://[fe80::b9b:ac5d,2620:10d::2]:43370
+    match = re.match(r"(\d+)\.\d+;(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri)
+    if match is None:
+        raise InvalidArgument(names[0], f"{uri!r} names no address")
+    shares_host = _number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", default=1) > 1
+    return Cluster(
+        # Job ids are multiples of 4096.
+        _joined(match[2] or match[3], _job_port(int(match[1]) // _NUM_JOB_PORTS)),
+        _number(variables, "OMPI_COMM_WORLD_SIZE"),
+        _number(variables, "OMPI_COMM_WORLD_RANK"),
+        "Open MPI",
+        _number(variables, "OMPI_COMM_WORLD_LOCAL_RANK") if shares_host else None,
+    )
+
+
+def _first_node(nodes: str) -> str:
+    """node[007-012,20],gpu3 -> node007."""
+    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    if match is None:
+        raise InvalidArgument("SLURM_STEP_NODELIST", f"{nodes!r} names no host")
+    return match[1] + (match[2] or "")
+
+
+def _job_port(job: int) -> int:
+    return _FIRST_JOB_PORT + job % _NUM_JOB_PORTS
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _has(variables: Variables, *names: str) -> bool:
+    return all(variables.get(name) for name in names)
+
+
+def _number(variables: Variables, name: str, *, default: int | None = None) -> int:
+    text = variables.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal():
+        raise InvalidArgument(name, f"{text!r} is not a number" if text is not None else "is missing")
+    return int(text)

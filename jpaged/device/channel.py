@@ -1,0 +1,195 @@
+"""A line between two processes: messages in order over TCP, beside the devices' own collectives.
+
+    | length: u32 | kind: u8 | payload |
+
+Nothing that arrives is unpickled or run. Like the service that jax's processes meet in it asks nobody who they are: it
+belongs on a cluster's own network.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from jpaged.errors import InternalError, Unavailable
+
+_HEADER = struct.Struct("<IB")
+_MAX_BYTES = 1 << 28
+_RETRY_S = 0.2
+_CONNECT_TIMEOUT_S = 5.0
+
+
+class Kind(enum.IntEnum):
+    """What a message says."""
+
+    HELLO = 1
+    """From a process that joins: its number, and what has to be the same everywhere."""
+    WELCOME = 2
+    """All are there; where jax's processes meet."""
+    FACTS = 3
+    """What a process found out, for process 0 to compare."""
+    SETTLED = 4
+    """What that came to, for all."""
+    STEP = 5
+    MOVES = 6
+    COLLECT = 7
+    DIGEST = 8
+    """Of a step that was collected: what went into it and what it drew."""
+    STOP_WISH = 9
+    """A process was asked to end: please drain."""
+    FAILED = 10
+    """Why the sender ends."""
+    END = 11
+    """Nothing more will come; end well."""
+
+
+_KINDS = frozenset(int(kind) for kind in Kind)
+
+
+class Channel:
+    """One end. Any thread may send; one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step is small, and waited for
+        self._socket = end
+        self._lock = threading.Lock()
+
+    def send(self, kind: Kind, *parts: bytes) -> None:
+        """Sends a message whose payload is the parts, one after the other.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        size = sum(len(part) for part in parts)
+        message = b"".join((_HEADER.pack(size, kind), *parts))
+        with self._lock:
+            self._socket.sendall(message)
+
+    def send_json(self, kind: Kind, value: Mapping[str, Any]) -> None:
+        """Sends a message of plain values."""
+        self.send(kind, json.dumps(value).encode())
+
+    def receive(self) -> tuple[Kind, bytearray]:
+        """Waits for a message.
+
+        Raises:
+            EOFError: the other end is gone, or what comes is no message.
+            TimeoutError: nothing came within the time that was set.
+        """
+        size, kind = _HEADER.unpack(self._read(_HEADER.size))
+        if size > _MAX_BYTES or kind not in _KINDS:
+            raise EOFError("what arrives is no message of ours")
+        return Kind(kind), self._read(size)
+
+    def receive_json(self, kind: Kind) -> dict[str, Any]:
+        """Waits for a message of one kind, with plain values.
+
+        Raises:
+            Unavailable: the other end failed, and says why.
+            EOFError, TimeoutError: as in `receive`.
+        """
+        got, payload = self.receive()
+        if got is Kind.FAILED:
+            raise Unavailable(payload.decode(errors="replace"))
+        if got is not kind:
+            raise InternalError(f"{kind.name} was expected, {got.name} came")
+        return values_of(payload)
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Of whatever waits from here on; None waits for as long as it takes."""
+        self._socket.settimeout(timeout_s)
+
+    def close(self) -> None:
+        """Ends it for both ends, also for a thread that waits here. Idempotent."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self, size: int) -> bytearray:
+        buffer = bytearray(size)
+        view, begin = memoryview(buffer), 0
+        while begin < size:
+            try:
+                count = self._socket.recv_into(view[begin:])
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise EOFError(str(error)) from error
+            if count == 0:
+                raise EOFError("the connection ended")
+            begin += count
+        return buffer
+
+
+def values_of(payload: bytes | bytearray) -> dict[str, Any]:
+    """The plain values of a payload.
+
+    Raises:
+        EOFError: it has none, so it is not from one of us.
+    """
+    try:
+        values = json.loads(payload)
+    except ValueError as error:
+        raise EOFError("what arrived is no JSON") from error
+    if not isinstance(values, dict):
+        raise EOFError("what arrived is no JSON object")
+    return values
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name means this machine for everybody: then nobody else needs to reach it."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def interface_for(host: str) -> str:
+    """What process 0 listens on when the others know it as `host`: every interface, or loopback alone."""
+    if is_loopback(host):
+        return "::1" if host == "::1" else "127.0.0.1"
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Waits there; port 0 takes a free one.
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+    interface = interface_for(host)
+    is_v6 = ":" in interface
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
+    return socket.create_server((interface, port), family=family, dualstack_ipv6=interface == "::")
+
+
+def hold_port(host: str) -> socket.socket:
+    """A free port there that stays ours while the socket is open, for a server that shares it, as gRPC's do."""
+    interface = interface_for(host)
+    holder = socket.socket(socket.AF_INET6 if ":" in interface else socket.AF_INET)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.bind((interface, 0))
+    return holder
+
+
+def connect(host: str, port: int, timeout_s: float) -> Channel:
+    """Connects, again and again: whoever waits there may start later.
+
+    Raises:
+        Unavailable: nobody answered in time.
+    """
+    until_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            end = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
+        except OSError as error:
+            if time.monotonic() >= until_s:
+                raise Unavailable(f"process 0 did not answer at {host}:{port} for {timeout_s:g} s: {error}") from error
+            time.sleep(_RETRY_S)
+            continue
+        end.settimeout(None)
+        return Channel(end)

@@ -1,0 +1,66 @@
+"""An array over several processes, as what this process has of it: one numpy array of its devices' parts.
+
+    over all   [C, L, B, 2K, D] split on 2K      process 0: devices 0, 1      process 1: devices 2, 3
+    local      [C, L, B, 2K / 2, D]              the parts of its own devices, side by side
+
+Where every device is this process's own, an array and its local parts are the same.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from numpy.typing import NDArray
+
+Shape = tuple[int, ...]
+
+
+class LocalParts:
+    """What this process has of arrays of one shape and sharding, split on one axis at most.
+
+    Args:
+        sharding: of the whole.
+    """
+
+    def __init__(self, sharding: NamedSharding) -> None:
+        self._sharding = sharding
+        names = tuple(sharding.spec)
+        split = [axis for axis, name in enumerate(names) if name is not None]
+        self._axis = split[0] if split else 0
+        self._is_whole = sharding.is_fully_addressable or sharding.is_fully_replicated
+
+    def shape(self, whole: Shape) -> Shape:
+        """Of the local array."""
+        if self._is_whole:
+            return whole
+        begins = self._begins(whole)
+        shape = list(whole)
+        shape[self._axis] = self._sharding.shard_shape(whole)[self._axis] * len(set(begins.values()))
+        return tuple(shape)
+
+    def to_host(self, array: jax.Array) -> NDArray:
+        """The local array in host memory; waits for it."""
+        if self._is_whole:
+            return np.asarray(array)
+        parts = {shard.index[self._axis].start or 0: shard.data for shard in array.addressable_shards}
+        return np.concatenate([np.asarray(parts[begin]) for begin in sorted(parts)], axis=self._axis)
+
+    def to_devices(self, local: NDArray, whole: Shape) -> jax.Array | NDArray:
+        """The whole whose local array this is: what a program takes. Every process makes it at the same step."""
+        if self._is_whole:
+            return local
+        size = self._sharding.shard_shape(whole)[self._axis]
+        begins = self._begins(whole)
+        order = {begin: place for place, begin in enumerate(sorted(set(begins.values())))}
+        before = (slice(None),) * self._axis
+        parts = [
+            jax.device_put(local[(*before, slice(order[begin] * size, (order[begin] + 1) * size))], device)
+            for device, begin in begins.items()
+        ]
+        return jax.make_array_from_single_device_arrays(whole, self._sharding, parts)
+
+    def _begins(self, whole: Shape) -> dict[jax.Device, int]:
+        """Where the part of each of this process's devices begins on the split axis."""
+        indices = self._sharding.addressable_devices_indices_map(whole)
+        return {device: (index or ())[self._axis].start or 0 for device, index in indices.items()}

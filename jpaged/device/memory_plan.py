@@ -1,0 +1,289 @@
+"""Where each byte of a device goes, decided before the pool is allocated and held against the compiled programs after.
+
+    all memory of the device
+    |<-------------- memory_utilization of it -------------->|<- left alone ->|
+    | weights | pool | temporaries | kept | code |  not used |
+
+    weights       the parameters of one device
+    pool          every block, and the null block, in all layers: a step updates it in place, so it counts once
+    temporaries   working memory of the two hungriest programs: one step's may still run when the next one's are given
+    kept          what lies between calls: inputs and outputs of two overlapped steps, last tokens, blocks being moved
+    code          of all programs
+
+All sizes of programs are the compiler's own (`memory_analysis`). They do not depend on the size of the pool, so they
+are taken from programs with a small one. Nothing here compiles or allocates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from jpaged.errors import InternalError, InvalidArgument
+
+_GIB, _MIB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory that this process can have of one device, what it holds already included.
+
+    Attributes:
+        total_bytes: None where the device does not say.
+        is_own: whether it is the device's alone; that of a CPU is its host's.
+    """
+
+    total_bytes: int | None
+    is_own: bool = True
+
+    @classmethod
+    def of(cls, device: jax.Device, weight_bytes: int, num_devices: int = 1) -> DeviceMemory:
+        """Asks the device, and for a CPU its host.
+
+        Args:
+            device: one of those that the model is on; they are of one kind.
+            weight_bytes: of one device, which are in memory already.
+            num_devices: of the model; those of a CPU share the memory of their host.
+        """
+        if device.platform == "cpu":
+            return cls(_available_host_bytes() // num_devices + weight_bytes, is_own=False)
+        stats = device.memory_stats()
+        if not stats or "bytes_limit" not in stats:
+            return cls(None)
+        others = max(0, stats.get("bytes_in_use", 0) - weight_bytes)
+        return cls(stats["bytes_limit"] - others)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramMemory:
+    """What programs take of one device besides weights and pool, in bytes.
+
+    Attributes:
+        temp_bytes: working memory.
+        kept_bytes: inputs and outputs of two steps, and blocks on their way.
+        code_bytes: of the programs.
+    """
+
+    temp_bytes: int = 0
+    kept_bytes: int = 0
+    code_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.temp_bytes + self.kept_bytes + self.code_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRequest:
+    """What decides the number of blocks, besides memory and programs.
+
+    Attributes:
+        bytes_per_block: of all layers, what one device holds of it.
+        block_size: tokens in a block.
+        max_num_seqs: sequences that run at once.
+        max_model_len: tokens of a sequence at most.
+        memory_utilization: share of the memory that weights, programs and the pool may take.
+        weight_bytes: of the parameters of one device.
+        num_blocks: as the user chose; None where memory decides.
+    """
+
+    bytes_per_block: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    memory_utilization: float
+    weight_bytes: int
+    num_blocks: int | None = None
+
+    @property
+    def blocks_per_seq(self) -> int:
+        """Blocks of one sequence of the greatest length: the least that a pool has unless the user says so."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """One device's memory. Its rows add up to all there is.
+
+    Attributes:
+        total_bytes: all of it; None where the device does not say.
+        memory_utilization: share of it that may be used.
+        weight_bytes: of the parameters.
+        num_blocks: usable blocks of the pool; it has the null block besides.
+        bytes_per_block: what the device holds of a block.
+        programs: what they take; None until they have been compiled.
+    """
+
+    total_bytes: int | None
+    memory_utilization: float
+    weight_bytes: int
+    num_blocks: int
+    bytes_per_block: int
+    programs: ProgramMemory | None
+
+    @property
+    def pool_bytes(self) -> int:
+        """With the null block."""
+        return (self.num_blocks + 1) * self.bytes_per_block
+
+    @property
+    def used_bytes(self) -> int:
+        """All that the plan gives away; without programs while they are not known."""
+        return self.weight_bytes + self.pool_bytes + (0 if self.programs is None else self.programs.total_bytes)
+
+    @property
+    def usable_bytes(self) -> int | None:
+        return None if self.total_bytes is None else int(self.total_bytes * self.memory_utilization)
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Of what may be used; below zero where the plan is over it."""
+        return None if self.usable_bytes is None else self.usable_bytes - self.used_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether it stays within what may be used; a device that does not say what it has is believed to hold it."""
+        return self.free_bytes is None or self.free_bytes >= 0
+
+    @property
+    def most_blocks(self) -> int | None:
+        """The largest pool that would fit; below zero where not even the rest does."""
+        free = self.free_bytes
+        return None if free is None else self.num_blocks + free // self.bytes_per_block
+
+    def rows(self) -> list[tuple[str, int]]:
+        """(what, bytes), which add up to `total_bytes` where it is known."""
+        programs = self.programs or ProgramMemory()
+        rows = [
+            ("weights", self.weight_bytes),
+            (f"pool of {self.num_blocks} blocks of {self.bytes_per_block} bytes", self.pool_bytes),
+            ("temporaries of programs", programs.temp_bytes),
+            ("inputs, outputs and blocks on their way", programs.kept_bytes),
+            ("code of programs", programs.code_bytes),
+        ]
+        if self.total_bytes is not None and self.usable_bytes is not None and self.free_bytes is not None:
+            over = "" if self.fits else " (over it)"
+            rows.append((f"not used of memory_utilization {self.memory_utilization:g}{over}", self.free_bytes))
+            rows.append(("left alone", self.total_bytes - self.usable_bytes))
+        return rows
+
+    def lines(self) -> list[str]:
+        """The table in text, a line a row, and their sum."""
+        rows = [*self.rows(), ("memory of one device", self.total_bytes)]
+        width = max(len(name) for name, _ in rows)
+        return [f"  {name:<{width}} {_in_text(num_bytes):>14}" for name, num_bytes in rows]
+
+    def verified(self, programs: ProgramMemory) -> MemoryPlan:
+        """The plan with what the programs that serve take, once all are compiled.
+
+        Raises:
+            InternalError: it is more than the device has: serving would run out of memory under load.
+        """
+        plan = dataclasses.replace(self, programs=programs)
+        if plan.total_bytes is not None and plan.used_bytes > plan.total_bytes:
+            raise InternalError(
+                "the compiled programs need more than the memory plan has: "
+                + "; ".join(f"{name}: {num_bytes}" for name, num_bytes in plan.rows())
+            )
+        return plan
+
+
+def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[], ProgramMemory]) -> MemoryPlan:
+    """The number of blocks, and where everything else goes.
+
+    A pool takes all that is left of the device's own memory, and of a host's no more than max_num_seqs longest
+    sequences can use. Where that leaves a quarter of a host's memory in reserve, what programs take is a detail that
+    need not be compiled for, and the plan is without it until they are.
+
+    Args:
+        request: the sizes.
+        memory: of the device.
+        programs: compiles the hungriest programs and says what they take. Called only where that decides.
+
+    Raises:
+        InvalidArgument: the number that was chosen does not fit, or nothing for one longest sequence is left.
+    """
+
+    def plan(num_blocks: int, taken: ProgramMemory | None) -> MemoryPlan:
+        utilization, weight_bytes = request.memory_utilization, request.weight_bytes
+        return MemoryPlan(
+            memory.total_bytes, utilization, weight_bytes, num_blocks, request.bytes_per_block, programs=taken
+        )
+
+    if memory.total_bytes is None:
+        if request.num_blocks is None:
+            raise InvalidArgument("num_blocks", "this device does not report its memory; choose a number")
+        return plan(request.num_blocks, None)
+    most = request.max_num_seqs * request.blocks_per_seq
+    wanted = most if request.num_blocks is None else request.num_blocks
+    before = plan(wanted, None)
+    free = int(memory.total_bytes * request.memory_utilization) - request.weight_bytes
+    if not memory.is_own and before.pool_bytes < free * 3 // 4:
+        return before
+    if free <= 0:
+        raise too_large(before, request)  # whatever programs take: nothing need be compiled to say so
+    planned = plan(wanted, programs())
+    if request.num_blocks is None:
+        left = planned.most_blocks or 0
+        fitting = left if memory.is_own else min(most, left)
+        if fitting < request.blocks_per_seq:
+            raise too_large(planned, request)
+        return dataclasses.replace(planned, num_blocks=fitting)
+    if not planned.fits:
+        raise too_large(planned, request)
+    return planned
+
+
+def too_large(plan: MemoryPlan, request: PoolRequest) -> InvalidArgument:
+    """The error of a plan that does not fit, with the numbers and what to change."""
+    most, total = max(0, plan.most_blocks or 0), plan.total_bytes or 0
+    programs = 0 if plan.programs is None else plan.programs.total_bytes
+    if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
+        return InvalidArgument(
+            "tensor_parallel_size",
+            f"the weights alone are {request.weight_bytes / _GIB:.2f} GiB a device, and {plan.memory_utilization:g} of "
+            f"{total / _GIB:.2f} GiB may be used: raise it, or take devices with more memory",
+        )
+    spent = (
+        f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB, less {request.weight_bytes / _GIB:.2f} for weights "
+        f"and {programs / _GIB:.2f} for programs, leaves {most} blocks of {request.bytes_per_block} bytes"
+    )
+    if request.num_blocks is not None and most >= 1:
+        return InvalidArgument(
+            "num_blocks",
+            f"{request.num_blocks} blocks do not fit: {spent}; lower num_blocks to {most}, or raise "
+            "tensor_parallel_size or memory_utilization, keep 8 bits (kv_cache_dtype), or take devices with more "
+            "memory",
+        )
+    return InvalidArgument(
+        "memory_utilization",
+        f"{spent}; one sequence of max_model_len ({request.max_model_len}) needs {request.blocks_per_seq}: raise it, "
+        "or lower max_model_len or max_num_batched_tokens, or raise tensor_parallel_size, keep 8 bits "
+        "(kv_cache_dtype), or take devices with more memory",
+    )
+
+
+def _in_text(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return "unknown"
+    return f"{num_bytes / _GIB:.3f} GiB" if abs(num_bytes) >= _GIB else f"{num_bytes / _MIB:.2f} MiB"
+
+
+def _available_host_bytes() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: all physical memory is the best that is known
+    return physical_host_bytes()
+
+
+def physical_host_bytes() -> int:
+    """Memory that the machine has, used or not."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

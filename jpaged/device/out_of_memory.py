@@ -1,0 +1,71 @@
+"""The compiler's refusal of a program that a device's memory cannot hold, read out of its error.
+
+Ran out of memory on HBM, the total memory required for HLO temporaries (15.99G) exceeds available HBM (15.75G).
+Ran out of memory in memory space hbm. Used 32.02G of 31.25G hbm. Exceeded hbm capacity by 788.55M.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import jax
+
+from jpaged.errors import InvalidArgument
+
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = r"(?P<{0}>[\d.]+)(?P<{0}_unit>[KMGT]?)i?B?"
+_SIZES = (
+    re.compile(rf"\({_SIZE.format('needs')}\) exceeds available HBM \({_SIZE.format('has')}\)"),
+    re.compile(rf"Used {_SIZE.format('needs')} of {_SIZE.format('has')} hbm"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What the compiler said.
+
+    Attributes:
+        needs_bytes: of the program; None where the message has no number that is understood.
+        has_bytes: of the device.
+        message: its first line.
+    """
+
+    needs_bytes: int | None
+    has_bytes: int | None
+    message: str
+
+    @classmethod
+    def of(cls, error: jax.errors.JaxRuntimeError) -> Refusal | None:
+        """Reads the error; None if it is not about memory."""
+        text = str(error)
+        if _OUT_OF_MEMORY not in text:
+            return None
+        message = text.splitlines()[0]
+        for sizes in _SIZES:
+            if found := sizes.search(text):
+                return cls(_bytes(found, "needs"), _bytes(found, "has"), message)
+        return cls(None, None, message)
+
+
+@contextmanager
+def memory_refusals() -> Iterator[None]:
+    """Compiles inside: a program that is too large for the device is an InvalidArgument that says what to change."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        refusal = Refusal.of(error)
+        if refusal is None:
+            raise
+        raise InvalidArgument(
+            "num_blocks",
+            f"the compiler finds no room on the device: {refusal.message}: lower num_blocks, memory_utilization or "
+            "max_num_batched_tokens, or raise tensor_parallel_size",
+        ) from error
+
+
+def _bytes(found: re.Match[str], name: str) -> int:
+    return int(float(found[name]) * _UNITS[found[f"{name}_unit"]])

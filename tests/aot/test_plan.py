@@ -1,0 +1,55 @@
+"""`jpaged plan` with libtpu, as on any laptop: a model that fits, and one whose pool is too large."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.tpu_programs import ROOT, library
+
+pytestmark = pytest.mark.long
+
+
+def plan(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jpaged", "plan", *words],
+        cwd=ROOT,
+        env={**os.environ, "TPU_LIBRARY_PATH": str(library())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_llama_3_8b_fits_into_four_v5e() -> None:
+    done = plan("meta-llama/Llama-3.1-8B", "--topology", "v5e:2x2", "--max-model-len", "8192", "--json")
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["plans"]
+    memory = found["memory_of_one_device"]
+    assert (found["fits"], found["tensor_parallel_size"], found["attention_backend"]) == (True, 4, "pallas-tpu")
+    assert 0 <= memory["free_bytes"] < 32 << 20
+    assert found["num_blocks"] > 20_000
+    assert found["compile_seconds"] > 0
+    assert {program["name"] for program in found["compiled_programs"]} >= {"backbone[512]", "backbone[64]"}
+
+
+def test_a_pool_that_is_too_large_for_70b_is_reported_with_what_to_change() -> None:
+    done = plan("llama-3.1-70b", "--topology", "v6e:2x4", "--max-model-len", "8192", "--num-blocks", "40000")
+    assert done.returncode == 1
+    assert "llama-3.1-70b on v6e:2x4: does not fit, over by 12.8" in done.stdout
+    assert "num_blocks: 40000 blocks do not fit: 0.9 of 31.25 GiB, less 16.43 for weights" in done.stdout
+    assert "lower num_blocks to 18" in done.stdout
+    assert "the compiler says: RESOURCE_EXHAUSTED: Ran out of memory" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_weights_that_do_not_fit_are_known_without_compiling() -> None:
+    done = plan("llama-3.1-70b", "--topology", "v5e:2x4", "--max-model-len", "8192", "--json")
+    assert done.returncode == 1
+    (found,) = json.loads(done.stdout)["plans"]
+    assert (found["fits"], found["compiled_programs"]) == (False, [])
+    assert found["problem"].startswith("tensor_parallel_size: the weights alone are 16.43 GiB a device")

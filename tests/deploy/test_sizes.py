@@ -1,0 +1,47 @@
+"""The runbook's arithmetic is the server's."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jpaged.kernels.kv_layout import KVForm, KVLayout
+from jpaged.models.hf_names import num_params
+from jpaged.models.known import known_config
+
+RUNBOOK = (Path(__file__).resolve().parents[2] / "docs" / "runbook.md").read_text()
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "form", "num_devices", "of_a_block", "on_a_device"),
+    [
+        ("llama-3.1-8b", "bfloat16", "gpu", 1, "2 MiB", 2 << 20),
+        ("llama-3.1-8b", "int8", "gpu", 1, "1 MiB", 1 << 20),
+        ("llama-3.1-70b", "bfloat16", "gpu", 8, "5 MiB", 640 << 10),
+        ("llama-3.1-70b", "bfloat16", "tpu", 16, "10 MiB", 640 << 10),
+    ],
+)
+def test_a_block_costs_what_the_runbook_says(model, dtype, form: KVForm, num_devices, of_a_block, on_a_device):
+    config = known_config(model)
+    num_heads = max(config.num_kv_heads, num_devices)  # fewer heads than devices: they are repeated
+    layout = KVLayout(config.num_layers, 100, 16, num_heads, config.head_dim, jnp.dtype(dtype), form, num_devices)
+    assert layout.local.bytes_per_block == on_a_device
+    assert f"| {of_a_block} |" in RUNBOOK
+    assert f"{layout.bytes_per_block >> 20} MiB" == of_a_block
+
+
+@pytest.mark.parametrize(
+    ("model", "num_devices", "memory_gib", "bytes_per_block", "line"),
+    [
+        ("llama-3.1-8b", 1, 80 * 0.95, 2 << 20, "52.4 GiB / 2 MiB"),
+        ("llama-3.1-70b", 16, 31.25, 640 << 10, "18.9 GiB / 640 KiB"),
+    ],
+)
+def test_the_number_of_blocks_follows(model, num_devices, memory_gib, bytes_per_block, line):
+    weights_gib = num_params(known_config(model)) * 2 / num_devices / GIB
+    left_gib = memory_gib * 0.9 - weights_gib - 1
+    text = next(each for each in RUNBOOK.splitlines() if line in each)
+    assert f"{left_gib:.1f} GiB" == line.partition(" / ")[0]
+    written = int(text.partition("= ")[2].partition(" blocks")[0].replace(" ", ""))
+    assert written == pytest.approx(left_gib * GIB / bytes_per_block, rel=0.01)

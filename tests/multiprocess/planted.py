@@ -1,0 +1,48 @@
+"""`python -m tests.multiprocess.planted serve ...` is `jpaged serve ...` with something wrong, named by PLANTED.
+
+token     from its thirtieth step on the host of this process sees other tokens than were drawn
+step      then its next step raises
+version   it says that it is another version
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+
+from jpaged.cli.main import main
+from jpaged.device import processes
+from jpaged.device.executor import JaxExecutor, JaxStepHandle
+from jpaged.device.packing import PackedStep
+from jpaged.engine.executor import StepOutputs
+
+NUM_GOOD = 30
+"""Steps before the fault: those that measure rates come first."""
+
+
+class Planted(JaxExecutor):
+    """Right at first."""
+
+    num_steps = 0
+
+    def dispatch_packed(self, step: PackedStep) -> JaxStepHandle:
+        self.num_steps += 1
+        if os.environ["PLANTED"] == "step" and self.num_steps > NUM_GOOD:
+            raise RuntimeError("a fault was planted here")
+        return super().dispatch_packed(step)
+
+    def collect(self, handle: JaxStepHandle) -> StepOutputs:
+        outputs = super().collect(handle)
+        if os.environ["PLANTED"] == "token" and self.num_steps > NUM_GOOD:
+            return dataclasses.replace(outputs, token_ids_r=outputs.token_ids_r ^ 1)
+        return outputs
+
+
+if __name__ == "__main__":
+    from jpaged import assemble
+
+    vars(assemble)["JaxExecutor"] = Planted
+    if os.environ["PLANTED"] == "version":
+        vars(processes)["__version__"] = "0.0.0"
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Real processes that serve one tiny model together, and one that serves it alone, asked the same things.
+
+Process 0 picks its ports and prints them; the others start when it has, so that no port is ever guessed. Every wait is
+for a line or for an exit, with a bound that only a hang reaches.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from jpaged.client import Client
+from jpaged.types import RequestOutput, SamplingParams
+from tests.conftest import QUICK_XLA_FLAG
+from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 300.0
+END_S = 300.0
+SERVE = ("-m", "jpaged", "serve")
+PLANTED = ("-m", "tests.multiprocess.planted", "serve")
+SIZES = ("--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--block-size", "8", "--dtype", "float32")
+
+
+class Process:
+    """A running command whose stderr is read as it comes."""
+
+    def __init__(self, words: Sequence[str], environment: dict[str, str]) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            with self._news:
+                self.lines.append(line)
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+    def find(self, pattern: str) -> re.Match[str] | None:
+        return next((m for line in list(self.lines) if (m := re.search(pattern, line))), None)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first line like this; fails with all lines when the process ended without it."""
+        with self._news:
+            self._news.wait_for(lambda: self.find(pattern) or not self._reader.is_alive(), timeout=WAIT_S)
+        match = self.find(pattern)
+        assert match is not None, "".join(self.lines)
+        return match
+
+    def wait(self) -> int:
+        """The exit code."""
+        code = self.popen.wait(timeout=END_S)
+        self._reader.join()
+        assert self.popen.stderr is not None
+        self.popen.stderr.close()
+        return code
+
+
+class Group:
+    """Processes 0 to P - 1."""
+
+    def __init__(self, members: list[Process]) -> None:
+        self.members = members
+
+    @property
+    def target(self) -> str:
+        """Where clients connect, once it is ready."""
+        return self.members[0].wait_for(r"^ready on (.*)$").group(1)
+
+    def signal(self, process: int, number: signal.Signals) -> None:
+        self.members[process].popen.send_signal(number)
+
+    def codes(self) -> list[int]:
+        """The exit codes, once all have ended."""
+        return [member.wait() for member in self.members]
+
+    def log(self) -> str:
+        return "".join(f"{i}: {line}" for i, member in enumerate(self.members) for line in member.lines)
+
+
+@contextmanager
+def running(
+    num_processes: int,
+    words: Sequence[str],
+    folder: Path,
+    *,
+    num_devices: int = 1,
+    planted: Mapping[int, str] | None = None,
+    extra: Mapping[int, Sequence[str]] | None = None,
+) -> Iterator[Group]:
+    """Starts them; whatever is left of them afterwards is killed.
+
+    Args:
+        words: the model and options, for all.
+        folder: where compiled programs go.
+        num_devices: of each process.
+        planted: what is wrong with a process, see `tests.multiprocess.planted`.
+        extra: more options for some.
+    """
+    members: list[Process] = []
+    try:
+        coordinator = "127.0.0.1:0"
+        for i in range(num_processes):
+            fault = (planted or {}).get(i)
+            place = ["--coordinator", coordinator, "--num-processes", str(num_processes), "--process-id", str(i)]
+            command = [*(PLANTED if fault else SERVE), *words, *place, "--port", "0", *(extra or {}).get(i, ())]
+            environment = _environment(folder, num_devices) | ({"PLANTED": fault} if fault else {})
+            members.append(Process(command, environment))
+            if i == 0:
+                coordinator = members[0].wait_for(r"waits for the others at (\S+)").group(1)
+        yield Group(members)
+    finally:
+        for member in members:
+            if member.popen.poll() is None:
+                member.popen.kill()
+                member.wait()
+
+
+def _environment(folder: Path, num_devices: int) -> dict[str, str]:
+    flags = [f"--xla_force_host_platform_device_count={num_devices}"]
+    if QUICK_XLA_FLAG in os.environ.get("XLA_FLAGS", ""):
+        flags.append(QUICK_XLA_FLAG)
+    return {**os.environ, "XLA_FLAGS": " ".join(flags), "JPAGED_CACHE_DIR": str(folder), "JAX_PLATFORMS": "cpu"}
+
+
+def case() -> TinyCase:
+    """Four heads of keys and values, so that up to four devices have some of their own."""
+    return TinyCase(
+        "llama_mha", {**tiny_case("llama_mha").config, "num_hidden_layers": 2, "max_position_embeddings": 2048}, 24
+    )
+
+
+def write_model(folder: Path) -> str:
+    """The checkpoint, without a tokenizer: prompts are token ids."""
+    return str(write_checkpoint(case(), folder))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(3, 131, length).tolist()
+
+
+def questions() -> list[tuple[list[int], SamplingParams]]:
+    """Every kind of request, and more tokens together than a small pool holds."""
+    common = prompt(19)
+    kinds = [
+        SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.9, top_p=0.95, seed=2**40 + 3, max_tokens=80, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=9, n=3, max_tokens=16, ignore_eos=True),
+        SamplingParams(beam_width=3, n=3, max_tokens=16),
+        SamplingParams(temperature=1.2, top_k=7, seed=11, max_tokens=80, ignore_eos=True),
+    ]
+    return [
+        ([*common, *prompt(3 + 2 * i, i)], kind if kind.beam_width else replace(kind, seed=50 + i))
+        for i, kind in enumerate([*kinds, *kinds])
+    ]
+
+
+def ask(client: Client, many: Sequence[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+    """All at once, in this order of arrival as far as threads have one."""
+    answers: dict[int, RequestOutput] = {}
+
+    def run(place: int, token_ids: list[int], params: SamplingParams) -> None:
+        answers[place] = client.complete(prompt_token_ids=token_ids, sampling=params)
+
+    threads = [threading.Thread(target=run, args=(i, *question)) for i, question in enumerate(many)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    return [answers[i] for i in range(len(many))]
+
+
+def assert_same(got: Sequence[RequestOutput], want: Sequence[RequestOutput]) -> None:
+    """The same tokens and ends; log-probabilities that differ by rounding alone."""
+    assert len(got) == len(want)
+    for place, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs], place
+        assert [o.finish_reason for o in a.outputs] == [o.finish_reason for o in b.outputs]
+        sums = [[o.cumulative_logprob for o in answer.outputs] for answer in (a, b)]
+        np.testing.assert_allclose(sums[0], sums[1], atol=1e-3)

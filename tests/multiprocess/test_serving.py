@@ -1,0 +1,177 @@
+"""Two and four real processes on CPUs: one endpoint, the tokens of one process, and one end for all."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from jpaged.client import Client
+from jpaged.errors import JpagedError, Unavailable
+from jpaged.types import SamplingParams
+from tests.e2e.rig import open_llm
+from tests.multiprocess.rig import END_S, SIZES, Group, ask, assert_same, prompt, questions, running, write_model
+
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+SWAPS = (*SIZES, "--num-blocks", "40", "--preemption-mode", "swap")
+RECOMPUTES = (*SIZES, "--num-blocks", "40", "--preemption-mode", "recompute")
+
+
+def alone(model: str) -> list:
+    """What one process answers, on one device and with room for all."""
+    options = {"block_size": 8, "max_num_batched_tokens": 16, "num_blocks": 200}
+    many = questions()
+    with open_llm(model, **options) as llm:
+        return llm.generate([{"prompt_token_ids": tokens} for tokens, _ in many], [params for _, params in many])
+
+
+class Streams:
+    """Clients in the middle of their streams."""
+
+    def __init__(self, target: str, count: int) -> None:
+        self._client = Client(target)
+        self._begun = threading.Semaphore(0)
+        self.ends: list[JpagedError | int] = []
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            assert self._begun.acquire(timeout=END_S)
+
+    def _run(self, seed: int) -> None:
+        num_tokens = 0
+        try:
+            for chunk in self._client.generate(prompt_token_ids=prompt(5, seed), sampling=ENDLESS):
+                if num_tokens == 0:
+                    self._begun.release()
+                num_tokens += len(chunk.token_ids)
+            self.ends.append(num_tokens)
+        except JpagedError as error:
+            self.ends.append(error)
+
+    def join(self) -> list[JpagedError | int]:
+        for thread in self._threads:
+            thread.join(END_S)
+            assert not thread.is_alive()
+        self._client.close()
+        return self.ends
+
+
+def kill_one(group: Group, process: int) -> None:
+    """While three clients are in their streams: all of them and all processes hear of it."""
+    streams = Streams(group.target, 3)
+    group.signal(process, signal.SIGKILL)
+    ends = streams.join()
+    assert [type(end) for end in ends] == [Unavailable] * 3, group.log()
+    codes = group.codes()
+    assert codes[process] == -signal.SIGKILL
+    assert all(code != 0 for code in codes), (codes, group.log())
+    if process != 0:
+        assert f"process {process} of {len(codes)} is lost" in str(ends[0])
+
+
+def check_tokens(group: Group, model: str, *, swaps: bool) -> None:
+    with Client(group.target) as client:
+        want = alone(model)
+        assert_same(ask(client, questions()), want)
+        again = ask(client, questions()[:4])
+        assert_same(again, want[:4])
+        load = client.load()
+        assert load.num_prefix_hit_tokens > 0
+        assert load.num_preemptions > 0
+        assert (load.num_blocks_swapped_in > 0) is swaps
+        assert load.num_compiles_after_warm_up == 0
+
+
+def test_two_processes_draw_what_one_draws_and_end_together(tmp_path: Path) -> None:
+    """The whole story once: tokens of every kind, shared, swapped; then one is killed."""
+    model = write_model(tmp_path / "model")
+    with running(2, (model, *SWAPS), tmp_path / "programs") as group:
+        check_tokens(group, model, swaps=True)
+        assert not any(member.find("listening on") for member in group.members[1:])
+        kill_one(group, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("process", [0, 2, 3])
+def test_four_processes_draw_what_one_draws_and_end_together(process: int, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    with running(4, (model, *(SWAPS if process else RECOMPUTES)), tmp_path / "programs") as group:
+        check_tokens(group, model, swaps=process != 0)
+        kill_one(group, process)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_processes_may_have_several_devices(kv_cache_dtype: str, tmp_path: Path) -> None:
+    """Two of two devices, and a drain that the leader is asked for."""
+    model = write_model(tmp_path / "model")
+    words = (model, *SWAPS, "--kv-cache-dtype", kv_cache_dtype, "--tensor-parallel-size", "4")
+    with running(2, words, tmp_path / "programs", num_devices=2) as group:
+        if kv_cache_dtype == "auto":
+            check_tokens(group, model, swaps=True)
+        streams = Streams(group.target, 2)
+        assert group.members[0].find(r"^  4 x cpu")
+        group.signal(0, signal.SIGTERM)
+        assert streams.join() == [300, 300]
+        assert group.codes() == [0, 0], group.log()
+
+
+@pytest.mark.long
+def test_a_signal_to_any_process_drains_all(tmp_path: Path) -> None:
+    """As Kubernetes ends pods: all of them, in any order, some twice."""
+    model = write_model(tmp_path / "model")
+    with running(2, (model, *SIZES, "--num-blocks", "80"), tmp_path / "programs") as group:
+        streams = Streams(group.target, 2)
+        group.signal(1, signal.SIGTERM)
+        group.signal(1, signal.SIGTERM)
+        assert streams.join() == [300, 300]
+        assert group.codes() == [0, 0], group.log()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("token", r"step \d+: process 1 ran or drew something else than process 0"),
+        ("step", r"process 1 of 2 failed: RuntimeError: a fault was planted here"),
+    ],
+)
+def test_a_process_that_differs_or_fails_ends_all(fault: str, message: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    with running(2, (model, *SIZES, "--num-blocks", "80"), tmp_path / "programs", planted={1: fault}) as group:
+        streams = Streams(group.target, 2)
+        assert all(isinstance(end, JpagedError) for end in streams.join())
+        codes = group.codes()
+        assert all(code > 0 for code in codes), (codes, group.log())
+        assert group.members[0].find(message), group.log()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("planted", "extra", "message"),
+    [
+        ({1: "version"}, {}, r"jpaged version: is \S+ in process 0 and 0\.0\.0 in process 1"),
+        ({}, {1: ("--block-size", "16")}, "block_size: is 8 in process 0 and 16 in process 1"),
+    ],
+)
+def test_processes_that_are_not_alike_do_not_start(
+    planted: dict[int, str], extra: dict[int, tuple[str, ...]], message: str, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model")
+    with running(2, (model, *SIZES), tmp_path / "programs", planted=planted, extra=extra) as group:
+        codes = group.codes()
+        assert all(code > 0 for code in codes), (codes, group.log())
+        assert all(member.find(message) for member in group.members), group.log()
+
+
+@pytest.mark.long
+def test_a_process_that_never_comes_is_named(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    words = (model, *SIZES, "--join-timeout", "3")
+    with running(1, words, tmp_path / "programs", extra={0: ("--num-processes", "3")}) as group:
+        (code,) = group.codes()
+        assert code > 0
+        assert group.members[0].find(r"of 3 processes, 1, 2 did not come in 3 s \(join_timeout\)"), group.log()
