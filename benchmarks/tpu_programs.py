@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
+from jpaged.device.blueprint import abstract_serving, program_lowerings
 from jpaged.device.compile import ProgramSpec
-from jpaged.device.executor import abstract_serving, program_lowerings
 from jpaged.device.mesh import build_mesh, local_bytes
 from jpaged.device.program_report import Collective, ProgramReport, collectives, made_arrays
 from jpaged.device.step import Step

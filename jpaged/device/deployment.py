@@ -16,8 +16,8 @@ import jax
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
+from jpaged.device.blueprint import abstract_serving, program_lowerings
 from jpaged.device.compile import ProgramSpec
-from jpaged.device.executor import abstract_serving, program_lowerings
 from jpaged.device.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory, too_large
 from jpaged.device.mesh import local_bytes
 from jpaged.device.out_of_memory import Refusal

@@ -12,10 +12,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,23 +22,21 @@ from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
 from jpaged.device.agreement import Agreement, Alone
-from jpaged.device.block_moves import BlockMover, lower_move, move_sizes
-from jpaged.device.cascade_costs import cascade_costs
-from jpaged.device.compile import CompileWatch, ProgramSpec, compiler_options, least_programs, program_specs
+from jpaged.device.block_moves import BlockMover, move_sizes
+from jpaged.device.blueprint import plan, program_lowerings, queries_of
+from jpaged.device.compile import CompileWatch, ProgramSpec, least_programs, program_specs
 from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
-from jpaged.device.host_pool import HostPool, num_host_blocks
+from jpaged.device.host_pool import HostPool
 from jpaged.device.kv_cache import KVPool
-from jpaged.device.kv_scales import kv_dtype, measure_scales, name_of_kv_dtype
+from jpaged.device.kv_scales import measure_scales, name_of_kv_dtype
 from jpaged.device.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory
 from jpaged.device.mesh import (
     CONTENTS_SPEC,
     POOL_SPEC,
-    SCALES_SPEC,
     Placement,
     check_params,
     first_device,
     local_bytes,
-    num_shards,
     replicated,
     serving_mesh,
 )
@@ -52,16 +49,13 @@ from jpaged.device.saved_programs import SavedPrograms, Target
 from jpaged.device.step import Step, backbone_packing, draw_packing, unpack_outputs
 from jpaged.engine.buckets import BucketTable
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Progress, StepInputs, StepOutputs
-from jpaged.errors import InternalError, InvalidArgument
-from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Backend, Queries, choose
+from jpaged.errors import InternalError
+from jpaged.kernels.paged_attention import Backend, choose
 from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model
 from jpaged.models.parts import Params
 
 _LOG = logging.getLogger(__name__)
-
-Lowering = Callable[[], jax.stages.Lowered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +188,7 @@ class JaxExecutor:
         """The attention backends that `auto` would rather have, and why each cannot run."""
         mesh, attention = self._step.mesh, self._step.attention
         local = dataclasses.replace(attention, layout=attention.layout.local)
-        queries = _queries(self._step.model, mesh, self._geometry.max_num_seqs, self._geometry.max_blocks_per_seq)
+        queries = queries_of(self._step.model, mesh, self._geometry.max_num_seqs, self._geometry.max_blocks_per_seq)
         return choose("auto", first_device(mesh), local, queries).passed_over
 
     @property
@@ -380,126 +374,3 @@ def _sources(
         else ProgramSource.of(lowering)
         for spec, lowering in program_lowerings(step, params, geometry).items()
     }
-
-
-def plan(
-    model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
-) -> tuple[Step, Geometry]:
-    """What runs, and its sizes, for a number of blocks. Allocates and compiles nothing.
-
-    Raises:
-        InvalidArgument: max_model_len is beyond the model's, or the model cannot be split over the mesh.
-        Unsupported: the attention backend that was chosen cannot do it.
-    """
-    num_parts, vocab_size = num_shards(mesh), model.config.vocab_size
-    model = Placement.of(model, mesh, layer_mode).model
-    config = model.config
-    max_model_len = options.model.max_model_len or config.max_model_len
-    if max_model_len > config.max_model_len:
-        raise InvalidArgument(
-            "max_model_len", f"{max_model_len} is above the limit of the model, {config.max_model_len}"
-        )
-    layout = KVLayout(
-        num_layers=config.num_layers,
-        num_blocks=num_blocks,
-        block_size=options.cache.block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype),
-        num_shards=num_parts,
-    )
-    scale, max_num_seqs = config.head_dim**-0.5, options.scheduler.max_num_seqs
-    queries = _queries(model, mesh, max_num_seqs, -(-max_model_len // layout.block_size))
-    # A kernel sees what one device has, so that is what its backend is asked about.
-    attention = AttentionSpec(layout.local, scale)
-    chosen = choose(options.model.attention_backend, first_device(mesh), attention, queries)
-    layout = dataclasses.replace(layout, form=chosen.spec.layout.form)
-    can_cascade = options.cache.enable_cascade_attention
-    cascade = cascade_costs(chosen.backend, chosen.spec, queries.num_heads) if can_cascade else None
-    max_tokens = options.scheduler.max_num_batched_tokens
-    geometry = Geometry(
-        num_blocks=num_blocks,
-        block_size=layout.block_size,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        vocab_size=vocab_size,
-        bytes_per_block=layout.bytes_per_block,
-        buckets=BucketTable.build(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs),
-        num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
-        cascade=cascade,
-    )
-    step = Step(
-        model,
-        AttentionSpec(layout, scale),
-        layer_mode,
-        num_places=geometry.buckets.rows[-1],
-        vocab_size=vocab_size,
-        mesh=mesh,
-        backend=chosen.backend,
-    )
-    return step, geometry
-
-
-def _queries(model: Model, mesh: Mesh, num_rows: int, table_width: int) -> Queries:
-    """What one device's attention is called with."""
-    return Queries(model.config.num_heads // num_shards(mesh), model.dtype, num_rows, table_width)
-
-
-def abstract_serving(
-    model: Model, options: EngineConfig, mesh: Mesh, layer_mode: LayerMode | None = None
-) -> tuple[Step, Geometry, Params]:
-    """What a server would run on a mesh, as shapes alone: its devices need not be there, a topology's will do.
-
-    `program_lowerings` lowers its programs. The number of blocks is `cache.num_blocks`, or what the longest sequence
-    needs: only a device can tell how many it holds.
-
-    Raises:
-        InvalidArgument, Unsupported: as in `plan`.
-    """
-    where = Placement.of(model, mesh, layer_mode)
-    max_model_len = options.model.max_model_len or model.config.max_model_len
-    num_blocks = options.cache.num_blocks or -(-max_model_len // options.cache.block_size)
-    step, geometry = plan(model, options, where.layer_mode, num_blocks, mesh)
-    params = where.abstract_params()
-    layout = step.attention.layout
-    if layout.is_scaled:
-        shape, sharding = (layout.num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, SCALES_SPEC)
-        params["kv_scales"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
-    return step, geometry, params
-
-
-def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[ProgramSpec, Lowering]:
-    """For each program, the call that traces and lowers it. `params` may be shapes alone, with their shardings."""
-    whole, of_pool = replicated(step.mesh), NamedSharding(step.mesh, POOL_SPEC)
-
-    def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=whole)
-
-    layout, model = step.attention.layout, step.model
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format), params)
-    options = compiler_options(first_device(step.mesh))
-    head = {name: tree for name, tree in params.items() if name != "layers"}
-    pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
-    last_tokens = shape((step.num_places,), np.int32)
-    hidden = shape((step.num_places, model.config.hidden_size), model.dtype)
-
-    def lower(spec: ProgramSpec) -> jax.stages.Lowered:
-        if spec.kind == "backbone":
-            packing = backbone_packing(spec.size, geometry)
-            backbone = functools.partial(step.packed_backbone, packing=packing)
-            jitted = jax.jit(backbone, donate_argnums=1, out_shardings=(of_pool, whole), compiler_options=options)
-            return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
-        if spec.kind != "draw":
-            return lower_move(spec, layout, step.mesh)
-        packing = draw_packing(spec.size)
-        draw = functools.partial(step.packed_draw, packing=packing, want_top=spec.want_top)
-        jitted = jax.jit(draw, out_shardings=whole, compiler_options=options)
-        return jitted.lower(head, hidden, shape((packing.size,), np.int32))
-
-    def lower_for_devices(spec: ProgramSpec) -> jax.stages.Lowered:
-        # Kernels ask what they are lowered for; the devices of a topology are not among those that jax has.
-        with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):
-            return lower(spec)
-
-    specs = program_specs(geometry.buckets, move_sizes(layout), has_host_blocks=geometry.num_host_blocks > 0)
-    return {spec: functools.partial(lower_for_devices, spec) for spec in specs}

@@ -19,7 +19,7 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh
 
 from jpaged.config import EngineConfig
-from jpaged.device.executor import abstract_serving
+from jpaged.device.blueprint import abstract_serving
 from jpaged.device.mesh import MESH_AXES, build_mesh
 from jpaged.device.step import backbone_packing
 from jpaged.device.topology import GENERATIONS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.device.executor import plan
+from jpaged.device.blueprint import plan
 from jpaged.device.kv_scales import MARGIN, kv_dtype, measure_scales, name_of_kv_dtype
 from jpaged.device.mesh import build_mesh
 from jpaged.kernels.kv_layout import MAX_NUMBER

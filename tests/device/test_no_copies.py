@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.config import EngineConfig
+from jpaged.device.blueprint import plan, program_lowerings
 from jpaged.device.compile import ProgramSpec
-from jpaged.device.executor import plan, program_lowerings
 from jpaged.device.mesh import Placement, build_mesh
 from jpaged.models.layers import LayerMode
 from tests.device import tiny_model

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from jpaged.config import EngineConfig, StartupOptions
+from jpaged.device.blueprint import abstract_serving
 from jpaged.device.compile import ProgramSpec
-from jpaged.device.executor import JaxExecutor, abstract_serving
+from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import serving_mesh
 from jpaged.device.saved_programs import MANIFEST, SavedPrograms, Target, save_programs
 from jpaged.errors import InvalidArgument

@@ -12,8 +12,9 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device.block_moves import lower_move
+from jpaged.device.blueprint import abstract_serving, program_lowerings
 from jpaged.device.compile import ProgramSpec
-from jpaged.device.executor import JaxExecutor, abstract_serving, program_lowerings
+from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh
 from jpaged.device.program_report import collectives
 from jpaged.models.layers import LayerMode

@@ -13,8 +13,8 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.device.block_moves import lower_move, move_sizes
+from jpaged.device.blueprint import abstract_serving, program_lowerings
 from jpaged.device.compile import ProgramSpec
-from jpaged.device.executor import abstract_serving, program_lowerings
 from jpaged.device.mesh import replicated
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update, pallas_gpu
