@@ -93,7 +93,8 @@ def check_swapped(executor: Executors, many: list[Job], **options: Any) -> None:
     rig = Rig(executor, num_blocks=26, num_host_blocks=120, preemption_mode="swap", **options)
     answers, load = together(rig, many)
     assert load.num_preemptions > 0
-    assert load.num_blocks_swapped_out == load.num_blocks_swapped_in > 0
+    # A group whose last token was on its way when it was swapped out does not come back.
+    assert load.num_blocks_swapped_out >= load.num_blocks_swapped_in > 0
     assert load.num_recomputed_tokens == 0
     agree(executor, many, answers)
 
@@ -108,13 +109,19 @@ def check_recomputed(executor: Executors, many: list[Job], **options: Any) -> No
 
 
 def check_cached(executor: Executors, many: list[Job], **options: Any) -> None:
-    """The second time, everything of a prompt but its last token is known; the part of a block is copied."""
+    """The second time, everything of a prompt but its last token is known; the part of a block is copied.
+
+    With replicas, where it went the first time: one that is too busy by then is passed over, so it is most of them.
+    """
     rig = Rig(executor, enable_prefix_caching=True, **options)
     first, _ = together(rig, many)
     second, load = together(rig, many)
-    for job, answer in zip(many, second, strict=True):
-        assert answer.num_cached_tokens >= (len(job.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
-        assert answer.num_cached_tokens % BLOCK_SIZE != 0
+    known = [
+        answer.num_cached_tokens >= (len(job.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        and answer.num_cached_tokens % BLOCK_SIZE != 0
+        for job, answer in zip(many, second, strict=True)
+    ]
+    assert known.count(True) >= (len(many) if isinstance(executor, JaxExecutor) else 0.6 * len(many)), known
     assert load.num_prefix_hit_tokens >= sum(answer.num_cached_tokens for answer in second)
     assert load.num_cascade_steps > 0
     agree(executor, many, first)
