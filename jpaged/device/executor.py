@@ -282,6 +282,7 @@ class JaxExecutor:
         Raises:
             InternalError: shapes of no compiled program.
         """
+        self._require_alive()
         how = inputs.sampling
         num_tokens, num_rows = len(inputs.token_ids_t), len(how.temperature_r)
         self._programs.find(ProgramSpec("backbone", num_tokens))

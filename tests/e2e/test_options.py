@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from jpaged.config import EngineConfig, ServerOptions, field_names, iter_options
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names, iter_options
 from jpaged.device import memory_plan
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import ProgramLedger
@@ -42,6 +42,7 @@ SERVER_VALUES = {
     "pin_prefix": "file",
     "metrics_port": 9090,
 }
+PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 
 Test = TypeVar("Test", bound=Callable[..., None])
 _flipped: set[str] = set()
@@ -92,8 +93,22 @@ def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[EngineLoad]:
 
 
 def test_every_option_is_flipped_here() -> None:
-    assert _flipped | set(SERVER_VALUES) == {name for name, _, _ in iter_options()}
+    assert _flipped | set(SERVER_VALUES) | set(PROCESS_VALUES) == {name for name, _, _ in iter_options()}
     assert set(SERVER_VALUES) == set(field_names(ServerOptions))
+    assert set(PROCESS_VALUES) == set(PROCESS_OPTIONS)
+
+
+@pytest.mark.parametrize("name", PROCESS_VALUES)
+def test_options_of_several_processes_are_refused(name: str) -> None:
+    EngineConfig.load(PROCESS_VALUES)
+    with pytest.raises(InvalidArgument, match=f"{name}: is an option of `jpaged serve`"):
+        LLM("no such folder", **{name: PROCESS_VALUES[name]})
+
+
+@flips("data_parallel_size")
+def test_data_parallel_size_is_how_many_copies_there_are(folder: Path) -> None:
+    with open_llm(folder, data_parallel_size=2, **BASE) as llm:
+        assert len(llm._serving.engine.replica_loads()) == 2
 
 
 @pytest.mark.parametrize(("name", "value"), SERVER_VALUES.items())
@@ -222,8 +237,8 @@ def test_compiled_is_where_programs_come_from(base: LLM, folder: Path, tmp_path:
     save_programs(tmp_path / "programs", Target.of(executor._step, executor.geometry), programs)
     with open_llm(folder, compiled=str(tmp_path / "programs"), **BASE) as llm:
         assert {program.origin for program in device_executor_of(llm).programs.values()} == {"saved"}
-        prompt = random_prompts([20])
-        assert generate(llm, prompt, GREEDY) == generate(base, prompt, GREEDY)
+        prompt, uncached = random_prompts([20]), dataclasses.replace(GREEDY, use_prefix_cache=False)
+        assert generate(llm, prompt, uncached) == generate(base, prompt, uncached)
     with pytest.raises(
         InvalidArgument, match=r"compiled: the programs in .* are for num_blocks 40, this server has 41"
     ):
@@ -259,7 +274,10 @@ def test_a_pool_of_one_block_is_enough(folder: Path) -> None:
 
 
 def test_more_blocks_than_memory_are_refused(folder: Path) -> None:
-    with pytest.raises(InvalidArgument, match="num_blocks: 40000000 of 24576 bytes are more than memory holds"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"num_blocks: 40000000 blocks do not fit: .* blocks of 24576 bytes; lower num_blocks to \d+",
+    ):
         LLM(str(folder), num_blocks=40_000_000)
 
 
