@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
+from jpaged.device.host_memory import physical_host_bytes
 from jpaged.device.local_parts import LocalParts
-from jpaged.device.memory_plan import physical_host_bytes
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 

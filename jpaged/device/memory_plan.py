@@ -17,12 +17,12 @@ are taken from programs with a small one. Nothing here compiles or allocates.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 
+from jpaged.device.host_memory import available_host_bytes
 from jpaged.errors import InternalError, InvalidArgument
 
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -50,7 +50,7 @@ class DeviceMemory:
             num_devices: of the model; those of a CPU share the memory of their host.
         """
         if device.platform == "cpu":
-            return cls(_available_host_bytes() // num_devices + weight_bytes, is_own=False)
+            return cls(available_host_bytes() // num_devices + weight_bytes, is_own=False)
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             return cls(None)
@@ -271,19 +271,3 @@ def _in_text(num_bytes: int | None) -> str:
     if num_bytes is None:
         return "unknown"
     return f"{num_bytes / _GIB:.3f} GiB" if abs(num_bytes) >= _GIB else f"{num_bytes / _MIB:.2f} MiB"
-
-
-def _available_host_bytes() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: all physical memory is the best that is known
-    return physical_host_bytes()
-
-
-def physical_host_bytes() -> int:
-    """Memory that the machine has, used or not."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -91,7 +91,7 @@ def test_the_host_s_memory_is_that_of_all_copies(tmp_path: Path, monkeypatch: py
     """Where it is what limits the pools: two copies get about half of the blocks each, and the same number."""
     folder = write_model("llama3_tied", tmp_path)
     available = [3 << 19, 3 << 19, 3 << 18]  # for the only pool; for the first of two, and what that leaves
-    monkeypatch.setattr(memory_plan, "_available_host_bytes", lambda: available.pop(0))
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: available.pop(0))
     for what in ("decisive_memory", "program_memory"):  # they would take more than there is
         monkeypatch.setattr(executor, what, lambda *server: memory_plan.ProgramMemory())
     with open_llm(folder, swap_space=0.01) as llm:

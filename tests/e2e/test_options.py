@@ -302,7 +302,7 @@ def test_max_num_batched_tokens_is_how_much_prompt_a_step_takes(base: LLM, other
 def test_memory_utilization_is_the_share_that_weights_programs_and_pool_must_fit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_plan, "_available_host_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 100 << 20)
     with (
         pytest.raises(InvalidArgument, match=r"memory_utilization: 0\.02 of 0\.10 GiB"),
         open_llm(folder, memory_utilization=0.02),

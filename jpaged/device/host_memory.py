@@ -1,0 +1,68 @@
+"""Memory of the machine that this process may still have: what is free, and no more than its container is allowed.
+
+A container's limit is its control group's, or that of a group above it: version 2 (one tree) and version 1 (a tree for
+memory). What a group uses counts without the pages of files that the kernel would drop first.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_ROOT = Path("/")
+_V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def physical_host_bytes() -> int:
+    """Memory that the machine has, used or not."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_host_bytes(root: Path = _ROOT) -> int:
+    """Memory that can be had now without swapping.
+
+    Args:
+        root: of the file system that tells.
+    """
+    free = _fields(root / "proc/meminfo").get("MemAvailable:")
+    # Not Linux: all physical memory is the best that is known.
+    available = physical_host_bytes() if free is None else free * 1024
+    return min([available, *_left_to_groups(root)])
+
+
+def _left_to_groups(root: Path) -> list[int]:
+    """What each control group that this process is in has left, where it has a limit."""
+    left = []
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        base, limit_file, use_file, cached = _V2 if number == "0" else _V1
+        group = (root / base / path.lstrip("/")).resolve()
+        while group.is_relative_to((root / base).resolve()):
+            limit = _number(group / limit_file)
+            use = _number(group / use_file)
+            if limit is not None and use is not None:
+                left.append(max(0, limit - use + _fields(group / "memory.stat").get(cached, 0)))
+            group = group.parent
+    return left
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is no file, or it says `max`."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    words = [line.split() for line in _lines(path)]
+    return {line[0]: int(line[1]) for line in words if len(line) >= 2 and line[1].isdecimal()}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []
