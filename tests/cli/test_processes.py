@@ -20,6 +20,8 @@ from jpaged.types import SamplingParams
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = [sys.executable, "-m", "tests.cli.fake_jpaged"]
 JPAGED = [sys.executable, "-m", "jpaged"]
+WAIT_S = 300.0
+"""For a machine that others use as well; what does not come fails all the same."""
 
 
 class Process:
@@ -48,7 +50,7 @@ class Process:
             return next((m for line in self.lines if (m := re.search(pattern, line))), None)
 
         with self._news:
-            self._news.wait_for(lambda: found() or not self._reader.is_alive(), timeout=60)
+            self._news.wait_for(lambda: found() or not self._reader.is_alive(), timeout=WAIT_S)
         match = found()
         assert match is not None, self.lines
         return match
@@ -56,7 +58,7 @@ class Process:
     def end(self, number: signal.Signals | None = None) -> int:
         if number is not None:
             self.popen.send_signal(number)
-        code = self.popen.wait(timeout=60)
+        code = self.popen.wait(timeout=WAIT_S)
         self._reader.join()
         if self.popen.stderr is not None:
             self.popen.stderr.close()
@@ -80,7 +82,7 @@ def test_a_server_pins_a_prefix_and_answers_prometheus(tmp_path):
         process.wait_for(r"16 tokens of .*prefix\.txt pinned")
         url = process.wait_for(r"metrics on (http://127\.0\.0\.1:\d+/metrics)$").group(1)
         process.wait_for(r"^ready on")
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             assert 'jpaged:blocks_referenced{model_name="fake"} 4.0' in answer.read().decode()
         assert process.end(signal.SIGTERM) == 0
     finally:

@@ -14,7 +14,7 @@ async def scrape() -> str:
         url = f"http://127.0.0.1:{harness.server.metrics_port}/metrics"
 
         def read() -> str:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 return str(answer.read().decode())
 
         return await asyncio.to_thread(read)

@@ -184,7 +184,7 @@ def test_a_server_of_two_copies_answers_as_one(tmp_path: Path) -> None:
             assert load.num_generation_tokens == sum(replica.num_generation_tokens for replica in load.replicas)
             assert load.num_compiles_after_warm_up == 0
         url = process.wait_for(r"^metrics on (.*)$").group(1)
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             page = answer.read().decode()
         for replica in range(2):
             assert f'replica="{replica}"}} 1.0' in page

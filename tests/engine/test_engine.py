@@ -287,7 +287,7 @@ def test_a_stop_that_a_step_reads_from_the_inbox_ends_the_loop():
     engine = make(overlap=True).engine
     engine._inbox.put(engine._set_stopping)
     engine.start()
-    engine._thread.join(timeout=20)
+    engine._thread.join(timeout=60)
     assert not engine._thread.is_alive()
     engine.stop()
 

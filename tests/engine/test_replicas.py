@@ -208,7 +208,7 @@ class Listener:
     def wait_for(self, names):
         with self._news:
             assert self._news.wait_for(
-                lambda: all(self.events[name] and self.events[name][-1].is_last for name in names), timeout=20
+                lambda: all(self.events[name] and self.events[name][-1].is_last for name in names), timeout=60
             )
 
 
@@ -253,7 +253,7 @@ def test_stop_ends_what_is_left_everywhere():
     stopping.start()
     for one in faults:
         one.gate.set()
-    stopping.join(20)
+    stopping.join(60)
     assert not stopping.is_alive()
     listener.wait_for(["a", "b", "c"])
     for events in listener.events.values():

@@ -29,6 +29,7 @@ WAIT_S = 300.0
 END_S = 300.0
 SERVE = ("-m", "jpaged", "serve")
 PLANTED = ("-m", "tests.multiprocess.planted", "serve")
+ALWAYS = ("--port", "0", "--shutdown-timeout", str(END_S))
 SIZES = ("--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--block-size", "8", "--dtype", "float32")
 
 
@@ -126,7 +127,7 @@ def running(
         for i in range(num_processes):
             fault = (planted or {}).get(i)
             place = ["--coordinator", coordinator, "--num-processes", str(num_processes), "--process-id", str(i)]
-            command = [*(PLANTED if fault else SERVE), *words, *place, "--port", "0", *(extra or {}).get(i, ())]
+            command = [*(PLANTED if fault else SERVE), *words, *place, *ALWAYS, *(extra or {}).get(i, ())]
             environment = _environment(folder, num_devices) | ({"PLANTED": fault} if fault else {})
             members.append(Process(command, environment))
             if i == 0:

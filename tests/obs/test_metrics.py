@@ -100,7 +100,7 @@ class Scraped:
 
 def scrape(port: int) -> dict[str, float]:
     """Sample -> value; labels but the model's are part of the name."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     values = {}
     for family in families:

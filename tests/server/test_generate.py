@@ -233,7 +233,7 @@ async def test_a_full_queue_says_when_to_come_back():
         harness.faults.gate.clear()
         num_accepted = 1 + harness.serving.engine.geometry.max_num_seqs
         calls = [asyncio.ensure_future(collect(harness.inference.Generate(request()))) for _ in range(num_accepted + 1)]
-        (refused,), accepted = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        (refused,), accepted = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=60)
         error = refused.exception()
         assert isinstance(error, grpc.aio.AioRpcError)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -32,7 +32,7 @@ async def replica(faults: Faults) -> AsyncIterator[Replica]:
 async def all_of(
     replica: Replica, message: inference_pb2.GenerateRequest, metadata: tuple[tuple[str, str], ...] = ()
 ) -> list[inference_pb2.GenerateResponse]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return [response async for response in replica.generate(message, metadata)]
 
 
@@ -135,7 +135,7 @@ async def test_metrics_are_answered(replica):
     port = replica.serve_metrics("127.0.0.1", 0)
 
     def scrape() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             return str(answer.read().decode())
 
     assert 'jpaged:blocks_referenced{model_name="fake"} 0.0' in await asyncio.to_thread(scrape)
