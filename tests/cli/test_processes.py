@@ -1,13 +1,9 @@
 """Whole processes: `jpaged serve` and `jpaged demo` as a user runs them, over a fake model."""
 
-import re
 import signal
-import subprocess
 import sys
-import threading
 import urllib.request
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,58 +12,14 @@ from jpaged.cli.main import main
 from jpaged.client import Client
 from jpaged.errors import InternalError, Unavailable
 from jpaged.types import SamplingParams
+from tests.processes import ROOT, Process
 
-ROOT = Path(__file__).resolve().parents[2]
-FAKE = [sys.executable, "-m", "tests.cli.fake_jpaged"]
-JPAGED = [sys.executable, "-m", "jpaged"]
-WAIT_S = 300.0
-"""For a machine that others use as well; what does not come fails all the same."""
-
-
-class Process:
-    """A running command whose stderr is read as it comes."""
-
-    def __init__(self, *words: str, command: Sequence[str] = FAKE) -> None:
-        self.popen = subprocess.Popen(
-            [*command, *words], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-        )
-        self.lines: list[str] = []
-        self._news = threading.Condition()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.popen.stderr is not None
-        for line in self.popen.stderr:
-            with self._news:
-                self.lines.append(line)
-                self._news.notify_all()
-        with self._news:
-            self._news.notify_all()
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        def found() -> re.Match[str] | None:
-            return next((m for line in self.lines if (m := re.search(pattern, line))), None)
-
-        with self._news:
-            self._news.wait_for(lambda: found() or not self._reader.is_alive(), timeout=WAIT_S)
-        match = found()
-        assert match is not None, self.lines
-        return match
-
-    def end(self, number: signal.Signals | None = None) -> int:
-        if number is not None:
-            self.popen.send_signal(number)
-        code = self.popen.wait(timeout=WAIT_S)
-        self._reader.join()
-        if self.popen.stderr is not None:
-            self.popen.stderr.close()
-        return code
+FAKE = ("-m", "tests.cli.fake_jpaged", "serve")
 
 
 @pytest.fixture
 def serve() -> Iterator[Process]:
-    process = Process("serve", "fake-model", "--port", "0")
+    process = Process((*FAKE, "fake-model", "--port", "0"))
     yield process
     if process.popen.poll() is None:
         process.end(signal.SIGKILL)
@@ -76,7 +28,7 @@ def serve() -> Iterator[Process]:
 def test_a_server_pins_a_prefix_and_answers_prometheus(tmp_path):
     (tmp_path / "prefix.txt").write_text("once upon a time")
     process = Process(
-        "serve", "fake-model", "--port", "0", "--pin-prefix", str(tmp_path / "prefix.txt"), "--metrics-port", "0"
+        (*FAKE, "fake-model", "--port", "0", "--pin-prefix", str(tmp_path / "prefix.txt"), "--metrics-port", "0")
     )
     try:
         process.wait_for(r"16 tokens of .*prefix\.txt pinned")
@@ -103,29 +55,29 @@ def test_a_server_says_what_it_does_and_ends_on_a_signal(serve, number):
         serve.popen.send_signal(number)
         chunks = list(stream)
     assert chunks[-1].usage.completion_tokens == 300
-    assert serve.end() == 0
+    assert serve.wait() == 0
     assert not any("Traceback" in line for line in serve.lines)
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1():
-    process = Process("serve", "broken", "--port", "0")
-    assert process.end() == 1
+    process = Process((*FAKE, "broken", "--port", "0"))
+    assert process.wait() == 1
     assert any("model: broken is not a folder" in line for line in process.lines)
     assert not any("Traceback" in line for line in process.lines)
 
 
 def test_an_engine_that_dies_ends_the_process():
-    process = Process("serve", "dies", "--port", "0")
+    process = Process((*FAKE, "dies", "--port", "0"))
     address = process.wait_for(r"^ready on (.*)$").group(1)
     with Client(address) as client, pytest.raises((InternalError, Unavailable)):
         client.complete("hello", SamplingParams(max_tokens=50, ignore_eos=True))
-    assert process.end() == 1
+    assert process.wait() == 1
 
 
 def test_a_port_in_use_is_one_line_and_exit_code_2(serve):
     port = serve.wait_for(r"^ready on .*:(\d+)$").group(1)
-    second = Process("serve", "--port", port)
-    assert second.end() == 2
+    second = Process((*FAKE, "--port", port))
+    assert second.wait() == 2
     assert any(f"port: 127.0.0.1:{port} cannot be bound" in line for line in second.lines)
     assert serve.end(signal.SIGTERM) == 0
 
@@ -152,7 +104,7 @@ def fake_server(monkeypatch):
     """`jpaged demo` starts the fake in the place of the real program."""
 
     def command(model: str, flags: list[str]) -> list[str]:
-        return [*FAKE, "serve", model, "--port", "0", *flags]
+        return [sys.executable, *FAKE, model, "--port", "0", *flags]
 
     monkeypatch.setattr(demo, "_command", command)
     monkeypatch.chdir(ROOT)

@@ -17,11 +17,11 @@ from jpaged.engine.replicas import Replicas
 from jpaged.errors import InvalidArgument, QueueFull
 from jpaged.llm import LLM
 from jpaged.types import SamplingParams
-from tests.cli.test_processes import JPAGED, Process
 from tests.e2e.rig import assert_same, generate, open_llm, random_prompts, write_model
 from tests.e2e.sharing_rig import cold_executors
 from tests.e2e.test_sharing import CHECKS
 from tests.e2e.test_tensor_parallel import CASES, check_same
+from tests.processes import Process
 
 
 def test_two_copies_on_four_devices_each_draw_what_one_device_draws(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_server_of_two_copies_answers_as_one(tmp_path: Path) -> None:
         want = [[one.token_ids for one in output.outputs] for output in outputs]
     sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2, **options}
     flags = [word for name, value in sizes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    process = Process("serve", str(folder), "--port", "0", "--metrics-port", "0", *flags, command=JPAGED)
+    process = Process(("-m", "jpaged", "serve", str(folder), "--port", "0", "--metrics-port", "0", *flags))
     try:
         address = process.wait_for(r"^ready on (.*)$").group(1)
         process.wait_for(r"^  4 x cpu in 2 replicas, attention ")

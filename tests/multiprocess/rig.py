@@ -7,10 +7,7 @@ for a line or for an exit, with a bound that only a hang reaches.
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,61 +20,12 @@ from jpaged.client import Client
 from jpaged.types import RequestOutput, SamplingParams
 from tests.conftest import QUICK_XLA_FLAG
 from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
+from tests.processes import WAIT_S, Process
 
-ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 300.0
-END_S = 300.0
 SERVE = ("-m", "jpaged", "serve")
 PLANTED = ("-m", "tests.multiprocess.planted", "serve")
-ALWAYS = ("--port", "0", "--shutdown-timeout", str(END_S))
+ALWAYS = ("--port", "0", "--shutdown-timeout", str(WAIT_S))
 SIZES = ("--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--block-size", "8", "--dtype", "float32")
-
-
-class Process:
-    """A running command whose stderr is read as it comes."""
-
-    def __init__(self, words: Sequence[str], environment: dict[str, str]) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-        )
-        self.lines: list[str] = []
-        self._news = threading.Condition()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.popen.stderr is not None
-        for line in self.popen.stderr:
-            with self._news:
-                self.lines.append(line)
-                self._news.notify_all()
-        with self._news:
-            self._news.notify_all()
-
-    def find(self, pattern: str) -> re.Match[str] | None:
-        return next((m for line in list(self.lines) if (m := re.search(pattern, line))), None)
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        """The first line like this; fails with all lines when the process ended without it."""
-        with self._news:
-            self._news.wait_for(lambda: self.find(pattern) or not self._reader.is_alive(), timeout=WAIT_S)
-        match = self.find(pattern)
-        assert match is not None, "".join(self.lines)
-        return match
-
-    def wait(self) -> int:
-        """The exit code."""
-        code = self.popen.wait(timeout=END_S)
-        self._reader.join()
-        assert self.popen.stderr is not None
-        self.popen.stderr.close()
-        return code
 
 
 class Group:

@@ -12,7 +12,8 @@ from jpaged.client import Client
 from jpaged.errors import JpagedError, Unavailable
 from jpaged.types import SamplingParams
 from tests.e2e.rig import open_llm
-from tests.multiprocess.rig import END_S, SIZES, Group, ask, assert_same, prompt, questions, running, write_model
+from tests.multiprocess.rig import SIZES, Group, ask, assert_same, prompt, questions, running, write_model
+from tests.processes import WAIT_S
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 SWAPS = (*SIZES, "--num-blocks", "40", "--preemption-mode", "swap")
@@ -38,7 +39,7 @@ class Streams:
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
-            assert self._begun.acquire(timeout=END_S)
+            assert self._begun.acquire(timeout=WAIT_S)
 
     def _run(self, seed: int) -> None:
         num_tokens = 0
@@ -53,7 +54,7 @@ class Streams:
 
     def join(self) -> list[JpagedError | int]:
         for thread in self._threads:
-            thread.join(END_S)
+            thread.join(WAIT_S)
             assert not thread.is_alive()
         self._client.close()
         return self.ends

@@ -1,0 +1,67 @@
+"""A command of ours as a process of its own, followed by what it prints."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WAIT_S = 300.0
+"""For a machine that others use as well; what does not come fails all the same."""
+
+
+class Process:
+    """A running command whose stderr is read as it comes."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            with self._news:
+                self.lines.append(line)
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+    def find(self, pattern: str) -> re.Match[str] | None:
+        return next((m for line in list(self.lines) if (m := re.search(pattern, line))), None)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first line like this; fails with all lines when the process ended without it."""
+        with self._news:
+            self._news.wait_for(lambda: self.find(pattern) or not self._reader.is_alive(), timeout=WAIT_S)
+        match = self.find(pattern)
+        assert match is not None, "".join(self.lines)
+        return match
+
+    def wait(self) -> int:
+        """The exit code."""
+        code = self.popen.wait(timeout=WAIT_S)
+        self._reader.join()
+        assert self.popen.stderr is not None
+        self.popen.stderr.close()
+        return code
+
+    def end(self, number: signal.Signals) -> int:
+        """Sends a signal; the exit code."""
+        self.popen.send_signal(number)
+        return self.wait()
