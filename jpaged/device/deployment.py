@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
 from jpaged.device.blueprint import abstract_serving, program_lowerings
-from jpaged.device.compile import ProgramSpec
+from jpaged.device.compile import ProgramSpec, set_up_compile_cache
 from jpaged.device.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory, too_large
 from jpaged.device.mesh import local_bytes
 from jpaged.device.out_of_memory import Refusal
@@ -100,6 +100,7 @@ def compile_deployment(
     Raises:
         InvalidArgument, Unsupported: the model cannot be served so, whatever the memory, or the compiler fails.
     """
+    set_up_compile_cache(None)  # seconds are the compiler's, and what comes from a cache cannot be saved
     begin = time.perf_counter()
     small = _Server.of(model, options, mesh, SMALL_POOL)
     request, memory = small.request(options), DeviceMemory(hbm_bytes)
@@ -151,8 +152,7 @@ def compile_deployment(
     if refusal is not None:
         return result(plan, compiled.values(), _refused(refusal), refusal)
     if save is not None:
-        executables = {spec: program.executable for spec, program in compiled.items()}
-        num_bytes = save_programs(save, Target.of(server.step, server.geometry), executables)
+        num_bytes = save_programs(save, Target.of(server.step, server.geometry), compiled)
         progress(f"saved {num_bytes / (1 << 20):.1f} MiB of programs in {save}", len(specs), len(specs))
     return result(dataclasses.replace(plan, programs=server.taken(compiled)), compiled.values(), None)
 

@@ -27,9 +27,10 @@ from jax.sharding import Mesh
 from jpaged.device.compile import ProgramSpec, compiler_options
 from jpaged.device.kv_scales import name_of_kv_dtype
 from jpaged.device.mesh import first_device, num_shards
+from jpaged.device.programs import CompiledProgram
 from jpaged.device.step import Step
 from jpaged.engine.executor import Geometry
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InternalError, InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.version import __version__
 
@@ -168,7 +169,7 @@ class SavedPrograms:
             raise InvalidArgument("compiled", f"{path} cannot be loaded as {spec}: {error}") from error
 
 
-def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, jax.stages.Compiled]) -> int:
+def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, CompiledProgram]) -> int:
     """Writes programs to a folder, which is made; the manifest comes last, so that half a folder is none.
 
     Returns:
@@ -176,15 +177,19 @@ def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, j
 
     Raises:
         InvalidArgument: the folder holds something already, or cannot be written.
+        InternalError: a program was loaded, not compiled: on CPUs it would lack functions when it is loaded again.
     """
+    loaded = [str(spec) for spec, program in programs.items() if program.origin != "compiled"]
+    if loaded:
+        raise InternalError(f"programs that come from a cache cannot be saved: {', '.join(loaded)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise InvalidArgument("save", f"{folder} is not empty")
         names, num_bytes = {}, 0
-        for spec, executable in programs.items():
+        for spec, program in programs.items():
             name = f"{spec.kind}-{spec.size}{'-top' if spec.want_top else ''}.program"
-            content = pickle.dumps(serialize_executable.serialize(executable))
+            content = pickle.dumps(serialize_executable.serialize(program.executable))
             (folder / name).write_bytes(content)
             names[str(spec)] = name
             num_bytes += len(content)

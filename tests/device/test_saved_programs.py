@@ -15,14 +15,14 @@ from jpaged.device.compile import ProgramSpec
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import serving_mesh
 from jpaged.device.saved_programs import MANIFEST, SavedPrograms, Target, save_programs
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.paged_attention import cpu
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 
 
 def save(folder: Path, executor: JaxExecutor, target: Target) -> None:
-    save_programs(folder, target, {spec: program.executable for spec, program in executor.programs.items()})
+    save_programs(folder, target, executor.programs)
 
 
 def target_of(options: EngineConfig = tiny_model.OPTIONS) -> Target:
@@ -74,7 +74,7 @@ def test_saved_programs_run_as_those_that_were_compiled(warm: JaxExecutor, folde
 
 def test_what_was_not_saved_is_compiled(warm: JaxExecutor, tmp_path: Path) -> None:
     only = ProgramSpec("backbone", 8)
-    save_programs(tmp_path / "one", target_of(), {only: warm.programs[only].executable})
+    save_programs(tmp_path / "one", target_of(), {only: warm.programs[only]})
     executor = from_folder(tmp_path / "one")
     executor.warm_up(tiny_model.quiet)
     assert {spec for spec, program in executor.programs.items() if program.origin == "saved"} == {only}
@@ -139,6 +139,15 @@ def test_damage_is_named(folder: Path, warm: JaxExecutor, tmp_path: Path) -> Non
         (broken / MANIFEST).write_text(json.dumps({**manifest, **damage}))
         with pytest.raises(InvalidArgument, match=said):
             SavedPrograms.open(broken)
+
+
+def test_what_was_loaded_is_not_saved_again(folder: Path, tmp_path: Path) -> None:
+    executor = from_folder(folder)
+    executor.warm_up(tiny_model.quiet)
+    with pytest.raises(InternalError, match=r"programs that come from a cache cannot be saved: backbone\[16\], "):
+        save(tmp_path / "again", executor, target_of())
+    assert not (tmp_path / "again").exists()
+    executor.shutdown()
 
 
 def test_a_folder_that_holds_something_is_left_alone(folder: Path, warm: JaxExecutor) -> None:

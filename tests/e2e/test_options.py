@@ -231,10 +231,14 @@ def test_without_waiting_for_all_programs_the_least_set_runs_everything(
 
 
 @flips("compiled")
-def test_compiled_is_where_programs_come_from(base: LLM, folder: Path, tmp_path: Path) -> None:
-    executor = device_executor_of(base)
-    programs = {spec: program.executable for spec, program in executor.programs.items()}
-    save_programs(tmp_path / "programs", Target.of(executor._step, executor.geometry), programs)
+def test_compiled_is_where_programs_come_from(
+    base: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as without_cache:
+        without_cache.setenv("JPAGED_CACHE_DIR", "")
+        with open_llm(folder, **BASE) as llm:
+            executor = device_executor_of(llm)
+            save_programs(tmp_path / "programs", Target.of(executor._step, executor.geometry), executor.programs)
     with open_llm(folder, compiled=str(tmp_path / "programs"), **BASE) as llm:
         assert {program.origin for program in device_executor_of(llm).programs.values()} == {"saved"}
         prompt, uncached = random_prompts([20]), dataclasses.replace(GREEDY, use_prefix_cache=False)
