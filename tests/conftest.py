@@ -17,6 +17,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its thread pool warns after a fork
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a download is broken
+    # Of each worker: jax writes a cached program in place, and another that reads it meanwhile warns of half a file.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    os.environ.setdefault("JPAGED_CACHE_DIR", os.path.expanduser(f"~/.cache/jpaged/tests/{worker}"))
     flags = [os.environ.get("XLA_FLAGS", "")]
     if config.option.markexpr == "not long" and "xla_backend_optimization_level" not in flags[0]:
         flags.append(QUICK_XLA_FLAG)

@@ -85,6 +85,7 @@ def compile_deployment(
     all_programs: bool,
     progress: Progress,
     save: Path | None = None,
+    num_threads: int | None = None,
 ) -> Deployment:
     """Plans the memory and compiles.
 
@@ -96,13 +97,14 @@ def compile_deployment(
         all_programs: compiles every program of the server, not only the hungriest and the one that decodes.
         progress: told what is compiled.
         save: a folder that every program is written to, for `jpaged serve --compiled`; nothing that does not fit is.
+        num_threads: programs that are compiled at a time; None is as a server does.
 
     Raises:
         InvalidArgument, Unsupported: the model cannot be served so, whatever the memory, or the compiler fails.
     """
     set_up_compile_cache(None)  # seconds are the compiler's, and what comes from a cache cannot be saved
     begin = time.perf_counter()
-    small = _Server.of(model, options, mesh, SMALL_POOL)
+    small = _Server.of(model, options, mesh, SMALL_POOL, num_threads)
     request, memory = small.request(options), DeviceMemory(hbm_bytes)
     wanted = request.num_blocks or request.blocks_per_seq
     plan = MemoryPlan(
@@ -139,10 +141,10 @@ def compile_deployment(
     try:
         plan = plan_memory(request, memory, lambda: taken)
     except InvalidArgument as error:
-        server = _Server.of(model, options, mesh, wanted)
+        server = _Server.of(model, options, mesh, wanted, num_threads)
         _, refusal = server.compile(decisive_specs(list(server.lowerings))[:1], progress)
         return result(plan, compiled.values(), str(error), refusal)
-    server = _Server.of(model, options, mesh, plan.num_blocks)
+    server = _Server.of(model, options, mesh, plan.num_blocks, num_threads)
     specs = list(server.lowerings) if all_programs or save is not None else server.telling_specs()
     # What draws knows nothing of the pool.
     known = {spec: program for spec, program in compiled.items() if spec.kind == "draw"}
@@ -172,12 +174,13 @@ class _Server:
     geometry: Geometry
     lowerings: Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]]
     weight_bytes: int
+    num_threads: int | None
 
     @classmethod
-    def of(cls, model: Model, options: EngineConfig, mesh: Mesh, num_blocks: int) -> _Server:
+    def of(cls, model: Model, options: EngineConfig, mesh: Mesh, num_blocks: int, num_threads: int | None) -> _Server:
         cache = dataclasses.replace(options.cache, num_blocks=num_blocks)
         step, geometry, params = abstract_serving(model, dataclasses.replace(options, cache=cache), mesh)
-        return cls(step, geometry, program_lowerings(step, params, geometry), local_bytes(params))
+        return cls(step, geometry, program_lowerings(step, params, geometry), local_bytes(params), num_threads)
 
     def request(self, options: EngineConfig) -> PoolRequest:
         return PoolRequest(
@@ -204,7 +207,7 @@ class _Server:
     ) -> tuple[Mapping[ProgramSpec, CompiledProgram], Refusal | None]:
         """Those that were compiled, and the compiler's word where it refused one for want of memory."""
         try:
-            return compile_all({spec: self.lowerings[spec] for spec in specs}, progress), None
+            return compile_all({spec: self.lowerings[spec] for spec in specs}, progress, self.num_threads), None
         except jax.errors.JaxRuntimeError as error:
             refusal = Refusal.of(error)
             if refusal is None:

@@ -63,14 +63,19 @@ class ProgramLedger:
     Args:
         sources: of every program, most needed first.
         on_ready: called after each program has landed, one call at a time, on the thread that made it.
+        num_threads: programs that are made at a time.
     """
 
     def __init__(
-        self, sources: Mapping[ProgramSpec, ProgramSource], on_ready: Callable[[], None] = lambda: None
+        self,
+        sources: Mapping[ProgramSpec, ProgramSource],
+        on_ready: Callable[[], None] = lambda: None,
+        num_threads: int = NUM_THREADS,
     ) -> None:
         self._sources = dict(sources)
         self._specs = tuple(sources)
         self._on_ready = on_ready
+        self._num_threads = num_threads
         self._landing = threading.Lock()
         self._ready: dict[ProgramSpec, CompiledProgram] = {}
         self._threads: ThreadPoolExecutor | None = None
@@ -114,7 +119,7 @@ class ProgramLedger:
         return program.executable
 
     def compile(self, specs: Collection[ProgramSpec], progress: Progress) -> None:
-        """Makes these programs, `NUM_THREADS` at a time, and returns when all are ready. The first failure ends it."""
+        """Makes these programs, a few at a time, and returns when all are ready. The first failure ends it."""
         progress("compiling", 0, len(specs))
         futures = self._submit(specs, lambda num_ready: progress("compiled", num_ready, len(specs)))
         try:
@@ -161,7 +166,7 @@ class ProgramLedger:
 
     def _submit(self, specs: Collection[ProgramSpec], report: Callable[[int], None]) -> list[Future[None]]:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="jpaged-compile")
+            self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="jpaged-compile")
         return [self._threads.submit(self._make, spec, self._sources[spec], report) for spec in specs]
 
     def _make(self, spec: ProgramSpec, source: ProgramSource, report: Callable[[int], None]) -> None:
@@ -188,10 +193,13 @@ class ProgramLedger:
 
 
 def compile_all(
-    lowerings: Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]], progress: Progress
+    lowerings: Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]],
+    progress: Progress,
+    num_threads: int | None = None,
 ) -> Mapping[ProgramSpec, CompiledProgram]:
     """Compiles every program for those who look at them and run none. The first failure ends it."""
-    ledger = ProgramLedger({spec: ProgramSource.of(lowering) for spec, lowering in lowerings.items()})
+    sources = {spec: ProgramSource.of(lowering) for spec, lowering in lowerings.items()}
+    ledger = ProgramLedger(sources, num_threads=num_threads or NUM_THREADS)
     ledger.compile(ledger.specs, progress)
     ledger.close()
     return ledger.ready

@@ -39,6 +39,7 @@ class Question:
         options: of the engine, flat; a tensor_parallel_size that is left out is as large as the model allows.
         all_programs: compile every program, not only those that the plan needs.
         save: a folder to write them to; None saves none.
+        num_threads: programs that are compiled at a time; None is as a server does.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Question:
     options: Mapping[str, Any]
     all_programs: bool
     save: str | None = None
+    num_threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         all_programs=question.all_programs,
         progress=progress,
         save=None if question.save is None else Path(question.save),
+        num_threads=question.num_threads,
     )
     return CompiledPlan(
         model=name,

@@ -1,8 +1,13 @@
-"""One child process a target: it compiles with an environment of its own, and takes its compiler's crashes with it."""
+"""One child process a target: it compiles with an environment of its own, and takes its compiler's crashes with it.
+
+libtpu 0.0.42 has been seen to crash (signal 11, for tpu7x) while two programs were compiled side by side. A child that
+a signal ends is asked again, for one program at a time.
+"""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import pickle
 import subprocess
@@ -23,7 +28,7 @@ _GPU_ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
 
 
 def compile_plan(question: Question, say: Callable[[str], None]) -> CompiledPlan:
-    """Asks a child, and waits.
+    """Asks a child, and waits; asks again where its compiler crashed.
 
     Args:
         question: what to compile.
@@ -32,6 +37,27 @@ def compile_plan(question: Question, say: Callable[[str], None]) -> CompiledPlan
     Raises:
         JpagedError: what the child says is wrong, or that it died.
     """
+    try:
+        return _ask(question, say)
+    except _Crashed as crash:
+        say(f"the compiler crashed (signal {crash.number}): again, one program at a time")
+    try:
+        return _ask(dataclasses.replace(question, num_threads=1), say)
+    except _Crashed as crash:
+        raise InternalError(
+            f"{question.target}: the process that compiles was ended twice, by signal {crash.number}: {crash.last}"
+        ) from crash
+
+
+class _Crashed(Exception):
+    """A child was ended by a signal."""
+
+    def __init__(self, number: int, last: str) -> None:
+        super().__init__(number, last)
+        self.number, self.last = number, last
+
+
+def _ask(question: Question, say: Callable[[str], None]) -> CompiledPlan:
     is_tpu = find_target(question.target).platform == "tpu"
     variables = compiler_environment(find_library(tpu_library())) if is_tpu else _GPU_ENVIRONMENT
     with (
@@ -58,6 +84,8 @@ def compile_plan(question: Question, say: Callable[[str], None]) -> CompiledPlan
         if found is None:
             said.seek(0)
             last = (said.read().strip().splitlines() or ["it said nothing"])[-1]
+            if code < 0:
+                raise _Crashed(-code, last)
             raise InternalError(f"{question.target}: the process that compiles ended with {code}: {last}")
     return found
 
