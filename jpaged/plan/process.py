@@ -7,6 +7,7 @@ a signal ends is asked again, for one program at a time.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -74,8 +75,9 @@ def _ask(question: Question, say: Callable[[str], None]) -> CompiledPlan:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(json.dumps(asdict(question)))
-            child.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code says how
+                child.stdin.write(json.dumps(asdict(question)))
+                child.stdin.close()
             found = _read(child.stdout, say)
         except BaseException:
             child.kill()
