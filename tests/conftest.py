@@ -1,6 +1,10 @@
 """Settings every test shares."""
 
 import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,18 +15,35 @@ QUICK_XLA_FLAG = "--xla_backend_optimization_level=0"
 # What runs on a mesh is tested on virtual CPU devices; a test on one device is as quick among eight.
 DEVICES_XLA_FLAG = "--xla_force_host_platform_device_count=8"
 
+_CACHE = pytest.StashKey[str]()
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set what libraries read once, when they are imported; what the caller has set stays."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its thread pool warns after a fork
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a download is broken
-    # Of each worker: jax writes a cached program in place, and another that reads it meanwhile warns of half a file.
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    os.environ.setdefault("JPAGED_CACHE_DIR", os.path.expanduser(f"~/.cache/jpaged/tests/{worker}"))
+    starts_workers = bool(getattr(config.option, "numprocesses", None))  # they inherit what is set here
+    if "JPAGED_CACHE_DIR" not in os.environ and not starts_workers:
+        # Of this run and this worker: no run finds what another left, and no reader half of what is being written.
+        config.stash[_CACHE] = os.environ["JPAGED_CACHE_DIR"] = tempfile.mkdtemp(prefix="jpaged-tests-")
     flags = [os.environ.get("XLA_FLAGS", "")]
     if config.option.markexpr == "not long" and "xla_backend_optimization_level" not in flags[0]:
         flags.append(QUICK_XLA_FLAG)
     if "xla_force_host_platform_device_count" not in flags[0]:
         flags.append(DEVICES_XLA_FLAG)
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Take away the cache of this run."""
+    if _CACHE in config.stash:
+        shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_compile_cache_of_another_file() -> Iterator[None]:
+    """Every file begins without a compile cache: it is one for the process, and a worker's files come in any order."""
+    if (compile_module := sys.modules.get("jpaged.device.compile")) is not None:
+        compile_module.set_up_compile_cache(None)
+    yield
