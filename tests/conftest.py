@@ -4,7 +4,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 
 import pytest
 
@@ -42,8 +41,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_compile_cache_of_another_file() -> Iterator[None]:
+def _no_compile_cache_of_another_file() -> None:
     """Every file begins without a compile cache: it is one for the process, and a worker's files come in any order."""
     if (compile_module := sys.modules.get("jpaged.device.compile")) is not None:
         compile_module.set_up_compile_cache(None)
-    yield

@@ -154,15 +154,17 @@ class ProgramLedger:
         return f"{len(origins)} programs: {', '.join(counts)}{failed}{after}"
 
     def close(self) -> None:
-        """Makes no more programs; those that are being made are waited for by nobody but the interpreter's exit."""
+        """Begins no more programs; those that are being made are not kept."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._sources = {}
 
     def release(self) -> None:
-        """`close`, and lets go of what there is."""
+        """`close`, lets go of what there is, and waits for those that are being made: nothing goes on behind it."""
         self.close()
         self._ready = {}
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
 
     def _submit(self, specs: Collection[ProgramSpec], report: Callable[[int], None]) -> list[Future[None]]:
         if self._threads is None:

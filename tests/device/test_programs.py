@@ -109,10 +109,11 @@ def test_a_failure_behind_is_logged_counted_and_harmless(caplog: pytest.LogCaptu
     assert (ledger.num_failed, ledger.sizes("backbone")) == (1, (3, 5))
 
 
-def test_a_closed_ledger_makes_nothing_more() -> None:
-    gate, made = threading.Event(), []
+def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> None:
+    gate, begun, made = threading.Event(), threading.Semaphore(0), []
 
     def gated(size: int) -> jax.stages.Compiled:
+        begun.release()
         assert gate.wait(TIMEOUT_S)
         made.append(size)
         return compiled(size)
@@ -120,11 +121,16 @@ def test_a_closed_ledger_makes_nothing_more() -> None:
     specs = [ProgramSpec("draw", size) for size in range(3, 20)]
     ledger = ProgramLedger({spec: ProgramSource(functools.partial(gated, spec.size)) for spec in specs})
     ledger.compile_rest(tiny_model.quiet)
-    ledger.release()
+    for _ in range(NUM_THREADS):
+        assert begun.acquire(timeout=TIMEOUT_S)
+    release = threading.Thread(target=ledger.release)
+    release.start()
+    release.join(0.05)
+    assert release.is_alive()
     gate.set()
-    assert ledger._threads is not None
-    ledger._threads.shutdown(wait=True)
-    assert len(made) <= NUM_THREADS  # those that its threads had begun
+    release.join(TIMEOUT_S)
+    assert not release.is_alive()
+    assert len(made) == NUM_THREADS  # those that its threads had begun
     assert not ledger.ready
 
 
