@@ -47,10 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     lengths = "may be several, which are a mix"
     parser.add_argument(
-        "--input-len", type=int, nargs="+", metavar="N", help=f"tokens of a prompt (default: {_INPUT_LEN}); {lengths}"
+        "--input-len",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help=f"tokens of a prompt (default: {_INPUT_LEN} at most); {lengths}",
     )
     parser.add_argument(
-        "--output-len", type=int, nargs="+", metavar="N", help=f"tokens of output (default: {_OUTPUT_LEN}); {lengths}"
+        "--output-len",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help=f"tokens of output (default: {_OUTPUT_LEN} at most); {lengths}",
     )
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--request-rate", type=float, metavar="N", help="requests a second to be served")
@@ -69,9 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan of every topology; 0 if one fits, else 1."""
     config_from(arguments)  # says what is wrong in the words of the command line
-    lengths = _lengths(arguments)
     prices = _prices(arguments.price)
-    load = _load(arguments, lengths)
 
     from jpaged.plan.compiled import Question  # imports jax
     from jpaged.plan.named_model import find_config
@@ -86,10 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("--save", f"programs are for one topology; {len(names)} are named")
     report, found = StartupReport(sys.stderr), []
     try:
-        find_config(model)
+        _, model_config = find_config(model)
         for name in names:
             find_target(name)
-        workload = Workload(lengths, load, prices)
+        lengths = _lengths(arguments, options.get("max_model_len") or model_config.max_model_len)
+        workload = Workload(lengths, _load(arguments, lengths), prices)
         for name in names:
             question = Question(model, name, options, arguments.all_programs, arguments.save)
             found.append(assess(compile_plan(question, report.line), workload))
@@ -108,10 +115,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if any(one.plan.deployment.fits for one in found) else 1
 
 
-def _lengths(arguments: argparse.Namespace) -> tuple[Lengths, ...]:
+def _lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[Lengths, ...]:
     from jpaged.plan.estimate import Lengths
 
-    inputs, outputs = arguments.input_len or [_INPUT_LEN], arguments.output_len or [_OUTPUT_LEN]
+    room = max_model_len - max(arguments.input_len) if arguments.input_len else max_model_len // 4
+    outputs = arguments.output_len or [min(_OUTPUT_LEN, max(1, room))]
+    inputs = arguments.input_len or [min(_INPUT_LEN, max(1, max_model_len - max(outputs)))]
     for flag, values in (("--input-len", inputs), ("--output-len", outputs)):
         for value in values:
             if value < 1:
@@ -122,7 +131,12 @@ def _lengths(arguments: argparse.Namespace) -> tuple[Lengths, ...]:
         )
     count = max(len(inputs), len(outputs))
     inputs, outputs = (values * count if len(values) == 1 else values for values in (inputs, outputs))
-    return tuple(Lengths(i, o) for i, o in zip(inputs, outputs, strict=True))
+    lengths = tuple(Lengths(i, o) for i, o in zip(inputs, outputs, strict=True))
+    for pair in lengths:
+        if pair.input_len + pair.output_len > max_model_len:
+            problem = f"{pair.input_len} + {pair.output_len} tokens of output are over max_model_len ({max_model_len})"
+            raise InvalidArgument("--input-len", problem)
+    return lengths
 
 
 def _load(arguments: argparse.Namespace, lengths: tuple[Lengths, ...]) -> float | None:

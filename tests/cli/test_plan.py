@@ -29,6 +29,16 @@ MIB = 1 << 20
         (["demo", "--topology", "v6e:1x1", "--price", "cheap"], 2, "--price: 'cheap' is not a number of USD"),
         (["demo", "--topology", "v6e:1x1", "--price", "v6e=-1"], 2, "--price: -1 is below the limit of 0"),
         (["demo", "--topology", "v6e:1x1", "--input-len", "0"], 2, "--input-len: 0 is below the limit of 1"),
+        (
+            ["llama-3.1-8b", "--topology", "v6e:1x1", "--input-len", "8", "8192", "--max-model-len", "8192"],
+            2,
+            "--input-len: 8192 + 1 tokens of output are over max_model_len (8192)",
+        ),
+        (
+            ["llama-2-7b", "--topology", "v6e:1x1", "--output-len", "4096"],
+            2,
+            "--input-len: 1 + 4096 tokens of output are over max_model_len (4096)",
+        ),
         (["demo", "--topology", "v6e:1x1", "--request-rate", "0"], 2, "--request-rate: 0 is not above the limit of 0"),
         (
             ["demo", "--topology", "v6e:1x1", "--input-len", "1", "2", "--output-len", "1", "2", "3"],
@@ -97,6 +107,19 @@ def on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SMALL = ["--max-num-seqs", "8", "--max-num-batched-tokens", "8", "--max-model-len", "128", "--dtype", "float32"]
 DEMO = ["plan", "demo", *SMALL, "--input-len", "64", "--output-len", "32"]
+
+
+@pytest.mark.usefixtures("on_cpus")
+@pytest.mark.parametrize(
+    ("words", "lengths"),
+    [([], (96, 32)), (["--input-len", "120"], (120, 8)), (["--output-len", "100"], (28, 100))],
+)
+def test_lengths_that_are_left_out_fit_into_a_sequence(
+    words: list[str], lengths: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "demo", *SMALL, *words, "--topology", "v6e:1x1", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"][0]["estimates"]
+    assert (found["input_len"], found["output_len"]) == lengths
 
 
 @pytest.mark.usefixtures("on_cpus")
