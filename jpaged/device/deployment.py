@@ -1,6 +1,6 @@
 """A server on devices that are not there: its memory planned, its programs compiled, and nothing run.
 
-    hungriest programs, a small pool -> what programs take -> the number of blocks -> the programs of that pool
+    hungriest programs, a pool of a GiB -> what programs take -> the number of blocks -> the programs of that pool
 
 It never fails for want of memory: what does not fit is a result, with the compiler's own words where it has spoken.
 """
@@ -22,7 +22,7 @@ from jpaged.device.compile import ProgramSpec, set_up_compile_cache
 from jpaged.device.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory, too_large
 from jpaged.device.mesh import local_bytes
 from jpaged.device.out_of_memory import Refusal
-from jpaged.device.program_memory import SMALL_POOL, decisive_specs, program_memory, report_of
+from jpaged.device.program_memory import decisive_specs, program_memory, report_of
 from jpaged.device.program_report import ProgramReport
 from jpaged.device.programs import CompiledProgram, compile_all
 from jpaged.device.saved_programs import Target, save_programs
@@ -104,8 +104,8 @@ def compile_deployment(
     """
     set_up_compile_cache(None)  # seconds are the compiler's, and what comes from a cache cannot be saved
     begin = time.perf_counter()
-    small = _Server.of(model, options, mesh, SMALL_POOL, num_threads)
-    request, memory = small.request(options), DeviceMemory(hbm_bytes)
+    request, memory = _Server.of(model, options, mesh, 1, num_threads).request(options), DeviceMemory(hbm_bytes)
+    probe = _Server.of(model, options, mesh, request.probe_blocks(memory), num_threads)
     wanted = request.num_blocks or request.blocks_per_seq
     plan = MemoryPlan(
         hbm_bytes, request.memory_utilization, request.weight_bytes, wanted, request.bytes_per_block, programs=None
@@ -124,19 +124,19 @@ def compile_deployment(
                 PlannedProgram(str(program.spec), round(program.seconds, 2), report_of(program.executable))
                 for program in programs
             ),
-            num_programs=len(small.lowerings),
+            num_programs=len(probe.lowerings),
             seconds=time.perf_counter() - begin,
-            max_model_len=small.geometry.max_model_len,
-            block_size=small.geometry.block_size,
-            backend=small.step.backend,
+            max_model_len=probe.geometry.max_model_len,
+            block_size=probe.geometry.block_size,
+            backend=probe.step.backend,
         )
 
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
         return result(plan, (), str(too_large(plan, request)))  # nothing need be compiled to say so
-    compiled, refusal = small.compile(decisive_specs(list(small.lowerings)), progress)
+    compiled, refusal = probe.compile(decisive_specs(list(probe.lowerings)), progress)
     if refusal is not None:
         return result(plan, compiled.values(), _refused(refusal), refusal)
-    taken = small.taken(compiled)
+    taken = probe.taken(compiled)
     plan = dataclasses.replace(plan, programs=taken)
     try:
         plan = plan_memory(request, memory, lambda: taken)

@@ -42,7 +42,7 @@ from jpaged.device.mesh import (
 )
 from jpaged.device.out_of_memory import memory_refusals
 from jpaged.device.packing import PackedStep
-from jpaged.device.program_memory import SMALL_POOL, decisive_memory, program_memory, report_of
+from jpaged.device.program_memory import decisive_memory, program_memory, report_of
 from jpaged.device.programs import CompiledProgram, ProgramLedger, ProgramSource
 from jpaged.device.rates import NO_RATE, null_prefill, seconds_of
 from jpaged.device.saved_programs import SavedPrograms, Target
@@ -155,14 +155,16 @@ class JaxExecutor:
             num_blocks=options.cache.num_blocks,
         )
 
+        agreement = agreement or Alone()
+        memory = DeviceMemory.of(first_device(mesh), request.weight_bytes, mesh.size * num_pools)
+        probe_blocks = agreement.least(request.probe_blocks(memory))
+
         def programs() -> ProgramMemory:
             # Those that were saved are for one size of the pool.
-            small = min(request.num_blocks or request.blocks_per_seq, SMALL_POOL)
-            step, geometry = assemble(small if saved is None else saved.target.num_blocks)
+            step, geometry = assemble(probe_blocks if saved is None else saved.target.num_blocks)
             return decisive_memory(_sources(step, params, geometry, saved), step, geometry)
 
-        memory = DeviceMemory.of(first_device(mesh), request.weight_bytes, mesh.size * num_pools)
-        memory_plan, agreement = plan_memory(request, memory, programs), agreement or Alone()
+        memory_plan = plan_memory(request, memory, programs)
         memory_plan = dataclasses.replace(memory_plan, num_blocks=agreement.least(memory_plan.num_blocks))
         step, geometry = assemble(memory_plan.num_blocks)
         # Steps are padded to what process 0 has: the others need to have it too.

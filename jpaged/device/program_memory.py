@@ -21,8 +21,6 @@ from jpaged.device.programs import ProgramLedger, ProgramSource
 from jpaged.device.step import Step, backbone_packing, draw_packing
 from jpaged.engine.executor import Geometry
 
-SMALL_POOL = 513
-"""Blocks of the pool that programs are compiled with for what they take: enough for every size of move."""
 _MARGIN, _MARGIN_BYTES = 8, 16 << 20  # a part of so many, and bytes, for programs that are not compiled yet
 _OVERLAPPED = 2  # steps: one runs while the next one's inputs are made
 

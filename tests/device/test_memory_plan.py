@@ -131,6 +131,14 @@ def test_a_device_that_hides_its_memory_needs_a_number_and_is_believed() -> None
     assert found.lines()[-1].endswith("unknown")
 
 
+def test_programs_are_probed_with_a_pool_that_fits_and_is_too_large_for_memory_on_the_chip() -> None:
+    assert REQUEST.probe_blocks(DeviceMemory(64 * GIB)) == 1024  # a GiB
+    assert REQUEST.probe_blocks(DeviceMemory(6 * GIB)) == 512  # a quarter of what weights leave
+    assert REQUEST.probe_blocks(DeviceMemory(GIB)) == 1
+    assert dataclasses.replace(REQUEST, num_blocks=40).probe_blocks(DeviceMemory(64 * GIB)) == 40
+    assert dataclasses.replace(REQUEST, num_blocks=4000).probe_blocks(DeviceMemory(64 * GIB)) == 1024
+
+
 def test_what_others_hold_of_a_device_is_not_ours() -> None:
     stats = {"bytes_limit": 10 * GIB, "bytes_in_use": 3 * GIB}
     device = Device("gpu", stats)
