@@ -10,9 +10,9 @@
     kept          what lies between calls: inputs and outputs of two overlapped steps, last tokens, blocks being moved
     code          of all programs
 
-All sizes of programs are the compiler's own (`memory_analysis`). They do not depend on the size of the pool once that is
-too large for a TPU's memory on the chip, so they are taken from programs with a pool of a GiB. Nothing here compiles or
-allocates.
+All sizes of programs are the compiler's own (`memory_analysis`). They do not depend on the size of the pool once it is
+too large for the memory on a TPU's chip, so they are taken from programs with a pool of a GiB. Nothing here compiles
+or allocates.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PoolRequest:
         return -(-self.max_model_len // self.block_size)
 
     def probe_blocks(self, memory: DeviceMemory) -> int:
-        """Blocks of the pool that programs are compiled with for what they take: a GiB of them, where that much fits."""
+        """Blocks of the pool that programs are compiled with for what they take: a GiB, where that much fits."""
         free = int((memory.total_bytes or 0) * self.memory_utilization) - self.weight_bytes
         room = max(1, min(_PROBE_BYTES, free // _PROBE_PART) // self.bytes_per_block)
         return min(room, self.num_blocks or room)
