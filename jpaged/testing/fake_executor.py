@@ -50,9 +50,32 @@ class Faults:
 
     fail_at_step: int | None = None
     gate: threading.Event = field(default_factory=threading.Event)
+    _num_free: int | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.gate.set()
+
+    def hold_after(self, num_steps: int) -> None:
+        """Clears the gate once so many more steps are collected, whichever of test and engine is the slower."""
+        with self._lock:
+            self._num_free = num_steps
+
+    def release(self) -> None:
+        """Opens the gate for good, also where `hold_after` would still clear it."""
+        with self._lock:
+            self._num_free = None
+            self.gate.set()
+
+    def wait(self) -> None:
+        """Waits at the gate; called by collect."""
+        with self._lock:
+            if self._num_free == 0:
+                self._num_free = None
+                self.gate.clear()
+            elif self._num_free is not None:
+                self._num_free -= 1
+        self.gate.wait()
 
 
 class FakeExecutor:
@@ -133,7 +156,7 @@ class FakeExecutor:
         return self._outputs(token_ids_r, sampling.want_top)
 
     def collect(self, handle: StepOutputs) -> StepOutputs:
-        self.faults.gate.wait()
+        self.faults.wait()
         return handle
 
     def shutdown(self) -> None:

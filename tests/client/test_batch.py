@@ -118,9 +118,9 @@ async def test_concurrency_is_bounded(tmp_path):
     async with running() as harness:
         harness.faults.gate.clear()
         run = asyncio.create_task(run_batch(BatchOptions(source, target, harness.target, max_concurrency=3), ignore))
-        await eventually(lambda: len(harness.server._inference._open) >= 3)
-        assert len(harness.server._inference._open) == 3
-        harness.faults.gate.set()
+        await eventually(lambda: harness.num_open_calls >= 3)
+        assert harness.num_open_calls == 3
+        harness.faults.release()
         assert (await run).num_succeeded == 12
 
 

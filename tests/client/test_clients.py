@@ -161,30 +161,28 @@ async def test_errors_come_back_as_they_were(client_of):
         full = done.pop().exception()
         assert isinstance(full, QueueFull)
         assert full.retry_after_s > 0
-        harness.faults.gate.set()
+        harness.faults.release()
         await asyncio.gather(first, *fillers, return_exceptions=True)
 
 
 async def test_closing_a_stream_cancels_its_request():
     async with running() as harness, AsyncClient(harness.target) as client:
         for how in ("close", "with", "break"):
-            harness.faults.gate.set()
+            harness.faults.hold_after(3)
             if how == "with":
                 async with client.generate("hello", LONG) as stream:
                     await anext(stream)
-                    harness.faults.gate.clear()
                 assert [chunk async for chunk in stream] == []
             elif how == "close":
                 stream = client.generate("hello", LONG)
                 await anext(stream)
-                harness.faults.gate.clear()
                 stream.close()
             else:
                 async for _ in client.generate("hello", LONG):
-                    harness.faults.gate.clear()
                     break
                 gc.collect()
-            harness.faults.gate.set()
+            await eventually(lambda: harness.num_open_calls == 0)
+            harness.faults.release()
             await eventually(lambda: harness.num_blocks_used == 0)
         assert harness.serving.engine.load().num_generation_tokens < 3 * 120
 
@@ -196,22 +194,23 @@ async def test_leaving_a_sync_stream_cancels_its_request():
             with Client(harness.target) as client:
                 for chunk in client.generate("hello", LONG, request_id="early"):
                     assert chunk.request_id == "early"
-                    harness.faults.gate.clear()
                     break
-                harness.faults.gate.set()
 
+        harness.faults.hold_after(3)
         await asyncio.to_thread(leave_early)
+        await eventually(lambda: harness.num_open_calls == 0)
+        harness.faults.release()
         await eventually(lambda: harness.num_blocks_used == 0)
         assert harness.serving.engine.load().num_generation_tokens < 120
 
 
 async def test_an_abort_ends_a_stream_with_its_reason():
     async with running() as harness, AsyncClient(harness.target) as client:
+        harness.faults.hold_after(3)
         stream = client.generate("hello", LONG)
         await anext(stream)
-        harness.faults.gate.clear()
         await client.abort(stream.request_id)
-        harness.faults.gate.set()
+        harness.faults.release()
         assert [chunk.finish_reason async for chunk in stream][-1] == "abort"
 
 

@@ -66,6 +66,11 @@ class Harness:
     def num_blocks_used(self) -> int:
         return self.serving.engine.load().num_blocks_used
 
+    @property
+    def num_open_calls(self) -> int:
+        """Generate calls that the server has not ended."""
+        return len(self.server._inference._open)
+
 
 def make_serving(executor: FakeExecutor, config: EngineConfig, tokenizer: ByteTokenizer | None = None) -> Serving:
     """An engine with all that the server needs beside it."""
@@ -101,7 +106,7 @@ async def running(
     try:
         yield Harness(server, await loaded, executor, port, channel, run)
     finally:
-        executor.faults.gate.set()
+        executor.faults.release()
         await channel.close()
         server.request_stop()
         server.request_stop()
@@ -139,7 +144,7 @@ async def failure_of(call: Any) -> Any:
         if isinstance(call, aio.UnaryStreamCall):
             await collect(call)
         else:
-            await asyncio.wait_for(call, 20)
+            await asyncio.wait_for(call, 60)
     except aio.AioRpcError as error:
         return error
     raise AssertionError("the call succeeded")

@@ -14,11 +14,12 @@ from tests.server.harness import collect, eventually, failure_of, request, runni
 
 
 async def test_a_cancelled_call_frees_its_blocks(harness):
+    harness.faults.hold_after(3)
     call = harness.inference.Generate(request(max_tokens=120))
     await call.read()
-    harness.faults.gate.clear()
     call.cancel()
-    harness.faults.gate.set()
+    await eventually(lambda: harness.num_open_calls == 0)
+    harness.faults.release()
     await eventually(lambda: harness.num_blocks_used == 0)
     assert harness.serving.engine.load().num_generation_tokens < 120
 
@@ -48,12 +49,12 @@ async def test_an_id_is_free_once_the_finish_has_come(harness):
 
 
 async def test_a_deadline_ends_a_running_request(harness):
-    call = harness.inference.Generate(request(max_tokens=120), timeout=0.3)
+    harness.faults.hold_after(3)
+    call = harness.inference.Generate(request(max_tokens=120), timeout=2)
     await call.read()
-    harness.faults.gate.clear()
     error = await failure_of(call)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    harness.faults.gate.set()
+    harness.faults.release()
     await eventually(lambda: harness.num_blocks_used == 0)
 
 
@@ -79,11 +80,11 @@ async def test_a_deadline_that_has_passed_is_an_error_of_the_engine_too(harness)
 
 
 async def test_an_abort_ends_the_stream_with_a_finish(harness):
+    harness.faults.hold_after(3)
     call = harness.inference.Generate(request(request_id="doomed", max_tokens=120))
     first = await call.read()
-    harness.faults.gate.clear()
     await harness.control.Abort(control_pb2.AbortRequest(request_id="doomed"))
-    harness.faults.gate.set()
+    harness.faults.release()
     messages = [first, *await collect(call)]
     assert messages[-1].finish.reason == inference_pb2.FINISH_REASON_ABORT
     token_ids = [i for m in messages for i in m.token_ids]
@@ -146,7 +147,7 @@ async def test_many_streams_end_once_each_and_every_block_comes_back():
             async for response in call:
                 assert num_finishes == 0, "a message followed the finish"
                 num_finishes += response.HasField("finish")
-                if how == "cancel" and rng.random() < 0.3:
+                if how == "cancel" and (number % 2 or rng.random() < 0.3):
                     call.cancel()
                 if how == "abort" and rng.random() < 0.3:
                     harness.control.Abort(control_pb2.AbortRequest(request_id=request_id))
@@ -158,7 +159,7 @@ async def test_many_streams_end_once_each_and_every_block_comes_back():
         return "finish"
 
     executor = FakeExecutor(num_blocks=128)  # too few for 8 long rows: some are preempted on the way
-    async with running(executor=executor) as harness, asyncio.timeout(60):
+    async with running(executor=executor) as harness, asyncio.timeout(300):
         endings = await asyncio.gather(*(one(harness, number) for number in range(64)))
         assert {"finish", "DEADLINE_EXCEEDED", "CANCELLED"} <= set(endings)
         await eventually(lambda: harness.num_blocks_used == 0 and harness.serving.engine.load().num_waiting == 0)

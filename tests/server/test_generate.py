@@ -223,7 +223,7 @@ async def test_an_id_in_flight_is_refused(harness):
     await eventually(lambda: harness.executor.num_steps > 0)
     error = await failure_of(harness.inference.Generate(request(request_id="twin")))
     assert error.code() is grpc.StatusCode.ALREADY_EXISTS
-    harness.faults.gate.set()
+    harness.faults.release()
     assert (await collect(first))[-1].HasField("finish")
     assert (await collect(harness.inference.Generate(request(request_id="twin"))))[-1].HasField("finish")
 
@@ -240,7 +240,7 @@ async def test_a_full_queue_says_when_to_come_back():
         assert details_of(error)["RetryInfo"].retry_delay.ToNanoseconds() > 0
         assert int(dict(error.trailing_metadata() or ())["grpc-retry-pushback-ms"]) > 0
         assert details_of(error)["ErrorInfo"].reason == "QUEUE_FULL"
-        harness.faults.gate.set()
+        harness.faults.release()
         for messages in await asyncio.gather(*accepted):
             assert messages[-1].HasField("finish")
         assert len(accepted) == num_accepted

@@ -25,7 +25,7 @@ async def faults() -> Faults:
 async def replica(faults: Faults) -> AsyncIterator[Replica]:
     replica = Replica(make_serving(FakeExecutor(faults=faults), EngineConfig.load({})))
     yield replica
-    faults.gate.set()
+    faults.release()
     replica.stop()
 
 
@@ -56,11 +56,11 @@ async def test_many_requests_run_at_once(replica):
 
 
 async def test_a_closed_iterator_frees_its_blocks(replica, faults):
+    faults.hold_after(3)
     async with aclosing(replica.generate(request(max_tokens=120))) as stream:
         await anext(stream)
-        faults.gate.clear()
         assert replica.load().num_blocks_used > 0
-    faults.gate.set()
+    faults.release()
     await eventually(lambda: replica.load().num_blocks_used == 0)
     assert replica.load().num_generation_tokens < 120
 
@@ -72,7 +72,7 @@ async def test_a_cancelled_reader_frees_its_blocks(replica, faults):
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    faults.gate.set()
+    faults.release()
     await eventually(lambda: replica.load().num_blocks_used == 0)
 
 
@@ -111,9 +111,9 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes(replica):
 
 
 async def test_a_drain_past_its_timeout_ends_what_is_left(replica, faults):
+    faults.hold_after(3)
     stream = replica.generate(request(max_tokens=120))
     await anext(stream)
-    faults.gate.clear()
     assert not await replica.drain(0.01)
     with pytest.raises(Refused, match="UNAVAILABLE: the server shut down before the request finished"):
         async for _ in stream:

@@ -69,7 +69,7 @@ async def test_an_abort_ends_every_sequence(harness):
     call = harness.inference.Generate(request("hello", n=3, max_tokens=40, request_id="three"))
     await eventually(lambda: harness.executor.num_steps > 0)
     await harness.control.Abort(control_pb2.AbortRequest(request_id="three"))
-    harness.faults.gate.set()
+    harness.faults.release()
     messages = await collect(call)
     check_ends(messages, 3)
     reasons = {m.finish.reason for m in messages if m.HasField("finish")}
@@ -116,7 +116,7 @@ async def test_a_tenant_with_one_request_does_not_wait_for_all_of_another(monkey
                 sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
                 runs.append(asyncio.ensure_future(client.complete("hello", sampling)))
                 await eventually(lambda: len(engine._accepted) == len(runs))
-            harness.faults.gate.set()
+            harness.faults.release()
             await asyncio.gather(*runs)
     assert ended == ["many", "one", "many", "many", "many", "many"]
 
