@@ -114,7 +114,8 @@ class ProgramLedger:
         """
         program = self._ready.get(spec)
         if program is None:
-            known = ", ".join(map(str, tuple(self._ready))) or "none: warm_up has not run"
+            ready = self._ready
+            known = ", ".join(str(one) for one in self._specs if one in ready) or "none: warm_up has not run"
             raise InternalError(f"no program {spec} is compiled; there are {known}")
         return program.executable
 
