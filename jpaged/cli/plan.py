@@ -134,8 +134,11 @@ def _lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[Lengths
     lengths = tuple(Lengths(i, o) for i, o in zip(inputs, outputs, strict=True))
     for pair in lengths:
         if pair.input_len + pair.output_len > max_model_len:
-            problem = f"{pair.input_len} + {pair.output_len} tokens of output are over max_model_len ({max_model_len})"
-            raise InvalidArgument("--input-len", problem)
+            raise InvalidArgument(
+                "--input-len" if arguments.input_len else "--output-len",
+                f"{pair.input_len} tokens of a prompt and {pair.output_len} of output are over max_model_len "
+                f"({max_model_len})",
+            )
     return lengths
 
 

@@ -181,7 +181,7 @@ def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, C
     """
     loaded = [str(spec) for spec, program in programs.items() if program.origin != "compiled"]
     if loaded:
-        raise InternalError(f"programs that come from a cache cannot be saved: {', '.join(loaded)}")
+        raise InternalError(f"programs that were loaded, not compiled, cannot be saved: {', '.join(loaded)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

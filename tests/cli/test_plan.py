@@ -32,12 +32,12 @@ MIB = 1 << 20
         (
             ["llama-3.1-8b", "--topology", "v6e:1x1", "--input-len", "8", "8192", "--max-model-len", "8192"],
             2,
-            "--input-len: 8192 + 1 tokens of output are over max_model_len (8192)",
+            "--input-len: 8192 tokens of a prompt and 1 of output are over max_model_len (8192)",
         ),
         (
             ["llama-2-7b", "--topology", "v6e:1x1", "--output-len", "4096"],
             2,
-            "--input-len: 1 + 4096 tokens of output are over max_model_len (4096)",
+            "--output-len: 1 tokens of a prompt and 4096 of output are over max_model_len (4096)",
         ),
         (["demo", "--topology", "v6e:1x1", "--request-rate", "0"], 2, "--request-rate: 0 is not above the limit of 0"),
         (

@@ -144,7 +144,9 @@ def test_damage_is_named(folder: Path, warm: JaxExecutor, tmp_path: Path) -> Non
 def test_what_was_loaded_is_not_saved_again(folder: Path, tmp_path: Path) -> None:
     executor = from_folder(folder)
     executor.warm_up(tiny_model.quiet)
-    with pytest.raises(InternalError, match=r"programs that come from a cache cannot be saved: .*backbone\[16\]"):
+    with pytest.raises(
+        InternalError, match=r"programs that were loaded, not compiled, cannot be saved: .*backbone\[16\]"
+    ):
         save(tmp_path / "again", executor, target_of())
     assert not (tmp_path / "again").exists()
     executor.shutdown()
