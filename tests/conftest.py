@@ -6,6 +6,7 @@ import sys
 import tempfile
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # XLA's code generator does little of its optimising: the suite spends its time in compiles, and those of
 # tests/models took 43 s of CPU so, instead of 107 s. The long tests run what a server runs.
@@ -13,6 +14,12 @@ QUICK_XLA_FLAG = "--xla_backend_optimization_level=0"
 
 # What runs on a mesh is tested on virtual CPU devices; a test on one device is as quick among eight.
 DEVICES_XLA_FLAG = "--xla_force_host_platform_device_count=8"
+
+# Nothing that a busy machine could change decides, and every run tries the same examples.
+settings.register_profile(
+    "jpaged", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("jpaged")
 
 _CACHE = pytest.StashKey[str]()
 

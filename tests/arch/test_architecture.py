@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.arch import house_rules
 
@@ -46,6 +47,13 @@ def test_no_tracked_file_names_a_machine_or_an_index():
 )
 def test_a_planted_machine_path_is_found(text):
     assert PRIVATE.search(text)
+
+
+def test_properties_have_no_deadline_and_one_list_of_examples():
+    assert (settings.default.deadline, settings.default.derandomize) == (None, True)
+    own = re.compile(r"settings\([^)]*\b(deadline|derandomize|database)=")
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path != ROOT / "tests/conftest.py"]
+    assert [path.name for path in tests if own.search(path.read_text())] == []
 
 
 def test_everything_but_the_array_side_imports_without_jax():

@@ -69,7 +69,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=st.lists(PARAMS, min_size=8, max_size=8), seed=st.integers(0, 1000), has_ties=st.booleans())
 def test_tokens_are_the_oracles(rows: list[Params], seed: int, has_ties: bool) -> None:
     logits = random_logits(8, seed)
@@ -90,7 +90,7 @@ def test_tokens_are_the_oracles(rows: list[Params], seed: int, has_ties: bool) -
         assert scores[token] >= scores[sure].max() - 1e-4
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=st.lists(PARAMS, min_size=8, max_size=8), seed=st.integers(0, 1000), has_ties=st.booleans())
 def test_what_is_kept_is_the_oracles(rows: list[Params], seed: int, has_ties: bool) -> None:
     scaled = random_logits(8, seed)

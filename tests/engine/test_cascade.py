@@ -129,7 +129,7 @@ TABLES = st.lists(st.lists(st.integers(1, 2), min_size=0, max_size=6), min_size=
 
 
 @given(TABLES, st.integers(0, 8))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_no_other_partition_saves_more(paths: list[list[int]], step_tokens: int) -> None:
     """Against every partition of the rows, where blocks are named by the path to them, as in a tree of forks."""
     ids: dict[tuple[int, ...], int] = {}

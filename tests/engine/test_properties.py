@@ -206,7 +206,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
+TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 class LongEngineMachine(EngineMachine):
@@ -226,8 +226,6 @@ def test_a_hundred_thousand_steps_of_random_lives():
         settings=settings(
             max_examples=800,
             stateful_step_count=60,
-            deadline=None,
-            derandomize=True,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )

@@ -105,7 +105,7 @@ def test_a_static_batch_keeps_the_blocks_of_those_that_ended():
 
 
 @given(num_blocks=st.integers(1, 100), sizes=st.lists(st.tuples(st.integers(1, 20), st.booleans()), max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_regions_never_overlap_and_merge_again(num_blocks, sizes):
     buddies = BuddyAllocator(num_blocks)
     largest = 1 << (num_blocks.bit_length() - 1)
@@ -137,7 +137,7 @@ def test_regions_never_overlap_and_merge_again(num_blocks, sizes):
         max_size=8,
     ),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_nothing_is_lost_whatever_comes_and_goes(kv_policy, batching, num_blocks, requests):
     h = make(kv_policy, num_blocks=num_blocks, batching=batching)
     expected = {}

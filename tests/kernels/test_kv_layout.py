@@ -44,7 +44,7 @@ def test_what_is_written_is_read(dtype: str) -> None:
         np.testing.assert_array_equal(values[block, offset], v[token].astype(dtype))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     layer=st.integers(0, 2),
     slots=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-30, 100), min_size=6, max_size=6, unique=True),
@@ -59,7 +59,7 @@ def test_writes_outside_of_the_layer_are_dropped(layer: int, slots: list[int]) -
     np.testing.assert_array_equal(pool, want.reshape(LAYOUT.shape))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     layer=st.integers(0, 2),
     ids=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 9), min_size=4, max_size=4),
