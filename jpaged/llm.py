@@ -130,7 +130,7 @@ class LLM:
 
         try:
             while waiting or in_flight:
-                while waiting and len(in_flight) < engine.max_num_in_flight:
+                while waiting and not engine.is_full:
                     engine.submit(waiting[0], take)
                     in_flight.add(waiting.popleft().request_id)
                 if not engine.step() and in_flight:

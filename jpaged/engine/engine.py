@@ -141,6 +141,12 @@ class Engine:
         """Requests that are accepted at one time: those that run, and the queue in front of them."""
         return self._options.max_num_queued_reqs + self._options.max_num_seqs
 
+    @property
+    def is_full(self) -> bool:
+        """No further request is taken. A prefix that is being pinned counts, and until a step what was dropped."""
+        with self._lock:
+            return len(self._accepted) >= self.max_num_in_flight
+
     # --- called from any thread -------------------------------------------------------------------------------------
 
     def submit(self, request: Request, sink: Sink) -> None:

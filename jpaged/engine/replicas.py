@@ -60,6 +60,11 @@ class Replicas:
     def max_num_in_flight(self) -> int:
         return sum(engine.max_num_in_flight for engine in self._engines)
 
+    @property
+    def is_full(self) -> bool:
+        """No engine takes a further request now; see `Engine.is_full`."""
+        return all(engine.is_full for engine in self._engines)
+
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, sink: Sink) -> None:
@@ -86,10 +91,10 @@ class Replicas:
                 self._routes[request_id] = route
                 self._router.enter(route)
                 return
-            num_in_flight = len(self._routes)
+        # Each engine was at its limit when it refused: what it counts is known to it, not to the routes.
         raise QueueFull(
-            f"{num_in_flight} requests are in flight, the limit of {len(self._engines)} replicas is "
-            f"{self.max_num_in_flight}",
+            f"{self.max_num_in_flight} requests are in flight, which is the limit of {len(self._engines)} replicas "
+            "(a prefix that is being pinned is one in each)",
             retry_after_s=min(refusal.retry_after_s for refusal in refusals),
         )
 

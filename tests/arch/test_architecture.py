@@ -50,7 +50,8 @@ def test_a_planted_machine_path_is_found(text):
 
 
 def test_properties_have_no_deadline_and_one_list_of_examples():
-    assert (settings.default.deadline, settings.default.derandomize) == (None, True)
+    profile = settings.get_profile(settings.get_current_profile_name())
+    assert (profile.deadline, profile.derandomize) == (None, True)
     own = re.compile(r"settings\([^)]*\b(deadline|derandomize|database)=")
     tests = [path for path in (ROOT / "tests").rglob("*.py") if path != ROOT / "tests/conftest.py"]
     assert [path.name for path in tests if own.search(path.read_text())] == []

@@ -109,11 +109,11 @@ def test_the_queue_s_limit_is_that_of_all_copies(tmp_path: Path) -> None:
     folder = write_model("llama3_tied", tmp_path)
     with open_llm(folder, data_parallel_size=2, max_num_queued_reqs=3) as llm:
         engine, make = llm._serving.engine, llm._serving.intake.make_request
-        assert engine.max_num_in_flight == 8 + 8 + 3
         params = SamplingParams(max_tokens=1)
         for i in range(19):
             engine.submit(make(request_id=f"r{i}", sampling=params, prompt_token_ids=[i + 3]), lambda event: None)
-        with pytest.raises(QueueFull, match="the limit of 2 replicas is 19"):
+        assert engine.is_full
+        with pytest.raises(QueueFull, match="19 requests are in flight, which is the limit of 2 replicas"):
             engine.submit(make(request_id="one more", sampling=params, prompt_token_ids=[3]), lambda event: None)
         while engine.step():
             """Until nothing is left to do."""

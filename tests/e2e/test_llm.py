@@ -18,7 +18,13 @@ PROMPT: TokensPrompt = {"prompt_token_ids": tiny_case("llama_dynamic_short").pro
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = write_checkpoint(tiny_case("llama_dynamic_short"), tmp_path_factory.mktemp("llm"))
-    options: dict[str, Any] = {"policy": "priority", "preemption_mode": "swap", "swap_space": 0.001, "num_blocks": 40}
+    options: dict[str, Any] = {
+        "policy": "priority",
+        "preemption_mode": "swap",
+        "swap_space": 0.001,
+        "num_blocks": 40,
+        "max_num_queued_reqs": 1,
+    }
     with LLM(str(folder), max_num_seqs=8, max_num_batched_tokens=8, block_size=8, **options) as llm:
         yield llm
 
@@ -71,3 +77,16 @@ def test_a_prompt_whose_keys_are_its_own_is_not_cached(llm: LLM) -> None:
     for prompt, cached in ((short, 0), (short, 39), (long, 0), (long, 0)):
         (answer,) = llm.generate(prompt, params)
         assert answer.usage.cached_tokens == cached
+
+
+def test_what_was_interrupted_leaves_its_places_to_the_next_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, params = engine_of(llm), SamplingParams(seed=5, max_tokens=2, ignore_eos=True)
+
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([PROMPT] * 20, params)
+    assert len(llm.generate([PROMPT] * 20, params)) == 20

@@ -5,7 +5,7 @@ import threading
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jpaged.engine.replicas import Replicas, shares
@@ -47,7 +47,7 @@ def test_the_queue_is_as_long_as_its_limit_over_all_replicas():
     assert fleet.replicas.max_num_in_flight == 7
     for i in range(7):
         fleet.submit(f"r{i}", [*PREFIX, i])  # alike, so that one replica is wanted by all
-    with pytest.raises(QueueFull, match="7 requests are in flight, the limit of 2 replicas is 7") as refusal:
+    with pytest.raises(QueueFull, match="7 requests are in flight, which is the limit of 2 replicas") as refusal:
         fleet.submit("r7", [1])
     assert refusal.value.retry_after_s > 0
     fleet.run()
@@ -317,7 +317,12 @@ ACTS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+_SUBMIT: tuple[str, int, int, int, dict[str, int]] = ("submit", 0, 0, 1, {})
+_PINS_FILL_THE_QUEUE = [*[_SUBMIT] * 6, ("pin", 0), ("pin", 1), *[_SUBMIT] * 2]
+
+
+@settings(max_examples=60)
+@example(count=1, num_blocks=12, overlap=False, acts=_PINS_FILL_THE_QUEUE)
 @given(count=st.integers(1, 4), num_blocks=st.integers(12, 30), overlap=st.booleans(), acts=st.lists(ACTS, max_size=40))
 def test_whatever_happens_every_request_ends_once_with_its_tokens(count, num_blocks, overlap, acts):
     fleet = Fleet(
@@ -335,7 +340,10 @@ def test_whatever_happens_every_request_ends_once_with_its_tokens(count, num_blo
         match act:
             case "submit", kind, num_shared, max_tokens, shape:
                 name, prompt = f"r{next(numbers)}", [kind * 7 + i for i in range(num_shared)] + [len(requests)]
-                if len(requests) < fleet.replicas.max_num_in_flight:
+                if fleet.replicas.is_full:
+                    with pytest.raises(QueueFull, match=f"^{fleet.replicas.max_num_in_flight} requests are in flight"):
+                        fleet.submit(name, prompt, max_tokens=max_tokens, **shape)
+                else:
                     requests[name] = fleet.submit(name, prompt, max_tokens=max_tokens, **shape)
             case "step", num_steps:
                 for _ in range(num_steps):
