@@ -11,7 +11,6 @@ n + 1: that result is dropped; its blocks are free at once, because the device r
 
 from __future__ import annotations
 
-import heapq
 import logging
 import queue
 import threading
@@ -25,6 +24,7 @@ from jpaged.engine.admission import make_order
 from jpaged.engine.batch import build_step_inputs
 from jpaged.engine.beam_rows import advance_beams
 from jpaged.engine.cascade import share_prefixes
+from jpaged.engine.deadlines import Deadlines, is_over
 from jpaged.engine.executor import Executor, Geometry, StepOutputs
 from jpaged.engine.paged_memory import PagedMemory, PrefixOptions
 from jpaged.engine.pins import PinnedPrefixes
@@ -35,7 +35,7 @@ from jpaged.engine.reserved_memory import ReservedMemory
 from jpaged.engine.schedule import Schedule
 from jpaged.engine.scheduler import Scheduler, SchedulerLimits
 from jpaged.engine.sequence import Group, Sequence, Sink
-from jpaged.engine.stats import EngineLoad, StepStats
+from jpaged.engine.stats import DEADLINE, EngineLoad, StepStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import (
     AlreadyExists,
@@ -117,7 +117,7 @@ class Engine:
         self._stats = StepStats(geometry, clock)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._groups: dict[str, Group] = {}
-        self._deadlines: list[tuple[float, int, str]] = []
+        self._deadlines = Deadlines()
         self._in_flight: tuple[Schedule, Any] | None = None
         self._device_wait_s = 0.0
         self._num_arrivals = 0
@@ -189,7 +189,8 @@ class Engine:
 
     def drop(self, request_id: str) -> None:
         """Forgets a request that nobody listens to any more: no further event, its blocks free by the next step."""
-        self._inbox.put(lambda: self._forget(request_id))
+        dropped_s = self.clock()
+        self._inbox.put(lambda: self._forget(request_id, dropped_s))
 
     def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "") -> Future[int]:
         """Computes a prefix and keeps its full blocks in the pool until `unpin_prefix`.
@@ -244,7 +245,7 @@ class Engine:
         return self._stats.histogram(name)
 
     def num_ended_by_reason(self) -> dict[str, int]:
-        """Requests that have ended: stop, length, abort (also when the caller went away), error."""
+        """Requests that have ended: stop, length, abort (also when the caller went away), deadline, error."""
         return self._stats.num_ended()
 
     def start(self, on_failure: Callable[[Exception], None] | None = None) -> None:
@@ -375,8 +376,7 @@ class Engine:
         self._groups[request.request_id] = group
         self._publisher.open(group)
         self._scheduler.add(group)
-        if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, group.arrival, request.request_id))
+        self._deadlines.add(group)
 
     def _keep_prefix(self, name: str, event: OutputEvent, future: Future[int]) -> None:
         """Takes the events of a request for a prefix; at the last one it still holds its blocks."""
@@ -398,13 +398,10 @@ class Engine:
 
     def _expire(self) -> None:
         """Ends requests whose deadline has passed."""
-        while self._deadlines and self._deadlines[0][0] <= self.clock():
-            _, arrival, request_id = heapq.heappop(self._deadlines)
-            group = self._groups.get(request_id)
-            if group is not None and group.arrival == arrival:
-                waited = self.clock() - group.arrival_s
-                self._publisher.fail(group, DeadlineExceeded(f"the deadline passed {waited:.3f} s after arrival"))
-                self._release(group)
+        for group in self._deadlines.passed(self.clock()):
+            waited = self.clock() - group.arrival_s
+            self._publisher.fail(group, DeadlineExceeded(f"the deadline passed {waited:.3f} s after arrival"))
+            self._release(group)
 
     def _end_early(self, request_id: str, reason: FinishReason) -> None:
         group = self._groups.get(request_id)
@@ -412,15 +409,19 @@ class Engine:
             self._publisher.end(group, reason)
             self._release(group)
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, request_id: str, dropped_s: float) -> None:
         group = self._groups.get(request_id)
         if group is not None and self.failure is None:
+            group.ended_by = (
+                DEADLINE if is_over(group.request, group.arrival_s, dropped_s) else FinishReason.ABORT.value
+            )
             self._release(group)
 
     def _release(self, group: Group) -> None:
         """Gives back everything that a group holds; its last event was sent or nobody wants it."""
         self._scheduler.finish(group)
         self._publisher.close(group)
+        self._deadlines.discard(group)
         request_id = group.request.request_id
         del self._groups[request_id]
         self._stats.count_end(group)

@@ -13,8 +13,9 @@ from jpaged.engine.beam import BeamRules, BeamSearch, Hypothesis
 from jpaged.engine.executor import StepOutputs
 from jpaged.engine.output import OutputState
 from jpaged.engine.sequence import Group, Sequence
-from jpaged.engine.stats import ERROR
+from jpaged.engine.stats import DEADLINE, ERROR
 from jpaged.engine.tokenizer import Tokenizer
+from jpaged.errors import DeadlineExceeded
 from jpaged.types import (
     FinishReason,
     OutputEvent,
@@ -151,7 +152,8 @@ class Publisher:
             cached_tokens=group.num_cached_tokens or 0,
         )
         if is_last:
-            group.ended_by = ERROR if piece.finish is None else piece.finish.reason.value
+            failed = DEADLINE if isinstance(error, DeadlineExceeded) else ERROR
+            group.ended_by = failed if piece.finish is None else piece.finish.reason.value
         group.sink(
             OutputEvent(
                 request_id=group.request.request_id,

@@ -133,7 +133,7 @@ class Group:
         is_forked: every sequence has its own table; before, only the leader's prompt runs.
         num_overtaken: later arrivals that were admitted before this one.
         token_gap_s: between its last two steps that drew tokens; None before the second.
-        ended_by: the finish reason of its last event, or "error"; None before that.
+        ended_by: the finish reason of its last event, "deadline" or "error"; None before that.
         num_drawn_tokens: by all its sequences and beams together.
         num_cached_tokens: prompt tokens that the prefix cache held when the group was first admitted.
     """

@@ -17,8 +17,8 @@ from jpaged.obs.histogram import Histogram, HistogramSnapshot
 from jpaged.types import FinishReason
 
 _RECENT_ENDS = 64
-ERROR = "error"
-"""How a request ended that has no finish reason."""
+ERROR, DEADLINE = "error", "deadline"
+"""How a request ended that has no finish reason: it failed, or its time was over."""
 
 _FIRST_TOKEN_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
@@ -140,7 +140,7 @@ class StepStats:
         self._histograms = {name: Histogram(bounds_s) for name, bounds_s in BOUNDS_S.items()}
         # Sequences that run together have the same gap, so that a step has few different ones.
         self._token_gaps_s: dict[float, int] = {}
-        self._num_ended = dict.fromkeys([*(reason.value for reason in FinishReason), ERROR], 0)
+        self._num_ended = dict.fromkeys([*(reason.value for reason in FinishReason), DEADLINE, ERROR], 0)
 
     def count_step(self, schedule: Schedule) -> None:
         self._num_steps += bool(schedule.rows)
@@ -163,10 +163,10 @@ class StepStats:
             self._token_gaps_s[group.token_gap_s] = self._token_gaps_s.get(group.token_gap_s, 0) + 1
 
     def count_end(self, group: Group) -> None:
-        """Counts a request by its last event; one that had none was given up by its caller."""
+        """Counts a request by what ended it."""
         now_s = self._clock()
         self._num_requests_ended += 1
-        self._num_ended[group.ended_by or FinishReason.ABORT.value] += 1
+        self._num_ended[group.ended_by or ERROR] += 1
         self._recent_ends_s.append(now_s)
         if group.ended_by in (FinishReason.STOP.value, FinishReason.LENGTH.value):
             self._histograms["end_to_end"].observe(now_s - group.arrival_s)
@@ -241,5 +241,5 @@ class StepStats:
         return self._histograms[name].snapshot()
 
     def num_ended(self) -> dict[str, int]:
-        """Requests that ended, by finish reason; "error" where they had none."""
+        """Requests that ended, by finish reason; "deadline" or "error" where they had none."""
         return dict(self._num_ended)

@@ -217,7 +217,7 @@ def test_how_requests_end_is_counted_by_reason():
         engine.engine.submit(late, engine.events.append)
         engine.run()
         samples = engine.samples()
-    for reason, count in (("stop", 1), ("length", 1), ("abort", 2), ("error", 1)):
+    for reason, count in (("stop", 1), ("length", 1), ("abort", 2), ("deadline", 1), ("error", 0)):
         assert samples[f"vllm:request_success_total{{finished_reason={reason}}}"] == count
     assert samples["vllm:e2e_request_latency_seconds_count"] == 2
 

@@ -56,6 +56,8 @@ async def test_a_deadline_ends_a_running_request(harness):
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     harness.faults.release()
     await eventually(lambda: harness.num_blocks_used == 0)
+    ended = harness.serving.engine.num_ended_by_reason()
+    assert ended == {"stop": 0, "length": 0, "abort": 0, "deadline": 1, "error": 0}
 
 
 async def test_a_deadline_reaches_the_engine(harness, monkeypatch):

@@ -1,0 +1,101 @@
+"""A deadline ends its request once, counts as one cause whoever saw it first, and leaves nothing behind."""
+
+import pytest
+
+from jpaged.engine.deadlines import is_over
+from jpaged.types import Request, SamplingParams
+from tests.engine.harness import Harness
+
+FAR = 1e6
+
+
+def ended(h):
+    return {reason: count for reason, count in h.engine.num_ended_by_reason().items() if count}
+
+
+def test_what_is_kept_of_deadlines_is_bounded_by_the_requests_in_flight():
+    h = Harness()
+    h.submit("long", [1], max_tokens=100, deadline_s=FAR)
+    for i in range(300):
+        h.submit(f"r{i}", [1], max_tokens=1, deadline_s=FAR + i)
+        while h.engine.is_in_flight(f"r{i}"):
+            h.step()
+        if not h.engine.is_in_flight("long"):
+            h.submit("long", [1], max_tokens=100, deadline_s=FAR)
+        assert len(h.engine._deadlines) <= 4
+    h.run()
+    assert len(h.engine._deadlines) == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "drop"])
+def test_a_request_that_was_ended_early_leaves_no_deadline(how):
+    h = Harness()
+    for i in range(8):
+        h.submit(f"r{i}", [1], max_tokens=50, deadline_s=FAR)
+    h.step()
+    for i in range(8):
+        getattr(h.engine, how)(f"r{i}")
+    h.run()
+    assert len(h.engine._deadlines) == 0
+    assert ended(h) == {"abort": 8}
+
+
+def test_later_deadlines_still_end_their_requests_after_others_were_forgotten():
+    h = Harness()
+    for i in range(8):
+        h.submit(f"r{i}", [1], max_tokens=100, deadline_s=10.0 + i)
+    h.step()
+    for i in range(0, 8, 2):
+        h.engine.abort(f"r{i}")
+    h.step()
+    h.clock.advance(13.5)
+    h.step()
+    assert [h.engine.is_in_flight(f"r{i}") for i in (1, 3, 5, 7)] == [False, False, True, True]
+    h.clock.advance(100)
+    h.run()
+    assert ended(h) == {"abort": 4, "deadline": 4}
+
+
+def test_a_passed_deadline_is_one_reason_whether_the_engine_or_the_caller_saw_it_first():
+    h = Harness()
+    h.submit("engine", [1], max_tokens=100, deadline_s=10.0)
+    h.submit("caller", [1], max_tokens=100, deadline_s=10.0)
+    h.submit("leaves", [1], max_tokens=100, deadline_s=10.0)
+    h.step()
+    h.clock.advance(6.0)
+    h.engine.drop("leaves")
+    h.clock.advance(3.9)
+    h.engine.drop("caller")
+    h.clock.advance(10.0)
+    h.run()
+    assert ended(h) == {"abort": 1, "deadline": 2}
+    assert h.engine.load().num_requests_ended == 3
+
+
+def test_a_caller_who_left_in_time_was_not_late_because_the_engine_heard_of_it_late():
+    h = Harness()
+    h.submit("a", [1], max_tokens=100, deadline_s=10.0)
+    h.step()
+    h.engine.drop("a")
+    h.clock.advance(20.0)
+    h.run()
+    assert ended(h) == {"abort": 1}
+
+
+@pytest.mark.parametrize(
+    ("left_s", "total_s", "is_late"),
+    [
+        (0.0, 5.0, True),
+        (-3.0, 5.0, True),
+        (0.2, 5.0, True),  # the caller's clock, and the way
+        (0.3, 5.0, False),
+        (10.0, 1000.0, True),  # 1000 s are up to 1010 on the wire
+        (30.0, 1000.0, False),
+        (0.09, 0.1, False),  # in its first half a call is cancelled, however short it is
+        (0.04, 0.1, True),
+    ],
+)
+def test_a_caller_near_its_deadline_leaves_for_it(left_s, total_s, is_late):
+    request = Request("r", (1,), SamplingParams(), deadline_s=100.0)
+    assert is_over(request, 100.0 - total_s, 100.0 - left_s) is is_late
+    assert not is_over(Request("r", (1,), SamplingParams()), 0.0, 1e9)
