@@ -127,9 +127,7 @@ def _check_ids(name: str, block_ids: list[int], num_blocks: int) -> None:
 
 def copy(pool: jax.Array, ids_2c: jax.Array, *, layout: KVLayout) -> jax.Array:
     """Copies within the pool."""
-    # The barrier keeps the read out of the write's loop: fused, the write could not be in place.
-    contents = jax.lax.optimization_barrier(layout.read_blocks(pool, ids_2c[0]))
-    return layout.write_blocks(pool, ids_2c[1], contents)
+    return layout.write_blocks(pool, ids_2c[1], layout.read_blocks(pool, ids_2c[0]))
 
 
 def swap_out(pool: jax.Array, ids_c: jax.Array, *, layout: KVLayout) -> jax.Array:

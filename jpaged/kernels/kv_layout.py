@@ -212,7 +212,11 @@ class KVLayout:
         """Stores what `read_blocks` gave, in place when the pool is donated; nothing is written to the null block."""
         places, *slots = self._places(block_ids_c)
         is_block_c = (block_ids_c > 0).reshape(-1, *(1,) * (places.ndim - 1))
-        return pool.at[jnp.where(is_block_c, places, self.shape[0]), *slots].set(contents, mode="drop")
+        # One axis of places, not two: for two, XLA would copy all contents into another order first. The barrier keeps
+        # that away, and the read of a copy within the pool out of the write's loop: fused, it could not be in place.
+        places = jnp.where(is_block_c, places, self.shape[0]).reshape(-1, *places.shape[2:])
+        contents = jax.lax.optimization_barrier(contents.reshape(-1, *contents.shape[2:]))
+        return pool.at[places, *slots].set(contents, mode="drop")
 
     def encode(self, numbers: Float[Array, "..."]) -> jax.Array:
         """Numbers -> what the pool holds for them; 8 bits are rounded to the nearest and saturate."""

@@ -20,6 +20,7 @@ from jpaged.device.compile import CompileWatch, ProgramSpec
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
 from jpaged.device.mesh import build_mesh, replicated
+from jpaged.device.program_report import made_arrays
 from jpaged.device.rates import NO_RATE
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument
@@ -249,6 +250,18 @@ def test_a_move_copies_no_pool(kind: MoveKind, dtype: str) -> None:
     assert memory.temp_size_in_bytes < layout.num_bytes // 10
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < layout.num_bytes // 10
     assert pool_sized_operations(executable, math.prod(layout.shape)) == set()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", get_args(MoveKind))
+def test_what_is_moved_is_read_once_and_arranged_as_it_lies(kind: MoveKind, dtype: str) -> None:
+    layout = KVLayout(3, 4000, 16, 2, 16, np.dtype(dtype))
+    executable = lower_move(ProgramSpec(kind, 64), layout, build_mesh(jax.devices()[:1])).compile()
+    memory = executable.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 1.1 * 64 * layout.bytes_per_block
+    made = made_arrays(executable, {64 * math.prod(layout.block_shape)})
+    assert [array.opcode for array in made] == ([] if kind == "swap_in" else ["gather"])
 
 
 def test_a_move_takes_no_longer_with_a_larger_pool() -> None:
