@@ -6,7 +6,8 @@ table; rows of a run read what they share through the table of its first. The ne
     (1 * c[0] + 2 * c[1] + 3 * c[2] + ...  + noise) mod vocab_size
 
 so a wrong slot, a stale block or a shared one changes it. `noise` is 0 for a greedy row, and otherwise a number made of
-(seed, sequence index, position).
+(seed, sequence index, position). Keys depend on everything in front of them, so a slot holds a digest of that beside
+its token: the right tokens after another prefix are a mistake as well, and reading them raises.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from jpaged.errors import InternalError
 
 _LOGPROB_STEP = -0.125  # sums of it are exact, so that equal sums are equal
 _UNWRITTEN = -1
+_DIGEST_FACTOR = 6_364_136_223_846_793_005  # odd, so that no power of it is 0 in 64 bits
 _ANY_SHARING_PAYS = {"tile_tokens": 1.0, "query_share": 0.0, "query_tokens": 0.0, "step_tokens": 0.0}
 
 
@@ -79,7 +81,10 @@ class Faults:
 
 
 class FakeExecutor:
-    """Implements `jpaged.engine.executor.Executor` in numpy. A slot that is read before it was written raises."""
+    """Implements `jpaged.engine.executor.Executor` in numpy.
+
+    To read a slot that was never written, or that was written after another prefix, raises.
+    """
 
     def __init__(
         self,
@@ -106,8 +111,10 @@ class FakeExecutor:
             num_host_blocks=num_host_blocks,
             cascade=CascadeCosts(granule_tokens=block_size, tile_queries=max_num_batched_tokens, **_ANY_SHARING_PAYS),
         )
-        self._host: NDArray[np.int64] = np.full((num_host_blocks + 1) * block_size, _UNWRITTEN, np.int64)
-        self._pool: NDArray[np.int64] = np.full((num_blocks + 1) * block_size, _UNWRITTEN, np.int64)
+        # Of each slot the token, and the digest of the tokens up to it.
+        self._host: NDArray[np.int64] = np.full(((num_host_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
+        self._pool: NDArray[np.int64] = np.full(((num_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
+        self._factors = np.cumprod(np.full(max_model_len, _DIGEST_FACTOR, np.int64))
         self._last_tokens = np.zeros(max_num_seqs, np.int64)
         self._is_shut_down = False
 
@@ -147,7 +154,9 @@ class FakeExecutor:
         self.num_steps += 1
         tokens_t = np.where(inputs.is_fed_back_t, self._last_tokens[inputs.fed_back_rows_t], inputs.token_ids_t)
         used = slice(0, inputs.num_tokens)
-        self._pool[inputs.slots_t[used]] = tokens_t[used]
+        self._pool[inputs.slots_t[used], 0] = tokens_t[used]
+        for row in range(inputs.num_rows):
+            self._write_digests(inputs, row)
         sampling = inputs.sampling
         token_ids_r = np.zeros(len(sampling.temperature_r), np.int32)
         for row in range(inputs.num_rows):
@@ -169,18 +178,41 @@ class FakeExecutor:
         block_size = self._geometry.block_size
         return (np.array(block_ids)[:, None] * block_size + np.arange(block_size)).reshape(-1)
 
-    def _context(self, inputs: StepInputs, row: int) -> NDArray[np.int64]:
-        """The row's tokens, read back through its block table, and the run's before where it sees none."""
+    def _write_digests(self, inputs: StepInputs, row: int) -> None:
+        """Continues, in the slots that a row has written, the digest of what it reads in front of them."""
+        begin, end = inputs.query_starts_s1[row], inputs.query_starts_s1[row + 1]
+        if begin < end:
+            slots, start = self._context_slots(inputs, row), inputs.positions_t[begin]
+            before = self._pool[slots[start - 1], 1] if start else np.int64(0)
+            self._pool[slots[start:], 1] = self._digests(self._pool[slots[start:], 0], start) + before
+
+    def _digests(self, tokens: NDArray[np.int64], start: int = 0) -> NDArray[np.int64]:
+        """What each of the tokens and those in front of it come to, modulo 2^64."""
+        digests: NDArray[np.int64] = np.cumsum((tokens + 1) * self._factors[start : start + len(tokens)])
+        return digests
+
+    def _context_slots(self, inputs: StepInputs, row: int) -> NDArray[np.int64]:
+        """Where the row's tokens are by its block table, and by the run's where it sees none itself."""
         positions = np.arange(inputs.kv_lens_s[row])
         block_size = self._geometry.block_size
-        first = self._first_of_run(inputs, row)
-        tables = np.where(positions < inputs.kv_begins_s[row], first, row)
+        tables = np.where(positions < inputs.kv_begins_s[row], self._first_of_run(inputs, row), row)
         blocks = inputs.block_tables_sm[tables, positions // block_size]
-        tokens: NDArray[np.int64] = self._pool[blocks * block_size + positions % block_size]
-        if inputs.positions_t[inputs.sample_tokens_s[row]] != len(positions) - 1:
-            raise InternalError(f"row {row} of {len(positions)} tokens draws from token {inputs.sample_tokens_s[row]}")
+        slots: NDArray[np.int64] = blocks * block_size + positions % block_size
+        return slots
+
+    def _context(self, inputs: StepInputs, row: int) -> NDArray[np.int64]:
+        """The row's tokens, read back from the slots that attention would read."""
+        slots = self._context_slots(inputs, row)
+        tokens, digests = self._pool[slots, 0], self._pool[slots, 1]
+        blocks = slots // self._geometry.block_size
+        if inputs.positions_t[inputs.sample_tokens_s[row]] != len(slots) - 1:
+            raise InternalError(f"row {row} of {len(slots)} tokens draws from token {inputs.sample_tokens_s[row]}")
         if np.any(blocks == NULL_BLOCK) or np.any(tokens == _UNWRITTEN):
             raise InternalError(f"row {row} reads a slot that was never written: blocks {blocks.tolist()}")
+        if np.any(is_wrong := digests != self._digests(tokens)):
+            raise InternalError(
+                f"row {row} reads keys of another prefix at {int(np.argmax(is_wrong))}: {tokens.tolist()}"
+            )
         return tokens
 
     def _first_of_run(self, inputs: StepInputs, row: int) -> int:

@@ -12,6 +12,9 @@ from jpaged.types import OutputEvent, SamplingParams
 
 NO_EOS: frozenset[int] = frozenset()
 
+MAX_NUM_IDLE_STEPS = 10
+"""Steps that may run nothing while there is work: nothing changes meanwhile, so it would stay so."""
+
 
 @dataclass
 class Harness:
@@ -25,6 +28,7 @@ class Harness:
     kv_policy: str = "paged"
     enable_prefix_caching: bool = True
     max_cached_tokens: int | None = None
+    max_num_steps: int = 20_000
 
     def __post_init__(self):
         self.clock = VirtualClock()
@@ -44,7 +48,7 @@ class Harness:
         self.engine = Engine(self.executor, self.tokenizer, options, eos_token_ids=self.eos_token_ids, clock=self.clock)
         self.intake = Intake(self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids)
         self.events: dict[str, list[OutputEvent]] = defaultdict(list)
-        self.num_steps = 0
+        self.num_steps = self.num_idle_steps = 0
 
     def submit(self, request_id, prompt, *, deadline_s=None, tenant="", **sampling):
         sampling.setdefault("temperature", 0.0)
@@ -62,16 +66,35 @@ class Harness:
         self.events[event.request_id].append(event)
 
     def step(self):
+        """One step, and the checks after it; a life that no longer moves, or does not end, is a failure."""
         self.num_steps += 1
+        num_dispatched = self.executor.num_steps
         did_something = self.engine.step()
         self.engine.check()
+        is_idle = did_something and self.executor.num_steps == num_dispatched
+        self.num_idle_steps = self.num_idle_steps + 1 if is_idle else 0
+        if self.num_idle_steps > MAX_NUM_IDLE_STEPS:
+            raise AssertionError(f"nothing has run for {self.num_idle_steps} steps, and there is work\n{self.state()}")
+        if self.num_steps > self.max_num_steps:
+            raise AssertionError(f"no end after {self.num_steps} steps\n{self.state()}")
         return did_something
 
-    def run(self, limit=5000):
-        for _ in range(limit):
-            if not self.step():
-                return
-        raise AssertionError(f"still busy after {limit} steps: {self.engine.load()}")
+    def run(self):
+        """Steps until there is no work."""
+        while self.step():
+            """`step` bounds it."""
+
+    def state(self):
+        """What everybody holds and waits for."""
+        lines = [f"{self.engine._memory.use()}, {self.engine._scheduler._num_rows} rows taken"]
+        for group in self.engine._scheduler.groups():
+            lines.append(f"{group.request.request_id} {group.status.value}, {group.num_preemptions} preemptions:")
+            lines += [
+                f"    {sequence.status.value}: {sequence.num_computed_tokens} of {sequence.num_tokens} tokens computed,"
+                f" blocks {sequence.block_table.block_ids()}, in host memory {sequence.host_table.block_ids()}"
+                for sequence in group.sequences
+            ]
+        return "\n".join(lines)
 
     def tokens(self, request_id, index=0):
         return [token for event in self.events[request_id] if event.index == index for token in event.token_ids]
@@ -85,3 +108,23 @@ class Harness:
         assert [event.is_last for event in events].count(True) == 1, events
         assert events[-1].is_last
         return events[-1]
+
+
+class CheckedHarness(Harness):
+    """Compares every token with what it must be when it comes.
+
+    Attributes:
+        expected: the tokens of every sequence that a request returns, by the request's id.
+    """
+
+    expected: dict[str, list[list[int]]]
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.expected = {}
+
+    def receive(self, event):
+        expected = self.expected[event.request_id][event.index]  # no event comes of a request that was dropped
+        begin = len(self.tokens(event.request_id, event.index))
+        assert list(event.token_ids) == expected[begin : begin + len(event.token_ids)]
+        super().receive(event)
