@@ -209,12 +209,8 @@ class Engine:
             request = self._pins.request(name, tuple(token_ids), salt)
         except JpagedError as error:
             future.set_exception(error)
-            return future
-        try:
-            self.submit(request, lambda event: self._keep_prefix(name, event, future))
-        except JpagedError as error:
-            self._pins.give_up(name)
-            future.set_exception(error)
+        else:
+            self._compute_prefix(name, request, future)
         return future
 
     def unpin_prefix(self, name: str) -> bool:
@@ -378,8 +374,15 @@ class Engine:
         self._scheduler.add(group)
         self._deadlines.add(group)
 
+    def _compute_prefix(self, name: str, request: Request, future: Future[int]) -> None:
+        try:
+            self.submit(request, lambda event: self._keep_prefix(name, event, future))
+        except JpagedError as error:
+            self._pins.give_up(name)
+            future.set_exception(error)
+
     def _keep_prefix(self, name: str, event: OutputEvent, future: Future[int]) -> None:
-        """Takes the events of a request for a prefix; at the last one it still holds its blocks."""
+        """Takes the events of a request for a prefix; its blocks are pinned at the last, before it gives them back."""
         if not event.is_last:
             return
         error = event.error
@@ -387,6 +390,9 @@ class Engine:
             error = Cancelled(f"the request for prefix {name!r} was aborted")
         if error is None:
             group = self._groups[event.request_id]
+            if not group.has_prompt_blocks:  # it was preempted with its last token in flight
+                self._compute_prefix(name, self._pins.renamed(name, group.request), future)
+                return
             try:
                 num_tokens = self._pins.keep(name, group, [g for g in self._groups.values() if g is not group])
                 future.set_result(num_tokens)

@@ -8,6 +8,7 @@ Names are given and taken by callers' threads, blocks by the engine's: a name is
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterable
@@ -45,8 +46,11 @@ class PinnedPrefixes:
             if name in self._computing or name in self._pinned:
                 raise AlreadyExists(f"prefix {name!r} is pinned; unpin it, or choose another name")
             self._computing.add(name)
-            number = next(self._numbers)
-        return Request(f"pin_prefix/{name}/{number}", token_ids, sampling)
+        return self.renamed(name, Request("", token_ids, sampling))
+
+    def renamed(self, name: str, request: Request) -> Request:
+        """The request for a prefix under an id that is new; for when it has to run again, too."""
+        return dataclasses.replace(request, request_id=f"pin_prefix/{name}/{next(self._numbers)}")
 
     def give_up(self, name: str) -> None:
         """The prefix of this name was not computed after all."""

@@ -197,6 +197,12 @@ class Group:
         return live if self.is_forked else live[:1]
 
     @property
+    def has_prompt_blocks(self) -> bool:
+        """The whole prompt is computed and in the pool."""
+        leader = self.live[0]
+        return self.status is Status.RUNNING and leader.num_computed_tokens >= leader.num_prompt_tokens
+
+    @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED
 

@@ -170,3 +170,19 @@ def test_an_aborted_or_failed_computation_frees_the_name():
         late.result(timeout=0)
     with pytest.raises(Unavailable):
         h.engine.pin_prefix("system", PREFIX).result(timeout=0)
+
+
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+def test_a_prefix_that_lost_its_blocks_with_its_token_in_flight_is_computed_again(preemption_mode):
+    # One step computes the prompt of three samples and the prefix. The next is decided before the prefix has its token:
+    # the samples write to the block that they share, which takes two copies, and one block is free.
+    executor = FakeExecutor(block_size=4, num_blocks=5, max_model_len=12, num_host_blocks=8)
+    h = Harness(executor=executor, preemption_mode=preemption_mode)
+    h.submit("a", [1, 2, 3, 4, 5, 6], max_tokens=2, n=3, temperature=1.0, seed=5)
+    future = h.engine.pin_prefix("system", PREFIX[:8])
+    h.run()
+    assert h.engine.load().num_preemptions > 0
+    assert future.result(timeout=0) == 8
+    assert h.engine.load().num_blocks_used == 2
+    expected = [expected_tokens([1, 2, 3, 4, 5, 6], 2, seed=5, sequence_index=i) for i in range(3)]
+    assert [h.tokens("a", i) for i in range(3)] == expected
