@@ -1,0 +1,179 @@
+"""Random lives of an engine whose memory is short, from a number alone, against a model that computes everything again.
+
+A life has a pool that holds a few requests and a host tier that holds a few blocks, families of prompts that begin
+alike and come back, samples, beams, priorities, salts, pins, aborts and drops. Three things are known of each request:
+every token (`CheckedHarness`), that it ends, and how much of its prompt somebody of its salt has computed before, which
+is the most that it may find in the cache.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from typing import Any
+
+from jpaged.errors import InvalidArgument, RequestTooLong
+from jpaged.testing import FakeExecutor
+from jpaged.types import FinishReason, SamplingParams
+from tests.engine.harness import CheckedHarness
+from tests.engine.oracle import expected_outputs
+
+VOCAB_SIZE = 61
+MAX_LEN = 32
+SALTS = ("", "", "a", "b")
+ANY = -1
+"""Ends a text that may go on with any token."""
+
+
+class Life:
+    """One life: `run` lives it to its end.
+
+    Attributes:
+        texts: what was or will be computed with the prefix cache, by salt: requests and the texts of their sequences.
+    """
+
+    def __init__(self, seed, **options):
+        self.seed, self.random = seed, random.Random(seed)
+        draw, choice = self.random.randint, self.random.choice
+        executor = FakeExecutor(
+            num_blocks=draw(5, 16),
+            block_size=draw(1, 4),
+            max_num_seqs=draw(2, 7),
+            max_num_batched_tokens=draw(8, 24),
+            max_model_len=MAX_LEN,
+            vocab_size=VOCAB_SIZE,
+            num_host_blocks=draw(2, 12),
+        )
+        drawn: dict[str, Any] = {
+            "overlap": choice([False, True]),
+            "policy": choice(["fcfs", "priority", "priority", "fair"]),
+            "preemption_mode": choice(["recompute", "swap", "auto"]),
+            "batching": choice(["continuous"] * 5 + ["static"]),
+            "enable_prefix_caching": draw(1, 8) > 1,
+        }
+        self.h = CheckedHarness(executor=executor, max_num_steps=6000, **drawn | options)
+        self.families = [[draw(0, VOCAB_SIZE - 1) for _ in range(MAX_LEN)] for _ in range(3)]
+        self.requests = {}
+        self.texts = defaultdict(list)
+        self.pins = {}
+
+    def run(self, num_acts=50):
+        acts = [self.arrive] * 8 + [self.step] * 8 + [self.abort, self.drop, self.pin, self.unpin]
+        try:
+            for _ in range(num_acts):
+                self.random.choice(acts)()
+            self.end()
+        except Exception as error:
+            error.add_note(f"of life {self.seed}: {self.h.executor.geometry}\n{self.h.state()}")
+            raise
+
+    def prompt(self):
+        """The beginning of a family's text, or of what an earlier request has said, and tokens of its own."""
+        head = self.random.choice(self.families)
+        if self.h.expected and self.random.random() < 0.3:
+            name = self.random.choice([*self.h.expected])
+            head = [*self.requests[name].prompt_token_ids, *self.random.choice(self.h.expected[name])]
+        head = head[: self.random.randint(0, MAX_LEN - 8)]
+        return head + [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(not head, 2))]
+
+    def sampling(self):
+        draw = self.random.randint
+        shape: dict[str, Any] = self.random.choice(
+            [
+                {"temperature": 0.0},
+                {"temperature": 0.0},
+                {"seed": draw(0, 99)},
+                {"seed": draw(0, 99), "n": draw(2, 4)},
+                {"seed": draw(0, 99), "n": draw(1, 2), "best_of": draw(2, 4)},
+                {"temperature": 0.0, "beam_width": (width := draw(1, 4)), "n": draw(1, width)},
+            ]
+        )
+        return shape | {
+            "max_tokens": draw(1, 12),
+            "priority": draw(-1, 1),
+            "cache_salt": self.random.choice(SALTS),
+            "use_prefix_cache": draw(1, 10) > 1,
+            "stop_token_ids": self.random.choice([(), tuple(range(3))]),
+        }
+
+    def arrive(self):
+        name, prompt, sampling = f"r{len(self.requests)}", self.prompt(), self.sampling()
+        try:
+            request = self.h.submit(name, prompt, tenant=self.random.choice("xyz"), **sampling)
+        except (InvalidArgument, RequestTooLong):
+            return
+        self.requests[name] = request
+        outputs = self.h.expected[name] = expected_outputs(prompt, request.sampling, vocab_size=VOCAB_SIZE)
+        if self.h.enable_prefix_caching and sampling["use_prefix_cache"]:
+            is_known = not (request.sampling.beam_width or request.sampling.best_of)  # else more is drawn than told
+            texts = [prompt + output for output in outputs] if is_known else [[*prompt, ANY]]
+            self.texts[sampling["cache_salt"]].append((name, texts))
+
+    def step(self):
+        for _ in range(self.random.randint(1, 8)):
+            self.h.step()
+
+    def any_request(self):
+        return self.random.choice([*self.h.expected])
+
+    def abort(self):
+        if self.h.expected:
+            self.h.engine.abort(self.any_request())
+
+    def drop(self):
+        if self.h.expected:
+            name = self.any_request()
+            self.h.engine.drop(name)
+            self.h.step()  # an abort that was asked for before may still be told
+            del self.h.expected[name]
+
+    def pin(self):
+        name, prompt, salt = self.random.choice("pq"), self.prompt(), self.random.choice(SALTS)
+        future = self.h.engine.pin_prefix(name, prompt, salt)
+        if not future.done():
+            self.pins[name] = future
+            self.texts[salt].append((None, [prompt]))
+
+    def unpin(self):
+        for name, future in [*self.pins.items()]:
+            if future.done():
+                assert self.h.engine.unpin_prefix(name) == (future.exception() is None)
+                del self.pins[name]
+
+    def end(self):
+        self.h.run()
+        self.unpin()
+        self.h.step()
+        use = self.h.engine._memory.use()
+        assert (use.num_referenced, use.num_host_referenced) == (0, 0)
+        assert not self.pins
+        for name in self.h.expected:
+            self.check_end(name)
+
+    def check_end(self, name):
+        last = self.h.last(name)
+        if last.error is not None:
+            assert isinstance(last.error, RequestTooLong), last.error  # beside pins
+            return
+        if last.finish.reason is not FinishReason.ABORT:
+            tokens = [self.h.tokens(name, index) for index in range(len(self.h.expected[name]))]
+            assert tokens == self.h.expected[name]
+        assert last.usage.cached_tokens <= self.most_to_find(name), f"{name} was told of others' tokens"
+
+    def most_to_find(self, name):
+        """Tokens of a prompt that some other request of its salt has in common with it, of those it may use."""
+        sampling: SamplingParams = self.requests[name].sampling
+        if not sampling.use_prefix_cache:
+            return 0
+        prompt = self.requests[name].prompt_token_ids
+        others = [text for other, texts in self.texts[sampling.cache_salt] if other != name for text in texts]
+        return max((_num_common(prompt, text) for text in others), default=0)
+
+
+def _num_common(left, right):
+    for i, (a, b) in enumerate(zip(left, right, strict=False)):
+        if b == ANY:
+            return len(left)
+        if a != b:
+            return i
+    return min(len(left), len(right))
