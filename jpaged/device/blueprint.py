@@ -61,14 +61,14 @@ def plan(
         num_shards=num_parts,
     )
     scale, max_num_seqs = config.head_dim**-0.5, options.scheduler.max_num_seqs
-    queries = queries_of(model, mesh, max_num_seqs, -(-max_model_len // layout.block_size))
+    max_tokens = options.scheduler.max_num_batched_tokens
+    queries = queries_of(model, mesh, max_num_seqs, -(-max_model_len // layout.block_size), max_tokens)
     # A kernel sees what one device has, so that is what its backend is asked about.
     attention = AttentionSpec(layout.local, scale)
     chosen = choose(options.model.attention_backend, first_device(mesh), attention, queries)
     layout = dataclasses.replace(layout, form=chosen.spec.layout.form)
     can_cascade = options.cache.enable_cascade_attention
     cascade = cascade_costs(chosen.backend, chosen.spec, queries.num_heads) if can_cascade else None
-    max_tokens = options.scheduler.max_num_batched_tokens
     geometry = Geometry(
         num_blocks=num_blocks,
         block_size=layout.block_size,
@@ -92,9 +92,9 @@ def plan(
     return step, geometry
 
 
-def queries_of(model: Model, mesh: Mesh, num_rows: int, table_width: int) -> Queries:
+def queries_of(model: Model, mesh: Mesh, num_rows: int, table_width: int, num_tokens: int) -> Queries:
     """What one device's attention is called with."""
-    return Queries(model.config.num_heads // num_shards(mesh), model.dtype, num_rows, table_width)
+    return Queries(model.config.num_heads // num_shards(mesh), model.dtype, num_rows, table_width, num_tokens)
 
 
 def abstract_serving(

@@ -190,7 +190,9 @@ class JaxExecutor:
         """The attention backends that `auto` would rather have, and why each cannot run."""
         mesh, attention = self._step.mesh, self._step.attention
         local = dataclasses.replace(attention, layout=attention.layout.local)
-        queries = queries_of(self._step.model, mesh, self._geometry.max_num_seqs, self._geometry.max_blocks_per_seq)
+        geometry = self._geometry
+        num_tokens = geometry.buckets.tokens[-1]
+        queries = queries_of(self._step.model, mesh, geometry.max_num_seqs, geometry.max_blocks_per_seq, num_tokens)
         return choose("auto", first_device(mesh), local, queries).passed_over
 
     @property

@@ -22,7 +22,7 @@ from tests.kernels.tpu_interpreter import Interpreted as InterpretedTpu
 
 DEVICE = jax.devices()[0]
 BFLOAT16 = jnp.dtype("bfloat16")
-CHOICE = choose("auto", DEVICE, AttentionSpec(KVLayout(1, 8, 16, 2, 128, BFLOAT16), 1.0), Queries(4, BFLOAT16, 8, 8))
+CHOICE = choose("auto", DEVICE, AttentionSpec(KVLayout(1, 8, 16, 2, 128, BFLOAT16), 1.0), Queries(4, BFLOAT16, 8, 8, 8))
 
 
 def test_this_is_an_accelerator() -> None:

@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update, pallas_tpu
 
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
 """One of each generation; all need a whole host with libtpu 0.0.42. One chip of it is compiled for."""
@@ -54,6 +54,13 @@ class Case:
         return KVLayout(2, 255, self.block_size, self.num_kv_heads, self.head_dim, dtype, "tpu")
 
     @property
+    def refusal(self) -> str | None:
+        """What our own check says."""
+        num_heads = self.num_kv_heads * self.group
+        queries = Queries(num_heads, jnp.dtype(self.dtype), self.num_rows, self.table_width, self.num_tokens)
+        return pallas_tpu.refuses(AttentionSpec(self.layout, 1.0), queries)
+
+    @property
     def query_bytes(self) -> int:
         """Of all tokens' queries, and of one a row padded to the 16 rows of a product."""
         num_heads = self.num_tokens * self.num_kv_heads * self.group + self.num_rows * self.num_kv_heads * 16
@@ -71,10 +78,23 @@ def pairs() -> Iterator[tuple[str, Case]]:
 
 
 def limits() -> Iterator[tuple[str, Case]]:
-    """What is just not refused: the largest tables, and much vector memory."""
+    """What is just not refused: the largest tables, those beside many rows or tokens, and much vector memory."""
+    for topology in TOPOLOGIES:
+        yield topology, dataclasses.replace(LARGEST, table_width=1005)
+    yield "v6e:2x2", Case(2, "bfloat16", 128, 128, num_rows=1000, table_width=254, num_tokens=512)
+    yield "v5e:2x2", Case(1, "bfloat16", 128, 128, num_rows=256, table_width=495, num_tokens=65536)
     for topology in ("v5e:2x2", "tpu7x:2x2x1"):
-        yield topology, Case(2, "bfloat16", 128, 16, num_rows=256, table_width=512)
         yield topology, Case(16, "bfloat16", 256, 128, group=1, dtype="float32")
+
+
+LARGEST = Case(2, "bfloat16", 128, 16, num_rows=256)
+"""Rows whose tables just fit into scalar memory with 1005 blocks each, and with 1012 are too large for the compiler."""
+
+
+def beyond() -> Iterator[tuple[str, Case]]:
+    """What is refused: the first tables that the compiler cannot hold either, seven KiB behind those that are taken."""
+    for topology in TOPOLOGIES:
+        yield topology, dataclasses.replace(LARGEST, table_width=1012)
 
 
 def compiled(topology: str, case: Case) -> dict[str, object]:
@@ -87,6 +107,8 @@ def compiled(topology: str, case: Case) -> dict[str, object]:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, replicated))
 
     def step(q, new_kv, pool, layer, rows, scales):
+        if case.refusal is not None:  # the compiler is asked all the same
+            return pallas_tpu.paged_attention_update(q, new_kv, pool, layer, rows, spec, scales)
         return paged_attention_update(q, new_kv, pool, layer, rows, spec, scales, backend="pallas-tpu")
 
     t, s, k = case.num_tokens, case.num_rows, case.num_kv_heads
@@ -115,13 +137,13 @@ def compiled(topology: str, case: Case) -> dict[str, object]:
 
 
 def main() -> None:
-    for topology, case in (*pairs(), *limits()):
+    for topology, case in (*pairs(), *limits(), *beyond()):
         if topology == sys.argv[1]:
             try:
                 result = compiled(topology, case)
             except Exception as error:
                 result = {"error": f"{type(error).__name__}: {error}"[:2000]}
-            print(json.dumps({"case": dataclasses.asdict(case), **result}), flush=True)
+            print(json.dumps({"case": dataclasses.asdict(case), "refusal": case.refusal, **result}), flush=True)
 
 
 if __name__ == "__main__":

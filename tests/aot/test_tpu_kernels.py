@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.aot.compile_tpu_attention import TOPOLOGIES, limits, pairs
+from tests.aot.compile_tpu_attention import TOPOLOGIES, beyond, limits, pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBTPU = Path(os.environ.get("TPU_LIBRARY_PATH", Path(sys.prefix) / "aot/libtpu/libtpu.so"))
@@ -32,12 +33,23 @@ def test_attention_compiles_without_copying_the_pool(topology: str) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(results) == sum(name == topology for name, _ in (*pairs(), *limits()))
+    assert len(results) == sum(name == topology for name, _ in (*pairs(), *limits(), *beyond()))
     for result in results:
+        if result["refusal"] is not None:
+            assert "Ran out of memory in memory space smem" in result["error"], result
+            continue
         assert "error" not in result, result
         assert result["alias_bytes"] == result["pool_bytes"], result
         assert result["pool_copies"] == 0, result
         assert result["temp_bytes"] <= 2**21 + 3 * result["query_bytes"], result
+
+
+def test_the_limits_are_those_of_the_refusals() -> None:
+    assert [case.refusal for _, case in (*pairs(), *limits())] == [None] * 24
+    assert all("of scalar memory; the limit is 1016 KiB" in str(case.refusal) for _, case in beyond())
+    for _, case in list(limits())[:6]:
+        one_more = dataclasses.replace(case, table_width=case.table_width + 1)
+        assert "of scalar memory" in str(one_more.refusal), case
 
 
 def test_the_cases_cover_all_pairs() -> None:

@@ -64,7 +64,7 @@ def test_a_failed_build_leaves_the_old_library(tmp_path: Path) -> None:
 
 def test_a_backend_that_was_not_built_refuses_with_the_remedy(no_library: Path) -> None:
     case, shape = make_case(RAGGED["mixed"], Shape()), Shape()
-    spec, queries = CpuSuite().spec(case, shape), Queries(shape.num_heads, jnp.dtype(shape.dtype), 8, 8)
+    spec, queries = CpuSuite().spec(case, shape), Queries(shape.num_heads, jnp.dtype(shape.dtype), 8, 8, 8)
     remedy = r"attention backend cpu: libjpaged_cpu.so was not built: .* `python -m jpaged.*cpu_build` builds it now"
     with pytest.raises(Unsupported, match=remedy):
         implementation("cpu", spec, queries)

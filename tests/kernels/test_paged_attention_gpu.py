@@ -230,7 +230,7 @@ def test_what_is_not_refused_fits_into_shared_memory() -> None:
         for block_size in range(8, 129, 8):
             for head_dim in range(16, 257, 16):
                 spec = AttentionSpec(KVLayout(1, 4, block_size, 2, head_dim, jnp.dtype(dtype), "gpu"), 1.0)
-                if pallas_gpu.refuses(spec, Queries(8, jnp.dtype("bfloat16"), 64, 64)) is None:
+                if pallas_gpu.refuses(spec, Queries(8, jnp.dtype("bfloat16"), 64, 64, 64)) is None:
                     tiling = choose_tiling(spec, 8, 64, 64, 64)
                     assert tiling.stages >= 2
                     assert fixed_bytes(spec) + tiling.stages * stage_bytes(spec) <= SHARED_BYTES

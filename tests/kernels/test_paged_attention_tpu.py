@@ -18,6 +18,7 @@ from jpaged.errors import InternalError, Unsupported
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention, pallas_tpu
 from jpaged.kernels.paged_attention import pallas_tpu_sizes as sizing
+from jpaged.kernels.paged_attention.pallas_tpu_kernel import Segments
 from tests.kernels.attention_conformance import RAGGED, Shape, make_case
 from tests.kernels.tpu_interpreter import Early, Interpreted, Late
 
@@ -80,8 +81,8 @@ def test_new_tokens_outside_of_the_layer_are_dropped() -> None:
     np.testing.assert_array_equal(after, want)
 
 
-def queries(num_heads: int, num_rows: int = 8, table_width: int = 8, dtype: str = "bfloat16") -> Queries:
-    return Queries(num_heads, jnp.dtype(dtype), num_rows, table_width)
+def queries(num_heads: int, num_rows: int = 8, table_width: int = 8, num_tokens: int = 256) -> Queries:
+    return Queries(num_heads, jnp.dtype("bfloat16"), num_rows, table_width, num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -115,22 +116,35 @@ def test_real_shapes_have_sizes(num_heads: int, num_kv_heads: int, head_dim: int
         assert sizing.vmem_bytes(sizes, layout, num_heads) <= sizing.VMEM_BUDGET_BYTES
 
 
-def test_tables_that_do_not_fit_name_the_block_size_that_would() -> None:
-    spec = AttentionSpec(dataclasses.replace(LLAMA, block_size=16), 1.0)
-    assert pallas_tpu.refuses(spec, queries(32, 256, 8192 // 16)) is None
-    assert pallas_tpu.refuses(spec, queries(32, 256, 32768 // 16)) == (
-        "block tables of 256 rows x 2048 blocks need 2048 KiB of scalar memory; the limit is 512 KiB: "
-        "block_size 64 would do"
+@pytest.mark.parametrize(
+    ("num_rows", "table_width", "num_tokens", "kib"),
+    [(256, 1024, 256, 1035), (1000, 256, 512, 1020), (64, 8, 131072, 1032), (2048, 512, 1024, 4134)],
+)
+def test_tables_and_steps_beyond_the_scalar_memory_are_refused(
+    num_rows: int, table_width: int, num_tokens: int, kib: int
+) -> None:
+    spec = AttentionSpec(LLAMA, 1.0)
+    assert pallas_tpu.refuses(spec, queries(32, num_rows, table_width, num_tokens)) == (
+        f"block tables of {num_rows} rows x {table_width} blocks, in steps of {num_tokens} tokens, need {kib} KiB of "
+        "scalar memory; the limit is 1016 KiB"
     )
-    assert str(pallas_tpu.refuses(spec, queries(32, 2048, 131072 // 16))).endswith(
-        "allow fewer rows or shorter contexts"
-    )
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "table_width", "num_tokens"), [(1000, 129, 512), (256, 512, 65536 - 4096), (128, 1024, 1024)]
+)
+def test_tables_are_stored_without_padding(num_rows: int, table_width: int, num_tokens: int) -> None:
+    assert pallas_tpu.refuses(AttentionSpec(LLAMA, 1.0), queries(32, num_rows, table_width, num_tokens)) is None
+
+
+def test_the_lists_of_a_segment_are_counted() -> None:
+    assert len(Segments._fields) == sizing.NUM_SEGMENT_FIELDS
 
 
 def test_a_call_with_too_large_tables_is_refused() -> None:
     layout = KVLayout(1, 4, 16, 2, 64, jnp.dtype("float32"), "tpu")
-    rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((257,), (256,), (256, 513), ())))
-    with pytest.raises(Unsupported, match="attention backend pallas-tpu: block tables of 256 rows x 513 blocks"):
+    rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((257,), (256,), (256, 1013), ())))
+    with pytest.raises(Unsupported, match="attention backend pallas-tpu: block tables of 256 rows x 1013 blocks"):
         paged_attention(
             jnp.zeros((8, 2, 64)), jnp.zeros(layout.shape), 0, rows, AttentionSpec(layout, 1.0), backend="pallas-tpu"
         )

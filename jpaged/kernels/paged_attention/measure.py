@@ -169,7 +169,7 @@ def measure(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, name: str, limi
     num_blocks = cell.num_seqs * blocks_per_seq
     layout = KVLayout(1, num_blocks, cell.block_size, shape.num_kv_heads, shape.head_dim, dtype)
     spec = AttentionSpec(layout, shape.head_dim**-0.5, shape.sliding_window, shape.soft_cap)
-    queries = Queries(shape.num_heads, dtype, cell.num_seqs, blocks_per_seq)
+    queries = Queries(shape.num_heads, dtype, cell.num_seqs, blocks_per_seq, cell.num_seqs * cell.num_queries)
     chosen = choose(name, jax.devices()[0], spec, queries)
     layout = chosen.spec.layout
     pool = jax.jit(lambda: layout.encode(jnp.full(layout.shape, 0.5)))()

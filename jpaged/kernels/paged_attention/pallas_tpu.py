@@ -46,8 +46,7 @@ def refuses(spec: AttentionSpec, queries: Queries) -> str | None:
         return f"block_size {layout.block_size} is none of {', '.join(map(str, sizing.BLOCK_SIZES))}"
     if layout.head_dim > _MAX_HEAD_DIM:
         return f"head_dim {layout.head_dim} is above the limit of {_MAX_HEAD_DIM}"
-    too_large = sizing.tables_refusal(queries.num_rows, queries.table_width, layout.block_size)
-    return sizing.refusal(layout, queries.num_heads) or too_large
+    return sizing.refusal(layout, queries.num_heads) or sizing.tables_refusal(queries, layout.num_kv_heads)
 
 
 def refuses_device(device: jax.Device) -> str | None:
@@ -100,7 +99,8 @@ def _run(
     for is_decode in (True, False) if num_tokens > 1 else (True,):
         is_ours_s = is_used_s & ((nums_s == 1) if is_decode else (nums_s > 1))
         row_t, is_ours_t = _rows_of_tokens(rows, is_ours_s, num_tokens)
-        plan = _plan(q_thd, spec, is_decode=is_decode, has_writes=is_decode and new_kv is not None)
+        has_writes, table_width = is_decode and new_kv is not None, rows.block_tables_sm.shape[1]
+        plan = _plan(q_thd, spec, table_width, is_decode=is_decode, has_writes=has_writes)
         segments, num_segments = _segments(rows, is_ours_s, num_tokens, plan)
         q = q_thd
         if is_few_rows := is_decode and nums_s.shape[0] < num_tokens:
@@ -115,7 +115,7 @@ def _run(
     return o_thd, lse_th, pool
 
 
-def _plan(q_thd: jax.Array, spec: AttentionSpec, *, is_decode: bool, has_writes: bool) -> Plan:
+def _plan(q_thd: jax.Array, spec: AttentionSpec, table_width: int, *, is_decode: bool, has_writes: bool) -> Plan:
     from jpaged.kernels.paged_attention.pallas_tpu_kernel import Plan
 
     num_tokens, num_heads, _ = q_thd.shape
@@ -130,6 +130,7 @@ def _plan(q_thd: jax.Array, spec: AttentionSpec, *, is_decode: bool, has_writes:
         tile=sizes.tile,
         rows=sizing.rows_of(sizes, layout, num_heads),
         fetch_blocks=sizes.fetch_blocks,
+        table_width=table_width,
         compute_dtype=jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16),
         has_writes=has_writes,
         vmem_limit_bytes=sizing.VMEM_LIMIT_BYTES,
@@ -193,7 +194,7 @@ def _scalars(
         layer=jnp.asarray(layer, jnp.int32).reshape(1),
         num_segments=num_segments.astype(jnp.int32).reshape(1),
         segments=segments,
-        tables=rows.block_tables_sm.astype(jnp.int32),
+        tables=rows.block_tables_sm.astype(jnp.int32).reshape(-1),
         scales=scales_2k,
         writes=(),
     )

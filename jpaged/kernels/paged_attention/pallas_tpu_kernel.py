@@ -63,7 +63,7 @@ class Scalars(NamedTuple):
         layer: [1].
         num_segments: [1].
         segments: see there.
-        tables: block tables [S, M].
+        tables: block tables [S * M], row by row: with two axes each row would be padded to 128 entries.
         scales: [2K], of keys and values in turns, the softmax scale multiplied into those of the keys.
         writes: (slots [T], whether B tokens from here on fill a block [T]); empty where nothing is written.
     """
@@ -107,6 +107,7 @@ class Plan:
         tile: queries of a tile, a power of two; 1 is the form for decodes, whose rows are the group's heads alone.
         rows: of one matrix product: the tile's queries times the group's heads, padded for decodes.
         fetch_blocks: blocks of a chunk.
+        table_width: blocks in a row's table (M).
         compute_dtype: of the matrix products' operands.
         has_writes: whether new keys and values are stored.
         vmem_limit_bytes: what the compiler may use.
@@ -116,6 +117,7 @@ class Plan:
     tile: int
     rows: int
     fetch_blocks: int
+    table_width: int
     compute_dtype: jnp.dtype
     has_writes: bool
     vmem_limit_bytes: int
@@ -171,13 +173,13 @@ def _write(scalars: Scalars, new_ref: Any, pool_ref: Any, written: Any, plan: Pl
 def _fetch(scalars: Scalars, segment: Any, chunk: Any, pool_ref: Any, plan: Plan) -> Callable[..., None]:
     """Returns what starts a chunk's DMAs into a buffer, or waits for them."""
     layout, segments = plan.spec.layout, scalars.segments
-    row, first_block = segments.row[segment], scalars.layer[0] * layout.blocks_per_layer
+    table, first_block = segments.row[segment] * plan.table_width, scalars.layer[0] * layout.blocks_per_layer
     begin = jnp.maximum(segments.begin[segment] // layout.block_size, chunk * plan.fetch_blocks)
     end = jnp.minimum(pl.cdiv(segments.end[segment], layout.block_size), (chunk + 1) * plan.fetch_blocks)
 
     def each_block(buffer_ref: Any, semaphore: Any, *, is_start: bool) -> None:
         def block(j: Any) -> None:
-            block_id = scalars.tables[row, begin + j]
+            block_id = scalars.tables[table + begin + j]
             place = begin + j - chunk * plan.fetch_blocks
             is_inside = (block_id >= 0) & (block_id < layout.blocks_per_layer)
 
@@ -454,7 +456,7 @@ def _scratch_shapes(plan: Plan) -> Scratch:
 def _cost(scalars: Scalars, q: jax.Array, plan: Plan) -> pl.CostEstimate:
     """Of full tables, a bound: the lengths are not known when a program is compiled."""
     layout = plan.spec.layout
-    num_keys = scalars.tables.shape[1] * layout.block_size
+    num_keys = plan.table_width * layout.block_size
     num_segments = scalars.segments.row.shape[0]
     num_scores = num_segments * layout.num_kv_heads * plan.rows * num_keys
     bytes_per_token = layout.bytes_per_block // layout.num_layers // layout.block_size

@@ -2,7 +2,7 @@
 
     vector memory   two chunks of blocks, queries and outputs of a tile (twice: the next one is on its way), the
                     running maxima, sums and outputs, and the scores and values of one head
-    scalar memory   the block tables, the list of segments, the slots of new tokens
+    scalar memory   the block tables, the lists of segments, the slots of new tokens; each rounded up to 128 words
 
 Sizes come from `tuned/pallas_tpu/<device kind>.json` where somebody has measured that kind (tuned/README.md says how),
 and from a rule otherwise.
@@ -18,14 +18,19 @@ from typing import Any
 
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention.spec import Queries
 
 VMEM_LIMIT_BYTES = 32 * 2**20
 """What the compiler may use; of the generations since v5e the smallest has 64 MiB."""
 VMEM_BUDGET_BYTES = 24 * 2**20
 """What is planned; the rest is the compiler's, for values that find no register."""
-SMEM_TABLE_BYTES = 512 * 2**10
-"""Of block tables. A v5e, v5p or v6e has 1 MiB; of 1000 KiB of tables no program could be made."""
+SMEM_BYTES = 2**20
+"""Scalar memory of every generation since v5e, as their compiler says."""
+SMEM_BUDGET_BYTES = SMEM_BYTES - 8 * 2**10
+"""What is planned; the rest is the compiler's, which took 1.1 KiB: registers without room, semaphores."""
 
+NUM_SEGMENT_FIELDS = 7
+"""Lists that tell a segment (`pallas_tpu_kernel.Segments`)."""
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 _TILES = (128, 64, 32, 16)
 _CHUNK_BYTES = 2**20
@@ -108,22 +113,23 @@ def refusal(layout: KVLayout, num_heads: int) -> str | None:
     return None
 
 
-def tables_refusal(num_rows: int, table_width: int, block_size: int) -> str | None:
-    """Why block tables of this size cannot be used, or None."""
-    if (need := table_bytes(num_rows, table_width)) <= SMEM_TABLE_BYTES:
+def tables_refusal(queries: Queries, num_kv_heads: int) -> str | None:
+    """Why block tables of this size cannot be used in steps of so many tokens, or None."""
+    if (need := scalar_bytes(queries, num_kv_heads)) <= SMEM_BUDGET_BYTES:
         return None
-    reason = (
-        f"block tables of {num_rows} rows x {table_width} blocks need {need // 1024} KiB of scalar memory; the limit "
-        f"is {SMEM_TABLE_BYTES // 1024} KiB"
+    return (
+        f"block tables of {queries.num_rows} rows x {queries.table_width} blocks, in steps of {queries.num_tokens} "
+        f"tokens, need {-(-need // 1024)} KiB of scalar memory; the limit is {SMEM_BUDGET_BYTES // 1024} KiB"
     )
-    max_len = table_width * block_size
-    larger = [b for b in BLOCK_SIZES if b > block_size and table_bytes(num_rows, -(-max_len // b)) <= SMEM_TABLE_BYTES]
-    return f"{reason}: block_size {larger[0]} would do" if larger else f"{reason}: allow fewer rows or shorter contexts"
 
 
-def table_bytes(num_rows: int, table_width: int) -> int:
-    """Of block tables in scalar memory."""
-    return num_rows * table_width * 4
+def scalar_bytes(queries: Queries, num_kv_heads: int) -> int:
+    """Scalar memory of the hungrier of a step's two calls."""
+    num_rows, num_tokens = queries.num_rows, queries.num_tokens
+    decodes = NUM_SEGMENT_FIELDS * _words(min(num_rows, num_tokens)) + 2 * _words(num_tokens)
+    num_chunks = -(-num_tokens // _TILES[-1]) + min(num_rows, num_tokens // 2)
+    always = _words(num_rows * queries.table_width) + _words(2 * num_kv_heads) + 3 * _words(1)
+    return 4 * (always + max(decodes, NUM_SEGMENT_FIELDS * _words(num_chunks)))
 
 
 @functools.cache
@@ -151,6 +157,11 @@ def _check(sizes: Sizes, layout: KVLayout, num_heads: int, device_kind: str) -> 
         raise InternalError(f"{where}: fetch_blocks {sizes.fetch_blocks} are {tokens} tokens, no multiple of {_LANES}")
     if (need := vmem_bytes(sizes, layout, num_heads)) > VMEM_BUDGET_BYTES:
         raise InternalError(f"{where}: need {_mib(need)} of vector memory; the limit is {_mib(VMEM_BUDGET_BYTES)}")
+
+
+def _words(n: int) -> int:
+    """Of a list of n numbers of 32 bits in scalar memory."""
+    return _up(n, _LANES)
 
 
 def _up(n: int, multiple: int) -> int:

@@ -47,17 +47,20 @@ class Queries:
         dtype: of queries.
         num_rows: of the block tables (S).
         table_width: blocks in a row's table (M).
+        num_tokens: of a call at most (T).
     """
 
     num_heads: int
     dtype: jnp.dtype
     num_rows: int
     table_width: int
+    num_tokens: int
 
     @classmethod
     def of(cls, q_thd: Float[Array, "T H D"], rows: RaggedRows) -> Queries:
         """Those of a call."""
-        return cls(q_thd.shape[1], q_thd.dtype, *rows.block_tables_sm.shape)
+        num_rows, table_width = rows.block_tables_sm.shape
+        return cls(q_thd.shape[1], q_thd.dtype, num_rows, table_width, q_thd.shape[0])
 
 
 @jax.tree_util.register_dataclass
