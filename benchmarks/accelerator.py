@@ -39,7 +39,10 @@ def parts(platform: str, device: str, model: str) -> dict[str, list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.accelerator",
+        description="Everything that needs an accelerator: the kernels' tests, their benchmark, and a whole model.",
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", default="llama-3-8b", help="of the decode part (default: llama-3-8b)")
     parser.add_argument("--only", nargs="+", metavar="PART", help="some of the parts")

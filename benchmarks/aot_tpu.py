@@ -63,7 +63,9 @@ def table(results: Sequence[ProgramResult]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="Compile whole models for TPUs that are not here, and record what each program takes."
+    )
     parser.add_argument("--only", default="", help="compile the cells that contain this, and record nothing")
     chosen = parser.parse_args()
     versions = {"jax": version("jax"), "jaxlib": version("jaxlib"), "libtpu": _libtpu_version()}

@@ -43,7 +43,10 @@ CONFIG = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cascade", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cascade",
+        description="Decode many samples of one long prompt, its blocks read once and by each row.",
+    )
     parser.add_argument("--samples", type=int, default=16, metavar="N", help="(default: 16)")
     parser.add_argument("--prompt", type=int, default=2048, metavar="N", help="tokens (default: 2048)")
     parser.add_argument("--attention-backend", default="auto", help="(default: auto)")

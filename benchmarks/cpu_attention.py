@@ -203,7 +203,10 @@ def _save(points: list[Point]) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_attention", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu_attention",
+        description="Attention on CPUs: the C++ kernel against the XLA version, on one core and on all.",
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen2.5-0.5b", "llama-3-8b"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])

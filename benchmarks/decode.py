@@ -51,7 +51,10 @@ class Decoding:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decode",
+        description="A whole model decoding with random weights: tokens a second, against the device's bandwidth.",
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", default="llama-3-8b", help="a built-in configuration (default: llama-3-8b)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256], metavar="N", help="rows")

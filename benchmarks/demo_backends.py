@@ -23,7 +23,10 @@ MAX_TOKENS = 160
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo_backends", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.demo_backends",
+        description="The demo model end to end with each attention backend of this machine.",
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--backend", nargs="+", default=["xla", "cpu"], help="first is the base (default: xla cpu)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="(default: 1 8 32)")

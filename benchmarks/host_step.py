@@ -186,7 +186,10 @@ def _ignore(event: OutputEvent) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_step", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host_step",
+        description="What the host spends on a step: deciding it, packing it, telling its tokens.",
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--blocks", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     options = parser.parse_args()

@@ -93,7 +93,9 @@ def write_table(plans: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="Plan Llama 3.1 on TPU slices, and write the table into docs/performance.md."
+    )
     parser.add_argument("--only", default="", help="plan for this topology, and record nothing")
     parser.add_argument("--table", action="store_true", help="write the table from the record, and plan nothing")
     parser.add_argument("--all-programs", action="store_true", help="compile every program of each plan")

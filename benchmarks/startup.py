@@ -73,7 +73,10 @@ def start_server(cache: str, flags: list[str]) -> Start:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.startup",
+        description="How long `jpaged serve demo` takes from its start to its first request, cold and warm.",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     print(", ".join(f"{name} {value}" for name, value in machine().items()))

@@ -143,7 +143,8 @@ def _ignore(event: OutputEvent) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tensor_parallel_step", description=__doc__.split("\n")[0]
+        prog="python -m benchmarks.tensor_parallel_step",
+        description="What the host spends on a decoding step when the model is split over virtual devices.",
     )
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])

@@ -10,7 +10,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jpaged.errors import InvalidArgument
 
@@ -46,59 +46,62 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def param(default: Any, help: str) -> Any:
+    """A field of SamplingParams: its default, and what the command line says about it."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when a sequence stops. Values out of range raise `InvalidArgument`.
+    """How tokens are chosen and when a sequence stops. Values out of range raise `InvalidArgument`."""
 
-    Attributes:
-        max_tokens: tokens to generate at most, >= 1.
-        min_tokens: end-of-sequence and stop tokens are impossible before so many tokens; 0 <= min_tokens <= max_tokens.
-        temperature: 0 is greedy; otherwise logits are divided by it, up to 100.
-        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p; in (0, 1].
-        min_p: drop tokens less likely than min_p times the likeliest; in [0, 1].
-        seed: the noise of this request is a function of (seed, sequence index, position) alone; None draws a seed from
-            the engine's.
-        logprobs: also report this many likeliest tokens at each position (0 to 20; 0 reports the chosen one alone).
-            Log-probabilities are of the model's own distribution, before temperature and truncation.
-        stop: texts that end the sequence; none of their characters is ever sent.
-        stop_token_ids: tokens that end the sequence; the token itself is reported, its text is not.
-        ignore_eos: go on past the model's own end-of-sequence tokens.
-        skip_special_tokens: leave special tokens out of the text.
-        n: sequences to return. The prompt is computed once and its blocks are shared.
-        best_of: sequences to generate, of which the n with the highest cumulative log-probability are returned, the
-            best first; None is n. With best_of above n nothing is streamed before the end.
-        beam_width: search for the likeliest sequences with this many beams instead of drawing; None or 0 draws. The n
-            best are returned at the end. Temperature, top_k, top_p, min_p, seed and best_of have no part in it and
-            must be left at their defaults (a temperature of 0 is accepted); stop strings are not searched for.
-        length_penalty: a finished beam's score is its cumulative log-probability / length ** length_penalty.
-        early_stopping: True ends the search as soon as beam_width sequences are finished; False when the best running
-            beam, at its length, no longer beats the worst finished one; "never" when it cannot at any length.
-        priority: lower numbers are served first, under the policy `priority`.
-        cache_salt: sequences share cached prefixes only with those of the same salt.
-        use_prefix_cache: False neither reads cached prefixes nor leaves any.
-    """
-
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    logprobs: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    n: int = 1
-    best_of: int | None = None
-    beam_width: int | None = None
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    priority: int = 0
-    cache_salt: str = ""
-    use_prefix_cache: bool = True
+    max_tokens: int = param(16, "tokens to generate at most, >= 1")
+    min_tokens: int = param(
+        0, "end-of-sequence and stop tokens are impossible before so many tokens; 0 <= min_tokens <= max_tokens"
+    )
+    temperature: float = param(1.0, "0 is greedy; otherwise logits are divided by it, up to 100")
+    top_k: int = param(0, "keep the k likeliest tokens; 0 or -1 keeps all")
+    top_p: float = param(1.0, "keep the smallest set of likeliest tokens whose probability reaches top_p; in (0, 1]")
+    min_p: float = param(0.0, "drop tokens less likely than min_p times the likeliest; in [0, 1]")
+    seed: int | None = param(
+        None,
+        "the noise of this request is a function of (seed, sequence index, position) alone; None draws a seed from "
+        "the engine's",
+    )
+    logprobs: int | None = param(
+        None,
+        "also report this many likeliest tokens at each position (0 to 20; 0 reports the chosen one alone). "
+        "Log-probabilities are of the model's own distribution, before temperature and truncation",
+    )
+    stop: Sequence[str] = param((), "texts that end the sequence; none of their characters is ever sent")
+    stop_token_ids: Sequence[int] = param(
+        (), "tokens that end the sequence; the token itself is reported, its text is not"
+    )
+    ignore_eos: bool = param(False, "go on past the model's own end-of-sequence tokens")
+    skip_special_tokens: bool = param(True, "leave special tokens out of the text")
+    n: int = param(1, "sequences to return. The prompt is computed once and its blocks are shared")
+    best_of: int | None = param(
+        None,
+        "sequences to generate, of which the n with the highest cumulative log-probability are returned, the best "
+        "first; None is n. With best_of above n nothing is streamed before the end",
+    )
+    beam_width: int | None = param(
+        None,
+        "search for the likeliest sequences with this many beams instead of drawing; None or 0 draws. The n best "
+        "are returned at the end. Temperature, top_k, top_p, min_p, seed and best_of have no part in it and must "
+        "be left at their defaults (a temperature of 0 is accepted); stop strings are not searched for",
+    )
+    length_penalty: float = param(
+        1.0, "a finished beam's score is its cumulative log-probability / length ** length_penalty"
+    )
+    early_stopping: bool | Literal["never"] = param(
+        False,
+        "True ends the search as soon as beam_width sequences are finished; False when the best running beam, at "
+        'its length, no longer beats the worst finished one; "never" when it cannot at any length',
+    )
+    priority: int = param(0, "lower numbers are served first, under the policy `priority`")
+    cache_salt: str = param("", "sequences share cached prefixes only with those of the same salt")
+    use_prefix_cache: bool = param(True, "False neither reads cached prefixes nor leaves any")
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

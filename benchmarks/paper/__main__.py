@@ -30,7 +30,7 @@ FIGURES: dict[str, Callable[[Runner], Sequence[Table]]] = {
 
 def main() -> None:
     """Runs the figures that were asked for, in the order of the paper."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Make the tables and figures of the paper's evaluation.")
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"any of {', '.join(FIGURES)} (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--figures-only", action="store_true", help="draw from the tables that are there")

@@ -1,9 +1,4 @@
-"""Run an OpenAI batch file against a server; run it again after a crash and it goes on where it stopped.
-
-    jpaged batch -i requests.jsonl -o results.jsonl --target localhost:50051
-
-Failed requests are lines of the output too; the exit code says whether there were any.
-"""
+"""The subcommand `batch`: a file of requests -> a file of answers."""
 
 from __future__ import annotations
 
@@ -19,6 +14,13 @@ from jpaged.client.batch import BatchOptions, BatchSummary, run_batch
 from jpaged.errors import InvalidArgument, Unavailable
 
 HELP = "run an OpenAI batch file against a server"
+DESCRIPTION = """\
+Run an OpenAI batch file against a server; run it again after a crash and it goes on where it stopped.
+
+    jpaged batch -i requests.jsonl -o results.jsonl --target localhost:50051
+
+Failed requests are lines of the output too; the exit code says whether there were any.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,4 @@
-"""Measure.
-
-simulate   serves a trace in simulated time, on any accelerator, with the real scheduler
-kernels    times the attention kernels of this device
-"""
+"""The subcommand `bench`: one subcommand of its own a benchmark."""
 
 from __future__ import annotations
 
@@ -12,6 +8,12 @@ from types import ModuleType
 from jpaged.cli import kernels, simulate
 
 HELP = "measure"
+DESCRIPTION = """\
+Measure.
+
+simulate   serves a trace in simulated time, on any accelerator, with the real scheduler
+kernels    times the attention kernels of this device
+"""
 
 BENCHMARKS: dict[str, ModuleType] = {"simulate": simulate, "kernels": kernels}
 """Each module has HELP, add_arguments(parser) and run(arguments) -> exit code."""
@@ -21,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One subcommand a benchmark."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, module in BENCHMARKS.items():
-        benchmark = benchmarks.add_parser(name, help=module.HELP, description=module.__doc__, allow_abbrev=False)
+        benchmark = benchmarks.add_parser(name, help=module.HELP, description=module.DESCRIPTION, allow_abbrev=False)
         benchmark.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(benchmark)
 

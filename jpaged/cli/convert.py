@@ -1,10 +1,4 @@
-"""Write a model as safetensors in Hugging Face layout, or as Orbax, tensor by tensor.
-
-    jpaged convert meta-llama/Llama-3.1-8B-Instruct ./llama-orbax --to orbax
-    jpaged convert ./llama-orbax ./llama-hf --to safetensors --max-shard-size 2GiB
-
-Either folder can be served. What is written is whole and bit by bit what was read, unless --dtype says otherwise.
-"""
+"""The subcommand `convert`: a model in another format."""
 
 from __future__ import annotations
 
@@ -18,6 +12,14 @@ from jpaged.cli.startup import StartupReport
 from jpaged.errors import InvalidArgument
 
 HELP = "write a model as safetensors or as Orbax"
+DESCRIPTION = """\
+Write a model as safetensors in Hugging Face layout, or as Orbax, tensor by tensor.
+
+    jpaged convert meta-llama/Llama-3.1-8B-Instruct ./llama-orbax --to orbax
+    jpaged convert ./llama-orbax ./llama-hf --to safetensors --max-shard-size 2GiB
+
+Either folder can be served. What is written is whole and bit by bit what was read, unless --dtype says otherwise.
+"""
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power

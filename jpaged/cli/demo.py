@@ -1,4 +1,4 @@
-"""Start a server with the embedded model, stream several prompts from it side by side, and say how that went."""
+"""The subcommand `demo`: a server process, and several streams from it side by side."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ from jpaged.errors import DeadlineExceeded, JpagedError, Unavailable
 from jpaged.types import SamplingParams
 
 HELP = "serve the embedded model and stream from it"
+DESCRIPTION = (
+    "Start a server with the embedded model, stream several prompts from it side by side, and say how that went."
+)
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
 _WRAP_CHARACTERS = 100

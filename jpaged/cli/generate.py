@@ -1,10 +1,4 @@
-"""Generate from prompts in this process, without a server.
-
-    jpaged generate demo --prompt "Once upon a time" --max-tokens 64 --temperature 0.8 --seed 1
-    jpaged generate demo --chat --prompt "Tell me a story about a dragon." --json
-
-What was generated goes to stdout, all else to stderr.
-"""
+"""The subcommand `generate`: prompts -> texts, in this process."""
 
 from __future__ import annotations
 
@@ -21,6 +15,14 @@ from jpaged.errors import InvalidArgument
 from jpaged.types import CompletionOutput, RequestOutput, SamplingParams
 
 HELP = "generate from prompts, without a server"
+DESCRIPTION = """\
+Generate from prompts in this process, without a server.
+
+    jpaged generate demo --prompt "Once upon a time" --max-tokens 64 --temperature 0.8 --seed 1
+    jpaged generate demo --chat --prompt "Tell me a story about a dragon." --json
+
+What was generated goes to stdout, all else to stderr.
+"""
 _SECTIONS = ("model", "cache", "scheduler", "parallel", "startup")
 
 

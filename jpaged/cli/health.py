@@ -1,9 +1,4 @@
-"""Ask a server whether it serves, as a container's health check does.
-
-    jpaged health localhost:50051 && echo ready
-
-Exit code 0 means SERVING; 1 that it loads, drains, or is not there.
-"""
+"""The subcommand `health`: a server's state as an exit code."""
 
 from __future__ import annotations
 
@@ -14,6 +9,13 @@ from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument, JpagedError
 
 HELP = "ask a server whether it serves"
+DESCRIPTION = """\
+Ask a server whether it serves, as a container's health check does.
+
+    jpaged health localhost:50051 && echo ready
+
+Exit code 0 means SERVING; 1 that it loads, drains, or is not there.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,12 +1,4 @@
-"""Time the attention kernels of this device: paged against contiguous, and against the limit of the device.
-
-    jpaged bench kernels
-    jpaged bench kernels --shape llama-3-8b --context 2048 32768 --block-size 16 64 --backend pallas-gpu --plot a.png
-
-Decode is one query a sequence, prefill the last 2048 tokens of a prompt. "limit" is the share of what the measured
-bandwidth (decode) or rate of matrix products (prefill) allows; "in order" the same kernel with its blocks one behind
-the other; "contiguous" jax.nn.dot_product_attention over dense keys and values, "ratio" paged over contiguous.
-"""
+"""The subcommand `bench kernels`: times of the attention kernels."""
 
 from __future__ import annotations
 
@@ -26,6 +18,16 @@ if TYPE_CHECKING:
     from jpaged.kernels.paged_attention.measure import Cell, Measurement, Survey
 
 HELP = "time the attention kernels"
+DESCRIPTION = """\
+Time the attention kernels of this device: paged against contiguous, and against the limit of the device.
+
+    jpaged bench kernels
+    jpaged bench kernels --shape llama-3-8b --context 2048 32768 --block-size 16 64 --backend pallas-gpu --plot a.png
+
+Decode is one query a sequence, prefill the last 2048 tokens of a prompt. "limit" is the share of what the measured
+bandwidth (decode) or rate of matrix products (prefill) allows; "in order" the same kernel with its blocks one behind
+the other; "contiguous" jax.nn.dot_product_attention over dense keys and values, "ratio" paged over contiguous.
+"""
 
 _CONTEXTS = (64, 256, 1024, 2048, 8192, 32768)
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)

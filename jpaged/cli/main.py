@@ -24,7 +24,7 @@ COMMANDS: dict[str, ModuleType] = {
     "plan": plan,
     "demo": demo,
 }
-"""Each module has HELP, add_arguments(parser) and run(arguments) -> exit code."""
+"""Each module has HELP and DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jpaged {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.HELP, description=module.__doc__, allow_abbrev=False)
+        command = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION, allow_abbrev=False)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(command)
     return parser

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Collection
 from dataclasses import Field, fields
 from typing import Any
@@ -64,10 +63,9 @@ def config_from(arguments: argparse.Namespace) -> EngineConfig:
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for every field of SamplingParams; `--stop` and `--stop-token-ids` may come several times."""
-    helps = _attribute_docs(SamplingParams.__doc__ or "")
     group = parser.add_argument_group("sampling")
     for spec in fields(SamplingParams):
-        text = f"{helps[spec.name]} (default: {_default_text(spec.default)})"
+        text = f"{spec.metadata['help']} (default: {_default_text(spec.default)})"
         keywords: dict[str, Any] = {"dest": f"sampling_{spec.name}", "default": None, "help": _escaped(text)}
         if spec.name == "early_stopping":
             keywords.update(type=_early_stopping, metavar="|".join(_EARLY_STOPPING))
@@ -124,10 +122,3 @@ def _early_stopping(word: str) -> bool | str:
 
 def _escaped(text: str) -> str:
     return text.replace("%", "%%")  # argparse formats help texts
-
-
-def _attribute_docs(docstring: str) -> dict[str, str]:
-    """The entries of a docstring's Attributes section, each on one line."""
-    section = docstring.partition("Attributes:\n")[2]
-    entries = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()).rstrip(".") for name, text in entries}

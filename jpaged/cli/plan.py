@@ -1,13 +1,4 @@
-r"""Plan a deployment on devices that are not here: does it fit, how much does it hold, how quick, at what price.
-
-    jpaged plan llama-3.1-8b --topology v5e:2x2 --max-model-len 8192
-    jpaged plan llama-3.1-70b --topology v6e:2x4,v5p:2x2x2 --input-len 1000 --output-len 300 \
-        --price v6e=2.7,v5p=4.2 --request-rate 20
-
-The real step programs are compiled for the devices, by libtpu (TPU) or jax's CUDA packages (h200); nothing runs.
-Without a --tensor-parallel-size one copy of the model takes as many of a topology's devices as its heads allow. Times
-are a roofline's, with the efficiencies that are printed. Exit code 1: it fits nowhere.
-"""
+"""The subcommand `plan`: a deployment on devices that are not here."""
 
 from __future__ import annotations
 
@@ -26,6 +17,17 @@ if TYPE_CHECKING:
     from jpaged.plan.estimate import Lengths
 
 HELP = "plan a deployment on TPUs or GPUs that are not here"
+DESCRIPTION = """\
+Plan a deployment on devices that are not here: does it fit, how much does it hold, how quick, at what price.
+
+    jpaged plan llama-3.1-8b --topology v5e:2x2 --max-model-len 8192
+    jpaged plan llama-3.1-70b --topology v6e:2x4,v5p:2x2x2 --input-len 1000 --output-len 300 \\
+        --price v6e=2.7,v5p=4.2 --request-rate 20
+
+The real step programs are compiled for the devices, by libtpu (TPU) or jax's CUDA packages (h200); nothing runs.
+Without a --tensor-parallel-size one copy of the model takes as many of a topology's devices as its heads allow. Times
+are a roofline's, with the efficiencies that are printed. Exit code 1: it fits nowhere.
+"""
 
 _OPTIONS = {
     *("model", "dtype", "max_model_len", "attention_backend", "block_size", "num_blocks", "memory_utilization"),

@@ -1,10 +1,4 @@
-"""Serve a model over gRPC until SIGTERM or Ctrl-C; a second one cuts the drain short.
-
-The port is open at once: until the model is loaded it answers UNAVAILABLE, and the health service NOT_SERVING.
-
-Of several processes (--coordinator, --num-processes, --process-id, or what a launcher has put into the environment)
-process 0 opens the port, and the others follow it.
-"""
+"""The subcommand `serve`: options -> a server, until it is told to end."""
 
 from __future__ import annotations
 
@@ -24,6 +18,14 @@ from jpaged.server.lifecycle import Server
 from jpaged.server.serving import Serving
 
 HELP = "serve a model over gRPC"
+DESCRIPTION = """\
+Serve a model over gRPC until SIGTERM or Ctrl-C; a second one cuts the drain short.
+
+The port is open at once: until the model is loaded it answers UNAVAILABLE, and the health service NOT_SERVING.
+
+Of several processes (--coordinator, --num-processes, --process-id, or what a launcher has put into the environment)
+process 0 opens the port, and the others follow it.
+"""
 LISTENING = "listening on "
 """Begins the line that tells the address, for programs that start a server on port 0."""
 

@@ -1,11 +1,4 @@
-"""Serve a trace in simulated time: the real scheduler and KV memory, and steps that take what a data sheet says.
-
-    jpaged bench simulate --model opt-13b --hardware a100-40gb --trace sharegpt --rate 2
-    jpaged bench simulate --trace requests.jsonl --kv-policy reserve-max --json
-
-A trace is `sharegpt` or `alpaca` (the paper's lengths, Poisson arrivals) or a file: one JSON object a line with
-arrival_s, prompt_tokens and output_tokens, and if wanted n, beam_width, prefix_id with prefix_tokens, tenant, priority.
-"""
+"""The subcommand `bench simulate`: a trace in simulated time."""
 
 from __future__ import annotations
 
@@ -28,6 +21,15 @@ from jpaged.sim.trace import WORKLOADS, TraceRequest, synthesize
 from jpaged.sim.trace_file import read_trace
 
 HELP = "serve a trace in simulated time"
+DESCRIPTION = """\
+Serve a trace in simulated time: the real scheduler and KV memory, and steps that take what a data sheet says.
+
+    jpaged bench simulate --model opt-13b --hardware a100-40gb --trace sharegpt --rate 2
+    jpaged bench simulate --trace requests.jsonl --kv-policy reserve-max --json
+
+A trace is `sharegpt` or `alpaca` (the paper's lengths, Poisson arrivals) or a file: one JSON object a line with
+arrival_s, prompt_tokens and output_tokens, and if wanted n, beam_width, prefix_id with prefix_tokens, tenant, priority.
+"""
 
 _DEFAULT_NUM_REQUESTS = 200
 

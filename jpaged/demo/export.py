@@ -24,7 +24,10 @@ def export(folder: Path, dtype: str = "bfloat16") -> None:
 
 def main() -> None:
     """Export the demo model for other programs, such as transformers."""
-    parser = argparse.ArgumentParser(prog="python -m jpaged.demo.export", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m jpaged.demo.export",
+        description="Export the demo model for other programs, such as transformers.",
+    )
     parser.add_argument("folder", type=Path, help="created where it is missing")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the tensors")
     args = parser.parse_args()

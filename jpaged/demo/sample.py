@@ -144,7 +144,9 @@ def _attend(
 
 def main() -> None:
     """Print stories; without prompts, those of the model card."""
-    parser = argparse.ArgumentParser(prog="python -m jpaged.demo.sample", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m jpaged.demo.sample", description="Print stories; without prompts, those of the model card."
+    )
     parser.add_argument("prompts", nargs="*", help='texts to continue, or "user: ..." for a chat turn')
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--seed", type=int, default=1, help="of the first prompt; each further one adds 1")

@@ -276,7 +276,9 @@ def _latest(work: Path) -> Path | None:
 def main() -> None:
     """Train and package the demo model."""
     settings = TrainSettings()
-    parser = argparse.ArgumentParser(prog="python -m jpaged.demo.train", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m jpaged.demo.train", description="Train and package the demo model."
+    )
     parser.add_argument("--seed", type=int, default=settings.seed, help="of corpus, tokenizer and parameters")
     parser.add_argument(
         "--steps", type=int, default=settings.num_steps, help="optimizer steps, at most and by default all of them"

@@ -57,6 +57,8 @@ MAX_PARAMETERS = 8  # without self and cls; tests take as many fixtures as they 
 BANNED_FILES = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
 SKIPS = re.compile(r"\bpytest\.(mark\.)?(skip|skipif|xfail)\b|\bunittest\.skip|\bskip(Test|Unless|If)\b")
 MAY_BE_MISSING = "torch"
+DOCSTRING_READERS = {"__doc__", "getdoc", "getsource", "getsourcelines", "getcomments"}
+NARROWING = re.compile(r"assert (isinstance\(.+\)|[\w.]+ is not None)")
 GENERATED = "jpaged/_proto/"
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -116,6 +118,8 @@ def _in_one_file(source: Source, modules: set[str]) -> Iterator[str]:
     if source.module and source.path != ENVIRONMENT_HOME:
         for line in _environment_reads(source.tree):
             yield f"{source.path}:{line}: only {ENVIRONMENT_HOME} reads the environment"
+    if not source.path.startswith("tests/"):
+        yield from _lost_when_optimized(source)
     if source.path.startswith("tests/"):
         yield from _skips(source)
     yield from _sizes(source)
@@ -160,6 +164,16 @@ def _environment_reads(tree: ast.AST) -> Iterator[int]:
                 yield node.lineno
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
             yield from (node.lineno for alias in node.names if alias.name in readers)
+
+
+def _lost_when_optimized(source: Source) -> Iterator[str]:
+    """Yield what `python -OO` changes: texts read from docstrings, asserts that do more than narrow a type."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            if (node.attr if isinstance(node, ast.Attribute) else node.id) in DOCSTRING_READERS:
+                yield f"{source.path}:{node.lineno}: a docstring is not data"
+        elif isinstance(node, ast.Assert) and not NARROWING.fullmatch(ast.unparse(node)):
+            yield f"{source.path}:{node.lineno}: an assert narrows a type and does nothing else"
 
 
 def _skips(source: Source) -> Iterator[str]:

@@ -72,7 +72,10 @@ def _versions() -> dict[str, str]:
 
 def main() -> int:
     """Runs the cases that the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m tools.aot_gpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.aot_gpu",
+        description="Compile every case, each in a process of its own, and record what became of them.",
+    )
     parser.add_argument("--only", default="", help="cases whose name has this part; the record is not written then")
     parser.add_argument("--save", type=Path, help="a folder for the executables, as jax serialises them")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")

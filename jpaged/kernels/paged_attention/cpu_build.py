@@ -123,7 +123,7 @@ def _run_all(jobs: Sequence[list[str]]) -> None:
 def main() -> None:
     """Builds the library in place."""
     parser = argparse.ArgumentParser(
-        prog="python -m jpaged.kernels.paged_attention.cpu_build", description=main.__doc__
+        prog="python -m jpaged.kernels.paged_attention.cpu_build", description="Build the library in place."
     )
     parser.add_argument("--compiler", help=f"a C++ compiler; by default the first of {', '.join(COMPILERS)}")
     options = parser.parse_args()
