@@ -30,6 +30,10 @@ DESCRIPTION = (
 )
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
+_END_PATIENCE_S = 5.0
+"""A server under which a call has failed may be ending, and says why at its end."""
+_LOOK_S = 0.3
+"""Between two looks at a server that starts."""
 _WRAP_CHARACTERS = 100
 
 # (is a chat turn, prompt, tokens to generate at most): short and long, to fill the batch unevenly.
@@ -72,7 +76,14 @@ class _ServerProcess:
     @classmethod
     def start(cls, model: str, flags: Sequence[str]) -> _ServerProcess:
         server = cls(
-            subprocess.Popen(_command(model, flags), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            subprocess.Popen(
+                _command(model, flags),
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+            )
         )
         server.listener = threading.Thread(target=server._listen, daemon=True)
         server.listener.start()
@@ -86,20 +97,39 @@ class _ServerProcess:
         self.address.put(None)
 
     def target(self) -> str:
-        """Where it listens; raises Unavailable when it ended before it did."""
-        address = self.address.get(timeout=_START_TIMEOUT_S)
+        """Where it listens.
+
+        Raises:
+            Unavailable: it ended before it did.
+            DeadlineExceeded: it did not in time.
+        """
+        try:
+            address = self.address.get(timeout=_START_TIMEOUT_S)
+        except queue.Empty:
+            raise DeadlineExceeded(f"the server did not listen in {_START_TIMEOUT_S:g} s") from None
         if address is None:
-            raise Unavailable("the server ended before it listened:\n" + "\n".join(self.last_lines))
+            raise Unavailable("the server ended before it listened")
         return address
 
-    def stop(self) -> int:
-        """Ends it by SIGTERM and returns its exit code."""
-        self.process.send_signal(signal.SIGTERM)
+    def has_ended(self, timeout_s: float) -> bool:
+        """Whether it ends in that time."""
         try:
-            code = self.process.wait(_STOP_TIMEOUT_S)
+            self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
+            return False
+        return True
+
+    def stop(self, patience_s: float = 0.0) -> int:
+        """Ends it by SIGTERM and returns its exit code; what it said is read to the end.
+
+        Args:
+            patience_s: how long one that seems to end may take for it before it is told to.
+        """
+        if not self.has_ended(patience_s):
+            self.process.send_signal(signal.SIGTERM)
+            if not self.has_ended(_STOP_TIMEOUT_S):
+                self.process.kill()
+        code = self.process.wait()
         if self.listener is not None:
             self.listener.join()
         if self.process.stderr is not None:
@@ -124,6 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 0 when every stream finished and the server ended with 0."""
     console = Console()
     server = _ServerProcess.start(arguments.model, ["--max-num-seqs", "8", "--max-num-batched-tokens", "128"])
+    problems: list[str] = []
     try:
         with Client(server.target()) as client:
             _wait(client, server, console)
@@ -131,31 +162,29 @@ def run(arguments: argparse.Namespace) -> int:
             start_s = time.monotonic()
             _stream(client, stories, arguments.seed, console)
             elapsed_s = time.monotonic() - start_s
-            failed = [story.error for story in stories if story.error is not None]
-            for error in failed:
-                print(f"jpaged demo: a stream failed: {error}", file=sys.stderr)
-            if not failed:
+            problems += [f"a stream failed: {story.error}" for story in stories if story.error is not None]
+            if not problems:
                 console.print(_table(stories, elapsed_s, client.load()))
+    except JpagedError as error:
+        problems.append(str(error))
     finally:
-        code = server.stop()
-    if code != 0:
+        code = server.stop(_END_PATIENCE_S if problems else 0.0)
+    for problem in problems:
+        print(f"jpaged demo: {problem}", file=sys.stderr)
+    if problems or code != 0:
         print("\n".join([f"jpaged demo: the server ended with {code}:", *server.last_lines]), file=sys.stderr)
-    return 1 if failed or code != 0 else 0
+    return 1 if problems or code != 0 else 0
 
 
 def _wait(client: Client, server: _ServerProcess, console: Console) -> None:
     """Waits until the server is ready, with a line that says what it is busy with."""
     start_s, shown = server.start_s, ""
     with console.status("starting the server") as status:
-        while True:
-            try:
-                client.wait_until_ready(0.3)
-                break
-            except DeadlineExceeded:
-                if time.monotonic() - start_s > _START_TIMEOUT_S:
-                    raise
-            if server.process.poll() is not None:
-                raise Unavailable("\n".join(["the server ended before it was ready:", *server.last_lines]))
+        while not _is_ready(client):
+            if server.has_ended(_LOOK_S):
+                raise Unavailable("the server ended before it was ready")
+            if time.monotonic() - start_s > _START_TIMEOUT_S:
+                raise DeadlineExceeded(f"the server was not ready after {_START_TIMEOUT_S:g} s")
             text = _startup_text(client)
             status.update(text)
             if not console.is_terminal and text != shown:
@@ -164,10 +193,19 @@ def _wait(client: Client, server: _ServerProcess, console: Console) -> None:
     console.print(f"ready after {time.monotonic() - start_s:.1f} s", highlight=False)
 
 
+def _is_ready(client: Client) -> bool:
+    """A call that fails tells nothing: a server that ends cuts it in one of several ways, and its process tells why."""
+    try:
+        client.wait_until_ready(_LOOK_S)
+    except JpagedError:
+        return False
+    return True
+
+
 def _startup_text(client: Client) -> str:
     try:
         startup = client.server_info().startup
-    except Unavailable:  # it has just ended, and the next look at the process will tell
+    except JpagedError:  # as above
         startup = None
     if startup is None:
         return "starting the server"

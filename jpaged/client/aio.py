@@ -14,10 +14,10 @@ from grpc_health.v1 import health_pb2
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import wire
-from jpaged.client.channel import CHANNEL_OPTIONS, Attempts
+from jpaged.client.channel import CHANNEL_OPTIONS, NOT_READY, NOT_READY_PAUSE_S, Attempts
 from jpaged.client.failures import error_of
 from jpaged.client.wire import Assembler, Call, GenerateChunk, Load, ModelInfo, Prompt, ServerInfo
-from jpaged.errors import DeadlineExceeded, JpagedError
+from jpaged.errors import Cancelled, DeadlineExceeded, JpagedError
 from jpaged.types import RequestOutput, SamplingParams
 
 _T = TypeVar("_T")
@@ -43,9 +43,12 @@ class AsyncGenerateStream:
         while not self._is_closed:
             try:
                 chunk = wire.chunk_of(await anext(self._messages))
-            except asyncio.CancelledError:
-                if not self._is_closed:  # else by another task: grpc.aio tells a reader of a closed call this way
-                    raise
+            except asyncio.CancelledError as error:
+                if self._is_closed:  # by another task: grpc.aio tells a reader of a closed call this way
+                    break
+                self._is_closed = True
+                _refuse_closed(error)
+                raise
             except aio.AioRpcError as error:
                 wait_s = None if self._has_begun else self._attempts.wait_s(error.code())
                 if wait_s is None:
@@ -105,6 +108,7 @@ class AsyncClient:
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
         self._target = target
+        self._is_closed = False
         self._timeout_s = timeout_s
         self._model = model
         self._metadata = wire.metadata_of(tenant)
@@ -204,13 +208,15 @@ class AsyncClient:
         await self._run(wire.unpin_prefix_call(name))
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Waits until the server takes requests, also for one that is not there yet.
+        """Waits until the server takes requests, also for one that is not there yet, or that ends and comes again.
 
         Raises:
+            Cancelled: the client was closed.
             DeadlineExceeded: it was not ready in time.
         """
         until_s = time.monotonic() + timeout_s
         while (remaining_s := until_s - time.monotonic()) > 0:
+            self._require_open()
             watch = self._watch(health_pb2.HealthCheckRequest(), timeout=remaining_s, wait_for_ready=True)
             try:
                 async for answer in watch:
@@ -218,12 +224,17 @@ class AsyncClient:
                         watch.cancel()
                         return
             except grpc.RpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                if error.code() not in NOT_READY:
                     raise _translated(error) from error
+            except asyncio.CancelledError as error:
+                _refuse_closed(error)
+                raise
+            await asyncio.sleep(min(NOT_READY_PAUSE_S, max(0.0, until_s - time.monotonic())))
         raise DeadlineExceeded(f"{self._target} was not ready after {timeout_s} s")
 
     async def close(self) -> None:
         """Cancels what is open and closes the connection."""
+        self._is_closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -239,11 +250,16 @@ class AsyncClient:
     ) -> AsyncGenerateStream:
         request = wire.generate_request(prompt, sampling, request_id=request_id, model=self._model)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        self._require_open()
         return AsyncGenerateStream(
             lambda left_s: self._generate(request, timeout=left_s, metadata=self._metadata),
             timeout_s,
             request.request_id,
         )
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise _closed()
 
     async def _run(self, call: Call[_T]) -> _T:
         method = self._channel.unary_unary(
@@ -253,13 +269,28 @@ class AsyncClient:
         )
         attempts = Attempts(self._timeout_s)
         while True:
+            self._require_open()
             try:
                 return call.read(await method(call.request, timeout=attempts.remaining_s))
             except aio.AioRpcError as error:
                 wait_s = attempts.wait_s(error.code())
                 if wait_s is None:
                     raise _translated(error) from error
+            except asyncio.CancelledError as error:
+                _refuse_closed(error)
+                raise
             await asyncio.sleep(wait_s)
+
+
+def _closed() -> Cancelled:
+    return Cancelled("the client was closed")
+
+
+def _refuse_closed(error: asyncio.CancelledError) -> None:
+    """Raises Cancelled unless this task is cancelled: grpc.aio says the same where the channel was closed."""
+    task = asyncio.current_task()
+    if task is None or not task.cancelling():
+        raise _closed() from error
 
 
 def _translated(error: grpc.RpcError) -> JpagedError:

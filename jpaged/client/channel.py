@@ -28,6 +28,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
+NOT_READY = frozenset(
+    grpc.StatusCode[name] for name in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL", "UNKNOWN")
+)
+"""What a call is told by a server that is not there, that starts, or that ends under it."""
+NOT_READY_PAUSE_S = 0.05
+"""Between two looks at a server that answers at once that it is not ready."""
+
 
 class Attempts:
     """The tries of one call: what time each has, and whether another follows."""

@@ -12,10 +12,10 @@ from grpc_health.v1 import health_pb2
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import wire
-from jpaged.client.channel import CHANNEL_OPTIONS, Attempts
+from jpaged.client.channel import CHANNEL_OPTIONS, NOT_READY, NOT_READY_PAUSE_S, Attempts
 from jpaged.client.failures import error_of
 from jpaged.client.wire import Assembler, Call, GenerateChunk, Load, ModelInfo, Prompt, ServerInfo
-from jpaged.errors import DeadlineExceeded, JpagedError
+from jpaged.errors import Cancelled, DeadlineExceeded, JpagedError
 from jpaged.types import RequestOutput, SamplingParams
 
 _T = TypeVar("_T")
@@ -98,6 +98,7 @@ class Client:
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
         self._target = target
+        self._is_closed = False
         self._timeout_s = timeout_s
         self._model = model
         self._metadata = wire.metadata_of(tenant)
@@ -195,13 +196,15 @@ class Client:
         self._run(wire.unpin_prefix_call(name))
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Waits until the server takes requests, also for one that is not there yet.
+        """Waits until the server takes requests, also for one that is not there yet, or that ends and comes again.
 
         Raises:
+            Cancelled: the client was closed.
             DeadlineExceeded: it was not ready in time.
         """
         until_s = time.monotonic() + timeout_s
         while (remaining_s := until_s - time.monotonic()) > 0:
+            self._require_open()
             watch = self._watch(health_pb2.HealthCheckRequest(), timeout=remaining_s, wait_for_ready=True)
             try:
                 for answer in watch:
@@ -209,12 +212,14 @@ class Client:
                         watch.cancel()
                         return
             except grpc.RpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                if error.code() not in NOT_READY:
                     raise _translated(error) from error
+            time.sleep(min(NOT_READY_PAUSE_S, max(0.0, until_s - time.monotonic())))
         raise DeadlineExceeded(f"{self._target} was not ready after {timeout_s} s")
 
     def close(self) -> None:
         """Cancels what is open and closes the connection."""
+        self._is_closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -230,11 +235,16 @@ class Client:
     ) -> GenerateStream:
         request = wire.generate_request(prompt, sampling, request_id=request_id, model=self._model)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        self._require_open()
         return GenerateStream(
             lambda left_s: self._generate(request, timeout=left_s, metadata=self._metadata),
             timeout_s,
             request.request_id,
         )
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise Cancelled("the client was closed")
 
     def _run(self, call: Call[_T]) -> _T:
         method = self._channel.unary_unary(
@@ -244,6 +254,7 @@ class Client:
         )
         attempts = Attempts(self._timeout_s)
         while True:
+            self._require_open()
             try:
                 return call.read(method(call.request, timeout=attempts.remaining_s))
             except grpc.RpcError as error:

@@ -7,5 +7,6 @@ status.py      errors -> status codes with details
 stream.py      the engine's thread -> asyncio
 metrics.py     what Prometheus is told
 replica.py     a loaded model without a port, for a host with a server of its own
+health.py      grpc.health.v1, whose watches end with the server
 lifecycle.py   the port, health, signals: starting, serving, draining, exit code
 """

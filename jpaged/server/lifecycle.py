@@ -30,6 +30,7 @@ from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
 from jpaged.obs.metrics import MetricsServer, serve_metrics
 from jpaged.server import wire
+from jpaged.server.health import HealthServicer
 from jpaged.server.metrics import metrics_source
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.server.serving import Serving
@@ -163,7 +164,7 @@ class Server:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, self._grpc)
         control = ControlServicer(self, self._inference)
         control_pb2_grpc.add_ControlServiceServicer_to_server(control, self._grpc)
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         if self._config.server.enable_reflection:
             names = (*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -310,7 +311,8 @@ class Server:
     async def _close(self) -> None:
         if not await _wait(self._inference.is_idle, _FLUSH_TIMEOUT_S):
             _LOG.warning("clients that do not read their streams were cut off")
-        await self._grpc.stop(grace=_WATCH_INTERVAL_S)  # health watches stay open until they are cut
+        self._health.end_watches()
+        await self._grpc.stop(grace=_FLUSH_TIMEOUT_S)
         if self._serving is not None:
             await asyncio.to_thread(self._serving.engine.stop)
         if self._metrics is not None:

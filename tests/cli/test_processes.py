@@ -10,7 +10,7 @@ import pytest
 from jpaged.cli import demo
 from jpaged.cli.main import main
 from jpaged.client import Client
-from jpaged.errors import InternalError, Unavailable
+from jpaged.errors import Cancelled, DeadlineExceeded, InternalError, Unavailable
 from jpaged.types import SamplingParams
 from tests.processes import ROOT, Process
 
@@ -122,6 +122,43 @@ def test_the_demo_streams_and_prints_one_table(fake_server, capsys):
 def test_the_demo_says_why_its_server_did_not_start(fake_server, capsys):
     assert main(["demo", "broken"]) == 1
     assert "broken is not a folder" in capsys.readouterr().err
+
+
+LAST_WORDS = """
+import sys
+print("listening on 127.0.0.1:1, loading nothing", file=sys.stderr)
+print(*(f"line {i}" for i in range(2000)), "the reason", sep="\\n", file=sys.stderr)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("error", [Cancelled("CANCELLED"), InternalError("RST_STREAM"), Unavailable("gone"), None])
+def test_the_demo_tells_its_servers_last_words_whatever_the_client_was_told(monkeypatch, capsys, error):
+    class Told:
+        """A client whose calls the end of the server has cut, each in the same way."""
+
+        def __init__(self, target: str) -> None:
+            assert target == "127.0.0.1:1"
+
+        def wait_until_ready(self, timeout_s: float) -> None:
+            raise error or DeadlineExceeded("not yet")
+
+        def server_info(self) -> None:
+            raise error or Unavailable("gone")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *failure: object) -> None:
+            """Nothing to close."""
+
+    monkeypatch.setattr(demo, "Client", Told)
+    monkeypatch.setattr(demo, "_command", lambda model, flags: [sys.executable, "-c", LAST_WORDS])
+    assert main(["demo"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "jpaged demo: the server ended before it was ready"
+    assert said[1] == "jpaged demo: the server ended with 7:"
+    assert said[-2:] == ["line 1999", "the reason"]
 
 
 def test_a_demo_whose_server_dies_fails(fake_server, capsys):

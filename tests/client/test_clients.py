@@ -9,12 +9,14 @@ from typing import Any
 import grpc
 import pytest
 from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged._proto.v1 import inference_pb2, inference_pb2_grpc
 from jpaged.client import AsyncClient, Client
 from jpaged.client.failures import error_of
 from jpaged.errors import (
     AlreadyExists,
+    Cancelled,
     DeadlineExceeded,
     InvalidArgument,
     JpagedError,
@@ -223,6 +225,79 @@ async def test_waiting_for_a_server_that_comes_later(client_of):
     waiting = asyncio.ensure_future(client.wait_until_ready(10))
     async with running(port=int(target.partition(":")[2])):
         await waiting
+
+
+class Ending(health_pb2_grpc.HealthServicer):
+    """Cuts its first watches in the ways in which a server that ends does, and serves then."""
+
+    def __init__(self) -> None:
+        self.codes = [grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, None]
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        if self.codes:
+            code = self.codes.pop(0)
+            await context.write(health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING))
+            if code is not None:
+                await context.abort(code, "the server ends")
+            return
+        await context.write(health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING))
+
+
+async def test_waiting_outlasts_a_server_that_ends_and_comes_again(client_of):
+    ending = Ending()
+    server = aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(ending, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await client_of(f"127.0.0.1:{port}").wait_until_ready(60)
+    assert ending.codes == []
+    await server.stop(None)
+
+
+async def test_closing_a_client_ends_what_waits_with_cancelled():
+    async with running() as harness:
+        harness.faults.hold_after(3)
+        client = AsyncClient(harness.target)
+        stream = client.generate("hello", LONG)
+        await anext(stream)
+
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        waits: list[Any] = [read(), client.complete("hello", LONG)]
+        tasks = [asyncio.ensure_future(wait) for wait in waits]
+        await eventually(lambda: harness.num_open_calls == 2)
+        await client.close()
+        for task in tasks:
+            with pytest.raises(Cancelled, match="the client was closed"):
+                await task
+        harness.faults.release()
+    nobody = AsyncClient("127.0.0.1:1")
+    waiting = asyncio.ensure_future(nobody.wait_until_ready(60))
+    await asyncio.sleep(0)
+    await nobody.close()
+    with pytest.raises(Cancelled, match="the client was closed"):
+        await waiting
+
+
+async def test_a_closed_client_says_so(client_of):
+    client = client_of("127.0.0.1:1")
+    await client.close()
+    for call in (client.load, lambda: client.complete("hi"), lambda: client.wait_until_ready(60)):
+        with pytest.raises(Cancelled, match="the client was closed"):
+            await call()
+
+
+async def test_a_task_that_is_cancelled_while_it_reads_is_cancelled():
+    async with running() as harness, AsyncClient(harness.target) as client:
+        harness.faults.hold_after(3)
+        reading = asyncio.ensure_future(client.complete("hello", LONG))
+        await eventually(lambda: harness.num_open_calls == 1)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        harness.faults.release()
 
 
 async def test_no_server_is_unavailable(client_of):

@@ -48,6 +48,26 @@ class Starting:
         return make_serving(FakeExecutor(), self.config)
 
 
+async def end_of(watch: Any) -> aio.AioRpcError:
+    """How a watch ends on a server that no longer serves."""
+    try:
+        while True:
+            assert (await watch.read()).status == NOT_SERVING
+    except aio.AioRpcError as error:
+        return error
+
+
+async def test_watches_of_health_end_with_the_server():
+    async with running() as harness, aio.insecure_channel(harness.target) as channel:
+        watches = [health_stub(channel).Watch(health_pb2.HealthCheckRequest(service=name)) for name in NAMES]
+        for watch in watches:
+            assert (await watch.read()).status == SERVING
+        harness.server.request_stop()
+        for watch in watches:
+            end = await end_of(watch)
+            assert (end.code(), end.details()) == (grpc.StatusCode.UNAVAILABLE, "the server has ended")
+
+
 async def test_a_server_that_starts_answers_and_refuses():
     starting = Starting()
     port = await starting.server.start()
