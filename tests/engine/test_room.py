@@ -1,0 +1,203 @@
+"""Who is let in, who has to leave and what it costs, with three and more running: every number worked out by hand."""
+
+import pytest
+
+from jpaged.engine.executor import DeviceRates
+from jpaged.engine.paged_memory import PagedMemory
+from jpaged.engine.preemption import Exit, Preemption
+from jpaged.engine.sequence import Group, Status
+from jpaged.testing import FakeExecutor, expected_tokens
+from jpaged.types import Request, SamplingParams
+from tests.engine.harness import Harness
+
+# --- who leaves -------------------------------------------------------------------------------------------------------
+
+
+def make(policy="fcfs", max_num_seqs=8, **pool):
+    executor = FakeExecutor(max_num_seqs=max_num_seqs, block_size=4, **{"max_num_batched_tokens": 512} | pool)
+    return Harness(executor=executor, policy=policy, overlap=False, enable_prefix_caching=False)
+
+
+def running(h):
+    return [group.request.request_id for group in h.engine._scheduler._running]
+
+
+def preempted(h):
+    """How often each request that has not ended was preempted, where it was."""
+    counts = {name: group.num_preemptions for name, group in h.engine._groups.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+@pytest.mark.parametrize("grower", [0, 1])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_the_last_in_order_makes_room_whoever_needs_it(policy, grower):
+    # Four blocks for four prompts, and one that is left. In the second step three samples write to the block that they
+    # share, which takes two copies: one more block than there is, and one preemption gives one.
+    h = make(policy, num_blocks=5)
+    arrivals = range(4) if policy == "fcfs" else range(3, -1, -1)  # by priority the last to arrive is the first
+    for place in arrivals:
+        shape = {"n": 3, "temperature": 1.0, "seed": 5} if place == grower else {}
+        h.submit(f"r{place}", [place, 9], max_tokens=2, priority=place, **shape)
+    h.step()
+    assert running(h) == ["r0", "r1", "r2", "r3"]
+    h.step()
+    assert preempted(h) == {"r3": 1}
+    h.run()
+    for place in range(4):
+        seeds = [5] * 3 if place == grower else [None]
+        expected = [expected_tokens([place, 9], 2, seed=seed, sequence_index=i) for i, seed in enumerate(seeds)]
+        assert [h.tokens(f"r{place}", i) for i in range(len(seeds))] == expected
+
+
+@pytest.mark.parametrize(
+    ("priorities", "urgent", "leaves"),
+    [
+        ([1, 2, 3], 0, ["r2"]),
+        ([3, 2, 1], 0, ["r0"]),
+        ([1, 3, 3, 2], 2, ["r2"]),  # of equals the one that came last; who is not above 2 stays
+        ([1, 2, 2], 2, []),
+    ],
+)
+def test_an_urgent_request_takes_the_row_of_the_last_in_order(priorities, urgent, leaves):
+    h = make("priority", max_num_seqs=len(priorities))
+    for i, priority in enumerate(priorities):
+        h.submit(f"r{i}", [i, 9], max_tokens=9, priority=priority)
+        h.step()
+    h.submit("urgent", [7], max_tokens=2, priority=urgent)
+    h.step()
+    assert list(preempted(h)) == leaves
+    assert ("urgent" in running(h)) == bool(leaves)
+    h.run()
+    assert h.tokens("urgent") == expected_tokens([7], 2)
+
+
+def test_urgent_requests_take_as_many_blocks_as_they_need_and_no_more():
+    # Each running one has a block, and a second by its fourth token; six of eight are held when five are asked for.
+    h = make("priority", num_blocks=8)
+    for i in range(3):
+        h.submit(f"r{i}", [i, 9, 9], max_tokens=5, priority=5)
+    for _ in range(3):
+        h.step()
+    assert h.engine.load().num_blocks_used == 6
+    # Five for the prompt and one to spare: two are free, and two victims give two each.
+    h.submit("urgent", [7] * 20, max_tokens=2, priority=0)
+    h.step()
+    assert preempted(h) == {"r1": 1, "r2": 1}
+    assert running(h) == ["urgent", "r0"]
+    h.run()
+
+
+# --- who is let in ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_tokens", "is_admitted"), [(188, True), (189, False)])
+@pytest.mark.parametrize("begins_together", [True, False])
+def test_blocks_that_were_promised_and_a_hundredth_of_the_pool_are_left(begins_together, num_tokens, is_admitted):
+    # Of 200 blocks "a" has 150 and is promised one more for the token that it has drawn; two are spare: 47 are left.
+    h = make(num_blocks=200, max_model_len=800, max_num_batched_tokens=1024 if begins_together else 512)
+    h.submit("a", [1] * 600, max_tokens=9)
+    if not begins_together:
+        h.step()  # 512 tokens: what "a" was promised is 22 blocks before the next, and one after it
+    h.submit("b", [2] * num_tokens, max_tokens=1)
+    h.step()
+    assert running(h) == ["a"] + ["b"] * is_admitted or h.last("b").usage.completion_tokens == is_admitted
+    assert bool(h.events["b"]) == is_admitted
+    h.run()
+
+
+def test_a_group_alone_needs_to_leave_nothing():
+    h = make(num_blocks=10, max_model_len=40)
+    h.submit("a", [1] * 39, max_tokens=1)
+    h.step()
+    assert h.tokens("a") == expected_tokens([1] * 39, 1)
+
+
+def group_of(num_prompt_tokens, first=0, **sampling):
+    prompt = tuple(range(first, first + num_prompt_tokens))
+    return Group(Request("g", prompt, SamplingParams(max_tokens=8, **sampling)), 0, 0.0, print, 8)
+
+
+def computed(memory, group):
+    """Runs a group's prompt, forks, and draws a token for each."""
+    leader, *others = group.live
+    num_cached = memory.admit(group)
+    group.move_to(Status.RUNNING)
+    memory.grow(leader, leader.num_prompt_tokens - num_cached)
+    leader.num_computed_tokens = leader.num_prompt_tokens
+    for other in others:
+        memory.fork(leader, other)
+    group.is_forked = True
+    for sequence in group.live:
+        sequence.token_ids.append(200)
+    return group
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_needed"),
+    [
+        (6, 2 + 1),  # two blocks that both share; the first of them to write copies the second
+        (8, 2 + 2),  # two full ones that both share, and one of its own for each
+    ],
+)
+@pytest.mark.parametrize("num_spare", [0, 2])
+def test_a_swapped_group_comes_back_when_its_blocks_and_its_next_ones_are_there(
+    num_prompt_tokens, num_needed, num_spare
+):
+    memory = PagedMemory(num_blocks=12, block_size=4, num_host_blocks=8)
+    group = computed(memory, group_of(num_prompt_tokens, n=2))
+    memory.swap_out(group)
+    group.move_to(Status.SWAPPED)
+    assert (memory.use().num_referenced, memory.use().num_host_referenced) == (0, 2)
+    memory._pool.allocate(12 - num_needed - num_spare)
+    assert memory.can_swap_in(group, num_spare)
+    memory._pool.allocate(1)
+    assert not memory.can_swap_in(group, num_spare)
+
+
+def test_what_a_swapped_group_brings_back_is_found_by_its_prefix():
+    memory = PagedMemory(num_blocks=6, block_size=4, num_host_blocks=2)
+    group = computed(memory, group_of(8))
+    memory.swap_out(group)
+    taken = group_of(24, first=100)  # evicts what the group left behind; host memory is full of the group itself
+    computed(memory, taken)
+    key = group.live[0].block_keys[1]
+    assert not memory.has_prefix(key)
+    memory.release(taken.live[0])
+    memory.swap_in(group)
+    memory.settle(group.live[0])
+    assert memory.has_prefix(key)
+    assert memory.admit(group_of(9)) == 8
+
+
+@pytest.mark.parametrize(("num_ends", "is_next_batch"), [(0, False), (1, False), (2, False), (3, True)])
+def test_a_static_batch_is_closed_until_its_last_has_ended(num_ends, is_next_batch):
+    h = Harness(executor=FakeExecutor(max_num_seqs=4, block_size=4, num_blocks=64), batching="static", overlap=False)
+    for i in range(3):
+        h.submit(f"r{i}", [i], max_tokens=2 * (i + 1))
+    h.step()
+    h.submit("next", [9], max_tokens=3)
+    h.submit("next too", [8], max_tokens=3)
+    for _ in range(2 * num_ends):
+        h.step()
+    assert [name for name in ("r0", "r1", "r2") if h.events[name][-1].is_last] == ["r0", "r1", "r2"][:num_ends]
+    assert [name in running(h) for name in ("next", "next too")] == [is_next_batch] * 2
+    h.run()
+
+
+# --- which way out ----------------------------------------------------------------------------------------------------
+
+
+def test_auto_counts_a_shared_block_and_the_prompt_once():
+    # Two blocks of prompt that both share, and one of each: four. Eight tokens of prompt, and one of each: ten.
+    group = group_of(8, n=2)
+    for sequence, own in zip(group.sequences, (3, 4), strict=True):
+        sequence.block_table.extend([1, 2, own])
+        sequence.token_ids.append(200)
+    rates = DeviceRates(swap_out_bytes_per_s=1000.0, swap_in_bytes_per_s=500.0, prefill_tokens_per_s=10.0)
+    preemption = Preemption("auto", 100, rates)
+    assert preemption.swap_s(group) == pytest.approx(400 / 1000 + 400 / 500)
+    assert preemption.recompute_s(group) == pytest.approx(10 / 10)
+    assert preemption.choose(group) is Exit.RECOMPUTE
+    assert (
+        Preemption("auto", 80, rates).choose(group) is Exit.SWAP
+    )  # 0.96 s; six blocks, or no prompt, would say otherwise
