@@ -23,6 +23,7 @@ from jpaged.device.lockstep import LeaderExecutor
 from jpaged.device.lockstep import follow as run_steps
 from jpaged.device.mesh import Placement, first_device, serving_meshes
 from jpaged.device.processes import Follower, Leader
+from jpaged.device.step_sizes import Attention
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import Executor, Progress
 from jpaged.engine.intake import Intake
@@ -86,6 +87,9 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         {
             "max_model_len": geometry.max_model_len,
             "num_blocks": geometry.num_blocks,
+            "block_size": geometry.block_size,
+            "max_num_seqs": geometry.max_num_seqs,
+            "max_num_batched_tokens": geometry.max_num_batched_tokens,
             "dtype": model.dtype.name,
             "tensor_parallel_size": places[0].num_parts,
             "attention_backend": executor.attention_backend,
@@ -163,6 +167,8 @@ def _make_executors(
 
     The weights are read once, and all are in memory before the first pool is: it decides how large the others are.
     """
+    for line in Attention.on(model, options, places[0].mesh).passed_over():
+        progress(line, 1, 1)
     params = _load(model, source, options, places[0], progress)
     copies = [where.put(params) for where in places]
     executors: list[JaxExecutor] = []
@@ -176,19 +182,17 @@ def _make_executors(
             compile_cache_dir=Environment.read().compile_cache_dir,
             agreement=agreement,
         )
-        _tell(executor, options, _progress_of(index, len(places), progress))
+        _tell(executor, _progress_of(index, len(places), progress))
         options = options.resolve({"num_blocks": executor.geometry.num_blocks})
         executors.append(executor)
     return executors
 
 
-def _tell(executor: JaxExecutor, options: EngineConfig, progress: Progress) -> None:
-    if options.model.attention_backend == "auto":
-        for backend, reason in executor.passed_over_backends:
-            progress(f"attention {executor.attention_backend}, not {backend}: {reason}", 1, 1)
+def _tell(executor: JaxExecutor, progress: Progress) -> None:
     geometry = executor.geometry
     pool_mib = geometry.num_blocks * geometry.bytes_per_block / 2**20
     progress(f"pool of {geometry.num_blocks} blocks of {geometry.block_size} tokens ({pool_mib:.0f} MiB)", 1, 1)
+    progress(f"steps of up to {geometry.max_num_seqs} rows and {geometry.max_num_batched_tokens} tokens", 1, 1)
 
 
 def _progress_of(index: int, num_replicas: int, progress: Progress) -> Progress:
@@ -204,8 +208,8 @@ def _make_engine(executor: Executor[Any], source: Source, options: EngineConfig,
         executor,
         source.tokenizer,
         EngineOptions(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=executor.geometry.max_num_seqs,
+            max_num_batched_tokens=executor.geometry.max_num_batched_tokens,
             max_num_queued_reqs=max_num_queued_reqs,
             overlap=scheduler.overlap,
             policy=scheduler.policy,

@@ -29,12 +29,15 @@ def option(
     high: float | None = None,
     choices: tuple[str, ...] = (),
     unit: str = "",
+    by_platform: Mapping[str, int] | None = None,
 ) -> Any:
     """A field of a section: its default, its help line and its limits (both inclusive).
 
-    A default of None means that the value is found when the configuration is resolved, or that the thing is left out.
+    A default of None means that the value is found when the configuration is resolved, or that the thing is left out;
+    `by_platform` is what is found on CPUs, GPUs and TPUs (`jpaged.device.step_sizes` has the rule).
     """
-    return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices, "unit": unit})
+    limits = {"low": low, "high": high, "choices": choices, "unit": unit, "by_platform": by_platform or {}}
+    return field(default=default, metadata={"help": help, **limits})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,14 @@ class ModelOptions:
 class CacheOptions:
     """The pool of KV blocks."""
 
-    block_size: int = option(16, "token slots in a block", low=1, high=1024, unit="tokens")
+    block_size: int | None = option(
+        None,
+        "token slots in a block; on TPUs 128 where sequences are so long that their block tables ask for it",
+        low=1,
+        high=1024,
+        unit="tokens",
+        by_platform={"cpu": 16, "gpu": 32, "tpu": 64},
+    )
     num_blocks: int | None = option(
         None, "blocks in the pool; as many as memory and the longest batch ask for when left out", low=1
     )
@@ -99,8 +109,21 @@ class CacheOptions:
 class SchedulerOptions:
     """Who runs in a step."""
 
-    max_num_seqs: int = option(64, "rows of a step", low=1, high=4096)
-    max_num_batched_tokens: int = option(512, "tokens of a step, all rows", low=8, high=1 << 20)
+    max_num_seqs: int | None = option(
+        None,
+        "rows of a step; when left out no more than max_num_batched_tokens, and no more than block tables of the "
+        "longest sequences allow a TPU's kernel",
+        low=1,
+        high=4096,
+        by_platform={"cpu": 64, "gpu": 128, "tpu": 128},
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens of a step, all rows; when left out no fewer than max_num_seqs",
+        low=8,
+        high=1 << 20,
+        by_platform={"cpu": 512, "gpu": 1024, "tpu": 1024},
+    )
     policy: str = option("fcfs", "order of admission", choices=("fcfs", "priority", "fair"))
     preemption_mode: str = option(
         "auto",
@@ -254,7 +277,7 @@ class EngineConfig:
 
     def _check_together(self) -> None:
         max_rows, max_tokens = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
-        if max_tokens < max_rows:
+        if max_tokens is not None and max_rows is not None and max_tokens < max_rows:
             raise InvalidArgument(
                 "max_num_batched_tokens", f"{max_tokens} is below max_num_seqs ({max_rows}): every row needs one token"
             )
@@ -295,7 +318,7 @@ class EngineConfig:
         rows = []
         for name, section, spec in iter_options():
             value = getattr(getattr(self, section), name)
-            unit = f" {spec.metadata['unit']}" if spec.metadata["unit"] else ""
+            unit = f" {spec.metadata['unit']}" if spec.metadata["unit"] and value is not None else ""
             rows.append((name, f"{value}{unit}", "default" if value == spec.default else "set or resolved"))
         return rows
 
@@ -305,6 +328,14 @@ def iter_options() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:
     for section, kind in SECTIONS.items():
         for spec in fields(kind):
             yield spec.name, section, spec
+
+
+def platform_default(name: str, platform: str) -> int:
+    """What an option is on a platform, as jax calls it, unless it is chosen; one that is not known is like a GPU."""
+    by_platform: dict[str, int] = next(spec for other, _, spec in iter_options() if other == name).metadata[
+        "by_platform"
+    ]
+    return by_platform.get(platform, by_platform["gpu"])
 
 
 def field_names(section: type) -> tuple[str, ...]:

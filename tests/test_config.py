@@ -2,7 +2,15 @@
 
 import pytest
 
-from jpaged.config import CacheOptions, EngineConfig, Environment, SchedulerOptions, iter_options, option_type
+from jpaged.config import (
+    CacheOptions,
+    EngineConfig,
+    Environment,
+    SchedulerOptions,
+    iter_options,
+    option_type,
+    platform_default,
+)
 from jpaged.engine.admission import POLICIES
 from jpaged.engine.preemption import PREEMPTION_MODES
 from jpaged.engine.reserved_memory import RESERVE_POLICIES
@@ -42,13 +50,33 @@ def test_an_option_lands_in_its_section():
         ("preemption_mode", "kill", "'kill' is not one of auto, recompute, swap"),
         ("batching", "dynamic", "'dynamic' is not one of continuous, static"),
         ("enable_prefix_caching", "no", "'no' is not of type bool"),
-        ("max_num_batched_tokens", 8, r"8 is below max_num_seqs \(64\)"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_limit(name, value, problem):
     with pytest.raises(InvalidArgument, match=problem) as error:
         EngineConfig.load({name: value})
     assert error.value.field == name
+
+
+def test_steps_have_a_token_for_every_row_where_both_are_chosen():
+    with pytest.raises(InvalidArgument, match=r"8 is below max_num_seqs \(9\)") as error:
+        EngineConfig.load({"max_num_batched_tokens": 8, "max_num_seqs": 9})
+    assert error.value.field == "max_num_batched_tokens"
+    for name in ("max_num_batched_tokens", "max_num_seqs"):
+        assert EngineConfig.load({name: 1024}).scheduler is not None
+
+
+def test_a_platform_has_values_of_its_own_within_the_limits():
+    for name, _, spec in iter_options():
+        of_each = spec.metadata["by_platform"]
+        if of_each:
+            assert spec.default is None
+            assert list(of_each) == ["cpu", "gpu", "tpu"]
+            for platform, value in of_each.items():
+                assert platform_default(name, platform) == value
+                EngineConfig.load({name: value})
+            assert platform_default(name, "rocket") == of_each["gpu"]
+    assert [platform_default("block_size", platform) for platform in ("cpu", "gpu", "tpu")] == [16, 32, 64]
 
 
 def test_every_option_has_help_and_a_name_of_its_own():
@@ -71,7 +99,8 @@ def test_choices_are_those_that_the_engine_knows():
 
 
 def test_resolving_leaves_nothing_open():
-    config = EngineConfig().resolve({"max_model_len": 64, "num_blocks": 9, "served_model_name": "demo"})
+    sizes = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+    config = EngineConfig().resolve({"max_model_len": 64, "num_blocks": 9, "served_model_name": "demo", **sizes})
     assert (config.model.max_model_len, config.cache.num_blocks) == (64, 9)
     left_out = {name for name, value, _ in config.explain() if value == "None"}
     several = {"coordinator", "num_processes", "process_id"}

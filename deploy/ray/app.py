@@ -28,7 +28,7 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.grpc_util import RayServegRPCContext
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names, platform_default
 from jpaged.errors import JpagedError
 from jpaged.server.replica import Refused, Replica
 
@@ -102,7 +102,8 @@ class Settings(BaseModel):
     def deployment_options(self) -> dict[str, Any]:
         """What Ray is told of the deployment."""
         config = self.config()
-        num_rows = config.scheduler.max_num_seqs
+        platform = "tpu" if "TPU" in self.resources else "gpu" if self.num_gpus else "cpu"
+        num_rows = config.scheduler.max_num_seqs or platform_default("max_num_seqs", platform)
         options: dict[str, Any] = {
             "max_ongoing_requests": self.max_ongoing_requests or 2 * num_rows,
             "max_queued_requests": self.max_queued_requests,

@@ -100,7 +100,11 @@ def _help_of(spec: Field[Any]) -> str:
         f"{word} {_number(meta[key])}" for word, key in (("from", "low"), ("to", "high")) if meta[key] is not None
     ]
     unit = f" {meta['unit']}" if meta["unit"] else ""
-    notes = limits if spec.default is None else [f"default: {_default_text(spec.default)}{unit}", *limits]
+    default = f"default: {_default_text(spec.default)}{unit}"
+    if meta["by_platform"]:
+        of_each = [f"{value} on {platform.upper()}s" for platform, value in meta["by_platform"].items()]
+        default = f"default: {', '.join(of_each)}"
+    notes = limits if default == "default: none" else [default, *limits]
     return _escaped(f"{meta['help']} ({', '.join(notes)})" if notes else meta["help"])
 
 

@@ -22,11 +22,11 @@ from jpaged.device.host_pool import num_host_blocks
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import POOL_SPEC, SCALES_SPEC, Placement, first_device, num_shards, replicated
 from jpaged.device.step import Step, backbone_packing, draw_packing
+from jpaged.device.step_sizes import Attention
 from jpaged.engine.buckets import BucketTable
 from jpaged.engine.executor import Geometry
-from jpaged.errors import InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Queries, choose
+from jpaged.kernels.paged_attention import AttentionSpec
 from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model
 from jpaged.models.parts import Params
@@ -44,45 +44,38 @@ def plan(
         Unsupported: the attention backend that was chosen cannot do it.
     """
     num_parts, vocab_size = num_shards(mesh), model.config.vocab_size
+    attention = Attention.on(model, options, mesh)
+    sizes = attention.sizes()
+    chosen = attention.choose(sizes)
     model = Placement.of(model, mesh, layer_mode).model
     config = model.config
-    max_model_len = options.model.max_model_len or config.max_model_len
-    if max_model_len > config.max_model_len:
-        raise InvalidArgument(
-            "max_model_len", f"{max_model_len} is above the limit of the model, {config.max_model_len}"
-        )
     layout = KVLayout(
         num_layers=config.num_layers,
         num_blocks=num_blocks,
-        block_size=options.cache.block_size,
+        block_size=sizes.block_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype),
+        form=chosen.spec.layout.form,
         num_shards=num_parts,
     )
-    scale, max_num_seqs = config.head_dim**-0.5, options.scheduler.max_num_seqs
-    max_tokens = options.scheduler.max_num_batched_tokens
-    queries = queries_of(model, mesh, max_num_seqs, -(-max_model_len // layout.block_size), max_tokens)
     # A kernel sees what one device has, so that is what its backend is asked about.
-    attention = AttentionSpec(layout.local, scale)
-    chosen = choose(options.model.attention_backend, first_device(mesh), attention, queries)
-    layout = dataclasses.replace(layout, form=chosen.spec.layout.form)
-    can_cascade = options.cache.enable_cascade_attention
-    cascade = cascade_costs(chosen.backend, chosen.spec, queries.num_heads) if can_cascade else None
+    can_cascade, local = options.cache.enable_cascade_attention, dataclasses.replace(chosen.spec, layout=layout.local)
+    cascade = cascade_costs(chosen.backend, local, config.num_heads // num_parts) if can_cascade else None
     geometry = Geometry(
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
+        max_num_seqs=sizes.max_num_seqs,
+        max_model_len=sizes.max_model_len,
         vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
-        buckets=BucketTable.build(max_num_batched_tokens=max_tokens, max_num_seqs=max_num_seqs),
+        buckets=BucketTable.build(max_num_batched_tokens=sizes.max_num_batched_tokens, max_num_seqs=sizes.max_num_seqs),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
         cascade=cascade,
     )
     step = Step(
         model,
-        AttentionSpec(layout, scale),
+        AttentionSpec(layout, config.head_dim**-0.5),
         layer_mode,
         num_places=geometry.buckets.rows[-1],
         vocab_size=vocab_size,
@@ -90,11 +83,6 @@ def plan(
         backend=chosen.backend,
     )
     return step, geometry
-
-
-def queries_of(model: Model, mesh: Mesh, num_rows: int, table_width: int, num_tokens: int) -> Queries:
-    """What one device's attention is called with."""
-    return Queries(model.config.num_heads // num_shards(mesh), model.dtype, num_rows, table_width, num_tokens)
 
 
 def abstract_serving(
@@ -109,8 +97,7 @@ def abstract_serving(
         InvalidArgument, Unsupported: as in `plan`.
     """
     where = Placement.of(model, mesh, layer_mode)
-    max_model_len = options.model.max_model_len or model.config.max_model_len
-    num_blocks = options.cache.num_blocks or -(-max_model_len // options.cache.block_size)
+    num_blocks = options.cache.num_blocks or Attention.on(model, options, mesh).sizes().blocks_per_seq
     step, geometry = plan(model, options, where.layer_mode, num_blocks, mesh)
     params = where.abstract_params()
     layout = step.attention.layout

@@ -8,6 +8,7 @@ It never fails for want of memory: what does not fit is a result, with the compi
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ from jpaged.device.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, Pro
 from jpaged.device.mesh import local_bytes
 from jpaged.device.out_of_memory import Refusal
 from jpaged.device.program_memory import decisive_specs, program_memory, report_of
-from jpaged.device.program_report import ProgramReport
+from jpaged.device.program_report import ProgramReport, collectives
 from jpaged.device.programs import CompiledProgram, compile_all
 from jpaged.device.saved_programs import Target, save_programs
 from jpaged.device.step import Step
+from jpaged.device.step_sizes import Attention
 from jpaged.engine.executor import Geometry, Progress
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.model import Model
@@ -56,7 +58,12 @@ class Deployment:
         seconds: for all that was compiled, by the clock.
         max_model_len: tokens of a sequence at most.
         block_size: tokens of a block.
+        max_num_seqs: rows of a step.
+        max_num_batched_tokens: tokens of a step.
         backend: whose attention kernel runs.
+        passed_over: lines on backends made for the devices that do not run: why, and what would bring them back.
+        number_bytes: of each number that devices add up in a step, as the compiled program exchanges them; None where
+            they exchange none, or nothing was compiled.
     """
 
     memory: MemoryPlan
@@ -69,7 +76,11 @@ class Deployment:
     seconds: float
     max_model_len: int
     block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     backend: str
+    passed_over: tuple[str, ...]
+    number_bytes: float | None
 
     @property
     def fits(self) -> bool:
@@ -106,6 +117,7 @@ def compile_deployment(
     begin = time.perf_counter()
     request, memory = _Server.of(model, options, mesh, 1, num_threads).request(options), DeviceMemory(hbm_bytes)
     probe = _Server.of(model, options, mesh, request.probe_blocks(memory), num_threads)
+    passed_over = tuple(Attention.on(model, options, mesh).passed_over())
     wanted = request.num_blocks or request.blocks_per_seq
     plan = MemoryPlan(
         hbm_bytes, request.memory_utilization, request.weight_bytes, wanted, request.bytes_per_block, programs=None
@@ -128,7 +140,11 @@ def compile_deployment(
             seconds=time.perf_counter() - begin,
             max_model_len=probe.geometry.max_model_len,
             block_size=probe.geometry.block_size,
+            max_num_seqs=probe.geometry.max_num_seqs,
+            max_num_batched_tokens=probe.geometry.max_num_batched_tokens,
             backend=probe.step.backend,
+            passed_over=passed_over,
+            number_bytes=_number_bytes(programs),
         )
 
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
@@ -157,6 +173,19 @@ def compile_deployment(
         num_bytes = save_programs(save, Target.of(server.step, server.geometry), compiled)
         progress(f"saved {num_bytes / (1 << 20):.1f} MiB of programs in {save}", len(specs), len(specs))
     return result(dataclasses.replace(plan, programs=server.taken(compiled)), compiled.values(), None)
+
+
+def _number_bytes(programs: Collection[CompiledProgram]) -> float | None:
+    """Of the sums over devices of the largest step, on average: not all need be of one type."""
+    backbones = [program for program in programs if program.spec.kind == "backbone"]
+    largest = max(backbones, key=lambda program: program.spec.size, default=None)
+    num_bytes = num_numbers = 0
+    for one in [] if largest is None else collectives(largest.executable):
+        if one.opcode == "all-reduce":
+            turns = math.prod(trips or 1 for trips in one.loop_trips)
+            num_bytes += turns * one.num_bytes
+            num_numbers += turns * sum(math.prod(dims) for dims in one.dims)
+    return num_bytes / num_numbers if num_numbers else None
 
 
 def _refused(refusal: Refusal) -> str:

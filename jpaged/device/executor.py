@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jpaged.config import EngineConfig
 from jpaged.device.agreement import Agreement, Alone
 from jpaged.device.block_moves import BlockMover, move_sizes
-from jpaged.device.blueprint import plan, program_lowerings, queries_of
+from jpaged.device.blueprint import plan, program_lowerings
 from jpaged.device.compile import CompileWatch, ProgramSpec, least_programs, program_specs
 from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
 from jpaged.device.host_pool import HostPool
@@ -50,7 +50,7 @@ from jpaged.device.step import Step, backbone_packing, draw_packing, unpack_outp
 from jpaged.engine.buckets import BucketTable
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Progress, StepInputs, StepOutputs
 from jpaged.errors import InternalError
-from jpaged.kernels.paged_attention import Backend, choose
+from jpaged.kernels.paged_attention import Backend
 from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model
 from jpaged.models.parts import Params
@@ -184,16 +184,6 @@ class JaxExecutor:
     def attention_backend(self) -> Backend:
         """Whose attention kernels run."""
         return self._step.backend
-
-    @property
-    def passed_over_backends(self) -> tuple[tuple[Backend, str], ...]:
-        """The attention backends that `auto` would rather have, and why each cannot run."""
-        mesh, attention = self._step.mesh, self._step.attention
-        local = dataclasses.replace(attention, layout=attention.layout.local)
-        geometry = self._geometry
-        num_tokens = geometry.buckets.tokens[-1]
-        queries = queries_of(self._step.model, mesh, geometry.max_num_seqs, geometry.max_blocks_per_seq, num_tokens)
-        return choose("auto", first_device(mesh), local, queries).passed_over
 
     @property
     def kv_cache_dtype(self) -> str:

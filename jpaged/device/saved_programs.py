@@ -94,7 +94,7 @@ class Target:
             num_blocks=geometry.num_blocks,
             max_model_len=geometry.max_model_len,
             max_num_seqs=geometry.max_num_seqs,
-            max_num_batched_tokens=geometry.buckets.tokens[-1],
+            max_num_batched_tokens=geometry.max_num_batched_tokens,
             layers=step.layer_mode,
             cascade=_digest(repr(geometry.cascade)) if geometry.cascade else "",
             compiler_options=json.dumps(compiler_options(device), sort_keys=True),

@@ -99,6 +99,11 @@ class Geometry:
     cascade: CascadeCosts | None = None
 
     @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of a step, all rows."""
+        return self.buckets.tokens[-1]
+
+    @property
     def max_blocks_per_seq(self) -> int:
         """Width of a block-table row (M)."""
         return -(-self.max_model_len // self.block_size)

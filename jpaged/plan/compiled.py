@@ -62,7 +62,6 @@ class CompiledPlan:
         kv_dtype: of the pool.
         notes: what was decided that was not asked for.
         deployment: memory and programs.
-        options: resolved, but for the number of blocks.
         shape: for the roofline.
         versions: of what compiled.
     """
@@ -74,7 +73,6 @@ class CompiledPlan:
     kv_dtype: str
     notes: tuple[str, ...]
     deployment: Deployment
-    options: EngineConfig
     shape: Shape
     versions: Mapping[str, str]
 
@@ -123,7 +121,6 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
         notes=tuple(notes),
         deployment=deployment,
-        options=options,
         shape=_shape(config, model.dtype, num_devices, deployment),
         versions={name: version(name) for name in ("jax", "jaxlib")},
     )
@@ -156,4 +153,5 @@ def _shape(config: ModelConfig, dtype: np.dtype, num_devices: int, deployment: D
         hidden_size=config.hidden_size,
         weight_bytes=memory.weight_bytes - looked_up * dtype.itemsize // num_devices,
         kv_bytes_per_token=memory.bytes_per_block / block_size,
+        number_bytes=deployment.number_bytes or dtype.itemsize,
     )

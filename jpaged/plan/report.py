@@ -66,12 +66,12 @@ def assess(plan: CompiledPlan, workload: Workload) -> Assessment:
     price = price_of(workload.prices, plan.target.name, plan.target.family)
     if not plan.deployment.fits:
         return Assessment(plan, (), price, 0.0, None, None)
-    scheduler = plan.options.scheduler
+    deployment = plan.deployment
     pool = Pool(
-        plan.deployment.memory.num_blocks,
-        plan.deployment.block_size,
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
+        deployment.memory.num_blocks,
+        deployment.block_size,
+        deployment.max_num_seqs,
+        deployment.max_num_batched_tokens,
     )
     roofline = Roofline(plan.shape, plan.target, plan.num_devices)
     mix = estimate(mean_lengths(workload.lengths), pool, roofline)
@@ -106,6 +106,11 @@ def lines(found: Assessment) -> list[str]:
     text.append(
         f"  {copies}, each over {plan.num_devices} of {plan.target.num_devices} devices; {plan.dtype}, KV cache "
         f"{plan.kv_dtype}, attention {deployment.backend}, sequences of up to {deployment.max_model_len} tokens"
+    )
+    text += [f"  {line}" for line in deployment.passed_over]
+    text.append(
+        f"  steps of up to {deployment.max_num_seqs} rows and {deployment.max_num_batched_tokens} tokens, blocks of "
+        f"{deployment.block_size}"
     )
     text += [f"  {note}" for note in plan.notes]
     if deployment.problem is not None:
@@ -176,7 +181,10 @@ def as_json(found: Assessment) -> dict[str, Any]:
         "dtype": plan.dtype,
         "kv_cache_dtype": plan.kv_dtype,
         "attention_backend": deployment.backend,
+        "passed_over_backends": list(deployment.passed_over),
         "max_model_len": deployment.max_model_len,
+        "max_num_seqs": deployment.max_num_seqs,
+        "max_num_batched_tokens": deployment.max_num_batched_tokens,
         "block_size": deployment.block_size,
         "num_blocks": memory.num_blocks,
         "most_blocks": deployment.most_blocks,
@@ -199,6 +207,7 @@ def as_json(found: Assessment) -> dict[str, Any]:
         "num_programs": deployment.num_programs,
         "compiled_programs": [dataclasses.asdict(program) for program in deployment.programs],
         "compile_seconds": round(deployment.seconds, 1),
+        "bytes_of_a_summed_number": deployment.number_bytes,
         "versions": dict(plan.versions),
     }
 

@@ -36,6 +36,7 @@ class Shape:
         hidden_size: width of what is summed over devices.
         weight_bytes: that one device reads in a step.
         kv_bytes_per_token: of one device, all layers.
+        number_bytes: of each number that is summed over devices.
     """
 
     num_params: int
@@ -44,6 +45,7 @@ class Shape:
     hidden_size: int
     weight_bytes: int
     kv_bytes_per_token: float
+    number_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Roofline:
         n = self.num_devices
         if n == 1:
             return 0.0
-        num_bytes = num_tokens * self.shape.hidden_size * 4
+        num_bytes = num_tokens * self.shape.hidden_size * self.shape.number_bytes
         moved_s = 2 * (n - 1) / n * num_bytes / (self.target.link_bytes_per_s * LINK_EFFICIENCY)
         # A part of the slice is taken to be a line.
         axes = self.target.shape if n == self.target.num_devices else (n,)

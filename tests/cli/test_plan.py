@@ -13,6 +13,7 @@ import pytest
 from jpaged.cli.main import main
 from jpaged.device.deployment import compile_deployment
 from jpaged.device.mesh import build_mesh
+from jpaged.device.step_sizes import Attention
 from jpaged.models.known import KNOWN_MODELS
 from jpaged.plan import compiled, process
 from jpaged.plan.compiled import CompiledPlan, Question, answer
@@ -150,6 +151,19 @@ def test_the_text_says_what_fits_and_by_how_much(capsys: pytest.CaptureFixture[s
     assert "the weights alone are" in said
     assert "a roofline at 70% of the HBM's bandwidth, 50% of the bfloat16 peak" in said
     assert "cheapest: v6e:1x1, " in said
+
+
+@pytest.mark.usefixtures("on_cpus")
+def test_a_kernel_that_is_passed_over_is_said_first_with_what_would_bring_it_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "attention xla, not pallas-tpu: it is Tuesday; --block-size 128 would bring it back"
+    monkeypatch.setattr(Attention, "passed_over", lambda self: [said])
+    assert main([*DEMO, "--topology", "v6e:1x1"]) == 0
+    assert main([*DEMO, "--topology", "v5e:1x1"]) == 1
+    for plan in capsys.readouterr().out.strip().split("\n\n"):
+        first = plan.splitlines()
+        assert first[2:4] == [f"  {said}", "  steps of up to 8 rows and 8 tokens, blocks of 16"]
 
 
 @pytest.mark.usefixtures("on_cpus")

@@ -46,4 +46,5 @@ def test_the_engines_options_are_options():
     (application,) = serve_yaml()["applications"]
     config = EngineConfig.load(application["args"]["engine"])
     assert application["import_path"] == "app:build"
+    assert config.scheduler.max_num_seqs is not None
     assert application["args"]["target_ongoing_requests"] <= config.scheduler.max_num_seqs

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from jpaged.config import EngineConfig, StartupOptions
+from jpaged.config import EngineConfig, SchedulerOptions, StartupOptions
 from jpaged.device.deployment import Deployment, compile_deployment
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh
@@ -26,11 +26,12 @@ def deployment(
     all_programs: bool = False,
     num_devices: int = 1,
     save: Path | None = None,
+    scheduler: SchedulerOptions = tiny_model.OPTIONS.scheduler,
     **cache: Any,
 ) -> Deployment:
     cache = {"num_blocks": None, "memory_utilization": 1.0, "swap_space": 0.0, **cache}
     options: EngineConfig = dataclasses.replace(
-        tiny_model.OPTIONS, cache=dataclasses.replace(tiny_model.OPTIONS.cache, **cache)
+        tiny_model.OPTIONS, cache=dataclasses.replace(tiny_model.OPTIONS.cache, **cache), scheduler=scheduler
     )
     mesh = build_mesh(jax.devices()[:num_devices])
     return compile_deployment(
@@ -104,6 +105,18 @@ def test_weights_that_are_too_large_are_known_before_anything_is_compiled() -> N
 
 def test_two_devices_hold_half_of_each_block() -> None:
     assert deployment(64 * MIB, num_devices=2).memory.bytes_per_block * 2 == deployment(64 * MIB).memory.bytes_per_block
+
+
+def test_what_devices_exchange_is_read_off_the_compiled_step() -> None:
+    """XLA for CPUs sums the float32 that the programs ask for; one device exchanges nothing."""
+    assert deployment(64 * MIB, num_devices=2).number_bytes == 4
+    assert deployment(64 * MIB).number_bytes is None
+
+
+def test_sizes_that_nobody_chose_are_the_platforms() -> None:
+    scheduler = dataclasses.replace(tiny_model.OPTIONS.scheduler, max_num_seqs=None, max_num_batched_tokens=12)
+    found = deployment(64 * MIB, block_size=None, scheduler=scheduler)
+    assert (found.block_size, found.max_num_seqs, found.max_num_batched_tokens) == (16, 12, 12)
 
 
 def test_what_memory_has_no_part_in_is_an_error() -> None:

@@ -159,6 +159,26 @@ def test_attention_backend_is_the_one_that_was_named(base: LLM, folder: Path) ->
         LLM(str(folder), attention_backend="pallas-tpu")
 
 
+def test_a_size_that_nobody_chose_is_found_and_told(base: LLM) -> None:
+    assert base.config.cache.block_size == engine_of(base).geometry.block_size == 16
+
+
+def test_a_kernel_that_is_passed_over_is_said_before_anything_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    never = dataclasses.replace(IMPLEMENTATIONS["cpu"], refuses=lambda spec, queries: "it is Tuesday")
+    monkeypatch.setitem(IMPLEMENTATIONS, "cpu", never)
+
+    def stop(what: str, done: int, total: int) -> None:
+        told.append(what)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LLM(str(folder), progress=stop)
+    assert told == ["attention xla, not cpu: it is Tuesday"]
+
+
 @flips("tensor_parallel_size")
 def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, folder: Path) -> None:
     prompt = random_prompts([20])

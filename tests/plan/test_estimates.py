@@ -24,7 +24,13 @@ GB, TERA = 1e9, 1e12
 # Seven tenths of the bandwidth are 700 GB/s, half of the peak 100 TFLOP/s, half of the links 50 GB/s.
 CHIP = Target("x:2", "x", "tpu", 2, 2, 16 << 30, 1000 * GB, 200 * TERA, 100 * GB, (2,))
 SHAPE = Shape(
-    num_params=10**9, num_layers=10, query_width=1000, hidden_size=1000, weight_bytes=7 * 10**9, kv_bytes_per_token=1e4
+    num_params=10**9,
+    num_layers=10,
+    query_width=1000,
+    hidden_size=1000,
+    weight_bytes=7 * 10**9,
+    kv_bytes_per_token=1e4,
+    number_bytes=2,
 )
 POOL = Pool(num_blocks=100, block_size=16, max_num_seqs=8, max_num_batched_tokens=512)
 
@@ -41,10 +47,13 @@ def test_a_long_prefill_takes_the_time_of_its_products() -> None:
 
 
 def test_devices_share_the_products_and_sum_over_their_links() -> None:
-    """Two a layer and one: [4000, 1000] float32, half of it sent twice, at 50 GB/s, and a hop there and back."""
+    """Two a layer and one: [4000, 1000] bfloat16, half of it sent twice, at 50 GB/s, and a hop there and back."""
     flops = (2e9 * 4000 + 4e4 * 4000 * 500) / 2
-    sums = 21 * (4000 * 1000 * 4 / 50e9 + 2 * HOP_S)
+    sums = 21 * (4000 * 1000 * 2 / 50e9 + 2 * HOP_S)
     assert Roofline(SHAPE, CHIP, 2).prefill_s(4000, 1000) == pytest.approx(flops / 100e12 + sums)
+    wide = dataclasses.replace(SHAPE, number_bytes=4)
+    sums = 21 * (4000 * 1000 * 4 / 50e9 + 2 * HOP_S)
+    assert Roofline(wide, CHIP, 2).prefill_s(4000, 1000) == pytest.approx(flops / 100e12 + sums)
 
 
 def test_a_step_is_no_shorter_than_the_hosts_part() -> None:

@@ -1,0 +1,186 @@
+"""Sizes of a step that nobody chose: they belong to the platform, the model's length and the attention kernel.
+
+The numbers are the platform's own defaults of `block_size`, `max_num_seqs` and `max_num_batched_tokens`, as
+`jpaged.config` has them. What is left out is found by this rule:
+
+1. A step has a token for every row: more tokens than the default where more rows were chosen, and fewer rows where
+   fewer tokens were.
+2. The first block size with which the platform's own attention kernel runs, of the default and, on TPUs, 128: the block
+   tables of long sequences are too large for a TPU's scalar memory with the first.
+3. Where it runs with neither, half the rows, and again half, down to 8, with the last block size.
+4. Where it never runs, because of what was chosen or of the device: 1 alone. The kernel is passed over then, and
+   `passed_over` says why, and which option would bring it back.
+
+Why: a TPU starts and awaits a copy for each block, 58 cycles, which with blocks of 16 is half the time of a decode's
+attention. Steps of 1024 tokens are where products, and no longer weights, take the time, on GPUs and TPUs alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jpaged.config import EngineConfig, platform_default
+from jpaged.device.kv_scales import kv_dtype
+from jpaged.device.mesh import first_device, num_shards
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec, Choice, Queries, choose
+from jpaged.models.model import Model, model_for
+from jpaged.models.splitting import widen
+
+_LARGER_BLOCKS = {"tpu": (128,)}
+_LEAST_ROWS = 8
+_BLOCK_SIZES = (16, 32, 64, 128)
+"""What `passed_over` tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What decides the shapes of a step; the fields have the options' names."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+    @property
+    def blocks_per_seq(self) -> int:
+        """Blocks of the longest sequence: the width of a block table."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The attention of one device, which a backend and sizes are found for.
+
+    Attributes:
+        model: as published.
+        options: `attention_backend`, `kv_cache_dtype` and the sizes are read.
+        device: of the kind that it is for; it need not be there.
+        num_parts: devices that share the heads.
+    """
+
+    model: Model
+    options: EngineConfig
+    device: jax.Device
+    num_parts: int
+
+    @classmethod
+    def on(cls, model: Model, options: EngineConfig, mesh: Mesh) -> Attention:
+        """That of each device of a mesh."""
+        return cls(model, options, first_device(mesh), num_shards(mesh))
+
+    def sizes(self) -> StepSizes:
+        """As they were chosen, and by the rule where they were not.
+
+        Raises:
+            InvalidArgument: max_model_len is beyond the model's.
+        """
+        candidates = list(self._candidates())
+        return next((sizes for sizes in candidates if self._runs(sizes)), candidates[0])
+
+    def choose(self, sizes: StepSizes) -> Choice:
+        """The backend for steps of these sizes.
+
+        Raises:
+            Unsupported: the one that was named cannot run; says which option would let it.
+        """
+        try:
+            return self._choice(sizes)
+        except Unsupported as error:
+            raise Unsupported(f"{error}{self._remedy()}") from error
+
+    def passed_over(self) -> list[str]:
+        """A line for each backend made for the platform that `auto` passes over: why, and what would bring it back."""
+        if self.options.model.attention_backend != "auto":
+            return []
+        choice = self._choice(self.sizes())
+        return [
+            f"attention {choice.backend}, not {backend}: {reason}{self._remedy()}"
+            for backend, reason in choice.passed_over
+        ]
+
+    def _candidates(self) -> Iterator[StepSizes]:
+        """Those of the rule, in its order; of what was chosen there is one value only."""
+        scheduler, platform = self.options.scheduler, self.device.platform
+        limit = self.model.config.max_model_len
+        max_model_len = self.options.model.max_model_len or limit
+        if max_model_len > limit:
+            raise InvalidArgument("max_model_len", f"{max_model_len} is above the limit of the model, {limit}")
+        tokens = scheduler.max_num_batched_tokens
+        rows = scheduler.max_num_seqs or min(
+            platform_default("max_num_seqs", platform), tokens or platform_default("max_num_seqs", platform)
+        )
+        tokens = tokens or max(rows, platform_default("max_num_batched_tokens", platform))
+        chosen = self.options.cache.block_size
+        default = platform_default("block_size", platform)
+        blocks = (default, *_LARGER_BLOCKS.get(platform, ())) if chosen is None else (chosen,)
+        for block_size in blocks:
+            yield StepSizes(block_size, rows, tokens, max_model_len)
+        while scheduler.max_num_seqs is None and rows > _LEAST_ROWS:
+            rows = max(_LEAST_ROWS, rows // 2)
+            yield StepSizes(blocks[-1], rows, tokens, max_model_len)
+
+    def _choice(self, sizes: StepSizes) -> Choice:
+        config = widen(self.model.config, self.num_parts)
+        layout = KVLayout(
+            num_layers=config.num_layers,
+            num_blocks=1,
+            block_size=sizes.block_size,
+            num_kv_heads=config.num_kv_heads // self.num_parts,
+            head_dim=config.head_dim,
+            dtype=kv_dtype(self.options.cache.kv_cache_dtype, self.model.dtype),
+        )
+        queries = Queries(
+            config.num_heads // self.num_parts,
+            self.model.dtype,
+            sizes.max_num_seqs,
+            sizes.blocks_per_seq,
+            sizes.max_num_batched_tokens,
+        )
+        spec = AttentionSpec(layout, config.head_dim**-0.5)
+        return choose(self.options.model.attention_backend, self.device, spec, queries)
+
+    def _runs(self, sizes: StepSizes) -> bool:
+        """Whether the backend that was named runs, or of `auto` the one that is made for the platform."""
+        try:
+            return not self._choice(sizes).passed_over
+        except Unsupported:
+            return False
+
+    def _remedy(self) -> str:
+        """The first option that would bring the backend back, alone, as a part of a sentence; or nothing."""
+        found = next((flag for flag, other in self._others() if other._runs(other.sizes())), None)
+        return "" if found is None else f"; {found} would bring it back"
+
+    def _others(self) -> Iterator[tuple[str, Attention]]:
+        """This with one option changed, and its flag; of limits the highest that would do."""
+        sizes = self.sizes()
+        for block_size in sorted(_BLOCK_SIZES, key=lambda size: (size < sizes.block_size, size)):
+            yield f"--block-size {block_size}", self._with(block_size=block_size)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            highest = self._highest(name, getattr(sizes, name))
+            yield f"--{name.replace('_', '-')} {highest}", self._with(**{name: highest})
+        yield "--kv-cache-dtype auto", self._with(kv_cache_dtype="auto")
+        bfloat16 = model_for(self.model.config, jnp.dtype("bfloat16"))
+        yield "--dtype bfloat16", dataclasses.replace(self, model=bfloat16)
+
+    def _highest(self, name: str, value: int) -> int:
+        """The largest value of an option, up to its own, with which the backend runs; the least where with none."""
+        least = self.sizes().max_num_seqs if name == "max_num_batched_tokens" else _LEAST_ROWS
+        runs, fails = min(least, value), value + 1
+        while fails - runs > 1:
+            middle = (runs + fails) // 2
+            other = self._with(**{name: middle})
+            runs, fails = (middle, fails) if other._runs(other.sizes()) else (runs, middle)
+        return runs
+
+    def _with(self, **changes: Any) -> Attention:
+        return dataclasses.replace(self, options=self.options.resolve(changes))

@@ -1,0 +1,171 @@
+"""Sizes that belong to the platform: whose they are, when they give way, and that no kernel is passed over for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.device.step_sizes import Attention, StepSizes
+from jpaged.device.topology import TOPOLOGIES, Topology
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.config import ModelConfig
+from jpaged.models.hf_names import num_params
+from jpaged.models.known import KNOWN_MODELS, known_config
+from jpaged.models.model import model_for
+from jpaged.models.splitting import largest_split
+from jpaged.plan.target import find_target
+
+OWN = {"tpu": "pallas-tpu", "gpu": "pallas-gpu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    platform: str
+    device_kind: str = "some device"
+    compute_capability: str = "9.0"
+
+
+def attention(
+    name: str = "llama-3.1-8b", platform: str = "tpu", num_parts: int = 1, dtype: str = "bfloat16", **options: Any
+) -> Attention:
+    device: Any = Device(platform)
+    return Attention(model_for(known_config(name), jnp.dtype(dtype)), EngineConfig.load(options), device, num_parts)
+
+
+def sizes(*arguments: Any, **options: Any) -> tuple[int, int, int]:
+    found = attention(*arguments, **options).sizes()
+    return found.block_size, found.max_num_seqs, found.max_num_batched_tokens
+
+
+def needed_bytes(config: ModelConfig, num_devices: int) -> float:
+    """Of one device: bfloat16 weights, and one sequence of the greatest length."""
+    token_bytes = 2 * 2 * config.num_layers * max(config.num_kv_heads, num_devices) * config.head_dim
+    return (2 * num_params(config) + token_bytes * config.max_model_len) / num_devices
+
+
+def smallest_slice(config: ModelConfig) -> Topology:
+    """Of those that can hold it, the one with the fewest chips, and of these with the least memory."""
+
+    def size(topology: Topology) -> tuple[int, int]:
+        return topology.num_chips, topology.generation.hbm_bytes
+
+    def holds(topology: Topology) -> bool:
+        num_devices = largest_split(config, topology.num_devices)
+        return needed_bytes(config, num_devices) < 0.85 * topology.generation.hbm_bytes
+
+    return min((topology for topology in TOPOLOGIES.values() if holds(topology)), key=size)
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_every_model_has_its_devices_own_kernel_on_a_slice_that_holds_it(name: str) -> None:
+    config = known_config(name)
+    topology = smallest_slice(config)
+    found = attention(name, "tpu", largest_split(config, topology.num_devices))
+    assert (found.choose(found.sizes()).backend, found.passed_over()) == (OWN["tpu"], []), topology.name
+    assert found.sizes().max_num_seqs == 128, topology.name
+
+
+@pytest.mark.parametrize("name", [name for name, model in KNOWN_MODELS.items() if model.num_params < 4e11])
+def test_every_model_that_h200s_hold_has_the_hopper_kernel(name: str) -> None:
+    config = known_config(name)
+    hbm_bytes = find_target("h200").hbm_bytes
+    num_devices = next(n for n in (1, 2, 4, 8) if needed_bytes(config, largest_split(config, n)) < 0.85 * hbm_bytes)
+    found = attention(name, "gpu", largest_split(config, num_devices))
+    assert (found.choose(found.sizes()).backend, found.passed_over()) == (OWN["gpu"], [])
+    assert sizes(name, "gpu") == (32, 128, 1024)
+
+
+def test_each_platform_has_its_own() -> None:
+    assert sizes("llama-2-7b", "cpu") == (16, 64, 512)
+    assert sizes("llama-2-7b", "gpu") == (32, 128, 1024)
+    assert sizes("llama-2-7b", "tpu") == (64, 128, 1024)
+
+
+def test_blocks_grow_with_the_length_where_tables_would_be_too_large() -> None:
+    assert sizes("llama-3.1-8b", max_model_len=8192)[0] == 64
+    assert sizes("llama-3.1-8b") == (128, 128, 1024)  # 131072 tokens: tables of 1 MiB with blocks of 64
+    assert sizes("llama-3.1-8b", "gpu")[0] == 32  # tables lie in the GPU's main memory
+
+
+def test_rows_give_way_where_the_block_size_is_chosen() -> None:
+    assert sizes(block_size=64) == (64, 64, 1024)
+    assert sizes(block_size=16) == (16, 16, 1024)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows_and_tokens"),
+    [
+        ({"max_num_seqs": 1024, "max_model_len": 8192}, (1024, 1024)),
+        ({"max_num_seqs": 2048, "max_model_len": 2048}, (2048, 2048)),
+        ({"max_num_batched_tokens": 40}, (40, 40)),
+        ({"max_num_batched_tokens": 8192}, (128, 8192)),
+        ({"max_num_seqs": 3}, (3, 1024)),
+        ({"max_num_seqs": 3, "max_num_batched_tokens": 8}, (3, 8)),
+    ],
+)
+def test_rows_and_tokens_follow_each_other(options: dict[str, int], rows_and_tokens: tuple[int, int]) -> None:
+    assert sizes(**options)[1:] == rows_and_tokens
+
+
+def test_what_was_chosen_stays_and_a_kernel_that_is_passed_over_is_said_with_what_would_bring_it_back() -> None:
+    found = attention(max_num_seqs=1024)
+    assert found.sizes() == StepSizes(64, 1024, 1024, 131072)
+    (line,) = found.passed_over()
+    assert line.startswith(
+        "attention xla, not pallas-tpu: block tables of 1024 rows x 2048 blocks, in steps of 1024 tokens, need "
+    )
+    assert "--max-num-seqs 249 would bring it back" in line
+    assert attention(max_num_seqs=249).passed_over() == []
+    assert attention(max_num_seqs=250).passed_over() != []
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"block_size": 16, "max_num_seqs": 64}, "--block-size 64"),
+        ({"block_size": 256}, "--block-size 16"),
+        ({"block_size": 128, "max_num_batched_tokens": 1 << 17}, "--max-num-batched-tokens "),
+        ({"platform": "gpu", "dtype": "float32"}, "--dtype bfloat16"),
+        ({"platform": "gpu", "kv_cache_dtype": "float32"}, "--kv-cache-dtype auto"),
+    ],
+)
+def test_the_remedy_is_one_option_that_works(options: dict[str, Any], remedy: str) -> None:
+    found = attention(**options)
+    (line,) = found.passed_over()
+    assert f"; {remedy}" in line
+    assert line.endswith(" would bring it back")
+    words = line.rpartition("; --")[2].removesuffix(" would bring it back").split()
+    name, value = words[0].replace("-", "_"), words[1]
+    assert attention(**{**options, name: int(value) if value.isdigit() else value}).passed_over() == []
+
+
+def test_no_option_makes_another_device_of_it() -> None:
+    found = attention(platform="gpu")
+    l4: Any = Device("gpu", "L4", "8.9")
+    (line,) = dataclasses.replace(found, device=l4).passed_over()
+    assert line == "attention xla, not pallas-gpu: runs on Hopper (sm_90); this is L4, sm_8.9: use xla".replace(
+        "sm_8.9", "sm_89"
+    )
+    assert dataclasses.replace(found, device=l4).sizes() == found.sizes()
+
+
+def test_a_backend_that_was_named_is_an_error_with_the_same_remedy() -> None:
+    found = attention(max_num_seqs=1024, attention_backend="pallas-tpu")
+    assert found.passed_over() == []
+    with pytest.raises(Unsupported, match=r"pallas-tpu cannot run here: block tables .* --max-num-seqs 249 would"):
+        found.choose(found.sizes())
+    assert attention(attention_backend="pallas-tpu").sizes().block_size == 128
+
+
+def test_a_length_beyond_the_models_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="max_model_len: 9000 is above the limit of the model, 8192"):
+        attention("llama-3-8b", max_model_len=9000).sizes()
+
+
+def test_a_sequence_takes_whole_blocks() -> None:
+    assert StepSizes(64, 1, 8, 65).blocks_per_seq == math.ceil(65 / 64)
