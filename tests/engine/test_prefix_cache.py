@@ -84,8 +84,9 @@ def test_full_blocks_are_shared_and_part_of_a_block_is_copied():
     assert serve(h, "other", [1, *PROMPT[1:]]) == 0
 
 
-def test_generated_tokens_are_found_by_the_next_turn_of_a_chat():
-    h = make()
+@pytest.mark.parametrize("overlap", [False, True])
+def test_generated_tokens_are_found_by_the_next_turn_of_a_chat(overlap):
+    h = make(overlap=overlap)
     serve(h, "first", PROMPT, max_tokens=7)
     answer = h.tokens("first")
     # 17 tokens, of which the last was drawn but never written: four full blocks.

@@ -9,6 +9,9 @@ import sys
 
 from tests.mutation.planting import Bed, Fault
 
+LIVES = ("test_lives.py",)
+ROOM = ("test_room.py",)
+
 FAULTS = (
     Fault(
         "a fork's reference is not counted",
@@ -113,6 +116,118 @@ FAULTS = (
         "    if group.request.sampling.beam_width and parts != wanted:",
         "    if group.request.sampling.beam_width is False and parts != wanted:",
         ("test_beam.py",),
+    ),
+    Fault(
+        "a key stays known in host memory when its block is given away",
+        "paged_memory.py",
+        "            del self._host_blocks[key]\n",
+        "            pass\n",
+        LIVES,
+    ),
+    Fault(
+        "a block in host memory is not held while it is brought back",
+        "paged_memory.py",
+        "            self._host_pool.acquire(source)\n            held.extend([source])\n",
+        "",
+        LIVES,
+    ),
+    Fault(
+        "the salt has no part in the keys of several samples",
+        "sequence.py",
+        "root_key(sampling.cache_salt) if",
+        'root_key(sampling.cache_salt if num_sequences == 1 else "") if',
+        LIVES,
+    ),
+    Fault(
+        "the salt has no part in the keys of beams",
+        "sequence.py",
+        "root_key(sampling.cache_salt) if",
+        'root_key("" if sampling.beam_width else sampling.cache_salt) if',
+        LIVES,
+    ),
+    Fault(
+        "the next in order makes room and not the last",
+        "scheduler.py",
+        "                self._preempt(self._running[-1], schedule)",
+        "                self._preempt(self._running[min(position + 1, len(self._running) - 1)], schedule)",
+        ROOM,
+    ),
+    Fault(
+        "the first in order makes room for an urgent one",
+        "scheduler.py",
+        "            self._preempt(self._running[-1], schedule)\n\n    def _share",
+        "            self._preempt(self._running[0], schedule)\n\n    def _share",
+        ROOM,
+    ),
+    Fault(
+        "a group comes back without room for its copies",
+        "paged_memory.py",
+        "        needed += self._num_copies(list(zip(group.live, tables, strict=True)), self._host_pool)\n",
+        "",
+        ROOM,
+    ),
+    Fault(
+        "a group comes back into spare blocks",
+        "paged_memory.py",
+        "can_allocate(needed + num_spare_blocks)",
+        "can_allocate(needed)",
+        ROOM,
+    ),
+    Fault(
+        "a preempted group keeps its rows",
+        "scheduler.py",
+        "        self._num_rows -= group.num_rows\n        group.num_preemptions += 1",
+        "        group.num_preemptions += 1",
+        LIVES,
+    ),
+    Fault(
+        "a static batch is open",
+        "scheduler.py",
+        'is_batch_open = self._limits.batching == "continuous" or not self._running',
+        "is_batch_open = True",
+        ROOM,
+    ),
+    Fault(
+        "a shared block costs a swap for each holder",
+        "preemption.py",
+        "{block_id for sequence in group.live for block_id in sequence.block_table.block_ids()}",
+        "[block_id for sequence in group.live for block_id in sequence.block_table.block_ids()]",
+        ROOM,
+    ),
+    Fault(
+        "a group is admitted into spare blocks",
+        "paged_memory.py",
+        "self.num_promised(group) - shared + num_spare_blocks",
+        "self.num_promised(group) - shared",
+        ROOM,
+    ),
+    Fault(
+        "what running groups were promised is given away",
+        "scheduler.py",
+        "sum(self._memory.num_promised(group) for group in self._running)",
+        "0",
+        ROOM,
+    ),
+    Fault(
+        "what the last to be admitted was promised is given away",
+        "scheduler.py",
+        "            promised += self._memory.num_promised(group)\n",
+        "",
+        ROOM,
+    ),
+    Fault(
+        "there is no low-water mark",
+        "scheduler.py",
+        "max(1, memory.num_blocks // 100)",
+        "0",
+        ROOM,
+    ),
+    Fault(
+        "a prefix that was swapped in is not found",
+        "paged_memory.py",
+        "            sequence.num_registered_blocks = 0\n        for source, destination in homes.items():\n",
+        "        for source, destination in homes.items():\n",
+        ROOM,
     ),
 )
 

@@ -18,6 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
+_HUNG_S = 300.0
+"""Tests that take so long hang, which nobody would wait for: a fault has to make them fail."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -32,10 +35,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a fault: pytest's exit status (1 is that tests failed), and the first failure."""
+    """What became of a fault: pytest's exit status (1 is that tests failed; None, they hung), and the first failure."""
 
     fault: Fault
-    exit_status: int
+    exit_status: int | None
     message: str
     seconds: float
 
@@ -77,8 +80,14 @@ class Bed:
             path.write_text(text.replace(fault.before, fault.after))
             command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not long", "-p", "no:cacheprovider"]
             command += self.words(fault)
-            environment = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu"}
-            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+            # What pytest makes of its plugins is kept from run to run: half of a second that each fault saves.
+            environment = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "", "JAX_PLATFORMS": "cpu"}
+            try:
+                done = subprocess.run(
+                    command, cwd=copy, env=environment, capture_output=True, text=True, check=False, timeout=_HUNG_S
+                )
+            except subprocess.TimeoutExpired:
+                return Outcome(fault, None, f"no end after {_HUNG_S:g} s", time.monotonic() - begin)
         failures = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
         message = failures[0].removeprefix("FAILED ").partition("::")[2] if failures else done.stdout[-300:]
         return Outcome(fault, done.returncode, message, time.monotonic() - begin)

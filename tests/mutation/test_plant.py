@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.mutation import planting
 from tests.mutation.plant import BED, FAULTS, NO_FAULT
 
 
@@ -16,3 +17,10 @@ def test_a_planted_fault_is_caught(fault):
 def test_without_a_fault_the_same_tests_pass():
     outcome = BED.plant(NO_FAULT)
     assert outcome.exit_status == 0, outcome.message
+
+
+@pytest.mark.long
+def test_tests_that_hang_have_caught_nothing(monkeypatch):
+    monkeypatch.setattr(planting, "_HUNG_S", 0.0)
+    outcome = BED.plant(NO_FAULT)
+    assert outcome.exit_status is None and not outcome.is_caught
