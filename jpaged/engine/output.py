@@ -35,6 +35,9 @@ class IncrementalDetokenizer:
         """The characters that this token completes."""
         self._window.append(token_id)
         text = self._decode(self._window)
+        if text == self._text_read and not self._decode([token_id, token_id]):
+            self._window.pop()  # it has no text in any company, so it is nobody's context, and many would make it long
+            return ""
         if not text.endswith(_REPLACEMENT):
             return self._read(text, len(self._window))
         if len(self._window) - self._num_read >= _MAX_CHARACTER_TOKENS:

@@ -125,3 +125,25 @@ def test_half_a_character_at_the_end_is_not_lost():
     state = OutputState(TOKENIZER, (65,), SamplingParams(max_tokens=2), frozenset())
     state.push(0xE2)
     assert state.push(0x82).text == "\ufffd"
+
+
+class Counting(ByteTokenizer):
+    """Counts the tokens that it is asked to tell."""
+
+    def __init__(self):
+        super().__init__(vocab_size=1000)
+        self.num_told = 0
+
+    def decode(self, token_ids, *, skip_special_tokens=True):
+        self.num_told += len(token_ids)
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("token_id", [ByteTokenizer.EOS, 999])
+def test_tokens_without_text_cost_the_same_however_many_there_are(token_id):
+    tokenizer = Counting()
+    detokenizer = IncrementalDetokenizer(tokenizer, tuple(b"once"), skip_special_tokens=True)
+    for _ in range(1000):
+        assert detokenizer.push(token_id) == ""
+    assert tokenizer.num_told < 20 * 1000
+    assert "".join(detokenizer.push(byte) for byte in "ł!".encode()) == "ł!"
