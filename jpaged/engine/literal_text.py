@@ -1,0 +1,87 @@
+"""Special tokens in what users write, taken as text: a twin of a tokenizer to which no text is a special token.
+
+    message      a <|end|> b             <|end|> written by a user
+    marked       a <#|end|> b            # is a mark that no user can guess
+    rendered     <|user|>a <#|end|> b    <|user|> written by the chat template
+    unmarked     <#7>a <|end|> b         7 is the id of <|user|>, <#7> its name in the twin
+    tokenised    7, a, <, |, end, |>, b
+
+It is one text, tokenised in one go, so what the users write is cut as any other text is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from typing import Any
+
+from jpaged.errors import Unsupported
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Noncharacters: of no meaning between programs, and nothing that a template trims or changes."""
+
+
+class LiteralText:
+    """The twin, and the marks.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`; it is not changed.
+
+    Attributes:
+        tokenizer: the twin: the same ids, and special tokens by names that no user can guess.
+
+    Raises:
+        Unsupported: a special token cannot be renamed without changing its id.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from tokenizers import Tokenizer
+
+        nonce = str(secrets.randbits(64))  # digits: no template changes their case
+        self._mark = f"{_OPEN}{nonce}{_CLOSE}"
+        written = json.loads(tokenizer.to_str())
+        special = {token["content"]: token["id"] for token in written["added_tokens"] if token["special"]}
+        self._names = {content: f"{_OPEN}{nonce}{_OPEN}{number}{_CLOSE}" for content, number in special.items()}
+        _rename(written, self._names)
+        self.tokenizer: Any = Tokenizer.from_str(json.dumps(written))
+        for content, number in special.items():
+            if self.tokenizer.token_to_id(self._names[content]) != number:
+                raise Unsupported(f"parse_special_tokens: {content!r} of this tokenizer is always parsed")
+        longest_first = sorted(special, key=len, reverse=True)
+        alone = re.escape(self._mark)
+        self._special = re.compile(
+            "|".join(re.escape(text) + (f"(?!{alone})" if len(text) == 1 else "") for text in longest_first) or r"(?!)"
+        )
+
+    def marked(self, value: Any) -> Any:
+        """Messages with a mark in each special token that they spell out."""
+        if isinstance(value, str):
+            while self._special.search(value):  # again where two overlap
+                value = self._special.sub(lambda found: found[0][0] + self._mark + found[0][1:], value)
+            return value
+        if isinstance(value, dict):
+            return {key: self.marked(one) for key, one in value.items()}
+        return [self.marked(one) for one in value] if isinstance(value, list | tuple) else value
+
+    def unmarked(self, text: str) -> str:
+        """What a template made of them, for the twin: its own special tokens by name, and no marks."""
+        return self._special.sub(lambda found: self._names[found[0]], text).replace(self._mark, "")
+
+
+def _rename(written: dict[str, Any], names: dict[str, str]) -> None:
+    """Gives special tokens of a tokenizer.json other names, wherever they are named and not numbered."""
+    for token in written["added_tokens"]:
+        if token["special"]:
+            token.update(content=names[token["content"]], normalized=False)
+    model = written["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+    if "merges" in model:  # none may lead to a special token
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
