@@ -131,7 +131,7 @@ def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
     """The model, and where each copy of it goes."""
     parallel = options.parallel
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size)
-    source = find_source(options.model.model)
+    source = find_source(options.model.model, parse_special_tokens=options.model.parse_special_tokens)
     model = model_for(source.config, _dtype(options.model.dtype, source.config, first_device(meshes[0]).platform))
     return source, model, [Placement.of(model, mesh) for mesh in meshes]
 
@@ -148,11 +148,12 @@ def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
     }
 
 
-def find_source(name: str) -> Source:
+def find_source(name: str, *, parse_special_tokens: bool = True) -> Source:
     """The model of a name: `demo` is the packaged one, everything else a folder or a hub id."""
     folder = checkpoint.FOLDER if name == DEMO else find_folder(name)
     config = read_config(folder)
-    return Source(name, folder, config, load_tokenizer(folder, vocab_size=config.vocab_size))
+    tokenizer = load_tokenizer(folder, vocab_size=config.vocab_size, parse_special_tokens=parse_special_tokens)
+    return Source(name, folder, config, tokenizer)
 
 
 def _make_executors(

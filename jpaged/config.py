@@ -62,6 +62,11 @@ class ModelOptions:
         choices=("auto", "xla", "pallas-tpu", "pallas-gpu", "cpu"),
     )
     seed: int = option(0, "where requests that bring no seed get theirs from", low=0, high=2**64 - 1)
+    parse_special_tokens: bool = option(
+        True,
+        "take special tokens that are spelled out in prompts and messages for what they say; if not, they are text "
+        "there, and only those that the chat template writes count",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +407,14 @@ def tpu_library() -> Path | None:
     """The libtpu.so that the environment names (TPU_LIBRARY_PATH), for processes that compile for TPUs."""
     path = os.environ.get("TPU_LIBRARY_PATH")
     return Path(path) if path else None
+
+
+def keep_tokenizers_on_their_thread() -> None:
+    """Tells the tokenizers library to work on the thread that asks, unless the environment says otherwise.
+
+    Its own pool has a thread a core: a few long texts would take all, and short ones wait for them.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:

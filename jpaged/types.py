@@ -10,7 +10,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from jpaged.errors import InvalidArgument
 
@@ -24,6 +24,14 @@ MAX_NUM_SAMPLES = 256
 MAX_BEAM_WIDTH = 16
 """The device reports the 32 likeliest tokens of a row, and a beam needs twice its width."""
 MAX_CACHE_SALT_CHARS = 256
+MAX_CHAT_MESSAGES = 8192
+MIN_MAX_CHAT_BYTES = 1 << 20
+"""Roles and contents of a conversation may have so many bytes, also where a prompt may not: templates drop parts."""
+MIN_MAX_TOKENIZE_BYTES = 256 << 10
+"""Texts that Tokenize takes, also where a prompt may not be as long."""
+MAX_DETOKENIZE_IDS = 256 << 10
+_MAX_SHOWN = 80
+"""Characters of a value in an error."""
 
 
 class FinishReason(enum.Enum):
@@ -39,7 +47,12 @@ class FinishReason(enum.Enum):
 
 def _require(ok: bool, name: str, value: object, limit: str) -> None:
     if not ok:
-        raise InvalidArgument(f"sampling.{name}", f"{value!r} is out of range: must be {limit}")
+        shown = f"{value[:_MAX_SHOWN]!r}... ({len(value)} characters)" if _is_long(value) else repr(value)
+        raise InvalidArgument(f"sampling.{name}", f"{shown} is out of range: must be {limit}")
+
+
+def _is_long(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and len(value) > _MAX_SHOWN
 
 
 def _is_int(value: object) -> bool:
@@ -106,6 +119,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        self._check_counts()
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_lengths()
@@ -139,13 +153,16 @@ class SamplingParams:
             is_ok = _is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS
             _require(is_ok, "logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
 
-    def _check_stops(self) -> None:
+    def _check_counts(self) -> None:
+        """Before anything is copied."""
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
+        num_ids = len(self.stop_token_ids)
+        _require(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, f"at most {MAX_STOP_TOKEN_IDS} ids")
+
+    def _check_stops(self) -> None:
         for text in self.stop:
             is_ok = isinstance(text, str) and 1 <= len(text) <= MAX_STOP_STRING_CHARS
             _require(is_ok, "stop", text, f"a string of 1 to {MAX_STOP_STRING_CHARS} characters")
-        num_ids = len(self.stop_token_ids)
-        _require(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, f"at most {MAX_STOP_TOKEN_IDS} ids")
         for token_id in self.stop_token_ids:
             _require(_is_int(token_id) and token_id >= 0, "stop_token_ids", token_id, "token ids >= 0")
 

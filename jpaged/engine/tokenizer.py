@@ -1,6 +1,6 @@
 """Text <-> token ids: what the engine needs of a tokenizer, and the adapter for Hugging Face's.
 
-Code from a model's folder is never run (trust_remote_code stays off).
+Code from a model's folder is never run (trust_remote_code stays off); its chat template runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -10,13 +10,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from jpaged.chat.process import TemplateProcess
+from jpaged.chat.template import ChatTemplate
+from jpaged.config import keep_tokenizers_on_their_thread
+from jpaged.engine.literal_text import LiteralText
+from jpaged.engine.token_bytes import GENEROUS_BYTES, max_token_bytes
 from jpaged.errors import InvalidArgument, Unsupported
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_SHORT = 2000
+"""Characters or tokens that take a millisecond. The Rust tokenizer keeps the GIL for one text, and not for a batch."""
 
 
 class Tokenizer(Protocol):
-    """Text in, ids out and back. Safe to call from several threads."""
+    """Text in, ids out and back. Safe to call from several threads; long texts hold up none of them."""
 
     @property
     def vocab_size(self) -> int:
@@ -29,33 +37,66 @@ class Tokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
+    @property
+    def max_token_bytes(self) -> int:
+        """Bytes of text for each token at most: a text that is longer has more tokens."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text; bytes that are not valid UTF-8 come out as U+FFFD."""
         ...
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         """Ids of a conversation ({"role", "content"} each), ready for the assistant's turn.
 
         Raises:
             Unsupported: the model has no chat template.
+            InvalidArgument: the template refuses the messages, or cannot cope with them.
+            RequestTooLong: the text that comes of them is over max_bytes.
         """
         ...
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer from a folder in Hugging Face layout."""
+    """A tokenizer from a folder in Hugging Face layout.
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer  # a second to import, and a server without text never needs it
+    Args:
+        folder: where it is.
+        parse_special_tokens: whether special tokens written out in a text, or in a message, are what they say. Those
+            that a chat template writes always are.
 
+    Raises:
+        InvalidArgument: its chat template is broken.
+        Unsupported: special tokens cannot be told from text in this kind of tokenizer.
+    """
+
+    def __init__(self, folder: Path, *, parse_special_tokens: bool = True) -> None:
+        # Both take a second to import, so they do it side by side, and a server without text never does.
+        process = TemplateProcess() if _may_have_chat_template(folder) else None
+        from transformers import AutoTokenizer
+
+        keep_tokenizers_on_their_thread()
         self._folder = folder
         self._inner: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         # The Rust tokenizer behind it is thread-safe when called itself; the Python wrapper resets its truncation on
         # every call and fails with "Already borrowed" under threads.
         self._fast: Any = self._inner.backend_tokenizer if self._inner.is_fast else None
         self._lock = threading.Lock()
+        self._max_token_bytes = GENEROUS_BYTES
+        if self._fast is not None:
+            self._fast.no_truncation()  # the wrapper's default too: a prompt is whole or refused
+            self._fast.no_padding()
+            self._max_token_bytes = max_token_bytes(self._fast)
+        self._literal: LiteralText | None = None
+        if not parse_special_tokens:
+            if self._fast is None:
+                raise Unsupported(
+                    f"parse_special_tokens: always with the tokenizer in {folder.name}, which is no fast one"
+                )
+            self._literal = LiteralText(self._fast)
+        self._chat = self._chat_template(process)
 
     @property
     def vocab_size(self) -> int:
@@ -68,29 +109,64 @@ class HuggingFaceTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._inner.chat_template)
+        return self._chat is not None
+
+    @property
+    def max_token_bytes(self) -> int:
+        return self._max_token_bytes
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._fast is not None:
-            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-            return ids
+            fast = self._fast if self._literal is None else self._literal.tokenizer
+            return _encode(fast, text, add_special_tokens=add_special_tokens)
         with self._lock:
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        if self._fast is not None:
+        if self._fast is None:
+            with self._lock:
+                return str(self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        if len(token_ids) < _SHORT:
             return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-        with self._lock:
-            return str(self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        return str(self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        if not self._inner.chat_template:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
+        if self._chat is None:
             raise Unsupported(f"the tokenizer in {self._folder.name} has no chat template: send text or token ids")
-        with self._lock:
-            text = self._inner.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        return self.encode(text, add_special_tokens=False)
+        plain = [dict(message) for message in messages]
+        if self._literal is None:
+            return self.encode(self._chat.render(plain, max_bytes=max_bytes), add_special_tokens=False)
+        text = self._chat.render(self._literal.marked(plain), max_bytes=max_bytes)
+        return _encode(self._literal.tokenizer, self._literal.unmarked(text), add_special_tokens=False)
+
+    def _chat_template(self, process: TemplateProcess | None) -> ChatTemplate | None:
+        if not self._inner.chat_template:
+            if process is not None:
+                process.close()
+            return None
+        try:
+            source = self._inner.get_chat_template()
+        except ValueError as error:  # several, and none of them the default
+            raise InvalidArgument("model", f"its chat template cannot be chosen: {error}") from error
+        variables = {
+            name: value if isinstance(value, list) else str(value)
+            for name, value in self._inner.special_tokens_map.items()
+        }
+        return ChatTemplate(process or TemplateProcess(), source, variables)
+
+
+def _encode(fast: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    if len(text) < _SHORT:
+        return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
+    return list(fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+
+def _may_have_chat_template(folder: Path) -> bool:
+    """Whether it is worth starting the process that renders before it is known."""
+    config = folder / "tokenizer_config.json"
+    return any((folder / name).exists() for name in _TEMPLATE_FILES) or (
+        config.exists() and b'"chat_template"' in config.read_bytes()
+    )
 
 
 class NoTokenizer:
@@ -111,18 +187,22 @@ class NoTokenizer:
     def has_chat_template(self) -> bool:
         return False
 
+    @property
+    def max_token_bytes(self) -> int:
+        return 1 << 30  # so that every text comes to `encode`, which says what is wrong
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise InvalidArgument("prompt", "this model has no tokenizer files: send token ids instead of text")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         raise Unsupported("this model has no tokenizer files, so it has no chat template: send token ids")
 
 
-def load_tokenizer(folder: Path, *, vocab_size: int) -> Tokenizer:
+def load_tokenizer(folder: Path, *, vocab_size: int, parse_special_tokens: bool = True) -> Tokenizer:
     """The tokenizer of a model's folder; one that knows ids alone where there are no tokenizer files."""
     if any((folder / name).exists() for name in _TOKENIZER_FILES):
-        return HuggingFaceTokenizer(folder)
+        return HuggingFaceTokenizer(folder, parse_special_tokens=parse_special_tokens)
     return NoTokenizer(vocab_size)

@@ -4,6 +4,7 @@ serving.py     what the server needs of the loaded model: engine, intake, tokeni
 servicer.py    one method for each RPC
 wire.py        proto <-> types
 status.py      errors -> status codes with details
+workers.py     threads for what grows with a request
 stream.py      the engine's thread -> asyncio
 metrics.py     what Prometheus is told
 replica.py     a loaded model without a port, for a host with a server of its own

@@ -6,10 +6,9 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, JpagedError, NotFound
@@ -17,13 +16,10 @@ from jpaged.server import wire
 from jpaged.server.serving import Serving
 from jpaged.server.status import CallContext, refuse
 from jpaged.server.stream import Bridge, OutputStream
+from jpaged.server.workers import Workers
 from jpaged.types import Request
 
 _LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
-
-OFF_LOOP_CHARACTERS = 2000
-"""Longer texts are tokenised on a thread: a tokenizer takes about a millisecond for so many, and other streams wait."""
 
 
 class Host(Protocol):
@@ -59,11 +55,6 @@ class _Answering:
             await refuse(self._context, InternalError(f"{type(error).__name__}: {error}"))
 
 
-async def _run(work: Callable[[], _T], num_characters: int) -> _T:
-    """Runs work on text here when it is short, on a thread when it is not."""
-    return work() if num_characters < OFF_LOOP_CHARACTERS else await asyncio.to_thread(work)
-
-
 def _check_model(serving: Serving, message: inference_pb2.GenerateRequest | _TokenMessage) -> None:
     if message.HasField("model") and message.model != serving.model.name:
         raise NotFound(f"model: {message.model!r} is not served here; {serving.model.name!r} is")
@@ -91,6 +82,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """jpaged.v1.InferenceService.
 
     Attributes:
+        workers: threads for what grows with a request.
         is_idle: set while no Generate call is open; for the server to wait on, never to set.
     """
 
@@ -99,6 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._bridge = bridge
         self._counter = itertools.count()
         self._open: dict[str, _Admission] = {}
+        self.workers = Workers()
         self._num_calls = 0
         self.is_idle = asyncio.Event()
         self.is_idle.set()
@@ -159,7 +152,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         message: inference_pb2.GenerateRequest,
         context: CallContext,
     ) -> None:
-        request = await _make_request(serving, admission, message)
+        request = await self.workers.run(lambda: _make_request(serving, admission, message), wire.prompt_size(message))
         serving.engine.submit(request, admission.stream.put)
         is_ended = False
         try:
@@ -178,64 +171,53 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
-        """Runs on a thread when the text is long."""
+        """Checks what Generate checks, but for the length: texts may be longer than a prompt."""
         async with _Answering(context):
             serving = self._host.serving()
             _check_model(serving, request)
-            token_ids = await _run(*_tokenizing(serving, request))
-            return inference_pb2.TokenizeResponse(token_ids=token_ids)
+            return await self.workers.run(lambda: _tokenize(serving, request), wire.prompt_size(request))
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: CallContext
     ) -> inference_pb2.DetokenizeResponse:
-        """Runs on a thread when there are many tokens."""
+        """Takes more ids than a sequence has."""
         async with _Answering(context):
             serving = self._host.serving()
             _check_model(serving, request)
-            vocab_size = serving.model.vocab_size
-            for token_id in request.token_ids:
-                if token_id >= vocab_size:
-                    raise InvalidArgument("token_ids", f"{token_id} is not a token id from 0 to {vocab_size - 1}")
-            is_skipping = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-            text = await _run(
-                lambda: serving.tokenizer.decode(list(request.token_ids), skip_special_tokens=is_skipping),
-                len(request.token_ids),
-            )
-            return inference_pb2.DetokenizeResponse(text=text)
+            return await self.workers.run(lambda: _detokenize(serving, request), len(request.token_ids))
 
 
-async def _make_request(serving: Serving, admission: _Admission, message: inference_pb2.GenerateRequest) -> Request:
+def _make_request(serving: Serving, admission: _Admission, message: inference_pb2.GenerateRequest) -> Request:
     prompt, sampling = wire.prompt_from(message), wire.sampling_from(message.sampling)
-    return await _run(
-        lambda: serving.intake.make_request(
-            request_id=admission.engine_id,
-            sampling=sampling,
-            prompt=prompt.text,
-            prompt_token_ids=prompt.token_ids,
-            messages=prompt.messages,
-            deadline_s=admission.deadline_s,
-            tenant=admission.tenant,
-        ),
-        prompt.num_characters,
+    return serving.intake.make_request(
+        request_id=admission.engine_id,
+        sampling=sampling,
+        prompt=prompt.text,
+        prompt_token_ids=prompt.token_ids,
+        messages=prompt.messages,
+        deadline_s=admission.deadline_s,
+        tenant=admission.tenant,
     )
 
 
-def _tokenizing(serving: Serving, message: inference_pb2.TokenizeRequest) -> tuple[Callable[[], list[int]], int]:
-    """The work of a Tokenize call, and the characters that it is for."""
+def _tokenize(serving: Serving, message: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
     match message.WhichOneof("input"):
         case "text":
             is_adding = message.add_special_tokens if message.HasField("add_special_tokens") else True
-            return lambda: serving.tokenizer.encode(message.text, add_special_tokens=is_adding), len(message.text)
+            token_ids = serving.intake.tokenize(message.text, add_special_tokens=is_adding)
         case "chat":
             if message.HasField("add_special_tokens"):
                 raise InvalidArgument("add_special_tokens", "goes with text only: a chat template brings its own")
-            messages = wire.messages_from(message.chat)
-            if not messages:
-                raise InvalidArgument("chat.messages", "is empty: at least one message is needed")
-            size = sum(len(turn["content"]) for turn in messages)
-            return lambda: serving.tokenizer.apply_chat_template(messages), size
+            token_ids = serving.intake.tokenize_chat(wire.messages_from(message.chat))
         case _:
             raise InvalidArgument("input", "is missing: set text or chat")
+    return inference_pb2.TokenizeResponse(token_ids=token_ids)
+
+
+def _detokenize(serving: Serving, message: inference_pb2.DetokenizeRequest) -> inference_pb2.DetokenizeResponse:
+    is_skipping = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+    text = serving.intake.detokenize(message.token_ids, skip_special_tokens=is_skipping)
+    return inference_pb2.DetokenizeResponse(text=text)
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
@@ -281,10 +263,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         async with _Answering(context):
             serving = self._host.serving()
             name, prefix = wire.pin_name_from(request), wire.prefix_from(request)
-            token_ids = prefix.token_ids
-            if token_ids is None:
-                text = prefix.text or ""
-                token_ids = tuple(await _run(lambda: serving.tokenizer.encode(text), len(text)))
+            token_ids = await self._inference.workers.run(
+                lambda: serving.intake.prefix(text=prefix.text, token_ids=prefix.token_ids), prefix.size
+            )
             pinned = asyncio.wrap_future(serving.engine.pin_prefix(name, token_ids, request.cache_salt))
             num_tokens = await asyncio.shield(pinned)
             return control_pb2.PinPrefixResponse(num_pinned_tokens=num_tokens)

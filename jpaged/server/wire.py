@@ -7,7 +7,7 @@ out, everything that a type holds has its field.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.server.serving import BackendFacts, ModelFacts
 from jpaged.types import (
     MAX_CACHE_SALT_CHARS,
+    MAX_CHAT_MESSAGES,
     FinishReason,
     OutputEvent,
     PositionLogprobs,
@@ -48,15 +49,13 @@ class Prompt:
     """What to run on, as the caller sent it: exactly one is set."""
 
     text: str | None = None
-    token_ids: tuple[int, ...] | None = None
+    token_ids: Sequence[int] | None = None
     messages: tuple[dict[str, str], ...] | None = None
 
     @property
-    def num_characters(self) -> int:
-        """Text that must be tokenised; 0 for token ids."""
-        if self.messages is not None:
-            return sum(len(message["content"]) for message in self.messages)
-        return len(self.text or "")
+    def size(self) -> int:
+        """Characters or token ids."""
+        return len(self.text or self.token_ids or ())
 
 
 def request_id_from(message: inference_pb2.GenerateRequest) -> str | None:
@@ -90,9 +89,18 @@ def prefix_from(message: control_pb2.PinPrefixRequest) -> Prompt:
         case "text":
             return Prompt(text=message.text)
         case "token_ids":
-            return Prompt(token_ids=tuple(message.token_ids.ids))
+            return Prompt(token_ids=message.token_ids.ids)
         case _:
             raise InvalidArgument("prefix", "is missing: set text or token_ids")
+
+
+def prompt_size(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> int | None:
+    """Characters or token ids to work on, told without a look at them; None for a conversation, which is laid out."""
+    if message.HasField("chat"):
+        return None
+    if isinstance(message, inference_pb2.GenerateRequest) and message.HasField("token_ids"):
+        return len(message.token_ids.ids)
+    return len(message.text)
 
 
 def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
@@ -101,7 +109,7 @@ def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
         case "text":
             return Prompt(text=message.text)
         case "token_ids":
-            return Prompt(token_ids=tuple(message.token_ids.ids))
+            return Prompt(token_ids=message.token_ids.ids)
         case "chat":
             return Prompt(messages=messages_from(message.chat))
         case _:
@@ -109,7 +117,9 @@ def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
 
 
 def messages_from(chat: inference_pb2.ChatPrompt) -> tuple[dict[str, str], ...]:
-    """A conversation as chat templates take it."""
+    """A conversation as chat templates take it; raises InvalidArgument for too many messages, before it copies any."""
+    if len(chat.messages) > MAX_CHAT_MESSAGES:
+        raise InvalidArgument("chat.messages", f"{len(chat.messages)} messages; at most {MAX_CHAT_MESSAGES}")
     return tuple({"role": turn.role, "content": turn.content} for turn in chat.messages)
 
 
@@ -125,8 +135,8 @@ def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
         min_p=message.min_p,
         seed=message.seed if message.HasField("seed") else None,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
+        stop=message.stop,
+        stop_token_ids=message.stop_token_ids,
         ignore_eos=message.ignore_eos,
         skip_special_tokens=message.skip_special_tokens
         if message.HasField("skip_special_tokens")

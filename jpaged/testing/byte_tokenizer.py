@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jpaged.errors import RequestTooLong
 
 _NUM_BYTES = 256
 
@@ -27,6 +30,10 @@ class ByteTokenizer:
     def has_chat_template(self) -> bool:
         return True
 
+    @property
+    def max_token_bytes(self) -> int:
+        return 1
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
@@ -39,6 +46,9 @@ class ByteTokenizer:
                 parts += b"<eos>"
         return parts.decode(errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return self.encode(f"{turns}assistant: ")
+        token_ids = self.encode(f"{turns}assistant: ")
+        if len(token_ids) > max_bytes:
+            raise RequestTooLong("chat.messages", f"{len(token_ids)} bytes come of them, over {max_bytes}")
+        return token_ids

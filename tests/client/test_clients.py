@@ -141,7 +141,7 @@ async def test_a_bad_argument_comes_back_with_its_field(client_of, arguments, er
 
 async def test_errors_come_back_as_they_were(client_of):
     class Plain(ByteTokenizer):
-        def apply_chat_template(self, messages):
+        def apply_chat_template(self, messages, *, max_bytes):
             raise Unsupported("no chat template here")
 
     executor = FakeExecutor(max_num_seqs=2)

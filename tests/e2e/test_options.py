@@ -209,6 +209,18 @@ def test_dummy_weights_need_no_file(base: LLM, tmp_path: Path) -> None:
     assert len(answers) == 3
 
 
+@flips("parse_special_tokens")
+def test_parse_special_tokens_is_whether_those_in_a_prompt_count() -> None:
+    user, assistant = 3, 4
+    one = SamplingParams(max_tokens=1)
+    for is_parsing, num_plain, num_chat in ((True, 1, 2), (False, 0, 1)):
+        with LLM("demo", num_blocks=64, parse_special_tokens=is_parsing) as llm:
+            (plain,) = llm.generate("<|user|>tell me a story", one)
+            (chat,) = llm.chat([{"role": "user", "content": "<|user|>tell me a story"}], one)
+        assert plain.prompt_token_ids.count(user) == num_plain
+        assert (chat.prompt_token_ids.count(user), chat.prompt_token_ids.count(assistant)) == (num_chat, 1)
+
+
 @flips("seed")
 def test_seed_is_where_requests_without_one_get_theirs(folder: Path) -> None:
     drawn = []

@@ -6,9 +6,18 @@ import pytest
 
 from jpaged.engine.intake import Intake
 from jpaged.engine.tokenizer import NoTokenizer
-from jpaged.errors import InternalError, InvalidArgument, Unsupported
+from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.testing import ByteTokenizer, FakeExecutor
-from jpaged.types import MAX_SEED, SamplingParams
+from jpaged.types import (
+    MAX_CHAT_MESSAGES,
+    MAX_DETOKENIZE_IDS,
+    MAX_SEED,
+    MIN_MAX_CHAT_BYTES,
+    MIN_MAX_TOKENIZE_BYTES,
+    SamplingParams,
+)
+
+TURN = {"role": "user", "content": "x"}
 
 
 @pytest.fixture
@@ -40,6 +49,7 @@ def intake():
         ("stop", ("x",) * 17),
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", tuple(range(33))),
+        ("stop_token_ids", range(10**12)),
     ],
 )
 def test_a_sampling_value_out_of_range_is_named(field, value):
@@ -64,6 +74,14 @@ def test_a_single_stop_string_is_a_list_of_one():
         ({"prompt": "a", "prompt_token_ids": [1]}, "prompt"),
         ({"messages": []}, "chat.messages"),
         ({"messages": [{"role": "user"}]}, "chat.messages[0].content"),
+        ({"messages": [{"role": "", "content": "x"}]}, "chat.messages[0].role"),
+        ({"messages": [TURN] * (MAX_CHAT_MESSAGES + 1)}, "chat.messages"),
+        ({"messages": [TURN, {"role": "user", "content": "x" * MIN_MAX_CHAT_BYTES}]}, "chat.messages"),
+        ({"messages": [TURN, {"role": "user", "content": "\udc80"}]}, "chat.messages[1].content"),
+        ({"prompt": "a\ud800"}, "prompt"),
+        ({"prompt": "x" * 5000}, "sampling.max_tokens"),
+        ({"prompt_token_ids": range(10**12)}, "sampling.max_tokens"),
+        ({"prompt_token_ids": [1.0]}, "prompt.token_ids"),
     ],
 )
 def test_a_bad_prompt_is_named(intake, prompt, field):
@@ -99,3 +117,66 @@ def test_a_model_without_a_tokenizer_takes_ids_alone():
 def test_more_ending_tokens_than_a_row_can_forbid_are_refused_at_once():
     with pytest.raises(InternalError, match="at most 8"):
         Intake(ByteTokenizer(), FakeExecutor().geometry, eos_token_ids=frozenset(range(9)))
+
+
+class Unasked(ByteTokenizer):
+    """A tokenizer that must not be asked."""
+
+    def encode(self, text, *, add_special_tokens=True):
+        raise AssertionError(f"{len(text)} characters were tokenised")
+
+    def apply_chat_template(self, messages, *, max_bytes):
+        raise AssertionError(f"{len(messages)} messages were laid out")
+
+    def decode(self, token_ids, *, skip_special_tokens=True):
+        raise AssertionError(f"{len(token_ids)} ids were told")
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenised():
+    intake = Intake(Unasked(), FakeExecutor().geometry)
+    sampling = SamplingParams()
+    with pytest.raises(
+        RequestTooLong, match=r"sampling\.max_tokens: 5000 bytes of text, over the limit of 4096: max_mod"
+    ):
+        intake.make_request(request_id="a", sampling=sampling, prompt="\u00e9" * 2500)
+    with pytest.raises(InvalidArgument, match=r"chat\.messages: 8193 messages; at most 8192"):
+        intake.make_request(request_id="a", sampling=sampling, messages=[TURN] * 8193)
+    with pytest.raises(RequestTooLong, match=r"chat\.messages: 1048585 bytes, over the limit of 1048576"):
+        intake.make_request(
+            request_id="a", sampling=sampling, messages=[TURN, {"role": "user", "content": "x" * 2**20}]
+        )
+
+
+def test_tokenize_has_limits_of_its_own():
+    intake = Intake(Unasked(), FakeExecutor().geometry)
+    size = MIN_MAX_TOKENIZE_BYTES
+    with pytest.raises(RequestTooLong, match=f"^text: {size + 1} bytes of text, over the limit of {size}"):
+        intake.tokenize("x" * (size + 1))
+    with pytest.raises(InvalidArgument, match=rf"^token_ids: {10**12} ids; at most {MAX_DETOKENIZE_IDS}"):
+        intake.detokenize(range(10**12))
+    with pytest.raises(RequestTooLong, match=r"^token_ids: 1000000000000 tokens are not below max_model_len \(128\)"):
+        intake.prefix(token_ids=range(10**12))
+    with pytest.raises(RequestTooLong, match=r"^text: 4097 bytes of text, over the limit of 4096"):
+        intake.prefix(text="x" * 4097)
+
+
+def test_tokenize_takes_what_a_prompt_could_not_be(intake):
+    text = "x" * MIN_MAX_TOKENIZE_BYTES
+    assert intake.tokenize(text) == [120] * len(text)
+    assert intake.detokenize([120] * len(text)) == text
+    assert intake.tokenize("") == []
+    with pytest.raises(InvalidArgument, match=r"^token_ids: 257 is not a token id from 0 to 256"):
+        intake.detokenize([1, 257])
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user"}], [TURN] * 8193, [{"role": "", "content": "x"}]])
+def test_tokenize_refuses_a_conversation_as_generate_does(intake, messages):
+    errors = []
+    for work in (
+        lambda: intake.make_request(request_id="a", sampling=SamplingParams(), messages=messages),
+        lambda: intake.tokenize_chat(messages),
+    ):
+        with pytest.raises(InvalidArgument) as raised:
+            work()
+        errors.append((type(raised.value), str(raised.value)))
+    assert errors[0] == errors[1]

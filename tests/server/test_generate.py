@@ -38,7 +38,7 @@ async def test_a_chat_is_laid_out_by_the_template(harness):
     message = request()
     message.chat.messages.add(role="user", content="hi")
     responses = await collect(harness.inference.Generate(message))
-    prompt = TOKENIZER.apply_chat_template([{"role": "user", "content": "hi"}])
+    prompt = TOKENIZER.apply_chat_template([{"role": "user", "content": "hi"}], max_bytes=1000)
     assert [i for r in responses for i in r.token_ids] == expected_tokens(prompt, 8)
 
 
@@ -200,10 +200,12 @@ async def test_a_request_that_can_never_fit_says_so(harness):
 
 
 async def test_a_huge_message_is_cut_so_that_the_status_arrives(harness):
-    error = await failure_of(harness.inference.Generate(request("x", stop=["\N{SNOWMAN}" * 1025])))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    message = request("x")
+    message.model = "\N{SNOWMAN}" * 1025
+    error = await failure_of(harness.inference.Generate(message))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
     assert " ... " in error.details()
-    assert error.details().endswith("1 to 1024 characters")
+    assert error.details().endswith("'fake' is")
 
 
 async def test_another_models_name_is_not_found(harness):

@@ -107,7 +107,7 @@ def test_a_prefix_to_pin_crosses():
     for prefix in (Prompt(text="x"), Prompt(token_ids=(1, 2))):
         message = client_wire.pin_prefix_call("name", prefix, "salt").request
         read = server_wire.prefix_from(message)
-        assert (read.text, read.token_ids) == (prefix.text, prefix.token_ids)
+        assert (read.text, list(read.token_ids or ())) == (prefix.text, list(prefix.token_ids or ()))
         assert (server_wire.pin_name_from(message), message.cache_salt) == ("name", "salt")
     with pytest.raises(InvalidArgument, match="cache_salt: 257 characters"):
         server_wire.prefix_from(control_pb2.PinPrefixRequest(text="x", cache_salt="x" * 257))

@@ -70,14 +70,15 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns a text or a conversation into the token ids that Generate would run on.
+        """Turns a text or a conversation into the token ids that Generate would run on. It refuses what Generate refuses, but
+        may be longer than a prompt: up to 256 KiB of text, or what max_model_len tokens can stand for, whichever is more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids into text.
+        """Turns token ids into text: up to 262144 of them, or max_model_len, whichever is more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

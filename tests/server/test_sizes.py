@@ -1,0 +1,149 @@
+"""A request of any size holds up no other: it is refused by its size, or worked on beside the streams."""
+
+import asyncio
+import threading
+
+import pytest
+
+from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
+from jpaged.types import MAX_DETOKENIZE_IDS, MIN_MAX_TOKENIZE_BYTES
+from tests.server.harness import collect, details_of, failure_of, request, running
+
+EMPTY_TURN = b"\x0a\x00"
+NUM_TURNS = 1_000_000
+
+
+def length_delimited(number, payload):
+    """A field of a message: its tag, its length, itself."""
+    size, length = [], len(payload)
+    while length > 127:
+        size.append(length & 127 | 128)
+        length >>= 7
+    return bytes([number << 3 | 2, *size, length]) + payload
+
+
+def many_turns(kind, field):
+    return kind.FromString(length_delimited(field, EMPTY_TURN * NUM_TURNS))
+
+
+def one_turn(kind, role, content):
+    message = kind()
+    message.chat.messages.add(role=role, content=content)
+    return message
+
+
+def generate(**fields):
+    return inference_pb2.GenerateRequest(**fields)
+
+
+def pinned(token_ids):
+    return control_pb2.PinPrefixRequest(name="p", token_ids=inference_pb2.TokenIds(ids=token_ids))
+
+
+IDS = [1] * 1_000_000
+SENT = [
+    (
+        "Generate",
+        lambda: many_turns(inference_pb2.GenerateRequest, 4),
+        "chat.messages",
+        "1000000 messages; at most 8192",
+    ),
+    (
+        "Tokenize",
+        lambda: many_turns(inference_pb2.TokenizeRequest, 2),
+        "chat.messages",
+        "1000000 messages; at most 8192",
+    ),
+    ("Generate", lambda: generate(text="x" * 3_000_000), "sampling.max_tokens", "3000000 bytes of text"),
+    (
+        "Tokenize",
+        lambda: inference_pb2.TokenizeRequest(text="x" * 3_000_000),
+        "text",
+        f"over the limit of {MIN_MAX_TOKENIZE_BYTES}",
+    ),
+    (
+        "Generate",
+        lambda: generate(token_ids=inference_pb2.TokenIds(ids=IDS)),
+        "sampling.max_tokens",
+        "over max_model_len (128)",
+    ),
+    (
+        "Detokenize",
+        lambda: inference_pb2.DetokenizeRequest(token_ids=IDS),
+        "token_ids",
+        f"1000000 ids; at most {MAX_DETOKENIZE_IDS}",
+    ),
+    ("Generate", lambda: request(stop=["x"] * 100_000), "sampling.stop", "100000 is out of range"),
+    ("Generate", lambda: request(stop_token_ids=IDS), "sampling.stop_token_ids", "1000000 is out of range"),
+    ("Generate", lambda: request(cache_salt="x" * 1_000_000), "sampling.cache_salt", "(1000000 characters)"),
+    ("Generate", lambda: one_turn(inference_pb2.GenerateRequest, "", "x"), "chat.messages[0].role", "missing or empty"),
+    ("Tokenize", lambda: one_turn(inference_pb2.TokenizeRequest, "", "x"), "chat.messages[0].role", "missing or empty"),
+    (
+        "Tokenize",
+        lambda: one_turn(inference_pb2.TokenizeRequest, "user", ""),
+        "chat.messages[0].content",
+        "missing or empty",
+    ),
+    ("PinPrefix", lambda: pinned(IDS), "token_ids", "1000000 tokens are not below max_model_len (128)"),
+]
+
+
+@pytest.mark.parametrize(("method", "message", "field", "problem"), SENT)
+async def test_what_is_too_large_is_refused_by_its_size(harness, method, message, field, problem):
+    stub = harness.control if method == "PinPrefix" else harness.inference
+    error = await failure_of(getattr(stub, method)(message()))
+    (violation,) = details_of(error)["BadRequest"].field_violations
+    assert (error.code().name, violation.field) == ("INVALID_ARGUMENT", field)
+    assert problem in violation.description
+    assert len(violation.description) < 500
+
+
+class Held(ByteTokenizer):
+    """A tokenizer that waits until it is let go: in a chat template that loops, or in a long text."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_asked, self.is_free = threading.Event(), threading.Event()
+
+    def encode(self, text, *, add_special_tokens=True):
+        if len(text) > 1000:
+            self.wait()
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+    def apply_chat_template(self, messages, *, max_bytes):
+        self.wait()
+        return super().apply_chat_template(messages, max_bytes=max_bytes)
+
+    def wait(self):
+        self.is_asked.set()
+        assert self.is_free.wait(60)
+
+
+CHAT = one_turn(inference_pb2.GenerateRequest, "user", "hi")
+LONG = inference_pb2.TokenizeRequest(text="x" * 3000)
+
+
+@pytest.mark.parametrize(("method", "held"), [("Generate", CHAT), ("Tokenize", LONG)])
+async def test_streams_go_on_while_a_template_or_a_text_takes_its_time(method, held):
+    tokenizer = Held()
+    async with running(executor=FakeExecutor(), tokenizer=tokenizer) as harness:
+        slow = getattr(harness.inference, method)(held)
+        waiting = asyncio.ensure_future(collect(slow) if method == "Generate" else slow)
+        assert await asyncio.to_thread(tokenizer.is_asked.wait, 60)
+        responses = await collect(harness.inference.Generate(request("hello")))
+        assert [i for r in responses for i in r.token_ids] == expected_tokens(list(b"hello"), 8)
+        assert not waiting.done()
+        tokenizer.is_free.set()
+        await asyncio.wait_for(waiting, 60)
+
+
+async def test_texts_are_tokenised_while_conversations_wait():
+    tokenizer = Held()
+    async with running(executor=FakeExecutor(), tokenizer=tokenizer) as harness:
+        held = [asyncio.ensure_future(collect(harness.inference.Generate(CHAT))) for _ in range(20)]
+        assert await asyncio.to_thread(tokenizer.is_asked.wait, 60)
+        ids = inference_pb2.DetokenizeRequest(token_ids=[120] * 3000)
+        assert (await asyncio.wait_for(harness.inference.Detokenize(ids), 60)).text == "x" * 3000
+        tokenizer.is_free.set()
+        await asyncio.wait_for(asyncio.gather(*held), 60)
