@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from google.protobuf import timestamp_pb2
-from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -32,6 +31,7 @@ from jpaged.obs.metrics import MetricsServer, serve_metrics
 from jpaged.server import wire
 from jpaged.server.health import HealthServicer
 from jpaged.server.metrics import metrics_source
+from jpaged.server.port import make_server
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.server.serving import Serving
 from jpaged.server.stream import Bridge
@@ -161,7 +161,7 @@ class Server:
         """
         self._prefix = _text_of(self._config.server.pin_prefix)
         self._bridge = Bridge(asyncio.get_running_loop())
-        self._grpc = aio.server(options=_CHANNEL_OPTIONS)
+        self._grpc = make_server(_CHANNEL_OPTIONS)
         self._inference = InferenceServicer(self, self._bridge)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, self._grpc)
         control = ControlServicer(self, self._inference)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
+from grpc import aio
+
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, JpagedError, NotFound
 from jpaged.server import wire
@@ -50,7 +52,9 @@ class _Answering:
     ) -> None:
         if isinstance(error, JpagedError):
             await refuse(self._context, error)
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(
+            error, aio.InternalError
+        ):  # which says that the peer is gone
             _LOG.error("a call failed", exc_info=error)
             await refuse(self._context, InternalError(f"{type(error).__name__}: {error}"))
 

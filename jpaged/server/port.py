@@ -1,0 +1,140 @@
+"""The gRPC server of a port: `grpc.aio`'s, which takes whatever peers send without a trace in the log.
+
+    bytes that are no message     gRPC would answer UNKNOWN and log a trace       INVALID_ARGUMENT, and what is wrong
+    a call without a message      would stay open until its connection ends       INVALID_ARGUMENT
+    a method that is not here     reads its name as UTF-8, and dies if it is not  UNIMPLEMENTED
+    a peer that is gone           a trace for each call that it had open          a line for those who debug
+
+It is the same for every service on the port, those of others (health, reflection) too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from jpaged.errors import InvalidArgument
+from jpaged.server.status import refuse
+
+_LOG = logging.getLogger(__name__)
+_CORE_NAME = "grpc._cython.cygrpc"
+_core: Any = importlib.import_module(_CORE_NAME)  # it has no stubs
+_AioServer: Any = _core.AioServer
+
+Option = tuple[str, int]
+
+
+def make_server(options: Sequence[Option]) -> aio.Server:
+    """A server without services and without a port; `options` are gRPC core's channel arguments."""
+    logging.getLogger(_CORE_NAME).addFilter(_is_ours)
+    core, _core.AioServer = _core.AioServer, _Core
+    try:
+        return aio.server(options=options, interceptors=(_Decoding(),))
+    finally:
+        _core.AioServer = core
+
+
+class _Decoding(aio.ServerInterceptor):
+    """Reads requests here: gRPC hands over bytes."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """The method's handler, with messages in place of bytes."""
+        return _reading(await continuation(handler_call_details))
+
+
+def _reading(handler: Any) -> grpc.RpcMethodHandler:
+    """A handler that does what `handler` does, and reads its requests off the call itself."""
+    decode = handler.request_deserializer
+
+    async def answer(_: object, context: Any) -> Any:
+        try:
+            request = await _read(context, decode)
+            if request is None:
+                await refuse(context, InvalidArgument("request", "is missing: the call ended without a message"))
+            return await (handler.unary_stream or handler.unary_unary)(request, context)
+        except aio.InternalError as error:
+            raise _gone(error) from None
+
+    async def answer_each(_: object, context: Any) -> AsyncIterator[Any]:
+        async def requests() -> AsyncIterator[Any]:
+            while (request := await _read(context, decode)) is not None:
+                yield request
+
+        try:
+            async for response in handler.stream_stream(requests(), context):
+                yield response
+        except aio.InternalError as error:
+            raise _gone(error) from None
+
+    if handler.stream_stream:
+        return grpc.stream_stream_rpc_method_handler(answer_each, response_serializer=handler.response_serializer)
+    make = grpc.stream_stream_rpc_method_handler if handler.unary_stream else grpc.stream_unary_rpc_method_handler
+    return make(answer, response_serializer=handler.response_serializer)
+
+
+async def _read(context: Any, decode: Callable[[bytes], Any]) -> Any:
+    """The call's next message; None when there is none."""
+    content = await context.read()
+    if content is aio.EOF:
+        return None
+    try:
+        return decode(content)
+    except DecodeError as error:
+        await refuse(context, InvalidArgument("request", f"{len(content)} bytes are not a valid message: {error}"))
+
+
+def _gone(error: Exception) -> asyncio.CancelledError:
+    """What a handler raises that cannot reach its peer: the peer is gone, as if it had cancelled."""
+    _LOG.debug("a peer is gone: %s", error)
+    return asyncio.CancelledError()
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Keeps what gRPC logs of faults; what peers do to their own calls is for those who debug."""
+    error = record.exc_info[1] if record.exc_info else None
+    is_of_peer = isinstance(error, aio.InternalError | UnicodeDecodeError)
+    if is_of_peer:
+        _LOG.debug("%s: %s", record.getMessage(), error)
+    return not is_of_peer
+
+
+class _NoMethods:
+    """Where a method is looked up that is not registered."""
+
+    def resolve_handler(self, details: object) -> None:
+        return None
+
+
+class _Core(_AioServer):
+    """gRPC's own server, but for calls of methods that are not here.
+
+    Those that are here are told apart by gRPC core. Of the others grpc.aio reads the name in its accepting loop, as
+    UTF-8, and the loop ends with the error: one call would end the server. Here nobody reads the name.
+    """
+
+    def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
+        if method is not None:
+            future: asyncio.Future[Any] = super()._make_request_call_future(method)
+            return future
+        return asyncio.ensure_future(self._refuse_others())
+
+    async def _refuse_others(self) -> None:
+        """Answers UNIMPLEMENTED until the server stops."""
+        loop, name, refusals = asyncio.get_running_loop(), "unknown", set[asyncio.Task[None]]()
+        while True:
+            call = await self._request_call()
+            refusal = _core._handle_rpc(name, _NoMethods(), (), call, loop, False)
+            task = loop.create_task(_core._schedule_rpc_coro(refusal, call, loop, name))
+            refusals.add(task)  # the loop itself keeps no reference
+            task.add_done_callback(refusals.discard)
