@@ -6,6 +6,7 @@
     ├── NotFound (LookupError)                  NOT_FOUND            no such request, model or adapter
     ├── AlreadyExists                           ALREADY_EXISTS       a request with this id is in flight
     ├── QueueFull                               RESOURCE_EXHAUSTED   the waiting queue is at its bound; try later
+    ├── LimitExceeded                           RESOURCE_EXHAUSTED   over a limit of gRPC's own: trying again is no use
     ├── Unavailable                             UNAVAILABLE          starting or draining
     ├── DeadlineExceeded                        DEADLINE_EXCEEDED    the request's deadline passed
     ├── Cancelled                               CANCELLED            the caller went away
@@ -66,6 +67,12 @@ class QueueFull(JpagedError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class LimitExceeded(JpagedError):
+    """A limit of gRPC's own, or of a proxy's, was exceeded, such as the size of a message: not a full queue."""
+
+    grpc_status: ClassVar[str] = "RESOURCE_EXHAUSTED"
 
 
 class Unavailable(JpagedError):

@@ -19,7 +19,8 @@ Run an OpenAI batch file against a server; run it again after a crash and it goe
 
     jpaged batch -i requests.jsonl -o results.jsonl --target localhost:50051
 
-Failed requests are lines of the output too; the exit code says whether there were any.
+Failed requests are lines of the output too, and exit code 1 says that there are any, also of an earlier run. Those
+that failed for a reason that may pass (the server was away, too slow, or died) run again; the others stay.
 """
 
 
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-i", "--input", required=True, type=Path, metavar="FILE", help="requests, one JSON object a line"
     )
     parser.add_argument(
-        "-o", "--output", required=True, type=Path, metavar="FILE", help="results; added to if it exists"
+        "-o", "--output", required=True, type=Path, metavar="FILE", help="results; taken up again if it exists"
     )
     parser.add_argument("--target", required=True, metavar="HOST:PORT", help="where the server is")
     parser.add_argument("--max-concurrency", type=int, default=64, metavar="N", help="requests in flight (default: 64)")
@@ -39,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 when every line has succeeded, 1 when some failed or the server went away."""
-    if not arguments.input.is_file():
+    """Returns 0 when every line has succeeded, 1 when some failed, now or before, or the server went away."""
+    if not arguments.input.exists() or arguments.input.is_dir():
         raise InvalidArgument("--input", f"{arguments.input} is not a file")
     if not arguments.output.parent.is_dir():
         raise InvalidArgument("--output", f"there is no folder {arguments.output.parent}")
@@ -67,11 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"the server is gone: {error}\nrun the same command again to go on", file=sys.stderr)
             return 1
     _print_summary(latest)
-    return 1 if latest.num_failed else 0
+    return 1 if latest.has_failures else 0
 
 
 def _print_summary(summary: BatchSummary) -> None:
-    kept = f", {summary.num_skipped} kept from before" if summary.num_skipped else ""
+    failed = f" ({summary.num_failed_before} of them failed)" if summary.num_failed_before else ""
+    kept = f", {summary.num_skipped} kept from before{failed}" if summary.num_skipped else ""
     print(
         f"{summary.num_lines} requests: {summary.num_succeeded} succeeded, {summary.num_failed} failed{kept}; "
         f"{summary.num_retries} retries; {summary.prompt_tokens} prompt and {summary.completion_tokens} generated "

@@ -7,6 +7,7 @@ sync.py       Client
 aio.py        AsyncClient
 openai.py     the OpenAI batch file format, without I/O
 batch.py      runs such a file against a server
+results.py    the file of its answers: locked, whole lines, taken up again
 """
 
 from jpaged.client.aio import AsyncClient, AsyncGenerateStream

@@ -1,25 +1,27 @@
 """Runs an OpenAI batch file against a server: bounded concurrency, retries, and an output that can be taken up again.
 
-A line of output is written when its request has ended, and never again: a second run reads which custom_ids are there
-and runs the others. A last line that a crash tore is cut off and its request runs again. When the server is gone for
-longer than the retries reach, the run ends; what it has written stays.
+A line of output is written when its request has ended. A second run keeps what succeeded and what can never succeed,
+and runs the others: those without a line, and those that failed for a reason that may pass (`results.PASSING`).
+When the server is gone for longer than the retries reach, the run ends; what it has written stays.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TypeVar
 
 from jpaged.client.aio import AsyncClient
-from jpaged.client.openai import Job, Line, failure_line, job_of, parse_lines, success_line
-from jpaged.errors import InvalidArgument, JpagedError, NotFound, QueueFull, Unavailable
+from jpaged.client.channel import require_target
+from jpaged.client.openai import BadLine, Job, Line, failure_line, job_of, parse_file, success_line
+from jpaged.client.results import Results
+from jpaged.errors import Cancelled, InvalidArgument, JpagedError, NotFound, QueueFull, Unavailable
 from jpaged.types import RequestOutput
 
 _T = TypeVar("_T")
@@ -47,16 +49,18 @@ class BatchOptions:
     def __post_init__(self) -> None:
         if self.max_concurrency < 1:
             raise InvalidArgument("--max-concurrency", f"{self.max_concurrency} is below the limit of 1")
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise InvalidArgument("--timeout", f"{self.timeout_s} s is not above 0")
+        if self.timeout_s is not None and not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
+            raise InvalidArgument("--timeout", f"{self.timeout_s} s is not a number above 0; leave it out for no limit")
+        require_target("--target", self.target)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """What a run did. Lines that an earlier run had finished are in `num_skipped` alone."""
+    """What a run did. Lines that an earlier run had finished are in `num_skipped`, failed ones `num_failed_before`."""
 
     num_lines: int = 0
     num_skipped: int = 0
+    num_failed_before: int = 0
     num_succeeded: int = 0
     num_failed: int = 0
     num_retries: int = 0
@@ -70,13 +74,18 @@ class BatchSummary:
         return self.num_skipped + self.num_succeeded + self.num_failed
 
     @property
+    def has_failures(self) -> bool:
+        """Whether any line is of a failed request, of this run or of one before."""
+        return self.num_failed + self.num_failed_before > 0
+
+    @property
     def tokens_per_s(self) -> float:
         """Generated tokens a second, over the whole run."""
         return self.completion_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
 
 async def run_batch(options: BatchOptions, on_progress: Callable[[BatchSummary], None]) -> BatchSummary:
-    """Runs every line of the input that the output does not hold yet.
+    """Runs every line of the input that the output does not hold yet, or holds as failed for a reason that may pass.
 
     Args:
         options: what to run.
@@ -84,44 +93,33 @@ async def run_batch(options: BatchOptions, on_progress: Callable[[BatchSummary],
 
     Raises:
         InvalidArgument: the input or the output is not what it should be; nothing was sent.
+        OutputError: another run writes the output, or it cannot be written.
         Unavailable: the server was not there, or went away for good.
     """
-    lines = parse_lines(options.input_path.read_text().splitlines())
-    finished = recover(options.output_path, {line.custom_id for line in lines})
-    todo = [line for line in lines if line.custom_id not in finished]
-    async with AsyncClient(options.target, timeout_s=options.timeout_s) as client:
-        with options.output_path.open("a") as output:
-            batch = _Batch(client, output, BatchSummary(num_lines=len(lines), num_skipped=len(finished)), on_progress)
+    lines = parse_file(_read(options.input_path))
+    ids = {line.custom_id for line in lines if line.custom_id is not None}
+    with Results(options.output_path, ids) as output:
+        finished = output.finished
+        todo = [line for line in lines if line.custom_id not in finished]
+        good = [line for line in todo if isinstance(line, Line)]
+        before = BatchSummary(len(lines), len(lines) - len(todo), output.num_failed)
+        async with AsyncClient(options.target, timeout_s=options.timeout_s) as client:
+            batch = _Batch(client, output, before, on_progress)
             on_progress(batch.summary)
-            if todo:
-                await batch.run(todo, options.max_concurrency)
+            if good:
+                await batch.meet()
+            output.retake()
+            batch.refuse([line for line in todo if isinstance(line, BadLine)])
+            if good:
+                await batch.run(good, options.max_concurrency)
     return batch.summary
 
 
-def recover(path: Path, custom_ids: set[str]) -> set[str]:
-    """The custom_ids that an output file holds; a torn last line is cut off the file.
-
-    Raises:
-        InvalidArgument: the file is not an output of this input.
-    """
-    if not path.exists():
-        return set()
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-    found: set[str] = set()
-    for number, text in enumerate(whole.decode().splitlines(), start=1):
-        where = f"{path}: line {number}"
-        try:
-            custom_id = json.loads(text)["custom_id"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise InvalidArgument(where, "is not a line of batch output: move the file away") from error
-        if custom_id not in custom_ids:
-            raise InvalidArgument(where, f"custom_id {custom_id!r} is not in the input: this is another batch's output")
-        found.add(custom_id)
-    return found
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument("--input", f"{path} cannot be read: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ class _Batch:
     def __init__(
         self,
         client: AsyncClient,
-        output: TextIO,
+        output: Results,
         summary: BatchSummary,
         on_progress: Callable[[BatchSummary], None],
     ) -> None:
@@ -150,9 +148,18 @@ class _Batch:
         self._token_texts: dict[int, str] = {}
         self._model = ModelFacts("", 0)
 
-    async def run(self, lines: Sequence[Line], max_concurrency: int) -> None:
+    async def meet(self) -> None:
+        """Waits for the server, and asks which model it has."""
         info = await self._retried(self._client.model_info)
         self._model = ModelFacts(info.name, info.max_model_len)
+
+    def refuse(self, lines: Sequence[BadLine]) -> None:
+        """Writes the lines that are no requests."""
+        for line in lines:
+            self._write(failure_line(line.custom_id, line.error), num_failed=1)
+
+    async def run(self, lines: Sequence[Line], max_concurrency: int) -> None:
+        """Has workers take the lines, one by one."""
         waiting = iter(lines)
         workers = [asyncio.create_task(self._work(waiting)) for _ in range(min(max_concurrency, len(lines)))]
         try:
@@ -169,7 +176,7 @@ class _Batch:
             except Unavailable:
                 raise
             except JpagedError as error:
-                self._write(failure_line(line, error), num_failed=1)
+                self._write(failure_line(line.custom_id, error), num_failed=1)
             else:
                 text = success_line(line, output, model=self._model.name, token_text=self._token_texts.__getitem__)
                 usage = output.usage
@@ -210,7 +217,7 @@ class _Batch:
                 return await attempt()
             except QueueFull as error:
                 wait_s = max(backoff_s, error.retry_after_s)
-            except Unavailable:
+            except (Unavailable, Cancelled):  # a server that ends cuts calls in either way
                 num_unavailable += 1
                 if num_unavailable == _MAX_UNAVAILABLE_TRIES:
                     raise
@@ -228,8 +235,7 @@ class _Batch:
         prompt_tokens: int = 0,
         completion_tokens: int = 0,
     ) -> None:
-        self._output.write(text)
-        self._output.flush()
+        self._output.append(text)
         self._count(num_succeeded, num_failed, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
 
     def _count(

@@ -1,4 +1,4 @@
-"""How a client connects and how often it tries. No I/O.
+"""Where a client connects, how, and how often it tries. No I/O.
 
 gRPC's own retries are off: with them a stream whose server dies while it is retried may never end (grpcio 1.85: three
 hangs in about ten such deaths). Here a call is tried again only before its first message, and for UNAVAILABLE alone,
@@ -8,9 +8,12 @@ which means that nothing was done.
 from __future__ import annotations
 
 import random
+import re
 import time
 
 import grpc
+
+from jpaged.errors import InvalidArgument
 
 MAX_ATTEMPTS = 4
 _FIRST_BACKOFF_S = 0.1
@@ -34,6 +37,25 @@ NOT_READY = frozenset(
 """What a call is told by a server that is not there, that starts, or that ends under it."""
 NOT_READY_PAUSE_S = 0.05
 """Between two looks at a server that answers at once that it is not ready."""
+
+_HOST_PORT = re.compile(r"(?:\[[^\s\[\]]+\]|[^\s:/\[\]]+):([0-9]+)")
+_SCHEME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
+_MAX_PORT = 65535
+
+
+def require_target(field: str, target: str) -> None:
+    """Refuses what is neither HOST:PORT nor of one of gRPC's schemes: gRPC takes a port modulo 65536.
+
+    Raises:
+        InvalidArgument: names the field, the target and the limit.
+    """
+    if _SCHEME.match(target):
+        ports = re.findall(r":([0-9]+)(?=,|$)", target) if target.startswith(("dns", "ipv")) else []
+    else:
+        match = _HOST_PORT.fullmatch(target)
+        ports = ["0"] if match is None else [match[1]]
+    if not all(len(port) <= len(str(_MAX_PORT)) and 1 <= int(port) <= _MAX_PORT for port in ports):
+        raise InvalidArgument(field, f"{target!r} is not HOST:PORT with a port from 1 to {_MAX_PORT}")
 
 
 class Attempts:

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from jpaged import errors
-from jpaged.errors import InvalidArgument, JpagedError, QueueFull, RequestTooLong
+from jpaged.errors import InvalidArgument, JpagedError, LimitExceeded, QueueFull, RequestTooLong
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _DEFAULT_RETRY_S = 1.0
@@ -39,6 +39,8 @@ def error_of(
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return _invalid_argument(text, status)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        if _reason(status) != "QUEUE_FULL":
+            return LimitExceeded(text)
         retry = _detail(status, error_details_pb2.RetryInfo)
         retry_after_s = _DEFAULT_RETRY_S if retry is None else retry.retry_delay.ToNanoseconds() / 1e9
         return QueueFull(text, retry_after_s=retry_after_s)
@@ -48,13 +50,18 @@ def error_of(
 
 
 def _invalid_argument(text: str, status: status_pb2.Status | None) -> InvalidArgument:
-    reason = _detail(status, error_details_pb2.ErrorInfo)
-    kind = RequestTooLong if reason is not None and reason.reason == "REQUEST_TOO_LONG" else InvalidArgument
+    kind = RequestTooLong if _reason(status) == "REQUEST_TOO_LONG" else InvalidArgument
     request = _detail(status, error_details_pb2.BadRequest)
     if request is None or not request.field_violations:
         return kind("request", text)
     violation = request.field_violations[0]
     return kind(violation.field, violation.description)
+
+
+def _reason(status: status_pb2.Status | None) -> str:
+    """The class of the server's error, which several share a code with."""
+    info = _detail(status, error_details_pb2.ErrorInfo)
+    return "" if info is None else str(info.reason)
 
 
 def _status_in(trailers: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health_pb2
 
+from jpaged.client.channel import require_target
 from jpaged.client.failures import error_of
 
 _CHECK_PATH = "/grpc.health.v1.Health/Check"
@@ -19,10 +20,12 @@ def check_health(target: str, *, service: str = "", timeout_s: float) -> str:
         timeout_s: for connecting and answering.
 
     Raises:
+        InvalidArgument: the target is no HOST:PORT.
         Unavailable: nobody listens there.
         DeadlineExceeded: no answer came in time.
         NotFound: there is no such service.
     """
+    require_target("target", target)
     with grpc.insecure_channel(target) as channel:
         check = channel.unary_unary(
             _CHECK_PATH,

@@ -4,6 +4,9 @@
     out   {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}
           {"id", "custom_id", "response": null, "error": {"code", "message"}}
 
+A line ends with a line feed, and with nothing else: texts may hold any other character. A line of input that is no
+request becomes a failed line of output, with a custom_id of null where it has none.
+
 A field of a body that cannot be honoured is an error of its line, never ignored. A few fields say what happens anyway
 (`stream` of false, `logit_bias` of nothing): those pass with that value and with no other. What OpenAI does
 not have but `SamplingParams` does (`top_k`, `beam_width`, `priority`, `cache_salt`, ...) is a field of the body too.
@@ -23,6 +26,7 @@ from jpaged.types import CompletionOutput, PositionLogprobs, RequestOutput, Samp
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
+_MAX_DEPTH = 64
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 # Fields that change nothing at this value; any other value asks for something that does not exist here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -67,36 +71,84 @@ class Job:
         return self.messages is not None
 
 
-def parse_lines(texts: Sequence[str]) -> list[Line]:
-    """All requests of an input file; empty lines are passed over.
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line of an input file that is no request, and why; with its custom_id as far as it has one."""
+
+    number: int
+    custom_id: str | None
+    error: InvalidArgument
+
+
+def parse_file(data: bytes) -> list[Line | BadLine]:
+    """All lines of an input file, as `parse_lines`.
 
     Raises:
-        InvalidArgument: a line is no request, or two share a custom_id: nothing has been sent then.
+        InvalidArgument: it is not UTF-8, or as in `parse_lines`.
     """
-    lines: dict[str, Line] = {}
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise InvalidArgument(f"line {number}", f"is not UTF-8: byte 0x{data[error.start]:02x}") from error
+    return parse_lines(text.split("\n"))
+
+
+def parse_lines(texts: Sequence[str]) -> list[Line | BadLine]:
+    """All lines of an input file; empty ones are passed over.
+
+    Raises:
+        InvalidArgument: no line is a request, or two share a custom_id: nothing has been sent then.
+    """
+    lines: list[Line | BadLine] = []
+    first: dict[str, int] = {}
     for number, text in enumerate(texts, start=1):
         if not text.strip():
             continue
         line = _parse_line(number, text)
-        if line.custom_id in lines:
-            first = lines[line.custom_id].number
-            raise InvalidArgument(f"line {number}: custom_id", f"{line.custom_id!r} is that of line {first} too")
-        lines[line.custom_id] = line
-    return list(lines.values())
+        lines.append(line)
+        if line.custom_id is None:
+            continue
+        if line.custom_id in first:
+            raise InvalidArgument(
+                f"line {number}: custom_id", f"{line.custom_id!r} is that of line {first[line.custom_id]} too"
+            )
+        first[line.custom_id] = number
+    if lines and isinstance(lines[0], BadLine) and not any(isinstance(line, Line) for line in lines):
+        raise lines[0].error
+    return lines
 
 
-def _parse_line(number: int, text: str) -> Line:
-    where = f"line {number}"
+def _parse_line(number: int, text: str) -> Line | BadLine:
+    where, custom_id = f"line {number}", None
+    try:
+        value = _loaded(where, text)
+        if isinstance(value.get("custom_id"), str):
+            custom_id = value["custom_id"] or None
+        _check_line(where, value)
+    except InvalidArgument as error:
+        return BadLine(number, custom_id, error)
+    return Line(number, value["custom_id"], value["url"], value["body"])
+
+
+def _loaded(where: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except RecursionError as error:
+        raise InvalidArgument(where, f"is nested deeper than the limit of {_MAX_DEPTH}") from error
+    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
         raise InvalidArgument(where, f"is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidArgument(where, "is not a JSON object")
+    return value
+
+
+def _check_line(where: str, value: Mapping[str, Any]) -> None:
     for name in value.keys() - _LINE_FIELDS:
         raise InvalidArgument(f"{where}: {name}", f"unknown field; the fields are {', '.join(sorted(_LINE_FIELDS))}")
     for name in sorted(_LINE_FIELDS - value.keys()):
         raise InvalidArgument(f"{where}: {name}", "is missing")
+    _check_values(where, value)
     if not isinstance(value["custom_id"], str) or not value["custom_id"]:
         raise InvalidArgument(f"{where}: custom_id", f"{value['custom_id']!r} is not a string with characters")
     if value["method"] != "POST":
@@ -105,7 +157,32 @@ def _parse_line(number: int, text: str) -> Line:
         raise InvalidArgument(f"{where}: url", f"{value['url']!r} is neither {COMPLETIONS_URL} nor {CHAT_URL}")
     if not isinstance(value["body"], dict):
         raise InvalidArgument(f"{where}: body", "is not a JSON object")
-    return Line(number, value["custom_id"], value["url"], value["body"])
+
+
+def _check_values(where: str, value: Mapping[str, Any]) -> None:
+    """Refuses what JSON can write and a message cannot carry: deep nesting, huge numbers, halves of characters."""
+    waiting: list[tuple[str, Any, int]] = [(f"{where}: {name}", item, 1) for name, item in value.items()]
+    while waiting:
+        path, item, depth = waiting.pop()
+        if isinstance(item, dict | list):
+            if depth == _MAX_DEPTH:
+                raise InvalidArgument(where, f"is nested deeper than the limit of {_MAX_DEPTH}")
+            inside = item.items() if isinstance(item, dict) else ((path, one) for one in item)
+            for name, one in inside:
+                if isinstance(item, dict):
+                    _check_text(path, name)
+                waiting.append((f"{path}.{name}" if isinstance(item, dict) else path, one, depth + 1))
+        elif isinstance(item, str):
+            _check_text(path, item)
+        elif isinstance(item, int | float) and not abs(item) < 2**64:
+            raise InvalidArgument(path, f"{str(item)[:40]} is not a finite number of 64 bits at most")
+
+
+def _check_text(path: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(path, f"has {text[error.start]!a}, half of a character, at {error.start}") from error
 
 
 def job_of(line: Line) -> Job:
@@ -232,12 +309,12 @@ def success_line(line: Line, output: RequestOutput, *, model: str, token_text: T
     )
 
 
-def failure_line(line: Line, error: JpagedError) -> str:
+def failure_line(custom_id: str | None, error: JpagedError) -> str:
     """The output line of a request that failed for good."""
     return _dumped(
         {
             "id": f"batch_req_{uuid.uuid4().hex}",
-            "custom_id": line.custom_id,
+            "custom_id": custom_id,
             "response": None,
             "error": {"code": error.grpc_status, "message": str(error)},
         }
@@ -245,7 +322,12 @@ def failure_line(line: Line, error: JpagedError) -> str:
 
 
 def _dumped(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"
+    line = json.dumps(value, ensure_ascii=False) + "\n"
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # half of a character, in a custom_id or in what is said about it
+        return json.dumps(value) + "\n"
+    return line
 
 
 def _choice(output: CompletionOutput, token_text: TokenText) -> dict[str, Any]:

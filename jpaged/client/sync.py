@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import wire
-from jpaged.client.channel import CHANNEL_OPTIONS, NOT_READY, NOT_READY_PAUSE_S, Attempts
+from jpaged.client.channel import CHANNEL_OPTIONS, NOT_READY, NOT_READY_PAUSE_S, Attempts, require_target
 from jpaged.client.failures import error_of
 from jpaged.client.wire import Assembler, Call, GenerateChunk, Load, ModelInfo, Prompt, ServerInfo
 from jpaged.errors import Cancelled, DeadlineExceeded, JpagedError
@@ -75,7 +75,7 @@ class Client:
     """Speaks to one server.
 
     Args:
-        target: "host:port", or any target that gRPC can resolve.
+        target: "host:port", or a target with one of gRPC's schemes ("dns:///name:port", "unix:/path").
         timeout_s: what a call may take when it brings no timeout of its own; None is no limit.
         model: sent along with every request: a server of another model answers NotFound.
         tenant: whose requests these are, for a server whose policy is `fair`.
@@ -86,6 +86,7 @@ class Client:
     def __init__(
         self, target: str, *, timeout_s: float | None = None, model: str | None = None, tenant: str = ""
     ) -> None:
+        require_target("target", target)
         self._channel = grpc.insecure_channel(target, options=list(CHANNEL_OPTIONS))
         self._generate = self._channel.unary_stream(
             wire.GENERATE_PATH,

@@ -118,10 +118,10 @@ def test_stops_may_come_several_times():
         (["generate", "--prompt-token-ids", "1,x"], "'1,x' is not a list of integers"),
         (["generate", "--prompt-token-ids", "1", "--chat"], "--chat: goes with --prompt only"),
         (["generate", "--prompt", "x", "--port", "1"], "unrecognized arguments: --port"),
-        (["batch", "-i", "nowhere", "-o", "out", "--target", "x"], "--input: nowhere is not a file"),
-        (["batch", "-i", __file__, "-o", "/no/such/out", "--target", "x"], "--output: there is no folder /no/such"),
+        (["batch", "-i", "nowhere", "-o", "out", "--target", "x:1"], "--input: nowhere is not a file"),
+        (["batch", "-i", __file__, "-o", "/no/such/out", "--target", "x:1"], "--output: there is no folder /no/such"),
         (
-            ["batch", "-i", __file__, "-o", "o", "--target", "x", "--max-concurrency", "0"],
+            ["batch", "-i", __file__, "-o", "o", "--target", "x:1", "--max-concurrency", "0"],
             "--max-concurrency: 0 is",
         ),
         (["demo", "--num-prompts", "99"], "argument --num-prompts: invalid choice: 99"),

@@ -1,16 +1,21 @@
 """Batch files against a real server: every line once, also over crashes."""
 
 import asyncio
+import errno
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from jpaged.client import batch
 from jpaged.client.batch import BatchOptions, BatchSummary, run_batch
+from jpaged.client.results import PASSING, OutputError, Results
 from jpaged.errors import InvalidArgument, Unavailable
-from jpaged.testing import FakeExecutor, expected_tokens
+from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from tests.server.harness import eventually, running
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -28,7 +33,7 @@ def simple(count: int, **body: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def results(path: Path) -> dict[str, dict[str, Any]]:
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").split("\n")[:-1]]
     assert len({line["custom_id"] for line in lines}) == len(lines)
     return {line["custom_id"]: line for line in lines}
 
@@ -167,8 +172,187 @@ async def test_an_output_that_is_another_batchs_is_left_alone(tmp_path, text, me
     assert target.read_text() == text
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_concurrency", 0), ("timeout_s", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_concurrency", 0), ("timeout_s", 0.0), ("timeout_s", math.nan), ("timeout_s", math.inf)]
+)
 def test_options_out_of_bounds_are_named(name, value):
     options: dict[str, Any] = {name: value}
     with pytest.raises(InvalidArgument, match=r"--(max-concurrency|timeout): "):
-        BatchOptions(Path("in"), Path("out"), "x", **options)
+        BatchOptions(Path("in"), Path("out"), "x:1", **options)
+
+
+def failed(custom_id: str, code: str, **more: Any) -> str:
+    error = {"code": code, "message": "earlier"}
+    return json.dumps({"id": "x", "custom_id": custom_id, "response": None, "error": error, **more}) + "\n"
+
+
+async def test_a_second_run_runs_again_what_may_pass_and_keeps_what_never_will(tmp_path):
+    source, target = write_input(tmp_path / "in", simple(12)), tmp_path / "out"
+    stays = ["INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"]
+    codes = [*sorted(PASSING), *stays]
+    target.write_text("".join(failed(f"c{i}", code) for i, code in enumerate(codes)))
+    target.chmod(0o640)
+    async with running() as harness:
+        options = BatchOptions(source, target, harness.target)
+        summary = await run_batch(options, ignore)
+        assert (summary.num_skipped, summary.num_failed_before, summary.num_succeeded) == (4, 4, 8)
+        assert summary.has_failures
+        found = results(target)
+        assert found.keys() == {f"c{i}" for i in range(12)}
+        assert [line["error"]["code"] for line in found.values() if line["error"]] == stays
+        assert target.stat().st_mode & 0o777 == 0o640
+        whole = target.read_bytes()
+        again = await run_batch(options, ignore)
+        assert (again.num_skipped, again.num_failed_before, again.has_failures) == (12, 4, True)
+        assert target.read_bytes() == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+async def test_failures_stay_while_the_server_is_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch, "_MAX_UNAVAILABLE_TRIES", 1)
+    source, target = write_input(tmp_path / "in", simple(2)), tmp_path / "out"
+    target.write_text(failed("c0", "DEADLINE_EXCEEDED"))
+    with pytest.raises(Unavailable):
+        await run_batch(BatchOptions(source, target, "127.0.0.1:1"), ignore)
+    assert target.read_text() == failed("c0", "DEADLINE_EXCEEDED")
+
+
+async def test_an_id_that_two_runs_wrote_keeps_one_line_the_one_that_succeeded(tmp_path):
+    source, target = write_input(tmp_path / "in", simple(2)), tmp_path / "out"
+    async with running() as harness:
+        options = BatchOptions(source, target, harness.target)
+        await run_batch(options, ignore)
+        whole = target.read_text()
+        target.write_text(failed("c0", "INVALID_ARGUMENT") + whole + whole)
+        assert (await run_batch(options, ignore)).num_skipped == 2
+        assert target.read_text() == whole
+
+
+async def test_bad_lines_are_failed_lines_among_the_others(tmp_path):
+    source, target = write_input(tmp_path / "in", simple(2)), tmp_path / "out"
+    bad = [
+        "nonsense",
+        "[" * 200_000,
+        '{"custom_id": "half", "method": "POST", "url": "/v1/completions", "body": {"prompt": "\\ud800"}}',
+        '{"custom_id": "\\udc00", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}',
+        '{"custom_id": "huge", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "n": 1%s}}'
+        % ("0" * 400),
+    ]
+    source.write_text(source.read_text() + "\n".join(bad))
+    async with running() as harness:
+        options = BatchOptions(source, target, harness.target)
+        for num_skipped in (0, 5):  # those without an id are written anew
+            summary = await run_batch(options, ignore)
+            assert (summary.num_lines, summary.num_skipped) == (7, num_skipped)
+            lines = [json.loads(text) for text in target.read_text().split("\n")[:-1]]
+            codes = [(line["custom_id"], line["error"] and line["error"]["code"]) for line in lines]
+            expected: list[Any] = [(name, "INVALID_ARGUMENT") for name in ("half", "\udc00", "huge", None, None)]
+            assert sorted(codes, key=str) == sorted([("c0", None), ("c1", None), *expected], key=str)
+            assert summary.has_failures
+
+
+async def test_texts_with_other_line_ends_are_taken_up_again(tmp_path):
+    tokenizer = ByteTokenizer()
+    ends = "a\u2028b\u2029c\x85d"
+    vars(tokenizer)["decode"] = lambda token_ids, *, skip_special_tokens=True: ends[: len(token_ids)]
+    source, target = write_input(tmp_path / "in", simple(2)), tmp_path / "out"
+    source.write_text(source.read_text().replace("prompt 0", ends))
+    async with running(tokenizer=tokenizer) as harness:
+        options = BatchOptions(source, target, harness.target)
+        assert (await run_batch(options, ignore)).num_succeeded == 2
+        assert "\u2028" in target.read_text(encoding="utf-8")
+        assert (await run_batch(options, ignore)).num_skipped == 2
+    assert len(results(target)) == 2
+
+
+async def test_a_message_over_grpcs_limit_is_a_failed_line(tmp_path):
+    source, target = write_input(tmp_path / "in", [(COMPLETIONS, {"prompt": "x" * (17 << 20)})]), tmp_path / "out"
+    async with running() as harness:
+        summary = await run_batch(BatchOptions(source, target, harness.target), ignore)
+    assert (summary.num_failed, summary.num_retries) == (1, 0)
+    assert results(target)["c0"]["error"]["code"] == "RESOURCE_EXHAUSTED"
+
+
+async def test_two_runs_never_share_an_output(tmp_path):
+    source, target = write_input(tmp_path / "in", simple(4)), tmp_path / "out"
+    (tmp_path / "link").symlink_to(target)
+    async with running() as harness:
+        harness.faults.gate.clear()
+        first = asyncio.create_task(run_batch(BatchOptions(source, target, harness.target), ignore))
+        await eventually(lambda: harness.num_open_calls == 4)
+        for path in (target, tmp_path / "link"):
+            with pytest.raises(OutputError, match=f"is being written by process {os.getpid()} on "):
+                await run_batch(BatchOptions(source, path, harness.target), ignore)
+        harness.faults.release()
+        assert (await first).num_succeeded == 4
+        assert (await run_batch(BatchOptions(source, tmp_path / "link", harness.target), ignore)).num_skipped == 4
+    assert len(results(target)) == 4
+
+
+def test_a_lock_that_a_dead_process_left_holds_nobody_up(tmp_path):
+    (tmp_path / "out.lock").write_text("process 1 on elsewhere")
+    with Results(tmp_path / "out", {"a"}) as output:
+        assert output.finished == set()
+    assert not (tmp_path / "out.lock").exists()
+
+
+class FullDisk:
+    """Stands in the place of os.write: room for so many bytes, and then none."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._write = os.write
+
+    def __call__(self, file: int, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._write(file, data[: self.room])
+        self.room -= written
+        return written
+
+
+@pytest.mark.parametrize("can_truncate", [True, False])
+async def test_a_full_disk_ends_the_run_and_the_next_goes_on_exactly(tmp_path, monkeypatch, can_truncate):
+    source, target = write_input(tmp_path / "in", simple(4)), tmp_path / "out"
+    async with running() as harness:
+        options = BatchOptions(source, target, harness.target, max_concurrency=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", FullDisk(1000))
+            if not can_truncate:
+                refuse = OSError(errno.EIO, "Input/output error")
+                patched.setattr(os, "ftruncate", Mock(side_effect=[None, None, refuse]))
+            with pytest.raises(OutputError, match=r"--output: .*out cannot be written: No space left on device"):
+                await run_batch(options, ignore)
+        assert target.read_bytes().endswith(b"\n") == can_truncate
+        whole = target.read_bytes()
+        whole = whole[: whole.rfind(b"\n") + 1]
+        summary = await run_batch(options, ignore)
+        assert summary.num_skipped == whole.count(b"\n") > 0
+        assert target.read_bytes().startswith(whole)
+    assert results(target).keys() == {"c0", "c1", "c2", "c3"}
+
+
+async def test_a_rewrite_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    source, target = write_input(tmp_path / "in", simple(2)), tmp_path / "out"
+    text = failed("c0", "UNAVAILABLE") + failed("c1", "NOT_FOUND")
+    target.write_text(text)
+    async with running() as harness:
+        monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+        with pytest.raises(OutputError, match="cannot be written anew: No space left"):
+            await run_batch(BatchOptions(source, target, harness.target), ignore)
+    assert target.read_text() == text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+@pytest.mark.parametrize("name", [".", "/dev/full"])
+def test_an_output_that_is_no_file_is_refused(tmp_path, name):
+    with pytest.raises(InvalidArgument, match=r"--output: .* is not a regular file"), Results(tmp_path / name, set()):
+        pass
+
+
+@pytest.mark.parametrize(
+    "target", ["127.0.0.1:99999", "127.0.0.1:0", "localhost", ":50051", "[::1]:65536", "a b:1", ""]
+)
+def test_a_target_that_grpc_would_take_for_another_is_refused(target):
+    with pytest.raises(InvalidArgument, match=r"^--target: .* is not HOST:PORT with a port from 1 to 65535"):
+        BatchOptions(Path("in"), Path("out"), target)

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -20,6 +21,7 @@ from jpaged.errors import (
     DeadlineExceeded,
     InvalidArgument,
     JpagedError,
+    LimitExceeded,
     NotFound,
     QueueFull,
     RequestTooLong,
@@ -361,6 +363,15 @@ def test_a_code_that_is_not_ours_keeps_its_name(code):
 def test_details_of_others_do_no_harm():
     trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", b"\xff\xff"), ("other", "x")]
     assert str(error_of(grpc.StatusCode.INVALID_ARGUMENT, "wrong", trailers)) == "request: wrong"
-    full = error_of(grpc.StatusCode.RESOURCE_EXHAUSTED, "later", ())
+
+
+def test_only_a_full_queue_is_a_full_queue():
+    info = error_details_pb2.ErrorInfo(reason="QUEUE_FULL")
+    status = status_pb2.Status(code=8)
+    status.details.add().Pack(info)
+    trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", status.SerializeToString())]
+    full = error_of(grpc.StatusCode.RESOURCE_EXHAUSTED, "later", trailers)
     assert isinstance(full, QueueFull)
     assert full.retry_after_s > 0
+    larger = error_of(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", ())
+    assert (type(larger), larger.grpc_status) == (LimitExceeded, "RESOURCE_EXHAUSTED")

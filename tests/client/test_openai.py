@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.client.openai import Job, Line, failure_line, job_of, parse_lines, success_line
+from jpaged.client.openai import BadLine, Job, Line, failure_line, job_of, parse_file, parse_lines, success_line
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.types import (
     CompletionOutput,
@@ -50,10 +50,58 @@ def test_lines_are_read_and_empty_ones_passed_over():
         ([text_of(extra=1)], "line 1: extra: unknown field"),
     ],
 )
-def test_a_line_that_is_no_request_stops_the_file(texts, message):
+def test_a_file_without_requests_or_with_an_id_twice_is_refused(texts, message):
     with pytest.raises(InvalidArgument) as raised:
         parse_lines(texts)
     assert str(raised.value).startswith(message)
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("text", "custom_id", "message"),
+    [
+        ("nonsense", None, "line 2: is not JSON"),
+        (DEEP, None, "line 2: is nested deeper than the limit of 64"),
+        (text_of(custom_id="far", body=...)[:-1] + ', "body": ' + "1" * 5000 + "}", None, "line 2: is not JSON"),
+        (text_of(custom_id="bad", method="GET"), "bad", "line 2: method: 'GET' is not POST"),
+        (text_of(custom_id="bad", body={"prompt": "\ud800"}), "bad", "line 2: body.prompt: has '\\ud800', half of"),
+        (text_of(custom_id="bad", body={"\udfff": 1}), "bad", "line 2: body: has '\\udfff', half of"),
+        (text_of(custom_id="\ud800"), "\ud800", "line 2: custom_id: has '\\ud800', half of"),
+        (text_of(custom_id="bad", body={"prompt": "x", "seed": 10**400}), "bad", "line 2: body.seed: 1000"),
+        (text_of(custom_id="bad", body={"prompt": [5, -(2**64)]}), "bad", "line 2: body.prompt: -184"),
+        (text_of(custom_id="bad", body={"prompt": "x", "top_p": 1e400}), "bad", "line 2: body.top_p: inf is not"),
+        (
+            text_of(custom_id="bad", body={"prompt": "x", "top_p": float("nan")}),
+            "bad",
+            "line 2: body.top_p: nan is not",
+        ),
+        (text_of(custom_id="bad", body={"prompt": json.loads("[" * 70 + "]" * 70)}), "bad", "line 2: is nested deeper"),
+    ],
+)
+def test_a_line_that_is_no_request_is_a_failed_line_between_others(text, custom_id, message):
+    first, bad, last = parse_lines([text_of(), text, text_of(custom_id="b")])
+    assert (first.custom_id, last.custom_id) == ("a", "b")
+    assert isinstance(bad, BadLine)
+    assert (bad.number, bad.custom_id) == (2, custom_id)
+    assert str(bad.error).startswith(message)
+    written = failure_line(bad.custom_id, bad.error).encode().decode()
+    assert json.loads(written)["custom_id"] == custom_id
+    assert json.loads(written)["error"]["code"] == "INVALID_ARGUMENT"
+
+
+def test_lines_end_with_line_feeds_alone():
+    texts = "\u2028 \u2029 \x85 \x0b \x0c"
+    line = json.dumps(json.loads(text_of(body={"prompt": texts})), ensure_ascii=False)
+    (read,) = parse_file(b"\xef\xbb\xbf" + line.encode() + b"\r\n\n")
+    assert isinstance(read, Line)
+    assert read.body["prompt"] == texts
+
+
+def test_a_file_that_is_not_utf_8_names_the_line():
+    with pytest.raises(InvalidArgument, match="line 2: is not UTF-8: byte 0xe9"):
+        parse_file(text_of().encode() + b"\n" + text_of().encode().replace(b"x", b"\xe9"))
 
 
 def test_a_completion_is_read_whole():
@@ -232,6 +280,6 @@ def test_a_chat_line_is_openais():
 
 
 def test_a_failed_line_carries_code_and_message():
-    value = json.loads(failure_line(completion(), RequestTooLong("sampling.max_tokens", "is too much")))
+    value = json.loads(failure_line("a", RequestTooLong("sampling.max_tokens", "is too much")))
     assert value["response"] is None
     assert value["error"] == {"code": "INVALID_ARGUMENT", "message": "sampling.max_tokens: is too much"}

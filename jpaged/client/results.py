@@ -1,0 +1,216 @@
+"""The output file of a batch: one line for each request, whatever crashes, whoever else runs, however full the disk is.
+
+open     the lock is taken, a last line that a crash tore is cut off, and what is there is read
+retake   lines whose requests are to run again go, in one step: a new file takes the place of the old one
+append   a line is in the file whole or not at all
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from jpaged.errors import InvalidArgument, JpagedError
+
+PASSING = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "ABORTED", "INTERNAL", "UNKNOWN", "DATA_LOSS"})
+"""Codes of failures that another run may not meet: the server was away, too slow, or ended under the request.
+
+INTERNAL is among them: an engine that died, or a device at fault. Every other code is the request's own fault, and
+stays: INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, RESOURCE_EXHAUSTED (a limit of gRPC's; a full queue is waited for).
+"""
+
+
+class OutputError(JpagedError):
+    """The output cannot be read or written, or another run has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A line that is in the file, from byte to byte: `code` is that of its failure, None where it succeeded."""
+
+    custom_id: str | None
+    code: str | None
+    start: int
+    end: int
+
+
+class Results:
+    """The file, held against other runs from `__enter__` to `__exit__`; a process that dies lets go of it.
+
+    Args:
+        path: made where there is none; a link is followed.
+        custom_ids: those of the input.
+
+    Raises:
+        InvalidArgument: it is no regular file, or the output of another batch.
+        OutputError: it cannot be opened, or another run holds it; says which.
+    """
+
+    def __init__(self, path: Path, custom_ids: Collection[str]) -> None:
+        self._name = path
+        self._path = Path(os.path.realpath(path))
+        self._custom_ids = custom_ids
+        self._kept: list[_Entry] = []
+        self._has_others = False
+        self._lock = -1
+        self._file = -1
+        self._num_bytes = 0
+
+    @property
+    def lock_path(self) -> Path:
+        """A file beside the output; it says who holds it, and is there as long as somebody does."""
+        return self._path.with_name(self._path.name + ".lock")
+
+    @property
+    def finished(self) -> set[str]:
+        """The custom_ids of lines that stay."""
+        return {entry.custom_id for entry in self._kept if entry.custom_id is not None}
+
+    @property
+    def num_failed(self) -> int:
+        """How many of the lines that stay are of failed requests."""
+        return sum(entry.code is not None for entry in self._kept)
+
+    def __enter__(self) -> Self:
+        if self._path.exists() and not self._path.is_file():
+            raise InvalidArgument("--output", f"{self._name} is not a regular file")
+        try:
+            self._lock = self._take_lock()
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._read()
+        except BaseException as error:
+            self._release()
+            if isinstance(error, OSError):
+                raise self._refused("opened", error) from error
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release()
+
+    def retake(self) -> None:
+        """Takes away what does not stay: failures that may pass, lines without an id, all but one of any id.
+
+        Raises:
+            OutputError: there is no room for a second file; the first is as it was.
+        """
+        if self._has_others:
+            try:
+                self._replace()
+            except OSError as error:
+                raise self._refused("written anew", error) from error
+            self._has_others = False
+
+    def append(self, line: str) -> None:
+        """Adds a line, to the last byte or not at all.
+
+        Raises:
+            OutputError: the disk is full, a limit is reached; what was there is as it was.
+        """
+        data = line.encode()
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):  # else the next run cuts it off
+                os.ftruncate(self._file, self._num_bytes)
+            raise self._refused("written", error) from error
+        self._num_bytes += len(data)
+
+    def _take_lock(self) -> int:
+        while True:
+            lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                who = os.pread(lock, 1024, 0).decode(errors="replace") or "another run"
+                os.close(lock)
+                if not isinstance(error, BlockingIOError):
+                    raise
+                raise OutputError(f"--output: {self._name} is being written by {who}: wait for its end") from error
+            if _is_at(lock, self.lock_path):
+                with contextlib.suppress(OSError):  # a full disk has room for a lock all the same
+                    os.ftruncate(lock, 0)
+                    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return lock
+            os.close(lock)  # whoever held it has taken the file away since
+
+    def _release(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                self.lock_path.unlink()
+            os.close(self._lock)
+        self._file = self._lock = -1
+
+    def _read(self) -> None:
+        entries, end = [], 0
+        with self._path.open("rb") as file:
+            for number, text in enumerate(file, start=1):  # bytes: texts hold other line ends than this one
+                if not text.endswith(b"\n"):
+                    break
+                entries.append(self._entry(number, text, end))
+                end += len(text)
+        os.ftruncate(self._file, end)
+        best: dict[str, _Entry] = {}
+        for entry in entries:
+            if entry.custom_id is not None and entry.code not in PASSING:
+                first = best.setdefault(entry.custom_id, entry)
+                if first.code is not None and entry.code is None:
+                    best[entry.custom_id] = entry
+        self._kept = sorted(best.values(), key=lambda entry: entry.start)
+        self._has_others = len(self._kept) < len(entries)
+        self._num_bytes = end
+
+    def _entry(self, number: int, text: bytes, start: int) -> _Entry:
+        where = f"{self._name}: line {number}"
+        try:
+            value = json.loads(text)
+            custom_id, failure = value["custom_id"], value.get("error")
+            code = None if failure is None else str(failure["code"])
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidArgument(where, "is not a line of batch output: move the file away") from error
+        if custom_id is not None and custom_id not in self._custom_ids:
+            raise InvalidArgument(where, f"custom_id {custom_id!r} is not in the input: this is another batch's output")
+        return _Entry(custom_id, code, start, start + len(text))
+
+    def _replace(self) -> None:
+        """A crash leaves the old file or the new one, and never a part."""
+        path = self._path.with_name(self._path.name + ".new")
+        new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            os.fchmod(new, os.fstat(self._file).st_mode & 0o7777)
+            with open(new, "wb", closefd=False) as buffered:
+                for entry in self._kept:
+                    buffered.write(os.pread(self._file, entry.end - entry.start, entry.start))
+            os.fsync(new)
+            os.replace(path, self._path)
+        except BaseException:
+            os.close(new)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        os.close(self._file)
+        self._file, self._num_bytes = new, os.fstat(new).st_size
+
+    def _refused(self, what: str, error: OSError) -> OutputError:
+        return OutputError(f"--output: {self._name} cannot be {what}: {error.strerror or error}")
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
