@@ -52,7 +52,8 @@ class Life:
             "enable_prefix_caching": draw(1, 8) > 1,
         }
         self.h = CheckedHarness(executor=executor, max_num_steps=6000, **drawn | options)
-        self.families = [[draw(0, VOCAB_SIZE - 1) for _ in range(MAX_LEN)] for _ in range(3)]
+        # In one of them tokens repeat, so that a block's are those of another place too.
+        self.families = [[draw(0, last) for _ in range(MAX_LEN)] for last in (1, VOCAB_SIZE - 1, VOCAB_SIZE - 1)]
         self.requests = {}
         self.texts = defaultdict(list)
         self.pins = {}

@@ -11,6 +11,11 @@ def test_lives_in_a_short_memory_draw_every_token_as_if_alone(first):
         Life(seed).run()
 
 
+def test_lives_that_are_swapped_with_tokens_in_flight():
+    for seed in range(30):
+        Life(seed, overlap=True, preemption_mode="swap").run()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(1000, 1800, 100))
 def test_many_lives_in_a_short_memory(first):

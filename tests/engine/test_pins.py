@@ -2,8 +2,10 @@
 
 import pytest
 
+from jpaged.engine.paged_memory import PagedMemory
 from jpaged.errors import AlreadyExists, Cancelled, InvalidArgument, Unavailable, Unsupported
 from jpaged.testing import FakeExecutor, expected_tokens
+from tests.engine.groups import computed, group_of
 from tests.engine.harness import Harness
 
 PREFIX = list(range(50, 60))
@@ -186,3 +188,14 @@ def test_a_prefix_that_lost_its_blocks_with_its_token_in_flight_is_computed_agai
     assert h.engine.load().num_blocks_used == 2
     expected = [expected_tokens([1, 2, 3, 4, 5, 6], 2, seed=5, sequence_index=i) for i in range(3)]
     assert [h.tokens("a", i) for i in range(3)] == expected
+
+
+def test_a_block_that_was_a_duplicate_when_it_was_filled_is_pinned_when_the_other_is_gone():
+    memory = PagedMemory(num_blocks=6, block_size=4)
+    first, second = group_of(8), group_of(8)
+    memory.release(computed(memory, first).live[0])
+    computed(memory, second)  # shares the first block and copies the second, whose last token has to run
+    memory.settle(second.live[0])
+    computed(memory, group_of(16, first=100))  # takes the first one's second block
+    assert memory.pin("system", second.live[0]) == 8
+    assert memory.num_pinned_blocks == 2

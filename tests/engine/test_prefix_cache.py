@@ -2,8 +2,10 @@
 
 import pytest
 
+from jpaged.engine.paged_memory import PagedMemory
 from jpaged.engine.prefix_cache import PrefixCache, block_key, root_key
 from jpaged.testing import FakeExecutor, expected_tokens
+from tests.engine.groups import computed, group_of
 from tests.engine.harness import Harness
 
 PROMPT = list(range(100, 110))
@@ -63,6 +65,14 @@ def test_the_last_token_is_never_matched_since_it_must_run():
     assert (match.block_ids, match.partial_block_id, match.num_partial_tokens) == ([5], 6, 1)
 
 
+def test_the_newest_of_many_blocks_with_one_parent_is_matched_in_part():
+    cache = PrefixCache(2)
+    for block_id in range(1, 100):
+        (key,) = chain([block_id, 0], 2)
+        cache.insert(block_id, root_key(""), key, [block_id, 0])
+    assert cache.match(root_key(""), [], [99, 1]).partial_block_id == 99
+
+
 def test_a_forgotten_block_is_not_found():
     cache, tokens = PrefixCache(2), [1, 2, 3]
     (key,) = chain(tokens, 2)
@@ -91,6 +101,15 @@ def test_generated_tokens_are_found_by_the_next_turn_of_a_chat(overlap):
     answer = h.tokens("first")
     # 17 tokens, of which the last was drawn but never written: four full blocks.
     assert serve(h, "second", [*PROMPT, *answer, 7, 8]) == 16
+
+
+def test_what_each_sample_has_drawn_is_found_by_the_next_turn():
+    h = make(num_blocks=20)
+    h.submit("first", PROMPT, max_tokens=7, n=3, temperature=1.0, seed=5)
+    h.run()
+    answers = [h.tokens("first", i) for i in range(3)]
+    assert len({answer[0] for answer in answers}) == 3
+    assert [serve(h, f"next {i}", [*PROMPT, *answer, 7, 8]) for i, answer in enumerate(answers)] == [16] * 3
 
 
 def test_the_block_that_was_used_longest_ago_is_evicted_first():
@@ -179,6 +198,29 @@ def test_evicted_blocks_come_back_from_host_memory():
     assert load.num_blocks_swapped_out > 0
     assert serve(h, "a again", PROMPT) == 8
     assert h.engine.load().num_blocks_swapped_in == load.num_blocks_swapped_in + 2
+    assert serve(h, "a once more", PROMPT) >= 8  # where they are now
+    assert h.engine.load().num_blocks_swapped_in == load.num_blocks_swapped_in + 2
+
+
+def test_a_block_that_came_back_is_found_in_its_place_alone():
+    h = make(num_blocks=6, num_host_blocks=20)
+    serve(h, "a", [1, 2, 3, 4, 9, 9, 9, 9, 5])
+    for i in range(3):
+        serve(h, f"noise{i}", [20 + i] * 20)
+    assert serve(h, "a again", [1, 2, 3, 4, 9, 9, 9, 9, 5]) == 8
+    assert serve(h, "another place", [9, 9, 9, 7, 7]) == 0
+    assert serve(h, "its place", [1, 2, 3, 4, 9, 9, 9, 7, 7]) == 7
+
+
+def test_who_is_computed_again_finds_what_it_has_drawn():
+    memory = PagedMemory(num_blocks=8, block_size=4)
+    group = computed(memory, group_of(6))
+    sequence = group.live[0]
+    memory.grow(sequence, 6)
+    sequence.token_ids += [201, 202, 203, 204, 205, 206]
+    sequence.num_computed_tokens = 12
+    memory.release(sequence)
+    assert memory.admit(group) == 12
 
 
 def test_a_prefix_without_host_memory_is_gone():

@@ -5,17 +5,19 @@ import pytest
 from jpaged.engine.executor import DeviceRates
 from jpaged.engine.paged_memory import PagedMemory
 from jpaged.engine.preemption import Exit, Preemption
-from jpaged.engine.sequence import Group, Status
+from jpaged.engine.sequence import Status
 from jpaged.testing import FakeExecutor, expected_tokens
-from jpaged.types import Request, SamplingParams
+from tests.engine.groups import computed, group_of
 from tests.engine.harness import Harness
 
 # --- who leaves -------------------------------------------------------------------------------------------------------
 
 
-def make(policy="fcfs", max_num_seqs=8, **pool):
+def make(policy="fcfs", max_num_seqs=8, preemption_mode="recompute", **pool):
     executor = FakeExecutor(max_num_seqs=max_num_seqs, block_size=4, **{"max_num_batched_tokens": 512} | pool)
-    return Harness(executor=executor, policy=policy, overlap=False, enable_prefix_caching=False)
+    return Harness(
+        executor=executor, policy=policy, overlap=False, enable_prefix_caching=False, preemption_mode=preemption_mode
+    )
 
 
 def running(h):
@@ -87,6 +89,27 @@ def test_urgent_requests_take_as_many_blocks_as_they_need_and_no_more():
     h.run()
 
 
+def test_who_left_first_comes_back_last_whichever_way_they_left():
+    # As above, and host memory has room for one of the two that leave.
+    h = make("priority", preemption_mode="swap", num_blocks=8, num_host_blocks=2)
+    for i in range(3):
+        h.submit(f"r{i}", [i, 9, 9], max_tokens=5, priority=5)
+    for _ in range(3):
+        h.step()
+    h.submit("urgent", [7] * 20, max_tokens=2, priority=0)
+    h.step()
+    scheduler = h.engine._scheduler
+    assert [group.request.request_id for group in scheduler._swapped] == ["r2"]
+    assert [group.request.request_id for group in scheduler._waiting] == ["r1"]
+    assert scheduler._next_group().request.request_id == "r1"
+    h.submit("urgent too", [1] * 20, max_tokens=1, priority=1)
+    h.engine.abort("r1")
+    h.step()
+    assert scheduler._next_group().request.request_id == "urgent too"  # "r2" would leave for it again
+    h.run()
+    assert h.tokens("r2") == expected_tokens([2, 9, 9], 5)
+
+
 # --- who is let in ----------------------------------------------------------------------------------------------------
 
 
@@ -112,26 +135,6 @@ def test_a_group_alone_needs_to_leave_nothing():
     assert h.tokens("a") == expected_tokens([1] * 39, 1)
 
 
-def group_of(num_prompt_tokens, first=0, **sampling):
-    prompt = tuple(range(first, first + num_prompt_tokens))
-    return Group(Request("g", prompt, SamplingParams(max_tokens=8, **sampling)), 0, 0.0, print, 8)
-
-
-def computed(memory, group):
-    """Runs a group's prompt, forks, and draws a token for each."""
-    leader, *others = group.live
-    num_cached = memory.admit(group)
-    group.move_to(Status.RUNNING)
-    memory.grow(leader, leader.num_prompt_tokens - num_cached)
-    leader.num_computed_tokens = leader.num_prompt_tokens
-    for other in others:
-        memory.fork(leader, other)
-    group.is_forked = True
-    for sequence in group.live:
-        sequence.token_ids.append(200)
-    return group
-
-
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "num_needed"),
     [
@@ -143,8 +146,9 @@ def computed(memory, group):
 def test_a_swapped_group_comes_back_when_its_blocks_and_its_next_ones_are_there(
     num_prompt_tokens, num_needed, num_spare
 ):
-    memory = PagedMemory(num_blocks=12, block_size=4, num_host_blocks=8)
+    memory = PagedMemory(num_blocks=12, block_size=4, num_host_blocks=2)
     group = computed(memory, group_of(num_prompt_tokens, n=2))
+    assert memory.can_swap_out(group)
     memory.swap_out(group)
     group.move_to(Status.SWAPPED)
     assert (memory.use().num_referenced, memory.use().num_host_referenced) == (0, 2)
