@@ -19,7 +19,7 @@ from jpaged.server.serving import Serving
 from jpaged.server.status import CallContext, refuse
 from jpaged.server.stream import Bridge, OutputStream
 from jpaged.server.workers import Workers
-from jpaged.types import Request
+from jpaged.types import FinishReason, OutputEvent, Request, SequenceFinish
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,9 +52,8 @@ class _Answering:
     ) -> None:
         if isinstance(error, JpagedError):
             await refuse(self._context, error)
-        if isinstance(error, Exception) and not isinstance(
-            error, aio.InternalError
-        ):  # which says that the peer is gone
+        is_peer_gone = isinstance(error, aio.InternalError)
+        if isinstance(error, Exception) and not is_peer_gone:
             _LOG.error("a call failed", exc_info=error)
             await refuse(self._context, InternalError(f"{type(error).__name__}: {error}"))
 
@@ -67,12 +66,15 @@ def _check_model(serving: Serving, message: inference_pb2.GenerateRequest | _Tok
 _TokenMessage = inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Admission:
     """One Generate call that was let in.
 
     The engine knows a request by a name of ours, which is never used twice: an id that a caller uses again at once must
     not meet the end of its first request.
+
+    Attributes:
+        preparing: makes the engine's request of the message; None once the engine has it.
     """
 
     request_id: str
@@ -80,6 +82,13 @@ class _Admission:
     deadline_s: float | None
     tenant: str
     stream: OutputStream
+    preparing: asyncio.Task[Request] | None = None
+
+    def end(self, finish: SequenceFinish | None = None, error: JpagedError | None = None) -> None:
+        """Ends the stream for its reader, after what has come so far; it need not wait for its request to be made."""
+        self.stream.add(OutputEvent(self.engine_id, finish=finish, is_last=True, error=error))
+        if self.preparing is not None:
+            self.preparing.cancel()
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -103,12 +112,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def end_open_calls(self, error: JpagedError) -> None:
         """Ends every open Generate call with `error`, after what it already has to send."""
         for admission in self._open.values():
-            admission.stream.end(error, admission.engine_id)
+            admission.end(error=error)
 
     def abort(self, serving: Serving, request_id: str) -> bool:
         """Ends a request by its caller's id; False when none is in flight."""
         admission = self._open.get(request_id)
-        return admission is not None and serving.engine.abort(admission.engine_id)
+        if admission is None:
+            return False
+        if admission.preparing is None:
+            return serving.engine.abort(admission.engine_id)
+        admission.end(SequenceFinish(FinishReason.ABORT))
+        return True
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: CallContext) -> None:
         """Streams one request; its blocks are free within a step, however the call ends."""
@@ -136,7 +150,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         remaining_s: float | None = context.time_remaining()
         admission = _Admission(
             request_id=request_id,
-            engine_id=f"{request_id}/{next(self._counter)}",
+            engine_id=f"{next(self._counter)}/{request_id}",
             deadline_s=None if remaining_s is None else serving.engine.clock() + remaining_s,
             tenant=tenant,
             stream=self._bridge.open(),
@@ -156,11 +170,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         message: inference_pb2.GenerateRequest,
         context: CallContext,
     ) -> None:
-        request = await self.workers.run(lambda: _make_request(serving, admission, message), wire.prompt_size(message))
-        serving.engine.submit(request, admission.stream.put)
+        request = await self._prepare(serving, admission, message)
+        first_only: tuple[int, ...] = ()
+        if request is not None:
+            serving.engine.submit(request, admission.stream.put)
+            first_only = request.prompt_token_ids if message.return_prompt_token_ids else ()
         is_ended = False
         try:
-            first_only = request.prompt_token_ids if message.return_prompt_token_ids else ()
             while not is_ended:
                 event = await admission.stream.read()
                 if event.is_last:
@@ -171,6 +187,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             if not is_ended:
                 serving.engine.drop(admission.engine_id)
+
+    async def _prepare(
+        self, serving: Serving, admission: _Admission, message: inference_pb2.GenerateRequest
+    ) -> Request | None:
+        """Makes the engine's request; None when the stream was ended meanwhile."""
+        making = self.workers.run(lambda: _make_request(serving, admission, message), wire.prompt_size(message))
+        admission.preparing = asyncio.create_task(making)
+        try:
+            return await admission.preparing
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not admission.stream.is_ended or (task is not None and task.cancelling()):
+                raise  # it is the call that was cancelled
+            return None
+        finally:
+            admission.preparing = None
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: CallContext

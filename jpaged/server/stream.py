@@ -36,13 +36,14 @@ class OutputStream:
         self._has_events = asyncio.Event()
         self._is_ended = False
 
+    @property
+    def is_ended(self) -> bool:
+        """Its last event has come, read or not."""
+        return self._is_ended
+
     def put(self, event: OutputEvent) -> None:
         """Takes an event; for the engine's thread."""
         self._bridge.put(self, event)
-
-    def end(self, error: Exception, request_id: str) -> None:
-        """Ends the stream for its reader after what has come so far; whatever comes later is left out."""
-        self.add(OutputEvent(request_id=request_id, is_last=True, error=error))
 
     def add(self, event: OutputEvent) -> None:
         """Takes an event; for the event loop."""

@@ -170,3 +170,64 @@ async def test_many_streams_end_once_each_and_every_block_comes_back():
         assert load.num_running == 0
         last = await collect(harness.inference.Generate(request("still alive")))
         assert last[-1].HasField("finish")
+
+
+class Held(ByteTokenizer):
+    """Tokenises a long text when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def encode(self, text, *, add_special_tokens=True):
+        if len(text) > 1000:
+            self.begun.set()
+            self.go_on.wait(60)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+async def test_an_id_can_be_aborted_while_its_text_is_tokenised_and_is_free_after_it():
+    tokenizer = Held()
+    executor = FakeExecutor(num_blocks=2048, max_model_len=4096)
+    async with running(executor=executor, tokenizer=tokenizer) as harness:
+        for _ in range(2):
+            tokenizer.begun.clear()
+            call = harness.inference.Generate(request("x" * 3000, request_id="doomed"))
+            await asyncio.to_thread(tokenizer.begun.wait, 60)
+            error = await failure_of(harness.inference.Generate(request(request_id="doomed")))
+            assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+            await harness.control.Abort(control_pb2.AbortRequest(request_id="doomed"))
+            (last,) = await collect(call)  # although the tokenizer is still at it
+            assert last.is_last
+            assert last.request_id == "doomed"
+            assert last.finish.reason == inference_pb2.FINISH_REASON_ABORT
+            error = await failure_of(harness.control.Abort(control_pb2.AbortRequest(request_id="doomed")))
+            assert error.code() is grpc.StatusCode.NOT_FOUND
+        tokenizer.go_on.set()
+        messages = await collect(harness.inference.Generate(request("short", request_id="doomed")))
+        assert messages[-1].usage.completion_tokens == 8
+        assert sum(harness.serving.engine.num_ended_by_reason().values()) == 1
+
+
+async def test_a_call_that_is_cancelled_while_its_text_is_tokenised_never_reaches_the_engine():
+    tokenizer = Held()
+    executor = FakeExecutor(num_blocks=2048, max_model_len=4096)
+    async with running(executor=executor, tokenizer=tokenizer) as harness:
+        call = harness.inference.Generate(request("x" * 3000, request_id="left"))
+        await asyncio.to_thread(tokenizer.begun.wait, 60)
+        call.cancel()
+        await eventually(lambda: harness.num_open_calls == 0)
+        tokenizer.go_on.set()
+        await collect(harness.inference.Generate(request("short")))
+        assert sum(harness.serving.engine.num_ended_by_reason().values()) == 1
+
+
+async def test_a_drain_past_its_time_ends_a_call_whose_text_is_still_tokenised():
+    tokenizer = Held()
+    executor = FakeExecutor(num_blocks=2048, max_model_len=4096)
+    async with running(executor=executor, tokenizer=tokenizer, shutdown_timeout=0.0) as harness:
+        call = harness.inference.Generate(request("x" * 3000))
+        await asyncio.to_thread(tokenizer.begun.wait, 60)
+        harness.server.request_stop()
+        error = await failure_of(call)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        tokenizer.go_on.set()
