@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from tests.models.tiny import tiny_cases
 GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
 BLOCK_SIZES = (1, 8, 16, 32)
 CASES = [case.name for case in tiny_cases()]
-# Every case, block size and chunk size once, in pairs that differ; the long test takes the product.
-QUICK = [(name, BLOCK_SIZES[i % 4], (8, 11, 16)[i % 3]) for i, name in enumerate(CASES)]
-LONG = [(name, block_size) for name in CASES for block_size in BLOCK_SIZES]
+CHUNK_SIZES = (8, 11, 16, 32)
+# A Latin square: each case meets every block size and every chunk size once, and over the cases those meet each other.
+# What the three have to do with each other is in pairs: a program is made for a model and one of the sizes, and the
+# slots of a chunk are those of blocks, whatever the model.
+LONG = [(name, BLOCK_SIZES[j], CHUNK_SIZES[(i + j) % 4]) for i, name in enumerate(CASES) for j in range(4)]
+QUICK = [(name, BLOCK_SIZES[i % 4], (8, 11, 16)[i % 3]) for i, name in enumerate(CASES[::2])]
 LONG_PROMPTS = ("llama3_tied", "llama3_new_style")  # of 90 tokens; the other models end at 128
 TOP = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=20)
 
@@ -102,11 +106,18 @@ def test_tokens_equal_those_of_transformers(name: str, block_size: int, chunk: i
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "block_size"), LONG)
-def test_tokens_equal_in_blocks_and_chunks_of_every_size(name: str, block_size: int, tmp_path: Path) -> None:
-    for chunk in (8, 16, 32):
-        with open_case(name, tmp_path, block_size=block_size, max_num_batched_tokens=chunk) as llm:
-            check_alone_and_in_company(llm, name)
+@pytest.mark.parametrize(("name", "block_size", "chunk"), LONG)
+def test_tokens_equal_in_blocks_and_chunks_of_every_size(
+    name: str, block_size: int, chunk: int, tmp_path: Path
+) -> None:
+    with open_case(name, tmp_path, block_size=block_size, max_num_batched_tokens=chunk) as llm:
+        check_alone_and_in_company(llm, name)
+
+
+def test_the_sizes_cover_all_pairs() -> None:
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        levels = [{row[i] for row in LONG} for i in (a, b)]
+        assert {(row[a], row[b]) for row in LONG} == set(itertools.product(*levels))
 
 
 def test_the_gaps_between_the_best_tokens_allow_the_comparison() -> None:
