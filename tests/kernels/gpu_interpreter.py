@@ -28,7 +28,9 @@ def _run(q, pool, layer, rows, scales, spec: AttentionSpec, tiling: Tiling) -> t
     return pallas_gpu.run(q, pool, layer, rows, spec, scales, tiling, PARAMS)
 
 
-_jitted = jax.jit(_run, static_argnames=("spec", "tiling"))
+# What XLA compiles is the interpreter, which is not what a server runs: it need not be quick.
+_OPTIONS = {"xla_backend_optimization_level": 0}
+_jitted = jax.jit(_run, static_argnames=("spec", "tiling"), compiler_options=_OPTIONS)
 
 
 def attend(
