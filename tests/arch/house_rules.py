@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,8 +86,9 @@ class Source:
         return self.module.partition(".")[2].partition(".")[0] or "__init__"
 
 
+@functools.cache
 def sources(root: Path) -> list[Source]:
-    """Return the Python files that the rules hold for."""
+    """Return the Python files that the rules hold for, as they were at the first call."""
     folders = ("jpaged", "tests", "tools", "benchmarks")
     paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
     texts = [(path.relative_to(root).as_posix(), path.read_text()) for path in paths]
