@@ -77,10 +77,10 @@ demo-model: $(STAMP) ## train the embedded model again
 	@$(BIN)/python -m jpaged.demo.train $(ARGS)
 
 test: $(STAMP) ## the quick tests
-	@$(BIN)/python -m pytest -q -m 'not long' -n $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -q -m 'not long' -n $(JOBS) --dist worksteal $(ARGS)
 
 test-long: $(STAMP) $(AOT)/.installed ## the long tests
-	@$(BIN)/python -m pytest -q -m long -n $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -q -m long -n $(JOBS) --dist worksteal $(ARGS)
 
 # libtpu lies beside the packages, not among them: jax would take an installed one for a sign of TPUs. TPU_LIBRARY_PATH
 # names it to the processes that compile. The one that jax's metadata pins is 0.6 GB; .installed says which it is.
