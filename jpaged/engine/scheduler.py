@@ -2,7 +2,7 @@
 
     running  [ g1  g2  g3 ]   in the policy's order; every decoding row gets its token first, prompts share what is left
                        ^      of max_num_batched_tokens; when blocks run out the last of the order is preempted
-    swapped  [ g4 ]           comes back first, in order of arrival; while one is out no new group is admitted
+    swapped  [ g4 ]           comes back first, by the policy's order; while one is out no new group is admitted
     waiting  [ g5  g6 ... ]   admitted while the whole prompt finds free blocks; a group that is to be recomputed waits
                               here in its place by arrival
 
@@ -292,7 +292,7 @@ class Scheduler:
         if self._preemption.choose(group) is Exit.SWAP and self._memory.can_swap_out(group):
             self._memory.swap_out(group)
             group.move_to(Status.SWAPPED)
-            insort(self._swapped, group, key=lambda other: other.arrival)
+            self._swapped.append(group)
             schedule.swapped_out.append(group)
             return
         for sequence in group.live:

@@ -2,8 +2,10 @@
 
 import pytest
 
-from jpaged.engine.admission import MAX_OVERTAKES, OUTPUT_TOKEN_WEIGHT, POLICIES, PROMPT_TOKEN_WEIGHT
+from jpaged.engine.admission import MAX_OVERTAKES, OUTPUT_TOKEN_WEIGHT, POLICIES, PROMPT_TOKEN_WEIGHT, ByPriority
+from jpaged.engine.sequence import Group
 from jpaged.testing import FakeExecutor, expected_tokens
+from jpaged.types import Request, SamplingParams
 from tests.engine.harness import Harness
 
 
@@ -73,6 +75,26 @@ def test_nobody_is_overtaken_for_ever_by_lower_numbers():
         assert num_overtakers < 2 * MAX_OVERTAKES
     assert num_overtakers >= MAX_OVERTAKES
     assert h.tokens("unloved") == expected_tokens([1], 3)
+
+
+def test_of_equal_priority_nobody_yields():
+    order = ByPriority()
+    earlier, later = (
+        Group(Request("r", (1,), SamplingParams(priority=3)), arrival, 0.0, print, max_blocks=4) for arrival in (0, 1)
+    )
+    assert order.first_waiting([later, earlier]) is earlier
+    assert not order.yields_to(later, earlier)
+    assert not order.yields_to(earlier, later)
+
+
+def test_only_who_came_before_is_overtaken():
+    h = make("priority")
+    for name, priority in {"first": 0, "second": 5, "third": 0, "fourth": 9}.items():
+        h.submit(name, [1], max_tokens=2, priority=priority)
+    while not is_over(h, "third"):
+        h.step()
+    assert [h.engine._groups[name].num_overtaken for name in ("second", "fourth")] == [1, 0]
+    h.run()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

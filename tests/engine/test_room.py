@@ -13,10 +13,14 @@ from tests.engine.harness import Harness
 # --- who leaves -------------------------------------------------------------------------------------------------------
 
 
-def make(policy="fcfs", max_num_seqs=8, preemption_mode="recompute", **pool):
+def make(policy="fcfs", max_num_seqs=8, preemption_mode="recompute", enable_prefix_caching=False, **pool):
     executor = FakeExecutor(max_num_seqs=max_num_seqs, block_size=4, **{"max_num_batched_tokens": 512} | pool)
     return Harness(
-        executor=executor, policy=policy, overlap=False, enable_prefix_caching=False, preemption_mode=preemption_mode
+        executor=executor,
+        policy=policy,
+        overlap=False,
+        preemption_mode=preemption_mode,
+        enable_prefix_caching=enable_prefix_caching,
     )
 
 
@@ -87,6 +91,61 @@ def test_urgent_requests_take_as_many_blocks_as_they_need_and_no_more():
     assert preempted(h) == {"r1": 1, "r2": 1}
     assert running(h) == ["urgent", "r0"]
     h.run()
+
+
+def test_an_urgent_request_does_not_count_on_blocks_that_others_were_promised():
+    # Of ten blocks "low" has two and is promised three; six and one to spare are not free besides those.
+    h = make("priority", num_blocks=10, max_num_batched_tokens=8)
+    h.submit("low", [1] * 20, max_tokens=2, priority=5)
+    h.step()
+    h.submit("urgent", [7] * 24, max_tokens=2, priority=0)
+    h.step()
+    assert preempted(h) == {"low": 1}
+    assert running(h) == ["urgent"]
+    h.run()
+
+
+def test_nobody_is_let_in_by_a_step_that_somebody_had_to_leave():
+    # Three samples need two copies where one block is free: "b" leaves, and two of its three blocks are left.
+    h = make("fair", num_blocks=5)
+    h.submit("a", [1, 9], max_tokens=2, n=3, temperature=1.0, seed=5, tenant="a")
+    h.submit("b", [2] * 9, max_tokens=2, tenant="b")
+    h.submit("gone", [4] * 16, max_tokens=1, tenant="gone")
+    h.step()
+    h.submit("new", [3], max_tokens=1, tenant="new")  # served as little as "gone", which waits: before "b"
+    h.engine.abort("gone")
+    h.step()
+    assert preempted(h) == {"b": 1}
+    assert not h.events["new"]
+    h.run()
+
+
+@pytest.mark.parametrize(("enable_prefix_caching", "num_recomputed_tokens"), [(False, 10), (True, 2)])
+def test_what_is_cached_is_not_counted_as_computed_again(enable_prefix_caching, num_recomputed_tokens):
+    # The same, without the others: "b" had nine tokens and one drawn, in two full blocks and a third.
+    h = make(num_blocks=5, enable_prefix_caching=enable_prefix_caching)
+    h.submit("a", [1, 9], max_tokens=2, n=3, temperature=1.0, seed=5)
+    h.submit("b", [2] * 9, max_tokens=2)
+    h.run()
+    load = h.engine.load()
+    assert (load.num_preemptions, load.num_recomputed_tokens) == (1, num_recomputed_tokens)
+
+
+def test_who_leaves_a_static_batch_leaves_nothing_behind():
+    # "b" has two samples, of which one has ended. In the third step "a" takes the last of six blocks, "b" finds none.
+    h = Harness(executor=FakeExecutor(block_size=4, num_blocks=6), batching="static", overlap=False)
+    first, second = [expected_tokens([2] * 7, 4, seed=5, sequence_index=i) for i in range(2)]
+    assert second[0] not in first
+    h.submit("a", [1] * 7, max_tokens=6)
+    h.submit("b", [2] * 7, max_tokens=4, n=2, temperature=1.0, seed=5, stop_token_ids=[second[0]])
+    h.step()
+    assert h.tokens("b", 1) == second[:1]
+    h.step()
+    h.step()
+    assert preempted(h) == {"b": 1}
+    assert h.engine.load().num_blocks_used == 3
+    h.run()
+    assert h.tokens("b", 0) == first
 
 
 def test_who_left_first_comes_back_last_whichever_way_they_left():
