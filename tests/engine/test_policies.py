@@ -2,7 +2,14 @@
 
 import pytest
 
-from jpaged.engine.admission import MAX_OVERTAKES, OUTPUT_TOKEN_WEIGHT, POLICIES, PROMPT_TOKEN_WEIGHT, ByPriority
+from jpaged.engine.admission import (
+    MAX_OVERTAKES,
+    OUTPUT_TOKEN_WEIGHT,
+    POLICIES,
+    PROMPT_TOKEN_WEIGHT,
+    ByPriority,
+    FairByTenant,
+)
 from jpaged.engine.sequence import Group
 from jpaged.testing import FakeExecutor, expected_tokens
 from jpaged.types import Request, SamplingParams
@@ -77,14 +84,42 @@ def test_nobody_is_overtaken_for_ever_by_lower_numbers():
     assert h.tokens("unloved") == expected_tokens([1], 3)
 
 
+def group_of(arrival, *, priority=0, tenant=""):
+    return Group(Request("r", (1,), SamplingParams(priority=priority), tenant=tenant), arrival, 0.0, print, 4)
+
+
 def test_of_equal_priority_nobody_yields():
-    order = ByPriority()
-    earlier, later = (
-        Group(Request("r", (1,), SamplingParams(priority=3)), arrival, 0.0, print, max_blocks=4) for arrival in (0, 1)
-    )
+    order, earlier, later = ByPriority(), group_of(0, priority=3), group_of(1, priority=3)
     assert order.first_waiting([later, earlier]) is earlier
     assert not order.yields_to(later, earlier)
     assert not order.yields_to(earlier, later)
+
+
+def test_those_who_were_overtaken_too_often_go_first_in_order_of_arrival():
+    order, high, low, new = ByPriority(), group_of(1, priority=1), group_of(0, priority=9), group_of(2, priority=0)
+    low.num_overtaken = high.num_overtaken = MAX_OVERTAKES
+    assert sorted([new, high, low], key=order.running_key) == [low, high, new]
+    assert not order.yields_to(low, new)
+    assert not order.yields_to(low, high)
+    low.num_overtaken -= 1
+    assert order.yields_to(low, new)
+
+
+def test_a_tenant_that_comes_begins_with_the_least_served_who_waits():
+    order, waiting = FairByTenant(), [group_of(0, tenant="a"), group_of(1, tenant="b")]
+    for i, group in enumerate(waiting):
+        order.arrived(group, waiting[: i + 1])
+    for group, num_tokens in zip(waiting, (100, 10), strict=True):
+        order.served(group, num_tokens, 0)
+    late, later = group_of(2, tenant="c"), group_of(3, tenant="d")
+    order.arrived(late, [*waiting, late])
+    order.served(late, 0, 1)  # now 12, between the 10 of "b" and the 100 of "a"
+    assert [order.first_waiting(others) for others in ([*waiting, late], [waiting[0], late])] == [waiting[1], late]
+    # Where nobody waits, with the one that was served most: the others' pauses have saved nothing up.
+    order.arrived(later, [later])
+    assert order.first_waiting([waiting[0], later]) is waiting[0]
+    order.served(waiting[0], 1, 0)
+    assert order.first_waiting([waiting[0], later]) is later
 
 
 def test_only_who_came_before_is_overtaken():

@@ -95,6 +95,16 @@ def test_a_hot_prefix_does_not_starve_the_others():
     assert all(fleet.tokens(f"r{i}") == expected_tokens(PREFIX[:12], 4) for i in range(9))
 
 
+@pytest.mark.parametrize(("last_tokens", "replica"), [(5, 0), (6, 1)])
+def test_half_a_replica_ahead_is_not_too_much_and_a_token_more_is(last_tokens, replica):
+    """3/8 of the rows, and 32/256 of the slots: a half."""
+    fleet = Fleet(2)
+    for i, max_tokens in enumerate((6, 6, last_tokens)):
+        assert fleet.place(f"r{i}", PREFIX[:5], max_tokens=max_tokens) == 0
+    assert fleet.place("next", PREFIX[:5], max_tokens=6) == replica
+    fleet.run()
+
+
 def test_what_has_ended_or_was_dropped_is_no_load():
     fleet = Fleet(2)
     assert fleet.place("a", [1] * 6) == 0
