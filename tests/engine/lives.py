@@ -83,13 +83,14 @@ class Life:
             [
                 {"temperature": 0.0},
                 {"temperature": 0.0},
-                {"seed": draw(0, 99)},
-                {"seed": draw(0, 99), "n": draw(2, 4)},
-                {"seed": draw(0, 99), "n": draw(1, 2), "best_of": draw(2, 4)},
+                {"temperature": 1.0},
+                {"temperature": 1.0, "n": draw(2, 4)},
+                {"temperature": 1.0, "n": draw(1, 2), "best_of": draw(2, 4)},
                 {"temperature": 0.0, "beam_width": (width := draw(1, 4)), "n": draw(1, width)},
             ]
         )
         return shape | {
+            "seed": draw(0, 99),
             "max_tokens": draw(1, 12),
             "priority": draw(-1, 1),
             "cache_salt": self.random.choice(SALTS),

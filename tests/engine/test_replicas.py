@@ -60,7 +60,11 @@ def test_a_full_replica_is_passed_over():
     """The row of a short request weighs next to nothing beside the slots of a long one."""
     fleet = Fleet(2, max_num_seqs=8, max_num_queued_reqs=0, num_blocks=16)
     assert fleet.place("long", [1] * 8, max_tokens=56) == 0
-    places = [fleet.place(f"r{i}", [i + 2], max_tokens=1) for i in range(15)]
+    places = []
+    for i in range(15):
+        assert not fleet.replicas.is_full
+        places.append(fleet.place(f"r{i}", [i + 2], max_tokens=1))
+    assert fleet.replicas.is_full
     assert (places.count(0), places.count(1)) == (7, 8)
     with pytest.raises(QueueFull):
         fleet.submit("r15", [1])

@@ -27,7 +27,7 @@ def test_samples_and_beams_count_as_rows():
     assert fleet.place("four", [1] * 3, n=4, temperature=1.0) == 0
     assert [fleet.place(f"r{i}", [2 + i] * 3) for i in range(4)] == [1, 1, 1, 1]
     assert fleet.place("beams", [9] * 3, beam_width=4) == 0
-    assert fleet.place("last", [10] * 3) == 1
+    assert [fleet.place(f"after{i}", [10 + i] * 3) for i in range(3)] == [1, 1, 1]
     fleet.run()
 
 
