@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=2              processes that run the tests; 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, aot-gpu, accelerator, bench, paper, demo and demo-model
+#   ARGS='...'          further arguments for test, test-long, test-compat, aot-gpu, accelerator, bench, paper, demo, demo-model
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -27,10 +27,11 @@ CHOICES := $(VENV)/.choices
 CONSTRAINTS := $(VENV)/constraints.txt
 KERNELS := $(wildcard jpaged/kernels/*/*.cc jpaged/kernels/*/*.h)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL := $(PIP) install --no-compile   # what is imported is compiled then: a fraction of what is installed
 
 unexport JAX EXTRAS ARGS JOBS TORCH VENV
 
-.PHONY: help setup demo demo-model test test-long aot aot-gpu ray accelerator bench paper check format proto torch clean
+.PHONY: help setup demo demo-model test test-long test-compat compat aot aot-gpu ray accelerator bench paper check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,7 +47,7 @@ $(STAMP): pyproject.toml setup.py $(KERNELS) constraints.txt $(CHOICES)
 	    sed -i -E '/^(jax|jaxlib)==/d' $(CONSTRAINTS); \
 	    printf "jax==$$CHOSEN_JAX\njaxlib==$$CHOSEN_JAX\n" >> $(CONSTRAINTS); \
 	fi; \
-	$(PIP) install --editable ".[dev$${CHOSEN_EXTRAS:+,$$CHOSEN_EXTRAS}]" --constraint $(CONSTRAINTS)
+	$(INSTALL) --editable ".[dev$${CHOSEN_EXTRAS:+,$$CHOSEN_EXTRAS}]" --constraint $(CONSTRAINTS)
 	@touch $@
 	@echo "==> ready: $(BIN)/jpaged"
 
@@ -82,6 +83,28 @@ test: $(STAMP) ## the quick tests
 test-long: $(STAMP) $(AOT)/.installed ## the long tests
 	@$(BIN)/python -m pytest -q -m long -n $(JOBS) --dist worksteal $(ARGS)
 
+# What an interpreter or its jax can break, once and in a minute: the command line and its help, options, messages, client
+# and server over processes, the engine, the demo model through every layer, sampling, programs from the disk, each
+# attention kernel and, of what jax keeps private, the interpreters and lowerings that tests stand on.
+COMPAT := \
+    tests/cli/test_command_line.py tests/cli/test_optimized.py tests/test_config.py tests/client/test_clients.py \
+    tests/cli/test_processes.py::test_a_server_says_what_it_does_and_ends_on_a_signal \
+    tests/cli/test_processes.py::test_the_demo_streams_and_prints_one_table \
+    tests/server/test_wire.py tests/server/test_generate.py tests/engine/test_engine.py \
+    tests/e2e/test_llm.py tests/e2e/test_demo_parity.py tests/device/test_sampling.py::test_tokens_are_the_oracles \
+    tests/device/test_saved_programs.py::test_saved_programs_run_as_those_that_were_compiled \
+    tests/kernels/test_paged_attention_cpu.py::TestCpu::test_ragged_rows \
+    tests/kernels/test_paged_attention_xla.py::TestXla::test_ragged_rows \
+    tests/kernels/test_paged_attention_tpu.py::test_rows_of_all_kinds_whose_keys_are_stored \
+    tests/kernels/test_paged_attention_gpu.py::test_the_kernel_is_right_and_free_of_races[refills] \
+    tests/aot/test_gpu_lowering.py::test_the_kernel_is_lowered tests/aot/test_tpu_lowering.py
+
+test-compat: $(STAMP)
+	@$(BIN)/python -m pytest -q -m 'not long' -n $(JOBS) --dist worksteal $(COMPAT) $(ARGS)
+
+compat: $(STAMP) ## test-compat and the demo on every other Python of this machine
+	@$(BIN)/python -m tools.compat
+
 # libtpu lies beside the packages, not among them: jax would take an installed one for a sign of TPUs. TPU_LIBRARY_PATH
 # names it to the processes that compile. The one that jax's metadata pins is 0.6 GB; .installed says which it is.
 aot: $(AOT)/.installed ## add libtpu, which compiles for TPUs without one
@@ -90,7 +113,7 @@ $(AOT)/.installed: $(STAMP)
 	@wanted=$$($(BIN)/python -m tools.libtpu_requirement); \
 	if [ "$$(cat $@ 2>/dev/null)" != "$$wanted" ]; then \
 	    echo "==> installing $$wanted into $(AOT)"; rm -rf $(AOT); \
-	    $(PIP) install --no-deps --target $(AOT) "$$wanted"; \
+	    $(INSTALL) --no-deps --target $(AOT) "$$wanted"; \
 	fi; \
 	echo "$$wanted" > $@
 
@@ -151,7 +174,7 @@ proto: $(STAMP) ## generate jpaged/_proto from protos/
 # The live parity tests compare with PyTorch; without it they are skipped, and nothing else needs it.
 torch: $(STAMP) ## add PyTorch for the parity tests
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
-	    echo "==> installing torch $(TORCH)"; $(PIP) install 'torch==$(TORCH)' --constraint $(CONSTRAINTS); }
+	    echo "==> installing torch $(TORCH)"; $(INSTALL) 'torch==$(TORCH)' --constraint $(CONSTRAINTS); }
 
 clean: ## remove .venv and everything made
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
