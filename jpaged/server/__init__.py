@@ -5,6 +5,7 @@ port.py        gRPC's server, which takes whatever peers send
 servicer.py    one method for each RPC
 wire.py        proto <-> types
 status.py      errors -> status codes with details
+freed_memory.py  memory of large requests, given back
 workers.py     threads for what grows with a request
 stream.py      the engine's thread -> asyncio
 metrics.py     what Prometheus is told

@@ -48,11 +48,7 @@ SERVICE_NAMES = (
 )
 _HEALTH_NAMES = ("", *SERVICE_NAMES)
 
-_MAX_REQUEST_BYTES = 4 << 20
-"""What gRPC takes by default, and a million tokens as text or ids. A message is parsed on the event loop: two million
-empty ones inside it, the worst, take 0.15 s, and streams wait."""
 _CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
     ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss for each connection
     # A stream is silent while its prompt is computed: clients may ping every 10 s to see that we live. By default gRPC
     # answers pings more often than every 5 minutes with GOAWAY.
@@ -161,7 +157,8 @@ class Server:
         """
         self._prefix = _text_of(self._config.server.pin_prefix)
         self._bridge = Bridge(asyncio.get_running_loop())
-        self._grpc = make_server(_CHANNEL_OPTIONS)
+        max_bytes = int(self._config.server.max_request_size * 2**20)
+        self._grpc = make_server((("grpc.max_receive_message_length", max_bytes), *_CHANNEL_OPTIONS))
         self._inference = InferenceServicer(self, self._bridge)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, self._grpc)
         control = ControlServicer(self, self._inference)

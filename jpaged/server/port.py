@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from jpaged.errors import InvalidArgument
+from jpaged.server.freed_memory import FreedMemory
 from jpaged.server.status import refuse
 
 _LOG = logging.getLogger(__name__)
@@ -44,27 +45,33 @@ def make_server(options: Sequence[Option]) -> aio.Server:
 class _Decoding(aio.ServerInterceptor):
     """Reads requests here: gRPC hands over bytes."""
 
+    def __init__(self) -> None:
+        self._freed = FreedMemory()
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         """The method's handler, with messages in place of bytes."""
-        return _reading(await continuation(handler_call_details))
+        return _reading(await continuation(handler_call_details), self._freed)
 
 
-def _reading(handler: Any) -> grpc.RpcMethodHandler:
+def _reading(handler: Any, freed: FreedMemory) -> grpc.RpcMethodHandler:
     """A handler that does what `handler` does, and reads its requests off the call itself."""
-    decode = handler.request_deserializer
+
+    def decode(content: bytes) -> Any:
+        freed.note(len(content))
+        return handler.request_deserializer(content)
 
     async def answer(_: object, context: Any) -> Any:
         try:
-            request = await _read(context, decode)
-            if request is None:
-                await refuse(context, InvalidArgument("request", "is missing: the call ended without a message"))
-            return await (handler.unary_stream or handler.unary_unary)(request, context)
+            return await (handler.unary_stream or handler.unary_unary)(await _read_one(context, decode), context)
         except aio.InternalError as error:
             raise _gone(error) from None
+        except aio.AbortError as error:
+            error.__context__ = None
+            raise error.with_traceback(None) from None  # gRPC keeps it, and so its frames, which hold the request
 
     async def answer_each(_: object, context: Any) -> AsyncIterator[Any]:
         async def requests() -> AsyncIterator[Any]:
@@ -81,6 +88,14 @@ def _reading(handler: Any) -> grpc.RpcMethodHandler:
         return grpc.stream_stream_rpc_method_handler(answer_each, response_serializer=handler.response_serializer)
     make = grpc.stream_stream_rpc_method_handler if handler.unary_stream else grpc.stream_unary_rpc_method_handler
     return make(answer, response_serializer=handler.response_serializer)
+
+
+async def _read_one(context: Any, decode: Callable[[bytes], Any]) -> Any:
+    """The message of a call that has one."""
+    request = await _read(context, decode)
+    if request is None:
+        await refuse(context, InvalidArgument("request", "is missing: the call ended without a message"))
+    return request
 
 
 async def _read(context: Any, decode: Callable[[bytes], Any]) -> Any:

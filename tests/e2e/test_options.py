@@ -37,6 +37,7 @@ SERVER_VALUES = {
     "served_model_name": "another",
     "host": "0.0.0.0",
     "port": 1,
+    "max_request_size": 2.0,
     "shutdown_timeout": 1.0,
     "enable_reflection": False,
     "pin_prefix": "file",

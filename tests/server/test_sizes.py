@@ -1,17 +1,19 @@
 """A request of any size holds up no other: it is refused by its size, or worked on beside the streams."""
 
 import asyncio
+import gc
 import threading
 
 import pytest
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged.server import freed_memory
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from jpaged.types import MAX_DETOKENIZE_IDS, MIN_MAX_TOKENIZE_BYTES
-from tests.server.harness import collect, details_of, failure_of, request, running
+from tests.server.harness import collect, details_of, eventually, failure_of, request, running
 
 EMPTY_TURN = b"\x0a\x00"
-NUM_TURNS = 1_000_000
+NUM_TURNS = 500_000
 
 
 def length_delimited(number, payload):
@@ -47,18 +49,18 @@ SENT = [
         "Generate",
         lambda: many_turns(inference_pb2.GenerateRequest, 4),
         "chat.messages",
-        "1000000 messages; at most 8192",
+        "500000 messages; at most 8192",
     ),
     (
         "Tokenize",
         lambda: many_turns(inference_pb2.TokenizeRequest, 2),
         "chat.messages",
-        "1000000 messages; at most 8192",
+        "500000 messages; at most 8192",
     ),
-    ("Generate", lambda: generate(text="x" * 3_000_000), "sampling.max_tokens", "3000000 bytes of text"),
+    ("Generate", lambda: generate(text="x" * 1_000_000), "sampling.max_tokens", "1000000 bytes of text"),
     (
         "Tokenize",
-        lambda: inference_pb2.TokenizeRequest(text="x" * 3_000_000),
+        lambda: inference_pb2.TokenizeRequest(text="x" * 1_000_000),
         "text",
         f"over the limit of {MIN_MAX_TOKENIZE_BYTES}",
     ),
@@ -97,6 +99,47 @@ async def test_what_is_too_large_is_refused_by_its_size(harness, method, message
     assert (error.code().name, violation.field) == ("INVALID_ARGUMENT", field)
     assert problem in violation.description
     assert len(violation.description) < 500
+
+
+async def test_the_largest_message_is_what_the_operator_says():
+    message = inference_pb2.TokenizeRequest(text="x" * 70_000)
+    async with running(executor=FakeExecutor()) as harness:
+        assert len((await harness.inference.Tokenize(message)).token_ids) == 70_000
+    async with running(executor=FakeExecutor(), max_request_size=0.0625) as harness:
+        error = await failure_of(harness.inference.Tokenize(message))
+        assert error.code().name == "RESOURCE_EXHAUSTED"
+        assert "65536" in error.details()
+
+
+async def test_a_request_that_was_refused_is_not_kept(harness):
+    """Not even until Python looks for cycles, which takes long enough to be felt."""
+    sent = length_delimited(4, EMPTY_TURN * NUM_TURNS)
+    gc.disable()
+    try:
+        method = harness.channel.unary_stream("/jpaged.v1.InferenceService/Generate")
+        for _ in range(2):
+            assert (await failure_of(method(sent))).code().name == "INVALID_ARGUMENT"
+        await eventually(lambda: not any(map(is_large, gc.get_objects())))
+    finally:
+        gc.enable()
+
+
+def is_large(thing):
+    return type(thing) is inference_pb2.GenerateRequest and len(thing.chat.messages) == NUM_TURNS
+
+
+async def test_memory_is_given_back_once_after_large_messages_and_never_after_small_ones(monkeypatch):
+    monkeypatch.setattr(freed_memory, "_DELAY_S", 0.0)
+    given_back = asyncio.Semaphore(0)
+    loop = asyncio.get_running_loop()
+    freed = freed_memory.FreedMemory(lambda: loop.call_soon_threadsafe(given_back.release))
+    freed.note(freed_memory.LARGE_BYTES - 1)
+    for _ in range(3):
+        freed.note(freed_memory.LARGE_BYTES)
+    await asyncio.wait_for(given_back.acquire(), 60)
+    freed.note(freed_memory.LARGE_BYTES)
+    await asyncio.wait_for(given_back.acquire(), 60)
+    assert given_back.locked()
 
 
 class Held(ByteTokenizer):
