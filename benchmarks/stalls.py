@@ -250,7 +250,10 @@ def line_of(result: Result) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stalls", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.stalls",
+        description="How long a stream waits while one request of the worst kind is worked on, and what memory stays.",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
