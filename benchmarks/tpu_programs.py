@@ -29,7 +29,7 @@ from jpaged.config import EngineConfig
 from jpaged.device.blueprint import abstract_serving, program_lowerings
 from jpaged.device.compile import ProgramSpec
 from jpaged.device.mesh import build_mesh, local_bytes
-from jpaged.device.program_report import Collective, ProgramReport, collectives, made_arrays
+from jpaged.device.program_report import Collective, MadeArray, ProgramReport, collectives, made_arrays
 from jpaged.device.step import Step
 from jpaged.device.topology import compile_only_devices, compiler_environment, find_topology
 from jpaged.models.known import known_config
@@ -57,7 +57,8 @@ class ProgramResult:
         num_blocks: of the pool.
         weight_bytes: of all parameters.
         pool_bytes: of the pool.
-        made: arrays of the size of the pool, of a weight, or of one layer's part of either, that it makes.
+        made: arrays of the size of the pool, of a weight, or of one layer's part of either, that it makes, and those of
+            the size of all logits that it copies.
         collectives: what devices exchange.
         report: the memory that it takes; None if it does not fit.
         out_of_memory: what the compiler says then; else None.
@@ -171,9 +172,8 @@ def _compile(
         executable = lowered.compile()
         exchanged = tuple(collectives(executable))
         report = ProgramReport.of(executable)
-        made = tuple(
-            f"{array.opcode}{list(array.dims)}" for array in made_arrays(executable, _sizes(step, params, spec))
-        )
+        arrays = [*made_arrays(executable, _sizes(step, params, spec)), *_copied_logits(executable, step, spec)]
+        made = tuple(f"{array.opcode}{list(array.dims)}" for array in arrays)
     except jax.errors.JaxRuntimeError as error:
         if _OUT_OF_MEMORY not in str(error):
             raise
@@ -215,6 +215,14 @@ def _sizes(step: Step, params: Params, spec: ProgramSpec) -> set[int]:
     inner = config.intermediate_size // step.mesh.size
     widths = (config.hidden_size, inner, 2 * inner, heads * config.head_dim, (heads + 2 * groups) * config.head_dim)
     return {size for size in sizes if size >= _SMALL} - {spec.size * width for width in widths}
+
+
+def _copied_logits(executable: jax.stages.Compiled, step: Step, spec: ProgramSpec) -> list[MadeArray]:
+    """What a draw copies of all its logits: it may change them, and make others."""
+    if spec.kind != "draw":
+        return []
+    size = spec.size * step.model.config.vocab_size // step.mesh.size
+    return [array for array in made_arrays(executable, {size}) if array.opcode.startswith("copy")]
 
 
 def main(cells: Sequence[str]) -> None:

@@ -4,6 +4,9 @@
              └─ forbidden ids ──┬─ greedy rows: the largest
                                 └─ others: / temperature ─ min_p ─ top_k ─ top_p ─ + Gumbel noise: the largest
 
+- A logit of minus infinity is a token that cannot be. A row with NaN or plus infinity, or with nothing else left to
+  draw, is not sound: its log-probability is NaN, whatever token it names. Both are seen in sums that are there anyway.
+
 - min_p drops tokens less likely than min_p times the likeliest, after temperature, as vLLM does.
 - top_k keeps the k likeliest, top_p the smallest set of likeliest of what is left whose share reaches top_p. Both are
   thresholds on the logit: tokens that tie with the last one kept are kept too, so the likeliest token always is.
@@ -28,6 +31,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jpaged.device import noise
 from jpaged.device.vocabulary import Vocabulary
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, UInt32
 
 _SMALLEST = 1e-30  # what smaller temperatures and top_p count as: above the subnormal numbers, which devices round to 0
+_ROWS = Layout((0, 1))  # XLA for TPUs would have a matrix product make columns, and copy them for the loop
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +66,7 @@ class Drawn:
 
     Attributes:
         token_ids_r: the tokens.
-        logprobs_r: their log-probabilities; NaN where the logits were.
+        logprobs_r: their log-probabilities; NaN exactly in the rows that are not sound.
         ranks_r: 1 and the number of tokens that are likelier.
         top_ids_rk: the likeliest tokens in order, or None.
         top_logprobs_rk: theirs, or None.
@@ -76,24 +81,29 @@ class Drawn:
 
 def sample(logits_rv: Float[Array, "R V"], how: RowSampling, vocabulary: Vocabulary, *, want_top: bool) -> Drawn:
     """Draws one token a row. `logits_rv` is float32: the vocabulary's, or this device's columns of them."""
-    ids_v = vocabulary.ids(logits_rv.shape[1])
     if vocabulary.axis is not None:  # padding
-        logits_rv = jnp.where(ids_v < vocabulary.size, logits_rv, -jnp.inf)
-    allowed_rv = _if_any(how.forbidden_ids_rx < vocabulary.size, _forbid, logits_rv, how, vocabulary)
+        logits_rv = jnp.where(vocabulary.ids(logits_rv.shape[1]) < vocabulary.size, logits_rv, -jnp.inf)
+    logits_rv = with_layout_constraint(logits_rv, _ROWS)
+    top = vocabulary.top_k(logits_rv, min(TOP_WIDTH, vocabulary.size)) if want_top else None
+    largest_r1 = vocabulary.max(logits_rv) if top is None else top[0].max(axis=1, keepdims=True)
+    # What needs all logits is done by then, and the loop depends on it: so it may change them where they lie.
+    forbidden_ids_rx = jnp.where(jnp.isfinite(largest_r1), how.forbidden_ids_rx, vocabulary.size)
+    allowed_rv, taken_rx = _forbid(logits_rv, forbidden_ids_rx, vocabulary)
     token_ids_r = lax.cond(
         jnp.any(how.temperature_r > 0),
         lambda x_rv: _draw(x_rv, how, vocabulary),
         lambda x_rv: first_largest(x_rv, vocabulary),
         allowed_rv,
     )
-    chosen_r1 = vocabulary.pick(logits_rv, token_ids_r)
-    log_total_r1 = vocabulary.log_sum_exp(logits_rv)
-    ranks_r = 1 + _count(logits_rv > chosen_r1, vocabulary)
-    drawn = Drawn(token_ids_r, (chosen_r1 - log_total_r1)[:, 0], ranks_r)
-    if not want_top:
-        return drawn
-    top_rk, top_ids_rk = vocabulary.top_k(logits_rv, min(TOP_WIDTH, vocabulary.size))
-    return Drawn(drawn.token_ids_r, drawn.logprobs_r, drawn.ranks_r, top_ids_rk, top_rk - log_total_r1)
+    chosen_r1 = vocabulary.pick(allowed_rv, token_ids_r)
+    ranks_r = 1 + _count(vocabulary, allowed_rv > chosen_r1, taken_rx > chosen_r1)
+    log_total_r1 = vocabulary.log_sum_exp(largest_r1, allowed_rv, taken_rx)
+    is_sound_r1 = jnp.isfinite(chosen_r1) & jnp.isfinite(log_total_r1)
+    logprobs_r = jnp.where(is_sound_r1, chosen_r1 - log_total_r1, jnp.nan)[:, 0]
+    if top is None:
+        return Drawn(token_ids_r, logprobs_r, ranks_r)
+    top_rk, top_ids_rk = top
+    return Drawn(token_ids_r, logprobs_r, ranks_r, top_ids_rk, top_rk - log_total_r1)
 
 
 def first_largest(x_rv: Float[Array, "R V"], vocabulary: Vocabulary) -> Int[Array, "R"]:
@@ -114,10 +124,28 @@ def _if_any(
     return lax.cond(jnp.any(is_needed), lambda x: change(x, how, vocabulary), lambda x: x, x)
 
 
-def _forbid(logits_rv: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> jax.Array:
-    rows_r1 = jnp.arange(logits_rv.shape[0])[:, None]
-    columns_rx = vocabulary.columns(how.forbidden_ids_rx, logits_rv.shape[1])
-    return logits_rv.at[rows_r1, columns_rx].set(-jnp.inf, mode="drop")
+def _forbid(
+    logits_rv: jax.Array, ids_rx: Int[Array, "R X"], vocabulary: Vocabulary
+) -> tuple[Float[Array, "R V"], Float[Array, "R X"]]:
+    """The logits with minus infinity for the forbidden tokens, and what those had (of a device, its own).
+
+    A loop over the columns in use, and no branch: XLA runs a loop in place, and where nothing is forbidden it does not
+    run. A branch gives an array of its own, so that one which does nothing copies its input: on a TPU v6e 0.2 ms for
+    256 rows of Llama 3.
+    """
+    is_used_x = jnp.any(ids_rx < vocabulary.size, axis=0)
+    num_columns = jnp.max(jnp.where(is_used_x, jnp.arange(1, len(is_used_x) + 1), 0))
+    ids_v = vocabulary.ids(logits_rv.shape[1])
+
+    def take(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x_rv, taken_rx = state
+        ids_r1 = lax.dynamic_slice_in_dim(ids_rx, i, 1, axis=1)
+        taken_r1 = vocabulary.pick_here(x_rv, ids_r1, -jnp.inf)
+        # The second condition says only that the value was read before it is overwritten.
+        x_rv = jnp.where((ids_v == ids_r1) & (taken_r1 > -jnp.inf), -jnp.inf, x_rv)
+        return x_rv, lax.dynamic_update_slice_in_dim(taken_rx, taken_r1, i, axis=1)
+
+    return lax.fori_loop(0, num_columns, take, (logits_rv, jnp.full(ids_rx.shape, -jnp.inf, logits_rv.dtype)))
 
 
 def _draw(logits_rv: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> jax.Array:
@@ -149,7 +177,7 @@ def truncation_floor(scaled_rv: Float[Array, "R V"], how: RowSampling, vocabular
 
 def _top_k_floor(x_rv: jax.Array, top_k_r: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """The k-th largest value of each row."""
-    return _largest_threshold(x_rv, lambda floor_r1: _count(x_rv >= floor_r1, vocabulary) >= top_k_r)
+    return _largest_threshold(x_rv, lambda floor_r1: _count(vocabulary, x_rv >= floor_r1) >= top_k_r)
 
 
 def _top_p_floor(x_rv: jax.Array, floor_r1: jax.Array, top_p_r: jax.Array, vocabulary: Vocabulary) -> jax.Array:
@@ -162,9 +190,9 @@ def _top_p_floor(x_rv: jax.Array, floor_r1: jax.Array, top_p_r: jax.Array, vocab
     return jnp.where(top_p_r[:, None] < 1, found_r1, -jnp.inf)
 
 
-def _count(is_so_rv: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+def _count(vocabulary: Vocabulary, *is_so: jax.Array) -> jax.Array:
     """True values in each row. Summed as float32, which CPUs do 3 times as fast, and exact up to 2^24 of them."""
-    return vocabulary.sum(jnp.where(is_so_rv, 1.0, 0.0)).astype(jnp.int32)
+    return vocabulary.sum(*(jnp.where(is_so_rv, 1.0, 0.0) for is_so_rv in is_so)).astype(jnp.int32)
 
 
 def _largest_threshold(x_rv: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:

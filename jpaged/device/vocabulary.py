@@ -8,6 +8,8 @@ Nothing here moves more than a few numbers a row between devices.
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,9 +44,13 @@ class Vocabulary:
 
     def pick(self, x_rv: Float[Array, "R V"], ids_r: Int[Array, "R"]) -> Float[Array, "R 1"]:
         """Each row's value of one token."""
-        columns_r1 = self.columns(ids_r, x_rv.shape[1])[:, None]
-        here_r1 = jnp.take_along_axis(x_rv, columns_r1, axis=1, mode="fill", fill_value=0)
+        here_r1 = self.pick_here(x_rv, ids_r[:, None], 0)
         return here_r1 if self.axis is None else lax.psum(here_r1, self.axis)
+
+    def pick_here(self, x_rv: Float[Array, "R V"], ids_r1: Int[Array, "R 1"], missing: float) -> Float[Array, "R 1"]:
+        """Each row's value of one token where this device has it, and what counts as its value where not."""
+        columns_r1 = self.columns(ids_r1, x_rv.shape[1])
+        return jnp.take_along_axis(x_rv, columns_r1, axis=1, mode="fill", fill_value=missing)
 
     def max(self, x_rv: Float[Array, "R V"]) -> Float[Array, "R 1"]:
         """The largest of each row."""
@@ -56,17 +62,18 @@ class Vocabulary:
         here_r = x_rv.min(axis=1)
         return here_r if self.axis is None else lax.pmin(here_r, self.axis)
 
-    def sum(self, x_rv: Num[Array, "R V"]) -> Num[Array, "R"]:
-        """The sum of each row."""
-        here_r = x_rv.sum(axis=1)
+    def sum(self, *parts: Num[Array, "R ..."]) -> Num[Array, "R"]:
+        """The sum of each row, over all that is given."""
+        here_r = functools.reduce(operator.add, (x_rv.sum(axis=1) for x_rv in parts))
         return here_r if self.axis is None else lax.psum(here_r, self.axis)
 
-    def log_sum_exp(self, x_rv: Float[Array, "R V"]) -> Float[Array, "R 1"]:
-        """log(sum(exp(x))) of each row; NaN where one of them is."""
-        if self.axis is None:
-            return jax.nn.logsumexp(x_rv, axis=1, keepdims=True)
-        largest_r1 = self.max(x_rv)
-        return largest_r1 + jnp.log(self.sum(jnp.exp(x_rv - largest_r1)))[:, None]
+    def log_sum_exp(self, largest_r1: Float[Array, "R 1"], *parts: Float[Array, "R ..."]) -> Float[Array, "R 1"]:
+        """log(sum(exp(x))) of each row over all that is given, whose largest is known.
+
+        Not finite where one of them is NaN or plus infinity, or all are minus infinity: a sum of NaN is NaN on every
+        backend and over devices, which the largest need not be.
+        """
+        return largest_r1 + jnp.log(self.sum(*(jnp.exp(x_rv - largest_r1) for x_rv in parts)))[:, None]
 
     def top_k(self, x_rv: Float[Array, "R V"], k: int) -> tuple[Float[Array, "R K"], Int[Array, "R K"]]:
         """The k largest of each row in order, and their tokens; of equals the lower token comes first."""

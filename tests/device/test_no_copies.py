@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -13,6 +14,7 @@ from jpaged.device.blueprint import plan, program_lowerings
 from jpaged.device.compile import ProgramSpec
 from jpaged.device.mesh import Placement, build_mesh
 from jpaged.models.layers import LayerMode
+from jpaged.models.llama import Llama
 from tests.device import tiny_model
 from tests.device.hlo import pool_sized_operations
 
@@ -45,6 +47,22 @@ def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: s
     assert memory.alias_size_in_bytes == layout.num_bytes
     assert memory.temp_size_in_bytes < layout.num_bytes // 10
     assert pool_sized_operations(executable, math.prod(layout.shape)) == set()
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("want_top", [False, True])
+def test_a_draw_copies_no_logits(want_top: bool, num_devices: int) -> None:
+    """Of a size that nothing but logits has: no weight, and no alternatives."""
+    num_rows, options = 24, EngineConfig.load({"max_num_seqs": 24, "max_num_batched_tokens": 24, "max_model_len": 64})
+    mesh, config = build_mesh(jax.devices()[:num_devices]), dataclasses.replace(tiny_model.CONFIG, vocab_size=397)
+    model = Placement.of(Llama(config, jnp.dtype("float32")), mesh, "loop").model
+    step, geometry = plan(model, options, "loop", 64, mesh)
+    params = Placement.of(model, mesh, "loop").abstract_params()
+    spec = ProgramSpec("draw", num_rows, want_top=want_top)
+    executable = program_lowerings(step, params, geometry)[spec]().compile()
+    made = pool_sized_operations(executable, num_rows * model.config.vocab_size // num_devices)
+    assert made  # of this size there are some
+    assert not {opcode for opcode in made if opcode.startswith("copy")}
 
 
 def test_the_check_sees_a_copy() -> None:

@@ -152,11 +152,54 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
     assert draw(np.array([[0.0, 3.0, 3.0, 1.0]], np.float32), [Params(temperature=0.0)]) == [1]
 
 
-def test_nan_logits_give_a_token_of_the_vocabulary_and_a_nan_logprob() -> None:
-    logits = np.full((2, V), np.nan, np.float32)
-    drawn = _sample(logits, row_sampling([Params(temperature=0.0), Params(top_p=0.5)]), want_top=False)
-    assert (np.asarray(drawn.token_ids_r) < V).all()
-    assert np.isnan(drawn.logprobs_r).all()
+NAN, INF = np.nan, np.inf
+UNSOUND: dict[str, tuple[dict[int, float], tuple[int, ...]]] = {
+    "a NaN": ({7: NAN}, ()),
+    "a NaN of the other sign": ({7: -NAN}, ()),
+    "all NaN": (dict.fromkeys(range(V), NAN), ()),
+    "plus infinity": ({7: INF}, ()),
+    "two of it": ({7: INF, 60: INF}, ()),
+    "a forbidden NaN": ({7: NAN}, (7,)),
+    "a forbidden infinity": ({7: INF}, (3, 7)),
+    "all minus infinity": (dict.fromkeys(range(V), -INF), ()),
+    "nothing left": (dict.fromkeys(range(4, V), -INF), (0, 1, 2, 3)),
+}
+"""Logits that a row has here and there, and what it may not draw."""
+WAYS = (Params(temperature=0.0), Params(), Params(top_k=5, top_p=0.8, min_p=0.01))
+
+
+def unsound_rows() -> tuple[np.ndarray, list[Params], np.ndarray]:
+    """Logits, how to draw, and which rows are not sound: each case next to a row that is, drawn in each way."""
+    cases = [(way, *case) for way in WAYS for case in UNSOUND.values()]
+    logits, rows = random_logits(2 * len(cases)), [Params()] * (2 * len(cases))
+    for i, (way, values, forbidden) in enumerate(cases):
+        logits[2 * i + 1, list(values)] = list(values.values())
+        rows[2 * i], rows[2 * i + 1] = way, dataclasses.replace(way, forbidden=forbidden)
+    return logits, rows, np.arange(2 * len(cases)) % 2 == 1
+
+
+@pytest.mark.parametrize("want_top", [False, True])
+def test_a_row_that_is_not_sound_says_so_and_names_a_token(want_top: bool) -> None:
+    logits, rows, is_unsound = unsound_rows()
+    drawn = _sample(logits, row_sampling(rows), want_top=want_top)
+    np.testing.assert_array_equal(np.isnan(drawn.logprobs_r), is_unsound)
+    assert ((np.asarray(drawn.token_ids_r) >= 0) & (np.asarray(drawn.token_ids_r) < V)).all()
+    clean = np.where(is_unsound[:, None], random_logits(len(rows)), logits)
+    undisturbed = _sample(clean, row_sampling(rows), want_top=want_top)
+    for got, want in zip(jax.tree.leaves(drawn), jax.tree.leaves(undisturbed), strict=True):
+        np.testing.assert_array_equal(got[~is_unsound], want[~is_unsound])
+
+
+@pytest.mark.parametrize("want_top", [False, True])
+def test_minus_infinity_is_a_token_that_cannot_be(want_top: bool) -> None:
+    logits = np.full((9, V), -INF, np.float32)
+    logits[:3, 5], logits[3:6, [2, 9]], logits[6:, [0, 1, 60]] = 3.0, 1.0, 2.0
+    forbidden = ((), (2, 30), (0, 1))
+    rows = [dataclasses.replace(way, forbidden=ids) for ids in forbidden for way in WAYS]
+    drawn = _sample(logits, row_sampling(rows), want_top=want_top)
+    assert np.asarray(drawn.token_ids_r).tolist() == [5] * 3 + [9] * 3 + [60] * 3
+    np.testing.assert_allclose(drawn.logprobs_r, -np.log(np.repeat([1, 2, 3], 3)), atol=1e-6)
+    assert np.asarray(drawn.ranks_r).tolist() == [1] * 9
 
 
 @pytest.mark.parametrize(

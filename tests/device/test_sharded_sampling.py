@@ -14,7 +14,7 @@ from jpaged.device import noise, sampling
 from jpaged.device.mesh import LOGITS_SPEC, MODEL_AXIS, build_mesh, on_shards
 from jpaged.device.vocabulary import Vocabulary
 from tests.device.sampling_oracle import Params
-from tests.device.test_sampling import V, random_logits, row_sampling
+from tests.device.test_sampling import V, random_logits, row_sampling, unsound_rows
 
 NUM_PARTS = (2, 4, 8)
 
@@ -74,13 +74,16 @@ def test_ties_between_devices_go_to_the_lowest_token(num_parts: int) -> None:
     assert_same_draw(got, sample_whole(logits, how, want_top=True))
 
 
-def test_a_row_of_nan_still_names_a_token() -> None:
-    logits, how = random_logits(3), row_sampling([Params(temperature=0.0), Params(temperature=0.0), Params(seed=1)])
-    logits[1:] = np.nan
-    got = sample_split(logits, how, 4, want_top=False)
-    want = sample_whole(logits, how, want_top=False)
-    assert np.asarray(got.token_ids_r).tolist() == np.asarray(want.token_ids_r).tolist()
-    assert np.isnan(np.asarray(got.logprobs_r)).tolist() == [False, True, True]
+@pytest.mark.parametrize("want_top", [False, True])
+def test_every_number_of_devices_sees_which_rows_are_not_sound(want_top: bool) -> None:
+    logits, rows, is_unsound = unsound_rows()
+    how = row_sampling(rows)
+    want = sample_whole(logits, how, want_top=want_top)
+    for num_parts in NUM_PARTS:
+        got = sample_split(logits, how, num_parts, want_top=want_top)
+        np.testing.assert_array_equal(np.isnan(np.asarray(got.logprobs_r)), is_unsound)
+        np.testing.assert_array_equal(got.token_ids_r[~is_unsound], want.token_ids_r[~is_unsound])
+        assert (np.asarray(got.token_ids_r) < V).all()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 7, 64])
