@@ -159,6 +159,7 @@ class Load:
     num_prefix_hit_tokens: int
     num_cascade_steps: int
     num_cascade_tokens: int
+    num_nonfinite_requests: int
     replicas: tuple[ReplicaLoad, ...]
 
 

@@ -72,6 +72,11 @@ def decode_moves(payload: bytearray) -> BlockMoves:
     return BlockMoves(_MOVES_BY_CODE[code], ids[:count], ids[count:])
 
 
+def drawn_of(outputs: StepOutputs) -> np.ndarray:
+    """What every process has to have drawn: tokens, and where there is none."""
+    return np.where(outputs.is_sound_r, outputs.token_ids_r, -1)
+
+
 def digest_of(told: Sequence[bytes | bytearray], token_ids_r: np.ndarray) -> bytes:
     """Of what was dispatched, and what it drew."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -221,7 +226,7 @@ class LeaderExecutor:
             self._leader.send(Kind.COLLECT, _NUMBER.pack(handle.number))
             outputs = self._executor.collect(handle.own)
             try:
-                self._check.add_own(handle.number, handle.told, outputs.token_ids_r)
+                self._check.add_own(handle.number, handle.told, drawn_of(outputs))
             except InternalError as error:
                 self._leader.fail(error)
                 raise
@@ -295,7 +300,7 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
                 if payload != _NUMBER.pack(number):
                     raise InternalError(f"step {_NUMBER.unpack(payload)[0]} is collected before step {number}")
                 outputs = executor.collect(handle)
-                follower.send(Kind.DIGEST, _NUMBER.pack(number), digest_of(parts, outputs.token_ids_r))
+                follower.send(Kind.DIGEST, _NUMBER.pack(number), digest_of(parts, drawn_of(outputs)))
             case Kind.END:
                 return
             case _:

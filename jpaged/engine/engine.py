@@ -35,6 +35,7 @@ from jpaged.engine.reserved_memory import ReservedMemory
 from jpaged.engine.schedule import Schedule
 from jpaged.engine.scheduler import Scheduler, SchedulerLimits
 from jpaged.engine.sequence import Group, Sequence, Sink
+from jpaged.engine.soundness import Soundness
 from jpaged.engine.stats import DEADLINE, EngineLoad, StepStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import (
@@ -115,6 +116,7 @@ class Engine:
         self._pins = PinnedPrefixes(self._memory, geometry)
         self._publisher = Publisher(tokenizer, eos_token_ids)
         self._stats = StepStats(geometry, clock)
+        self._soundness = Soundness(self._memory, self._publisher, self._stats)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._groups: dict[str, Group] = {}
         self._deadlines = Deadlines()
@@ -332,6 +334,8 @@ class Engine:
         outputs = self._executor.collect(handle)
         now = self.clock()
         self._device_wait_s = now - waiting_since_s
+        for group in self._soundness.fail_unsound(schedule, outputs):
+            self._release(group)
         beams: dict[Group, dict[Sequence, int]] = {}
         for row, scheduled in enumerate(schedule.rows):
             group, sequence = scheduled.group, scheduled.sequence

@@ -213,7 +213,8 @@ class StepOutputs:
 
     Attributes:
         token_ids_r: the drawn tokens.
-        logprobs_r: their log-probabilities under the model's own distribution (before temperature and truncation).
+        logprobs_r: their log-probabilities under the model's own distribution (before temperature and truncation); NaN
+            in the rows that are not sound, see `is_sound_r`.
         ranks_r: 1 for the likeliest token.
         top_ids_rk: the likeliest tokens in order; None unless want_top.
         top_logprobs_rk: theirs.
@@ -224,6 +225,11 @@ class StepOutputs:
     ranks_r: I32
     top_ids_rk: I32 | None = None
     top_logprobs_rk: F32 | None = None
+
+    @property
+    def is_sound_r(self) -> Bool:
+        """False where a token means nothing: the logits hold NaN or plus infinity, or nothing is left to draw from."""
+        return ~np.isnan(self.logprobs_r)
 
 
 Handle = TypeVar("Handle")

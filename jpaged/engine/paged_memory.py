@@ -156,6 +156,18 @@ class PagedMemory:
             self._cache.insert(sequence.block_table.block_id(i), parent, keys[i], tokens)
         sequence.num_registered_blocks = num_full
 
+    def forget(self, sequence: Sequence) -> None:
+        """Also what it was given; but pinned blocks, whoever pinned them, stay."""
+        pinned = {block_id for table in self._pinned.values() for block_id in table.block_ids()}
+        for key in self._keys(sequence, len(sequence.token_ids) // self.block_size):
+            if key in self._host_blocks:
+                del self._host_keys[self._host_blocks.pop(key)]
+            block_id = self._cache.find(key) if self._cache.has_key(key) else None
+            if block_id is not None and block_id not in pinned:
+                self._cache.forget(block_id)
+                self._num_cached -= self._pool.is_free(block_id)
+        sequence.root_key = None
+
     def release(self, sequence: Sequence) -> None:
         self.settle(sequence)
         self._free(sequence.block_table)

@@ -176,6 +176,9 @@ class ReservedMemory:
         self._visitors.add(child)
         child.num_computed_tokens = parent.num_computed_tokens
 
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing is cached."""
+
     def settle(self, sequence: Sequence) -> None:
         """Nothing is cached; a sequence that was forked since the last time moves into its own region."""
         if sequence not in self._visitors:

@@ -60,6 +60,7 @@ class EngineLoad:
         num_cascade_tokens: tokens of context that were not read again by it.
         sum_reserved_slots: slots that were reserved, added up over all steps so far.
         slot_use: share of them that held a token; 0 before the first step.
+        num_nonfinite_requests: requests that ended because the model's logits were not finite.
         num_first_tokens: requests that got one.
         time_to_first_token_s: mean over them.
         host_s: what the host spent deciding, packing and publishing steps.
@@ -87,6 +88,7 @@ class EngineLoad:
     num_cascade_steps: int = 0
     num_cascade_tokens: int = 0
     num_requests_ended: int = 0
+    num_nonfinite_requests: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     sum_reserved_slots: int = 0
@@ -128,6 +130,7 @@ class StepStats:
         self._num_cascade_steps = 0
         self._num_cascade_tokens = 0
         self._num_requests_ended = 0
+        self._num_nonfinite_requests = 0
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._peak_blocks_used = 0
@@ -171,6 +174,10 @@ class StepStats:
         if group.ended_by in (FinishReason.STOP.value, FinishReason.LENGTH.value):
             self._histograms["end_to_end"].observe(now_s - group.arrival_s)
 
+    def count_not_finite(self) -> None:
+        """A request whose logits were not finite, besides `count_end`."""
+        self._num_nonfinite_requests += 1
+
     def count_host(self, seconds: float) -> None:
         """What a step took besides waiting for the device."""
         self._host_s += seconds
@@ -206,6 +213,7 @@ class StepStats:
             num_cascade_steps=self._num_cascade_steps,
             num_cascade_tokens=self._num_cascade_tokens,
             num_requests_ended=self._num_requests_ended,
+            num_nonfinite_requests=self._num_nonfinite_requests,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
             sum_reserved_slots=self._sum_reserved_slots,

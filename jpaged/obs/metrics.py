@@ -49,6 +49,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "jpaged:recomputed_tokens": ("num_recomputed_tokens", "Tokens of preempted groups that ran again."),
     "jpaged:cascade_steps": ("num_cascade_steps", "Steps in which rows read the blocks of a shared prefix together."),
     "jpaged:cascade_tokens": ("num_cascade_tokens", "Tokens of context that rows did not read again by it."),
+    "jpaged:nonfinite_requests": ("num_nonfinite_requests", "Requests that ended: the model's logits were not finite."),
     "jpaged:compiles_after_warm_up": ("num_compiles_after_warm_up", "Programs compiled while serving; 0, or a bug."),
     "jpaged:steps": ("num_steps", "Steps dispatched."),
     "jpaged:host_seconds": ("host_s", "Seconds that the host spent deciding, packing and publishing steps."),

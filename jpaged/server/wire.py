@@ -218,6 +218,7 @@ def load_of(load: EngineLoad, replica_loads: Iterable[EngineLoad]) -> control_pb
         num_prefix_hit_tokens=load.num_prefix_hit_tokens,
         num_cascade_steps=load.num_cascade_steps,
         num_cascade_tokens=load.num_cascade_tokens,
+        num_nonfinite_requests=load.num_nonfinite_requests,
         replicas=[_replica_load_of(replica) for replica in replica_loads],
     )
 

@@ -7,7 +7,8 @@ table; rows of a run read what they share through the table of its first. The ne
 
 so a wrong slot, a stale block or a shared one changes it. `noise` is 0 for a greedy row, and otherwise a number made of
 (seed, sequence index, position). Keys depend on everything in front of them, so a slot holds a digest of that beside
-its token: the right tokens after another prefix are a mistake as well, and reading them raises.
+its token: the right tokens after another prefix are a mistake as well, and reading them raises. A slot may be NaN, see
+`Faults`: a row that reads it draws nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from jpaged.errors import InternalError
 
 _LOGPROB_STEP = -0.125  # sums of it are exact, so that equal sums are equal
 _UNWRITTEN = -1
+_NAN = 1 << 40
+"""Added to the token in a slot whose keys and values are NaN."""
 _DIGEST_FACTOR = 6_364_136_223_846_793_005  # odd, so that no power of it is 0 in 64 bits
 _ANY_SHARING_PAYS = {"tile_tokens": 1.0, "query_share": 0.0, "query_tokens": 0.0, "step_tokens": 0.0}
 
@@ -47,10 +50,12 @@ class Faults:
 
     Attributes:
         fail_at_step: the dispatch of this step (counted from 0) raises, as a device that was lost would.
+        nan_token_ids: what is written for these tokens is NaN, and so are the logits of a row that reads it.
         gate: collect waits until it is set, so that a test can hold the engine inside a step.
     """
 
     fail_at_step: int | None = None
+    nan_token_ids: frozenset[int] = frozenset()
     gate: threading.Event = field(default_factory=threading.Event)
     _num_free: int | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -154,15 +159,19 @@ class FakeExecutor:
         self.num_steps += 1
         tokens_t = np.where(inputs.is_fed_back_t, self._last_tokens[inputs.fed_back_rows_t], inputs.token_ids_t)
         used = slice(0, inputs.num_tokens)
-        self._pool[inputs.slots_t[used], 0] = tokens_t[used]
+        is_nan_t = np.isin(tokens_t, list(self.faults.nan_token_ids))
+        self._pool[inputs.slots_t[used], 0] = (tokens_t + is_nan_t * _NAN)[used]
         for row in range(inputs.num_rows):
             self._write_digests(inputs, row)
         sampling = inputs.sampling
         token_ids_r = np.zeros(len(sampling.temperature_r), np.int32)
+        is_sound_r = np.ones(len(token_ids_r), np.bool_)
         for row in range(inputs.num_rows):
-            token_ids_r[row] = self._draw(self._context(inputs, row), sampling, row)
+            context = self._context(inputs, row)
+            is_sound_r[row] = context.max() < _NAN
+            token_ids_r[row] = self._draw(context % _NAN, sampling, row)
         self._last_tokens[: len(token_ids_r)] = token_ids_r[: len(self._last_tokens)]
-        return self._outputs(token_ids_r, sampling.want_top)
+        return self._outputs(token_ids_r, is_sound_r, sampling.want_top)
 
     def collect(self, handle: StepOutputs) -> StepOutputs:
         self.faults.wait()
@@ -239,15 +248,15 @@ class FakeExecutor:
             token_id = (token_id + 1) % self._geometry.vocab_size
         return token_id
 
-    def _outputs(self, token_ids_r: NDArray[np.int32], want_top: bool) -> StepOutputs:
-        num_rows = len(token_ids_r)
+    def _outputs(self, token_ids_r: NDArray[np.int32], is_sound_r: NDArray[np.bool_], want_top: bool) -> StepOutputs:
+        logprobs_r = np.where(is_sound_r, _LOGPROB_STEP, np.nan).astype(np.float32)
         offsets = np.arange(TOP_WIDTH, dtype=np.int32)
         top_ids = (token_ids_r[:, None] + offsets) % self._geometry.vocab_size
-        top_logprobs = np.broadcast_to((offsets + 1) * np.float32(_LOGPROB_STEP), top_ids.shape)
+        top_logprobs = (offsets + 1) * logprobs_r[:, None]
         return StepOutputs(
             token_ids_r=token_ids_r,
-            logprobs_r=np.full(num_rows, _LOGPROB_STEP, np.float32),
-            ranks_r=np.ones(num_rows, np.int32),
+            logprobs_r=logprobs_r,
+            ranks_r=np.ones(len(token_ids_r), np.int32),
             top_ids_rk=top_ids.astype(np.int32) if want_top else None,
             top_logprobs_rk=top_logprobs.astype(np.float32) if want_top else None,
         )

@@ -180,6 +180,25 @@ def _change(inputs: StepInputs, **changes: object) -> StepInputs:
     return dataclasses.replace(inputs, **changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("want_top", [False, True])
+def test_a_row_whose_keys_are_nan_is_not_sound_and_the_others_are_as_ever(
+    driver: Driver, executor: JaxExecutor, want_top: bool
+) -> None:
+    sequences = [driver.sequence(prompt(4, i), temperature=i * 0.5, seed=7) for i in range(3)]
+    rows = [Row(sequence, 4) for sequence in sequences]
+    undisturbed = driver.run(rows, want_top=want_top)
+    assert undisturbed.is_sound_r[:3].all()
+    for sequence in sequences:
+        sequence.num_computed = 3
+    pool = executor._pool.take()
+    executor._pool.put(pool.at[sequences[1].blocks[0]].set(np.nan))
+    disturbed = driver.run([Row(sequence, 1) for sequence in sequences], want_top=want_top)
+    assert disturbed.is_sound_r[:3].tolist() == [True, False, True]
+    assert disturbed.token_ids_r[[0, 2]].tolist() == undisturbed.token_ids_r[[0, 2]].tolist()
+    for sequence in sequences:
+        driver.release(sequence)
+
+
 def test_inputs_of_no_compiled_shape_are_refused_and_harm_nothing(driver: Driver, executor: JaxExecutor) -> None:
     sequence = driver.sequence(prompt(6))
     good = driver.inputs([Row(sequence, 6)])

@@ -231,3 +231,23 @@ async def test_a_drain_past_its_time_ends_a_call_whose_text_is_still_tokenised()
         error = await failure_of(call)
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         tokenizer.go_on.set()
+
+
+async def test_logits_that_are_not_finite_end_their_request_alone(harness, caplog):
+    harness.faults.hold_after(1)
+    good = harness.inference.Generate(request("hello", max_tokens=20))
+    await good.read()
+    harness.faults.nan_token_ids = frozenset({ord("%")})
+    bad = [harness.inference.Generate(request(f"{i}%", n=n)) for i, n in enumerate((1, 2, 3))]
+    harness.faults.release()
+    for call in bad:
+        error = await failure_of(call)
+        assert error.code() is grpc.StatusCode.INTERNAL
+        context = "there is no token 1 for sequence 0, after 2 tokens of context"
+        assert error.details() == f"the model's logits are not finite: {context}"
+    messages = await collect(good)
+    assert messages[-1].finish.reason == inference_pb2.FINISH_REASON_LENGTH
+    await eventually(lambda: harness.num_blocks_used == 0)
+    load = await harness.control.GetLoad(control_pb2.GetLoadRequest())
+    assert load.num_nonfinite_requests == 3
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("ERROR", None)]

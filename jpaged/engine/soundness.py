@@ -1,0 +1,65 @@
+"""Requests whose logits are not finite: they end with an error, and what they computed is found by nobody.
+
+    row   sound       its token goes on as ever, whatever the rows beside it are
+          not sound   live, and draws: its request fails, with all its sequences, and no other does
+                      of a sequence that ended: its prefix is forgotten, which was cached before this was known
+
+A row that computes a part of a prompt draws nothing and fails nothing: whether a request fails does not depend on how
+its prompt was cut. NaN in its keys or values makes the logits of its last token NaN.
+
+All that such a sequence has read is forgotten with what it wrote: one of them is at fault, and it is not known which.
+Who shares those blocks goes on, and is judged by its own logits. Pinned prefixes stay: they were sound when pinned. A
+block of NaN that is free harms nobody: slots are written before they are read.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from jpaged.engine.executor import StepOutputs
+from jpaged.engine.memory import KVMemory
+from jpaged.engine.publisher import Publisher
+from jpaged.engine.schedule import Schedule, ScheduledRow
+from jpaged.engine.sequence import Group
+from jpaged.engine.stats import StepStats
+from jpaged.errors import InternalError
+
+logger = logging.getLogger(__name__)
+
+
+class Soundness:
+    """Judges the rows of each step. Sends last events and forgets prefixes; blocks are the caller's to release."""
+
+    def __init__(self, memory: KVMemory, publisher: Publisher, stats: StepStats) -> None:
+        self._memory = memory
+        self._publisher = publisher
+        self._stats = stats
+        self._has_told = False
+
+    def fail_unsound(self, schedule: Schedule, outputs: StepOutputs) -> list[Group]:
+        """Sends their error to the requests whose rows are not sound; the groups, which hold their blocks still."""
+        failed: dict[Group, None] = {}
+        for row in np.flatnonzero(~outputs.is_sound_r[: len(schedule.rows)]).tolist():
+            scheduled = schedule.rows[row]
+            if not scheduled.sequence.is_live:
+                self._memory.forget(scheduled.sequence)
+            elif scheduled.draws_token and scheduled.group not in failed:
+                failed[scheduled.group] = None
+                self._fail(scheduled)
+        return list(failed)
+
+    def _fail(self, row: ScheduledRow) -> None:
+        group = row.group
+        error = InternalError(
+            f"the model's logits are not finite: there is no token {row.output_index + 1} for sequence "
+            f"{row.sequence.index}, after {row.start + row.num_tokens} tokens of context"
+        )
+        if not self._has_told:
+            self._has_told = True
+            logger.error("request %r: %s; more of these are only counted", group.request.request_id, error)
+        for sequence in group.sequences:
+            self._memory.forget(sequence)
+        self._stats.count_not_finite()
+        self._publisher.fail(group, error)
