@@ -27,6 +27,7 @@ from jpaged.device.step_sizes import Attention
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import Executor, Progress
 from jpaged.engine.intake import Intake
+from jpaged.engine.pins import pin_limit
 from jpaged.engine.replicas import Replicas, shares
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
 from jpaged.errors import Unsupported
@@ -87,6 +88,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         {
             "max_model_len": geometry.max_model_len,
             "num_blocks": geometry.num_blocks,
+            "max_pinned_blocks": pin_limit(options.server.max_pinned_blocks, geometry),
             "block_size": geometry.block_size,
             "max_num_seqs": geometry.max_num_seqs,
             "max_num_batched_tokens": geometry.max_num_batched_tokens,
@@ -219,6 +221,7 @@ def _make_engine(executor: Executor[Any], source: Source, options: EngineConfig,
             kv_policy=options.cache.kv_policy,
             enable_prefix_caching=options.cache.enable_prefix_caching,
             max_cached_tokens=source.config.max_prefix_len,
+            max_pinned_blocks=options.server.max_pinned_blocks,
         ),
         eos_token_ids=source.eos_token_ids,
     )

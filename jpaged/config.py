@@ -237,6 +237,20 @@ class ServerOptions:
         30.0, "after SIGTERM, running requests may take so long to finish", low=0.0, high=86400.0, unit="s"
     )
     enable_reflection: bool = option(True, "serve grpc.reflection, for grpcurl and the like")
+    disable_control: bool = option(
+        False, "answer Abort, PinPrefix and UnpinPrefix with PERMISSION_DENIED: clients end and keep nothing by name"
+    )
+    isolate_tenants: bool = option(
+        True,
+        "tenants (request metadata x-jpaged-tenant) share no cached prefix, no name of a pinned one and no request id; "
+        "off, the tenant counts for the policy fair alone",
+    )
+    max_pinned_blocks: int | None = option(
+        None,
+        "blocks that pinned prefixes may hold, in the pool of each replica; a quarter of it, as far as a request of "
+        "max_model_len can do with the rest, when left out",
+        low=0,
+    )
     pin_prefix: str | None = option(
         None, "a text file: prompts that begin with its text, as it stands there, always find it computed"
     )

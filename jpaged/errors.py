@@ -4,6 +4,7 @@
     ├── InvalidArgument (ValueError)            INVALID_ARGUMENT     the caller is wrong: field, value, limit
     │   └── RequestTooLong                      INVALID_ARGUMENT     it can never fit, whatever the load
     ├── NotFound (LookupError)                  NOT_FOUND            no such request, model or adapter
+    ├── PermissionDenied                        PERMISSION_DENIED    the operator has turned it off
     ├── AlreadyExists                           ALREADY_EXISTS       a request with this id is in flight
     ├── QueueFull                               RESOURCE_EXHAUSTED   the waiting queue is at its bound; try later
     ├── LimitExceeded                           RESOURCE_EXHAUSTED   over a limit of gRPC's own: trying again is no use
@@ -51,6 +52,12 @@ class NotFound(JpagedError, LookupError):
     """The thing that was named does not exist (any more)."""
 
     grpc_status: ClassVar[str] = "NOT_FOUND"
+
+
+class PermissionDenied(JpagedError):
+    """The operator has turned it off: says by which option."""
+
+    grpc_status: ClassVar[str] = "PERMISSION_DENIED"
 
 
 class AlreadyExists(JpagedError):

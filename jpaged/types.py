@@ -223,6 +223,7 @@ class Request:
         prompt: the text the ids came from; None when the caller sent ids.
         deadline_s: on the engine's clock; None means none.
         tenant: whose request it is, for the policy `fair`.
+        cache_tenant: whose cached prefixes it may use, and leaves; "" is everybody who is no tenant.
     """
 
     request_id: str
@@ -231,6 +232,7 @@ class Request:
     prompt: str | None = None
     deadline_s: float | None = None
     tenant: str = ""
+    cache_tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,9 @@ def test_choices_are_those_that_the_engine_knows():
 
 def test_resolving_leaves_nothing_open():
     sizes = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 8}
-    config = EngineConfig().resolve({"max_model_len": 64, "num_blocks": 9, "served_model_name": "demo", **sizes})
+    config = EngineConfig().resolve(
+        {"max_model_len": 64, "num_blocks": 9, "served_model_name": "demo", "max_pinned_blocks": 2, **sizes}
+    )
     assert (config.model.max_model_len, config.cache.num_blocks) == (64, 9)
     left_out = {name for name, value, _ in config.explain() if value == "None"}
     several = {"coordinator", "num_processes", "process_id"}

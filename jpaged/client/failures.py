@@ -20,6 +20,7 @@ _BY_CODE: dict[grpc.StatusCode, type[JpagedError]] = {
     grpc.StatusCode[kind.grpc_status]: kind
     for kind in (
         errors.NotFound,
+        errors.PermissionDenied,
         errors.AlreadyExists,
         errors.Unavailable,
         errors.DeadlineExceeded,

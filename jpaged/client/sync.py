@@ -78,7 +78,7 @@ class Client:
         target: "host:port", or a target with one of gRPC's schemes ("dns:///name:port", "unix:/path").
         timeout_s: what a call may take when it brings no timeout of its own; None is no limit.
         model: sent along with every request: a server of another model answers NotFound.
-        tenant: whose requests these are, for a server whose policy is `fair`.
+        tenant: whose requests, ids and pinned prefixes these are.
 
     Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
     """
@@ -257,7 +257,7 @@ class Client:
         while True:
             self._require_open()
             try:
-                return call.read(method(call.request, timeout=attempts.remaining_s))
+                return call.read(method(call.request, timeout=attempts.remaining_s, metadata=self._metadata))
             except grpc.RpcError as error:
                 wait_s = attempts.wait_s(error.code())
                 if wait_s is None:

@@ -371,7 +371,7 @@ def unpin_prefix_call(name: str) -> Call[None]:
 
 
 def metadata_of(tenant: str) -> tuple[tuple[str, str], ...]:
-    """What goes with a Generate call that a tenant makes.
+    """What goes with a call that a tenant makes.
 
     Raises:
         InvalidArgument: the name is not one that metadata carries as it is.

@@ -27,7 +27,7 @@ from jpaged.engine.cascade import share_prefixes
 from jpaged.engine.deadlines import Deadlines, is_over
 from jpaged.engine.executor import Executor, Geometry, StepOutputs
 from jpaged.engine.paged_memory import PagedMemory, PrefixOptions
-from jpaged.engine.pins import PinnedPrefixes
+from jpaged.engine.pins import Pin, PinnedPrefixes, pin_limit
 from jpaged.engine.preemption import Preemption
 from jpaged.engine.prefix_cache import Key
 from jpaged.engine.publisher import Publisher
@@ -78,6 +78,7 @@ class EngineOptions:
     kv_policy: str = "paged"
     enable_prefix_caching: bool = True
     max_cached_tokens: int | None = None
+    max_pinned_blocks: int | None = None
 
 
 class Engine:
@@ -113,7 +114,7 @@ class Engine:
                 batching=options.batching,
             ),
         )
-        self._pins = PinnedPrefixes(self._memory, geometry)
+        self._pins = PinnedPrefixes(self._memory, geometry, pin_limit(options.max_pinned_blocks, geometry))
         self._publisher = Publisher(tokenizer, eos_token_ids)
         self._stats = StepStats(geometry, clock)
         self._soundness = Soundness(self._memory, self._publisher, self._stats)
@@ -194,11 +195,11 @@ class Engine:
         dropped_s = self.clock()
         self._inbox.put(lambda: self._forget(request_id, dropped_s))
 
-    def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "") -> Future[int]:
+    def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "", tenant: str = "") -> Future[int]:
         """Computes a prefix and keeps its full blocks in the pool until `unpin_prefix`.
 
         Args:
-            salt: the cache_salt of the requests that may use it.
+            salt, tenant: cache_salt and cache_tenant of the requests that may use it; the name is the tenant's, too.
 
         Returns:
             the number of tokens that are pinned, once they are; or the error: AlreadyExists for the name,
@@ -208,18 +209,18 @@ class Engine:
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # once asked for it cannot be cancelled, so its result can always be set
         try:
-            request = self._pins.request(name, tuple(token_ids), salt)
+            request = self._pins.request((tenant, name), tuple(token_ids), salt)
         except JpagedError as error:
             future.set_exception(error)
         else:
-            self._compute_prefix(name, request, future)
+            self._compute_prefix((tenant, name), request, future)
         return future
 
-    def unpin_prefix(self, name: str) -> bool:
-        """Lets a pinned prefix be evicted again; False when none of that name is pinned."""
-        is_pinned = self._pins.take(name)
+    def unpin_prefix(self, name: str, tenant: str = "") -> bool:
+        """Lets a pinned prefix be evicted again; False when the tenant has pinned none of that name."""
+        is_pinned = self._pins.take((tenant, name))
         if is_pinned:
-            self._inbox.put(lambda: self._pins.release(name))
+            self._inbox.put(lambda: self._pins.release((tenant, name)))
         return is_pinned
 
     def has_prefix(self, key: Key) -> bool:
@@ -367,7 +368,7 @@ class Engine:
         group = Group(request, self._num_arrivals, arrival_s, sink, self.geometry.max_blocks_per_seq)
         self._num_arrivals += 1
         if not self._memory.can_ever_fit(group):
-            limit = f"{self._memory.use().num_blocks} blocks, less what pinned prefixes hold"
+            limit = f"{self._memory.num_blocks} blocks, less what pinned prefixes hold"
             error = RequestTooLong("sampling.max_tokens", f"the request can never fit into the pool: {limit}")
             self._publisher.fail(group, error)
             self._stats.count_end(group)
@@ -378,32 +379,32 @@ class Engine:
         self._scheduler.add(group)
         self._deadlines.add(group)
 
-    def _compute_prefix(self, name: str, request: Request, future: Future[int]) -> None:
+    def _compute_prefix(self, pin: Pin, request: Request, future: Future[int]) -> None:
         try:
-            self.submit(request, lambda event: self._keep_prefix(name, event, future))
+            self.submit(request, lambda event: self._keep_prefix(pin, event, future))
         except JpagedError as error:
-            self._pins.give_up(name)
+            self._pins.give_up(pin)
             future.set_exception(error)
 
-    def _keep_prefix(self, name: str, event: OutputEvent, future: Future[int]) -> None:
+    def _keep_prefix(self, pin: Pin, event: OutputEvent, future: Future[int]) -> None:
         """Takes the events of a request for a prefix; its blocks are pinned at the last, before it gives them back."""
         if not event.is_last:
             return
         error = event.error
         if error is None and event.finish is not None and event.finish.reason is FinishReason.ABORT:
-            error = Cancelled(f"the request for prefix {name!r} was aborted")
+            error = Cancelled(f"the request for prefix {pin[1]!r} was aborted")
         if error is None:
             group = self._groups[event.request_id]
             if not group.has_prompt_blocks:  # it was preempted with its last token in flight
-                self._compute_prefix(name, self._pins.renamed(name, group.request), future)
+                self._compute_prefix(pin, self._pins.renamed(pin, group.request), future)
                 return
             try:
-                num_tokens = self._pins.keep(name, group, [g for g in self._groups.values() if g is not group])
+                num_tokens = self._pins.keep(pin, group, [g for g in self._groups.values() if g is not group])
                 future.set_result(num_tokens)
                 return
             except InvalidArgument as no_room:
                 error = no_room
-        self._pins.give_up(name)
+        self._pins.give_up(pin)
         future.set_exception(error)
 
     def _expire(self) -> None:

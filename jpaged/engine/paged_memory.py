@@ -8,7 +8,7 @@ Composes the two pools with the prefix cache; the moves that its decisions need 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from jpaged.engine.block_pool import BlockPool, BlockTable
@@ -59,7 +59,7 @@ class PagedMemory:
         self._cache = PrefixCache(block_size)
         self._host_blocks: dict[Key, int] = {}
         self._host_keys: dict[int, Key] = {}
-        self._pinned: dict[str, BlockTable] = {}
+        self._pinned: dict[Hashable, BlockTable] = {}
         self._num_cached = 0
         self._ops = MemoryOps()
 
@@ -226,7 +226,7 @@ class PagedMemory:
         is_too_long = limit is not None and num_prompt_tokens > limit
         return 0 if is_too_long or not self._prefix.is_enabled else num_prompt_tokens // self.block_size
 
-    def pin(self, name: str, sequence: Sequence) -> int:
+    def pin(self, name: Hashable, sequence: Sequence) -> int:
         """Keeps the full blocks of a computed prompt under a name until `unpin`; the number of tokens kept.
 
         Where another block holds the same tokens it is that one which is found by its key, and pinned.
@@ -242,7 +242,7 @@ class PagedMemory:
         self._pinned[name] = table
         return len(keys) * self.block_size
 
-    def unpin(self, name: str) -> bool:
+    def unpin(self, name: Hashable) -> bool:
         """Lets a pinned prefix be evicted again; False when there is none of that name."""
         table = self._pinned.pop(name, None)
         if table is not None:

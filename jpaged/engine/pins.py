@@ -3,7 +3,9 @@
     pin_prefix("system", ids)    a request of one token runs; its full blocks are pinned when it ends
     unpin_prefix("system")       they are cached like any others again
 
-Names are given and taken by callers' threads, blocks by the engine's: a name is taken before its prefix is computed.
+Names are given and taken by callers' threads, blocks by the engine's: a name is taken, and its blocks are counted,
+before its prefix is computed. All pins together, each with all of its blocks, stay within a limit: the rest is for
+requests.
 """
 
 from __future__ import annotations
@@ -20,44 +22,78 @@ from jpaged.engine.sequence import Group
 from jpaged.errors import AlreadyExists, InvalidArgument, Unsupported
 from jpaged.types import Request, SamplingParams
 
+Pin = tuple[str, str]
+"""A tenant, and what it calls a prefix."""
+
+
+def pin_limit(max_pinned_blocks: int | None, geometry: Geometry) -> int:
+    """Blocks that pinned prefixes may hold: what is asked, or a quarter of the pool if a request can do with the rest.
+
+    Raises:
+        InvalidArgument: what is asked leaves too few for a request of max_model_len.
+    """
+    most = max(0, geometry.num_blocks - geometry.max_blocks_per_seq)
+    if max_pinned_blocks is None:
+        return min(geometry.num_blocks // 4, most)
+    if max_pinned_blocks > most:
+        raise InvalidArgument(
+            "max_pinned_blocks",
+            f"{max_pinned_blocks} is over {most}: of {geometry.num_blocks} blocks a request of max_model_len "
+            f"({geometry.max_model_len}) may need {geometry.max_blocks_per_seq}",
+        )
+    return max_pinned_blocks
+
 
 class PinnedPrefixes:
-    """Whose prefix is pinned or being computed. `request`, `give_up` and `take` may be called from any thread."""
+    """Whose prefix is pinned or being computed. `request`, `give_up` and `take` may be called from any thread.
 
-    def __init__(self, memory: PagedMemory | ReservedMemory, geometry: Geometry) -> None:
+    Args:
+        max_blocks: what `pin_limit` says.
+    """
+
+    def __init__(self, memory: PagedMemory | ReservedMemory, geometry: Geometry, max_blocks: int) -> None:
         self._memory = memory
         self._geometry = geometry
+        self._max_blocks = max_blocks
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._computing: set[str] = set()
-        self._pinned: set[str] = set()
+        self._num_blocks: dict[Pin, int] = {}
+        self._pinned: set[Pin] = set()
 
-    def request(self, name: str, token_ids: tuple[int, ...], salt: str) -> Request:
+    def request(self, pin: Pin, token_ids: tuple[int, ...], salt: str) -> Request:
         """Takes the name, and makes the request that computes the prefix.
 
         Raises:
             Unsupported: nothing is cached by prefix here.
-            InvalidArgument: the prefix fills no block, is too long, or the pool has no room to keep it.
+            InvalidArgument: the prefix fills no block, is too long, or takes more than may be pinned.
             AlreadyExists: the name is taken.
         """
-        self._check(token_ids)
+        tenant, name = pin
+        num_blocks = self._check(token_ids)
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, cache_salt=salt)
         with self._lock:
-            if name in self._computing or name in self._pinned:
+            if pin in self._num_blocks:
                 raise AlreadyExists(f"prefix {name!r} is pinned; unpin it, or choose another name")
-            self._computing.add(name)
-        return self.renamed(name, Request("", token_ids, sampling))
+            num_pinned = sum(self._num_blocks.values())
+            if num_pinned + num_blocks > self._max_blocks:
+                raise InvalidArgument(
+                    "token_ids",
+                    f"{num_blocks} blocks, with {num_pinned} that are pinned, are over max_pinned_blocks "
+                    f"({self._max_blocks})",
+                )
+            self._num_blocks[pin] = num_blocks
+        return self.renamed(pin, Request("", token_ids, sampling, tenant=tenant, cache_tenant=tenant))
 
-    def renamed(self, name: str, request: Request) -> Request:
+    def renamed(self, pin: Pin, request: Request) -> Request:
         """The request for a prefix under an id that is new; for when it has to run again, too."""
-        return dataclasses.replace(request, request_id=f"pin_prefix/{name}/{next(self._numbers)}")
+        return dataclasses.replace(request, request_id=f"pin_prefix/{pin[1]}/{next(self._numbers)}")
 
-    def give_up(self, name: str) -> None:
+    def give_up(self, pin: Pin) -> None:
         """The prefix of this name was not computed after all."""
         with self._lock:
-            self._computing.discard(name)
+            self._num_blocks.pop(pin, None)
 
-    def keep(self, name: str, group: Group, others: Iterable[Group]) -> int:
+    def keep(self, pin: Pin, group: Group, others: Iterable[Group]) -> int:
         """Pins what the request has computed; on the engine's thread, before the request gives its blocks back.
 
         Args:
@@ -70,30 +106,32 @@ class PinnedPrefixes:
             InvalidArgument: too few blocks would be left.
         """
         assert isinstance(self._memory, PagedMemory)
-        num_tokens = self._memory.pin(name, group.live[0])
+        num_tokens = self._memory.pin(pin, group.live[0])
         try:
             self._check_room_left(self._memory, self._memory.num_pinned_blocks, others)
         except InvalidArgument:
-            self._memory.unpin(name)
+            self._memory.unpin(pin)
             raise
         with self._lock:
-            self._computing.discard(name)
-            self._pinned.add(name)
+            self._pinned.add(pin)
         return num_tokens
 
-    def take(self, name: str) -> bool:
+    def take(self, pin: Pin) -> bool:
         """Frees a name, for `release` to follow on the engine's thread; False when nothing is pinned under it."""
         with self._lock:
-            is_pinned = name in self._pinned
-            self._pinned.discard(name)
+            is_pinned = pin in self._pinned
+            if is_pinned:
+                self._pinned.discard(pin)
+                del self._num_blocks[pin]
         return is_pinned
 
-    def release(self, name: str) -> None:
+    def release(self, pin: Pin) -> None:
         """Lets the blocks be evicted again."""
         assert isinstance(self._memory, PagedMemory)
-        self._memory.unpin(name)
+        self._memory.unpin(pin)
 
-    def _check(self, token_ids: tuple[int, ...]) -> None:
+    def _check(self, token_ids: tuple[int, ...]) -> int:
+        """Holds a prefix to what can be pinned at all; the blocks that it fills."""
         if not isinstance(self._memory, PagedMemory) or not self._memory.can_cache:
             raise Unsupported("a prefix cannot be pinned: the prefix cache is off (enable_prefix_caching, kv_policy)")
         geometry, count = self._geometry, len(token_ids)
@@ -110,16 +148,14 @@ class PinnedPrefixes:
             if count >= geometry.block_size:
                 cause = f"are over max_cached_tokens ({self._memory.max_cached_tokens})"
             raise InvalidArgument("token_ids", f"{count} tokens {cause}: there is nothing to pin")
-        self._check_room_left(self._memory, num_blocks, ())
+        return num_blocks
 
     def _check_room_left(self, memory: PagedMemory, num_pinned: int, others: Iterable[Group]) -> None:
-        geometry = self._geometry
-        num_left = geometry.num_blocks - num_pinned
-        needs = [(geometry.max_blocks_per_seq, f"a request of max_model_len ({geometry.max_model_len})")]
-        needs += [(memory.num_blocks_alone(group), f"request {group.request.request_id!r}") for group in others]
-        needed, who = max(needs)
+        num_left = self._geometry.num_blocks - num_pinned
+        needed = max((memory.num_blocks_alone(group) for group in others), default=0)
         if num_left < needed:
             raise InvalidArgument(
                 "token_ids",
-                f"{num_pinned} pinned blocks would leave {num_left} of {geometry.num_blocks}; {who} may need {needed}",
+                f"{num_pinned} pinned blocks would leave {num_left} of {self._geometry.num_blocks}; a request in "
+                f"flight may need {needed}",
             )

@@ -1,10 +1,10 @@
 """Finds the blocks that already hold a prefix, by a SHA-256 chain over full blocks.
 
-    key(0) = H(root(salt), tokens of block 0)      key(i) = H(key(i - 1), tokens of block i)
+    key(0) = H(root(tenant, salt), tokens of block 0)      key(i) = H(key(i - 1), tokens of block i)
 
 A key names a block's content together with everything before it, so a match of the last key is a match of all. Blocks
 keep their key when they are released; the pool's free list, in order of last use, is the cache's LRU, and a key dies
-when its block is reissued. Two salts have different roots and never share.
+when its block is reissued. Two tenants, and two salts of one, have different roots and never share.
 
     cached     [ a b c d ] [ e f g h ]
     prompt     [ a b c d ] [ e f x y ]       one full block is shared; of the second, "e f" is used by copying the
@@ -41,9 +41,12 @@ class PrefixMatch:
     num_partial_tokens: int = 0
 
 
-def root_key(salt: str) -> Key:
-    """The parent of a sequence's first block."""
-    return hashlib.sha256(b"jpaged/prefix/1\0" + salt.encode()).digest()
+def root_key(salt: str, tenant: str = "") -> Key:
+    """The parent of a sequence's first block; no two pairs of salt and tenant have the same."""
+    if not tenant:
+        return hashlib.sha256(b"jpaged/prefix/1\0" + salt.encode()).digest()
+    named = tenant.encode()
+    return hashlib.sha256(b"jpaged/prefix/2\0" + len(named).to_bytes(4, "big") + named + salt.encode()).digest()
 
 
 def block_key(parent: Key, token_ids: Sequence[int]) -> Key:

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 
 from jpaged.engine.engine import Clock, Engine
 from jpaged.engine.executor import Geometry
+from jpaged.engine.pins import Pin
 from jpaged.engine.routing import Route, Router
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import EngineLoad, total_load
@@ -44,8 +45,8 @@ class Replicas:
         # Guards what follows; engines take their own locks inside it, and never call back with theirs held.
         self._lock = threading.Lock()
         self._routes: dict[str, Route] = {}
-        self._pinning: set[str] = set()
-        self._pinned: set[str] = set()
+        self._pinning: set[Pin] = set()
+        self._pinned: set[Pin] = set()
 
     @property
     def geometry(self) -> Geometry:
@@ -127,43 +128,44 @@ class Replicas:
 
     # --- pinned prefixes --------------------------------------------------------------------------------------------
 
-    def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "") -> Future[int]:
+    def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "", tenant: str = "") -> Future[int]:
         """Keeps a prefix in the pool of every replica, or of none; see `Engine.pin_prefix`."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
-            is_taken = name in self._pinning or name in self._pinned
+            pin = tenant, name
+            is_taken = pin in self._pinning or pin in self._pinned
             if not is_taken:
-                self._pinning.add(name)
+                self._pinning.add(pin)
         if is_taken:
             future.set_exception(AlreadyExists(f"prefix {name!r} is pinned; unpin it, or choose another name"))
             return future
         token_ids = tuple(token_ids)
-        parts = [engine.pin_prefix(name, token_ids, salt) for engine in self._engines]
-        _when_all_are_done(parts, lambda: self._settle_pin(name, parts, future))
+        parts = [engine.pin_prefix(name, token_ids, salt, tenant) for engine in self._engines]
+        _when_all_are_done(parts, lambda: self._settle_pin(pin, parts, future))
         return future
 
-    def unpin_prefix(self, name: str) -> bool:
-        """Lets a pinned prefix be evicted again everywhere; False when none of that name is pinned."""
+    def unpin_prefix(self, name: str, tenant: str = "") -> bool:
+        """Lets a pinned prefix be evicted again everywhere; see `Engine.unpin_prefix`."""
         with self._lock:
-            is_pinned = name in self._pinned
-            self._pinned.discard(name)
+            is_pinned = (tenant, name) in self._pinned
+            self._pinned.discard((tenant, name))
             if is_pinned:
                 for engine in self._engines:
-                    engine.unpin_prefix(name)
+                    engine.unpin_prefix(name, tenant)
         return is_pinned
 
-    def _settle_pin(self, name: str, parts: Sequence[Future[int]], future: Future[int]) -> None:
+    def _settle_pin(self, pin: Pin, parts: Sequence[Future[int]], future: Future[int]) -> None:
         """Every engine has answered: one that could not takes the pins of the others with it."""
         errors = [error for part in parts if (error := part.exception()) is not None]
         if errors:
             for engine, part in zip(self._engines, parts, strict=True):
                 if part.exception() is None:
-                    engine.unpin_prefix(name)
+                    engine.unpin_prefix(pin[1], pin[0])
         with self._lock:
-            self._pinning.discard(name)
+            self._pinning.discard(pin)
             if not errors:
-                self._pinned.add(name)
+                self._pinned.add(pin)
         if errors:
             future.set_exception(errors[0])
         else:

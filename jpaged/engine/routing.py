@@ -104,7 +104,7 @@ class Router:
         token_ids, size = request.prompt_token_ids, self._block_size
         num_cacheable = self._sources[0].num_cacheable_blocks(len(token_ids))
         num_blocks = min(num_cacheable, (len(token_ids) - 1) // size, MAX_ROUTED_BLOCKS)
-        keys, parent = [], root_key(request.sampling.cache_salt)
+        keys, parent = [], root_key(request.sampling.cache_salt, request.cache_tenant)
         for i in range(num_blocks):
             parent = block_key(parent, token_ids[i * size : (i + 1) * size])
             keys.append(parent)

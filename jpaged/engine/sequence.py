@@ -174,7 +174,7 @@ class Group:
         self.status = Status.WAITING
         sampling = request.sampling
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
-        root = root_key(sampling.cache_salt) if sampling.use_prefix_cache else None
+        root = root_key(sampling.cache_salt, request.cache_tenant) if sampling.use_prefix_cache else None
         self.sequences = [Sequence(i, request.prompt_token_ids, max_blocks, root) for i in range(num_sequences)]
         self.is_forked = num_sequences == 1
 

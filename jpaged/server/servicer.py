@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import uuid
@@ -13,7 +14,7 @@ from typing import Protocol
 from grpc import aio
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, JpagedError, NotFound
+from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, JpagedError, NotFound, PermissionDenied
 from jpaged.server import wire
 from jpaged.server.serving import Serving
 from jpaged.server.status import CallContext, refuse
@@ -58,6 +59,12 @@ class _Answering:
             await refuse(self._context, InternalError(f"{type(error).__name__}: {error}"))
 
 
+def _tenant(serving: Serving, context: CallContext) -> str:
+    """Whose ids, names and prefixes a call speaks of; "" for everybody's where tenants are not kept apart."""
+    tenant = wire.tenant_from(context.invocation_metadata() or ())
+    return tenant if serving.config.server.isolate_tenants else ""
+
+
 def _check_model(serving: Serving, message: inference_pb2.GenerateRequest | _TokenMessage) -> None:
     if message.HasField("model") and message.model != serving.model.name:
         raise NotFound(f"model: {message.model!r} is not served here; {serving.model.name!r} is")
@@ -74,6 +81,8 @@ class _Admission:
     not meet the end of its first request.
 
     Attributes:
+        tenant: whose request it is.
+        cache_tenant: whose id it is, and whose prefixes it may share.
         preparing: makes the engine's request of the message; None once the engine has it.
     """
 
@@ -81,6 +90,7 @@ class _Admission:
     engine_id: str
     deadline_s: float | None
     tenant: str
+    cache_tenant: str
     stream: OutputStream
     preparing: asyncio.Task[Request] | None = None
 
@@ -103,7 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._host = host
         self._bridge = bridge
         self._counter = itertools.count()
-        self._open: dict[str, _Admission] = {}
+        self._open: dict[tuple[str, str], _Admission] = {}
         self.workers = Workers()
         self._num_calls = 0
         self.is_idle = asyncio.Event()
@@ -114,9 +124,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         for admission in self._open.values():
             admission.end(error=error)
 
-    def abort(self, serving: Serving, request_id: str) -> bool:
-        """Ends a request by its caller's id; False when none is in flight."""
-        admission = self._open.get(request_id)
+    def abort(self, serving: Serving, tenant: str, request_id: str) -> bool:
+        """Ends a request by its caller's id; False when the tenant has none in flight."""
+        admission = self._open.get((tenant, request_id))
         if admission is None:
             return False
         if admission.preparing is None:
@@ -144,24 +154,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _admit(self, serving: Serving, message: inference_pb2.GenerateRequest, context: CallContext) -> _Admission:
         request_id = wire.request_id_from(message) or uuid.uuid4().hex
-        if request_id in self._open:
+        cache_tenant = _tenant(serving, context)
+        if (cache_tenant, request_id) in self._open:
             raise AlreadyExists(f"request_id: a request {request_id!r} is in flight")
-        tenant = wire.tenant_from(context.invocation_metadata() or ())
         remaining_s: float | None = context.time_remaining()
         admission = _Admission(
             request_id=request_id,
             engine_id=f"{next(self._counter)}/{request_id}",
             deadline_s=None if remaining_s is None else serving.engine.clock() + remaining_s,
-            tenant=tenant,
+            tenant=wire.tenant_from(context.invocation_metadata() or ()),
+            cache_tenant=cache_tenant,
             stream=self._bridge.open(),
         )
-        self._open[request_id] = admission
+        self._open[cache_tenant, request_id] = admission
         return admission
 
     def _forget(self, admission: _Admission) -> None:
         """Sets an id free; a second time it may be someone else's."""
-        if self._open.get(admission.request_id) is admission:
-            del self._open[admission.request_id]
+        key = admission.cache_tenant, admission.request_id
+        if self._open.get(key) is admission:
+            del self._open[key]
 
     async def _stream(
         self,
@@ -225,7 +237,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 def _make_request(serving: Serving, admission: _Admission, message: inference_pb2.GenerateRequest) -> Request:
     prompt, sampling = wire.prompt_from(message), wire.sampling_from(message.sampling)
-    return serving.intake.make_request(
+    request = serving.intake.make_request(
         request_id=admission.engine_id,
         sampling=sampling,
         prompt=prompt.text,
@@ -234,6 +246,7 @@ def _make_request(serving: Serving, admission: _Admission, message: inference_pb
         deadline_s=admission.deadline_s,
         tenant=admission.tenant,
     )
+    return dataclasses.replace(request, cache_tenant=admission.cache_tenant)
 
 
 def _tokenize(serving: Serving, message: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
@@ -286,9 +299,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def Abort(self, request: control_pb2.AbortRequest, context: CallContext) -> control_pb2.AbortResponse:
         """The aborted stream, not this call, says what was generated."""
         async with _Answering(context):
+            serving = self._controlled("Abort", self._host.loaded())
             if not request.request_id:
                 raise InvalidArgument("request_id", "is empty")
-            if not self._inference.abort(self._host.loaded(), request.request_id):
+            if not self._inference.abort(serving, _tenant(serving, context), request.request_id):
                 raise NotFound(f"request_id: no request {request.request_id!r} is in flight")
             return control_pb2.AbortResponse()
 
@@ -297,12 +311,13 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     ) -> control_pb2.PinPrefixResponse:
         """A caller that goes away changes nothing: the prefix is pinned."""
         async with _Answering(context):
-            serving = self._host.serving()
+            serving = self._controlled("PinPrefix", self._host.serving())
+            tenant = _tenant(serving, context)
             name, prefix = wire.pin_name_from(request), wire.prefix_from(request)
             token_ids = await self._inference.workers.run(
                 lambda: serving.intake.prefix(text=prefix.text, token_ids=prefix.token_ids), prefix.size
             )
-            pinned = asyncio.wrap_future(serving.engine.pin_prefix(name, token_ids, request.cache_salt))
+            pinned = asyncio.wrap_future(serving.engine.pin_prefix(name, token_ids, request.cache_salt, tenant))
             num_tokens = await asyncio.shield(pinned)
             return control_pb2.PinPrefixResponse(num_pinned_tokens=num_tokens)
 
@@ -311,7 +326,15 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     ) -> control_pb2.UnpinPrefixResponse:
         """Requests that share the prefix go on."""
         async with _Answering(context):
+            serving = self._controlled("UnpinPrefix", self._host.serving())
             name = wire.pin_name_from(request)
-            if not self._host.serving().engine.unpin_prefix(name):
+            if not serving.engine.unpin_prefix(name, _tenant(serving, context)):
                 raise NotFound(f"name: no prefix {name!r} is pinned")
             return control_pb2.UnpinPrefixResponse()
+
+    @staticmethod
+    def _controlled(method: str, serving: Serving) -> Serving:
+        """The server, for a call that acts on it by name."""
+        if serving.config.server.disable_control:
+            raise PermissionDenied(f"{method} is turned off on this server (disable_control)")
+        return serving

@@ -40,6 +40,9 @@ SERVER_VALUES = {
     "max_request_size": 2.0,
     "shutdown_timeout": 1.0,
     "enable_reflection": False,
+    "disable_control": True,
+    "isolate_tenants": False,
+    "max_pinned_blocks": 3,
     "pin_prefix": "file",
     "metrics_port": 9090,
 }

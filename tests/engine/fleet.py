@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 
 from jpaged.engine.engine import Engine, EngineOptions
@@ -36,9 +37,10 @@ class Fleet:
         self.intake = Intake(ByteTokenizer(), self.replicas.geometry)
         self.events = defaultdict(list)
 
-    def submit(self, name, prompt, **sampling):
+    def submit(self, name, prompt, *, cache_tenant="", **sampling):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **sampling})
         request = self.intake.make_request(request_id=name, sampling=params, prompt_token_ids=prompt)
+        request = dataclasses.replace(request, cache_tenant=cache_tenant)
         self.replicas.submit(request, self.events[name].append)
         return request
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -28,6 +29,7 @@ class Harness:
     kv_policy: str = "paged"
     enable_prefix_caching: bool = True
     max_cached_tokens: int | None = None
+    max_pinned_blocks: int | None = None
     max_num_steps: int = 20_000
 
     def __post_init__(self):
@@ -44,13 +46,14 @@ class Harness:
             kv_policy=self.kv_policy,
             enable_prefix_caching=self.enable_prefix_caching,
             max_cached_tokens=self.max_cached_tokens,
+            max_pinned_blocks=self.max_pinned_blocks,
         )
         self.engine = Engine(self.executor, self.tokenizer, options, eos_token_ids=self.eos_token_ids, clock=self.clock)
         self.intake = Intake(self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids)
         self.events: dict[str, list[OutputEvent]] = defaultdict(list)
         self.num_steps = self.num_idle_steps = 0
 
-    def submit(self, request_id, prompt, *, deadline_s=None, tenant="", **sampling):
+    def submit(self, request_id, prompt, *, deadline_s=None, tenant="", cache_tenant="", **sampling):
         sampling.setdefault("temperature", 0.0)
         request = self.intake.make_request(
             request_id=request_id,
@@ -59,6 +62,7 @@ class Harness:
             deadline_s=deadline_s,
             tenant=tenant,
         )
+        request = dataclasses.replace(request, cache_tenant=cache_tenant)
         self.engine.submit(request, self.receive)
         return request
 

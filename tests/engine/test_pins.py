@@ -3,6 +3,7 @@
 import pytest
 
 from jpaged.engine.paged_memory import PagedMemory
+from jpaged.engine.pins import pin_limit
 from jpaged.errors import AlreadyExists, Cancelled, InvalidArgument, Unavailable, Unsupported
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.engine.groups import computed, group_of
@@ -12,6 +13,7 @@ PREFIX = list(range(50, 60))
 
 
 def make(num_blocks=12, **options):
+    options.setdefault("max_pinned_blocks", num_blocks - 6)
     return Harness(executor=FakeExecutor(block_size=4, num_blocks=num_blocks, max_model_len=24), **options)
 
 
@@ -114,14 +116,14 @@ def test_a_prefix_that_cannot_be_pinned_is_refused_at_once(token_ids, problem):
         make().engine.pin_prefix("system", token_ids).result(timeout=0)
 
 
-def test_a_prefix_that_would_starve_the_longest_request_is_refused_with_the_numbers():
+def test_a_prefix_beyond_what_may_be_pinned_is_refused_with_the_numbers():
     h = make(num_blocks=9)
     first = h.engine.pin_prefix("one", [1] * 8)
     h.run()
     assert first.result(timeout=0) == 8
     second = h.engine.pin_prefix("two", [2] * 8)
     h.run()
-    problem = r"4 pinned blocks would leave 5 of 9; a request of max_model_len \(24\) may need 6"
+    problem = r"2 blocks, with 2 that are pinned, are over max_pinned_blocks \(3\)"
     with pytest.raises(InvalidArgument, match=problem):
         second.result(timeout=0)
     assert h.engine.load().num_blocks_used == 2
@@ -132,7 +134,7 @@ def test_a_prefix_that_would_starve_a_request_in_flight_is_refused():
     h.submit("wide", [7] * 4, max_tokens=19, n=2, temperature=1.0, seed=1)
     future = h.engine.pin_prefix("one", [1] * 8)
     h.run()
-    with pytest.raises(InvalidArgument, match="2 pinned blocks would leave 10 of 12; request 'wide' may need 11"):
+    with pytest.raises(InvalidArgument, match="2 pinned blocks would leave 10 of 12; a request in flight may need 11"):
         future.result(timeout=0)
     retried = h.engine.pin_prefix("one", [1] * 8)
     h.run()
@@ -179,7 +181,7 @@ def test_a_prefix_that_lost_its_blocks_with_its_token_in_flight_is_computed_agai
     # One step computes the prompt of three samples and the prefix. The next is decided before the prefix has its token:
     # the samples write to the block that they share, which takes two copies, and one block is free.
     executor = FakeExecutor(block_size=4, num_blocks=5, max_model_len=12, num_host_blocks=8)
-    h = Harness(executor=executor, preemption_mode=preemption_mode)
+    h = Harness(executor=executor, preemption_mode=preemption_mode, max_pinned_blocks=2)
     h.submit("a", [1, 2, 3, 4, 5, 6], max_tokens=2, n=3, temperature=1.0, seed=5)
     future = h.engine.pin_prefix("system", PREFIX[:8])
     h.run()
@@ -199,3 +201,69 @@ def test_a_block_that_was_a_duplicate_when_it_was_filled_is_pinned_when_the_othe
     computed(memory, group_of(16, first=100))  # takes the first one's second block
     assert memory.pin("system", second.live[0]) == 8
     assert memory.num_pinned_blocks == 2
+
+
+def test_no_error_names_a_request_of_somebody_else():
+    h = make(num_blocks=12)
+    h.submit("secret", [7] * 4, max_tokens=19, n=2, temperature=1.0, seed=1)
+    future = h.engine.pin_prefix("one", [1] * 8)
+    h.run()
+    assert "secret" not in str(future.exception(timeout=0))
+
+
+def test_every_pin_counts_with_all_of_its_blocks_also_while_it_is_computed():
+    h = make(num_blocks=20, max_pinned_blocks=5)
+    futures = [h.engine.pin_prefix(f"p{i}", PREFIX) for i in range(3)]
+    assert "max_pinned_blocks (5)" in str(futures[2].exception(timeout=0))
+    h.run()
+    assert [future.result(timeout=0) for future in futures[:2]] == [8, 8]
+    h.engine.unpin_prefix("p0")
+    third = h.engine.pin_prefix("p2", PREFIX)
+    h.run()
+    assert third.result(timeout=0) == 8
+
+
+def test_a_refused_or_aborted_pin_holds_nothing_against_others():
+    h = make(num_blocks=20, max_pinned_blocks=2)
+    for number in range(3):
+        future = h.engine.pin_prefix("p", PREFIX)
+        assert h.engine.abort(f"pin_prefix/p/{number}")
+        h.run()
+        assert isinstance(future.exception(timeout=0), Cancelled)
+        assert isinstance(h.engine.pin_prefix("long", [1] * 12).exception(timeout=0), InvalidArgument)
+    future = h.engine.pin_prefix("p", PREFIX)
+    h.run()
+    assert future.result(timeout=0) == 8
+
+
+def test_a_quarter_of_the_pool_may_be_pinned_unless_told_otherwise_and_the_longest_request_always_runs():
+    geometry = FakeExecutor(block_size=4, num_blocks=40, max_model_len=24).geometry
+    assert pin_limit(None, geometry) == 10
+    assert pin_limit(34, geometry) == 34
+    with pytest.raises(InvalidArgument, match=r"max_pinned_blocks: 35 is over 34: of 40 blocks .* \(24\) may need 6"):
+        pin_limit(35, geometry)
+    assert pin_limit(None, FakeExecutor(block_size=4, num_blocks=7, max_model_len=24).geometry) == 1
+    assert pin_limit(None, FakeExecutor(block_size=4, num_blocks=4, max_model_len=24).geometry) == 0
+    h = make(num_blocks=7, max_pinned_blocks=1)
+    h.engine.pin_prefix("one", [1] * 4)
+    h.run()
+    h.submit("longest", [2] * 12, max_tokens=12)
+    h.run()
+    assert len(h.tokens("longest")) == 12
+
+
+def test_a_pinned_prefix_and_its_name_are_of_a_tenant():
+    h = make(num_blocks=20)
+    mine, theirs = h.engine.pin_prefix("system", PREFIX, tenant="a"), h.engine.pin_prefix("system", PREFIX, tenant="b")
+    h.run()
+    assert (mine.result(timeout=0), theirs.result(timeout=0)) == (8, 8)
+    assert h.engine.load().num_blocks_used == 4
+    for tenant in ("a", "b", ""):
+        h.submit(f"of {tenant}", [*PREFIX, 1], max_tokens=1, cache_tenant=tenant)
+    h.run()
+    assert [cached_tokens(h, f"of {tenant}") for tenant in ("a", "b", "")] == [8, 8, 0]
+    assert not h.engine.unpin_prefix("system")
+    assert h.engine.unpin_prefix("system", "a")
+    assert not h.engine.unpin_prefix("system", "a")
+    h.step()
+    assert h.engine.load().num_blocks_used == 2

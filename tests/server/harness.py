@@ -81,6 +81,7 @@ def make_serving(executor: FakeExecutor, config: EngineConfig, tokenizer: ByteTo
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
         policy=config.scheduler.policy,
         enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_pinned_blocks=config.server.max_pinned_blocks,
     )
     engine = Engine(executor, tokenizer, options, eos_token_ids=frozenset({EOS}))
     intake = Intake(tokenizer, executor.geometry, eos_token_ids=frozenset({EOS}))

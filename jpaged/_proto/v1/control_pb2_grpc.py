@@ -93,8 +93,8 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request: its stream gets a last message with FINISH_REASON_ABORT. NOT_FOUND when no request with this id is
-        in flight.
+        """Ends a request: its stream gets a last message with FINISH_REASON_ABORT. NOT_FOUND when the caller's tenant has no
+        request with this id in flight; PERMISSION_DENIED where the operator has turned it off (--disable-control).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,14 +103,16 @@ class ControlServiceServicer:
     def PinPrefix(self, request, context):
         """Computes a prefix and keeps its full blocks in the pool, whatever the load, until UnpinPrefix. Answers when they are
         there. ALREADY_EXISTS when the name is taken, UNIMPLEMENTED without a prefix cache, INVALID_ARGUMENT when it fills
-        no block or leaves too few of them. It is kept although the caller goes away meanwhile.
+        no block or more than --max-pinned-blocks leaves, PERMISSION_DENIED with --disable-control. It is kept although the
+        caller goes away meanwhile. Prefix and name are of the caller's tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnpinPrefix(self, request, context):
-        """Lets a pinned prefix be evicted like any other again. NOT_FOUND when none of that name is pinned.
+        """Lets a pinned prefix be evicted like any other again. NOT_FOUND when the caller's tenant has pinned none of that name,
+        PERMISSION_DENIED with --disable-control.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -63,7 +63,8 @@ class InferenceServiceServicer:
         sequence that it tells of. A call that ends with any other status has sent none with `is_last`. Cancelling the call,
         or letting its deadline pass, ends the request.
 
-        The metadata key `x-jpaged-tenant` names whose request it is, for a server whose policy is `fair`; default: "".
+        The metadata key `x-jpaged-tenant` names whose request it is; default: "". Tenants share no cached prefix and no
+        request id (unless the server runs with --no-isolate-tenants), and the policy `fair` shares the server among them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
