@@ -48,7 +48,7 @@ def load_demo(
         num_parts: the tree is that of the model widened for so many, as in `load_params`.
 
     Raises:
-        InvalidArgument: the folder does not hold the parameters that its config.json promises.
+        InvalidArgument: the folder does not hold the parameters that its config.json promises, or some are not finite.
     """
     config = read_config(folder)
     model = model_for(config, np.dtype(dtype))
@@ -63,6 +63,8 @@ def load_demo(
         is_stacked = layer_mode == "scan" and keys[0] == "layers"
         split = wide_axis(keys, array.shape[is_stacked:], num_parts)
         whole = array.astype(model.dtype)
+        if not np.isfinite(whole).all():
+            raise InvalidArgument(str(folder / _PARAMS), f"{'.'.join(map(str, keys))} has numbers that are not finite")
         if split is not None:
             whole = split.widened(whole, 0, split.wide_size)
         return put(keys, whole.shape, lambda index: whole[index])

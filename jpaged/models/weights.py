@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.models.config import ModelConfig
+from jpaged.models.finite import all_here, is_finite, refuse_tensor
 from jpaged.models.hf_names import LM_HEAD, Leaf, is_ignored, layer_leaves, name_prefix, outer_leaves
 from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model
@@ -124,10 +125,12 @@ def load_params(
         progress: called after each leaf with (done, total, name).
 
     Raises:
-        InvalidArgument: a tensor is missing, left over, misshapen or not tied as promised; it is named, with its file.
+        InvalidArgument: a tensor is missing, left over, misshapen, not finite or not tied as promised; it is named,
+            with its file.
         Unsupported: the weights are in a format or a type that is not read.
     """
     config = model.config
+    flags: list[tuple[jax.Array, Sequence[Leaf]]] = []
     params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
     with open_tensors(folder) as files:
         groups = _leaf_groups(config, name_prefix(config, files.names), layer_mode)
@@ -135,9 +138,14 @@ def load_params(
         for done, (path, leaves) in enumerate(groups, start=1):
             is_stacked = layer_mode == "scan" and path[0] == "layers"
             source = _Source(files, leaves, is_stacked, model.dtype, wide_axis(path, leaves[0].shape, num_parts))
-            _insert(params, path, put(path, source.shape, source.read))
+            array = put(path, source.shape, source.read)
+            _insert(params, path, array)
+            flags.append((is_finite(array), leaves))
             progress(done, len(groups), ".".join(map(str, path)))
         _check_tie(files, config)
+        for flag, leaves in flags:
+            if not all_here(flag):
+                _refuse_not_finite(files, leaves, model.dtype)
     return params
 
 
@@ -196,6 +204,13 @@ def _check_tie(files: TensorSource, config: ModelConfig) -> None:
             str(files.where(LM_HEAD)),
             f"{LM_HEAD} differs from {name} though config.json says tie_word_embeddings; set that to false",
         )
+
+
+def _refuse_not_finite(files: TensorSource, leaves: Sequence[Leaf], dtype: np.dtype) -> None:
+    for leaf in leaves:
+        for name, shape in leaf.tensors:
+            refuse_tensor(files, name, shape, dtype)
+    raise InternalError(f"{leaves[0].path} is finite in the checkpoint, and on a device it is not")
 
 
 @dataclass(frozen=True, slots=True)

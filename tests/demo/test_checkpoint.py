@@ -73,6 +73,14 @@ def test_what_is_saved_is_read_back(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, read)
 
 
+def test_parameters_that_are_not_finite_are_refused_by_name(tmp_path):
+    config, params = load_demo(jnp.dtype(jnp.bfloat16), "loop")
+    spoiled = {**params, "norm": jax.tree.map(lambda scale: scale.at[3].set(jnp.nan), params["norm"])}
+    checkpoint.save(tmp_path, config, spoiled)
+    with pytest.raises(InvalidArgument, match=r"params: norm\.scale has numbers that are not finite"):
+        load_demo(jnp.dtype(jnp.bfloat16), "loop", folder=tmp_path)
+
+
 def test_an_export_is_the_same_model_in_hugging_face_layout(tmp_path):
     export(tmp_path, "bfloat16")
     config, params = load_demo(jnp.dtype(jnp.bfloat16), "loop")

@@ -14,11 +14,13 @@ import pytest
 from numpy.typing import DTypeLike
 from safetensors.numpy import load_file, save_file
 
+from jpaged.device.mesh import Placement, build_mesh
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.conversion import ConversionOptions, save_params
+from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model, model_for
-from jpaged.models.weights import LeafPath, Read, load_params
+from jpaged.models.weights import LeafPath, Read, load_params, put_as
 from tests.models.tiny import TinyCase, tensors, tiny_case, tiny_cases, write_checkpoint
 
 Tensors = dict[str, np.ndarray]
@@ -181,6 +183,47 @@ def test_what_is_wrong_in_an_opt_checkpoint_is_named(
     with pytest.raises(InvalidArgument) as refusal:
         load_params(model_of(case), rewrite(case, tmp_path, change), "loop")
     assert named in str(refusal.value)
+
+
+def spoil(name: str, place: tuple[int, ...], value: float) -> Callable[[Tensors], object]:
+    """One number of a tensor is another."""
+
+    def change(stored: Tensors) -> None:
+        stored[name] = np.array(stored[name])
+        stored[name][place] = value
+
+    return change
+
+
+@pytest.mark.parametrize(("layer_mode", "num_parts"), [("loop", 1), ("scan", 4)])
+@pytest.mark.parametrize(
+    ("name", "place", "value", "dtype", "said"),
+    [
+        ("model.embed_tokens.weight", (130, 3), np.nan, "float32", "nan at [130, 3]"),
+        ("lm_head.weight", (0, 63), -np.inf, "bfloat16", "-inf at [0, 63]"),
+        ("model.norm.weight", (5,), np.inf, "float32", "inf at [5]"),
+        ("model.layers.2.self_attn.v_proj.weight", (63, 1), np.nan, "bfloat16", "nan at [63, 1]"),
+        ("model.layers.1.mlp.down_proj.weight", (2, 87), 3.4e38, "bfloat16", "3.3999999521443642e+38 at [2, 87]"),
+    ],
+)
+def test_a_tensor_that_is_not_finite_is_refused_by_name(
+    name: str,
+    place: tuple[int, ...],
+    value: float,
+    dtype: str,
+    said: str,
+    layer_mode: LayerMode,
+    num_parts: int,
+    tmp_path: Path,
+) -> None:
+    """Also what the model's type has no room for."""
+    case = tiny_case("llama_mha")
+    model, folder = model_of(case, dtype), rewrite(case, tmp_path, spoil(name, place, value))
+    placement = Placement.of(model, build_mesh(jax.devices()[:num_parts]), layer_mode)
+    with pytest.raises(InvalidArgument) as refusal:
+        load_params(model, folder, layer_mode, num_parts=num_parts, put=put_as(placement.shardings))
+    assert str(refusal.value).startswith(f"{folder / 'model.safetensors'}: tensor {name} has 1 numbers of ")
+    assert str(refusal.value).endswith(f"that are not finite as {dtype}: the first is {said}")
 
 
 def test_a_tensor_of_whole_numbers_is_refused(tmp_path: Path) -> None:
