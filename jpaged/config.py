@@ -233,6 +233,19 @@ class ServerOptions:
         high=64.0,
         unit="MiB",
     )
+    max_connections: int = option(
+        512,
+        "connections at one time, and half as many as the process may have open files at most; further ones are closed",
+        low=1,
+        high=1 << 20,
+    )
+    connection_idle_timeout: float = option(
+        300.0,
+        "a connection without a call is closed after so long; clients open another by themselves",
+        low=1.0,
+        high=86400.0,
+        unit="s",
+    )
     shutdown_timeout: float = option(
         30.0, "after SIGTERM, running requests may take so long to finish", low=0.0, high=86400.0, unit="s"
     )

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from jpaged.errors import InvalidArgument
 from jpaged.obs.histogram import HistogramSnapshot
+from jpaged.obs.scrapes import ScrapeServer
 
 GAUGES: Mapping[str, tuple[str, str]] = {
     "vllm:num_requests_running": ("num_running", "Requests with rows in the current step."),
@@ -165,7 +166,7 @@ class MetricsServer:
 
 
 def serve_metrics(source: MetricsSource, *, host: str, port: int) -> MetricsServer:
-    """Answers scrapes on a port of its own, in a thread.
+    """Answers scrapes on a port of its own, in threads.
 
     Args:
         source: what is asked at each scrape.
@@ -178,13 +179,7 @@ def serve_metrics(source: MetricsSource, *, host: str, port: int) -> MetricsServ
     registry = CollectorRegistry()
     registry.register(EngineCollector(source))
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
+        server = ScrapeServer(make_wsgi_app(registry), host, port)
     except OSError as error:
         raise InvalidArgument("metrics_port", f"{port} on {host} cannot be listened on: {error}") from error
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return MetricsServer(server.server_port, stop)
+    return MetricsServer(server.server_port, server.stop)

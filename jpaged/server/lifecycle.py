@@ -48,13 +48,6 @@ SERVICE_NAMES = (
 )
 _HEALTH_NAMES = ("", *SERVICE_NAMES)
 
-_CHANNEL_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss for each connection
-    # A stream is silent while its prompt is computed: clients may ping every 10 s to see that we live. By default gRPC
-    # answers pings more often than every 5 minutes with GOAWAY.
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 9_000),
-)
 _WATCH_INTERVAL_S = 0.2
 _FLUSH_TIMEOUT_S = 2.0
 """At the end, for statuses on their way to clients that read."""
@@ -158,7 +151,7 @@ class Server:
         self._prefix = _text_of(self._config.server.pin_prefix)
         self._bridge = Bridge(asyncio.get_running_loop())
         max_bytes = int(self._config.server.max_request_size * 2**20)
-        self._grpc = make_server((("grpc.max_receive_message_length", max_bytes), *_CHANNEL_OPTIONS))
+        self._grpc = make_server(self._config.server, max_bytes)
         self._inference = InferenceServicer(self, self._bridge)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, self._grpc)
         control = ControlServicer(self, self._inference)

@@ -4,6 +4,7 @@
     a call without a message      would stay open until its connection ends       INVALID_ARGUMENT
     a method that is not here     reads its name as UTF-8, and dies if it is not  UNIMPLEMENTED
     a peer that is gone           a trace for each call that it had open          a line for those who debug
+    connections that do nothing   are kept, as many as come                       closed after a time, and few
 
 It is the same for every service on the port, those of others (health, reflection) too.
 """
@@ -13,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import resource
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
+from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument
 from jpaged.server.freed_memory import FreedMemory
 from jpaged.server.status import refuse
@@ -29,17 +32,49 @@ _CORE_NAME = "grpc._cython.cygrpc"
 _core: Any = importlib.import_module(_CORE_NAME)  # it has no stubs
 _AioServer: Any = _core.AioServer
 
-Option = tuple[str, int]
+HANDSHAKE_TIMEOUT_S = 10.0
+"""For a connection to show that it is one of HTTP/2."""
+_MAX_CALLS_OF_CONNECTION = 8192
+"""Above what is queued and runs by default, so that a full queue is said so; further calls wait in the client."""
 
 
-def make_server(options: Sequence[Option]) -> aio.Server:
-    """A server without services and without a port; `options` are gRPC core's channel arguments."""
+def make_server(options: ServerOptions, max_message_bytes: int) -> aio.Server:
+    """A server without services and without a port, with the limits of these options."""
     logging.getLogger(_CORE_NAME).addFilter(_is_ours)
     core, _core.AioServer = _core.AioServer, _Core
     try:
-        return aio.server(options=options, interceptors=(_Decoding(),))
+        return aio.server(options=_arguments(options, max_message_bytes), interceptors=(_Decoding(),))
     finally:
         _core.AioServer = core
+
+
+def _arguments(options: ServerOptions, max_message_bytes: int) -> tuple[tuple[str, int], ...]:
+    """The channel arguments of gRPC core."""
+    return (
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss for each connection
+        # A stream is silent while its prompt is computed: clients may ping every 10 s to see that we live. By default
+        # gRPC answers pings more often than every 5 minutes with GOAWAY.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 9_000),
+        # And we ping clients: one whose machine is gone would never end its streams.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.max_allowed_incoming_connections", _max_connections(options.max_connections)),
+        ("grpc.max_concurrent_streams", _MAX_CALLS_OF_CONNECTION),
+        ("grpc.max_connection_idle_ms", int(options.connection_idle_timeout * 1000)),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
+    )
+
+
+def _max_connections(asked: int) -> int:
+    """As many as asked, and half of the files that this process may have open: the others are for its own."""
+    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if num_files == resource.RLIM_INFINITY or asked <= num_files // 2:
+        return asked
+    most = max(1, num_files // 2)
+    _LOG.warning("max_connections is %d, not %d: the process may open %d files (ulimit -n)", most, asked, num_files)
+    return most
 
 
 class _Decoding(aio.ServerInterceptor):

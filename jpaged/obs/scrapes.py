@@ -1,0 +1,102 @@
+"""The HTTP server that scrapes come to: a thread for each connection, and few connections.
+
+Prometheus asks one question on a connection and closes it. Whoever keeps one open says nothing for TIMEOUT_S and is cut
+off, or is the oldest of MAX_CONNECTIONS when the next one comes: so a scrape is answered whoever else is connected.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+_LOG = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 16
+TIMEOUT_S = 10.0
+_PAUSE_S = 0.1
+"""Where the process has no file left for the next connection, which stays at the door: select would not wait for it."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        _LOG.debug(format, *args)
+
+
+class ScrapeServer(ThreadingMixIn, WSGIServer):
+    """Answers on a port until `stop`.
+
+    Args:
+        app: what answers, a WSGI application.
+        host: the address to listen on.
+        port: 0 picks a free one.
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, app: Callable[..., Any], host: str, port: int) -> None:
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, None] = {}  # the oldest first
+        self._places = threading.Semaphore(MAX_CONNECTIONS)
+        super().__init__((host, port), _Handler)
+        self.set_app(app)
+        self._thread = threading.Thread(target=self.serve_forever, name="jpaged-metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Answers nobody any more."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Takes the next connection; called when there is one."""
+        try:
+            return super().get_request()
+        except OSError:
+            self._cut_off_oldest()
+            time.sleep(_PAUSE_S)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers on a thread of its own, once there is a place."""
+        if not self._places.acquire(blocking=False):
+            self._cut_off_oldest()
+            self._places.acquire()
+        with self._lock:
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection, and with it its thread."""
+        with self._lock:
+            had_place = request in self._open
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+        if had_place:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A peer that says nothing, nonsense, or is gone, is no fault of the server's."""
+        _LOG.debug("no answer to %s", client_address, exc_info=True)
+
+    def _cut_off_oldest(self) -> None:
+        with self._lock:
+            oldest = next(iter(self._open), None)
+            if oldest is not None:
+                try:
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end
+                except OSError:  # the peer was quicker
+                    return
