@@ -352,7 +352,7 @@ class Engine:
 
     def _end_sequence(self, group: Group, sequence: Sequence) -> None:
         if len(group.live) > 1:
-            self._scheduler.finish_sequence(sequence)
+            self._scheduler.finish_sequence(group, sequence)
         else:
             self._publisher.finish(group)
             self._release(group)

@@ -115,10 +115,10 @@ class Scheduler:
         group.move_to(Status.FINISHED)
         self._release_ended()
 
-    def finish_sequence(self, sequence: Sequence) -> None:
+    def finish_sequence(self, group: Group, sequence: Sequence) -> None:
         """Ends one sequence of a group whose others go on."""
         sequence.move_to(Status.FINISHED)
-        if self._limits.batching == "continuous":
+        if self._limits.batching == "continuous" or group.status is not Status.RUNNING:
             self._memory.release(sequence)
 
     def drop_beam(self, sequence: Sequence) -> None:

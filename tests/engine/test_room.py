@@ -148,6 +148,23 @@ def test_who_leaves_a_static_batch_leaves_nothing_behind():
     assert h.tokens("b", 0) == first
 
 
+def test_a_sample_that_ends_while_its_static_batch_is_out_leaves_nothing_behind():
+    # The same, but the sample's last token is in flight when "b" leaves.
+    executor = FakeExecutor(block_size=4, num_blocks=6, num_host_blocks=6)
+    h = Harness(executor=executor, batching="static", preemption_mode="swap", enable_prefix_caching=False)
+    first, second = [expected_tokens([2] * 7, 4, seed=5, sequence_index=i) for i in range(2)]
+    assert second[1] not in (second[0], *first)
+    h.submit("a", [1] * 7, max_tokens=6)
+    h.submit("b", [2] * 7, max_tokens=4, n=2, temperature=1.0, seed=5, stop_token_ids=[second[1]])
+    for _ in range(3):
+        h.step()
+    assert preempted(h) == {"b": 1}
+    assert h.tokens("b", 1) == second[:2]
+    assert h.engine._memory.use().num_host_referenced == 2  # of the three that left, one was its own
+    h.run()
+    assert h.tokens("b", 0) == first
+
+
 def test_who_left_first_comes_back_last_whichever_way_they_left():
     # As above, and host memory has room for one of the two that leave.
     h = make("priority", preemption_mode="swap", num_blocks=8, num_host_blocks=2)
