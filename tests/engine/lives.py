@@ -9,7 +9,7 @@ is the most that it may find in the cache.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 from jpaged.errors import InvalidArgument, RequestTooLong
@@ -29,16 +29,18 @@ class Life:
     """One life: `run` lives it to its end.
 
     Attributes:
+        ended: requests that came to their end, by number of samples, width of beams, and whether there was a salt.
         texts: what was or will be computed with the prefix cache, by salt: requests and the texts of their sequences.
     """
 
     def __init__(self, seed, **options):
         self.seed, self.random = seed, random.Random(seed)
         draw, choice = self.random.randint, self.random.choice
+        block_size = draw(1, 4)
         executor = FakeExecutor(
-            num_blocks=draw(5, 16),
-            block_size=draw(1, 4),
-            max_num_seqs=draw(2, 7),
+            num_blocks=draw(24, 60) // block_size,
+            block_size=block_size,
+            max_num_seqs=draw(4, 8),
             max_num_batched_tokens=draw(8, 24),
             max_model_len=MAX_LEN,
             vocab_size=VOCAB_SIZE,
@@ -57,9 +59,10 @@ class Life:
         self.requests = {}
         self.texts = defaultdict(list)
         self.pins = {}
+        self.ended: Counter[tuple[int, int, bool]] = Counter()
 
     def run(self, num_acts=50):
-        acts = [self.arrive] * 8 + [self.step] * 8 + [self.abort, self.drop, self.pin, self.unpin]
+        acts = [self.arrive] * 10 + [self.step] * 6 + [self.abort, self.drop, self.pin, self.unpin]
         try:
             for _ in range(num_acts):
                 self.random.choice(acts)()
@@ -74,7 +77,7 @@ class Life:
         if self.h.expected and self.random.random() < 0.3:
             name = self.random.choice([*self.h.expected])
             head = [*self.requests[name].prompt_token_ids, *self.random.choice(self.h.expected[name])]
-        head = head[: self.random.randint(0, MAX_LEN - 8)]
+        head = head[: self.random.randint(0, MAX_LEN // 2)]
         return head + [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(not head, 2))]
 
     def sampling(self):
@@ -83,15 +86,14 @@ class Life:
             [
                 {"temperature": 0.0},
                 {"temperature": 0.0},
-                {"temperature": 1.0},
-                {"temperature": 1.0, "n": draw(2, 4)},
-                {"temperature": 1.0, "n": draw(1, 2), "best_of": draw(2, 4)},
+                {"temperature": 1.0, "seed": draw(0, 99)},
+                {"temperature": 1.0, "seed": draw(0, 99), "n": draw(2, 4)},
+                {"temperature": 1.0, "seed": draw(0, 99), "n": draw(1, 2), "best_of": draw(2, 4)},
                 {"temperature": 0.0, "beam_width": (width := draw(1, 4)), "n": draw(1, width)},
             ]
         )
         return shape | {
-            "seed": draw(0, 99),
-            "max_tokens": draw(1, 12),
+            "max_tokens": draw(1, 14),
             "priority": draw(-1, 1),
             "cache_salt": self.random.choice(SALTS),
             "use_prefix_cache": draw(1, 10) > 1,
@@ -102,7 +104,11 @@ class Life:
         name, prompt, sampling = f"r{len(self.requests)}", self.prompt(), self.sampling()
         try:
             request = self.h.submit(name, prompt, tenant=self.random.choice("xyz"), **sampling)
-        except (InvalidArgument, RequestTooLong):
+        except RequestTooLong:
+            return
+        except InvalidArgument as error:
+            if "max_num_seqs" not in str(error):
+                raise
             return
         self.requests[name] = request
         outputs = self.h.expected[name] = expected_outputs(prompt, request.sampling, vocab_size=VOCAB_SIZE)
@@ -112,7 +118,7 @@ class Life:
             self.texts[sampling["cache_salt"]].append((name, texts))
 
     def step(self):
-        for _ in range(self.random.randint(1, 8)):
+        for _ in range(self.random.randint(1, 6)):
             self.h.step()
 
     def any_request(self):
@@ -149,6 +155,8 @@ class Life:
         use = self.h.engine._memory.use()
         assert (use.num_referenced, use.num_host_referenced) == (0, 0)
         assert not self.pins
+        publisher = self.h.engine._publisher
+        assert not (publisher._states or publisher._held or publisher._searches)
         for name in self.h.expected:
             self.check_end(name)
 
@@ -158,6 +166,8 @@ class Life:
             assert isinstance(last.error, RequestTooLong), last.error  # beside pins
             return
         if last.finish.reason is not FinishReason.ABORT:
+            sampling = self.requests[name].sampling
+            self.ended[(sampling.num_samples, sampling.beam_width or 0, bool(sampling.cache_salt))] += 1
             tokens = [self.h.tokens(name, index) for index in range(len(self.h.expected[name]))]
             assert tokens == self.h.expected[name]
         assert last.usage.cached_tokens <= self.most_to_find(name), f"{name} was told of others' tokens"

@@ -150,16 +150,18 @@ def test_beams_in_the_engine_are_those_of_plain_lists(num_blocks, overlap):
     assert h.engine.load().num_copies_on_write > 0
 
 
-def test_beams_that_left_with_their_first_tokens_in_flight_share_their_prompt_again():
+@pytest.mark.parametrize(("preemption_mode", "is_forked"), [("recompute", False), ("swap", True)])
+def test_beams_that_left_with_their_first_tokens_in_flight_share_their_prompt_again(preemption_mode, is_forked):
     # One step computes both prompts. In the next, decided before the first beam has become two, the samples need two
     # copies where one block is free.
-    executor = FakeExecutor(num_blocks=5, block_size=4, max_model_len=12)
-    h = Harness(executor=executor)
+    executor = FakeExecutor(num_blocks=5, block_size=4, max_model_len=12, num_host_blocks=8)
+    h = Harness(executor=executor, preemption_mode=preemption_mode)
     h.submit("samples", [1, 2, 3, 4, 5, 6], max_tokens=2, n=3, temperature=1.0, seed=5)
     request = h.submit("beams", list(range(8)), max_tokens=2, beam_width=2, n=2)
     h.step()
     h.step()
     group = h.engine._groups["beams"]
-    assert (group.num_preemptions, len(group.live), group.is_forked) == (1, 2, False)
+    assert (group.num_preemptions, len(group.live), group.is_forked) == (1, 2, is_forked)
+    assert h.engine._memory.use().num_host_referenced == (2 if preemption_mode == "swap" else 0)
     h.run()
     assert [h.tokens("beams", i) for i in range(2)] == expected_beams(list(range(8)), request.sampling)

@@ -1,8 +1,18 @@
 """Whatever happens in a short memory with a second tier, every token is right and nobody finds what is not theirs."""
 
+from collections import Counter
+
 import pytest
 
 from tests.engine.lives import Life
+
+WHAT_HAPPENS = (
+    "num_preemptions",
+    "num_recomputed_tokens",
+    "num_blocks_swapped_in",
+    "num_copies_on_write",
+    "num_prefix_hit_tokens",
+)
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
@@ -11,13 +21,28 @@ def test_lives_in_a_short_memory_draw_every_token_as_if_alone(first):
         Life(seed).run()
 
 
+def test_lives_see_everything_that_can_happen_to_a_block():
+    ended: Counter[tuple[int, int, bool]] = Counter()
+    counts: Counter[str] = Counter()
+    for seed in range(40, 50):
+        life = Life(seed)
+        life.run()
+        ended += life.ended
+        load = life.h.engine.load()
+        counts.update({name: getattr(load, name) for name in WHAT_HAPPENS})
+    for has_salt in (False, True):
+        assert {num_samples for num_samples, _, salted in ended if salted == has_salt} >= {1, 2, 3}, ended
+        assert {bool(width) for _, width, salted in ended if salted == has_salt} == {False, True}, ended
+    assert min(counts.values()) > 10, counts
+
+
 def test_lives_that_are_swapped_with_tokens_in_flight():
-    for seed in range(30):
+    for seed in range(10):
         Life(seed, overlap=True, preemption_mode="swap").run()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(1000, 1800, 100))
+@pytest.mark.parametrize("first", range(1000, 1400, 100))
 def test_many_lives_in_a_short_memory(first):
     for seed in range(first, first + 100):
         Life(seed).run()

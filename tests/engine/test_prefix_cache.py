@@ -142,6 +142,21 @@ def test_two_salts_never_share():
     assert serve(h, "d", PROMPT, cache_salt="x") == 8
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [{"n": 3, "temperature": 1.0}, {"best_of": 2, "temperature": 1.0}, {"beam_width": 2}],
+    ids=["samples", "best of", "beams"],
+)
+def test_two_salts_never_share_however_many_sequences_draw(shape):
+    h = make(num_blocks=24)
+    cached = []
+    for i, salt in enumerate(("x", "y", "", "x", "y")):
+        h.submit(f"r{i}", PROMPT, cache_salt=salt, max_tokens=2, **shape)
+        h.run()
+        cached.append(h.last(f"r{i}").usage.cached_tokens)
+    assert cached == [0, 0, 0, 8, 8]
+
+
 def test_who_opts_out_neither_reads_nor_leaves_anything():
     h = make()
     assert serve(h, "leaves", PROMPT) == 0
