@@ -26,7 +26,7 @@ _OPTIONS = ("--max-model-len", "8192", "--input-len", "1024", "--output-len", "2
 CELLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     *(("llama-3.1-8b", topology, ()) for topology in ("v5e:2x2", "v6e:1x1", "v6e:2x4", "v5p:2x2x1", "tpu7x:2x2x1")),
     *(("llama-3.1-70b", topology, ()) for topology in ("v6e:2x4", "v5p:2x2x2")),
-    ("llama-3.1-70b", "v6e:2x4", ("--num-blocks", "40000")),
+    ("llama-3.1-70b", "v6e:2x4", ("--num-blocks", "10000")),
 )
 """Model, topology, and options besides."""
 

@@ -1,4 +1,4 @@
-"""`jpaged plan` with libtpu, as on any laptop: a model that fits, and one whose pool is too large."""
+"""`jpaged plan` with libtpu, as on any laptop: models that fit, with defaults too, and one whose pool is too large."""
 
 from __future__ import annotations
 
@@ -32,17 +32,38 @@ def test_llama_3_8b_fits_into_four_v5e() -> None:
     memory = found["memory_of_one_device"]
     assert (found["fits"], found["tensor_parallel_size"], found["attention_backend"]) == (True, 4, "pallas-tpu")
     assert 0 <= memory["free_bytes"] < 32 << 20
-    assert found["num_blocks"] > 20_000
+    assert found["num_blocks"] * found["block_size"] > 320_000
     assert found["compile_seconds"] > 0
-    assert {program["name"] for program in found["compiled_programs"]} >= {"backbone[512]", "backbone[64]"}
+    assert {program["name"] for program in found["compiled_programs"]} >= {"backbone[1024]", "backbone[128]"}
+    assert found["bytes_of_a_summed_number"] == 2  # though the programs ask for sums in float32
+    assert found["estimates"][0]["prefill_s"] == pytest.approx(0.0484, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "sizes"),
+    [
+        ("meta-llama/Llama-3.1-8B", "v6e:2x2", (131072, 128, 128, 1024)),
+        ("qwen3-32b", "v6e:2x4", (40960, 64, 128, 1024)),
+    ],
+)
+def test_with_its_defaults_a_model_fits_on_the_devices_own_kernel(
+    model: str, topology: str, sizes: tuple[int, int, int, int]
+) -> None:
+    done = plan(model, "--topology", topology, "--json")
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["plans"]
+    assert (found["attention_backend"], found["passed_over_backends"]) == ("pallas-tpu", [])
+    options = ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")
+    assert tuple(found[name] for name in options) == sizes
+    assert sum(found["memory_of_one_device"]["programs"].values()) < 1 << 30
 
 
 def test_a_pool_that_is_too_large_for_70b_is_reported_with_what_to_change() -> None:
-    done = plan("llama-3.1-70b", "--topology", "v6e:2x4", "--max-model-len", "8192", "--num-blocks", "40000")
+    done = plan("llama-3.1-70b", "--topology", "v6e:2x4", "--max-model-len", "8192", "--num-blocks", "10000")
     assert done.returncode == 1
-    assert "llama-3.1-70b on v6e:2x4: does not fit, over by 12.8" in done.stdout
-    assert "num_blocks: 40000 blocks do not fit: 0.9 of 31.25 GiB, less 16.43 for weights" in done.stdout
-    assert "lower num_blocks to 18" in done.stdout
+    assert "llama-3.1-70b on v6e:2x4: does not fit, over by 13.0" in done.stdout
+    assert "num_blocks: 10000 blocks do not fit: 0.9 of 31.25 GiB, less 16.43 for weights" in done.stdout
+    assert "lower num_blocks to 46" in done.stdout
     assert "the compiler says: RESOURCE_EXHAUSTED: Ran out of memory" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
