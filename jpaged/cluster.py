@@ -61,7 +61,8 @@ def split_address(field: str, text: str) -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not host or (":" in host and not is_bracketed) or not port.isdecimal() or int(port) > 65535:
+    is_port = port.isdecimal() and len(port) <= 5 and int(port) <= 65535
+    if not colon or not host or (":" in host and not is_bracketed) or not is_port:
         raise InvalidArgument(field, f"{text!r} is not HOST:PORT with a port up to 65535")
     return host.strip("[]"), int(port)
 
@@ -166,6 +167,6 @@ def _number(variables: Variables, name: str, *, default: int | None = None) -> i
     text = variables.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not text.isdecimal():
+    if text is None or not text.isdecimal() or len(text) > 18:
         raise InvalidArgument(name, f"{text!r} is not a number" if text is not None else "is missing")
     return int(text)

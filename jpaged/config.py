@@ -429,6 +429,11 @@ class Environment:
             return find_cluster(os.environ)
         return Cluster(options.coordinator, options.num_processes, options.process_id, "the options")
 
+    @staticmethod
+    def shows_traces() -> bool:
+        """Whether the command line shows where in the program an error came up (JPAGED_TRACEBACK)."""
+        return os.environ.get("JPAGED_TRACEBACK", "") not in ("", "0")
+
     @classmethod
     def read(cls) -> Environment:
         chosen = os.environ.get("JPAGED_CACHE_DIR")

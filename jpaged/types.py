@@ -45,6 +45,18 @@ class FinishReason(enum.Enum):
     """The request was aborted by id."""
 
 
+def require_whole_characters(field: str, text: str) -> None:
+    """Refuses a string that no UTF-8 is: bytes of a command line that are none, or halves of characters from JSON.
+
+    Raises:
+        InvalidArgument: names the field, and where in the text it is.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(field, f"is not UTF-8: {text[error.start]!a} at character {error.start}") from error
+
+
 def _require(ok: bool, name: str, value: object, limit: str) -> None:
     if not ok:
         shown = f"{value[:_MAX_SHOWN]!r}... ({len(value)} characters)" if _is_long(value) else repr(value)
@@ -163,6 +175,7 @@ class SamplingParams:
         for text in self.stop:
             is_ok = isinstance(text, str) and 1 <= len(text) <= MAX_STOP_STRING_CHARS
             _require(is_ok, "stop", text, f"a string of 1 to {MAX_STOP_STRING_CHARS} characters")
+            require_whole_characters("sampling.stop", text)
         for token_id in self.stop_token_ids:
             _require(_is_int(token_id) and token_id >= 0, "stop_token_ids", token_id, "token ids >= 0")
 
@@ -172,8 +185,8 @@ class SamplingParams:
         if self.best_of is not None:
             is_ok = _is_int(self.best_of) and self.n <= self.best_of <= MAX_NUM_SAMPLES
             _require(is_ok, "best_of", self.best_of, f"an integer from n ({self.n}) to {MAX_NUM_SAMPLES}")
-        is_number = isinstance(self.length_penalty, int | float) and math.isfinite(self.length_penalty)
-        _require(is_number and abs(self.length_penalty) <= 100, "length_penalty", self.length_penalty, "-100 to 100")
+        is_number = isinstance(self.length_penalty, int | float) and abs(self.length_penalty) <= 100
+        _require(is_number, "length_penalty", self.length_penalty, "-100 to 100")
         is_known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _require(is_known, "early_stopping", self.early_stopping, 'True, False or "never"')
         if not self.beam_width:
@@ -193,9 +206,11 @@ class SamplingParams:
         _require(not self.stop, "stop", self.stop, "empty with beam_width; use stop_token_ids")
 
     def _check_sharing(self) -> None:
-        _require(_is_int(self.priority) and abs(self.priority) < 2**31, "priority", self.priority, "a 32-bit integer")
+        is_ok = _is_int(self.priority) and -(2**31) <= self.priority < 2**31
+        _require(is_ok, "priority", self.priority, "a 32-bit integer")
         is_ok = isinstance(self.cache_salt, str) and len(self.cache_salt) <= MAX_CACHE_SALT_CHARS
         _require(is_ok, "cache_salt", self.cache_salt, f"a string of at most {MAX_CACHE_SALT_CHARS} characters")
+        require_whole_characters("sampling.cache_salt", self.cache_salt)
         is_bool = isinstance(self.use_prefix_cache, bool)
         _require(is_bool, "use_prefix_cache", self.use_prefix_cache, "true or false")
 

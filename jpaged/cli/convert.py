@@ -21,6 +21,7 @@ Write a model as safetensors in Hugging Face layout, or as Orbax, tensor by tens
 Either folder can be served. What is written is whole and bit by bit what was read, unless --dtype says otherwise.
 """
 
+_MAX_DIGITS = 18
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
     for suffix, base in (("B", 1000), ("iB", 1024))
@@ -79,7 +80,7 @@ def size_in_bytes(text: str) -> int:
         InvalidArgument: it is not a number with one of those.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2] not in _UNITS:
+    if match is None or match[2] not in _UNITS or len(match[1]) > _MAX_DIGITS:
         raise InvalidArgument(
             "--max-shard-size",
             f"{text!r} is not a size: a number and one of {', '.join(unit for unit in _UNITS if unit)}",

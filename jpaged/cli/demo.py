@@ -21,8 +21,8 @@ from rich.table import Table
 
 from jpaged.cli.serve import LISTENING
 from jpaged.client import Client, Load
-from jpaged.errors import DeadlineExceeded, JpagedError, Unavailable
-from jpaged.types import SamplingParams
+from jpaged.errors import DeadlineExceeded, InvalidArgument, JpagedError, Unavailable
+from jpaged.types import MAX_SEED, SamplingParams
 
 HELP = "serve the embedded model and stream from it"
 DESCRIPTION = (
@@ -152,6 +152,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 when every stream finished and the server ended with 0."""
+    if not 0 <= arguments.seed <= MAX_SEED - len(_PROMPTS):
+        raise InvalidArgument(
+            "--seed", f"{arguments.seed} is out of range: must be from 0 to {MAX_SEED - len(_PROMPTS)}"
+        )
     console = Console()
     server = _ServerProcess.start(arguments.model, ["--max-num-seqs", "8", "--max-num-batched-tokens", "128"])
     problems: list[str] = []

@@ -12,7 +12,7 @@ from jpaged.cli.options import add_config_flags, add_sampling_flags, config_from
 from jpaged.cli.startup import StartupReport
 from jpaged.config import PROCESS_OPTIONS
 from jpaged.errors import InvalidArgument
-from jpaged.types import CompletionOutput, RequestOutput, SamplingParams
+from jpaged.types import CompletionOutput, RequestOutput, SamplingParams, require_whole_characters
 
 HELP = "generate from prompts, without a server"
 DESCRIPTION = """\
@@ -52,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("--prompt", "is missing: give --prompt or --prompt-token-ids")
     if arguments.chat and any("prompt" not in prompt for prompt in prompts):
         raise InvalidArgument("--chat", "goes with --prompt only: token ids are laid out already")
+    for prompt in prompts:
+        _check(prompt)
     sampling = sampling_from(arguments)
     config_from(arguments)  # says what is wrong in the words of the command line
     for number, output in enumerate(_outputs(arguments, prompts, sampling)):
@@ -60,6 +62,15 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             _print_text(number, len(prompts), prompts[number], output)
     return 0
+
+
+def _check(prompt: dict[str, Any]) -> None:
+    """Before the model is loaded."""
+    text = prompt.get("prompt")
+    if text is not None:
+        require_whole_characters("--prompt", text)
+        if not text:
+            raise InvalidArgument("--prompt", "is empty: give at least one character")
 
 
 def _outputs(arguments: argparse.Namespace, prompts: Any, sampling: SamplingParams) -> list[RequestOutput]:
@@ -112,6 +123,9 @@ def _text(word: str) -> dict[str, Any]:
 
 def _token_ids(word: str) -> dict[str, Any]:
     try:
-        return {"prompt_token_ids": [int(part) for part in word.split(",")]}
+        token_ids = [int(part) for part in word.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{word!r} is not a list of integers such as 1,2,3") from None
+    if not all(0 <= token_id < 2**31 for token_id in token_ids):
+        raise argparse.ArgumentTypeError(f"{word!r} has an id that is not from 0 to {2**31 - 1}")
+    return {"prompt_token_ids": token_ids}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 
+from jpaged.client.channel import require_target
 from jpaged.client.health import check_health
 from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument, JpagedError
+from jpaged.types import require_whole_characters
 
 HELP = "ask a server whether it serves"
 DESCRIPTION = """\
@@ -31,8 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the status; returns 0 for SERVING alone."""
-    if not arguments.timeout > 0:
-        raise InvalidArgument("--timeout", f"{arguments.timeout} is not above 0")
+    if not (arguments.timeout > 0 and math.isfinite(arguments.timeout)):
+        raise InvalidArgument("--timeout", f"{arguments.timeout} is not above 0 and finite")
+    require_target("HOST:PORT", arguments.address)
+    require_whole_characters("--service", arguments.service)
     try:
         status = check_health(arguments.address, service=arguments.service, timeout_s=arguments.timeout)
     except JpagedError as error:

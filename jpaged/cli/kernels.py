@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from jpaged.cli.options import flag_of
 from jpaged.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ bandwidth (decode) or rate of matrix products (prefill) allows; "in order" the s
 the other; "contiguous" jax.nn.dot_product_attention over dense keys and values, "ratio" paged over contiguous.
 """
 
+_MAX_COUNT = 2**31 - 1
 _CONTEXTS = (64, 256, 1024, 2048, 8192, 32768)
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -82,11 +85,16 @@ def _record(found: Survey, arguments: argparse.Namespace) -> dict[str, object]:
 
 def _check(arguments: argparse.Namespace, shapes: tuple[str, ...]) -> None:
     if arguments.shape not in shapes:
-        raise InvalidArgument("shape", f"{arguments.shape!r} is not one of {', '.join(shapes)}")
+        raise InvalidArgument("--shape", f"{arguments.shape!r} is not one of {', '.join(shapes)}")
     for name in ("num_seqs", "context", "block_size"):
         for value in getattr(arguments, name):
-            if value < 1:
-                raise InvalidArgument(name, f"{value} is below the limit of 1")
+            if not 1 <= value <= _MAX_COUNT:
+                raise InvalidArgument(flag_of(name), f"{value} is out of range: must be from 1 to {_MAX_COUNT}")
+    if not (arguments.max_gib > 0 and math.isfinite(arguments.max_gib)):
+        raise InvalidArgument("--max-gib", f"{arguments.max_gib} is not above the limit of 0 and finite")
+    for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise InvalidArgument(flag, f"{path} is a folder, or in none")
 
 
 def _cells(arguments: argparse.Namespace) -> Iterator[Cell]:

@@ -1,16 +1,23 @@
 """Reads the command line and runs one subcommand. Knows how errors look and which exit codes they get.
 
-0  done      1  failed while running      2  the command line is wrong      130  interrupted
+0  done      1  failed while running      2  the command line is wrong      70  a bug of ours
+130  interrupted      141  nobody reads what is printed any more
+
+Whatever goes wrong is one sentence; JPAGED_TRACEBACK=1 prints where in the program it came up as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
 from jpaged.cli import batch, bench, convert, demo, generate, health, plan, serve
+from jpaged.config import Environment
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.version import __version__
 
@@ -26,24 +33,64 @@ COMMANDS: dict[str, ModuleType] = {
 }
 """Each module has HELP and DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code."""
 
+_BUG, _INTERRUPTED, _NOT_READ = 70, 130, 141
+"""As sysexits.h, and as a shell shows SIGINT and SIGPIPE."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     words = _with_dashes(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = make_parser().parse_args(words)
-    except SystemExit as end:  # argparse has printed the usage, or what is wrong
-        return end.code if isinstance(end.code, int) else 2
-    try:
-        return int(COMMANDS[arguments.command].run(arguments))
-    except InvalidArgument as error:
-        print(f"jpaged {arguments.command}: error: {error}", file=sys.stderr)
-        return 2
-    except JpagedError as error:
-        print(f"jpaged {arguments.command}: {error}", file=sys.stderr)
-        return 1
+        code = _run(words)
+        sys.stdout.flush()  # here and not at the exit, where an error could only be shown raw
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
+    except BaseException as error:  # the last resort: nothing goes on from here
+        name = f"jpaged {words[0]}" if words and words[0] in COMMANDS else "jpaged"
+        return _tell(name, error)
+    return code
+
+
+def _run(words: Sequence[str]) -> int:
+    try:
+        arguments = make_parser().parse_args(words)
+        return int(COMMANDS[arguments.command].run(arguments))
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich's way to end a program that nobody reads
+            return _NOT_READ
+        return end.code if isinstance(end.code, int) else 2  # argparse has printed the usage, or what is wrong
+
+
+def _tell(name: str, error: BaseException) -> int:
+    """Says in a sentence what ended a command; returns the exit code."""
+    if isinstance(error, BrokenPipeError) and error.filename is None:
+        _silence_stdout()
+        return _NOT_READ
+    if Environment.shows_traces():
+        traceback.print_exception(error)
+    if isinstance(error, InvalidArgument):
+        text, code = f"error: {error}", 2
+    elif isinstance(error, JpagedError):
+        text, code = str(error), 1
+    elif isinstance(error, OSError):
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        text, code = f"{where}{error.strerror or str(error) or type(error).__name__}", 1
+    elif isinstance(error, MemoryError):
+        text, code = "this machine's memory is used up", 1
+    else:
+        what = f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0]
+        text, code = f"a bug in jpaged: {what} (JPAGED_TRACEBACK=1 shows where)", _BUG
+    text = text.encode(errors="backslashreplace").decode()  # names of files may be no UTF-8
+    with contextlib.suppress(OSError):  # nobody reads that either
+        print(f"{name}: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def _silence_stdout() -> None:
+    """What is left in its buffer goes nowhere: Python would try to write it again at the exit, and show the error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def make_parser() -> argparse.ArgumentParser:

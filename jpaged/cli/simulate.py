@@ -19,6 +19,7 @@ from jpaged.sim.model import MODELS
 from jpaged.sim.simulation import Served, Simulation, simulate
 from jpaged.sim.trace import WORKLOADS, TraceRequest, synthesize
 from jpaged.sim.trace_file import read_trace
+from jpaged.types import MAX_SEED
 
 HELP = "serve a trace in simulated time"
 DESCRIPTION = """\
@@ -32,6 +33,9 @@ arrival_s, prompt_tokens and output_tokens, and if wanted n, beam_width, prefix_
 """
 
 _DEFAULT_NUM_REQUESTS = 200
+_MAX_NUM_REQUESTS = 10_000_000
+_MAX_COUNT = 2**31 - 1
+_MIN_RATE = 1e-6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,8 +130,8 @@ def measures(result: Simulation) -> dict[str, float | int]:
 def _deployment(arguments: argparse.Namespace) -> Deployment:
     model, hardware = MODELS[arguments.model], HARDWARE[arguments.hardware]
     block_size = _at_least_one(arguments, "block_size")
-    if arguments.num_host_blocks < 0:
-        raise InvalidArgument("--num-host-blocks", f"{arguments.num_host_blocks} is below 0")
+    if not 0 <= arguments.num_host_blocks <= _MAX_COUNT:
+        raise InvalidArgument("--num-host-blocks", f"{arguments.num_host_blocks} is below 0 or above {_MAX_COUNT}")
     num_blocks = None if arguments.num_blocks is None else _at_least_one(arguments, "num_blocks")
     num_devices = None if arguments.num_devices is None else _at_least_one(arguments, "num_devices")
     return deploy(
@@ -149,8 +153,8 @@ def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
                 raise InvalidArgument(f"--{name.replace('_', '-')}", "is for synthetic traces; a file has its own")
         return read_trace(Path(arguments.trace), max_model_len=max_model_len)
     rate = 1.0 if arguments.rate is None else arguments.rate
-    if not (rate > 0 and math.isfinite(rate)):
-        raise InvalidArgument("--rate", f"{rate} is out of range: must be above 0")
+    if not _MIN_RATE <= rate <= _MAX_COUNT:
+        raise InvalidArgument("--rate", f"{rate} is out of range: must be above 0, from {_MIN_RATE} to {_MAX_COUNT}")
     num_requests = _DEFAULT_NUM_REQUESTS
     if arguments.num_requests is not None:
         if arguments.duration is not None:
@@ -160,9 +164,12 @@ def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
         if not (arguments.duration > 0 and math.isfinite(arguments.duration)):
             raise InvalidArgument("--duration", f"{arguments.duration} is out of range: must be above 0")
         num_requests = max(1, round(rate * arguments.duration))
+    if num_requests > _MAX_NUM_REQUESTS:
+        flag = "--num-requests" if arguments.duration is None else "--duration"
+        raise InvalidArgument(flag, f"{num_requests:.6g} requests are above the limit of {_MAX_NUM_REQUESTS}")
     seed = arguments.seed or 0
-    if seed < 0:
-        raise InvalidArgument("--seed", f"{seed} is below 0")
+    if not 0 <= seed <= MAX_SEED:
+        raise InvalidArgument("--seed", f"{seed} is below 0 or above {MAX_SEED}")
     return synthesize(
         WORKLOADS[arguments.trace],
         rate_per_s=rate,
@@ -174,8 +181,9 @@ def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
 
 def _at_least_one(arguments: argparse.Namespace, name: str) -> int:
     value: int = getattr(arguments, name)
-    if value < 1:
-        raise InvalidArgument(f"--{name.replace('_', '-')}", f"{value} is out of range: must be at least 1")
+    if not 1 <= value <= _MAX_COUNT:
+        limit = f"must be at least 1 and at most {_MAX_COUNT}"
+        raise InvalidArgument(f"--{name.replace('_', '-')}", f"{value} is out of range: {limit}")
     return value
 
 

@@ -14,6 +14,7 @@ import time
 import grpc
 
 from jpaged.errors import InvalidArgument
+from jpaged.types import require_whole_characters
 
 MAX_ATTEMPTS = 4
 _FIRST_BACKOFF_S = 0.1
@@ -49,6 +50,7 @@ def require_target(field: str, target: str) -> None:
     Raises:
         InvalidArgument: names the field, the target and the limit.
     """
+    require_whole_characters(field, target)
     if _SCHEME.match(target):
         ports = re.findall(r":([0-9]+)(?=,|$)", target) if target.startswith(("dns", "ipv")) else []
     else:

@@ -27,6 +27,9 @@ INTERNAL is among them: an engine that died, or a device at fault. Every other c
 stays: INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, RESOURCE_EXHAUSTED (a limit of gRPC's; a full queue is waited for).
 """
 
+_BEGIN = b'{"id": "batch_req_'
+"""A line without an end that begins so was torn; anything else is not ours to cut."""
+
 
 class OutputError(JpagedError):
     """The output cannot be read or written, or another run has it."""
@@ -160,6 +163,8 @@ class Results:
         with self._path.open("rb") as file:
             for number, text in enumerate(file, start=1):  # bytes: texts hold other line ends than this one
                 if not text.endswith(b"\n"):
+                    if not (text.startswith(_BEGIN) or _BEGIN.startswith(text)):
+                        raise self._stranger(number)
                     break
                 entries.append(self._entry(number, text, end))
                 end += len(text)
@@ -175,16 +180,19 @@ class Results:
         self._num_bytes = end
 
     def _entry(self, number: int, text: bytes, start: int) -> _Entry:
-        where = f"{self._name}: line {number}"
         try:
             value = json.loads(text)
             custom_id, failure = value["custom_id"], value.get("error")
             code = None if failure is None else str(failure["code"])
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidArgument(where, "is not a line of batch output: move the file away") from error
+            raise self._stranger(number) from error
         if custom_id is not None and custom_id not in self._custom_ids:
+            where = f"{self._name}: line {number}"
             raise InvalidArgument(where, f"custom_id {custom_id!r} is not in the input: this is another batch's output")
         return _Entry(custom_id, code, start, start + len(text))
+
+    def _stranger(self, number: int) -> InvalidArgument:
+        return InvalidArgument(f"{self._name}: line {number}", "is not a line of batch output: move the file away")
 
     def _replace(self) -> None:
         """A crash leaves the old file or the new one, and never a part."""

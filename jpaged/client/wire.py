@@ -22,6 +22,7 @@ from jpaged.types import (
     SequenceFinish,
     TokenLogprob,
     Usage,
+    require_whole_characters,
 )
 
 _T = TypeVar("_T")
@@ -209,6 +210,7 @@ def generate_request(
         return_prompt_token_ids=prompt.token_ids is None,
     )
     if prompt.text is not None:
+        require_whole_characters("prompt.text", prompt.text)
         message.text = prompt.text
     elif prompt.token_ids is not None:
         message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=_checked_ids("prompt.token_ids", prompt.token_ids)))
@@ -420,6 +422,8 @@ def _chat_message(messages: Sequence[Mapping[str, str]]) -> inference_pb2.ChatPr
     for i, message in enumerate(messages):
         if set(message) != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
             raise InvalidArgument(f"messages[{i}]", "must have the strings `role` and `content` and nothing else")
+        for name, value in message.items():
+            require_whole_characters(f"messages[{i}].{name}", value)
         turns.append(inference_pb2.ChatMessage(role=message["role"], content=message["content"]))
     return inference_pb2.ChatPrompt(messages=turns)
 

@@ -124,7 +124,7 @@ class SavedPrograms:
         """
         try:
             manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InvalidArgument("compiled", f"{folder} holds no saved programs: {error}") from error
         if manifest.get("format") != FORMAT:
             raise InvalidArgument("compiled", f"{folder} is of format {manifest.get('format')}; {FORMAT} is read")

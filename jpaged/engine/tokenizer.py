@@ -5,6 +5,7 @@ Code from a model's folder is never run (trust_remote_code stays off); its chat 
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from jpaged.chat.template import ChatTemplate
 from jpaged.config import keep_tokenizers_on_their_thread
 from jpaged.engine.literal_text import LiteralText
 from jpaged.engine.token_bytes import GENEROUS_BYTES, max_token_bytes
-from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.errors import InvalidArgument, JpagedError, Unsupported
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -79,7 +80,12 @@ class HuggingFaceTokenizer:
 
         keep_tokenizers_on_their_thread()
         self._folder = folder
-        self._inner: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        try:
+            self._inner: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        except BaseException:
+            if process is not None:
+                process.close()
+            raise
         # The Rust tokenizer behind it is thread-safe when called itself; the Python wrapper resets its truncation on
         # every call and fails with "Already borrowed" under threads.
         self._fast: Any = self._inner.backend_tokenizer if self._inner.is_fast else None
@@ -202,7 +208,31 @@ class NoTokenizer:
 
 
 def load_tokenizer(folder: Path, *, vocab_size: int, parse_special_tokens: bool = True) -> Tokenizer:
-    """The tokenizer of a model's folder; one that knows ids alone where there are no tokenizer files."""
-    if any((folder / name).exists() for name in _TOKENIZER_FILES):
+    """The tokenizer of a model's folder; one that knows ids alone where there are no tokenizer files.
+
+    Raises:
+        InvalidArgument: a file is broken.
+        Unsupported: see `HuggingFaceTokenizer`.
+    """
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return NoTokenizer(vocab_size)
+    try:
         return HuggingFaceTokenizer(folder, parse_special_tokens=parse_special_tokens)
-    return NoTokenizer(vocab_size)
+    except (JpagedError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # two libraries read the files, with errors of every kind, and panics in Rust
+        raise InvalidArgument("model", f"{folder}: the tokenizer cannot be loaded: {_why(folder, error)}") from error
+
+
+def _why(folder: Path, error: BaseException) -> str:
+    """Names the file, where it is one that cannot be read."""
+    for path in sorted(folder.glob("*token*.json")):
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except RecursionError:
+            return f"{path.name} is nested too deep"
+        except (OSError, ValueError) as found:
+            return f"{path.name} cannot be read as JSON: {found}"
+        if not isinstance(value, dict) or not value:
+            return f"{path.name} must hold a JSON object with fields"
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

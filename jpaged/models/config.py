@@ -14,6 +14,11 @@ from jpaged.models.rope_config import RopeConfig
 
 Activation = Literal["relu", "gelu"]
 
+MAX_LAYERS = 2**12
+MAX_WIDTH = 2**20
+"""Of hidden state, feed-forward and heads: far more than any model has, and little enough to be allocated."""
+MAX_VOCAB_SIZE = 2**24
+
 OPT_POSITION_OFFSET = 2
 """Rows of OPT's positional embedding before that of position 0."""
 
@@ -268,9 +273,9 @@ class OptConfig(ModelConfig):
 
 
 def _llama(fields: JsonFields, architecture: str, family: LlamaFamily) -> LlamaConfig:
-    hidden_size = fields.integer("hidden_size")
-    num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
+    hidden_size = fields.integer("hidden_size", maximum=MAX_WIDTH)
+    num_heads = fields.integer("num_attention_heads", maximum=MAX_WIDTH)
+    num_kv_heads = fields.integer("num_key_value_heads", family.default_num_kv_heads or num_heads, maximum=MAX_WIDTH)
     if family.default_head_dim is None and not fields.has("head_dim") and hidden_size % num_heads:
         raise fields.bad("hidden_size", f"is {hidden_size}; without head_dim num_attention_heads must divide it")
     max_position_embeddings = fields.integer("max_position_embeddings", family.default_max_position_embeddings)
@@ -278,13 +283,13 @@ def _llama(fields: JsonFields, architecture: str, family: LlamaFamily) -> LlamaC
     attention_bias, output_bias = _attention_biases(fields, family)
     result = LlamaConfig(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB_SIZE),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        intermediate_size=fields.integer("intermediate_size", maximum=MAX_WIDTH),
+        num_layers=fields.integer("num_hidden_layers", maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=fields.integer("head_dim", family.default_head_dim or hidden_size // num_heads),
+        head_dim=fields.integer("head_dim", family.default_head_dim or hidden_size // num_heads, maximum=MAX_WIDTH),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=RopeConfig.from_hf(fields, max_position_embeddings),
         max_position_embeddings=max_position_embeddings,
@@ -301,7 +306,10 @@ def _llama(fields: JsonFields, architecture: str, family: LlamaFamily) -> LlamaC
 def _opt(fields: JsonFields, architecture: str) -> OptConfig:
     # What a pipeline puts before a prompt, and a note on how the checkpoint was converted: transformers reads neither.
     fields.ignore(("prefix", "output_projection"))
-    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    hidden_size, num_heads = (
+        fields.integer("hidden_size", maximum=MAX_WIDTH),
+        fields.integer("num_attention_heads", maximum=MAX_WIDTH),
+    )
     if hidden_size % num_heads:
         raise fields.bad("hidden_size", f"is {hidden_size}; num_attention_heads, {num_heads}, must divide it")
     activation = fields.text("activation_function", "relu")
@@ -313,16 +321,16 @@ def _opt(fields: JsonFields, architecture: str) -> OptConfig:
     is_removed = fields.flag("_remove_final_layer_norm", False)
     return OptConfig(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB_SIZE),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("ffn_dim"),
-        num_layers=fields.integer("num_hidden_layers"),
+        intermediate_size=fields.integer("ffn_dim", maximum=MAX_WIDTH),
+        num_layers=fields.integer("num_hidden_layers", maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
-        embed_size=fields.integer("word_embed_proj_dim", hidden_size),
+        embed_size=fields.integer("word_embed_proj_dim", hidden_size, maximum=MAX_WIDTH),
         activation=cast(Activation, activation),
         norm_first=norm_first,
         final_norm=norm_first and not is_removed,

@@ -243,7 +243,7 @@ def _new_folder(destination: Path, force: bool) -> Iterator[Path]:
             folder.rename(destination)
     except JpagedError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Unavailable(f"{destination} could not be written, and nothing is left of it: {error}") from error
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 
 from jpaged.errors import InvalidArgument, Unsupported
+
+MAX_INTEGER = 2**31 - 1
+_MAX_NUMBER = sys.float_info.max
+_MAX_SHOWN = 200
 
 
 class JsonFields:
@@ -32,18 +37,20 @@ class JsonFields:
         self._read.add(key)
         return self._fields.get(key, missing)
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer of at least `minimum`; absent and without a default is an error."""
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        """An integer from `minimum` to `maximum`; absent and without a default is an error."""
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.bad(key, f"is {value!r}; it must be an integer of at least {minimum}")
+            raise self.bad(key, f"is {_shown(value)}; it must be an integer of at least {minimum}")
+        if value > maximum:
+            raise self.bad(key, f"is {_shown(value)}; the limit is {maximum}")
         return value
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
         """A finite number greater than `above`; absent and without a default is an error."""
         value = self._required(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < float("inf"):
-            raise self.bad(key, f"is {value!r}; it must be a finite number above {above:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= _MAX_NUMBER:
+            raise self.bad(key, f"is {_shown(value)}; it must be a finite number above {above:g}")
         return float(value)
 
     def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
@@ -57,21 +64,21 @@ class JsonFields:
         """A boolean."""
         value = self._required(key, default)
         if not isinstance(value, bool):
-            raise self.bad(key, f"is {value!r}; it must be true or false")
+            raise self.bad(key, f"is {_shown(value)}; it must be true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string; absent and without a default is an error."""
         value = self._required(key, default)
         if not isinstance(value, str):
-            raise self.bad(key, f"is {value!r}; it must be a string")
+            raise self.bad(key, f"is {_shown(value)}; it must be a string")
         return value
 
     def mapping(self, key: str) -> Mapping[str, object]:
         """A nested object; empty when it is absent."""
         value = self._required(key, {})
         if not isinstance(value, Mapping):
-            raise self.bad(key, f"is {value!r}; it must be an object")
+            raise self.bad(key, f"is {_shown(value)}; it must be an object")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
@@ -79,8 +86,8 @@ class JsonFields:
         value = self.value(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for token_id in ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                raise self.bad(key, f"is {value!r}; it must be a token id or a list of token ids")
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id <= MAX_INTEGER:
+                raise self.bad(key, f"is {_shown(value)}; it must be a token id or a list of token ids")
         return tuple(ids)
 
     def ignore(self, keys: Iterable[str]) -> None:
@@ -93,13 +100,13 @@ class JsonFields:
         if value is not None and not any(
             value is one or (type(value) is type(one) and value == one) for one in allowed
         ):
-            raise Unsupported(f"{self._name}: {key} is {value!r}; {why}")
+            raise Unsupported(f"{self._name}: {key} is {_shown(value)}; {why}")
 
     def finish(self) -> None:
         """Refuses the keys that were neither read nor ignored, unless they are null."""
         unknown = sorted(key for key in self._fields if key not in self._read and self.has(key))
         if unknown:
-            listed = ", ".join(f"{key}={self._fields[key]!r}" for key in unknown)
+            listed = ", ".join(f"{key}={_shown(self._fields[key])}" for key in unknown)
             raise Unsupported(
                 f"{self._name}: unknown setting {listed}; it could change the output, so it is not ignored"
             )
@@ -116,3 +123,9 @@ class JsonFields:
         if default is None:
             raise self.bad(key, "is missing")
         return default
+
+
+def _shown(value: object) -> str:
+    """A value in an error, which it must not drown."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

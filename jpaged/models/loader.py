@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -17,6 +17,8 @@ DEMO = "demo"  # the packaged checkpoint: jpaged.demo finds it, and it is never 
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+
+_MAX_DEPTH = 64
 
 # Weights, configs and tokenizers at the top of a repository; not the duplicates in other formats.
 _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -83,8 +85,23 @@ def read_json(path: Path) -> Mapping[str, object]:
     """A file that must hold a JSON object; InvalidArgument otherwise, with the file's name."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise _too_deep(path) from error
     except (OSError, ValueError) as error:
         raise InvalidArgument(str(path), f"cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidArgument(str(path), "must hold a JSON object")
+    level: list[object] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+    if level:
+        raise _too_deep(path)
     return value
+
+
+def _inside(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _too_deep(path: Path) -> InvalidArgument:
+    return InvalidArgument(str(path), f"is nested deeper than the limit of {_MAX_DEPTH}")

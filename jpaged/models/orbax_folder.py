@@ -71,7 +71,7 @@ class Manifest:
         path = folder / MANIFEST_FILE
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InvalidArgument(str(path), f"cannot be read as JSON: {error}") from error
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise InvalidArgument(str(path), f"must be a JSON object whose format is {_FORMAT!r}")
@@ -149,7 +149,7 @@ class OrbaxTensors:
         self.dtype(name)
         try:
             return np.asarray(self._array(name)[index or ...].read().result())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InvalidArgument(str(self._folder), f"tensor {name} cannot be read: {error}") from error
 
     def where(self, name: str) -> Path:
@@ -242,6 +242,6 @@ def _metadata(folder: Path) -> dict[str, Any]:
     try:
         with ocp.PyTreeCheckpointer() as reader:
             tree = reader.metadata(folder.resolve()).item_metadata.tree
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(str(folder), f"cannot be read as an Orbax checkpoint: {error}") from error
     return dict(tree)

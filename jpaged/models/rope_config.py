@@ -8,6 +8,7 @@ from typing import Literal, cast, get_args
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.json_fields import JsonFields
 
+_MAX_FACTOR = 1 << 20
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
@@ -83,8 +84,8 @@ class RopeConfig:
         if kind != "default":
             implied = max_position_embeddings / original if kind == "yarn" else None
             factor = rope.number("factor", implied)
-            if factor < 1:
-                raise rope.bad("factor", f"is {factor:g}; it must be at least 1")
+            if not 1 <= factor <= _MAX_FACTOR:
+                raise rope.bad("factor", f"is {factor:g}; it must be from 1 to {_MAX_FACTOR}")
         low, high, fast, slow = 1.0, 4.0, 32.0, 1.0
         if kind == "llama3":
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")

@@ -115,7 +115,7 @@ class TensorFiles:
         try:
             index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             wanted = {str(name): str(file_name) for name, file_name in index.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise InvalidArgument(str(path), f"must be a JSON object with a weight_map: {error!r}") from error
         for file_name in sorted(set(wanted.values())):
             self._open_file(file_name)

@@ -14,6 +14,7 @@ import asyncio
 import enum
 import logging
 import signal
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -146,7 +147,7 @@ class Server:
         """Opens the port, and starts loading the model; returns the port.
 
         Raises:
-            InvalidArgument: the address cannot be bound, or the prefix to pin cannot be read.
+            InvalidArgument: the host or the port cannot be bound, or the prefix to pin cannot be read.
         """
         self._prefix = _text_of(self._config.server.pin_prefix)
         self._bridge = Bridge(asyncio.get_running_loop())
@@ -204,9 +205,11 @@ class Server:
         host = f"[{options.host}]" if ":" in options.host else options.host
         try:
             port = self._grpc.add_insecure_port(f"{host}:{options.port}")
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeError) as error:
+            _require_host(options.host)
             raise InvalidArgument("port", f"{host}:{options.port} cannot be bound: {error}") from error
         if port == 0:
+            _require_host(options.host)
             raise InvalidArgument("port", f"{host}:{options.port} cannot be bound")
         return port
 
@@ -310,6 +313,17 @@ class Server:
             await asyncio.to_thread(self._serving.engine.stop)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.stop)
+
+
+def _require_host(host: str) -> None:
+    """Raises InvalidArgument for an address on which no port of this machine can be had."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found[:1]:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver is asked for
+        raise InvalidArgument("host", f"{host!r} is no address of this machine: {error}") from error
 
 
 def _text_of(path: str | None) -> str | None:

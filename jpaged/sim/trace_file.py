@@ -28,7 +28,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "n": (1, MAX_NUM_SAMPLES),
     "beam_width": (0, MAX_BEAM_WIDTH),
     "prefix_tokens": (0, math.inf),
-    "priority": (-(2**31) + 1, 2**31 - 1),
+    "priority": (-(2**31), 2**31 - 1),
 }
 
 
@@ -39,7 +39,7 @@ def read_trace(path: Path, *, max_model_len: int) -> list[TraceRequest]:
         InvalidArgument: the file cannot be read or is empty, or a line is wrong; names the line and the field.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument("trace", f"{path} cannot be read: {error}") from error
     requests = [_request(line, number, max_model_len) for number, line in enumerate(lines, 1) if line.strip()]
@@ -51,7 +51,7 @@ def read_trace(path: Path, *, max_model_len: int) -> list[TraceRequest]:
 def _request(line: str, number: int, max_model_len: int) -> TraceRequest:
     try:
         values = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
         raise InvalidArgument(f"trace line {number}", f"is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise InvalidArgument(f"trace line {number}", f"is not an object: {line.strip()[:60]}")
@@ -75,7 +75,7 @@ def _checked(value: Any, name: str, kind: type, number: int) -> Any:
     if not is_right or isinstance(value, bool):
         raise InvalidArgument(where, f"{value!r} is not {'a number' if kind is float else f'of type {kind.__name__}'}")
     low, high = _LIMITS.get(name, (-math.inf, math.inf))
-    if kind is not str and not (low <= value <= high and math.isfinite(value)):
+    if kind is not str and not (low <= value <= high and -math.inf < value < math.inf):
         limit = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
         raise InvalidArgument(where, f"{value} is out of range: must be {limit}")
     return value

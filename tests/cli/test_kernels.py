@@ -51,8 +51,8 @@ def test_a_backend_that_cannot_run_here_is_named(capsys: pytest.CaptureFixture[s
     ("words", "message"),
     [
         (["--shape", "llama-9"], "shape: 'llama-9' is not one of demo"),
-        (["--context", "0"], "context: 0 is below the limit of 1"),
-        (["--block-size", "-8"], "block_size: -8 is below the limit of 1"),
+        (["--context", "0"], "--context: 0 is out of range: must be from 1"),
+        (["--block-size", "-8"], "--block-size: -8 is out of range: must be from 1"),
     ],
 )
 def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,6 +162,7 @@ async def test_a_server_that_goes_away_ends_the_run_and_the_next_goes_on(tmp_pat
         ('{"custom_id": "stranger"}\n', "line 1: custom_id 'stranger' is not in the input"),
         ("nonsense\n", "line 1: is not a line of batch output"),
         ('{"id": 1}\n', "line 1: is not a line of batch output"),
+        ("notes without an end", "line 1: is not a line of batch output"),
     ],
 )
 async def test_an_output_that_is_another_batchs_is_left_alone(tmp_path, text, message):
