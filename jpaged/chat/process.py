@@ -24,7 +24,7 @@ CPU_S = 2.0
 """Processor time that one rendering may take: a long conversation takes a hundredth of it."""
 MEMORY_BYTES = 256 << 20
 """Memory that rendering may take beyond what the process has when it starts."""
-_ANSWER_TIMEOUT_S = 60.0
+_ANSWER_TIMEOUT_S = 180.0
 """For an answer, the child's start included: a guard against a process that the system does not run."""
 _MAX_SAID_BYTES = 1 << 20
 
@@ -74,28 +74,32 @@ class TemplateProcess:
     def _start_again(self) -> None:
         if self._child is not None:
             self._child.end()
-        self._child = _Child()
+            self._child = None
+        try:
+            self._child = _Child()
+        except OSError as error:
+            raise Unavailable(f"the process that renders chat templates cannot be started: {error}") from error
 
 
 class _Child:
     """One process, our end of its socket, and what it prints. `end` comes by itself when nobody holds it."""
 
     def __init__(self) -> None:
-        open_files = contextlib.ExitStack()
-        ours, theirs = socket.socketpair()
-        self._connection = open_files.enter_context(ours)
-        self._said, path = tempfile.mkstemp()
-        Path(path).unlink()
-        open_files.callback(os.close, self._said)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "jpaged.chat"],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=self._said,
-                start_new_session=True,  # Ctrl-C is for the server, which drains
-            )
-        self.end = weakref.finalize(self, _end, self.process, open_files)
+        with contextlib.ExitStack() as opened:
+            ours, theirs = socket.socketpair()
+            self._connection = opened.enter_context(ours)
+            with theirs:
+                self._said, path = tempfile.mkstemp()
+                opened.callback(os.close, self._said)
+                Path(path).unlink()
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "jpaged.chat"],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._said,
+                    start_new_session=True,  # Ctrl-C is for the server, which drains
+                )
+            self.end = weakref.finalize(self, _end, self.process, opened.pop_all())
 
     def ask(self, text: str) -> tuple[Kind, str]:
         """Sends a question and waits for the answer; raises OSError or EOFError."""

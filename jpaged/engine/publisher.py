@@ -29,20 +29,13 @@ from jpaged.types import (
 
 @dataclass(slots=True)
 class _Piece:
-    """What there is to show of a sequence: one token's worth, or all of it when it was held back."""
+    """What there is to show of a sequence: one token's worth, or all of it joined when it was held back."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish: SequenceFinish | None = None
     cumulative_logprob: float = 0.0
-
-    def add(self, later: _Piece) -> None:
-        self.text += later.text
-        self.token_ids += later.token_ids
-        self.logprobs += later.logprobs
-        self.finish = later.finish
-        self.cumulative_logprob = later.cumulative_logprob
 
 
 class Publisher:
@@ -52,7 +45,7 @@ class Publisher:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._states: dict[Sequence, OutputState] = {}
-        self._held: dict[Group, dict[Sequence, _Piece]] = {}
+        self._held: dict[Group, dict[Sequence, list[_Piece]]] = {}
         self._searches: dict[Group, BeamSearch] = {}
 
     def open(self, group: Group) -> None:
@@ -64,7 +57,7 @@ class Publisher:
         for sequence in group.sequences:
             self._states[sequence] = self._new_state(group)
         if sampling.num_samples > sampling.n:
-            self._held[group] = {sequence: _Piece() for sequence in group.sequences}
+            self._held[group] = {sequence: [] for sequence in group.sequences}
 
     def close(self, group: Group) -> None:
         for sequence in group.sequences:
@@ -88,7 +81,7 @@ class Publisher:
         logprobs = () if num_top is None else (_position_logprobs(outputs, row, num_top),)
         piece = _Piece(delta.text, (token_id,), logprobs, delta.finish, sequence.cumulative_logprob)
         if group in self._held:
-            self._held[group][sequence].add(piece)
+            self._held[group][sequence].append(piece)
         else:
             ends_group = delta.finish is not None and sum(other.is_live for other in group.sequences) == 1
             self._send(group, sequence.index, piece, is_last=ends_group)
@@ -98,7 +91,7 @@ class Publisher:
         """Sends what was held back of a request whose sequences have all ended."""
         pieces: list[_Piece] = []
         if group in self._held:
-            pieces = sorted(self._held[group].values(), key=lambda piece: -piece.cumulative_logprob)
+            pieces = sorted(map(_joined, self._held[group].values()), key=lambda piece: -piece.cumulative_logprob)
         elif group in self._searches:
             best = self._searches[group].best(group.request.sampling.n)
             pieces = [self._tell(group, hypothesis) for hypothesis in best]
@@ -138,12 +131,12 @@ class Publisher:
 
     def _tell(self, group: Group, hypothesis: Hypothesis) -> _Piece:
         """A finished beam's text, as if its tokens had come one by one."""
-        state, whole, num_top = self._new_state(group), _Piece(), group.request.sampling.logprobs
+        state, pieces, num_top = self._new_state(group), list[_Piece](), group.request.sampling.logprobs
         for token_id, position in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True):
             logprobs = () if num_top is None else (PositionLogprobs(position.chosen, position.top[:num_top]),)
             delta = state.push(token_id)
-            whole.add(_Piece(delta.text, (token_id,), logprobs, delta.finish, hypothesis.cumulative_logprob))
-        return whole
+            pieces.append(_Piece(delta.text, (token_id,), logprobs, delta.finish, hypothesis.cumulative_logprob))
+        return _joined(pieces)
 
     def _send(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:
         usage = Usage(
@@ -168,6 +161,19 @@ class Publisher:
                 error=error,
             )
         )
+
+
+def _joined(pieces: list[_Piece]) -> _Piece:
+    """All of a sequence, in time that grows with its length and not with the square of it."""
+    if not pieces:
+        return _Piece()
+    return _Piece(
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        logprobs=tuple(position for piece in pieces for position in piece.logprobs),
+        finish=pieces[-1].finish,
+        cumulative_logprob=pieces[-1].cumulative_logprob,
+    )
 
 
 def _position_logprobs(outputs: StepOutputs, row: int, num_top: int) -> PositionLogprobs:

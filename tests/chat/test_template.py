@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 
 import pytest
 from transformers import AutoTokenizer
@@ -9,7 +10,7 @@ from transformers import AutoTokenizer
 from jpaged.chat.process import TemplateProcess
 from jpaged.chat.template import ChatTemplate
 from jpaged.demo.checkpoint import FOLDER
-from jpaged.errors import InvalidArgument, RequestTooLong
+from jpaged.errors import InvalidArgument, RequestTooLong, Unavailable
 
 USER = [{"role": "user", "content": "hi"}]
 TALK = [{"role": "system", "content": ' Be "brief".\n'}, *USER, {"role": "assistant", "content": "ł 🐢 <b>"}, *USER]
@@ -124,6 +125,20 @@ def test_a_process_that_was_killed_is_started_again(process):
     assert process._child is not None
     os.kill(process._child.process.pid, signal.SIGKILL)
     process._child.process.wait()
+    assert template.render(USER, max_bytes=100) == "user: hi\n"
+
+
+def test_a_process_that_cannot_be_started_is_said(process, monkeypatch):
+    template = ChatTemplate(process, PLAIN, {})
+
+    def refuse(*words, **options):
+        raise OSError(11, "Resource temporarily unavailable")
+
+    process.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(Unavailable, match=r"cannot be started: .*temporarily unavailable"):
+            template.render(USER, max_bytes=100)
     assert template.render(USER, max_bytes=100) == "user: hi\n"
 
 
