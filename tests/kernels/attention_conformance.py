@@ -151,8 +151,8 @@ _update = jax.jit(paged_attention_update, static_argnames=("spec", "backend"), d
 _write = jax.jit(KVLayout.write, static_argnames=("self", "layer"))
 
 
-class PagedAttentionConformance:
-    """One method a promise."""
+class PagedAttentionPromises:
+    """One method a promise, whatever the heads and types are."""
 
     backend: Backend
     form: KVForm = "cpu"
@@ -227,26 +227,10 @@ class PagedAttentionConformance:
     def test_ragged_rows(self, name: str, dtype: str) -> None:
         self.check(RAGGED[name], Shape(dtype=dtype))
 
-    @pytest.mark.parametrize("block_size", [1, 8, 32, 48, 256])
-    def test_block_sizes(self, block_size: int) -> None:
-        self.check(RAGGED["mixed"], Shape(block_size=block_size))
-
-    @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 3), (7, 1), (16, 2)])
-    def test_head_groups(self, num_heads: int, num_kv_heads: int) -> None:
-        self.check(RAGGED["mixed"], Shape(num_heads=num_heads, num_kv_heads=num_kv_heads))
-
-    @pytest.mark.parametrize("head_dim", [16, 80, 128])
-    def test_head_dims(self, head_dim: int) -> None:
-        self.check(RAGGED["mixed"], Shape(head_dim=head_dim))
-
     @pytest.mark.parametrize("sliding_window", [1, 16, 33, 10_000])
     @pytest.mark.parametrize("name", ["mixed", "chunk_continues", "query_tile_boundary"])
     def test_sliding_window(self, name: str, sliding_window: int) -> None:
         self.check(RAGGED[name], Shape(sliding_window=sliding_window))
-
-    @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
-    def test_soft_cap(self, soft_cap: float) -> None:
-        self.check(RAGGED["mixed"], Shape(soft_cap=soft_cap))
 
     def test_window_and_cap_together(self) -> None:
         self.check(RAGGED["chunk_continues"], Shape(sliding_window=20, soft_cap=5.0, dtype="bfloat16"))
@@ -324,12 +308,6 @@ class PagedAttentionConformance:
         np.testing.assert_allclose(merged, whole[:1], rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(lse, whole_lse[:1], rtol=2e-5)
 
-    @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("name", ["mixed", "decodes"])
-    def test_keys_and_values_of_8_bits(self, name: str, dtype: str, kv_dtype: str) -> None:
-        self.check(RAGGED[name], Shape(dtype=dtype, kv_dtype=kv_dtype))
-
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_a_part_of_each_context(self, dtype: str) -> None:
         """Queries that stand behind the keys they see, and keys that are skipped: both halves of a cascade."""
@@ -365,6 +343,32 @@ class PagedAttentionConformance:
             ids = jnp.arange(1, spec.layout.blocks_per_layer)  # the null block may hold anything
             got, want = (np.asarray(spec.layout.gather(x, layer, ids), np.float32) for x in (pool, whole))
             np.testing.assert_array_equal(got, want)
+
+
+class PagedAttentionConformance(PagedAttentionPromises):
+    """The promises, and every size and type by itself."""
+
+    @pytest.mark.parametrize("block_size", [1, 8, 32, 48, 256])
+    def test_block_sizes(self, block_size: int) -> None:
+        self.check(RAGGED["mixed"], Shape(block_size=block_size))
+
+    @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 3), (7, 1), (16, 2)])
+    def test_head_groups(self, num_heads: int, num_kv_heads: int) -> None:
+        self.check(RAGGED["mixed"], Shape(num_heads=num_heads, num_kv_heads=num_kv_heads))
+
+    @pytest.mark.parametrize("head_dim", [16, 80, 128])
+    def test_head_dims(self, head_dim: int) -> None:
+        self.check(RAGGED["mixed"], Shape(head_dim=head_dim))
+
+    @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+    def test_soft_cap(self, soft_cap: float) -> None:
+        self.check(RAGGED["mixed"], Shape(soft_cap=soft_cap))
+
+    @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("name", ["mixed", "decodes"])
+    def test_keys_and_values_of_8_bits(self, name: str, dtype: str, kv_dtype: str) -> None:
+        self.check(RAGGED[name], Shape(dtype=dtype, kv_dtype=kv_dtype))
 
 
 def take_new(case: oracle.Case, shape: Shape) -> tuple[tuple[jax.Array, jax.Array, jax.Array], oracle.Case]:

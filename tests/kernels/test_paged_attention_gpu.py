@@ -24,12 +24,20 @@ from jpaged.kernels.paged_attention.pallas_gpu_tiling import (
 )
 from jpaged.kernels.paged_attention.shapes import SHAPES
 from tests.kernels import gpu_interpreter
-from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, Support, make_case, real_shape
+from tests.kernels.attention_conformance import (
+    RAGGED,
+    PagedAttentionConformance,
+    PagedAttentionPromises,
+    Shape,
+    Support,
+    make_case,
+    real_shape,
+)
 
 SUPPORT = Support(block_sizes=frozenset(range(8, 129, 8)), head_dims=frozenset(range(16, 257, 16)), max_group=64)
 
 
-class Interpreted(PagedAttentionConformance):
+class Interpreted(PagedAttentionPromises):
     """The conformance suite's calls, interpreted."""
 
     backend = "pallas-gpu"
@@ -49,7 +57,7 @@ class Interpreted(PagedAttentionConformance):
 
 
 @pytest.mark.long
-class TestPallasGpu(Interpreted):
+class TestPallasGpu(Interpreted, PagedAttentionConformance):
     @pytest.mark.parametrize("name", SHAPES)
     def test_real_head_shapes(self, name: str) -> None:
         self.check(RAGGED["mixed"], real_shape(name, "bfloat16"))
@@ -62,9 +70,24 @@ class TestPallasGpu(Interpreted):
 
 @pytest.mark.long
 class TestSplitContexts(Interpreted):
-    """Every promise again with each context in three parts, some of them empty."""
+    """Every promise again with each context in three parts, some of them empty, and sizes and types all together.
+
+    Each size by itself is what TestPallasGpu sees: parts change which tiles there are, and a tile knows of no parts.
+    """
 
     splits = 3
+
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            Shape(num_heads=6, num_kv_heads=3, head_dim=80, block_size=8, kv_dtype="int8", soft_cap=30.0),
+            Shape(num_heads=7, num_kv_heads=1, head_dim=16, block_size=48, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
+            Shape(num_heads=16, num_kv_heads=2, head_dim=128, block_size=32, kv_dtype="float8_e4m3fn", soft_cap=0.5),
+            Shape(num_heads=4, num_kv_heads=4, head_dim=64, block_size=128, dtype="bfloat16", kv_dtype="int8"),
+        ],
+    )
+    def test_sizes_and_types_together(self, shape: Shape) -> None:
+        self.check(RAGGED["mixed"], shape)
 
 
 # Small enough for the quick suite, and between them they reach every branch of the kernel.
