@@ -4,12 +4,14 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 # XLA's code generator does little of its optimising: the suite spends its time in compiles, and those of
-# tests/models took 43 s of CPU so, instead of 107 s. The long tests run what a server runs.
+# tests/models took 43 s of CPU so, instead of 107 s. The long tests run what a server runs, but for those that compare
+# programs with each other (`quick_programs`).
 QUICK_XLA_FLAG = "--xla_backend_optimization_level=0"
 
 # What runs on a mesh is tested on virtual CPU devices; a test on one device is as quick among eight.
@@ -45,6 +47,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Take away the cache of this run."""
     if _CACHE in config.stash:
         shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def quick_programs() -> Iterator[None]:
+    """Serving programs that XLA hardly optimises, for tests that compare programs which are all made alike."""
+    from jpaged.device import compile as compile_module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(compile_module._COMPILER_OPTIONS, "cpu", {"xla_backend_optimization_level": "0"})
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,6 +23,8 @@ from tests.e2e.test_sharing import CHECKS
 from tests.e2e.test_tensor_parallel import CASES, check_same
 from tests.processes import Process
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 
 def test_two_copies_on_four_devices_each_draw_what_one_device_draws(tmp_path: Path) -> None:
     check_same(CASES["llama3_tied"], [(2, 4)], ["cached", "swapped", "recomputed"], tmp_path)

@@ -15,6 +15,8 @@ from tests.e2e.sharing_rig import make_executor, make_executors
 from tests.e2e.test_sharing import CHECKS, KINDS, Job, alone, jobs, tokens
 from tests.models.tiny import TinyCase, tiny_case
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 ALL_KINDS = {
     **KINDS,
     "top_k": SamplingParams(temperature=1.2, top_k=7, seed=11, max_tokens=30),
