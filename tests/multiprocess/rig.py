@@ -89,10 +89,8 @@ def running(
 
 
 def _environment(folder: Path, num_devices: int) -> dict[str, str]:
-    flags = [f"--xla_force_host_platform_device_count={num_devices}"]
-    if QUICK_XLA_FLAG in os.environ.get("XLA_FLAGS", ""):
-        flags.append(QUICK_XLA_FLAG)
-    return {**os.environ, "XLA_FLAGS": " ".join(flags), "JPAGED_CACHE_DIR": str(folder), "JAX_PLATFORMS": "cpu"}
+    flags = f"--xla_force_host_platform_device_count={num_devices} {QUICK_XLA_FLAG}"
+    return {**os.environ, "XLA_FLAGS": flags, "JPAGED_CACHE_DIR": str(folder), "JAX_PLATFORMS": "cpu"}
 
 
 def case() -> TinyCase:

@@ -15,9 +15,17 @@ from tests.e2e.rig import open_llm
 from tests.multiprocess.rig import SIZES, Group, ask, assert_same, prompt, questions, running, write_model
 from tests.processes import WAIT_S
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 SWAPS = (*SIZES, "--num-blocks", "40", "--preemption-mode", "swap")
 RECOMPUTES = (*SIZES, "--num-blocks", "40", "--swap-space", "0")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the processes of these tests keep compiled programs: several tests run the same ones."""
+    return tmp_path_factory.mktemp("programs")
 
 
 def alone(model: str) -> list:
@@ -87,10 +95,10 @@ def check_tokens(group: Group, model: str, *, swaps: bool) -> None:
         assert load.num_compiles_after_warm_up == 0
 
 
-def test_two_processes_draw_what_one_draws_and_end_together(tmp_path: Path) -> None:
+def test_two_processes_draw_what_one_draws_and_end_together(tmp_path: Path, programs: Path) -> None:
     """The whole story once: tokens of every kind, shared, swapped; then one is killed."""
     model = write_model(tmp_path / "model")
-    with running(2, (model, *SWAPS), tmp_path / "programs") as group:
+    with running(2, (model, *SWAPS), programs) as group:
         check_tokens(group, model, swaps=True)
         assert not any(member.find("listening on") for member in group.members[1:])
         kill_one(group, 1)
@@ -98,20 +106,20 @@ def test_two_processes_draw_what_one_draws_and_end_together(tmp_path: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize("process", [0, 2, 3])
-def test_four_processes_draw_what_one_draws_and_end_together(process: int, tmp_path: Path) -> None:
+def test_four_processes_draw_what_one_draws_and_end_together(process: int, tmp_path: Path, programs: Path) -> None:
     model = write_model(tmp_path / "model")
-    with running(4, (model, *(SWAPS if process else RECOMPUTES)), tmp_path / "programs") as group:
+    with running(4, (model, *(SWAPS if process else RECOMPUTES)), programs) as group:
         check_tokens(group, model, swaps=process != 0)
         kill_one(group, process)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_processes_may_have_several_devices(kv_cache_dtype: str, tmp_path: Path) -> None:
+def test_processes_may_have_several_devices(kv_cache_dtype: str, tmp_path: Path, programs: Path) -> None:
     """Two of two devices, and a drain that the leader is asked for."""
     model = write_model(tmp_path / "model")
     words = (model, *SWAPS, "--kv-cache-dtype", kv_cache_dtype, "--tensor-parallel-size", "4")
-    with running(2, words, tmp_path / "programs", num_devices=2) as group:
+    with running(2, words, programs, num_devices=2) as group:
         if kv_cache_dtype == "auto":
             check_tokens(group, model, swaps=True)
         streams = Streams(group.target, 2)
@@ -122,10 +130,10 @@ def test_processes_may_have_several_devices(kv_cache_dtype: str, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_signal_to_any_process_drains_all(tmp_path: Path) -> None:
+def test_a_signal_to_any_process_drains_all(tmp_path: Path, programs: Path) -> None:
     """As Kubernetes ends pods: all of them, in any order, some twice."""
     model = write_model(tmp_path / "model")
-    with running(2, (model, *SIZES, "--num-blocks", "80"), tmp_path / "programs") as group:
+    with running(2, (model, *SIZES, "--num-blocks", "80"), programs) as group:
         streams = Streams(group.target, 2)
         group.signal(1, signal.SIGTERM)
         group.signal(1, signal.SIGTERM)
@@ -141,9 +149,9 @@ def test_a_signal_to_any_process_drains_all(tmp_path: Path) -> None:
         ("step", r"process 1 of 2 failed: RuntimeError: a fault was planted here"),
     ],
 )
-def test_a_process_that_differs_or_fails_ends_all(fault: str, message: str, tmp_path: Path) -> None:
+def test_a_process_that_differs_or_fails_ends_all(fault: str, message: str, tmp_path: Path, programs: Path) -> None:
     model = write_model(tmp_path / "model")
-    with running(2, (model, *SIZES, "--num-blocks", "80"), tmp_path / "programs", planted={1: fault}) as group:
+    with running(2, (model, *SIZES, "--num-blocks", "80"), programs, planted={1: fault}) as group:
         streams = Streams(group.target, 2)
         assert all(isinstance(end, JpagedError) for end in streams.join())
         codes = group.codes()
@@ -160,20 +168,20 @@ def test_a_process_that_differs_or_fails_ends_all(fault: str, message: str, tmp_
     ],
 )
 def test_processes_that_are_not_alike_do_not_start(
-    planted: dict[int, str], extra: dict[int, tuple[str, ...]], message: str, tmp_path: Path
+    planted: dict[int, str], extra: dict[int, tuple[str, ...]], message: str, tmp_path: Path, programs: Path
 ) -> None:
     model = write_model(tmp_path / "model")
-    with running(2, (model, *SIZES), tmp_path / "programs", planted=planted, extra=extra) as group:
+    with running(2, (model, *SIZES), programs, planted=planted, extra=extra) as group:
         codes = group.codes()
         assert all(code > 0 for code in codes), (codes, group.log())
         assert all(member.find(message) for member in group.members), group.log()
 
 
 @pytest.mark.long
-def test_a_process_that_never_comes_is_named(tmp_path: Path) -> None:
+def test_a_process_that_never_comes_is_named(tmp_path: Path, programs: Path) -> None:
     model = write_model(tmp_path / "model")
     words = (model, *SIZES, "--join-timeout", "3")
-    with running(1, words, tmp_path / "programs", extra={0: ("--num-processes", "3")}) as group:
+    with running(1, words, programs, extra={0: ("--num-processes", "3")}) as group:
         (code,) = group.codes()
         assert code > 0
         assert group.members[0].find(r"of 3 processes, 1, 2 did not come in 3 s \(join_timeout\)"), group.log()
