@@ -2,8 +2,8 @@
 
 A life has a pool that holds a few requests and a host tier that holds a few blocks, families of prompts that begin
 alike and come back, samples, beams, priorities, salts, pins, aborts and drops. Three things are known of each request:
-every token (`CheckedHarness`), that it ends, and how much of its prompt somebody of its salt has computed before, which
-is the most that it may find in the cache.
+every token (`CheckedHarness`), that it ends, and how much of its prompt others of its salt and tenant have computed,
+which is the most that it may find in the cache.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.testing import FakeExecutor
-from jpaged.types import FinishReason, SamplingParams
+from jpaged.types import FinishReason
 from tests.engine.harness import CheckedHarness
 from tests.engine.oracle import expected_outputs
 
 VOCAB_SIZE = 61
 MAX_LEN = 32
 SALTS = ("", "", "a", "b")
+TENANTS = ("", "", "t")
 ANY = -1
 """Ends a text that may go on with any token."""
 
@@ -30,7 +31,7 @@ class Life:
 
     Attributes:
         ended: requests that came to their end, by number of samples, width of beams, and whether there was a salt.
-        texts: what was or will be computed with the prefix cache, by salt: requests and the texts of their sequences.
+        texts: what was or will be computed with the prefix cache, by salt and tenant: requests and their sequences.
     """
 
     def __init__(self, seed, **options):
@@ -103,7 +104,8 @@ class Life:
     def arrive(self):
         name, prompt, sampling = f"r{len(self.requests)}", self.prompt(), self.sampling()
         try:
-            request = self.h.submit(name, prompt, tenant=self.random.choice("xyz"), **sampling)
+            tenants = {"tenant": self.random.choice("xyz"), "cache_tenant": self.random.choice(TENANTS)}
+            request = self.h.submit(name, prompt, **tenants, **sampling)
         except RequestTooLong:
             return
         except InvalidArgument as error:
@@ -115,7 +117,7 @@ class Life:
         if self.h.enable_prefix_caching and sampling["use_prefix_cache"]:
             is_known = not (request.sampling.beam_width or request.sampling.best_of)  # else more is drawn than told
             texts = [prompt + output for output in outputs] if is_known else [[*prompt, ANY]]
-            self.texts[sampling["cache_salt"]].append((name, texts))
+            self.texts[_owner(request)].append((name, texts))
 
     def step(self):
         for _ in range(self.random.randint(1, 6)):
@@ -140,7 +142,7 @@ class Life:
         future = self.h.engine.pin_prefix(name, prompt, salt)
         if not future.done():
             self.pins[name] = future
-            self.texts[salt].append((None, [prompt]))
+            self.texts[salt, ""].append((None, [prompt]))
 
     def unpin(self):
         for name, future in [*self.pins.items()]:
@@ -173,13 +175,16 @@ class Life:
         assert last.usage.cached_tokens <= self.most_to_find(name), f"{name} was told of others' tokens"
 
     def most_to_find(self, name):
-        """Tokens of a prompt that some other request of its salt has in common with it, of those it may use."""
-        sampling: SamplingParams = self.requests[name].sampling
-        if not sampling.use_prefix_cache:
+        """Tokens of a prompt that another request of its salt and tenant has in common with it, if it may use any."""
+        request = self.requests[name]
+        if not request.sampling.use_prefix_cache:
             return 0
-        prompt = self.requests[name].prompt_token_ids
-        others = [text for other, texts in self.texts[sampling.cache_salt] if other != name for text in texts]
-        return max((_num_common(prompt, text) for text in others), default=0)
+        others = [text for other, texts in self.texts[_owner(request)] if other != name for text in texts]
+        return max((_num_common(request.prompt_token_ids, text) for text in others), default=0)
+
+
+def _owner(request):
+    return request.sampling.cache_salt, request.cache_tenant
 
 
 def _num_common(left, right):
