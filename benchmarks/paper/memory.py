@@ -1,60 +1,84 @@
-"""Figures 2, 13 and 15: how full memory is, how many requests it holds, and what sharing saves."""
+"""Figures 2, 11 and 13: what fills memory, how long the requests are, and how many of them memory holds."""
 
 from __future__ import annotations
 
-from benchmarks.paper.point import LABELS, SEED, Point, Runner
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.paper.point import LABELS, NUM_BATCHES, SEEDS, Measured, Point, trace
+from benchmarks.paper.rates import saturated
+from benchmarks.paper.runner import Runner
+from benchmarks.paper.spread import Spread
 from benchmarks.paper.table import Table
 
-_F2_PAPER = {"max": 20.4, "pow2": 26.8, "oracle": 38.2, "paged": 96.3}
+_HELD = ("max", "pow2", "oracle", "paged")
+PARTS = ("tokens", "reserved", "internal", "external")
+_F2_PAPER: dict[str, tuple[float | None, ...]] = {
+    "max": (20.4, 13.3, 57.3, 8.9),
+    "pow2": (26.8, 17.9, 13.6, 41.6),
+    "oracle": (38.2, 25.2, None, 36.6),
+    "paged": (96.3, None, None, None),
+}
+_F11_PAPER = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
 _F13_PAPER = {
-    "sharegpt": {"max": 7.00, "pow2": 9.81, "oracle": 13.62, "paged": 30.42},
-    "alpaca": {"max": 7.00, "pow2": 43.24, "oracle": 72.75, "paged": 132.44},
-}
-_F13_LOAD = {"sharegpt": (2.0, 300), "alpaca": (30.0, 1000)}
-_SATURATION = 2.0
-"""The rate, relative to the paper's, at which every system has more requests than it can batch."""
-_F15_SAMPLES, _F15_BEAMS = (2, 4, 6), (2, 4, 6)
-_F15_LOAD = {"alpaca": (3.0, 60), "sharegpt": (0.3, 20)}
-_F15_PAPER = {
-    ("alpaca", "parallel"): (6.09, 8.53, 9.79),
-    ("alpaca", "beam"): (37.56, 53.13, 55.16),
-    ("sharegpt", "parallel"): (16.2, None, 30.5),
-    ("sharegpt", "beam"): (44.3, None, 66.3),
+    "sharegpt": (2.0, {"max": 7.00, "pow2": 9.81, "oracle": 13.62, "paged": 30.42}),
+    "alpaca": (30.0, {"max": 7.00, "pow2": 43.24, "oracle": 72.75, "paged": 132.44}),
 }
 
 
-def _load_points(workload: str) -> list[Point]:
-    rate, count = _F13_LOAD[workload]
-    systems = (*_F13_PAPER[workload], "jpaged")
-    return [Point(s, workload, rate * scale, count) for s in systems for scale in (1.0, _SATURATION)]
-
-
-def slot_shares(runner: Runner) -> Table:
-    """Figure 2: the share of reserved KV memory that holds tokens."""
+def pool_shares(runner: Runner) -> Table:
+    """Figure 2: what the slots of the pool are."""
     table = Table(
-        "f02_slot_share",
-        "F2  share of reserved KV slots that hold tokens, percent (OPT-13B, ShareGPT, 2 requests/s)",
+        "f02_pool_shares",
+        "F2  what the slots of the pool are, percent (OPT-13B, ShareGPT, saturated)",
         [
-            "ours is tokens / reserved slots, over all steps; the rest of a reserved region is what will be written, "
-            "what never is, and what the buddy allocator rounds up. It is above the paper's for the baselines.",
-            "of_pool is tokens / all slots of the pool: it counts memory that no region fits into as well (external "
-            "fragmentation), as the paper's figure does, and agrees with it for the baselines, whose pool is full.",
-            "paged is not full at this rate here (see F13), so that its share of the pool says nothing; of what it "
-            "reserves, the empty end of each sequence's last block is missing: half of 16 slots on average, among "
-            "sequences of 300 to 500 tokens. Why the paper's is 2 points lower, its text does not say.",
+            "tokens hold one; reserved will be written by the request that has them; internal never will be; external "
+            "is the rest: no region fits in, or the buddy allocator rounded it up. They add up to 100.",
+            "Of paged memory, reserved are the ends of last blocks, whether they will be written or not, and external "
+            "is what was free when a step began: the hundredth that is kept back when requests are admitted, for one.",
+            "The paper's oracle has no internal part, and of paged memory it gives the tokens alone.",
         ],
-        {"seed": SEED, "rate_per_s": _F13_LOAD["sharegpt"][0], "num_requests": _F13_LOAD["sharegpt"][1]},
+        {"seeds": str(SEEDS), "num_batches": NUM_BATCHES},
     )
-    points = _load_points("sharegpt")
-    results = runner.run(points)
-    for point in points:
-        if point.rate_per_s == _F13_LOAD["sharegpt"][0]:
-            result = results[point]
+    results = saturated(runner, Point("paged", "sharegpt"), _HELD, SEEDS)
+    for system, some in results.items():
+        for part, paper in zip(PARTS, _F2_PAPER[system], strict=True):
+            shares = Spread.of(100 * _share(one, part) for one in some)
+            table.add(system=LABELS[system], part=part, paper=paper, **shares.cells("ours"))
+    return table
+
+
+def _share(measured: Measured, part: str) -> float:
+    shares = measured.pool_shares
+    return 0.0 if shares is None else float(getattr(shares, part))
+
+
+def request_lengths() -> Table:
+    """Figure 11: lengths of prompts and outputs."""
+    table = Table(
+        "f11_lengths",
+        "F11  lengths of prompts and outputs, tokens",
+        [
+            "Lognormal, clipped to the model's 2048 tokens; the means are the paper's, the spreads are read off the "
+            "shape of its histograms. The traces of the real datasets are not here.",
+        ],
+        {"seed": SEEDS[0], "num_batches": NUM_BATCHES},
+    )
+    for workload, paper in _F11_PAPER.items():
+        requests = trace(Point("paged", workload))
+        kinds = ([r.prompt_tokens for r in requests], [r.output_tokens for r in requests])
+        for kind, lengths, mean in zip(("prompt", "output"), kinds, paper, strict=True):
+            p10, p50, p90, p99 = (float(np.percentile(lengths, q)) for q in (10, 50, 90, 99))
             table.add(
-                system=LABELS[point.system],
-                paper=_F2_PAPER.get(point.system),
-                ours=100 * result.slot_share,
-                of_pool=100 * result.pool_share,
+                workload=workload,
+                kind=kind,
+                paper_mean=mean,
+                mean=float(np.mean(lengths)),
+                p10=p10,
+                p50=p50,
+                p90=p90,
+                p99=p99,
             )
     return table
 
@@ -65,52 +89,33 @@ def batched_requests(runner: Runner) -> Table:
         "f13_batched_requests",
         "F13  mean number of requests in a batch (OPT-13B)",
         [
-            "ours is at the paper's rate, while neither filling nor draining; saturated at twice the rate.",
-            "paged at the paper's rate is below the paper's: a batch is rate * output tokens * step time (Little's "
-            "law), and 30.42 requests are 45 ms a step where the model says 34, with no queue yet. Saturated, memory "
-            "alone decides: that is the number to compare.",
-            "Alpaca likewise: 132.44 requests are 75 ms a step, and the model says 33 ms, because no cost that grows "
-            "with the number of sequences is in it (sampling, Python, padding). Nor is Oracle full at 30/s here.",
+            "saturated is what memory holds, and the number to compare; low and high are the extremes of the seeds.",
+            "at_rate is at the paper's rate, where it is below what the system sustains: by Little's law it is rate * "
+            "output tokens * seconds a step, and does not ask how much memory there is. Where it is empty, the rate is "
+            "above what the system sustains, and the batch is the saturated one.",
+            "On Alpaca at 30/s the paper's 132 requests are 75 ms a step; the model has no cost that grows with the "
+            "number of sequences (sampling, Python, padding), so that fewer requests carry the same rate.",
         ],
-        {"seed": SEED, "saturated_rate": _SATURATION},
+        {"seeds": str(SEEDS), "num_batches": NUM_BATCHES},
     )
-    for workload, paper in _F13_PAPER.items():
-        points = _load_points(workload)
-        results = runner.run(points)
-        for at_rate, saturated in zip(points[::2], points[1::2], strict=True):
+    for workload, (rate, paper) in _F13_PAPER.items():
+        results = saturated(runner, Point("paged", workload), paper, SEEDS)
+        for system, some in results.items():
             table.add(
                 workload=workload,
-                rate_per_s=at_rate.rate_per_s,
-                system=LABELS[at_rate.system],
-                paper=paper.get(at_rate.system),
-                ours=results[at_rate].mean_batched_requests,
-                ours_saturated=results[saturated].mean_batched_requests,
+                rate_per_s=rate,
+                system=LABELS[system],
+                paper=paper[system],
+                **Spread.of(one.mean_batched_requests for one in some).cells("saturated"),
+                at_rate=_batched_at(runner, Point(system, workload), rate, some),
             )
     return table
 
 
-def shared_blocks(runner: Runner) -> Table:
-    """Figure 15: the share of blocks that sharing saves."""
-    table = Table(
-        "f15_shared_blocks",
-        "F15  blocks saved by sharing / blocks without sharing, percent (OPT-13B)",
-        [
-            "Every sample of a request has the request's one length here, as the trace gives one.",
-            "Beams fork and die by alternatives drawn at random (see jpaged/sim/executor.py): how much beams share is "
-            "a property of the model's text, which a simulation does not have.",
-            "The paper gives ranges for ShareGPT; they stand at the smallest and the largest size.",
-        ],
-        {"seed": SEED},
-    )
-    cases = [("parallel", n, 0) for n in _F15_SAMPLES] + [("beam", 1, width) for width in _F15_BEAMS]
-    points = {
-        (workload, kind, max(n, width)): Point("paged", workload, rate, count, n=n, beam_width=width)
-        for workload, (rate, count) in _F15_LOAD.items()
-        for kind, n, width in cases
-    }
-    results = runner.run(points.values())
-    for (workload, kind, size), point in points.items():
-        index = (_F15_SAMPLES if kind == "parallel" else _F15_BEAMS).index(size)
-        paper = _F15_PAPER[workload, kind][index]
-        table.add(workload=workload, kind=kind, size=size, paper=paper, ours=100 * results[point].shared_share)
-    return table
+def _batched_at(runner: Runner, point: Point, rate_per_s: float, some: list[Measured]) -> float | None:
+    sustained = Spread.of(one.sustained_per_s for one in some).mean
+    if rate_per_s >= sustained:
+        return None
+    batches = NUM_BATCHES * rate_per_s / sustained
+    points = [replace(point, rate_per_s=rate_per_s, num_batches=batches, seed=seed) for seed in SEEDS]
+    return Spread.of(one.mean_batched_requests for one in runner.run(points).values()).mean

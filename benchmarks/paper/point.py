@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+import numpy as np
+
+from benchmarks.paper.batches import Pool, batch_size, region_tokens
 from jpaged.engine.engine import EngineOptions
-from jpaged.sim.cost import deploy
+from jpaged.sim.cost import Deployment, deploy
 from jpaged.sim.hardware import HARDWARE
 from jpaged.sim.model import MODELS
-from jpaged.sim.simulation import simulate
+from jpaged.sim.simulation import Served, Simulation, simulate
+from jpaged.sim.steady import FILLING_SHARE, mean
 from jpaged.sim.trace import WORKLOADS, TraceRequest, chat_rounds, synthesize, with_sampling
 
-SEED = 0
-"""Of every trace; the systems of a comparison serve the same requests."""
+SEEDS = (0, 1, 2)
+"""Of the traces; the systems of a comparison serve traces of the same seeds."""
+
+NUM_BATCHES = 27.0
+"""A trace's length: more than 20 batches are left between filling and draining."""
+LEAST_BATCHES = 20.0
+_DRAINING_SHARE = 0.1
+_NUM_DRAWN_FOR_SIZE = 2000
 
 _PAPER = EngineOptions(
     max_num_seqs=256,
@@ -57,6 +68,7 @@ class Point:
     Attributes:
         workload: a name in WORKLOADS, or "chatbot".
         rate_per_s: AT_ONCE saturates the system: what it completes is then what it sustains.
+        num_batches: length of the trace, in batches that fill the pool.
         prefix_tokens: tokens that every prompt begins with, added to the workload's.
         preemption: "" leaves the system's own.
         host_blocks_share: host memory to swap to, as a share of the pool.
@@ -64,9 +76,9 @@ class Point:
 
     system: str
     workload: str
-    rate_per_s: float
-    num_requests: int
+    rate_per_s: float = AT_ONCE
     model: str = "opt-13b"
+    num_batches: float = NUM_BATCHES
     n: int = 1
     beam_width: int = 0
     prefix_tokens: int = 0
@@ -74,19 +86,48 @@ class Point:
     preemption: str = ""
     num_kv_slots: int | None = None
     host_blocks_share: float = 0.0
+    seed: int = SEEDS[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShares:
+    """What the pool's slots are at a time, as shares that add up to 1.
+
+    Attributes:
+        tokens: hold one.
+        reserved: will be written by the request that has them. Of paged memory: the ends of last blocks, all of them.
+        internal: are a request's and will never be written.
+        external: the rest, what the buddy allocator rounds up among it. Of paged memory: free.
+    """
+
+    tokens: float
+    reserved: float
+    internal: float
+    external: float
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is kept of a simulation; see `jpaged.sim.simulation.Simulation`."""
+    """What is kept of a simulation, all of it within the window of `jpaged.sim.steady` but for the counts at the end.
 
-    normalized_latency_s: float
+    Attributes:
+        sustained_per_s: requests a second; what the system sustains, when the point is AT_ONCE.
+        num_batches: that went through the window: requests / mean requests in a batch.
+        normalized_latency_s: of the requests from FILLING_SHARE of the trace to nine tenths.
+        queue_grows: more arrives than is served; the latency is then a matter of the trace's length.
+        pool_shares: of the pool's slots, where nothing is shared.
+        flops_bound_share: of the time, in steps that took as long as their FLOPs.
+    """
+
+    num_requests: int
+    num_batches: float
+    sustained_per_s: float
     mean_batched_requests: float
-    slot_share: float
-    pool_share: float
+    normalized_latency_s: float
+    queue_grows: bool
+    pool_shares: PoolShares | None
     shared_share: float
-    saturated_requests_per_s: float
-    elapsed_s: float
+    flops_bound_share: float
     swap_s: float
     num_preemptions: int
     num_recomputed_tokens: int
@@ -95,26 +136,20 @@ class Measured:
 
 def measure(point: Point) -> Measured:
     """Runs one point."""
-    model = MODELS[point.model]
-    deployment = deploy(
-        model,
-        HARDWARE[model.paper_hardware],
-        num_kv_slots=point.num_kv_slots,
-        block_size=point.block_size,
-    )
-    deployment = replace(deployment, num_host_blocks=int(point.host_blocks_share * deployment.num_blocks))
-    options = SYSTEMS[point.system]
-    if point.preemption:
-        options = replace(options, preemption_mode=point.preemption)
-    result = simulate(_trace(point), deployment, options)
+    options, deployment = _options(point), _deployment(point)
+    result = simulate(trace(point), deployment, options)
+    steps, batched = result.steady_steps, result.mean_batched_requests
+    shares_nothing = not any(step.num_used_blocks for step in steps)
     return Measured(
-        normalized_latency_s=result.normalized_latency_s,
-        mean_batched_requests=result.mean_batched_requests,
-        slot_share=result.slot_share,
-        pool_share=result.pool_share,
+        num_requests=len(result.served),
+        num_batches=result.sustained_requests_per_s * result.window.seconds / batched,
+        sustained_per_s=result.sustained_requests_per_s,
+        mean_batched_requests=batched,
+        normalized_latency_s=steady_latency_s(result.served),
+        queue_grows=result.queue_grows,
+        pool_shares=_pool_shares(result, deployment, options.kv_policy) if shares_nothing else None,
         shared_share=result.shared_share,
-        saturated_requests_per_s=result.saturated_requests_per_s,
-        elapsed_s=result.elapsed_s,
+        flops_bound_share=mean(steps, lambda step: step.is_flops_bound),
         swap_s=result.swap_s,
         num_preemptions=result.load.num_preemptions,
         num_recomputed_tokens=result.load.num_recomputed_tokens,
@@ -122,35 +157,71 @@ def measure(point: Point) -> Measured:
     )
 
 
-class Runner:
-    """Runs points, each once however many figures ask for it, in so many processes."""
-
-    def __init__(self, jobs: int) -> None:
-        self._jobs = jobs
-        self._known: dict[Point, Measured] = {}
-
-    def run(self, points: Iterable[Point]) -> dict[Point, Measured]:
-        wanted = list(points)
-        new = [point for point in dict.fromkeys(wanted) if point not in self._known]
-        if self._jobs == 1 or len(new) < 2:
-            self._known.update((point, measure(point)) for point in new)
-        else:
-            # Spawned: a process that has started threads (jax does) must not be forked.
-            spawn = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(max_workers=self._jobs, mp_context=spawn) as pool:
-                self._known.update(zip(new, pool.map(measure, new), strict=True))
-        return {point: self._known[point] for point in wanted}
+def trace(point: Point) -> list[TraceRequest]:
+    """The requests of a point: as many as make its batches."""
+    pool, kv_policy = _pool(point), _options(point).kv_policy
+    whole = replace(point, rate_per_s=AT_ONCE, seed=0)
+    num_requests = math.ceil(point.num_batches * batch_size(_draw(whole, _NUM_DRAWN_FOR_SIZE), kv_policy, pool))
+    return _draw(point, num_requests)
 
 
-def _trace(point: Point) -> list[TraceRequest]:
+def steady_latency_s(served: Sequence[Served]) -> float:
+    """Mean normalized latency of the requests that arrived neither among the first nor among the last."""
+    first, end = int(FILLING_SHARE * len(served)), math.ceil((1 - _DRAINING_SHARE) * len(served))
+    return float(np.mean([one.normalized_latency_s for one in served[first:end]]))
+
+
+def in_batch(result: Simulation, tokens: Callable[[Served], int]) -> float:
+    """Some number of tokens of every request in a batch, added up: its mean over the window."""
+    begins_s = [step.begin_s for step in result.steps]
+    window, total = result.window, 0.0
+    for one in result.served:
+        # The step that ended with its first token is the first that it was in.
+        admitted_s = begins_s[max(0, bisect_left(begins_s, one.first_token_s) - 1)]
+        seconds = min(one.end_s, window.end_s) - max(admitted_s, window.begin_s)
+        total += max(0.0, seconds) * tokens(one)
+    return total / window.seconds
+
+
+def _pool_shares(result: Simulation, deployment: Deployment, kv_policy: str) -> PoolShares:
+    num_slots = deployment.num_blocks * deployment.block_size
+    tokens = mean(result.steady_steps, lambda step: step.kv_tokens)
+    if kv_policy == "paged":
+        final = asked = mean(result.steady_steps, lambda step: step.num_table_blocks) * deployment.block_size
+    else:
+        longest = deployment.model.max_model_len
+        final = in_batch(result, lambda one: one.request.prompt_tokens + one.request.output_tokens)
+        asked = in_batch(result, lambda one: region_tokens(kv_policy, one.request, longest))
+    return PoolShares(*((part / num_slots) for part in (tokens, final - tokens, asked - final, num_slots - asked)))
+
+
+def _options(point: Point) -> EngineOptions:
+    options = SYSTEMS[point.system]
+    return replace(options, preemption_mode=point.preemption) if point.preemption else options
+
+
+@cache
+def _deployment(point: Point) -> Deployment:
+    model = MODELS[point.model]
+    hardware = HARDWARE[model.paper_hardware]
+    deployment = deploy(model, hardware, num_kv_slots=point.num_kv_slots, block_size=point.block_size)
+    return replace(deployment, num_host_blocks=int(point.host_blocks_share * deployment.num_blocks))
+
+
+def _pool(point: Point) -> Pool:
+    slots, model = _deployment(point).num_kv_slots, MODELS[point.model]
+    return Pool(slots, point.block_size, SYSTEMS[point.system].max_num_seqs, model.max_model_len)
+
+
+def _draw(point: Point, num_requests: int) -> list[TraceRequest]:
     if point.workload == "chatbot":
-        return chat_rounds(rate_per_s=point.rate_per_s, num_requests=point.num_requests, seed=SEED)
+        return chat_rounds(rate_per_s=point.rate_per_s, num_requests=num_requests, seed=point.seed)
     workload = replace(WORKLOADS[point.workload], prefix_tokens=point.prefix_tokens)
-    trace = synthesize(
+    drawn = synthesize(
         workload,
         rate_per_s=point.rate_per_s,
-        num_requests=point.num_requests,
-        seed=SEED,
+        num_requests=num_requests,
+        seed=point.seed,
         max_model_len=MODELS[point.model].max_model_len,
     )
-    return with_sampling(trace, n=point.n, beam_width=point.beam_width)
+    return with_sampling(drawn, n=point.n, beam_width=point.beam_width)

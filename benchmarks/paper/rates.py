@@ -1,217 +1,177 @@
-"""Figures 12, 14, 16 and 17: the request rate that each system sustains, and the latency on the way there.
+"""Figure 12: the request rate that each system sustains, and the latency on the way there.
 
-What a system sustains is measured with every request there from the beginning: the rate at which the middle half of
-them ends. In a long trace latency grows without bound above that rate, which is what the paper reads off its curves.
+A system is saturated, with every request there from the beginning, and what it sustains is its rate between filling and
+draining (`jpaged.sim.steady`). Arrivals below that rate find no queue that grows, arrivals above it do: the latency
+curves are measured at shares of it, and the last share shows that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from benchmarks.paper.point import AT_ONCE, LABELS, SEED, Measured, Point, Runner
+from benchmarks.paper.point import LABELS, LEAST_BATCHES, NUM_BATCHES, SEEDS, Measured, Point
+from benchmarks.paper.runner import Runner
+from benchmarks.paper.spread import Spread, empty_cells, ratio
 from benchmarks.paper.table import Table
+from jpaged.errors import InternalError
+from jpaged.sim.trace import WORKLOADS
 
-SHARES = (0.5, 0.85, 1.15)
+SHARES = (0.5, 0.75, 0.9, 1.2)
 """Rates of the latency curves, relative to what the system sustains."""
+COMPARED = ("paged", "oracle", "pow2", "max", "static")
+BASELINES = COMPARED[1:]
+PAPER_RATIOS = {"oracle": (1.7, 2.7), "max": (2.7, 8.0)}
+"""Paged over a baseline on ShareGPT, over the three models; the paper gives no numbers of single panels."""
+PAPER_STATIC = 22.0
+"""The most that it reached over FasterTransformer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel of figure 12, and how many requests it takes to fill the pool several times."""
+    """One panel of figure 12.
+
+    Attributes:
+        seeds: of the sustained rates.
+        curves: systems whose latency is measured as well.
+    """
 
     model: str
     workload: str
-    num_requests: int
+    seeds: tuple[int, ...] = SEEDS
+    curves: tuple[str, ...] = COMPARED
 
     @property
     def name(self) -> str:
         return f"{self.model}, {self.workload}"
 
 
+# OPT-175B takes longer than all others together; on Alpaca it has 256 rows a step and does not wait for memory.
 PANELS = (
-    Panel("opt-13b", "sharegpt", 160),
-    Panel("opt-66b", "sharegpt", 100),
-    Panel("opt-175b", "sharegpt", 400),
-    Panel("opt-13b", "alpaca", 600),
-    Panel("opt-66b", "alpaca", 400),
-    Panel("opt-175b", "alpaca", 1000),
+    Panel("opt-13b", "sharegpt"),
+    Panel("opt-66b", "sharegpt"),
+    Panel("opt-175b", "sharegpt", curves=("paged", "oracle")),
+    Panel("opt-13b", "alpaca"),
+    Panel("opt-66b", "alpaca"),
+    Panel("opt-175b", "alpaca", SEEDS[:1], curves=()),
 )
-_BASELINES = ("oracle", "pow2", "max", "static")
 
 
-def latency_curves(runner: Runner) -> tuple[Table, Table]:
-    """Figure 12: (rates sustained, latency at rates around them)."""
-    sustained = Table(
+def saturated(runner: Runner, point: Point, systems: Iterable[str], seeds: Iterable[int]) -> dict[str, list[Measured]]:
+    """Every system at every seed, with all requests there from the beginning.
+
+    Raises:
+        InternalError: a trace had fewer batches between filling and draining than a steady rate takes.
+    """
+    points = {system: [replace(point, system=system, seed=seed) for seed in seeds] for system in systems}
+    results = runner.run(one for some in points.values() for one in some)
+    for one, result in results.items():
+        if result.num_batches < LEAST_BATCHES:
+            raise InternalError(f"{one} went through {result.num_batches:.1f} batches, below {LEAST_BATCHES}")
+    return {system: [results[one] for one in some] for system, some in points.items()}
+
+
+def by_seed(results: Iterable[Measured]) -> dict[int, float]:
+    """The sustained rates, numbered."""
+    return {i: result.sustained_per_s for i, result in enumerate(results)}
+
+
+def over_baseline(paged: dict[int, float], system: str, some: Iterable[Measured]) -> Mapping[str, float | None]:
+    """Cells: how many times a baseline's rate paged memory sustains; empty ones for what is no baseline."""
+    name = "paged_over_it"
+    return ratio(paged, by_seed(some)).cells(name) if system in BASELINES else empty_cells(name)
+
+
+def sustained(runner: Runner) -> Table:
+    """Figure 12 as numbers."""
+    table = Table(
         "f12_sustained",
         "F12  requests/s sustained, and paged relative to each baseline",
         [
             "The paper: on ShareGPT 1.7 to 2.7 over Orca (Oracle) and 2.7 to 8 over Orca (Max), up to 22 over "
             "FasterTransformer; Alpaca is similar, but for OPT-175B, where memory is large and sequences are short, "
-            "so that the gain over Orca (Oracle) and (Pow2) nearly vanishes.",
-            "On Alpaca ours is larger than on ShareGPT for the smaller models: short sequences fill batches of more "
-            "than 100, and the modelled step hardly gets slower with them (see F13), as the paper's does.",
+            "so that the gain over Orca (Oracle) and (Pow2) is less pronounced.",
+            "low and high are the extremes of the seeds; OPT-175B on Alpaca has one seed. batches went through the "
+            "window, the least of the seeds.",
+            "step_ms is how long a request that runs waits for a token, by Little's law. flops_percent of the time was "
+            "in steps that took as long as their FLOPs, and not as their bytes.",
             "Rates are of a modelled device (see jpaged/sim): ratios compare, absolute rates do so only roughly.",
-            "A batch has at most 256 sequences, as vLLM's: on OPT-175B with Alpaca that limit, and not memory, is what "
-            "paged memory runs into.",
+            "A batch has at most 256 sequences: on OPT-175B with Alpaca that limit, and not memory, is what paged "
+            "memory and reserve-oracle run into, and each waits for the same.",
         ],
-        {"seed": SEED},
+        {"seeds": str(SEEDS), "num_batches": NUM_BATCHES},
     )
-    curves = Table(
+    for panel in PANELS:
+        results = saturated(runner, Point("paged", panel.workload, model=panel.model), COMPARED, panel.seeds)
+        paged = by_seed(results["paged"])
+        for system, some in results.items():
+            over = over_baseline(paged, system, some)
+            table.add(
+                panel=panel.name,
+                system=LABELS[system],
+                **Spread.of(by_seed(some).values()).cells("requests_per_s"),
+                **over,
+                paper=_paper(panel, system),
+                batched=Spread.of(one.mean_batched_requests for one in some).mean,
+                step_ms=1000 * _step_s(panel, some),
+                flops_percent=100 * Spread.of(one.flops_bound_share for one in some).mean,
+                batches=min(one.num_batches for one in some),
+            )
+    return table
+
+
+def _step_s(panel: Panel, some: Iterable[Measured]) -> float:
+    """Little's law: a batch is rate * output tokens * seconds a step."""
+    num_tokens = WORKLOADS[panel.workload].output.mean
+    return Spread.of(one.mean_batched_requests / (one.sustained_per_s * num_tokens) for one in some).mean
+
+
+def latency_curves(runner: Runner) -> Table:
+    """Figure 12 as curves: below the sustained rate, and once above it, to see the queue grow."""
+    table = Table(
         "f12_latency",
         "F12  mean normalized latency against request rate",
         [
-            "Each system at 0.5, 0.85 and 1.15 times what it sustains. The traces are short, 100 to 1000 requests "
-            "where the paper's are an hour: above the sustained rate a queue has only begun to build when they end.",
+            "share is of what the system sustains. Of a trace of so many batches the first fifth and the last tenth of "
+            "the requests are left out.",
+            "queue_grows: the line through the number of waiting requests rises by more than a batch, and the queue "
+            "was never empty in the last quarter of the arrivals. The latency is then a matter of the trace's length, "
+            "and the figure leaves the point out.",
+            "The paper's figure has no numbers; its text gives the ratios of table f12_sustained.",
         ],
-        {"seed": SEED},
+        {"seed": SEEDS[0], "num_batches": NUM_BATCHES},
     )
     for panel in PANELS:
-        base = Point("paged", panel.workload, AT_ONCE, panel.num_requests, panel.model)
-        points = {system: replace(base, system=system) for system in LABELS}
-        rates = {s: r.saturated_requests_per_s for s, r in _by_system(runner, points).items()}
-        for system, rate in rates.items():
-            sustained.add(
-                panel=panel.name,
-                system=LABELS[system],
-                requests_per_s=rate,
-                paged_over_it=rates["paged"] / rate if system in _BASELINES else None,
-                paper=_F12_PAPER.get((panel.workload, system))
-                if panel.name != "opt-175b, alpaca"
-                else _vanishes(system),
-            )
-        _add_curves(runner, curves, panel, rates)
-    return sustained, curves
-
-
-_F12_PAPER = {
-    ("sharegpt", "oracle"): "1.7 to 2.7",
-    ("sharegpt", "max"): "2.7 to 8",
-    ("sharegpt", "static"): "up to 22",
-    ("alpaca", "oracle"): "like ShareGPT",
-    ("alpaca", "max"): "like ShareGPT",
-}
-
-
-def _vanishes(system: str) -> str | None:
-    return "less pronounced" if system in ("oracle", "pow2") else None
-
-
-def _add_curves(runner: Runner, curves: Table, panel: Panel, rates: dict[str, float]) -> None:
-    points = [
-        Point(system, panel.workload, float(f"{share * rate:.3g}"), panel.num_requests, panel.model)
-        for system, rate in rates.items()
-        for share in SHARES
-    ]
-    for point, result in runner.run(points).items():
-        curves.add(
-            panel=panel.name,
-            system=LABELS[point.system],
-            requests_per_s=point.rate_per_s,
-            normalized_latency_s=result.normalized_latency_s,
-        )
-
-
-def several_sequences(runner: Runner) -> Table:
-    """Figure 14: parallel sampling and beam search on Alpaca."""
-    table = Table(
-        "f14_several_sequences",
-        "F14  requests/s sustained with several sequences a request (OPT-13B, Alpaca)",
-        [
-            "The paper: over Orca (Oracle) 1.3 times for one sequence and 2.3 times for beam search of width 6; the "
-            "gain grows with the number of sequences, and more for beams, which share more.",
-            "Ours is 2.2 for one already, where the paper's batch is bound by what each sequence costs (see F13), and "
-            "it does not grow at 6, where the limit of 256 sequences binds.",
-            "The reserving systems copy the prompt for each sequence and a beam's whole context at each fork, as the "
-            "paper says of them; beams fork at random here, see F15.",
-            "A batch has at most 256 sequences: 42 requests of 6.",
-        ],
-        {"seed": SEED, "num_sequences": 600, "least_requests": 120},
-    )
-    cases = [("one", 1, 0), *(("parallel", n, 0) for n in (2, 4, 6)), *(("beam", 1, width) for width in (2, 4, 6))]
-    paper = {("one", 1): 1.3, ("beam", 6): 2.3}
-    for kind, n, width in cases:
-        size = max(n, width)
-        base = Point("paged", "alpaca", AT_ONCE, max(120, 600 // size), n=n, beam_width=width)
-        points = {s: replace(base, system=s) for s in ("paged", "oracle", "pow2", "max", "jpaged")}
-        rates = {s: r.saturated_requests_per_s for s, r in _by_system(runner, points).items()}
-        table.add(
-            kind=kind,
-            size=size,
-            **rates,
-            paged_over_oracle=rates["paged"] / rates["oracle"],
-            paper=paper.get((kind, size)),
-            paged_over_max=rates["paged"] / rates["max"],
-        )
+        base = Point("paged", panel.workload, model=panel.model)
+        for system, some in saturated(runner, base, panel.curves, panel.seeds).items():
+            rate = Spread.of(by_seed(some).values()).mean
+            for share in SHARES:
+                point = at_share(replace(base, system=system), rate, share)
+                result = runner.run([point])[point]
+                table.add(
+                    panel=panel.name,
+                    system=LABELS[system],
+                    share=share,
+                    requests_per_s=point.rate_per_s,
+                    normalized_latency_s=result.normalized_latency_s,
+                    queue_grows=result.queue_grows,
+                    batched=result.mean_batched_requests,
+                    batches=result.num_batches,
+                )
     return table
 
 
-def shared_prefix(runner: Runner) -> Table:
-    """Figure 16: translation with a shared prefix of one or five examples."""
-    table = Table(
-        "f16_shared_prefix",
-        "F16  requests/s sustained with a shared prefix (LLaMA-13B, translation)",
-        [
-            "The paper's vLLM computes the prefix once and shares its blocks: that is the prefix cache here, and the "
-            "row without it is paged memory alone.",
-            "Lengths of the sentences are assumed (40 tokens in, 40 out), as the paper does not give them: the gain is "
-            "over the paper's because so short an output makes the prefix most of the work. Prompts are compute-bound "
-            "in the model, so that a prefix which is not computed saves all of its time.",
-        ],
-        {"seed": SEED, "num_requests": 600},
-    )
-    for shots, prefix_tokens, paper in ((1, 80, 1.67), (5, 341, 3.58)):
-        base = Point("paged", "translation", AT_ONCE, 600, "llama-13b", prefix_tokens=prefix_tokens)
-        labels = {
-            "oracle": LABELS["oracle"],
-            "paged": "paged, nothing shared",
-            "shared": "paged, prefix shared (the paper's vLLM)",
-            "jpaged": LABELS["jpaged"],
-        }
-        points = {s: replace(base, system=s) for s in labels}
-        rates = {s: r.saturated_requests_per_s for s, r in _by_system(runner, points).items()}
-        for system, rate in rates.items():
-            table.add(
-                shots=shots,
-                prefix_tokens=prefix_tokens,
-                system=labels[system],
-                requests_per_s=rate,
-                over_oracle=rate / rates["oracle"],
-                paper=paper if system == "shared" else None,
-            )
-    return table
+def at_share(point: Point, sustained_per_s: float, share: float) -> Point:
+    """The point at a share of what it sustains. A lighter load has smaller batches, and the trace fewer requests."""
+    rate = float(f"{share * sustained_per_s:.3g}")
+    return replace(point, rate_per_s=rate, num_batches=NUM_BATCHES * min(1.0, share))
 
 
-def chatbot(runner: Runner) -> Table:
-    """Figure 17: conversations, with prompts cut to their last 1024 tokens."""
-    table = Table(
-        "f17_chatbot",
-        "F17  requests/s sustained as a chatbot (OPT-13B, ShareGPT conversations)",
-        [
-            "Prompts are the last 1024 tokens of a conversation, outputs at most 1024. The paper finds the three Orcas "
-            "alike, because the buddy allocator rounds most of their regions up to the same size.",
-            "How many rounds a conversation has is assumed (up to 6). The gain is below the paper's: prompts are so "
-            "long here that computing them takes a large part of the time, which is the same for every system.",
-            "The prefix cache finds earlier prompts of a conversation while it is not cut; what the model said is not "
-            "among them in a simulation, so that its share is a lower bound.",
-        ],
-        {"seed": SEED, "num_requests": 150},
-    )
-    base = Point("paged", "chatbot", AT_ONCE, 150)
-    points = {s: replace(base, system=s) for s in ("oracle", "pow2", "max", "paged", "jpaged")}
-    results = _by_system(runner, points)
-    paged = results["paged"].saturated_requests_per_s
-    for system, result in results.items():
-        rate = result.saturated_requests_per_s
-        is_baseline = system in _BASELINES
-        table.add(
-            system=LABELS[system],
-            requests_per_s=rate,
-            paged_over_it=paged / rate if is_baseline else None,
-            paper=2.0 if is_baseline else None,
-        )
-    return table
-
-
-def _by_system(runner: Runner, points: dict[str, Point]) -> dict[str, Measured]:
-    results = runner.run(points.values())
-    return {system: results[point] for system, point in points.items()}
+def _paper(panel: Panel, system: str) -> str | None:
+    if panel.workload == "alpaca":
+        if panel.model == "opt-175b" and system in ("oracle", "pow2"):
+            return "less pronounced"
+        return "like ShareGPT" if system in BASELINES else None
+    if system == "static":
+        return f"up to {PAPER_STATIC:g}"
+    return "{:g} to {:g}".format(*PAPER_RATIOS[system]) if system in PAPER_RATIOS else None

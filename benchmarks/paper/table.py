@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
+
+import jpaged
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -40,7 +44,14 @@ class Table:
             writer = csv.DictWriter(file, fieldnames=list(self.rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.rows)
-        record = {"title": self.title, "settings": self.settings, "notes": self.notes, "rows": self.rows}
+        versions = {"jpaged": jpaged.__version__, "python": platform.python_version(), "numpy": version("numpy")}
+        record = {
+            "title": self.title,
+            "settings": self.settings,
+            "versions": versions,
+            "notes": self.notes,
+            "rows": self.rows,
+        }
         (folder / f"{self.name}.json").write_text(json.dumps(record, indent=2) + "\n")
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """How long a step takes on a deployment: the larger of its bytes over bandwidth and its FLOPs over peak, and overhead.
 
-    bytes  = weights + KV of every row's context / gather efficiency        read once a step
+    bytes  = weights + KV of every row's context / gather efficiency        read once a step; 1 where KV is contiguous
     FLOPs  = 2 * params * tokens + 4 * layers * width * (query, key) pairs
     step   = max(bytes / (devices * bandwidth * eff), FLOPs / (devices * peak * eff)) + overhead + all-reduces
 
@@ -27,6 +27,7 @@ class Deployment:
         num_kv_slots: tokens that the pool holds.
         block_size: token slots in a block.
         num_host_blocks: blocks in host memory to swap out to.
+        is_contiguous: a sequence's KV lies in one piece, so that nothing is gathered.
     """
 
     model: ModelShape
@@ -36,6 +37,7 @@ class Deployment:
     block_size: int = 16
     num_host_blocks: int = 0
     assumptions: Assumptions = field(default_factory=Assumptions)
+    is_contiguous: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -53,12 +55,18 @@ class Deployment:
             num_kv_tokens: lengths of all rows' contexts, added up.
             num_pairs: (query, key) pairs that attention looks at, over all rows, in one head of one layer.
         """
-        model, a = self.model, self.assumptions
-        kv_bytes = num_kv_tokens * model.kv_bytes_per_token / self.gather_efficiency
+        return max(self.bytes_s(num_kv_tokens), self.flops_s(num_tokens, num_pairs)) + self.overhead_s
+
+    def bytes_s(self, num_kv_tokens: int) -> float:
+        """Seconds to read the weights and so many tokens' keys and values."""
+        kv_bytes = num_kv_tokens * self.model.kv_bytes_per_token / self.gather_efficiency
+        return (self.model.weight_bytes + kv_bytes) / self._hbm_bytes_per_s
+
+    def flops_s(self, num_tokens: int, num_pairs: int) -> float:
+        """Seconds of the matrix products."""
+        model = self.model
         flops = 2 * model.num_params * num_tokens + 4 * model.num_layers * model.width * num_pairs
-        memory_s = (model.weight_bytes + kv_bytes) / self._hbm_bytes_per_s
-        compute_s = flops / (self.num_devices * self.hardware.flops * a.flops_efficiency)
-        return max(memory_s, compute_s) + self.overhead_s
+        return flops / (self.num_devices * self.hardware.flops * self.assumptions.flops_efficiency)
 
     @property
     def overhead_s(self) -> float:
@@ -70,6 +78,8 @@ class Deployment:
     @property
     def gather_efficiency(self) -> float:
         """Share of the bandwidth that is left when blocks of this size are read from all over the pool."""
+        if self.is_contiguous:
+            return 1.0
         run_bytes = self.block_size * self.model.head_dim * 2
         return run_bytes / (run_bytes + self.assumptions.half_rate_run_bytes)
 

@@ -8,6 +8,8 @@ do on text.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,15 +30,22 @@ from jpaged.testing.virtual_clock import VirtualClock
 _HASH = np.uint64(0x9E3779B97F4A7C15)
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a step was; see `jpaged.sim.steady.Step`."""
+
+    kv_tokens: int
+    num_table_blocks: int
+    num_used_blocks: int
+    is_flops_bound: bool
+
+
 class SimulatedExecutor:
     """Implements `jpaged.engine.executor.Executor`.
 
     Attributes:
-        step_s: seconds of all steps so far.
         copy_s, swap_s: seconds of all copies within the pool, and of all swaps, so far.
-        context_token_s: tokens in the contexts of a step's rows, summed over steps with the seconds of each.
-        table_block_s, used_block_s: blocks that the rows' tables name, and different ones among them; likewise summed.
-            Only counted when asked for.
+        seen: the last step.
     """
 
     def __init__(
@@ -49,13 +58,10 @@ class SimulatedExecutor:
         counts_sharing: bool = False,
     ) -> None:
         model = deployment.model
-        self.table_block_s = 0.0
-        self.used_block_s = 0.0
+        self.seen = Seen(0, 0, 0, False)
         self._counts_sharing = counts_sharing
-        self.step_s = 0.0
         self.copy_s = 0.0
         self.swap_s = 0.0
-        self.context_token_s = 0.0
         self._deployment = deployment
         self._clock = clock
         self._num_steps = 0
@@ -113,11 +119,11 @@ class SimulatedExecutor:
         num_pairs = int((query_lens * kv_lens - query_lens * (query_lens - 1) // 2).sum())
         seconds = self._deployment.step_s(inputs.num_tokens, num_kv_tokens, num_pairs)
         self._clock.advance(seconds)
-        self.step_s += seconds
-        self.context_token_s += num_kv_tokens * seconds
         self._num_steps += 1
-        if self._counts_sharing:
-            self._count_sharing(inputs, seconds)
+        is_flops_bound = self._deployment.flops_s(inputs.num_tokens, num_pairs) > self._deployment.bytes_s(
+            num_kv_tokens
+        )
+        self.seen = Seen(num_kv_tokens, *self._count_blocks(inputs), is_flops_bound)
         return self._alternatives(inputs.kv_lens_s[:num_rows]) if inputs.sampling.want_top else self._plain
 
     def collect(self, handle: StepOutputs) -> StepOutputs:
@@ -126,13 +132,15 @@ class SimulatedExecutor:
     def shutdown(self) -> None:
         """Nothing is held."""
 
-    def _count_sharing(self, inputs: StepInputs, seconds: float) -> None:
+    def _count_blocks(self, inputs: StepInputs) -> tuple[int, int]:
+        """(blocks that the rows' tables name, different ones among them)."""
         num_blocks_s = -(-inputs.kv_lens_s[: inputs.num_rows] // self._geometry.block_size)
         num_table_blocks = int(num_blocks_s.sum())
+        if not self._counts_sharing:
+            return num_table_blocks, 0
         block_tables_sm = inputs.block_tables_sm[: inputs.num_rows, : int(num_blocks_s.max())]
         is_named_sm = np.arange(block_tables_sm.shape[1]) < num_blocks_s[:, None]
-        self.table_block_s += num_table_blocks * seconds
-        self.used_block_s += np.unique(block_tables_sm[is_named_sm]).size * seconds
+        return num_table_blocks, int(np.unique(block_tables_sm[is_named_sm]).size)
 
     def _alternatives(self, kv_lens: NDArray[np.int32]) -> StepOutputs:
         num_rows = len(kv_lens)

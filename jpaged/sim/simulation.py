@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InternalError
 from jpaged.sim.cost import Deployment
 from jpaged.sim.executor import SimulatedExecutor
+from jpaged.sim.steady import Step, Window, mean, queue_grows, requests_per_s, steady_window, window
 from jpaged.sim.trace import TraceRequest
 from jpaged.testing.virtual_clock import VirtualClock
 from jpaged.types import OutputEvent, Request, SamplingParams
@@ -56,20 +57,17 @@ class Simulation:
     Attributes:
         served: every request, in order of arrival.
         elapsed_s: from time 0 to the last end.
-        mean_batched_requests: requests that ran in a step, from a quarter of the arrivals to the last of them: while
-            the system neither fills nor drains.
+        steps: every step, in order.
         slot_share: tokens / slots that were reserved for sequences.
         pool_share: tokens / slots of the whole pool; one shared by several sequences counts for each.
-        shared_share: blocks that sharing saved / blocks without sharing; 0 when no request of the trace can share.
         load: the engine's own counts at the end.
     """
 
     served: tuple[Served, ...]
     elapsed_s: float
-    mean_batched_requests: float
+    steps: tuple[Step, ...]
     slot_share: float
     pool_share: float
-    shared_share: float
     copy_s: float
     swap_s: float
     load: EngineLoad
@@ -87,11 +85,36 @@ class Simulation:
         return len(self.served) / self.elapsed_s
 
     @property
-    def saturated_requests_per_s(self) -> float:
-        """The rate at which the middle half of the requests ended: what the system sustains, if it was never idle."""
-        ends_s = sorted(served.end_s for served in self.served)
-        first, last = len(ends_s) // 4, 3 * len(ends_s) // 4
-        return (last - first) / (ends_s[last] - ends_s[first])
+    def window(self) -> Window:
+        """While the system neither fills nor drains; the whole run where a trace is too short to have such a time."""
+        steady = steady_window(self.steps)
+        return steady if steady.steps(self.steps) else Window(0.0, self.elapsed_s)
+
+    @property
+    def steady_steps(self) -> list[Step]:
+        return self.window.steps(self.steps)
+
+    @property
+    def mean_batched_requests(self) -> float:
+        """Requests that ran in a step, within the window."""
+        return mean(self.steady_steps, lambda step: step.num_batched)
+
+    @property
+    def shared_share(self) -> float:
+        """Blocks that sharing saved / blocks without sharing, within the window; 0 when no request can share."""
+        counted = [step for step in self.steady_steps if step.num_used_blocks]
+        num_table_blocks = mean(counted, lambda step: step.num_table_blocks)
+        return 1 - mean(counted, lambda step: step.num_used_blocks) / num_table_blocks if counted else 0.0
+
+    @property
+    def sustained_requests_per_s(self) -> float:
+        """The rate within the window: what the system sustains, if it always had a queue."""
+        return requests_per_s(self.steps, self.window, len(self.served))
+
+    @property
+    def queue_grows(self) -> bool:
+        """More arrived than the system can serve: measured while requests arrived."""
+        return queue_grows(self.steps, window([served.request.arrival_s for served in self.served]))
 
     @property
     def tokens_per_s(self) -> float:
@@ -120,6 +143,8 @@ class _Run:
     """The loop around the engine: arrivals in, times and gauges out."""
 
     def __init__(self, trace: Sequence[TraceRequest], deployment: Deployment, options: EngineOptions) -> None:
+        # Regions are read as they lie; blocks are gathered.
+        deployment = replace(deployment, is_contiguous=options.kv_policy != "paged")
         self._clock = VirtualClock()
         self._executor = SimulatedExecutor(
             deployment,
@@ -137,9 +162,9 @@ class _Run:
         self._end_s: dict[int, float] = {}
         self._num_submitted = 0
         self._num_ended_in_step = 0
-        # (requests * seconds, seconds): outside of the window of steady load, and inside.
-        self._batched = {False: (0.0, 0.0), True: (0.0, 0.0)}
-        self._window_s = trace[len(trace) // 4].arrival_s, trace[-1].arrival_s
+        self._num_drawn = 0
+        self._num_first_tokens = 0
+        self._steps: list[Step] = []
 
     @property
     def is_unfinished(self) -> bool:
@@ -151,11 +176,7 @@ class _Run:
             self._submit(*self._coming.popleft())
         before_s, self._num_ended_in_step = self._clock(), 0
         if self._engine.step():
-            seconds = self._clock() - before_s
-            num_batched = self._engine.load().num_running + self._num_ended_in_step
-            is_steady = self._window_s[0] <= before_s < self._window_s[1]
-            weighted, total = self._batched[is_steady]
-            self._batched[is_steady] = weighted + num_batched * seconds, total + seconds
+            self._observe(before_s)
         elif self._coming:
             self._clock.advance(max(0.0, self._coming[0][1].arrival_s - self._clock()))
         elif self.is_unfinished:
@@ -164,19 +185,35 @@ class _Run:
     def result(self) -> Simulation:
         load, executor = self._engine.load(), self._executor
         served = [Served(r, self._first_token_s[i], self._end_s[i]) for i, r in enumerate(self._trace)]
-        weighted, busy_s = self._batched[self._batched[True][1] > 0.0]
         num_slots = self._deployment.num_blocks * self._deployment.block_size
         return Simulation(
             served=tuple(served),
             elapsed_s=self._clock(),
-            mean_batched_requests=weighted / busy_s,
+            steps=tuple(self._steps),
             slot_share=load.slot_use,
-            pool_share=executor.context_token_s / (executor.step_s * num_slots),
-            shared_share=1 - executor.used_block_s / executor.table_block_s if executor.table_block_s else 0.0,
+            pool_share=mean(self._steps, lambda step: step.kv_tokens) / num_slots,
             copy_s=executor.copy_s,
             swap_s=executor.swap_s,
             load=load,
         )
+
+    def _observe(self, begin_s: float) -> None:
+        load, seen = self._engine.load(), self._executor.seen
+        self._steps.append(
+            Step(
+                begin_s=begin_s,
+                seconds=self._clock() - begin_s,
+                num_batched=load.num_running + self._num_ended_in_step,
+                num_waiting=load.num_waiting,
+                num_first_tokens=load.num_first_tokens - self._num_first_tokens,
+                num_drawn=load.num_generation_tokens - self._num_drawn,
+                kv_tokens=seen.kv_tokens,
+                num_table_blocks=seen.num_table_blocks,
+                num_used_blocks=seen.num_used_blocks,
+                is_flops_bound=seen.is_flops_bound,
+            )
+        )
+        self._num_drawn, self._num_first_tokens = load.num_generation_tokens, load.num_first_tokens
 
     def _submit(self, index: int, coming: TraceRequest) -> None:
         def take(event: OutputEvent) -> None:

@@ -2,7 +2,7 @@
 
 lengths    lognormal, prompt and output independent, prompt + output <= max_model_len; the means after clipping are
            the workload's
-arrivals   Poisson
+arrivals   Poisson, given their number: n of them take n / rate seconds, so that a trace's rate is the one asked for
 sampling   stratified: of n requests one length falls into each n-th of its distribution, in random order, so that a
            short trace has the means of a long one
 """
@@ -86,7 +86,7 @@ def synthesize(
 
     Args:
         workload: with a prefix, every request begins with the same prefix_tokens, and its own prompt follows.
-        rate_per_s: mean of the Poisson arrivals.
+        rate_per_s: of the arrivals.
         num_requests: how many.
         seed: the same seed draws the same lengths for every rate.
         max_model_len: prompt and output together are at most this.
@@ -94,7 +94,7 @@ def synthesize(
     generator = np.random.default_rng(seed)
     room = max_model_len - workload.prefix_tokens
     prompts, outputs = _lengths(workload, num_requests, room, generator)
-    arrivals = np.cumsum(generator.exponential(1.0, num_requests)) / rate_per_s
+    arrivals = _arrivals(rate_per_s, num_requests, generator)
     prefix_id = "shared" if workload.prefix_tokens else ""
     return [
         TraceRequest(
@@ -117,7 +117,7 @@ def chat_rounds(*, rate_per_s: float, num_requests: int, seed: int, max_model_le
     """
     generator = np.random.default_rng(seed)
     prompts, outputs = _lengths(WORKLOADS["sharegpt"], num_requests, max_model_len, generator)
-    arrivals = np.cumsum(generator.exponential(1.0, num_requests)) / rate_per_s
+    arrivals = _arrivals(rate_per_s, num_requests, generator)
     history = [0] * max(1, num_requests // 6)
     requests = []
     for i in range(num_requests):
@@ -141,6 +141,11 @@ def chat_rounds(*, rate_per_s: float, num_requests: int, seed: int, max_model_le
 def with_sampling(trace: Iterable[TraceRequest], *, n: int = 1, beam_width: int = 0) -> list[TraceRequest]:
     """The same requests, each for n samples or for a beam search."""
     return [replace(request, n=n, beam_width=beam_width) for request in trace]
+
+
+def _arrivals(rate_per_s: float, count: int, generator: np.random.Generator) -> NDArray[np.float64]:
+    times: NDArray[np.float64] = np.cumsum(generator.exponential(1.0, count))
+    return times * (count / rate_per_s / times[-1])
 
 
 def _lengths(

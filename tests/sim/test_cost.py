@@ -44,6 +44,13 @@ def test_short_runs_of_memory_are_gathered_slower():
     assert slow.step_s(1, 100_000, 1) == pytest.approx(0.002 + 0.0002 / 0.8 + 0.001)
 
 
+def test_paged_attention_costs_what_the_paper_measured_and_contiguous_memory_nothing_more():
+    paged = deploy_paper()
+    assert 1 / paged.gather_efficiency == pytest.approx(1.23, abs=0.001)  # the paper: 20 to 26 percent
+    assert replace(paged, is_contiguous=True).gather_efficiency == 1.0
+    assert 1 / deploy_paper(block_size=128).gather_efficiency < 1.03
+
+
 def test_a_copy_reads_and_writes_and_a_swap_pays_for_every_transfer():
     # A block is 16 * 2000 = 32 000 bytes, in 2 * 10 transfers.
     assert toy().copy_s(5) == pytest.approx(2 * 5 * 32_000 / 1e12)

@@ -54,6 +54,15 @@ def test_one_request_alone_takes_the_sum_of_its_steps():
     assert result.mean_batched_requests == 1.0
 
 
+def test_regions_are_read_without_gathering_and_blocks_are_not():
+    deployment = deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"])
+    contiguous = replace(deployment, is_contiguous=True)
+    for policy, read in (("paged", deployment), ("reserve-oracle", contiguous)):
+        result = serve([TraceRequest(0.0, 1500, 2)], kv_policy=policy)
+        decode_s = read.step_s(1, 1501, 1501)
+        assert result.served[0].end_s == pytest.approx(deployment.step_s(1500, 1500, 1500 * 1501 // 2) + decode_s)
+
+
 def test_policies_come_in_the_papers_order():
     # All requests at once: how fast they are done is the rate that the policy sustains.
     trace = draw(rate=1000.0, count=48)

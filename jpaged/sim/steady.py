@@ -1,0 +1,106 @@
+"""What a trace shows while the system neither fills nor drains.
+
+    requests  | filling |            window            | draining |
+                        first token of a fifth of them  first token of the last
+
+A request's first token marks its admission, first come, first served. Between the two marks a saturated system always
+has a queue, so that it admits as many as it ends: the rate that it sustains. Below that rate the same marks bound the
+arrivals. Static batches are admitted whole, so that both marks are the beginnings of batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+FILLING_SHARE = 0.2
+"""Requests that come before the window: of a trace of 25 batches the first five."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, as it was observed.
+
+    Attributes:
+        num_batched: requests that ran in it.
+        num_waiting: requests that waited for rows or blocks when it had ended.
+        num_first_tokens: requests that got their first token from it.
+        num_drawn: tokens that it drew.
+        kv_tokens: lengths of its rows' contexts, added up.
+        num_table_blocks: blocks that its rows' tables name, a shared one once for each.
+        num_used_blocks: different ones among them; 0 unless the trace can share.
+        is_flops_bound: its FLOPs took longer than its bytes.
+    """
+
+    begin_s: float
+    seconds: float
+    num_batched: int
+    num_waiting: int
+    num_first_tokens: int
+    num_drawn: int
+    kv_tokens: int
+    num_table_blocks: int
+    num_used_blocks: int
+    is_flops_bound: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of simulated time, the end left out."""
+
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+    def steps(self, steps: Sequence[Step]) -> list[Step]:
+        """Those that begin in it."""
+        return [step for step in steps if self.begin_s <= step.begin_s < self.end_s]
+
+
+def steady_window(steps: Sequence[Step]) -> Window:
+    """From the step after a fifth of the requests got their first token to the end of the one that gave the last."""
+    return window([step.begin_s + step.seconds for step in steps for _ in range(step.num_first_tokens)])
+
+
+def window(times_s: Sequence[float], filling_share: float = FILLING_SHARE) -> Window:
+    """From the time at which this share of the events has passed to the last of them."""
+    ordered = sorted(times_s)
+    return Window(ordered[int(filling_share * len(ordered))], ordered[-1])
+
+
+def mean(steps: Sequence[Step], value: Callable[[Step], float]) -> float:
+    """A mean over the time in which steps ran; 0 when none did."""
+    seconds = sum(step.seconds for step in steps)
+    return sum(value(step) * step.seconds for step in steps) / seconds if seconds else 0.0
+
+
+def requests_per_s(steps: Sequence[Step], within: Window, num_requests: int) -> float:
+    """The window's share of all tokens that were drawn, as requests, for each of its seconds.
+
+    Counting tokens instead of ends leaves out chance: whether the requests that ended were the long ones.
+    """
+    drawn = sum(step.num_drawn for step in within.steps(steps)) / sum(step.num_drawn for step in steps)
+    return drawn * num_requests / within.seconds
+
+
+def queue_growth_per_s(steps: Sequence[Step]) -> float:
+    """Slope of the straight line that is nearest to the number of waiting requests, each step by its seconds."""
+    times_s = np.array([step.begin_s for step in steps])
+    weights, waiting = np.array([step.seconds for step in steps]), np.array([step.num_waiting for step in steps], float)
+    times_s -= np.average(times_s, weights=weights)
+    spread = float(np.sum(weights * times_s**2))
+    return float(np.sum(weights * times_s * waiting)) / spread if spread else 0.0
+
+
+def queue_grows(steps: Sequence[Step], within: Window) -> bool:
+    """The queue's line rises by more than a batch within the window, and in its last quarter nobody found it empty."""
+    some = within.steps(steps)
+    late = Window(within.end_s - within.seconds / 4, within.end_s).steps(steps)
+    if not late or any(step.num_waiting == 0 for step in late):
+        return False
+    return queue_growth_per_s(some) * within.seconds > mean(some, lambda step: step.num_batched)
