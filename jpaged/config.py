@@ -242,7 +242,7 @@ class ServerOptions:
     connection_idle_timeout: float = option(
         300.0,
         "a connection without a call is closed after so long; clients open another by themselves",
-        low=1.0,
+        low=0.1,
         high=86400.0,
         unit="s",
     )

@@ -5,7 +5,8 @@
                number. Nobody starves: who was overtaken MAX_OVERTAKES times is served as if its number were the lowest
     fair       the tenant that was served least goes first, by the virtual token counter of "Fairness in Serving Large
                Language Models" (Sheng et al., 2024): a prompt token counts 1, a generated one 2; a tenant that comes
-               back after a pause begins at the lowest counter of those who waited, so idleness saves nothing up
+               back after a pause begins at the lowest counter of those who waited, so idleness saves nothing up;
+               of MAX_TENANTS that were served most the counters are kept, the others begin at the highest of theirs
 
 An order knows groups and what they were served; it holds no queue.
 """
@@ -21,6 +22,8 @@ from jpaged.errors import InternalError
 MAX_OVERTAKES = 256
 PROMPT_TOKEN_WEIGHT = 1
 OUTPUT_TOKEN_WEIGHT = 2
+MAX_TENANTS = 4096
+"""Whose counters are kept at least; names are the callers' to choose, so there is no end of them."""
 
 POLICIES = ("fcfs", "priority", "fair")
 
@@ -83,20 +86,35 @@ class FairByTenant(FirstComeFirstServed):
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
+        self._forgotten = 0
 
     def first_waiting(self, waiting: Collection[Group]) -> Group:
-        return min(waiting, key=lambda group: (self._served[group.request.tenant], group.arrival))
+        return min(waiting, key=lambda group: (self._counter(group.request.tenant), group.arrival))
 
     def arrived(self, group: Group, waiting: Collection[Group]) -> None:
         tenant = group.request.tenant
         others = {other.request.tenant for other in waiting if other is not group}
         if tenant not in others:
-            floor = min((self._served[other] for other in others), default=max(self._served.values(), default=0))
-            self._served[tenant] = max(self._served.get(tenant, 0), floor)
+            highest = max(self._served.values(), default=self._forgotten)
+            floor = min((self._counter(other) for other in others), default=highest)
+            self._served[tenant] = max(self._counter(tenant), floor)
+        if len(self._served) > 2 * MAX_TENANTS:
+            self._forget(others | {tenant})
 
     def served(self, group: Group, num_prompt_tokens: int, num_output_tokens: int) -> None:
         weighted = PROMPT_TOKEN_WEIGHT * num_prompt_tokens + OUTPUT_TOKEN_WEIGHT * num_output_tokens
-        self._served[group.request.tenant] += weighted
+        tenant = group.request.tenant
+        self._served[tenant] = self._counter(tenant) + weighted
+
+    def _counter(self, tenant: str) -> int:
+        return self._served.get(tenant, self._forgotten)
+
+    def _forget(self, waiting: set[str]) -> None:
+        """Leaves those who wait, and those who were served most."""
+        by_counter = sorted(self._served, key=lambda tenant: self._served[tenant])
+        leaving = [tenant for tenant in by_counter[:-MAX_TENANTS] if tenant not in waiting]
+        for tenant in leaving:
+            self._forgotten = max(self._forgotten, self._served.pop(tenant))
 
 
 def make_order(policy: str) -> Order:

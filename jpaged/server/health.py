@@ -1,4 +1,8 @@
-"""grpc.health.v1 with watches that end: one that gRPC has to cut at the end is an error in the log and CANCELLED."""
+"""grpc.health.v1 with watches that end, and that keep nobody waiting.
+
+gRPC's own watches hold a lock while they write, which whoever sets a status waits for: one client that reads nothing
+would keep the server from its end. And one that gRPC has to cut at the end is an error in the log and CANCELLED.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,23 @@ from grpc_health.v1 import health, health_pb2
 
 
 class HealthServicer(health.aio.HealthServicer):
-    """gRPC's own, whose watches the server can end."""
+    """gRPC's own, with other watches."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._status: dict[str, Any] = {}
+        self._changed = asyncio.Event()
         self._has_ended = asyncio.Event()
 
+    async def set(self, service: str, status: Any) -> None:
+        """Sets the status of a service, and wakes those who watch."""
+        await super().set(service, status)
+        self._status[service] = status
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        watch = asyncio.create_task(super().Watch(request, context))
+        watch = asyncio.create_task(self._tell(request.service, context))
         end = asyncio.create_task(self._has_ended.wait())
         try:
             await asyncio.wait((watch, end), return_when=asyncio.FIRST_COMPLETED)
@@ -32,3 +45,15 @@ class HealthServicer(health.aio.HealthServicer):
     def end_watches(self) -> None:
         """Ends every watch with UNAVAILABLE, those that begin later too."""
         self._has_ended.set()
+
+    async def _tell(self, service: str, context: Any) -> None:
+        """Writes the status of a service whenever it is another; states that come and go meanwhile are left out."""
+        told = None
+        while True:
+            changed = self._changed
+            status = self._status.get(service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != told:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                told = status
+            else:
+                await changed.wait()

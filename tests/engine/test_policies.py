@@ -2,6 +2,7 @@
 
 import pytest
 
+from jpaged.engine import admission
 from jpaged.engine.admission import (
     MAX_OVERTAKES,
     OUTPUT_TOKEN_WEIGHT,
@@ -192,3 +193,21 @@ def test_a_tenant_that_was_away_has_saved_nothing_up():
         h.step()
     gained = {tenant: tokens - before[tenant] for tenant, tokens in service(h, tenants).items()}
     assert 0.9 < gained["away"] / gained["busy"] < 1.15
+
+
+def test_counters_of_tenants_are_bounded_and_who_was_forgotten_gains_nothing(monkeypatch):
+    monkeypatch.setattr(admission, "MAX_TENANTS", 8)
+    h = Harness(policy="fair")
+    for number in range(100):
+        h.submit(f"r{number}", [1] * (1 + number % 5), max_tokens=2, tenant=f"t{number}")
+        if number % 3 == 0:
+            h.run()
+    h.run()
+    order = h.engine._scheduler._order
+    assert isinstance(order, FairByTenant)
+    assert len(order._served) <= 16 + 3
+    highest = max(order._served.values())
+    h.submit("back", [1], max_tokens=1, tenant="t0")
+    assert all(h.last(f"r{number}").finish.reason.value == "length" for number in range(100))
+    h.run()
+    assert order._served["t0"] >= highest

@@ -101,7 +101,7 @@ async def test_a_server_that_starts_answers_and_refuses():
         assert info.state == control_pb2.SERVER_STATE_SERVING
         assert info.backend.platform == "cpu"
         assert not info.HasField("startup")
-        assert {option.name for option in info.options} >= {"max-num-seqs", "port", "shutdown-timeout"}
+        assert {option.name for option in info.options} >= {"max-num-queued-reqs", "port", "shutdown-timeout"}
     starting.server.request_stop()
     assert await run == 0
 

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.server import wire
 from tests.server.harness import collect, details_of, eventually, failure_of, request
-from tests.server.raw_http2 import RST_STREAM, Connection, frame, message
+from tests.server.raw_http2 import HEADERS, INITIAL_WINDOW_SIZE, RST_STREAM, Connection, frame, message
 
 INFO = b"/jpaged.v1.ControlService/GetServerInfo"
 METHODS: dict[str, Any] = {
@@ -209,6 +209,18 @@ async def test_a_connection_that_ends_in_the_middle_of_anything_leaves_no_trace(
                 await connection.read()
         connection.writer.transport.abort()
     await eventually(lambda: harness.num_open_calls == 0 and harness.num_blocks_used == 0)
+
+
+async def test_a_watch_that_reads_nothing_does_not_keep_the_server_from_its_end(harness):
+    async with Connection(harness.port, {INITIAL_WINDOW_SIZE: 0}) as connection:
+        connection.begin(b"/grpc.health.v1.Health/Watch", message(b""))
+        connection.begin(b"/grpc.health.v1.Health/Watch", message(b"\x0a\x01x"))
+        assert (await harness.control.GetLoad(control_pb2.GetLoadRequest())).num_blocks > 0
+        while (await connection.read())[0] != HEADERS:  # it is being told
+            pass
+        harness.server.request_stop()
+        async with asyncio.timeout(20):
+            assert await asyncio.shield(harness.run) == 0
 
 
 async def test_health_and_reflection_still_answer(harness):
