@@ -10,7 +10,6 @@ CPU time of the process, pinned to one core, so that other processes of the mach
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.record import save
+from jpaged import json_text
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.types import SamplingParams
 
@@ -54,7 +54,7 @@ def main() -> None:
     prompt = np.random.default_rng(0).integers(3, VOCAB_SIZE, options.prompt).tolist()
     rates: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        Path(folder, "config.json").write_text(json_text.dumps(CONFIG))
         llms = {enabled: _open(folder, options, enabled=enabled) for enabled in rates}
         for turn in range(1 + TURNS):
             for enabled, llm in llms.items():

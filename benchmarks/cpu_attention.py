@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import save
+from jpaged import json_text
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import cpu, reference
 from jpaged.kernels.paged_attention.shapes import SHAPES
@@ -218,7 +219,7 @@ def main() -> None:
         os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
         jax.config.update("jax_platforms", "cpu")
         for point in _points(options):
-            print(json.dumps(asdict(point)), flush=True)
+            print(json_text.dumps(asdict(point)), flush=True)
         return
     points = []
     for point in _measure_pinned(options):

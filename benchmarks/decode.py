@@ -10,7 +10,6 @@ every row: those bytes over the bandwidth that a copy reaches on the same device
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import save
+from jpaged import json_text
 from jpaged.kernels.paged_attention.measure import measure_limits
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.models.known import KNOWN_MODELS, known_config
@@ -71,7 +71,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         known_config(arguments.model)  # refused by name before anything is loaded
         fields = dict(KNOWN_MODELS[arguments.model].fields)
-        (Path(folder) / "config.json").write_text(json.dumps(fields))
+        (Path(folder) / "config.json").write_text(json_text.dumps(fields))
         rows, facts = measure(folder, arguments, limits.bytes_per_s)
     table = Table(title=f"{arguments.model}, {device.device_kind}, context {arguments.context}", title_justify="left")
     for name in ("rows", "step ms", "tokens/s", "limit ms", "limit"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -11,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import jpaged
+from jpaged import json_text
 
 RESULTS = Path(__file__).parent / "results"
 _LIBRARIES = ("numpy",)
@@ -35,7 +35,7 @@ def save(name: str, command: str, results: Mapping[str, object]) -> Path:
     path = RESULTS / f"{name}.json"
     when = time.strftime("%Y-%m-%d", time.gmtime())
     record = {"command": command, "date": when, "machine": machine(), **results}
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    path.write_text(json_text.dumps(record, indent=2) + "\n")
     return path
 
 

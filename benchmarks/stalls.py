@@ -31,6 +31,7 @@ import grpc
 from grpc import aio
 
 from benchmarks.record import machine, save
+from jpaged import json_text
 from jpaged._proto.v1 import inference_pb2
 from jpaged.demo.checkpoint import FOLDER
 
@@ -237,7 +238,7 @@ def hostile_copy(folder: Path) -> Path:
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     config = json.loads((FOLDER / "tokenizer_config.json").read_text())
     config["chat_template"] = _HOSTILE + config["chat_template"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json_text.dumps(config))
     return folder
 
 

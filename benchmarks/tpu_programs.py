@@ -25,6 +25,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jpaged import json_text
 from jpaged.config import EngineConfig
 from jpaged.device.blueprint import abstract_serving, program_lowerings
 from jpaged.device.compile import ProgramSpec
@@ -228,7 +229,7 @@ def _copied_logits(executable: jax.stages.Compiled, step: Step, spec: ProgramSpe
 def main(cells: Sequence[str]) -> None:
     for cell in cells:
         for result in compile_cell(cell):
-            print(_MARK + json.dumps(dataclasses.asdict(result)), flush=True)
+            print(_MARK + json_text.dumps(dataclasses.asdict(result)), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import jpaged
+from jpaged import json_text
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -52,7 +52,7 @@ class Table:
             "notes": self.notes,
             "rows": self.rows,
         }
-        (folder / f"{self.name}.json").write_text(json.dumps(record, indent=2) + "\n")
+        (folder / f"{self.name}.json").write_text(json_text.dumps(record, indent=2) + "\n")
 
     def __str__(self) -> str:
         columns = list(self.rows[0])

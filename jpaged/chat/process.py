@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jpaged import json_text
 from jpaged.chat.frames import Kind, receive, send
 from jpaged.errors import Unavailable
 
@@ -51,7 +51,7 @@ class TemplateProcess:
             TypeError, ValueError: the messages hold what JSON does not.
         """
         question = {"template": template, "variables": variables, "messages": messages, "max_bytes": max_bytes}
-        text = json.dumps(question)
+        text = json_text.dumps(question)
         with self._lock:
             if self._child is None or self._child.process.poll() is not None:
                 self._start_again()

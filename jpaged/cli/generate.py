@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from typing import Any
 
+from jpaged import json_text
 from jpaged.cli.options import add_config_flags, add_sampling_flags, config_from, config_values, sampling_from
 from jpaged.cli.startup import StartupReport
 from jpaged.config import PROCESS_OPTIONS
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a prompt as token ids: 1,2,3; may be given several times",
     )
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's turn, laid out by the template")
-    parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object a prompt on stdout; null is what is not finite"
+    )
     add_config_flags(parser, _SECTIONS, without={"seed", *PROCESS_OPTIONS})  # --seed is that of the requests
     add_sampling_flags(parser)
 
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     config_from(arguments)  # says what is wrong in the words of the command line
     for number, output in enumerate(_outputs(arguments, prompts, sampling)):
         if arguments.json:
-            print(json.dumps(_as_json(output), ensure_ascii=False))
+            print(json_text.dumps(_as_json(output), ensure_ascii=False))
         else:
             _print_text(number, len(prompts), prompts[number], output)
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from jpaged import json_text
 from jpaged.cli.options import flag_of
 from jpaged.errors import InvalidArgument
 
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     for cell, reason in found.left_out:
         console.print(f"left out {_name(cell)}: {reason}", highlight=False)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(_record(found, arguments), indent=2) + "\n")
+        arguments.json.write_text(json_text.dumps(_record(found, arguments), indent=2) + "\n")
     if arguments.plot is not None:
         _draw(found.rows, f"{facts.kind}, {arguments.shape}, {arguments.dtype}", arguments.plot)
     return 0 if found.rows else 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from typing import TYPE_CHECKING
 
+from jpaged import json_text
 from jpaged.cli.options import add_config_flags, config_from, config_values, flag_of
 from jpaged.cli.startup import StartupReport
 from jpaged.config import iter_options
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         best = cheapest(found)
         best_name = None if best is None else best.plan.target.name
-        print(json.dumps({"plans": [as_json(one) for one in found], "cheapest": best_name}, indent=2))
+        print(json_text.dumps({"plans": [as_json(one) for one in found], "cheapest": best_name}, indent=2))
     else:
         for line in comparison(found, workload):
             print(line)

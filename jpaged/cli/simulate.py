@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from jpaged import json_text
 from jpaged.config import iter_options
 from jpaged.engine.engine import EngineOptions
 from jpaged.errors import InvalidArgument
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_rows(trace, options)
     numbers = measures(simulate(trace, deployment, options))
     if arguments.json:
-        print(json.dumps({"model": deployment.model.name, "num_blocks": deployment.num_blocks, **numbers}))
+        print(json_text.dumps({"model": deployment.model.name, "num_blocks": deployment.num_blocks, **numbers}))
         return 0
     what = f"{deployment.model.name} on {deployment.num_devices} x {deployment.hardware.name}"
     table = Table(title=f"{what}: {deployment.num_blocks} blocks of {deployment.block_size}", show_header=False)

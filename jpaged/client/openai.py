@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jpaged import json_text
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
 
@@ -322,11 +323,11 @@ def failure_line(custom_id: str | None, error: JpagedError) -> str:
 
 
 def _dumped(value: Mapping[str, Any]) -> str:
-    line = json.dumps(value, ensure_ascii=False) + "\n"
+    line = json_text.dumps(value, ensure_ascii=False) + "\n"
     try:
         line.encode()
     except UnicodeEncodeError:  # half of a character, in a custom_id or in what is said about it
-        return json.dumps(value) + "\n"
+        return json_text.dumps(value) + "\n"
     return line
 
 

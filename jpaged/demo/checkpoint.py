@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jpaged import json_text
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import LayerMode
@@ -81,7 +82,7 @@ def save(folder: Path, config: ModelConfig, params: Params) -> None:
         params: a tree in loop mode.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json_text.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
     target = (folder / _PARAMS).resolve()
     with ocp.PyTreeCheckpointer() as saver:
         saver.save(target, jax.tree.map(lambda a: np.asarray(a.astype(jnp.bfloat16)), params), force=True)
@@ -109,4 +110,4 @@ def _restore(folder: Path, model: Model) -> Params:
 def _forget_times(path: Path) -> None:
     metadata = json.loads(path.read_text(encoding="utf-8"))
     metadata |= {"init_timestamp_nsecs": 0, "commit_timestamp_nsecs": 0}
-    path.write_text(json.dumps(metadata) + "\n", encoding="utf-8")
+    path.write_text(json_text.dumps(metadata) + "\n", encoding="utf-8")

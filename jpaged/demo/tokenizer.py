@@ -6,11 +6,11 @@ All 256 bytes are tokens, so that any text makes the round trip.
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jpaged import json_text
 from jpaged.demo import lexicon
 from jpaged.demo.grammar import ASSISTANT, END, PAD, SYSTEM, USER, documents
 
@@ -64,7 +64,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "add_bos_token": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json_text.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _without_specials(text: str) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from jpaged import json_text
 from jpaged.errors import InternalError, Unavailable
 
 _HEADER = struct.Struct("<IB")
@@ -74,7 +75,7 @@ class Channel:
 
     def send_json(self, kind: Kind, value: Mapping[str, Any]) -> None:
         """Sends a message of plain values."""
-        self.send(kind, json.dumps(value).encode())
+        self.send(kind, json_text.dumps(value).encode())
 
     def receive(self) -> tuple[Kind, bytearray]:
         """Waits for a message.

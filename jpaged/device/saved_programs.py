@@ -24,6 +24,7 @@ import jaxlib
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
+from jpaged import json_text
 from jpaged.device.compile import ProgramSpec, compiler_options
 from jpaged.device.kv_scales import name_of_kv_dtype
 from jpaged.device.mesh import first_device, num_shards
@@ -97,7 +98,7 @@ class Target:
             max_num_batched_tokens=geometry.max_num_batched_tokens,
             layers=step.layer_mode,
             cascade=_digest(repr(geometry.cascade)) if geometry.cascade else "",
-            compiler_options=json.dumps(compiler_options(device), sort_keys=True),
+            compiler_options=json_text.dumps(compiler_options(device), sort_keys=True),
         )
 
 
@@ -194,7 +195,7 @@ def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, C
             names[str(spec)] = name
             num_bytes += len(content)
         manifest = {"format": FORMAT, "target": dataclasses.asdict(target), "programs": names}
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        (folder / MANIFEST).write_text(json_text.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidArgument("save", f"{folder} cannot be written: {error}") from error
     return num_bytes

@@ -16,6 +16,7 @@ import re
 import secrets
 from typing import Any
 
+from jpaged import json_text
 from jpaged.errors import Unsupported
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -44,7 +45,7 @@ class LiteralText:
         special = {token["content"]: token["id"] for token in written["added_tokens"] if token["special"]}
         self._names = {content: f"{_OPEN}{nonce}{_OPEN}{number}{_CLOSE}" for content, number in special.items()}
         _rename(written, self._names)
-        self.tokenizer: Any = Tokenizer.from_str(json.dumps(written))
+        self.tokenizer: Any = Tokenizer.from_str(json_text.dumps(written))
         for content, number in special.items():
             if self.tokenizer.token_to_id(self._names[content]) != number:
                 raise Unsupported(f"parse_special_tokens: {content!r} of this tokenizer is always parsed")

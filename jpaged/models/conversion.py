@@ -7,7 +7,6 @@ destination appears under its name when it is whole.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ from typing import Literal, get_args
 import jax
 import numpy as np
 
+from jpaged import json_text
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import CONFIG_FILE, GENERATION_CONFIG_FILE, read_json
@@ -216,7 +216,7 @@ def _with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
 
 
 def _write_config(config: Mapping[str, object], folder: Path) -> None:
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(json_text.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_apart(source: Path, destination: Path) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from jpaged import json_text
 from jpaged.errors import InvalidArgument
 from jpaged.models.safetensors_writer import StoredTensor
 from jpaged.models.tensor_source import DTYPES, check_shape, unsupported_dtype
@@ -59,7 +60,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Makes a folder one that can be read; everything else must be there."""
         value = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(self)}
-        (folder / MANIFEST_FILE).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        (folder / MANIFEST_FILE).write_text(json_text.dumps(value, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

@@ -7,7 +7,6 @@ A checkpoint of more than one file has an index beside them, as transformers wri
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jpaged import json_text
 from jpaged.models.tensor_files import FORMAT_DTYPES, INDEX_FILE, SINGLE_FILE
 
 _NAME_OF = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
@@ -72,7 +72,7 @@ def write_tensor_files(tensors: Sequence[StoredTensor], folder: Path, max_shard_
         "total_size": sum(tensor.nbytes for tensor in tensors),
     }
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / INDEX_FILE).write_text(json_text.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _shards(tensors: Sequence[StoredTensor], max_shard_bytes: int) -> list[list[StoredTensor]]:
@@ -108,6 +108,6 @@ def _header(tensors: Sequence[StoredTensor]) -> bytes:
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json_text.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

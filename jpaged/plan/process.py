@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-import json
 import pickle
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import IO, Any
 
-from jpaged import errors
+from jpaged import errors, json_text
 from jpaged.config import child_environment, tpu_library
 from jpaged.device.topology import compiler_environment, find_library
 from jpaged.errors import InternalError, InvalidArgument
@@ -76,7 +75,7 @@ def _ask(question: Question, say: Callable[[str], None]) -> CompiledPlan:
         assert child.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code says how
-                child.stdin.write(json.dumps(asdict(question)))
+                child.stdin.write(json_text.dumps(asdict(question)))
                 child.stdin.close()
             found = _read(child.stdout, say)
         except BaseException:

@@ -12,9 +12,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 # What each top-level name of jpaged may import, besides itself. `engine.executor` opens one module of a package.
-VALUES = {"errors", "types", "cluster", "config", "version"}
+VALUES = {"errors", "types", "cluster", "config", "version", "json_text"}
 MAY_IMPORT = {
     "version": set(),
+    "json_text": set(),
     "errors": set(),
     "types": {"errors"},
     "cluster": {"errors"},
@@ -51,6 +52,7 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     "torch": set(),
 }
 ENVIRONMENT_HOME = "jpaged/config.py"
+JSON_HOME = "jpaged/json_text.py"
 
 MAX_FILE_LINES = 500
 MAX_KERNEL_FILE_LINES = 900
@@ -123,9 +125,17 @@ def _in_one_file(source: Source, modules: set[str]) -> Iterator[str]:
             yield f"{source.path}:{line}: only {ENVIRONMENT_HOME} reads the environment"
     if not source.path.startswith("tests/"):
         yield from _lost_when_optimized(source)
+        yield from _json_writes(source)
     if source.path.startswith("tests/"):
         yield from _skips(source)
     yield from _sizes(source)
+
+
+def _json_writes(source: Source) -> Iterator[str]:
+    """Python's own writer has names for numbers that are not finite, which JSON has not."""
+    for node in ast.walk(source.tree) if source.module and source.path != JSON_HOME else ():
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.dump", "json.dumps"):
+            yield f"{source.path}:{node.lineno}: only {JSON_HOME} writes JSON"
 
 
 def _own_imports(source: Source, modules: set[str]) -> dict[tuple[int, str], str]:

@@ -98,6 +98,7 @@ NINE = "a, b, c, d, e, f, g, h, i"
         ("jpaged/cli/a.py", "import os\nx = os.environ['A']\n", "only jpaged/config.py reads the environment"),
         ("jpaged/cli/a.py", "import os\nx = os.getenv('A')\n", "only jpaged/config.py reads the environment"),
         ("jpaged/cli/a.py", "from os import environ\n", "only jpaged/config.py reads the environment"),
+        ("jpaged/cli/a.py", "import json\nx = json.dumps(1)\n", "only jpaged/json_text.py writes JSON"),
         ("jpaged/cli/a.py", "x = __doc__\n", "a docstring is not data"),
         ("tools/a.py", "import inspect\nx = inspect.getdoc(inspect)\n", "a docstring is not data"),
         ("jpaged/cli/a.py", "def f(x): assert x > 0\n", "an assert narrows a type"),

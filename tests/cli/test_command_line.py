@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +155,7 @@ class FakeLLM:
     """Answers each prompt with itself in capitals, and remembers how it was made."""
 
     made: dict[str, Any]
+    cumulative_logprob = -1.5
 
     def __init__(self, model: str, *, progress: Any, **options: Any) -> None:
         FakeLLM.made = {"model": model, **options}
@@ -173,7 +175,8 @@ class FakeLLM:
 
     def _output(self, prompt, token_ids, sampling):
         completions = tuple(
-            CompletionOutput(i, str(prompt).upper(), (1, 2), -1.5, None, "length") for i in range(sampling.n)
+            CompletionOutput(i, str(prompt).upper(), (1, 2), self.cumulative_logprob, None, "length")
+            for i in range(sampling.n)
         )
         return RequestOutput("r", prompt, tuple(token_ids), completions, Usage(1, sampling.max_tokens, 0))
 
@@ -202,6 +205,14 @@ def test_generate_prints_json_in_the_order_of_the_prompts(capsys, monkeypatch):
     assert (second["prompt"], second["prompt_token_ids"]) == (None, [3, 4])
     assert FakeLLM.made == {"model": "folder", "max_num_seqs": 4}
     assert "weights" in said.err
+
+
+def test_generate_prints_null_for_what_is_not_finite(capsys, monkeypatch):
+    monkeypatch.setattr("jpaged.llm.LLM", FakeLLM)
+    monkeypatch.setattr(FakeLLM, "cumulative_logprob", -math.inf)
+    assert main(["generate", "folder", "--prompt", "a", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["outputs"]
+    assert one["cumulative_logprob"] is None
 
 
 def test_generate_prints_text(capsys, monkeypatch):

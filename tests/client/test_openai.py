@@ -1,6 +1,8 @@
 """The batch file format: what a line means, and every field that cannot be honoured named."""
 
+import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -277,6 +279,21 @@ def test_a_chat_line_is_openais():
     first = body["choices"][0]["logprobs"]["content"][0]
     assert (first["token"], first["bytes"], first["logprob"]) == ("a", [97], -1.0)
     assert [token["token"] for token in first["top_logprobs"]] == ["a", "c"]
+
+
+@pytest.mark.parametrize("line", [completion(), chat()], ids=["completion", "chat"])
+def test_a_log_probability_that_is_not_finite_is_null(line):
+    impossible = TokenLogprob(99, -math.inf, 3)
+    position = PositionLogprobs(TokenLogprob(97, -1.0, 1), (TokenLogprob(97, -1.0, 1), impossible))
+    one = dataclasses.replace(OUTPUT.outputs[0], cumulative_logprob=-math.inf, logprobs=(position,))
+    text = success_line(line, dataclasses.replace(OUTPUT, outputs=(one,)), model="m", token_text=chr)
+    (choice,) = json.loads(text)["response"]["body"]["choices"]
+    assert "Infinity" not in text
+    if line.url == "/v1/completions":
+        assert choice["logprobs"]["top_logprobs"] == [{"a": -1.0, "c": None}]
+    else:
+        likeliest = choice["logprobs"]["content"][0]["top_logprobs"]
+        assert [token["logprob"] for token in likeliest] == [-1.0, None]
 
 
 def test_a_failed_line_carries_code_and_message():

@@ -7,7 +7,6 @@ A process of its own, since a wrong architecture ends it, and since the compiler
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import jax
 from jax.experimental.serialize_executable import serialize
 
+from jpaged import json_text
 from jpaged.device.cuda_target import compile_only_gpus
 from jpaged.device.mesh import build_mesh
 from tools.aot_gpu.cases import CASES, Case, Program
@@ -75,7 +75,7 @@ def main() -> int:
     """Compiles the case that the command line names."""
     name, *saved = sys.argv[1:]
     (case,) = (case for case in CASES if case.name == name)
-    print(json.dumps(compile_case(case, Path(saved[0]) if saved else None)))
+    print(json_text.dumps(compile_case(case, Path(saved[0]) if saved else None)))
     return 0
 
 
