@@ -1,0 +1,98 @@
+"""Fuzzed calls on every RPC. The quick test attacks a fake engine in this process; the long ones a real server."""
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jpaged.client import Client
+from jpaged.types import SamplingParams
+from tests.attack.attacker import METHODS, Attacker, Verdict
+from tests.attack.messages import Names
+from tests.processes import Process
+from tests.server.harness import eventually, running
+
+NUM_SHOTS = 12_000
+"""At each of the two servers; a fifth of them before the memory is first looked at."""
+MAX_GROWTH_BYTES = 96 << 20
+"""Of resident memory: what allocators keep for themselves. A leak of 10 kB a request would be above it."""
+
+
+def hold(verdict: Verdict) -> None:
+    """Nothing was wrong, and every method was reached, refused something and did something."""
+    assert not verdict.faults, f"{len(verdict.faults)} faults\n" + "\n".join(verdict.faults[:20])
+    for method in METHODS:
+        name = method.path.rpartition("/")[2]
+        wanted = {"UNIMPLEMENTED"} if name == "NoSuchMethod" else {"OK", "INVALID_ARGUMENT"}
+        assert wanted <= verdict.statuses_of(name), (name, verdict.statuses_of(name))
+
+
+async def test_a_server_over_a_fake_engine_keeps_its_word(caplog):
+    async with running(served_model_name="fake") as harness:
+        verdict = await Attacker(harness.target, seed=1, names=Names(model="fake")).fire(1500)
+        await eventually(lambda: harness.num_open_calls == 0 and harness.num_blocks_used == 0)
+        hold(verdict)
+        load = harness.serving.engine.load()
+        assert (load.num_running, load.num_waiting, load.num_blocks_free) == (0, 0, load.num_blocks)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A server that is a process of its own."""
+
+    process: Process
+    target: str
+
+    @property
+    def resident_bytes(self) -> int:
+        status = Path(f"/proc/{self.process.popen.pid}/status").read_text()
+        match = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
+        assert match is not None
+        return int(match.group(1)) << 10
+
+
+@pytest.fixture(params=[1, 2], ids=["one server", "two replicas"])
+def victim(request: pytest.FixtureRequest) -> Iterator[Victim]:
+    """`jpaged serve demo` with a pool that is small for what comes."""
+    words = ["--data-parallel-size", str(request.param), "--num-blocks", "160", "--max-num-seqs", "16"]
+    words += ["--max-num-batched-tokens", "128", "--max-num-queued-reqs", "8", "--swap-space", "0.05"]
+    environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={request.param}"}
+    process = Process(("-m", "jpaged", "serve", "demo", "--port", "0", "--wait-for-all-programs", *words), environment)
+    try:
+        yield Victim(process, process.wait_for(r"^ready on (.*)$").group(1))
+    finally:
+        if process.popen.poll() is None:
+            process.end(signal.SIGKILL)
+
+
+def story(target: str) -> tuple[int, ...]:
+    """Tokens that are the same whatever else the server does."""
+    with Client(target) as client:
+        completion = client.complete("Once upon a time", SamplingParams(max_tokens=24, seed=3))
+    return completion.outputs[0].token_ids
+
+
+@pytest.mark.long
+def test_a_server_loses_nothing_under_fuzzed_requests(victim):
+    before = story(victim.target)
+    attacker = Attacker(victim.target, seed=20)
+    asyncio.run(attacker.fire(NUM_SHOTS // 5))
+    settled_bytes = victim.resident_bytes
+    verdict = asyncio.run(attacker.fire(NUM_SHOTS - NUM_SHOTS // 5))
+    hold(verdict)
+    assert verdict.num_requests == NUM_SHOTS
+    assert story(victim.target) == before
+    with Client(victim.target) as client:
+        load = client.load()
+    assert (load.num_running, load.num_waiting, load.num_swapped) == (0, 0, 0)
+    assert (load.num_blocks_used, load.num_blocks_free) == (0, load.num_blocks)
+    assert load.num_compiles_after_warm_up == 0
+    assert victim.resident_bytes - settled_bytes < MAX_GROWTH_BYTES
+    assert victim.process.end(signal.SIGTERM) == 0
+    assert not [line for line in victim.process.lines if re.search("Traceback|ERROR|Exception", line)]
