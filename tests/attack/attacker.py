@@ -14,10 +14,12 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from tests.attack.messages import Names, corrupted, decodes, mutate, names_a_field, valid_message
+from tests.attack.messages import Names, corrupted, decodes, inflate, mutate, names_a_field, valid_message
 
 HANG_S = 300.0
 """What has not ended by then never will, however busy the machine is."""
+MAX_REQUEST_BYTES = 1 << 20
+"""The server's own default; what is longer is refused by gRPC, which knows no field."""
 WHOLE_MESSAGE = "request"
 """The field that is named when the bytes are no message at all."""
 TENANT_KEY = "x-jpaged-tenant"
@@ -188,6 +190,8 @@ class Attacker:
         kind = rng.random()
         for _ in range(0 if kind < 0.35 else rng.randint(1, 3)):
             mutate(rng, message)
+        if rng.random() < 0.005:
+            inflate(rng, message, rng.choice((50_000, 250_000, 500_000, 1_000_000, 3_000_000)))
         encoded = message.SerializeToString()
         if kind > 0.95:
             encoded = rng.randbytes(rng.randint(1, 200))
@@ -260,6 +264,8 @@ def _problem_of_error(shot: _Shot, error: aio.AioRpcError, messages: Sequence[An
         return "a stream that had its last message ended with an error"
     if status == "INVALID_ARGUMENT":
         return _problem_of_refusal(shot, error)
+    if status == "RESOURCE_EXHAUSTED" and len(shot.encoded) > MAX_REQUEST_BYTES:
+        return ""
     if status == "DEADLINE_EXCEEDED" and shot.timeout_s is not None:
         return ""
     return "" if status in shot.method.statuses else f"is not a status of this method: {error.details()!r}"

@@ -41,6 +41,7 @@ _TEXTS = (
     "word " * 1200,
     "\n" * 5000,
 )
+_FILLINGS = ("a", "word ", "\U0001f9e8", "\0", "{{")
 _INTEGER_LIMITS = {
     FieldDescriptor.TYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.TYPE_UINT32: (0, 2**32 - 1),
@@ -82,6 +83,31 @@ def mutate(rng: random.Random, message: Message) -> None:
         message.ClearField(spec.name)
     else:
         setattr(message, spec.name, _scalar(rng, spec))
+
+
+def inflate(rng: random.Random, message: Message, num_bytes: int) -> None:
+    """Fills a text or a list of `message`, however deep it lies, to about so many bytes."""
+    fields = [spec for spec in message.DESCRIPTOR.fields if _can_grow(spec)]
+    if not fields:
+        return
+    spec = rng.choice(fields)
+    if not spec.is_repeated:
+        if spec.type == FieldDescriptor.TYPE_MESSAGE:
+            inflate(rng, getattr(message, spec.name), num_bytes)
+        else:
+            setattr(message, spec.name, (rng.choice(_FILLINGS) * num_bytes)[:num_bytes])
+        return
+    values = getattr(message, spec.name)
+    if spec.type == FieldDescriptor.TYPE_MESSAGE:
+        empty = values.add()
+        values.extend([empty] * (num_bytes // 2))
+    else:
+        values.extend(["" if spec.type == FieldDescriptor.TYPE_STRING else rng.randrange(100)] * num_bytes)
+
+
+def _can_grow(spec: FieldDescriptor) -> bool:
+    growing = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE)
+    return bool(spec.is_repeated) or spec.type in growing
 
 
 def corrupted(rng: random.Random, encoded: bytes) -> bytes:
