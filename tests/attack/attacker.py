@@ -260,7 +260,8 @@ async def _is_read_to_its_end(call: Any, shot: _Shot, messages: list[Any]) -> bo
 
 def _problem_of_error(shot: _Shot, error: aio.AioRpcError, messages: Sequence[Any]) -> str:
     status = error.code().name
-    if any(getattr(message, "is_last", False) for message in messages):
+    has_last = any(getattr(message, "is_last", False) for message in messages)
+    if has_last and shot.timeout_s is None:  # a caller's own timer may run out between the last message and the status
         return "a stream that had its last message ended with an error"
     if status == "INVALID_ARGUMENT":
         return _problem_of_refusal(shot, error)
