@@ -9,6 +9,7 @@ import random
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -105,7 +106,7 @@ def inflate(rng: random.Random, message: Message, num_bytes: int) -> None:
         values.extend(["" if spec.type == FieldDescriptor.TYPE_STRING else rng.randrange(100)] * num_bytes)
 
 
-def _can_grow(spec: FieldDescriptor) -> bool:
+def _can_grow(spec: Any) -> bool:
     growing = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE)
     return bool(spec.is_repeated) or spec.type in growing
 
@@ -140,7 +141,7 @@ def decodes(kind: type[Message], encoded: bytes) -> bool:
     return True
 
 
-def _scalar(rng: random.Random, spec: FieldDescriptor) -> object:
+def _scalar(rng: random.Random, spec: Any) -> object:
     if spec.type == FieldDescriptor.TYPE_BOOL:
         return rng.random() < 0.5
     if spec.type in (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT):
@@ -153,7 +154,7 @@ def _scalar(rng: random.Random, spec: FieldDescriptor) -> object:
     return rng.choice([value for value in _INTEGERS if low <= value <= high])
 
 
-def _mutate_repeated(rng: random.Random, message: Message, spec: FieldDescriptor) -> None:
+def _mutate_repeated(rng: random.Random, message: Message, spec: Any) -> None:
     values = getattr(message, spec.name)
     count = rng.choice((0, 1, 2, 15, 16, 17, 33, 200, 1025))
     if spec.type == FieldDescriptor.TYPE_MESSAGE:
@@ -194,7 +195,7 @@ def _generate(rng: random.Random, names: Names) -> Message:
     if rng.random() < 0.15:
         sampling.beam_width = rng.randint(1, 4)
         sampling.n = rng.randint(1, sampling.beam_width)
-        sampling.early_stopping = rng.randrange(4)
+        sampling.early_stopping = rng.choice(inference_pb2.EarlyStopping.values())
     else:
         sampling.temperature = rng.choice((0.0, 0.7, 1.3))
         sampling.top_k, sampling.top_p = rng.choice((0, 5)), rng.choice((1.0, 0.9))
@@ -269,7 +270,7 @@ _VALID: dict[type[Message], Callable[[random.Random, Names], Message]] = {
 
 def names_a_field(kind: type[Message], path: str) -> bool:
     """Whether `path` (`sampling.top_p`, `chat.messages[3].role`, or by way of a oneof's name) leads to a field."""
-    descriptor = kind.DESCRIPTOR
+    descriptor: Any = kind.DESCRIPTOR
     parts: Sequence[str] = path.split(".")
     for number, part in enumerate(parts):
         name, _, index = part.partition("[")
