@@ -25,7 +25,8 @@ WHOLE_MESSAGE = "request"
 TENANT_KEY = "x-jpaged-tenant"
 _FROM_OUR_SIDE = "Internal error from Core"
 """What gRPC's client says when it writes to a call that has ended meanwhile; no server sends it."""
-_CUT_SHORT = "cut short"
+CUT_SHORT = "cut short"
+"""The status of a call that the attacker itself ended."""
 _TENANTS = ("", "a", "b", "a tenant with spaces", "t" * 128, "t" * 129, "\x7f")
 
 
@@ -223,7 +224,7 @@ class Attacker:
             async with asyncio.timeout(HANG_S):
                 if await _is_read_to_its_end(call, shot, messages):
                     return "OK", _problem_of_answer(shot, messages)
-                return _CUT_SHORT, ""
+                return CUT_SHORT, ""
         except TimeoutError:
             call.cancel()
             return "HANG", f"has not ended after {HANG_S} s"

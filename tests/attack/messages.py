@@ -42,6 +42,12 @@ _TEXTS = (
     "word " * 1200,
     "\n" * 5000,
 )
+_EARLY_STOPPING = (
+    inference_pb2.EARLY_STOPPING_UNSPECIFIED,
+    inference_pb2.EARLY_STOPPING_BEST_RUNNING,
+    inference_pb2.EARLY_STOPPING_FIRST_FULL,
+    inference_pb2.EARLY_STOPPING_NEVER,
+)
 _FILLINGS = ("a", "word ", "\U0001f9e8", "\0", "{{")
 _INTEGER_LIMITS = {
     FieldDescriptor.TYPE_INT32: (-(2**31), 2**31 - 1),
@@ -68,7 +74,7 @@ def valid_message(rng: random.Random, kind: type[Message], names: Names) -> Mess
 
 def mutate(rng: random.Random, message: Message) -> None:
     """Changes a field of `message`, however deep it lies, to a value of its type that is likely to be at a limit."""
-    fields = message.DESCRIPTOR.fields
+    fields: Sequence[Any] = message.DESCRIPTOR.fields
     if not fields:
         return
     spec = rng.choice(fields)
@@ -88,7 +94,7 @@ def mutate(rng: random.Random, message: Message) -> None:
 
 def inflate(rng: random.Random, message: Message, num_bytes: int) -> None:
     """Fills a text or a list of `message`, however deep it lies, to about so many bytes."""
-    fields = [spec for spec in message.DESCRIPTOR.fields if _can_grow(spec)]
+    fields: list[Any] = [spec for spec in message.DESCRIPTOR.fields if _can_grow(spec)]
     if not fields:
         return
     spec = rng.choice(fields)
@@ -195,7 +201,7 @@ def _generate(rng: random.Random, names: Names) -> Message:
     if rng.random() < 0.15:
         sampling.beam_width = rng.randint(1, 4)
         sampling.n = rng.randint(1, sampling.beam_width)
-        sampling.early_stopping = rng.choice(inference_pb2.EarlyStopping.values())
+        sampling.early_stopping = rng.choice(_EARLY_STOPPING)
     else:
         sampling.temperature = rng.choice((0.0, 0.7, 1.3))
         sampling.top_k, sampling.top_p = rng.choice((0, 5)), rng.choice((1.0, 0.9))
