@@ -133,7 +133,7 @@ class BeamSearch:
                         token_ids=beam.token_ids,
                         logprobs=beam.logprobs,
                         cumulative_logprob=candidate.cumulative_logprob,
-                        score=candidate.cumulative_logprob / length**self.rules.length_penalty,
+                        score=_score(candidate.cumulative_logprob, length, self.rules.length_penalty),
                     )
                 )
         self._finished.sort(key=lambda hypothesis: -hypothesis.score)
@@ -147,5 +147,15 @@ class BeamSearch:
             return False
         looks_ahead = self.rules.early_stopping == "never" and self.rules.length_penalty > 0
         best_length = self.rules.max_tokens if looks_ahead else length
-        best = self.beams[0].cumulative_logprob / best_length**self.rules.length_penalty
+        best = _score(self.beams[0].cumulative_logprob, best_length, self.rules.length_penalty)
         return best > min((h.score for h in self._finished), default=-math.inf)
+
+
+def _score(cumulative_logprob: float, length: int, length_penalty: float) -> float:
+    """What a sequence is ranked by; at its limit where no float holds the power of the length."""
+    try:
+        return cumulative_logprob / float(length) ** length_penalty
+    except OverflowError:
+        return -0.0
+    except ZeroDivisionError:
+        return -math.inf

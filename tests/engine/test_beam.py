@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpaged.engine.beam import BeamRules, BeamSearch
+from jpaged.engine.beam import Beam, BeamRules, BeamSearch
 from jpaged.testing import FakeExecutor
 from jpaged.types import PositionLogprobs, TokenLogprob
 from tests.engine.harness import Harness
@@ -165,3 +165,13 @@ def test_beams_that_left_with_their_first_tokens_in_flight_share_their_prompt_ag
     assert h.engine._memory.use().num_host_referenced == (2 if preemption_mode == "swap" else 0)
     h.run()
     assert [h.tokens("beams", i) for i in range(2)] == expected_beams(list(range(8)), request.sampling)
+
+
+@pytest.mark.parametrize("length_penalty", [100, 100.0, -100, -100.0])
+def test_a_penalty_whose_power_no_float_holds_ends_no_search(length_penalty):
+    rules = BeamRules(1, 5000, 0, frozenset({1}), length_penalty, early_stopping=False)
+    search = BeamSearch(rules)
+    search.beams = [Beam(token_ids=(2,) * 4000, cumulative_logprob=-5.0)]
+    tokens = [PositionLogprobs(TokenLogprob(token_id, -1.0 - token_id)) for token_id in (1, 2)]
+    search.advance([tokens])
+    assert [found.cumulative_logprob for found in search.best(1)] == [-7.0]
