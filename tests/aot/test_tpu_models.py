@@ -89,7 +89,9 @@ def test_a_model_is_served_in_place(cell: str, num_devices: int) -> None:
     assert len(results) == cell.count("[")
     for result in results:
         assert (result.num_devices, result.backend) == (num_devices, "pallas-tpu")
-        check(result, work_mib=256 if "512" in result.program else 80)
+        # A draw has its logits three times: as they are, divided by the temperature, and with what is forbidden.
+        is_draw = result.program.startswith("draw")
+        check(result, work_mib=256 if "512" in result.program else 112 if is_draw else 80)
         check_exchanges(result)
 
 
