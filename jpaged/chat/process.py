@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -79,6 +80,12 @@ class TemplateProcess:
             self._child = _Child()
         except OSError as error:
             raise Unavailable(f"the process that renders chat templates cannot be started: {error}") from error
+
+
+@functools.cache
+def template_process() -> TemplateProcess:
+    """The one of this program, started by the first call: it renders for every tokenizer, and ends with the program."""
+    return TemplateProcess()
 
 
 class _Child:

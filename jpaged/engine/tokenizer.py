@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jpaged.chat.process import TemplateProcess
+from jpaged.chat.process import template_process
 from jpaged.chat.template import ChatTemplate
 from jpaged.config import keep_tokenizers_on_their_thread
 from jpaged.engine.literal_text import LiteralText
@@ -75,17 +75,13 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: Path, *, parse_special_tokens: bool = True) -> None:
         # Both take a second to import, so they do it side by side, and a server without text never does.
-        process = TemplateProcess() if _may_have_chat_template(folder) else None
+        if _may_have_chat_template(folder):
+            template_process()
         from transformers import AutoTokenizer
 
         keep_tokenizers_on_their_thread()
         self._folder = folder
-        try:
-            self._inner: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        except BaseException:
-            if process is not None:
-                process.close()
-            raise
+        self._inner: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         # The Rust tokenizer behind it is thread-safe when called itself; the Python wrapper resets its truncation on
         # every call and fails with "Already borrowed" under threads.
         self._fast: Any = self._inner.backend_tokenizer if self._inner.is_fast else None
@@ -102,7 +98,7 @@ class HuggingFaceTokenizer:
                     f"parse_special_tokens: always with the tokenizer in {folder.name}, which is no fast one"
                 )
             self._literal = LiteralText(self._fast)
-        self._chat = self._chat_template(process)
+        self._chat = self._chat_template()
 
     @property
     def vocab_size(self) -> int:
@@ -145,10 +141,8 @@ class HuggingFaceTokenizer:
         text = self._chat.render(self._literal.marked(plain), max_bytes=max_bytes)
         return _encode(self._literal.tokenizer, self._literal.unmarked(text), add_special_tokens=False)
 
-    def _chat_template(self, process: TemplateProcess | None) -> ChatTemplate | None:
+    def _chat_template(self) -> ChatTemplate | None:
         if not self._inner.chat_template:
-            if process is not None:
-                process.close()
             return None
         try:
             source = self._inner.get_chat_template()
@@ -158,7 +152,7 @@ class HuggingFaceTokenizer:
             name: value if isinstance(value, list) else str(value)
             for name, value in self._inner.special_tokens_map.items()
         }
-        return ChatTemplate(process or TemplateProcess(), source, variables)
+        return ChatTemplate(template_process(), source, variables)
 
 
 def _encode(fast: Any, text: str, *, add_special_tokens: bool) -> list[int]:
