@@ -19,6 +19,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, pallas_gpu
 from jpaged.kernels.paged_attention.backends import implementation
 from jpaged.kernels.paged_attention.pallas_gpu_tiling import Tiling, choose_tiling
+from tests.conftest import QUICK_XLA_OPTIONS
 
 # Copies of several engines, so that waiting for one does not look like waiting for those before it.
 PARAMS = InterpretGPUParams(detect_races=True, num_tma_threads_per_device=5)
@@ -29,8 +30,7 @@ def _run(q, pool, layer, rows, scales, spec: AttentionSpec, tiling: Tiling) -> t
 
 
 # What XLA compiles is the interpreter, which is not what a server runs: it need not be quick.
-_OPTIONS = {"xla_backend_optimization_level": 0}
-_jitted = jax.jit(_run, static_argnames=("spec", "tiling"), compiler_options=_OPTIONS)
+_jitted = jax.jit(_run, static_argnames=("spec", "tiling"), compiler_options=QUICK_XLA_OPTIONS)
 
 
 def attend(

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention import paged_attention, paged_attention_update
 from jpaged.kernels.paged_attention import pallas_tpu_sizes as sizing
+from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels.attention_conformance import PagedAttentionConformance, Support
 
 LATE = pltpu.InterpretParams(dma_execution_mode="on_wait")
@@ -23,7 +24,7 @@ LATE = pltpu.InterpretParams(dma_execution_mode="on_wait")
 EARLY = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True, vector_clock_size=256)
 
 # What XLA compiles is the interpreter, whose copies and clocks are the test: it is not what a server runs.
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+COMPILER_OPTIONS = QUICK_XLA_OPTIONS
 
 _STATIC = ("spec", "backend")
 _attention = jax.jit(paged_attention, static_argnames=_STATIC, compiler_options=COMPILER_OPTIONS)

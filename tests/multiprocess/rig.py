@@ -18,7 +18,7 @@ import numpy as np
 
 from jpaged.client import Client
 from jpaged.types import RequestOutput, SamplingParams
-from tests.conftest import QUICK_XLA_FLAG
+from tests.conftest import QUICK_XLA_FLAGS
 from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
 from tests.processes import WAIT_S, Process
 
@@ -89,7 +89,7 @@ def running(
 
 
 def _environment(folder: Path, num_devices: int) -> dict[str, str]:
-    flags = f"--xla_force_host_platform_device_count={num_devices} {QUICK_XLA_FLAG}"
+    flags = f"--xla_force_host_platform_device_count={num_devices} {QUICK_XLA_FLAGS}"
     return {**os.environ, "XLA_FLAGS": flags, "JPAGED_CACHE_DIR": str(folder), "JAX_PLATFORMS": "cpu"}
 
 
