@@ -155,7 +155,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _admit(self, serving: Serving, message: inference_pb2.GenerateRequest, context: CallContext) -> _Admission:
         request_id = wire.request_id_from(message) or uuid.uuid4().hex
         cache_tenant = _tenant(serving, context)
-        if (cache_tenant, request_id) in self._open:
+        other = self._open.get((cache_tenant, request_id))
+        if other is not None and not other.stream.is_ended:  # one that has ended may not be read yet
             raise AlreadyExists(f"request_id: a request {request_id!r} is in flight")
         remaining_s: float | None = context.time_remaining()
         admission = _Admission(
@@ -207,7 +208,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         making = self.workers.run(lambda: _make_request(serving, admission, message), wire.prompt_size(message))
         admission.preparing = asyncio.create_task(making)
         try:
-            return await admission.preparing
+            request = await admission.preparing
+            return None if admission.stream.is_ended else request
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not admission.stream.is_ended or (task is not None and task.cancelling()):

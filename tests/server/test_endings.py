@@ -11,6 +11,7 @@ from grpc import aio
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from tests.server.harness import collect, eventually, failure_of, request, running
+from tests.server.raw_http2 import HEADERS, INITIAL_WINDOW_SIZE, Connection, message
 
 
 async def test_a_cancelled_call_frees_its_blocks(harness):
@@ -46,6 +47,28 @@ async def test_an_id_is_free_once_the_finish_has_come(harness):
     for _ in range(30):
         messages = await collect(harness.inference.Generate(request(request_id="again", max_tokens=2)))
         assert messages[-1].HasField("finish")
+
+
+async def test_an_id_is_free_once_its_request_has_ended_whether_or_not_its_reader_reads(harness):
+    generate = b"/jpaged.v1.InferenceService/Generate"
+    harness.faults.hold_after(3)
+    async with Connection(harness.port, {INITIAL_WINDOW_SIZE: 0}) as connection:
+        connection.begin(generate, message(request(request_id="again").SerializeToString()))
+        while (await connection.read())[0] != HEADERS:  # then it is being told its first token
+            pass
+        harness.faults.release()
+        await eventually(lambda: harness.serving.engine.num_ended_by_reason()["length"] == 1)
+        assert harness.num_open_calls == 1
+        error = await failure_of(harness.control.Abort(control_pb2.AbortRequest(request_id="again")))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        harness.faults.hold_after(3)
+        call = harness.inference.Generate(request(request_id="again", max_tokens=100))
+        first = await call.read()
+    await eventually(lambda: harness.server._inference._num_calls == 1)
+    await harness.control.Abort(control_pb2.AbortRequest(request_id="again"))  # the one that left took no id with it
+    harness.faults.release()
+    messages = [first, *await collect(call)]
+    assert messages[-1].finish.reason == inference_pb2.FINISH_REASON_ABORT
 
 
 async def test_a_deadline_ends_a_running_request(harness):
@@ -185,6 +208,13 @@ class Held(ByteTokenizer):
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
+async def num_ended(harness) -> int:
+    """Requests that the engine has ended; it counts one after it has told its caller."""
+    ended = harness.serving.engine.num_ended_by_reason
+    await eventually(lambda: sum(ended().values()) > 0)
+    return sum(ended().values())
+
+
 async def test_an_id_can_be_aborted_while_its_text_is_tokenised_and_is_free_after_it():
     tokenizer = Held()
     executor = FakeExecutor(num_blocks=2048, max_model_len=4096)
@@ -205,7 +235,7 @@ async def test_an_id_can_be_aborted_while_its_text_is_tokenised_and_is_free_afte
         tokenizer.go_on.set()
         messages = await collect(harness.inference.Generate(request("short", request_id="doomed")))
         assert messages[-1].usage.completion_tokens == 8
-        assert sum(harness.serving.engine.num_ended_by_reason().values()) == 1
+        assert await num_ended(harness) == 1
 
 
 async def test_a_call_that_is_cancelled_while_its_text_is_tokenised_never_reaches_the_engine():
@@ -218,7 +248,27 @@ async def test_a_call_that_is_cancelled_while_its_text_is_tokenised_never_reache
         await eventually(lambda: harness.num_open_calls == 0)
         tokenizer.go_on.set()
         await collect(harness.inference.Generate(request("short")))
-        assert sum(harness.serving.engine.num_ended_by_reason().values()) == 1
+        assert await num_ended(harness) == 1
+
+
+async def test_an_abort_that_comes_just_when_the_text_is_tokenised_keeps_the_request_from_the_engine(monkeypatch):
+    aborts, submitted = [], []
+
+    class Prompt(ByteTokenizer):
+        def encode(self, text, *, add_special_tokens=True):
+            if text == "doomed":  # short, so this is the event loop, which hears of both before the call goes on
+                asyncio.get_running_loop().call_soon(lambda: aborts.append(abort()))
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    async with running(executor=FakeExecutor(), tokenizer=Prompt()) as harness:
+
+        def abort():
+            return harness.server._inference.abort(harness.serving, "", "doomed")
+
+        monkeypatch.setattr(harness.serving.engine, "submit", lambda request, sink: submitted.append(request))
+        (last,) = await collect(harness.inference.Generate(request("doomed", request_id="doomed")))
+        assert last.finish.reason == inference_pb2.FINISH_REASON_ABORT
+        assert (aborts, submitted) == ([True], [])
 
 
 async def test_a_drain_past_its_time_ends_a_call_whose_text_is_still_tokenised():
