@@ -237,7 +237,7 @@ class ReservedMemory:
 
     def check(self, groups: Iterable[Group]) -> None:
         live = {sequence for group in groups for sequence in group.sequences}
-        stray = self._regions.keys() - live
+        stray = (self._regions.keys() | self._visitors) - live
         if stray:
             raise InternalError(f"{len(stray)} regions belong to no sequence")
         taken: set[int] = set()

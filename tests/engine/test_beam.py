@@ -91,15 +91,23 @@ def test_never_does_not_look_ahead_when_length_counts_for_nothing():
     assert ended_twice("never", length_penalty=0.0).is_done
 
 
-@pytest.mark.parametrize(("length_penalty", "best"), [(0.0, (EOS,)), (1.0, (1, EOS))])
-def test_the_length_penalty_decides_between_short_and_long(length_penalty, best):
+@pytest.mark.parametrize(
+    ("length_penalty", "best", "score"),
+    [
+        (0.0, (EOS,), -1.0),
+        (1.0, (1, EOS), -0.75),
+        (2000.0, (1, EOS), 0.0),  # no float holds 2 ** 2000
+        (-2000.0, (EOS,), -1.0),
+    ],
+)
+def test_the_length_penalty_decides_between_short_and_long(length_penalty, best, score):
     s = search(length_penalty=length_penalty, early_stopping=True)
     s.advance([top((EOS, -1.0), (1, -1.0), (2, -5.0), (3, -6.0))])
     s.advance([top((EOS, -0.5), (4, -3.0)), top((5, -3.0), (6, -4.0))])
     # Log-probabilities -1.0 and -1.5; over their lengths -1.0 and -0.75.
     assert s.is_done
     assert s.best(1)[0].token_ids == best
-    assert s.best(1)[0].score == (-1.0 if best == (EOS,) else -0.75)
+    assert s.best(1)[0].score == score
 
 
 def test_a_better_end_replaces_the_worst_of_the_finished():
@@ -108,7 +116,7 @@ def test_a_better_end_replaces_the_worst_of_the_finished():
     s.advance([top((EOS, -3.0), (4, -0.25)), top((5, -9.0), (6, -9.5))])
     assert [h.score for h in s.best(2)] == [-3.0, -3.125]
     s.advance([top((EOS, -0.25), (7, -8.0)), top((8, -8.0), (6, -9.0))])
-    assert tokens(s.best(2)) == [(1, 4, EOS), (EOS,)]
+    assert tokens(s.best(3)) == [(1, 4, EOS), (EOS,)]
 
 
 def test_before_min_tokens_no_sequence_ends():

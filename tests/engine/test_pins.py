@@ -93,10 +93,11 @@ def test_a_taken_name_is_refused_while_it_is_computed_and_while_it_is_pinned():
     h.engine.pin_prefix("system", PREFIX)
     with pytest.raises(AlreadyExists, match="prefix 'system' is pinned"):
         h.engine.pin_prefix("system", [1] * 4).result(timeout=0)
+    assert not h.engine.unpin_prefix("system")  # not yet
     h.run()
     with pytest.raises(AlreadyExists, match="prefix 'system' is pinned"):
         h.engine.pin_prefix("system", [1] * 4).result(timeout=0)
-    h.engine.unpin_prefix("system")
+    assert h.engine.unpin_prefix("system")
     again = h.engine.pin_prefix("system", [1] * 4)
     h.run()
     assert again.result(timeout=0) == 4

@@ -123,6 +123,41 @@ def test_a_tenant_that_comes_begins_with_the_least_served_who_waits():
     assert order.first_waiting([waiting[0], later]) is later
 
 
+def test_a_tenant_that_comes_back_keeps_what_it_was_served():
+    order, few, many = FairByTenant(), group_of(1, tenant="few"), group_of(0, tenant="many")
+    order.served(many, 100, 0)
+    order.served(few, 10, 0)
+    order.arrived(many, [few, many])
+    assert order.first_waiting([many, few]) is few
+
+
+def test_who_was_served_least_is_forgotten_and_counts_as_the_most_served_of_them(monkeypatch):
+    monkeypatch.setattr(admission, "MAX_TENANTS", 2)
+    order, waits = FairByTenant(), group_of(0, tenant="a")
+    for i, tenant in enumerate("abcd"):
+        order.served(group_of(i, tenant=tenant), 10 * (i + 1), 0)
+    order.arrived(group_of(4, tenant="e"), [waits])
+    assert sorted(order._served) == ["a", "c", "d", "e"]
+    assert [order._counter(tenant) for tenant in "abcdef"] == [10, 20, 30, 40, 10, 20]
+
+
+def test_who_is_computed_again_is_not_charged_again():
+    # Three samples need two copies where one block is free: "b" leaves, and comes back when they have ended.
+    executor = FakeExecutor(block_size=4, num_blocks=5)
+    h = Harness(executor=executor, policy="fair", overlap=False, enable_prefix_caching=False)
+    h.submit("a", [1, 9], max_tokens=2, n=3, temperature=1.0, seed=5, tenant="a")
+    h.submit("b", [2] * 9, max_tokens=2, tenant="b")
+    h.run()
+    assert h.engine.load().num_preemptions == 1
+    served = {
+        "a": 2 * PROMPT_TOKEN_WEIGHT + 6 * OUTPUT_TOKEN_WEIGHT,
+        "b": 9 * PROMPT_TOKEN_WEIGHT + 2 * OUTPUT_TOKEN_WEIGHT,
+    }
+    order = h.engine._scheduler._order
+    assert isinstance(order, FairByTenant)
+    assert order._served == served
+
+
 def test_only_who_came_before_is_overtaken():
     h = make("priority")
     for name, priority in {"first": 0, "second": 5, "third": 0, "fourth": 9}.items():

@@ -94,6 +94,14 @@ def test_full_blocks_are_shared_and_part_of_a_block_is_copied():
     assert serve(h, "other", [1, *PROMPT[1:]]) == 0
 
 
+def test_the_block_that_a_part_was_copied_to_is_found_when_it_is_full():
+    h = make()
+    serve(h, "first", PROMPT)
+    fork = [*PROMPT[:6], 1, 2, 3, 4, 5, 6]
+    assert serve(h, "fork", fork) == 6
+    assert serve(h, "again", [*fork, 7]) == 12
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_generated_tokens_are_found_by_the_next_turn_of_a_chat(overlap):
     h = make(overlap=overlap)
@@ -181,6 +189,24 @@ def test_beyond_max_cached_tokens_nothing_is_shared():
     assert serve(h, "longer", [*PROMPT[:9], 1, 2]) == 0
     # What was generated from there on is not kept either: 8 of the 21 tokens are.
     assert h.engine.load().num_blocks_cached == 2
+
+
+def test_of_a_prompt_that_is_too_long_nothing_is_kept():
+    h = make(max_cached_tokens=10)
+    assert serve(h, "longer", [*PROMPT[:9], 1, 2]) == 0
+    assert h.engine.load().num_blocks_cached == 0
+    assert serve(h, "short", PROMPT[:9]) == 0  # its keys are not those of the longer one
+
+
+def test_who_computes_the_next_block_is_waited_for_whoever_runs_before():
+    # A step has 32 tokens: "other" and half of "first", then the rest of it, beside which "second" would have room.
+    h = make(num_blocks=24)
+    shared = [7 * i % 50 for i in range(24)]
+    h.submit("other", [60] * 20, max_tokens=9)
+    h.submit("first", shared, max_tokens=9)
+    h.submit("second", [*shared, 1, 2, 3], max_tokens=1)
+    h.run()
+    assert h.last("second").usage.cached_tokens == 24
 
 
 @pytest.mark.parametrize("at_once", [False, True])

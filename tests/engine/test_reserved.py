@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from jpaged.engine.executor import NULL_BLOCK
 from jpaged.engine.reserved_memory import RESERVE_POLICIES, BuddyAllocator, ReservedMemory
+from jpaged.engine.sequence import Status
 from jpaged.testing import FakeExecutor, expected_tokens
+from tests.engine.groups import group_of
 from tests.engine.harness import Harness
 from tests.engine.oracle import expected_outputs
 
@@ -53,11 +55,40 @@ def test_every_policy_gives_the_same_tokens(kv_policy, batching):
     assert h.engine.load().num_blocks_used == 0
 
 
-@pytest.mark.parametrize(("kv_policy", "num_blocks"), [("reserve-max", 8), ("reserve-pow2", 5), ("reserve-oracle", 4)])
-def test_a_region_is_what_the_policy_says(kv_policy, num_blocks):
-    # A prompt of 4 and 9 tokens to draw: max_model_len 32, 4 + 16, 4 + 9.
+@pytest.mark.parametrize(
+    ("kv_policy", "num_prompt_tokens", "max_tokens", "num_tokens"),
+    [
+        ("reserve-max", 4, 9, 32),
+        ("reserve-pow2", 4, 9, 4 + 16),
+        ("reserve-pow2", 4, 8, 4 + 8),  # itself a power of two
+        ("reserve-pow2", 20, 9, 32),  # and no more than max_model_len
+        ("reserve-oracle", 4, 9, 4 + 9),
+    ],
+)
+def test_a_region_is_what_the_policy_says(kv_policy, num_prompt_tokens, max_tokens, num_tokens):
     memory = ReservedMemory(num_blocks=64, block_size=4, max_model_len=32, policy=kv_policy)
-    assert memory.num_region_blocks(4, 9) == num_blocks
+    assert memory.num_region_blocks(num_prompt_tokens, max_tokens) == -(-num_tokens // 4)
+
+
+def test_a_region_is_taken_from_the_smallest_hole_that_holds_it():
+    buddies = BuddyAllocator(24)  # 16 blocks and 8
+    assert [buddies.allocate(5), buddies.allocate(16)] == [17, 1]
+
+
+def test_what_is_reserved_and_what_is_stored_of_it():
+    # 4 tokens of prompt and 8 to draw: regions of three blocks of four, which are cut from holes of four.
+    memory = ReservedMemory(num_blocks=8, block_size=4, max_model_len=32, policy="reserve-oracle")
+    assert [memory.can_ever_fit(group_of(4, n=n)) for n in (1, 2, 3)] == [True, True, False]
+    group = group_of(4)
+    assert memory.can_admit(group, 0)
+    (sequence,) = group.sequences
+    memory.grow(sequence, 4)
+    sequence.num_computed_tokens = 4
+    assert (memory.num_reserved_slots(), memory.num_stored_tokens([group])) == (16, 4)
+    group.move_to(Status.FINISHED)
+    assert memory.num_stored_tokens([group]) == 4  # of a static batch: it keeps its region
+    memory.release(sequence)
+    assert (memory.num_reserved_slots(), memory.num_stored_tokens([group])) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +133,15 @@ def test_a_static_batch_keeps_the_blocks_of_those_that_ended():
     while h.step():
         used.append(h.engine.load().num_blocks_used)
     assert used[0] == used[1] == 5 and h.engine.load().num_blocks_used == 0
+
+
+def test_samples_that_are_aborted_before_they_have_moved_into_their_regions_leave_nothing():
+    h = make("reserve-oracle", overlap=False)
+    h.submit("a", [1] * 6, max_tokens=4, n=3, temperature=1.0, seed=1)
+    h.step()
+    h.engine.abort("a")
+    h.run()
+    assert h.engine.load().num_blocks_free == 64
 
 
 @given(num_blocks=st.integers(1, 100), sizes=st.lists(st.tuples(st.integers(1, 20), st.booleans()), max_size=40))

@@ -6,6 +6,7 @@ from jpaged.engine.executor import DeviceRates
 from jpaged.engine.paged_memory import PagedMemory
 from jpaged.engine.preemption import Exit, Preemption
 from jpaged.engine.sequence import Status
+from jpaged.errors import InternalError
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.engine.groups import computed, group_of
 from tests.engine.harness import Harness
@@ -211,6 +212,62 @@ def test_a_group_alone_needs_to_leave_nothing():
     assert h.tokens("a") == expected_tokens([1] * 39, 1)
 
 
+def test_a_step_without_tokens_left_lets_nobody_in():
+    h = make(max_num_batched_tokens=16)
+    h.submit("a", [1] * 16, max_tokens=2)
+    h.submit("b", [2], max_tokens=1)
+    h.step()
+    assert running(h) == ["a"]
+    h.run()
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_drawn", "num_samples", "num_promised"),
+    [
+        (6, 0, 1, 2),
+        (6, 0, 3, 2 + 1 + 1),  # the second block is not full: each writes to one of its own
+        (8, 0, 3, 2),
+        (8, 3, 3, 2 + 3),
+        (6, 3, 2, 1 + 2 * 2),
+    ],
+)
+def test_a_waiting_group_is_promised_what_all_of_its_samples_need(
+    num_prompt_tokens, num_drawn, num_samples, num_promised
+):
+    memory, group = PagedMemory(num_blocks=24, block_size=4), group_of(num_prompt_tokens, n=num_samples)
+    for sequence in group.sequences:
+        sequence.token_ids += [200] * num_drawn
+    assert memory.num_promised(group) == num_promised
+    assert not PagedMemory(num_blocks=num_promised - 1, block_size=4).can_admit(group, 0)
+    assert PagedMemory(num_blocks=num_promised, block_size=4).can_admit(group, 0)
+
+
+def grows(memory, shares):
+    """Whether every sequence finds blocks for so many tokens more, by trying it."""
+    try:
+        for sequence, num_tokens in shares:
+            memory.grow(sequence, num_tokens)
+    except InternalError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+@pytest.mark.parametrize(("num_samples", "num_writers"), [(1, 1), (2, 2), (3, 2), (3, 3)])
+def test_whoever_can_grow_grows_and_who_cannot_does_not(num_samples, num_writers, num_tokens):
+    # All tail lengths of a prompt and all numbers of free blocks; who does not write keeps the shared block as it is.
+    answers = set()
+    for num_prompt_tokens in range(4, 9):
+        for num_free in range(9):
+            memory = PagedMemory(num_blocks=24, block_size=4)
+            shares = [(s, num_tokens) for s in computed(memory, group_of(num_prompt_tokens, n=num_samples)).live]
+            memory._pool.allocate(24 - memory.use().num_referenced - num_free)
+            can_grow = memory.can_grow(shares[:num_writers])
+            assert can_grow == grows(memory, shares[:num_writers]), (num_prompt_tokens, num_free)
+            answers.add(can_grow)
+    assert answers == {False, True}
+
+
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "num_needed"),
     [
@@ -262,6 +319,18 @@ def test_a_static_batch_is_closed_until_its_last_has_ended(num_ends, is_next_bat
     assert [name for name in ("r0", "r1", "r2") if h.events[name][-1].is_last] == ["r0", "r1", "r2"][:num_ends]
     assert [name in running(h) for name in ("next", "next too")] == [is_next_batch] * 2
     h.run()
+
+
+def test_a_static_batch_makes_way_for_nobody():
+    h = Harness(executor=FakeExecutor(max_num_seqs=2), batching="static", policy="priority", overlap=False)
+    for i in range(2):
+        h.submit(f"r{i}", [i], max_tokens=4, priority=5)
+    h.step()
+    h.submit("urgent", [9], max_tokens=2, priority=0)
+    h.step()
+    assert running(h) == ["r0", "r1"]
+    h.run()
+    assert h.engine.load().num_preemptions == 0
 
 
 # --- which way out ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,298 @@
+"""Faults of blocks: who holds them, what is found in them, where they are."""
+
+from __future__ import annotations
+
+from tests.mutation.planting import Fault
+
+LIVES = ("test_lives.py",)
+ROOM = ("test_room.py",)
+RESERVED = ("test_reserved.py",)
+
+MEMORY_FAULTS = (
+    Fault(
+        "a fork's reference is not counted",
+        "block_pool.py",
+        "            self.acquire(block_id)\n        child.extend(block_ids)",
+        "            pass\n        child.extend(block_ids)",
+        ("test_sharing.py",),
+    ),
+    Fault(
+        "the salt has no part in the key",
+        "prefix_cache.py",
+        'b"jpaged/prefix/1\\0" + salt.encode()',
+        'b"jpaged/prefix/1\\0"',
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a shared block is freed with its first holder",
+        "block_pool.py",
+        "            if count == 1:\n                self._free[block_id] = None",
+        "            if count >= 1:\n                self._free[block_id] = None",
+        ("test_sharing.py",),
+    ),
+    Fault(
+        "a released block is released again",
+        "paged_memory.py",
+        "        self._num_cached += sum(block_id in self._cache for block_id in self._pool.release(table))",
+        "        twin = BlockTable(table.num_blocks)\n        twin.extend(table.block_ids())\n"
+        "        self._num_cached += sum(block_id in self._cache for block_id in self._pool.release(table))\n"
+        "        self._pool.release(twin)",
+        ("test_engine.py",),
+    ),
+    Fault(
+        "a block is swapped in to another's place",
+        "paged_memory.py",
+        "        for source, destination in homes.items():\n"
+        "            self._ops.add(Move.SWAP_IN, source, destination)",
+        "        for source, destination in zip(homes, reversed(homes.values()), strict=True):\n"
+        "            self._ops.add(Move.SWAP_IN, source, destination)",
+        ("test_swap.py",),
+    ),
+    Fault(
+        "the block that was freed last is reissued first",
+        "block_pool.py",
+        "self._free.popitem(last=False)",
+        "self._free.popitem(last=True)",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a chain is freed from its head",
+        "block_pool.py",
+        "for block_id in reversed(table.clear()):",
+        "for block_id in table.clear():",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a partial hit counts one token too many",
+        "paged_memory.py",
+        "            num_tokens += match.num_partial_tokens",
+        "            num_tokens += match.num_partial_tokens + 1",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a partial hit is shared and not copied",
+        "paged_memory.py",
+        "        (destination,) = self._pool.allocate(1)\n        if destination != source:",
+        "        (destination,) = self._pool.allocate(1)\n        if destination == source:",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a forked region is copied before it is written",
+        "reserved_memory.py",
+        "        self._visitors.add(child)\n",
+        "        self._visitors.add(child)\n        self.settle(child)\n",
+        RESERVED,
+    ),
+    Fault(
+        "a key stays known in host memory when its block is given away",
+        "paged_memory.py",
+        "            del self._host_blocks[key]\n",
+        "            pass\n",
+        LIVES,
+    ),
+    Fault(
+        "a block in host memory is not held while it is brought back",
+        "paged_memory.py",
+        "            self._host_pool.acquire(source)\n            held.extend([source])\n",
+        "",
+        LIVES,
+    ),
+    Fault(
+        "a group comes back without room for its copies",
+        "paged_memory.py",
+        "        needed += self._num_copies(list(zip(group.live, tables, strict=True)), self._host_pool)\n",
+        "",
+        ROOM,
+    ),
+    Fault(
+        "a group comes back into spare blocks",
+        "paged_memory.py",
+        "can_allocate(needed + num_spare_blocks)",
+        "can_allocate(needed)",
+        ROOM,
+    ),
+    Fault(
+        "a group is admitted into spare blocks",
+        "paged_memory.py",
+        "self.num_promised(group) - shared + num_spare_blocks",
+        "self.num_promised(group) - shared",
+        ROOM,
+    ),
+    Fault(
+        "a prefix that was swapped in is not found",
+        "paged_memory.py",
+        "            sequence.num_registered_blocks = 0\n        for source, destination in homes.items():\n",
+        "        for source, destination in homes.items():\n",
+        ROOM,
+    ),
+    Fault(
+        "a block that was filled last is not found",
+        "paged_memory.py",
+        "        self.settle(sequence)\n        self._free(sequence.block_table)\n        self._host",
+        "        self._free(sequence.block_table)\n        self._host",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a block that comes back is found in another place",
+        "paged_memory.py",
+        'parent = keys[index - 1] if index else leader.root_key or b""',
+        'parent = leader.root_key or b""',
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "samples write down their keys in one list",
+        "paged_memory.py",
+        "child.block_keys = list(parent.block_keys)",
+        "child.block_keys = parent.block_keys",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a duplicate cannot be pinned",
+        "paged_memory.py",
+        "        sequence.num_registered_blocks = 0\n        self.settle(sequence)\n        keys",
+        "        self.settle(sequence)\n        keys",
+        ("test_pins.py",),
+    ),
+    Fault(
+        "what is swapped out is not found meanwhile",
+        "paged_memory.py",
+        "            self.settle(sequence)\n            self._move",
+        "            self._move",
+        ROOM,
+    ),
+    Fault(
+        "a shared block takes room in host memory for each holder",
+        "paged_memory.py",
+        "        blocks = {block_id for sequence in group.live for block_id in sequence.block_table.block_ids()}\n"
+        "        return self._host",
+        "        blocks = [block_id for sequence in group.live for block_id in sequence.block_table.block_ids()]\n"
+        "        return self._host",
+        ROOM,
+    ),
+    Fault(
+        "a beam that is forked in host memory has no blocks",
+        "paged_memory.py",
+        "        self._host_pool.fork(parent.host_table, child.host_table)\n",
+        "",
+        ("test_beam.py",),
+    ),
+    Fault(
+        "tokens that are counted as blocks leave no room for a copy",
+        "paged_memory.py",
+        "sum(2 + num_tokens // self.block_size",
+        "sum(1 + num_tokens // self.block_size",
+        ROOM,
+    ),
+    Fault(
+        "a writer keeps a block that another holder does not write to",
+        "paged_memory.py",
+        "min(count, pool.ref_count(block_id) - 1)",
+        "count - 1",
+        ROOM,
+    ),
+    Fault(
+        "only the first of several samples is promised blocks",
+        "paged_memory.py",
+        "                missing += needed - sequence.num_prompt_tokens // self.block_size\n",
+        "                pass\n",
+        ROOM,
+    ),
+    Fault(
+        "a block that was begun as a copy is not found",
+        "paged_memory.py",
+        "leader.num_registered_blocks = num_tokens // self.block_size",
+        "leader.num_registered_blocks = -(-num_tokens // self.block_size)",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "the first of those who run is waited for alone",
+        "paged_memory.py",
+        "        for other in running:\n            first",
+        "        for other in list(running)[:1]:\n            first",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a prompt that is too long to be cached is",
+        "paged_memory.py",
+        "        if sequence.num_prompt_tokens > limit:\n            return 0\n",
+        "",
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "a partial hit is counted beside what came back",
+        "paged_memory.py",
+        "if match.partial_block_id is not None and not num_restored:",
+        "if match.partial_block_id is not None:",
+        LIVES,
+    ),
+    Fault(
+        "what samples have drawn is matched for their leader",
+        "paged_memory.py",
+        "return len(leader.token_ids) if group.is_forked else leader.num_prompt_tokens",
+        "return len(leader.token_ids)",
+        LIVES,
+    ),
+    Fault(
+        "a prefix is taken to host memory twice",
+        "paged_memory.py",
+        "if key in self._host_blocks or not self._host_pool.can_allocate(1):",
+        "if not self._host_pool.can_allocate(1):",
+        LIVES,
+    ),
+    Fault(
+        "a prefix is unpinned while it is computed",
+        "pins.py",
+        "is_pinned = pin in self._pinned",
+        "is_pinned = pin in self._num_blocks",
+        ("test_pins.py",),
+    ),
+    Fault(
+        "a region is cut from the largest hole",
+        "reserved_memory.py",
+        "k = min(fitting)",
+        "k = max(fitting)",
+        RESERVED,
+    ),
+    Fault(
+        "a power of two is doubled",
+        "reserved_memory.py",
+        "1 << (max_tokens - 1).bit_length()",
+        "1 << max_tokens.bit_length()",
+        RESERVED,
+    ),
+    Fault(
+        "a region is longer than any sequence",
+        "reserved_memory.py",
+        "min(self._max_model_len, num_prompt_tokens + (1 << (max_tokens - 1).bit_length()))",
+        "num_prompt_tokens + (1 << (max_tokens - 1).bit_length())",
+        RESERVED,
+    ),
+    Fault(
+        "what is asked for counts as reserved",
+        "reserved_memory.py",
+        "sum(1 << _order(num_blocks) for _, num_blocks in self._reserved())",
+        "sum(num_blocks for _, num_blocks in self._reserved())",
+        RESERVED,
+    ),
+    Fault(
+        "what ended sequences keep is not stored",
+        "reserved_memory.py",
+        "for group in holders for sequence in group.sequences)",
+        "for group in holders for sequence in group.live)",
+        RESERVED,
+    ),
+    Fault(
+        "a sequence that left is still a visitor",
+        "reserved_memory.py",
+        "        self._visitors.discard(sequence)\n",
+        "",
+        RESERVED,
+    ),
+    Fault(
+        "a group fits where one of its rows does",
+        "reserved_memory.py",
+        "all(empty.allocate(num_blocks) is not None for _ in range(group.num_rows))",
+        "empty.allocate(num_blocks) is not None",
+        RESERVED,
+    ),
+)

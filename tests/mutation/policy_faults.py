@@ -1,0 +1,262 @@
+"""Faults of policy: who runs, who has to leave, who comes next; and of what is done with a step."""
+
+from __future__ import annotations
+
+from tests.mutation.planting import Fault
+
+LIVES = ("test_lives.py",)
+ROOM = ("test_room.py",)
+POLICIES = ("test_policies.py",)
+
+POLICY_FAULTS = (
+    Fault(
+        "a copy is made after the write",
+        "engine.py",
+        "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
+        "        if not schedule.rows:\n            return None\n"
+        "        inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)\n"
+        "        return schedule, self._executor.dispatch(inputs)\n",
+        "        handle = None\n        if schedule.rows:\n"
+        "            inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)\n"
+        "            handle = self._executor.dispatch(inputs)\n"
+        "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
+        "        return (schedule, handle) if schedule.rows else None\n",
+        ("test_sharing.py",),
+    ),
+    Fault(
+        "moves wait for a step that has rows",
+        "engine.py",
+        "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
+        "        if not schedule.rows:\n            return None\n",
+        "        if not schedule.rows:\n            return None\n"
+        "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n",
+        ("test_swap.py",),
+    ),
+    Fault(
+        "beams are ranked when some of them have drawn",
+        "scheduler.py",
+        "    if group.request.sampling.beam_width and parts != wanted:",
+        "    if group.request.sampling.beam_width is False and parts != wanted:",
+        ("test_beam.py",),
+    ),
+    Fault(
+        "the salt has no part in the keys of several samples",
+        "sequence.py",
+        "root_key(sampling.cache_salt, request.cache_tenant) if",
+        'root_key(sampling.cache_salt if num_sequences == 1 else "", request.cache_tenant) if',
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "the salt has no part in the keys of beams",
+        "sequence.py",
+        "root_key(sampling.cache_salt, request.cache_tenant) if",
+        'root_key("" if sampling.beam_width else sampling.cache_salt, request.cache_tenant) if',
+        ("test_prefix_cache.py",),
+    ),
+    Fault(
+        "the next in order makes room and not the last",
+        "scheduler.py",
+        "                self._preempt(self._running[-1], schedule)",
+        "                self._preempt(self._running[min(position + 1, len(self._running) - 1)], schedule)",
+        ROOM,
+    ),
+    Fault(
+        "the first in order makes room for an urgent one",
+        "scheduler.py",
+        "            self._preempt(self._running[-1], schedule)\n\n    def _share",
+        "            self._preempt(self._running[0], schedule)\n\n    def _share",
+        ROOM,
+    ),
+    Fault(
+        "a preempted group keeps its rows",
+        "scheduler.py",
+        "        self._num_rows -= group.num_rows\n        group.num_preemptions += 1",
+        "        group.num_preemptions += 1",
+        LIVES,
+    ),
+    Fault(
+        "a static batch is open",
+        "scheduler.py",
+        'is_batch_open = self._limits.batching == "continuous" or not self._running',
+        "is_batch_open = True",
+        ROOM,
+    ),
+    Fault(
+        "a shared block costs a swap for each holder",
+        "preemption.py",
+        "{block_id for sequence in group.live for block_id in sequence.block_table.block_ids()}",
+        "[block_id for sequence in group.live for block_id in sequence.block_table.block_ids()]",
+        ROOM,
+    ),
+    Fault(
+        "what running groups were promised is given away",
+        "scheduler.py",
+        "sum(self._memory.num_promised(group) for group in self._running)",
+        "0",
+        ROOM,
+    ),
+    Fault(
+        "what the last to be admitted was promised is given away",
+        "scheduler.py",
+        "            promised += self._memory.num_promised(group)\n",
+        "",
+        ROOM,
+    ),
+    Fault(
+        "there is no low-water mark",
+        "scheduler.py",
+        "max(1, memory.num_blocks // 100)",
+        "0",
+        ROOM,
+    ),
+    Fault(
+        "a swapped group comes before an earlier one that is computed again",
+        "scheduler.py",
+        "return waiting if is_earlier or self._order",
+        "return waiting if self._order",
+        ROOM,
+    ),
+    Fault(
+        "a swapped group comes before an urgent one",
+        "scheduler.py",
+        "return waiting if is_earlier or self._order.yields_to(swapped, waiting) else swapped",
+        "return waiting if is_earlier else swapped",
+        ROOM,
+    ),
+    Fault(
+        "who leaves a static batch keeps what its ended samples held",
+        "scheduler.py",
+        "            if not sequence.is_live:  # of a static batch\n                self._memory.release(sequence)\n",
+        "            pass\n",
+        ROOM,
+    ),
+    Fault(
+        "an urgent one counts on what others were promised",
+        "scheduler.py",
+        "            if self._has_room(group, self._num_promised()):\n                return\n            self",
+        "            if self._has_room(group, 0):\n                return\n            self",
+        ROOM,
+    ),
+    Fault(
+        "a step lets somebody in for whom another had to leave",
+        "scheduler.py",
+        "if schedule.num_preempted == num_yielded:",
+        "if True:",
+        ROOM,
+    ),
+    Fault(
+        "beams that left do not share their prompt again",
+        "beam_rows.py",
+        "            group.is_forked = len(chosen) == 1",
+        "            pass",
+        ("test_beam.py",),
+    ),
+    Fault(
+        "those who were overtaken too often are still ranked",
+        "admission.py",
+        "return (not is_late, 0 if is_late else group.request.sampling.priority, group.arrival)",
+        "return (not is_late, group.request.sampling.priority, group.arrival)",
+        POLICIES,
+    ),
+    Fault(
+        "beams count as one row to the router",
+        "routing.py",
+        "num_rows = sampling.beam_width or sampling.num_samples",
+        "num_rows = sampling.num_samples",
+        ("test_routing.py",),
+    ),
+    Fault(
+        "one full replica is a full house",
+        "replicas.py",
+        "all(engine.is_full",
+        "any(engine.is_full",
+        ("test_replicas.py",),
+    ),
+    Fault(
+        "the least likely of several are returned",
+        "publisher.py",
+        "key=lambda piece: -piece.cumulative_logprob",
+        "key=lambda piece: piece.cumulative_logprob",
+        LIVES,
+    ),
+    Fault(
+        "a prefix is pinned that has lost its blocks",
+        "engine.py",
+        "if not group.has_prompt_blocks:",
+        "if group.status is None:",
+        ("test_pins.py",),
+    ),
+    Fault(
+        "a sample that ends while its static batch is out keeps its blocks",
+        "scheduler.py",
+        " or group.status is not Status.RUNNING:",
+        ":",
+        ROOM,
+    ),
+    Fault(
+        "an urgent one makes room in a static batch",
+        "scheduler.py",
+        'while self._running and self._limits.batching == "continuous":',
+        "while self._running:",
+        ROOM,
+    ),
+    Fault(
+        "groups are let in without tokens for them",
+        "scheduler.py",
+        "while budget > 0 and is_batch_open:",
+        "while is_batch_open:",
+        ROOM,
+    ),
+    Fault(
+        "who is computed again is charged again",
+        "scheduler.py",
+        "        self._take_place(group)\n        schedule.admitted",
+        "        if group.num_preemptions:\n"
+        "            self._order.served(group, len(group.request.prompt_token_ids), 0)\n"
+        "        self._take_place(group)\n"
+        "        schedule.admitted",
+        POLICIES,
+    ),
+    Fault(
+        "a tenant that comes back was served nothing",
+        "admission.py",
+        "self._served[tenant] = max(self._counter(tenant), floor)",
+        "self._served[tenant] = floor",
+        POLICIES,
+    ),
+    Fault(
+        "those who were served most are forgotten",
+        "admission.py",
+        "by_counter[:-MAX_TENANTS]",
+        "by_counter[MAX_TENANTS:]",
+        POLICIES,
+    ),
+    Fault(
+        "who was forgotten begins at nothing",
+        "admission.py",
+        "self._forgotten = max(self._forgotten, self._served.pop(tenant))",
+        "self._served.pop(tenant)",
+        POLICIES,
+    ),
+    Fault(
+        "who waits is forgotten",
+        "admission.py",
+        " if tenant not in waiting]",
+        "]",
+        POLICIES,
+    ),
+    Fault(
+        "more are kept than beams are wide",
+        "beam.py",
+        "        del self._finished[self.rules.width :]\n",
+        "",
+        ("test_beam.py",),
+    ),
+    Fault(
+        "a length penalty without bounds ranks last",
+        "beam.py",
+        "        return -0.0\n",
+        "        return -math.inf\n",
+        ("test_beam.py",),
+    ),
+)
