@@ -47,15 +47,16 @@ def _answer(render: Any, question: dict[str, Any]) -> tuple[Kind, str]:
             add_generation_prompt=True,
             **question["variables"],
         )
+        num_bytes = len(texts[0].encode())
     except MemoryError:
         return Kind.OVER, f"{MEMORY_BYTES >> 20} MiB of memory"
     except Exception as error:  # a template is a program: what comes of it is told, whatever it is
         is_its_own = type(error) is TemplateError
         text = str(error) if is_its_own else f"{type(error).__name__}: {error}"
-        return Kind.RAISED if is_its_own else Kind.FAILED, text[:_MAX_MESSAGE_CHARS]
+        whole = text[:_MAX_MESSAGE_CHARS].encode(errors="backslashreplace").decode()  # halves of characters are in some
+        return Kind.RAISED if is_its_own else Kind.FAILED, whole
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-    num_bytes = len(texts[0].encode("utf-8", "surrogatepass"))
     return (Kind.LONG, str(num_bytes)) if num_bytes > question["max_bytes"] else (Kind.RENDERED, texts[0])
 
 

@@ -33,8 +33,8 @@ class Kind(enum.Enum):
 
 
 def send(connection: socket.socket, kind: Kind, text: str) -> None:
-    """Sends one frame; lone surrogates travel as they are."""
-    payload = text.encode("utf-8", "surrogatepass")
+    """Sends one frame."""
+    payload = text.encode()
     connection.sendall(_HEAD.pack(kind.value, len(payload)) + payload)
 
 
@@ -46,7 +46,7 @@ def receive(connection: socket.socket, until_s: float | None = None) -> tuple[Ki
         TimeoutError: it is later than that.
     """
     kind, length = _HEAD.unpack(_read(connection, _HEAD.size, until_s))
-    return Kind(kind), _read(connection, length, until_s).decode("utf-8", "surrogatepass")
+    return Kind(kind), _read(connection, length, until_s).decode()
 
 
 def _read(connection: socket.socket, count: int, until_s: float | None) -> bytearray:

@@ -54,7 +54,7 @@ def test_the_text_is_that_of_transformers(process, source):
 
 
 def test_a_text_travels_as_it_is(process):
-    text = "\ud800 \x00 \U0010ffff \r\n"
+    text = "\x00 \U0010ffff \r\n"
     assert made(process, "{{ messages[0].content }}", [{"role": "user", "content": text}]) == text
 
 
@@ -67,6 +67,7 @@ def test_a_text_travels_as_it_is(process):
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
         ("{% for i in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        (r"{{ '\ud800' }}", "UnicodeEncodeError"),
         ("{{ 'a' * 10**10 }}", "256 MiB of memory"),
         ("{{ 'a' * 2**21 }}", "2097152"),
         pytest.param(LOOPS, "2.0 s of processor time", marks=pytest.mark.long),
@@ -89,6 +90,9 @@ def test_a_template_that_refuses_a_lone_message_is_none_that_is_broken(process):
     ("body", "problem"),
     [
         ("raise_exception('roles must alternate')", "roles must alternate"),
+        (r"raise_exception('no \ud83d here')", r"no \\ud83d here"),
+        (r"'\ud83d'", "fails on them: UnicodeEncodeError"),
+        (r"{}['\ud83d'].x", r"fails on them: UndefinedError: .*\\ud83d"),
         ("messages[7].content", "fails on them: UndefinedError"),
         ("'a' * 10**10", "takes over 256 MiB of memory"),
         ("'%0999999999d' % 1", "takes over 256 MiB of memory"),
