@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import uuid
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -316,11 +317,13 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             serving = self._controlled("PinPrefix", self._host.serving())
             tenant = _tenant(serving, context)
             name, prefix = wire.pin_name_from(request), wire.prefix_from(request)
-            token_ids = await self._inference.workers.run(
-                lambda: serving.intake.prefix(text=prefix.text, token_ids=prefix.token_ids), prefix.size
-            )
-            pinned = asyncio.wrap_future(serving.engine.pin_prefix(name, token_ids, request.cache_salt, tenant))
-            num_tokens = await asyncio.shield(pinned)
+
+            def pin() -> Future[int]:
+                token_ids = serving.intake.prefix(text=prefix.text, token_ids=prefix.token_ids)
+                return serving.engine.pin_prefix(name, token_ids, request.cache_salt, tenant)
+
+            pinned = await self._inference.workers.run(pin, prefix.size)
+            num_tokens = await asyncio.shield(asyncio.wrap_future(pinned))
             return control_pb2.PinPrefixResponse(num_pinned_tokens=num_tokens)
 
     async def UnpinPrefix(

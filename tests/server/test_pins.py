@@ -1,10 +1,11 @@
 """Prefixes that are pinned: by a call, and by an option before the first request."""
 
 import asyncio
+import threading
 
 import pytest
 
-from jpaged._proto.v1 import control_pb2
+from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client import AsyncClient, Client
 from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
@@ -37,6 +38,21 @@ async def test_a_salted_prefix_is_for_its_salt_and_ids_are_kept_as_they_are():
         plain = await client.complete(PREFIX, GREEDY)
         salted = await client.complete(PREFIX, SamplingParams(max_tokens=4, cache_salt="s"))
         assert (plain.usage.cached_tokens, salted.usage.cached_tokens) == (0, 20)
+
+
+async def test_a_long_prefix_is_pinned_off_the_event_loop(monkeypatch):
+    async with running(executor=FakeExecutor(num_blocks=4096, max_model_len=4096)) as harness:
+        pin, threads = harness.serving.engine.pin_prefix, []
+
+        def noting(*words):
+            threads.append(threading.current_thread() is threading.main_thread())
+            return pin(*words)
+
+        monkeypatch.setattr(harness.serving.engine, "pin_prefix", noting)
+        for size in (3000, 30):
+            token_ids = inference_pb2.TokenIds(ids=[1] * size)
+            await harness.control.PinPrefix(control_pb2.PinPrefixRequest(name=f"p{size}", token_ids=token_ids))
+        assert threads == [False, True]
 
 
 async def test_what_cannot_be_pinned_says_why():
