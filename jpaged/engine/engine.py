@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -372,7 +372,8 @@ class Engine:
             error = RequestTooLong("sampling.max_tokens", f"the request can never fit into the pool: {limit}")
             self._publisher.fail(group, error)
             self._stats.count_end(group)
-            self._settle({request.request_id})
+            self._send_last([group])
+            self._note_idle()
             return
         self._groups[request.request_id] = group
         self._publisher.open(group)
@@ -429,18 +430,25 @@ class Engine:
             self._release(group)
 
     def _release(self, group: Group) -> None:
-        """Gives back everything that a group holds; its last event was sent or nobody wants it."""
-        self._scheduler.finish(group)
-        self._publisher.close(group)
-        self._deadlines.discard(group)
-        request_id = group.request.request_id
-        del self._groups[request_id]
-        self._stats.count_end(group)
-        self._settle({request_id})
+        """Ends a request: sends its last event, unless nobody wants it, and gives back what it holds.
 
-    def _settle(self, ended: set[str]) -> None:
+        Who sees it end finds it counted, its id free and its place in the queue too.
+        """
+        self._stats.count_end(group)
+        self._send_last([group])
+        self._scheduler.finish(group)
+        self._deadlines.discard(group)
+        del self._groups[group.request.request_id]
+        self._note_idle()
+
+    def _send_last(self, ended: Collection[Group]) -> None:
         with self._lock:
-            self._accepted -= ended
+            self._accepted.difference_update(group.request.request_id for group in ended)
+        for group in ended:
+            self._publisher.close(group)
+
+    def _note_idle(self) -> None:
+        with self._lock:
             if not self._accepted:
                 self._is_idle.set()
 
@@ -475,9 +483,10 @@ class Engine:
         for group in self._groups.values():
             self._publisher.fail(group, error)
             self._stats.count_end(group)
-        ended = set(self._groups)
+        ended = list(self._groups.values())
         self._groups.clear()
-        self._settle(ended)
+        self._send_last(ended)
+        self._note_idle()
 
 
 def _ignore(error: Exception) -> None:

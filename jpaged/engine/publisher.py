@@ -1,4 +1,4 @@
-"""What a step drew -> the events that callers see. Exactly one event of a request is its last.
+"""What a step drew -> the events that callers see. Exactly one event of a request is its last, and `close` sends it.
 
 n sequences          each streams as it is drawn; the request ends with the last of them
 best_of above n      nothing is sent until all have ended; then the n likeliest, the best as index 0
@@ -47,6 +47,7 @@ class Publisher:
         self._states: dict[Sequence, OutputState] = {}
         self._held: dict[Group, dict[Sequence, list[_Piece]]] = {}
         self._searches: dict[Group, BeamSearch] = {}
+        self._last_events: dict[Group, OutputEvent] = {}
 
     def open(self, group: Group) -> None:
         """Begins a request: no event is sent."""
@@ -60,17 +61,20 @@ class Publisher:
             self._held[group] = {sequence: [] for sequence in group.sequences}
 
     def close(self, group: Group) -> None:
+        """Forgets a request, which has been counted, and sends its last event if it has one."""
         for sequence in group.sequences:
             self._states.pop(sequence, None)
         self._held.pop(group, None)
         self._searches.pop(group, None)
+        if (event := self._last_events.pop(group, None)) is not None:
+            group.sink(event)
 
     def search(self, group: Group) -> BeamSearch:
         """The beam search of a request that asked for one."""
         return self._searches[group]
 
     def publish(self, group: Group, sequence: Sequence, outputs: StepOutputs, row: int) -> bool:
-        """Appends the token that a row drew and sends what it adds; True when the sequence ended with it."""
+        """Appends the token that a row drew and shows what it adds; True when the sequence ended with it."""
         token_id = int(outputs.token_ids_r[row])
         sequence.token_ids.append(token_id)
         sequence.num_in_flight_tokens -= 1
@@ -84,11 +88,11 @@ class Publisher:
             self._held[group][sequence].append(piece)
         else:
             ends_group = delta.finish is not None and sum(other.is_live for other in group.sequences) == 1
-            self._send(group, sequence.index, piece, is_last=ends_group)
+            self._show(group, sequence.index, piece, is_last=ends_group)
         return delta.finish is not None
 
     def finish(self, group: Group) -> None:
-        """Sends what was held back of a request whose sequences have all ended."""
+        """Shows what was held back of a request whose sequences have all ended."""
         pieces: list[_Piece] = []
         if group in self._held:
             pieces = sorted(map(_joined, self._held[group].values()), key=lambda piece: -piece.cumulative_logprob)
@@ -97,23 +101,23 @@ class Publisher:
             pieces = [self._tell(group, hypothesis) for hypothesis in best]
         shown = pieces[: group.request.sampling.n]
         for index, piece in enumerate(shown):
-            self._send(group, index, piece, is_last=index + 1 == len(shown))
+            self._show(group, index, piece, is_last=index + 1 == len(shown))
 
     def end(self, group: Group, reason: FinishReason) -> None:
-        """Sends the last events of a request that ends between two tokens: one for each sequence still going."""
+        """Shows how a request ends between two tokens: an event for each sequence still going."""
         finish = SequenceFinish(reason)
         if group in self._held or group in self._searches:
-            self._send(group, 0, _Piece(finish=finish), is_last=True)
+            self._show(group, 0, _Piece(finish=finish), is_last=True)
             return
         live = group.live
         for i, sequence in enumerate(live):
             text = self._states[sequence].flush()
             piece = _Piece(text, finish=finish, cumulative_logprob=sequence.cumulative_logprob)
-            self._send(group, sequence.index, piece, is_last=i + 1 == len(live))
+            self._show(group, sequence.index, piece, is_last=i + 1 == len(live))
 
     def fail(self, group: Group, error: Exception) -> None:
-        """Sends the last event of a request that failed."""
-        self._send(group, 0, _Piece(), is_last=True, error=error)
+        """Makes an error the last event of a request."""
+        self._show(group, 0, _Piece(), is_last=True, error=error)
 
     def _new_state(self, group: Group) -> OutputState:
         request = group.request
@@ -138,29 +142,30 @@ class Publisher:
             pieces.append(_Piece(delta.text, (token_id,), logprobs, delta.finish, hypothesis.cumulative_logprob))
         return _joined(pieces)
 
-    def _send(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:
+    def _show(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:
         usage = Usage(
             prompt_tokens=len(group.request.prompt_token_ids),
             completion_tokens=group.num_drawn_tokens,
             cached_tokens=group.num_cached_tokens or 0,
         )
+        event = OutputEvent(
+            request_id=group.request.request_id,
+            index=index,
+            text=piece.text,
+            token_ids=piece.token_ids,
+            logprobs=piece.logprobs,
+            finish=piece.finish,
+            cumulative_logprob=piece.cumulative_logprob,
+            usage=usage,
+            is_last=is_last,
+            error=error,
+        )
         if is_last:
             failed = DEADLINE if isinstance(error, DeadlineExceeded) else ERROR
             group.ended_by = failed if piece.finish is None else piece.finish.reason.value
-        group.sink(
-            OutputEvent(
-                request_id=group.request.request_id,
-                index=index,
-                text=piece.text,
-                token_ids=piece.token_ids,
-                logprobs=piece.logprobs,
-                finish=piece.finish,
-                cumulative_logprob=piece.cumulative_logprob,
-                usage=usage,
-                is_last=is_last,
-                error=error,
-            )
-        )
+            self._last_events[group] = event
+        else:
+            group.sink(event)
 
 
 def _joined(pieces: list[_Piece]) -> _Piece:

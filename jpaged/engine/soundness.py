@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Soundness:
-    """Judges the rows of each step. Sends last events and forgets prefixes; blocks are the caller's to release."""
+    """Judges the rows of each step. Makes last events and forgets prefixes; to release the groups is the caller's."""
 
     def __init__(self, memory: KVMemory, publisher: Publisher, stats: StepStats) -> None:
         self._memory = memory
@@ -39,7 +39,7 @@ class Soundness:
         self._has_told = False
 
     def fail_unsound(self, schedule: Schedule, outputs: StepOutputs) -> list[Group]:
-        """Sends their error to the requests whose rows are not sound; the groups, which hold their blocks still."""
+        """Fails the requests whose rows are not sound; the groups, which hold their blocks still."""
         failed: dict[Group, None] = {}
         for row in np.flatnonzero(~outputs.is_sound_r[: len(schedule.rows)]).tolist():
             scheduled = schedule.rows[row]

@@ -158,7 +158,7 @@ class Life:
         assert (use.num_referenced, use.num_host_referenced) == (0, 0)
         assert not self.pins
         publisher = self.h.engine._publisher
-        assert not (publisher._states or publisher._held or publisher._searches)
+        assert not (publisher._states or publisher._held or publisher._searches or publisher._last_events)
         for name in self.h.expected:
             self.check_end(name)
 

@@ -202,6 +202,34 @@ def test_an_id_in_flight_is_refused_and_free_again_afterwards(overlap):
     h.run()
 
 
+@pytest.mark.parametrize("end", ["length", "abort", "deadline", "error"])
+@pytest.mark.parametrize("sampling", [{}, {"n": 3}, {"n": 1, "best_of": 3}, {"beam_width": 3}], ids=str)
+def test_who_sees_a_request_end_finds_it_counted_and_its_id_and_its_place_free(overlap, sampling, end):
+    faults = Faults(nan_token_ids=frozenset({100}) if end == "error" else frozenset())
+    h = make(overlap, faults=faults, max_num_seqs=8, max_num_queued_reqs=0)
+    seen = []
+
+    def receive(event):
+        if event.is_last and event.request_id == "r0":
+            seen.append((h.engine.num_ended_by_reason()[end], h.engine.is_in_flight("r0"), h.engine.is_full))
+
+    for i in range(8):
+        request = h.intake.make_request(
+            request_id=f"r{i}",
+            sampling=SamplingParams(temperature=0.0, max_tokens=8 + i, **sampling),
+            prompt_token_ids=[100 + i],
+            deadline_s=5.0 if end == "deadline" and i == 0 else None,
+        )
+        h.engine.submit(request, receive)
+    assert h.engine.is_full
+    h.step()
+    if end == "abort":
+        h.engine.abort("r0")
+    h.clock.advance(6.0)
+    h.run()
+    assert seen == [(1, False, False)]
+
+
 def test_a_full_queue_says_when_to_come_back():
     h = make(True, max_num_seqs=8, max_num_queued_reqs=2)
     for i in range(10):
