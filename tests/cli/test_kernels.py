@@ -15,6 +15,7 @@ from jpaged.kernels.paged_attention.shapes import AttentionShape
 SMALL = ["bench", "kernels", "--shape", "demo", "--dtype", "float32", "--backend", "xla"]
 
 
+@pytest.mark.long
 def test_every_cell_is_measured_or_left_out_by_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers, picture = tmp_path / "a.json", tmp_path / "a.png"
     sizes = ["--num-seqs", "1", "2", "--context", "64", "100000000", "--block-size", "8", "64", "--max-gib", "0.1"]

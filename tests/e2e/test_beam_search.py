@@ -55,6 +55,7 @@ def test_the_goldens_are_of_these_cases_and_end_both_ways() -> None:
     assert 50 < sum(ends) < len(ends) - 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_a_random_search_finds_what_transformers_finds_now(executor: JaxExecutor, seed: int, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")

@@ -42,6 +42,7 @@ def test_logits_equal_those_of_transformers(theirs, num_tokens: int) -> None:
     np.testing.assert_allclose(logits, want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.long
 def test_the_export_and_the_package_are_one_model_to_their_ends(folder: Path, theirs) -> None:
     """From both folders, and as transformers tells it, the story ends at the same token."""
     messages = [{"role": "user", "content": "Please tell me a bedtime story about a little star."}]

@@ -95,6 +95,7 @@ def check_tokens(group: Group, model: str, *, swaps: bool) -> None:
         assert load.num_compiles_after_warm_up == 0
 
 
+@pytest.mark.long
 def test_two_processes_draw_what_one_draws_and_end_together(tmp_path: Path, programs: Path) -> None:
     """The whole story once: tokens of every kind, shared, swapped; then one is killed."""
     model = write_model(tmp_path / "model")
