@@ -5,6 +5,7 @@
     a method that is not here     reads its name as UTF-8, and dies if it is not  UNIMPLEMENTED
     a peer that is gone           a trace for each call that it had open          a line for those who debug
     connections that do nothing   are kept, as many as come                       closed after a time, and few
+    large messages at one time    are held in memory, as many as come             RESOURCE_EXHAUSTED, as a full queue
 
 It is the same for every service on the port, those of others (health, reflection) too.
 """
@@ -12,10 +13,11 @@ It is the same for every service on the port, those of others (health, reflectio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import resource
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -23,7 +25,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from jpaged.config import ServerOptions
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, QueueFull
 from jpaged.server.freed_memory import FreedMemory
 from jpaged.server.status import refuse
 
@@ -36,6 +38,11 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """For a connection to show that it is one of HTTP/2."""
 _MAX_CALLS_OF_CONNECTION = 8192
 """Above what is queued and runs by default, so that a full queue is said so; further calls wait in the client."""
+_MAX_LARGEST_IN_HAND = 256
+"""Messages of the greatest size whose calls are answered at one time, or as many bytes of smaller ones."""
+_SMALL_BYTES = 4096
+"""Messages below it are not counted: a probe of health comes through whatever else there is."""
+_RETRY_S = 1.0
 
 
 def make_server(options: ServerOptions, max_message_bytes: int) -> aio.Server:
@@ -43,7 +50,7 @@ def make_server(options: ServerOptions, max_message_bytes: int) -> aio.Server:
     logging.getLogger(_CORE_NAME).addFilter(_is_ours)
     core, _core.AioServer = _core.AioServer, _Core
     try:
-        return aio.server(options=_arguments(options, max_message_bytes), interceptors=(_Decoding(),))
+        return aio.server(options=_arguments(options, max_message_bytes), interceptors=(_Decoding(max_message_bytes),))
     finally:
         _core.AioServer = core
 
@@ -80,8 +87,9 @@ def _max_connections(asked: int) -> int:
 class _Decoding(aio.ServerInterceptor):
     """Reads requests here: gRPC hands over bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_message_bytes: int) -> None:
         self._freed = FreedMemory()
+        self._in_hand = _InHand(_MAX_LARGEST_IN_HAND * max_message_bytes)
 
     async def intercept_service(
         self,
@@ -89,10 +97,32 @@ class _Decoding(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         """The method's handler, with messages in place of bytes."""
-        return _reading(await continuation(handler_call_details), self._freed)
+        return _reading(await continuation(handler_call_details), self._freed, self._in_hand)
 
 
-def _reading(handler: Any, freed: FreedMemory) -> grpc.RpcMethodHandler:
+class _InHand:
+    """Bytes of the messages whose calls are being answered: a call may wait for a thread, and holds its message."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    @contextlib.contextmanager
+    def counted(self, num_bytes: int) -> Iterator[QueueFull | None]:
+        """Counts a message while its call is answered; the error to answer with where that is too much."""
+        counted = num_bytes if num_bytes >= _SMALL_BYTES else 0
+        if counted and self._num_bytes + counted > self._max_bytes:
+            used = f"{num_bytes} bytes, with {self._num_bytes} of requests that are worked on"
+            yield QueueFull(f"{used}, are over {self._max_bytes}", retry_after_s=_RETRY_S)
+            return
+        self._num_bytes += counted
+        try:
+            yield None
+        finally:
+            self._num_bytes -= counted
+
+
+def _reading(handler: Any, freed: FreedMemory, in_hand: _InHand) -> grpc.RpcMethodHandler:
     """A handler that does what `handler` does, and reads its requests off the call itself."""
 
     def decode(content: bytes) -> Any:
@@ -100,18 +130,27 @@ def _reading(handler: Any, freed: FreedMemory) -> grpc.RpcMethodHandler:
         return handler.request_deserializer(content)
 
     async def answer(_: object, context: Any) -> Any:
+        content = request = None
         try:
-            return await (handler.unary_stream or handler.unary_unary)(await _read_one(context, decode), context)
+            if (content := await context.read()) is aio.EOF:
+                await refuse(context, InvalidArgument("request", "is missing: the call ended without a message"))
+            with in_hand.counted(len(content)) as too_much:
+                if too_much is not None:
+                    await refuse(context, too_much)
+                request, content = await _decoded(context, decode, content), None
+                return await (handler.unary_stream or handler.unary_unary)(request, context)
         except aio.InternalError as error:
             raise _gone(error) from None
         except aio.AbortError as error:
             error.__context__ = None
-            raise error.with_traceback(None) from None  # gRPC keeps it, and so its frames, which hold the request
+            raise error.with_traceback(None) from None  # gRPC keeps it, and so this frame
+        finally:
+            del content, request
 
     async def answer_each(_: object, context: Any) -> AsyncIterator[Any]:
         async def requests() -> AsyncIterator[Any]:
-            while (request := await _read(context, decode)) is not None:
-                yield request
+            while (content := await context.read()) is not aio.EOF:
+                yield await _decoded(context, decode, content)
 
         try:
             async for response in handler.stream_stream(requests(), context):
@@ -125,19 +164,8 @@ def _reading(handler: Any, freed: FreedMemory) -> grpc.RpcMethodHandler:
     return make(answer, response_serializer=handler.response_serializer)
 
 
-async def _read_one(context: Any, decode: Callable[[bytes], Any]) -> Any:
-    """The message of a call that has one."""
-    request = await _read(context, decode)
-    if request is None:
-        await refuse(context, InvalidArgument("request", "is missing: the call ended without a message"))
-    return request
-
-
-async def _read(context: Any, decode: Callable[[bytes], Any]) -> Any:
-    """The call's next message; None when there is none."""
-    content = await context.read()
-    if content is aio.EOF:
-        return None
+async def _decoded(context: Any, decode: Callable[[bytes], Any], content: bytes) -> Any:
+    """The message that the bytes are."""
     try:
         return decode(content)
     except DecodeError as error:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.server import freed_memory
+from jpaged.server import freed_memory, port
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from jpaged.types import MAX_DETOKENIZE_IDS, MIN_MAX_TOKENIZE_BYTES
 from tests.server.harness import collect, details_of, eventually, failure_of, request, running
@@ -190,3 +190,22 @@ async def test_texts_are_tokenised_while_conversations_wait():
         assert (await asyncio.wait_for(harness.inference.Detokenize(ids), 60)).text == "x" * 3000
         tokenizer.is_free.set()
         await asyncio.wait_for(asyncio.gather(*held), 60)
+
+
+async def test_large_messages_that_wait_are_bounded_together(monkeypatch):
+    monkeypatch.setattr(port, "_MAX_LARGEST_IN_HAND", 3)
+    tokenizer = Held()
+    async with running(executor=FakeExecutor(), tokenizer=tokenizer, max_request_size=0.0625) as harness:
+        large = inference_pb2.TokenizeRequest(text="x" * 60_000)
+        held = [asyncio.ensure_future(harness.inference.Tokenize(large)) for _ in range(20)]
+        await eventually(lambda: sum(call.done() for call in held) == 17)
+        for call in [call for call in held if call.done()]:
+            error = await failure_of(call)
+            assert (error.code().name, details_of(error)["ErrorInfo"].reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+            assert "60004 bytes, with 180012 of requests that are worked on, are over 196608" in error.details()
+        assert len((await collect(harness.inference.Generate(request("hello"))))[-1].finish.ListFields()) > 0
+        tokenizer.is_free.set()
+        answers = await asyncio.gather(*held, return_exceptions=True)
+        assert sum(isinstance(answer, inference_pb2.TokenizeResponse) for answer in answers) == 3
+        for _ in range(5):
+            assert len((await harness.inference.Tokenize(large)).token_ids) == 60_000
