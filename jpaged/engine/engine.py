@@ -26,12 +26,12 @@ from jpaged.engine.beam_rows import advance_beams
 from jpaged.engine.cascade import share_prefixes
 from jpaged.engine.deadlines import Deadlines, is_over
 from jpaged.engine.executor import Executor, Geometry, StepOutputs
-from jpaged.engine.paged_memory import PagedMemory, PrefixOptions
+from jpaged.engine.paged_memory import PrefixOptions
 from jpaged.engine.pins import Pin, PinnedPrefixes, pin_limit
 from jpaged.engine.preemption import Preemption
 from jpaged.engine.prefix_cache import Key
 from jpaged.engine.publisher import Publisher
-from jpaged.engine.reserved_memory import ReservedMemory
+from jpaged.engine.reserved_memory import make_memory
 from jpaged.engine.schedule import Schedule
 from jpaged.engine.scheduler import Scheduler, SchedulerLimits
 from jpaged.engine.sequence import Group, Sequence, Sink
@@ -103,7 +103,8 @@ class Engine:
         self._executor = executor
         self._options = options
         self._eos_token_ids = eos_token_ids
-        self._memory = _make_memory(geometry, options)
+        prefix = PrefixOptions(is_enabled=options.enable_prefix_caching, max_tokens=options.max_cached_tokens)
+        self._memory = make_memory(geometry, options.kv_policy, prefix)
         self._scheduler = Scheduler(
             self._memory,
             make_order(options.policy),
@@ -491,19 +492,3 @@ class Engine:
 
 def _ignore(error: Exception) -> None:
     """Nobody wants to hear of it."""
-
-
-def _make_memory(geometry: Geometry, options: EngineOptions) -> PagedMemory | ReservedMemory:
-    if options.kv_policy != "paged":
-        return ReservedMemory(
-            num_blocks=geometry.num_blocks,
-            block_size=geometry.block_size,
-            max_model_len=geometry.max_model_len,
-            policy=options.kv_policy,
-        )
-    return PagedMemory(
-        num_blocks=geometry.num_blocks,
-        block_size=geometry.block_size,
-        num_host_blocks=geometry.num_host_blocks,
-        prefix=PrefixOptions(is_enabled=options.enable_prefix_caching, max_tokens=options.max_cached_tokens),
-    )

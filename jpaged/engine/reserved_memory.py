@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from jpaged.engine.executor import Move
+from jpaged.engine.executor import Geometry, Move
 from jpaged.engine.memory import MemoryUse, Shares
 from jpaged.engine.memory_ops import MemoryOps
-from jpaged.engine.paged_memory import MemoryCounts
+from jpaged.engine.paged_memory import MemoryCounts, PagedMemory, PrefixOptions
 from jpaged.engine.prefix_cache import Key
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
@@ -267,3 +267,20 @@ class ReservedMemory:
         if not family.num_beams:
             for spare in family.spares:
                 self._buddies.release(*spare)
+
+
+def make_memory(geometry: Geometry, kv_policy: str, prefix: PrefixOptions) -> PagedMemory | ReservedMemory:
+    """The memory of a policy: paged, or one of the baselines."""
+    if kv_policy == "paged":
+        return PagedMemory(
+            num_blocks=geometry.num_blocks,
+            block_size=geometry.block_size,
+            num_host_blocks=geometry.num_host_blocks,
+            prefix=prefix,
+        )
+    return ReservedMemory(
+        num_blocks=geometry.num_blocks,
+        block_size=geometry.block_size,
+        max_model_len=geometry.max_model_len,
+        policy=kv_policy,
+    )
