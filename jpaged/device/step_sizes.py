@@ -18,6 +18,7 @@ attention. Steps of 1024 tokens are where products, and no longer weights, take 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jpaged.config import EngineConfig, platform_default
+from jpaged.config import EngineConfig, iter_options, platform_default
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import first_device, num_shards
 from jpaged.errors import InvalidArgument, Unsupported
@@ -39,6 +40,8 @@ _LARGER_BLOCKS = {"tpu": (128,)}
 _LEAST_ROWS = 8
 _BLOCK_SIZES = (16, 32, 64, 128)
 """What `passed_over` tries."""
+_BFLOAT16 = "--dtype bfloat16"
+_READ = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +159,37 @@ class Attention:
             return False
 
     def _remedy(self) -> str:
-        """The first option that would bring the backend back, alone, as a part of a sentence; or nothing."""
-        found = next((flag for flag, other in self._others() if other._runs(other.sizes())), None)
+        """What would bring the backend back, the first option that does alone or else the fewest; or nothing."""
+        ways = itertools.chain(self._others(), self._without())
+        found = next((words for words, other in ways if other._runs(other.sizes())), None)
         return "" if found is None else f"; {found} would bring it back"
 
     def _others(self) -> Iterator[tuple[str, Attention]]:
-        """This with one option changed, and its flag; of limits the highest that would do."""
+        """This with one option changed, and its flag; of limits the highest that would do, larger blocks first."""
         sizes = self.sizes()
-        for block_size in sorted(_BLOCK_SIZES, key=lambda size: (size < sizes.block_size, size)):
+        for block_size in sorted(
+            _BLOCK_SIZES, key=lambda size: (size < sizes.block_size, abs(size - sizes.block_size))
+        ):
             yield f"--block-size {block_size}", self._with(block_size=block_size)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             highest = self._highest(name, getattr(sizes, name))
-            yield f"--{name.replace('_', '-')} {highest}", self._with(**{name: highest})
+            yield f"{_flag(name)} {highest}", self._with(**{name: highest})
         yield "--kv-cache-dtype auto", self._with(kv_cache_dtype="auto")
-        bfloat16 = model_for(self.model.config, jnp.dtype("bfloat16"))
-        yield "--dtype bfloat16", dataclasses.replace(self, model=bfloat16)
+        yield _BFLOAT16, self._in_bfloat16()
+
+    def _without(self) -> Iterator[tuple[str, Attention]]:
+        """This with several options left out that were chosen, the fewest first; and in bfloat16 at last."""
+        defaults = {name: (section, spec.default) for name, section, spec in iter_options() if name in _READ}
+        chosen = [n for n, (section, value) in defaults.items() if getattr(getattr(self.options, section), n) != value]
+        for count in range(1, len(chosen) + 1):
+            for names in itertools.combinations(chosen, count):
+                words = f"leaving out {' and '.join(map(_flag, names))}"
+                other = self._with(**{name: defaults[name][1] for name in names})
+                yield words, other
+                yield f"{words}, with {_BFLOAT16},", other._in_bfloat16()
+
+    def _in_bfloat16(self) -> Attention:
+        return dataclasses.replace(self, model=model_for(self.model.config, jnp.dtype("bfloat16")))
 
     def _highest(self, name: str, value: int) -> int:
         """The largest value of an option, up to its own, with which the backend runs; the least where with none."""
@@ -184,3 +203,7 @@ class Attention:
 
     def _with(self, **changes: Any) -> Attention:
         return dataclasses.replace(self, options=self.options.resolve(changes))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -128,7 +128,9 @@ def test_what_was_chosen_stays_and_a_kernel_that_is_passed_over_is_said_with_wha
     ("options", "remedy"),
     [
         ({"block_size": 16, "max_num_seqs": 64}, "--block-size 64"),
-        ({"block_size": 256}, "--block-size 16"),
+        ({"block_size": 256}, "--block-size 128"),  # with 16 it would have 16 rows
+        ({"block_size": 1}, "--block-size 16"),
+        ({"platform": "gpu", "block_size": 256}, "--block-size 128"),
         ({"block_size": 128, "max_num_batched_tokens": 1 << 17}, "--max-num-batched-tokens "),
         ({"platform": "gpu", "dtype": "float32"}, "--dtype bfloat16"),
         ({"platform": "gpu", "kv_cache_dtype": "float32"}, "--kv-cache-dtype auto"),
@@ -142,6 +144,30 @@ def test_the_remedy_is_one_option_that_works(options: dict[str, Any], remedy: st
     words = line.rpartition("; --")[2].removesuffix(" would bring it back").split()
     name, value = words[0].replace("-", "_"), words[1]
     assert attention(**{**options, name: int(value) if value.isdigit() else value}).passed_over() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy", "left"),
+    [
+        ({"block_size": 256, "max_num_seqs": 1024}, "leaving out --block-size and --max-num-seqs", {}),
+        (
+            {"max_num_seqs": 4096, "max_num_batched_tokens": 1 << 20, "max_model_len": 8192},
+            "leaving out --max-num-seqs and --max-num-batched-tokens",
+            {"max_model_len": 8192},
+        ),
+        (
+            {"platform": "gpu", "dtype": "float32", "kv_cache_dtype": "float32", "block_size": 16},
+            "leaving out --kv-cache-dtype, with --dtype bfloat16,",
+            {"platform": "gpu", "block_size": 16},
+        ),
+    ],
+)
+def test_where_no_option_does_it_alone_the_fewest_are_told(
+    options: dict[str, Any], remedy: str, left: dict[str, Any]
+) -> None:
+    (line,) = attention(**options).passed_over()
+    assert line.endswith(f"; {remedy} would bring it back")
+    assert attention(**left).passed_over() == []
 
 
 def test_no_option_makes_another_device_of_it() -> None:
