@@ -20,6 +20,7 @@ engine loop, the top of the servicer) and becomes an InternalError.
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar
 
 
@@ -27,6 +28,19 @@ class JpagedError(Exception):
     """Base of every error raised on purpose; `grpc_status` is the name of the status code that it becomes."""
 
     grpc_status: ClassVar[str] = "UNKNOWN"
+
+
+def sentence_of(error: BaseException) -> str:
+    """What to say of an error in one line: its own words, what the system says with the file, or that it is a bug."""
+    if isinstance(error, JpagedError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return f"{where}{error.strerror or str(error) or type(error).__name__}"
+    if isinstance(error, MemoryError):
+        return "this machine's memory is used up"
+    what = f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0]
+    return f"a bug in jpaged: {what} (JPAGED_TRACEBACK=1 shows where)"
 
 
 class InvalidArgument(JpagedError, ValueError):

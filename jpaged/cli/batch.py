@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 when every line has succeeded, 1 when some failed, now or before, or the server went away."""
-    if not arguments.input.exists() or arguments.input.is_dir():
+    if not (arguments.input.is_file() or arguments.input.is_fifo()):  # a device may have no end
         raise InvalidArgument("--input", f"{arguments.input} is not a file")
     if not arguments.output.parent.is_dir():
         raise InvalidArgument("--output", f"there is no folder {arguments.output.parent}")

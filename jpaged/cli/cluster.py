@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from jpaged.cli.startup import Progress, StartupReport
 from jpaged.cluster import Cluster
-from jpaged.config import EngineConfig
-from jpaged.errors import JpagedError
+from jpaged.config import EngineConfig, Environment
+from jpaged.errors import JpagedError, sentence_of
 from jpaged.server.lifecycle import Server
 from jpaged.server.serving import Serving
 
@@ -94,11 +94,11 @@ def follow(config: EngineConfig, cluster: Cluster) -> int:
             assemble.follow(config, report.progress, follower)
             ends.put((0, "stopped"))
         except Exception as error:  # the top of a follower: process 0 must hear of whatever happened
-            if not isinstance(error, JpagedError):
+            if not isinstance(error, JpagedError) and Environment.shows_traces():
                 _LOG.exception("process %d failed", cluster.process_id)
             if following:
                 following[0].report(error)
-            ends.put((1, f"process {cluster.process_id} of {cluster.num_processes} failed: {error}"))
+            ends.put((1, f"process {cluster.process_id} of {cluster.num_processes} failed: {sentence_of(error)}"))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)

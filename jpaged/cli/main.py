@@ -18,7 +18,7 @@ from types import ModuleType
 
 from jpaged.cli import batch, bench, convert, demo, generate, health, plan, serve
 from jpaged.config import Environment
-from jpaged.errors import InvalidArgument, JpagedError
+from jpaged.errors import InvalidArgument, JpagedError, sentence_of
 from jpaged.version import __version__
 
 COMMANDS: dict[str, ModuleType] = {
@@ -33,6 +33,8 @@ COMMANDS: dict[str, ModuleType] = {
 }
 """Each module has HELP and DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code."""
 
+_MAX_SHOWN = 4000
+"""Characters of an error: files and options may put what they like into one."""
 _BUG, _INTERRUPTED, _NOT_READ = 70, 130, 141
 """As sysexits.h, and as a shell shows SIGINT and SIGPIPE."""
 
@@ -68,19 +70,14 @@ def _tell(name: str, error: BaseException) -> int:
         return _NOT_READ
     if Environment.shows_traces():
         traceback.print_exception(error)
+    text, code = sentence_of(error), 1
     if isinstance(error, InvalidArgument):
-        text, code = f"error: {error}", 2
-    elif isinstance(error, JpagedError):
-        text, code = str(error), 1
-    elif isinstance(error, OSError):
-        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        text, code = f"{where}{error.strerror or str(error) or type(error).__name__}", 1
-    elif isinstance(error, MemoryError):
-        text, code = "this machine's memory is used up", 1
-    else:
-        what = f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0]
-        text, code = f"a bug in jpaged: {what} (JPAGED_TRACEBACK=1 shows where)", _BUG
+        text, code = f"error: {text}", 2
+    elif not isinstance(error, JpagedError | OSError | MemoryError):
+        code = _BUG
     text = text.encode(errors="backslashreplace").decode()  # names of files may be no UTF-8
+    if len(text) > _MAX_SHOWN:
+        text = f"{text[: _MAX_SHOWN // 2]} ... {text[-_MAX_SHOWN // 2 :]} ({len(text)} characters)"
     with contextlib.suppress(OSError):  # nobody reads that either
         print(f"{name}: {text}", file=sys.stderr, flush=True)
     return code

@@ -97,6 +97,8 @@ async def run_batch(options: BatchOptions, on_progress: Callable[[BatchSummary],
         Unavailable: the server was not there, or went away for good.
     """
     lines = parse_file(_read(options.input_path))
+    if options.output_path.exists() and options.output_path.samefile(options.input_path):
+        raise InvalidArgument("--output", f"{options.output_path} is the input")
     ids = {line.custom_id for line in lines if line.custom_id is not None}
     with Results(options.output_path, ids) as output:
         finished = output.finished

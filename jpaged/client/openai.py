@@ -99,7 +99,7 @@ def parse_lines(texts: Sequence[str]) -> list[Line | BadLine]:
     """All lines of an input file; empty ones are passed over.
 
     Raises:
-        InvalidArgument: no line is a request, or two share a custom_id: nothing has been sent then.
+        InvalidArgument: no line has a custom_id, or two share one: nothing has been sent then.
     """
     lines: list[Line | BadLine] = []
     first: dict[str, int] = {}
@@ -115,7 +115,7 @@ def parse_lines(texts: Sequence[str]) -> list[Line | BadLine]:
                 f"line {number}: custom_id", f"{line.custom_id!r} is that of line {first[line.custom_id]} too"
             )
         first[line.custom_id] = number
-    if lines and isinstance(lines[0], BadLine) and not any(isinstance(line, Line) for line in lines):
+    if lines and isinstance(lines[0], BadLine) and not first:
         raise lines[0].error
     return lines
 

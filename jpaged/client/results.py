@@ -182,10 +182,12 @@ class Results:
     def _entry(self, number: int, text: bytes, start: int) -> _Entry:
         try:
             value = json.loads(text)
-            custom_id, failure = value["custom_id"], value.get("error")
+            custom_id, answer, failure = value["custom_id"], value["response"], value["error"]
             code = None if failure is None else str(failure["code"])
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise self._stranger(number) from error
+        if not isinstance(custom_id, str | None) or (answer is None) == (failure is None):
+            raise self._stranger(number)
         if custom_id is not None and custom_id not in self._custom_ids:
             where = f"{self._name}: line {number}"
             raise InvalidArgument(where, f"custom_id {custom_id!r} is not in the input: this is another batch's output")

@@ -25,9 +25,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, Environment
 from jpaged.engine.executor import Progress
-from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
 from jpaged.obs.metrics import MetricsServer, serve_metrics
 from jpaged.server import wire
 from jpaged.server.health import HealthServicer
@@ -274,16 +274,16 @@ class Server:
             await self._drain()
         if self._failure is not None:
             await self._enter(State.FAILED)
-            _LOG.error("the server ends: %s", self._failure, exc_info=self._trace())
+            _LOG.error("the server ends: %s", sentence_of(self._failure), exc_info=self._trace())
             died = InternalError(f"the engine has died: {self._failure}")
             self._inference.end_open_calls(self._failure if isinstance(self._failure, Unavailable) else died)
         await self._close()
         return 0 if self._failure is None else 1
 
     def _trace(self) -> Exception | None:
-        """What is worth a traceback: errors of ours say what is wrong, and the engine has logged its own."""
+        """Of an error that nobody foresaw while the model was loaded; the engine has logged its own."""
         is_told = self._serving is not None or isinstance(self._failure, JpagedError)
-        return None if is_told else self._failure
+        return None if is_told or not Environment.shows_traces() else self._failure
 
     async def _drain(self) -> None:
         """Waits until all requests have ended and been sent, up to the timeout or a second stop.

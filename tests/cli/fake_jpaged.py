@@ -1,8 +1,10 @@
 """`python -m tests.cli.fake_jpaged ...` is `jpaged ...` with a fake model: whole processes are tested without jax.
 
-The model named `broken` cannot be loaded; one named `dies` fails at its fifth step.
+The model named `broken` cannot be loaded, `unreadable` not be read, and `strange` meets a bug; one named `dies` fails
+at its fifth step.
 """
 
+import errno
 import sys
 
 from jpaged import assemble
@@ -21,6 +23,10 @@ def build(options: EngineConfig, progress: Progress) -> Serving:
     progress("weights", 2, 2)
     if options.model.model == "broken":
         raise InvalidArgument("model", "broken is not a folder")
+    if options.model.model == "unreadable":
+        raise PermissionError(errno.EACCES, "Permission denied", "/models/unreadable")
+    if options.model.model == "strange":
+        raise TypeError("unsupported operand")
     faults = Faults(fail_at_step=5 if options.model.model == "dies" else None)
     executor = FakeExecutor(num_blocks=256, max_model_len=512, faults=faults)
     progress("programs", 1, 1)

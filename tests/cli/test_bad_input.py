@@ -56,6 +56,8 @@ SEVERAL = ["serve", "--num-processes", "2", "--process-id", "0", "--coordinator"
     ("words", "message"),
     [
         ([*BATCH, "-i", "{}/folder"], "--input: {}/folder is not a file"),
+        ([*BATCH, "-i", "/dev/zero"], "--input: /dev/zero is not a file"),
+        ([*BATCH, "-o", "{}/good"], "--output: {}/good is the input"),
         ([*BATCH, "-i", "\udcff"], "--input: \\udcff is not a file"),
         ([*BATCH, "-i", "{}/noise"], "line 1: is not UTF-8: byte 0xff"),
         ([*BATCH, "-i", "{}/deep"], "line 1: is nested deeper than the limit of 64"),
@@ -188,6 +190,7 @@ def test_every_32_bit_integer_is_a_priority(priority):
         (OSError(), 1, "jpaged health: OSError"),
         (MemoryError(), 1, "memory is used up"),
         (InternalError("the device is at fault"), 1, "jpaged health: the device is at fault"),
+        (InternalError("x" * 10_000), 1, "xxx ... xxx"),
         (ZeroDivisionError("division by zero"), 70, "a bug in jpaged: ZeroDivisionError: division by zero ("),
         (RecursionError(), 70, "a bug in jpaged: RecursionError (JPAGED_TRACEBACK=1 shows where)"),
         (KeyError("name\nof two lines"), 70, "a bug in jpaged: KeyError: 'name"),
@@ -237,6 +240,19 @@ def test_a_pipe_that_nobody_reads_is_no_error():
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_streams_that_are_closed_are_no_error():
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "jpaged", "--version"]
+    assert subprocess.run(command, cwd=ROOT, check=False, timeout=WAIT_S).returncode == 0
+
+
+def test_a_locale_that_cannot_write_a_text_ends_no_command():
+    words = "import sys; from jpaged.__main__ import run; sys.argv[1:] = ['--version']; run(); print('\u2014')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False, timeout=WAIT_S)
+    assert (done.returncode, done.stdout.splitlines()[-1], done.stderr) == (0, b"\\u2014", b"")
 
 
 @pytest.mark.long

@@ -59,10 +59,18 @@ def test_a_server_says_what_it_does_and_ends_on_a_signal(serve, number):
     assert not any("Traceback" in line for line in serve.lines)
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1():
-    process = Process((*FAKE, "broken", "--port", "0"))
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("broken", "model: broken is not a folder"),
+        ("unreadable", "/models/unreadable: Permission denied"),
+        ("strange", "a bug in jpaged: TypeError: unsupported operand (JPAGED_TRACEBACK=1 shows where)"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(model, message):
+    process = Process((*FAKE, model, "--port", "0"))
     assert process.wait() == 1
-    assert any("model: broken is not a folder" in line for line in process.lines)
+    assert any(f"the server ends: {message}" in line for line in process.lines)
     assert not any("Traceback" in line for line in process.lines)
 
 

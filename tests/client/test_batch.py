@@ -159,7 +159,10 @@ async def test_a_server_that_goes_away_ends_the_run_and_the_next_goes_on(tmp_pat
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"custom_id": "stranger"}\n', "line 1: custom_id 'stranger' is not in the input"),
+        ('{"custom_id": "stranger", "response": {}, "error": null}\n', "line 1: custom_id 'stranger' is not in the"),
+        ('{"custom_id": ["c0"], "response": {}, "error": null}\n', "line 1: is not a line of batch output"),
+        ('{"custom_id": "c0", "response": null, "error": null}\n', "line 1: is not a line of batch output"),
+        ('{"custom_id": "c0", "method": "POST", "body": {}}\n', "line 1: is not a line of batch output"),
         ("nonsense\n", "line 1: is not a line of batch output"),
         ('{"id": 1}\n', "line 1: is not a line of batch output"),
         ("notes without an end", "line 1: is not a line of batch output"),
@@ -171,6 +174,16 @@ async def test_an_output_that_is_another_batchs_is_left_alone(tmp_path, text, me
     with pytest.raises(InvalidArgument, match=message.replace("(", r"\(")):
         await run_batch(BatchOptions(source, target, "127.0.0.1:1"), ignore)
     assert target.read_text() == text
+
+
+async def test_the_input_is_no_output(tmp_path):
+    source = write_input(tmp_path / "in", simple(2))
+    text = source.read_text()
+    (tmp_path / "link").symlink_to(source)
+    for path in (source, tmp_path / "link"):
+        with pytest.raises(InvalidArgument, match=f"--output: {path} is the input"):
+            await run_batch(BatchOptions(source, path, "127.0.0.1:1"), ignore)
+    assert source.read_text() == text
 
 
 @pytest.mark.parametrize(

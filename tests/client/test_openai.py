@@ -45,17 +45,31 @@ def test_lines_are_read_and_empty_ones_passed_over():
         ([text_of(), text_of(custom_id="b"), text_of()], "line 3: custom_id: 'a' is that of line 1 too"),
         ([text_of(custom_id=...)], "line 1: custom_id: is missing"),
         ([text_of(custom_id=7)], "line 1: custom_id: 7 is not a string"),
-        ([text_of(body=...)], "line 1: body: is missing"),
-        ([text_of(body=[])], "line 1: body: is not a JSON object"),
-        ([text_of(method="GET")], "line 1: method: 'GET' is not POST"),
-        ([text_of(url="/v1/embeddings")], "line 1: url: '/v1/embeddings' is neither"),
-        ([text_of(extra=1)], "line 1: extra: unknown field"),
+        (["nonsense", text_of(custom_id="")], "line 1: is not JSON"),
     ],
 )
-def test_a_file_without_requests_or_with_an_id_twice_is_refused(texts, message):
+def test_a_file_without_ids_or_with_one_twice_is_refused(texts, message):
     with pytest.raises(InvalidArgument) as raised:
         parse_lines(texts)
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"body": ...}, "line 1: body: is missing"),
+        ({"body": []}, "line 1: body: is not a JSON object"),
+        ({"body": {"prompt": "\ud800"}}, "line 1: body.prompt: has '\\ud800', half of"),
+        ({"method": "GET"}, "line 1: method: 'GET' is not POST"),
+        ({"url": "/v1/embeddings"}, "line 1: url: '/v1/embeddings' is neither"),
+        ({"extra": 1}, "line 1: extra: unknown field"),
+    ],
+)
+def test_a_file_of_one_line_that_has_an_id_is_a_failed_line(changes, message):
+    (bad,) = parse_lines([text_of(**changes)])
+    assert isinstance(bad, BadLine)
+    assert bad.custom_id == "a"
+    assert str(bad.error).startswith(message)
 
 
 DEEP = "[" * 200_000 + "]" * 200_000
