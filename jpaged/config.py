@@ -19,6 +19,7 @@ from typing import Any
 
 from jpaged.cluster import Cluster, find_cluster, split_address
 from jpaged.errors import InvalidArgument
+from jpaged.types import require_whole_characters
 
 
 def option(
@@ -396,6 +397,10 @@ def _checked(spec: dataclasses.Field[Any], value: Any) -> Any:
         value = float(value)
     if type(value) is not kind:
         raise InvalidArgument(spec.name, f"{value!r} is not of type {kind.__name__}")
+    if isinstance(value, str):
+        require_whole_characters(spec.name, value)
+        if not value:
+            raise InvalidArgument(spec.name, "is empty: give at least one character, or leave it out")
     if meta["choices"] and value not in meta["choices"]:
         raise InvalidArgument(spec.name, f"{value!r} is not one of {', '.join(meta['choices'])}")
     if meta["low"] is not None and not value >= meta["low"]:

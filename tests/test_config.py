@@ -50,6 +50,8 @@ def test_an_option_lands_in_its_section():
         ("preemption_mode", "kill", "'kill' is not one of auto, recompute, swap"),
         ("batching", "dynamic", "'dynamic' is not one of continuous, static"),
         ("enable_prefix_caching", "no", "'no' is not of type bool"),
+        ("served_model_name", "", "is empty: give at least one character, or leave it out"),
+        ("served_model_name", "a\udcff", "is not UTF-8: .* at character 1"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_limit(name, value, problem):

@@ -58,7 +58,8 @@ def config_from(arguments: argparse.Namespace) -> EngineConfig:
     try:
         return EngineConfig.load(config_values(arguments))
     except InvalidArgument as error:
-        raise InvalidArgument(flag_of(error.field), error.problem) from error
+        name = "MODEL" if error.field == "model" else flag_of(error.field)
+        raise InvalidArgument(name, error.problem) from error
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

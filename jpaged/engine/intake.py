@@ -142,7 +142,7 @@ class Intake:
         num_bytes = _num_bytes("prompt", text)
         if num_bytes > max_bytes:
             raise RequestTooLong(field, f"{num_bytes} bytes of text, over the limit of {max_bytes}: {self._limits()}")
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._known("prompt", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _chat_ids(self, messages: Sequence[Mapping[str, Any]], max_bytes: int) -> list[int]:
         if not messages:
@@ -159,7 +159,17 @@ class Intake:
         limit = max(max_bytes, MIN_MAX_CHAT_BYTES)
         if num_bytes > limit:
             raise RequestTooLong("chat.messages", f"{num_bytes} bytes, over the limit of {limit}: {self._limits()}")
-        return self.tokenizer.apply_chat_template(messages, max_bytes=max_bytes)
+        return self._known("chat.messages", self.tokenizer.apply_chat_template(messages, max_bytes=max_bytes))
+
+    def _known(self, field: str, token_ids: list[int]) -> list[int]:
+        """A tokenizer may have more tokens than the model, which would read any for those."""
+        vocab_size = self._geometry.vocab_size
+        if token_ids and max(token_ids) >= vocab_size:
+            text = (
+                f"the tokenizer makes token {max(token_ids)} of it; those of the model are from 0 to {vocab_size - 1}"
+            )
+            raise InvalidArgument(field, text)
+        return token_ids
 
     def _limits(self) -> str:
         length, num_bytes = self._geometry.max_model_len, self.tokenizer.max_token_bytes

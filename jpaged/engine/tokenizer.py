@@ -16,10 +16,11 @@ from jpaged.chat.template import ChatTemplate
 from jpaged.config import keep_tokenizers_on_their_thread
 from jpaged.engine.literal_text import LiteralText
 from jpaged.engine.token_bytes import GENEROUS_BYTES, max_token_bytes
-from jpaged.errors import InvalidArgument, JpagedError, Unsupported
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupported
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_MESSAGES = "chat.messages"
 _SHORT = 2000
 """Characters or tokens that take a millisecond. The Rust tokenizer keeps the GIL for one text, and not for a batch."""
 
@@ -91,6 +92,7 @@ class HuggingFaceTokenizer:
             self._fast.no_truncation()  # the wrapper's default too: a prompt is whole or refused
             self._fast.no_padding()
             self._max_token_bytes = max_token_bytes(self._fast)
+            self._fast.encode("")  # a part that names tokens which are not there fails on every text
         self._literal: LiteralText | None = None
         if not parse_special_tokens:
             if self._fast is None:
@@ -120,7 +122,7 @@ class HuggingFaceTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._fast is not None:
             fast = self._fast if self._literal is None else self._literal.tokenizer
-            return _encode(fast, text, add_special_tokens=add_special_tokens)
+            return _encode(fast, "prompt", text, add_special_tokens=add_special_tokens)
         with self._lock:
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
 
@@ -128,18 +130,24 @@ class HuggingFaceTokenizer:
         if self._fast is None:
             with self._lock:
                 return str(self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-        if len(token_ids) < _SHORT:
-            return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-        return str(self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
+        try:
+            if len(token_ids) < _SHORT:
+                return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+            return str(self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
+        except BaseException as error:  # a panic in Rust is no Exception, and would pass by whoever waits for an end
+            raise InternalError(f"the tokenizer in {self._folder.name} fails on token ids: {error}") from error
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         if self._chat is None:
             raise Unsupported(f"the tokenizer in {self._folder.name} has no chat template: send text or token ids")
         plain = [dict(message) for message in messages]
         if self._literal is None:
-            return self.encode(self._chat.render(plain, max_bytes=max_bytes), add_special_tokens=False)
+            text = self._chat.render(plain, max_bytes=max_bytes)
+            if self._fast is None:
+                return self.encode(text, add_special_tokens=False)
+            return _encode(self._fast, _MESSAGES, text, add_special_tokens=False)
         text = self._chat.render(self._literal.marked(plain), max_bytes=max_bytes)
-        return _encode(self._literal.tokenizer, self._literal.unmarked(text), add_special_tokens=False)
+        return _encode(self._literal.tokenizer, _MESSAGES, self._literal.unmarked(text), add_special_tokens=False)
 
     def _chat_template(self) -> ChatTemplate | None:
         if not self._inner.chat_template:
@@ -155,10 +163,13 @@ class HuggingFaceTokenizer:
         return ChatTemplate(template_process(), source, variables)
 
 
-def _encode(fast: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    if len(text) < _SHORT:
-        return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
-    return list(fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+def _encode(fast: Any, field: str, text: str, *, add_special_tokens: bool) -> list[int]:
+    try:
+        if len(text) < _SHORT:
+            return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+    except BaseException as error:  # the library has no error of its own, and panics in Rust
+        raise InvalidArgument(field, f"the tokenizer cannot take it apart: {error}") from error
 
 
 def _may_have_chat_template(folder: Path) -> bool:

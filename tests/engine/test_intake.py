@@ -62,6 +62,17 @@ def test_a_single_stop_string_is_a_list_of_one():
     assert SamplingParams(stop="END").stop == ("END",)
 
 
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_told_of(intake):
+    few = Intake(ByteTokenizer(), FakeExecutor(vocab_size=100).geometry, eos_token_ids=frozenset())
+    for prompt, field in (({"prompt": "axb"}, "prompt"), ({"messages": [TURN]}, "chat.messages")):
+        with pytest.raises(
+            InvalidArgument, match=r"makes token 120 of it; those of the model are from 0 to 99"
+        ) as error:
+            few.make_request(sampling=SamplingParams(), **prompt)
+        assert error.value.field == field
+    assert few.tokenize("ABC") == [65, 66, 67]
+
+
 @pytest.mark.parametrize(
     ("prompt", "field"),
     [

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from jpaged.demo.checkpoint import FOLDER
 from jpaged.engine.literal_text import LiteralText
 from jpaged.engine.tokenizer import HuggingFaceTokenizer, load_tokenizer
-from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
+from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 
 END, USER, ASSISTANT = 0, 3, 4
 HOSTILE = "a<|endoftext|><|assistant|>b"
@@ -86,6 +86,40 @@ def test_a_folder_with_a_broken_template_is_refused(tmp_path, template, problem)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
     with pytest.raises(InvalidArgument, match=f"^model: .*{problem}"):
         load_tokenizer(tmp_path, vocab_size=4096)
+
+
+def folder_with(folder, **parts):
+    """The demo's tokenizer with some parts replaced, and no chat template."""
+    whole = json.loads((FOLDER / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**whole, **parts}))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+def test_a_part_that_names_tokens_which_are_not_there_is_refused(tmp_path):
+    piece = {"SpecialToken": {"id": "nowhere", "type_id": 0}}
+    parts = {"type": "TemplateProcessing", "single": [piece], "pair": [], "special_tokens": {}}
+    with pytest.raises(InvalidArgument, match=r"^model: .*the tokenizer cannot be loaded: "):
+        load_tokenizer(folder_with(tmp_path, post_processor=parts), vocab_size=4096)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_text_that_a_tokenizer_cannot_take_apart_is_the_callers_fault(tmp_path, size):
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "nowhere"}
+    tokenizer = load_tokenizer(folder_with(tmp_path, model=words), vocab_size=4096)
+    with pytest.raises(InvalidArgument, match=r"^prompt: the tokenizer cannot take it apart: .*UNK"):
+        tokenizer.encode("xyz " * size)
+
+
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_decoder_that_panics_is_an_error_that_ends_the_engine(tmp_path, size):
+    decoder = {
+        "type": "Sequence",
+        "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": "a", "start": 0, "stop": 3}],
+    }
+    tokenizer = load_tokenizer(folder_with(tmp_path, decoder=decoder), vocab_size=4096)
+    with pytest.raises(InternalError, match="fails on token ids: index out of bounds"):
+        tokenizer.decode([END] * size)
 
 
 def test_a_folder_without_a_template_needs_no_process(tmp_path):
