@@ -68,7 +68,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_told_of(intake):
         with pytest.raises(
             InvalidArgument, match=r"makes token 120 of it; those of the model are from 0 to 99"
         ) as error:
-            few.make_request(sampling=SamplingParams(), **prompt)
+            few.make_request(request_id="", sampling=SamplingParams(), **prompt)
         assert error.value.field == field
     assert few.tokenize("ABC") == [65, 66, 67]
 
