@@ -63,6 +63,13 @@ class Bed:
     left_out: tuple[str, ...]
     words: Callable[[Fault], list[str]]
 
+    def faulty(self, fault: Fault) -> str:
+        """The file of a fault with the fault in it."""
+        text = (ROOT / self.sources / fault.path).read_text()
+        if (count := text.count(fault.before)) != 1:
+            raise ValueError(f"{fault.name}: {fault.path} has {count} places like the one to edit")
+        return text.replace(fault.before, fault.after)
+
     def plant(self, fault: Fault) -> Outcome:
         """Runs the tests of a fault against a copy of the package that has it."""
         begin = time.monotonic()
@@ -73,11 +80,7 @@ class Bed:
                 shutil.copytree(ROOT / name, copy / name, ignore=ignored)
             for name in ("tests/conftest.py", "pyproject.toml"):
                 shutil.copy(ROOT / name, copy / name)
-            path = copy / self.sources / fault.path
-            text = path.read_text()
-            if (count := text.count(fault.before)) != 1:
-                raise ValueError(f"{fault.name}: {fault.path} has {count} places like the one to edit")
-            path.write_text(text.replace(fault.before, fault.after))
+            (copy / self.sources / fault.path).write_text(self.faulty(fault))
             command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not long", "-p", "no:cacheprovider"]
             command += self.words(fault)
             # What pytest makes of its plugins is kept from run to run: half of a second that each fault saves.
