@@ -2,6 +2,7 @@
 
 import pytest
 
+from jpaged.engine import publisher
 from jpaged.testing import FakeExecutor, expected_tokens
 from jpaged.types import FinishReason
 from tests.engine.harness import Harness
@@ -103,6 +104,31 @@ def test_best_of_returns_the_likeliest_and_nothing_before_the_end(overlap):
     assert [event.index for event in h.events["a"]] == [0, 1]
     assert all(h.tokens("a", i) in samples([1, 2, 3], 5, 6) for i in range(2))
     assert h.last("a").usage.completion_tokens == 30
+
+
+@pytest.mark.parametrize("shape", [{"best_of": 5, **N_OF_SAMPLES}, {"beam_width": 3}], ids=["best of", "beams"])
+def test_what_is_sent_at_the_end_comes_in_parts_of_a_bounded_size(monkeypatch, shape):
+    def run():
+        h = make(overlap=True)
+        h.submit("a", [1, 2, 3], max_tokens=10, n=2, logprobs=2, **shape)
+        h.run()
+        return h.events["a"]
+
+    whole = run()
+    monkeypatch.setattr(publisher, "_MAX_TOKENS_PER_EVENT", 4)
+    parts = run()
+    assert [(event.index, len(event.token_ids)) for event in whole] == [(0, 10), (1, 10)]
+    assert [(event.index, len(event.token_ids)) for event in parts] == [
+        (i, count) for i in (0, 1) for count in (4, 4, 2)
+    ]
+    for index, one in enumerate(whole):
+        its = [event for event in parts if event.index == index]
+        assert [event.finish for event in its] == [None, None, one.finish]
+        assert [event.is_last for event in its] == [False, False, one.is_last]
+        assert "".join(event.text for event in its) == one.text
+        assert tuple(i for event in its for i in event.token_ids) == one.token_ids
+        assert tuple(position for event in its for position in event.logprobs) == one.logprobs
+        assert (its[-1].cumulative_logprob, its[-1].usage) == (one.cumulative_logprob, one.usage)
 
 
 def test_a_preempted_group_comes_back_with_its_prompt_shared(overlap):

@@ -13,7 +13,16 @@ from jpaged.engine.sequence import Sink
 from jpaged.errors import InvalidArgument
 from jpaged.server.stream import MAX_TOKENS_PER_MESSAGE, Bridge, OutputStream
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
-from jpaged.types import FinishReason, OutputEvent, Request, SamplingParams, SequenceFinish, Usage
+from jpaged.types import (
+    FinishReason,
+    OutputEvent,
+    PositionLogprobs,
+    Request,
+    SamplingParams,
+    SequenceFinish,
+    TokenLogprob,
+    Usage,
+)
 from tests.server.harness import collect, eventually, request, running
 
 PROMPT = ByteTokenizer().encode("hello")
@@ -164,3 +173,13 @@ async def test_a_message_has_a_bound_and_an_error_comes_after_what_was_said():
     assert len((await stream.read()).token_ids) == MAX_TOKENS_PER_MESSAGE // 2
     with pytest.raises(InvalidArgument, match="problem"):
         await stream.read()
+
+
+async def test_alternatives_count_in_the_bound_of_a_message():
+    stream = OutputStream(Bridge(asyncio.get_running_loop()))
+    token = TokenLogprob(1, -1.0, 1)
+    position, num_tokens = PositionLogprobs(token, (token,) * 20), MAX_TOKENS_PER_MESSAGE // 22
+    for is_last in (False, True):
+        ids = [1] * num_tokens
+        stream.add(event(0, *ids, drawn=0, finish=is_last, is_last=is_last, logprobs=(position,) * num_tokens))
+    assert [len(token_ids) for _, token_ids, _, _ in await read_all(stream)] == [num_tokens] * 2
