@@ -257,6 +257,8 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds} is below 1")
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     heads = f"{'wait ms':>9} {'RSS MiB':>8} {'peak':>8} {'after':>8}"
     print(f"{'request':32} {'MiB':>6} {'status':18} {'took s':>7} {heads}")
@@ -271,7 +273,7 @@ def main() -> None:
     worst = max(result.longest_wait_ms for result in results) / 1e3
     print(f"longest wait {worst * 1e3:.0f} ms; the target is {_TARGET_S * 1e3:.0f} ms")
     measured = {"target_ms": _TARGET_S * 1e3, "rounds": options.rounds, "requests": [asdict(one) for one in results]}
-    path = save("stalls", "python -m benchmarks.stalls", measured)
+    path = save("stalls", f"python -m benchmarks.stalls --rounds {options.rounds}", measured)
     print(f"written to {path.relative_to(path.parents[2])}")
 
 
