@@ -32,7 +32,9 @@ FIGURES: dict[str, Callable[[Runner], Sequence[Table]]] = {
 
 def main() -> None:
     """Runs the figures that were asked for, the quickest first."""
-    parser = argparse.ArgumentParser(description="Make the tables and figures of the paper's evaluation.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper", description="Make the tables and figures of the paper's evaluation."
+    )
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"any of {', '.join(FIGURES)} (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--afresh", action="store_true", help="measure every point again")

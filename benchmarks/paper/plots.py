@@ -122,7 +122,9 @@ def _latency(rows: list[Row]) -> Figure:
             name: _curve(ax, [r for r in rows if r["panel"] == panel and SYSTEMS[r["system"]] == name], name)
             for name in dict.fromkeys(SYSTEMS[r["system"]] for r in rows if r["panel"] == panel)
         }
+        end = 1.35 * knees["paged"]
         if "sharegpt" in panel:
+            end = max(end, 1.02 * PAPER_RATIOS["oracle"][1] * knees["oracle"])
             for (name, (low, high)), height in zip(PAPER_RATIOS.items(), (0.93, 0.82), strict=True):
                 if name not in knees:
                     continue
@@ -131,15 +133,16 @@ def _latency(rows: list[Row]) -> Figure:
                     span, [height * _LATENCY_S] * 2, color=color(name), linewidth=5, alpha=0.35, solid_capstyle="butt"
                 )
         ax.set_title(panel, fontsize=9)
-        ax.set_xlim(0, 1.35 * knees["paged"])
+        ax.set_xlim(0, end)
         ax.set_ylim(0, _LATENCY_S)
         label_axes(ax, "request rate (requests/s)", "normalized latency (s/token)")
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
-    for name, what in (("oracle", "1.7 to 2.7 times oracle"), ("max", "2.7 to 8 times max")):
+    axes[0, 0].plot([], [], color="black", linewidth=0.6, linestyle="--", label="on to the rate sustained")
+    for name, what in (("oracle", "1.7 to 2.7 times oracle"), ("max", "2.7 to 8 times max, cut off")):
         axes[0, 0].plot([], [], color=color(name), linewidth=5, alpha=0.35, label=f"paper: {what}")
     figure.legend(
-        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=8, frameon=False
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=8, frameon=False
     )
     return figure
 
@@ -166,32 +169,17 @@ def _sustained(rows: list[Row]) -> Figure:
     ax = axes[0, 0]
     for k, name in enumerate(BASELINES):
         some = [row for row in rows if SYSTEMS[row["system"]] == name]
-        places = [i + 0.2 * (k - 1.5) for i in range(len(panels))]
-        held = ax.bar(places, [row["paged_over_it"] for row in some], 0.19, color=color(name), label=name)
-        ax.bar_label(held, fmt="%.3g", fontsize=SMALL, padding=5)
+        places = [i + 0.22 * (k - 1.5) for i in range(len(panels))]
+        ax.bar(places, [row["paged_over_it"] for row in some], 0.16, color=color(name), label=name)
         whiskers(ax, places, some, "paged_over_it")
+        for place, row in zip(places, some, strict=True):
+            top = 1.02 * row["paged_over_it_high"]
+            ax.text(place, top, f"{row['paged_over_it']:.3g}", ha="center", va="bottom", fontsize=SMALL)
+        low_high = PAPER_RATIOS.get(name, (PAPER_STATIC, PAPER_STATIC) if name == "static" else None)
         for i, panel in enumerate(panels):
-            if "sharegpt" in panel:
-                low_high = PAPER_RATIOS.get(name, (PAPER_STATIC, PAPER_STATIC) if name == "static" else None)
-                if low_high:
-                    ax.plot(
-                        [places[i] - 0.08] * 2,
-                        low_high,
-                        color="black",
-                        marker="_",
-                        markersize=11,
-                        linewidth=2.2,
-                        alpha=0.55,
-                    )
-    ax.plot(
-        [],
-        [],
-        color="black",
-        marker="_",
-        linewidth=2.2,
-        alpha=0.55,
-        label="paper's range over its models; most over static",
-    )
+            if low_high and "sharegpt" in panel:
+                ax.plot([places[i] - 0.11] * 2, low_high, "_-", color=color("paper"), markersize=6, linewidth=2)
+    ax.plot([], [], "_-", color=color("paper"), linewidth=2, label="paper's range over its models; most over static")
     ax.axhline(1, color="black", linewidth=0.8)
     times(ax, (1, 2, 3, 5, 10, 20, 40))
     ax.set_xticks(range(len(panels)), panels, fontsize=8)
@@ -338,9 +326,10 @@ def _by_block_size(title: str, unit: str, rows: list[Row], series: dict[str, tup
     ax.set_ylim(0, 1.25 * max(tops))
     for i, (name, (column, label)) in enumerate(series.items()):
         shade, mark = STYLES[name]
-        ax.plot(sizes, [row[column] for row in rows], color=shade, marker=mark, label=label)
+        places = [size * 1.06**i for size in sizes]
+        ax.plot(places, [row[column] for row in rows], color=shade, marker=mark, label=label)
         if f"{column}_low" in rows[0]:
-            whiskers(ax, [size * 1.03**i for size in sizes], rows, column)
+            whiskers(ax, places, rows, column)
         for row in rows:
             if row.get(f"{name}_growing"):
                 left = row["block_size"] < 32

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 import jpaged
 from benchmarks.paper import batches, point
 from benchmarks.paper.point import Measured, Point, PoolShares, measure
@@ -72,11 +74,11 @@ class Runner:
 
 @cache
 def code_digest() -> str:
-    """Changes with any line of the code that decides a result: the engine, the simulator and the measures."""
+    """Changes with any line of the package, with the measures, and with the generator of the traces."""
     package = Path(jpaged.__file__).parent
-    files = [*sorted(package.glob("engine/*.py")), *sorted(package.glob("sim/*.py"))]
+    files = sorted(package.rglob("*.py"))
     files += [Path(module.__file__) for module in (batches, point) if module.__file__]
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(np.__version__.encode())
     for path in files:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]

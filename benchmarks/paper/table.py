@@ -35,7 +35,8 @@ class Table:
     rows: list[dict[str, Cell]] = field(default_factory=list)
 
     def add(self, **cells: Cell) -> None:
-        self.rows.append({name: _rounded(cell) for name, cell in cells.items()})
+        """Adds a row: ours to four digits, the paper's numbers as it prints them."""
+        self.rows.append({name: cell if name.startswith("paper") else _rounded(cell) for name, cell in cells.items()})
 
     def save(self, folder: Path = RESULTS) -> None:
         """Writes <name>.csv and <name>.json."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
+import jpaged
 from benchmarks.paper import blocks, canvas, plots, rates, runner
 from benchmarks.paper.batches import Pool, batch_size, region_tokens
 from benchmarks.paper.point import (
@@ -56,6 +57,20 @@ def test_a_run_that_was_cut_short_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "measure", count)
     Runner(1, tmp_path).run([SMALL, replace(SMALL, seed=1)])
     assert measured == [SMALL, replace(SMALL, seed=1)]
+
+
+@pytest.mark.parametrize("changed", ["types.py", "testing/virtual_clock.py", "engine/scheduler.py"])
+def test_what_was_kept_is_of_one_state_of_the_package(changed, tmp_path, monkeypatch):
+    for name in ("__init__.py", "types.py", "testing/virtual_clock.py", "engine/scheduler.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x = 1\n")
+    monkeypatch.setattr(jpaged, "__file__", str(tmp_path / "__init__.py"))
+    digest = runner.code_digest.__wrapped__
+    before = digest()
+    assert digest() == before
+    (tmp_path / changed).write_text("x = 2\n")
+    assert digest() != before
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -159,11 +174,18 @@ def test_a_lighter_load_is_a_shorter_trace():
 def test_a_table_is_saved_whole(tmp_path):
     table = Table("t", "a title", ["a note"], {"seed": 0})
     table.add(system="paged", paper=None, ours=1 / 3)
+    table.add(system="oracle", paper=132.44, ours=132.44)
     table.save(tmp_path)
     with (tmp_path / "t.csv").open() as file:
-        assert list(csv.DictReader(file)) == [{"system": "paged", "paper": "", "ours": "0.3333"}]
+        assert list(csv.DictReader(file)) == [
+            {"system": "paged", "paper": "", "ours": "0.3333"},
+            {"system": "oracle", "paper": "132.44", "ours": "132.4"},
+        ]
     saved = json.loads((tmp_path / "t.json").read_text())
-    assert saved["rows"] == [{"system": "paged", "paper": None, "ours": 0.3333}]
+    assert saved["rows"] == [
+        {"system": "paged", "paper": None, "ours": 0.3333},
+        {"system": "oracle", "paper": 132.44, "ours": 132.4},
+    ]
     assert (saved["notes"], saved["settings"]) == (["a note"], {"seed": 0})
     assert {"jpaged", "python", "numpy"} == set(saved["versions"])
     assert "a note" in str(table)
@@ -183,6 +205,15 @@ def test_a_colour_means_one_thing():
     assert len(set(colors)) == len(colors)
     assert set(LABELS) <= set(canvas.STYLES)
     assert set(PoolShares.__slots__) <= set(canvas.STYLES)
+
+
+def test_a_ratios_number_stands_above_its_whisker():
+    rows = json.loads((RESULTS / "f12_sustained.json").read_text())["rows"]
+    (ax,) = plots._sustained(rows).axes
+    tops = sorted(row["paged_over_it_high"] for row in rows if row["paged_over_it_high"])
+    labels = sorted(text.get_position()[1] for text in ax.texts)
+    assert len(labels) == len(tops)
+    assert all(label > top for label, top in zip(labels, tops, strict=True))
 
 
 def test_every_table_that_is_kept_has_its_picture_with_labelled_axes(monkeypatch):
