@@ -10,6 +10,7 @@ from pathlib import Path
 from jpaged.cli.options import flag_of
 from jpaged.cli.startup import StartupReport
 from jpaged.errors import InvalidArgument
+from jpaged.types import require_whole_characters
 
 HELP = "write a model as safetensors or as Orbax"
 DESCRIPTION = """\
@@ -51,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 when the folder is written."""
+    for name, text in (("SOURCE", arguments.source), ("DESTINATION", str(arguments.destination))):
+        require_whole_characters(name, text)  # as Orbax needs it
     size = None if arguments.max_shard_size is None else size_in_bytes(arguments.max_shard_size)
 
     from jpaged.convert import ConversionOptions, convert, on_host  # imports jax

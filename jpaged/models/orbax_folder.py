@@ -38,6 +38,8 @@ _FORMAT = "jpaged-orbax"
 _FORMAT_VERSION = 1
 _CHUNK_BYTES = 2**20  # 512 x 1024 in bfloat16; Orbax warns of less
 _MAX_PRIME = 4096
+_UNREADABLE = (OSError, ValueError, LookupError, RuntimeError)
+"""What tensorstore raises; it has no error of its own."""
 _SIGNS_OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 # Not needed to read, and they tell of the machine that wrote: the path it wrote to.
 _OF_ONE_MACHINE = ("commit_success.txt",)
@@ -118,7 +120,7 @@ class OrbaxTensors:
     """The tensors of an Orbax folder; a context manager, and a `TensorSource`.
 
     Raises:
-        InvalidArgument: the manifest or Orbax' own metadata is missing or broken, or of a version not known here.
+        InvalidArgument: the manifest or Orbax' list of arrays is missing or broken, or of a version not known here.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -126,20 +128,20 @@ class OrbaxTensors:
         self._folder = folder / PARAMS_FOLDER
         self._context = ts.Context()
         self._arrays: dict[str, Any] = {}
-        self._stored = _metadata(self._folder)
+        self._names = _names(self._folder)
 
     @property
     def names(self) -> frozenset[str]:
         """Every tensor of the checkpoint."""
-        return frozenset(self._stored)
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, from Orbax' metadata."""
-        return tuple(self._stored[name].shape)
+        """Of a tensor, from its own metadata."""
+        return tuple(self._array(name).shape)
 
     def dtype(self, name: str) -> np.dtype:
-        """Of a tensor, from Orbax' metadata; Unsupported when it is not among `DTYPES`."""
-        stored = np.dtype(self._stored[name].dtype).name
+        """Of a tensor, from its own metadata; Unsupported when it is not among `DTYPES`."""
+        stored = str(self._array(name).dtype.name)
         if stored not in DTYPES:
             raise unsupported_dtype(self.where(name), name, stored)
         return DTYPES[stored]
@@ -150,8 +152,8 @@ class OrbaxTensors:
         self.dtype(name)
         try:
             return np.asarray(self._array(name)[index or ...].read().result())
-        except (OSError, ValueError, RecursionError) as error:
-            raise InvalidArgument(str(self._folder), f"tensor {name} cannot be read: {error}") from error
+        except _UNREADABLE as error:
+            raise self._unreadable(name, error) from error
 
     def where(self, name: str) -> Path:
         """The folder of all arrays: several may share a file."""
@@ -173,8 +175,14 @@ class OrbaxTensors:
                 "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
                 "fill_missing_data_reads": False,
             }
-            self._arrays[name] = ts.open(spec, open=True, read=True, context=self._context).result()
+            try:
+                self._arrays[name] = ts.open(spec, open=True, read=True, context=self._context).result()
+            except _UNREADABLE as error:
+                raise self._unreadable(name, error) from error
         return self._arrays[name]
+
+    def _unreadable(self, name: str, error: Exception) -> InvalidArgument:
+        return InvalidArgument(str(self._folder), f"tensor {name} cannot be read: {error}")
 
 
 def write_orbax(tensors: Sequence[StoredTensor], folder: Path, max_file_bytes: int | None) -> None:
@@ -237,12 +245,18 @@ def _largest_prime(number: int) -> int:
     return number
 
 
-def _metadata(folder: Path) -> dict[str, Any]:
-    if not (folder / "_METADATA").is_file():
+def _names(folder: Path) -> frozenset[str]:
+    """The names in Orbax' list of arrays.
+
+    Its own reader asks for all arrays at once, and where one is broken the answers of others come to an event loop that
+    is closed: tracebacks of other threads, now and then.
+    """
+    path = folder / "_METADATA"
+    if not path.is_file():
         raise InvalidArgument(str(folder), "holds no Orbax arrays; convert the checkpoint again")
     try:
-        with ocp.PyTreeCheckpointer() as reader:
-            tree = reader.metadata(folder.resolve()).item_metadata.tree
+        entries = json.loads(path.read_text(encoding="utf-8"))["tree_metadata"].values()
+        paths = [[key["key"] for key in entry["key_metadata"]] for entry in entries]
+        return frozenset(str(name) for (name,) in paths)
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidArgument(str(folder), f"cannot be read as an Orbax checkpoint: {error}") from error
-    return dict(tree)
+        raise InvalidArgument(str(folder), f"cannot be read as an Orbax checkpoint: {error!r}") from error

@@ -377,6 +377,19 @@ def test_a_folder_that_is_damaged_unfinished_or_too_new_is_refused(damage, named
     assert str(orbax) in str(refusal.value)
 
 
+def test_a_list_of_arrays_that_cannot_be_read_is_an_error_and_no_trace(
+    orbax: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for path in (orbax / "params" / "d").iterdir():
+        path.write_bytes(bytes(range(256)))
+    for _ in range(10):
+        with OrbaxTensors(orbax) as tensors:
+            for name in tensors.names:
+                with pytest.raises(InvalidArgument, match=f"tensor {name} cannot be read: "):
+                    tensors.shape(name)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("place_of_it", [".", "default"])
 def test_an_orbax_checkpoint_of_another_program_is_refused(place_of_it: str, tmp_path: Path) -> None:
     with ocp.PyTreeCheckpointer() as saver:
