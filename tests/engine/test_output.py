@@ -112,6 +112,8 @@ def outputs(text, **sampling):
         ({"max_tokens": 99, "stop": ("stop",)}, "hello ", FinishReason.STOP, "stop"),
         ({"max_tokens": 9, "stop": ("stop",)}, "hello sto", FinishReason.LENGTH, None),
         ({"max_tokens": 99, "stop": ("worlds",)}, "hello stop world", FinishReason.STOP, None),
+        ({"max_tokens": 5, "min_tokens": 5}, "hello", FinishReason.LENGTH, None),
+        ({"max_tokens": 99, "min_tokens": 5, "stop": ("o",)}, "hell", FinishReason.STOP, "o"),
         ({"max_tokens": 99, "min_tokens": 11, "stop": ("stop", "ld")}, "hello stop wor", FinishReason.STOP, "ld"),
         ({"max_tokens": 99, "stop_token_ids": (ord("w"),)}, "hello stop ", FinishReason.STOP, ord("w")),
     ],

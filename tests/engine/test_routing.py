@@ -22,6 +22,14 @@ def test_a_longer_request_counts_for_more():
     fleet.run()
 
 
+def test_samples_count_with_all_that_they_may_draw():
+    """4/8 of the rows and 83/300 of the slots against 1/8 and 3/300 each."""
+    fleet = Fleet(2, num_blocks=75)
+    assert fleet.place("four", [1] * 3, n=4, temperature=1.0, max_tokens=20) == 0
+    assert [fleet.place(f"r{i}", [2 + i] * 2, max_tokens=1) for i in range(7)] == [1, 1, 1, 1, 1, 1, 0]
+    fleet.run()
+
+
 def test_samples_and_beams_count_as_rows():
     fleet = Fleet(2)
     assert fleet.place("four", [1] * 3, n=4, temperature=1.0) == 0

@@ -166,6 +166,20 @@ POLICY_FAULTS = (
         ("test_routing.py",),
     ),
     Fault(
+        "samples count to the router with one of their outputs",
+        "routing.py",
+        "num_rows * sampling.max_tokens",
+        "sampling.max_tokens",
+        ("test_routing.py",),
+    ),
+    Fault(
+        "a sequence of just min_tokens may not end",
+        "output.py",
+        "if self._num_tokens < self._sampling.min_tokens:",
+        "if self._num_tokens <= self._sampling.min_tokens:",
+        ("test_output.py",),
+    ),
+    Fault(
         "one full replica is a full house",
         "replicas.py",
         "all(engine.is_full",
