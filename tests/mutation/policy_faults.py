@@ -189,8 +189,8 @@ POLICY_FAULTS = (
     Fault(
         "the least likely of several are returned",
         "publisher.py",
-        "key=lambda piece: -piece.cumulative_logprob",
-        "key=lambda piece: piece.cumulative_logprob",
+        "key=lambda pieces: -pieces[-1].cumulative_logprob",
+        "key=lambda pieces: pieces[-1].cumulative_logprob",
         LIVES,
     ),
     Fault(
