@@ -13,6 +13,7 @@ from benchmarks.paper.batches import Pool, batch_size, region_tokens
 from benchmarks.paper.point import (
     AT_ONCE,
     LABELS,
+    LEAST_BATCHES,
     SYSTEMS,
     Measured,
     Point,
@@ -162,6 +163,16 @@ NOTHING = Measured(0, 0.0, 0.0, 0.0, 0.0, False, None, 0.0, 0.0, 0.0, 0, 0, 0)
 def test_a_rate_of_too_few_batches_is_refused():
     with pytest.raises(InternalError, match="batches, below 20"):
         rates.saturated(Runner(1), SMALL, ("max",), (0,))
+
+
+def test_what_sustains_and_shares_was_measured_where_it_is_steady():
+    for name in ("f12_sustained", "f15_shared_blocks", "f16_shared_prefix", "f17_chatbot"):
+        rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+        # Six beams of ShareGPT's lengths are told with the one batch that they are measured on.
+        too_long = [
+            row for row in rows if (row.get("workload"), row.get("kind"), row.get("size")) == ("sharegpt", "beam", 6)
+        ]
+        assert min(row["batches"] for row in rows if row not in too_long) >= LEAST_BATCHES, name
 
 
 def test_a_lighter_load_is_a_shorter_trace():
