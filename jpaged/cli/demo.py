@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import queue
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.columns import Columns
@@ -156,6 +157,25 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument(
             "--seed", f"{arguments.seed} is out of range: must be from 0 to {MAX_SEED - len(_PROMPTS)}"
         )
+    with _unwinding_at_sigterm():
+        return _demonstrate(arguments)
+
+
+@contextlib.contextmanager
+def _unwinding_at_sigterm() -> Iterator[None]:
+    """SIGTERM leaves through every `finally`: it would end this process alone, and its server would go on."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _demonstrate(arguments: argparse.Namespace) -> int:
     console = Console()
     server = _ServerProcess.start(arguments.model, ["--max-num-seqs", "8", "--max-num-batched-tokens", "128"])
     problems: list[str] = []

@@ -1,9 +1,13 @@
 """Whole processes: `jpaged serve` and `jpaged demo` as a user runs them, over a fake model."""
 
+import contextlib
+import os
 import signal
+import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -172,3 +176,25 @@ def test_the_demo_tells_its_servers_last_words_whatever_the_client_was_told(monk
 def test_a_demo_whose_server_dies_fails(fake_server, capsys):
     assert main(["demo", "dies"]) == 1
     assert "a stream failed" in capsys.readouterr().err
+
+
+DEMO = """
+import sys
+from jpaged.cli import demo, main
+demo._command = lambda model, flags: [sys.executable, *sys.argv[1:], model, "--port", "0", *flags]
+sys.exit(main.main(["demo"]))
+"""
+
+
+def test_a_demo_that_is_told_to_end_takes_its_server_along():
+    command = [sys.executable, "-c", DEMO, *FAKE]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()  # its server is there
+            (server,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            process.terminate()
+            assert process.wait(60) == 128 + signal.SIGTERM
+            assert not Path(f"/proc/{server}").exists()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
