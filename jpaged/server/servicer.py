@@ -15,7 +15,15 @@ from typing import Protocol
 from grpc import aio
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, JpagedError, NotFound, PermissionDenied
+from jpaged.errors import (
+    AlreadyExists,
+    InternalError,
+    InvalidArgument,
+    JpagedError,
+    NotFound,
+    PermissionDenied,
+    QueueFull,
+)
 from jpaged.server import wire
 from jpaged.server.serving import Serving
 from jpaged.server.status import CallContext, refuse
@@ -24,6 +32,9 @@ from jpaged.server.workers import Workers
 from jpaged.types import FinishReason, OutputEvent, Request, SequenceFinish
 
 _LOG = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+"""When to come back, where no request's end is waited for."""
 
 
 class Host(Protocol):
@@ -159,6 +170,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         other = self._open.get((cache_tenant, request_id))
         if other is not None and not other.stream.is_ended:  # one that has ended may not be read yet
             raise AlreadyExists(f"request_id: a request {request_id!r} is in flight")
+        self._require_readers(serving)
         remaining_s: float | None = context.time_remaining()
         admission = _Admission(
             request_id=request_id,
@@ -170,6 +182,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         self._open[cache_tenant, request_id] = admission
         return admission
+
+    def _require_readers(self, serving: Serving) -> None:
+        """Bounds the calls whose requests have ended and whose answers, which are kept, nobody reads.
+
+        Raises:
+            QueueFull: there are more open calls than requests in flight, by as many again.
+        """
+        limit = 2 * serving.engine.max_num_in_flight
+        if self._num_calls > limit:
+            raise QueueFull(
+                f"{self._num_calls - 1} calls are open, the limit is {limit}; at least half are answered and not read",
+                retry_after_s=_RETRY_S,
+            )
 
     def _forget(self, admission: _Admission) -> None:
         """Sets an id free; a second time it may be someone else's."""

@@ -36,6 +36,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def max_num_in_flight(self) -> int:
+        """Requests that are accepted at one time."""
+        ...
+
+    @property
     def is_full(self) -> bool:
         """`submit` would refuse for want of a place in the queue."""
         ...

@@ -1,6 +1,7 @@
 """However a call ends, it ends once, and its blocks come back."""
 
 import asyncio
+import functools
 import random
 import threading
 
@@ -69,6 +70,22 @@ async def test_an_id_is_free_once_its_request_has_ended_whether_or_not_its_reade
     harness.faults.release()
     messages = [first, *await collect(call)]
     assert messages[-1].finish.reason == inference_pb2.FINISH_REASON_ABORT
+
+
+async def test_answers_that_nobody_reads_are_bounded():
+    executor = FakeExecutor(max_num_seqs=2)
+    async with running(executor=executor, max_num_seqs=2, max_num_queued_reqs=1) as harness:
+        async with Connection(harness.port, {INITIAL_WINDOW_SIZE: 0}) as connection:
+            ended = harness.serving.engine.num_ended_by_reason
+            for count in range(1, 7):
+                generate = b"/jpaged.v1.InferenceService/Generate"
+                connection.begin(generate, message(request(request_id=f"{count}").SerializeToString()))
+                await eventually(functools.partial(lambda count: ended()["length"] == count, count))
+            error = await failure_of(harness.inference.Generate(request()))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "6 calls are open, the limit is 6" in error.details()
+        await eventually(lambda: harness.server._inference._num_calls == 0)
+        assert len(await collect(harness.inference.Generate(request()))) > 0
 
 
 async def test_a_deadline_ends_a_running_request(harness):
