@@ -19,7 +19,6 @@ _SHARE = 0.7
 """Of what paged memory sustains with blocks of 16."""
 _PREEMPTED_TOKENS = 500
 _TIGHT_SLOTS = 8000
-_TIGHT_SHARE = 0.8
 
 
 def block_sizes(runner: Runner) -> Table:
@@ -94,7 +93,7 @@ def preemption_costs() -> Table:
 
 def preemption_end_to_end(runner: Runner) -> Table:
     """Figure 19b: latency of a loaded system that swaps, and of one that recomputes."""
-    at_rate = _load(runner, Point("paged", "sharegpt", num_kv_slots=_TIGHT_SLOTS), _TIGHT_SHARE)
+    at_rate = _load(runner, Point("paged", "sharegpt", num_kv_slots=_TIGHT_SLOTS), _SHARE)
     table = Table(
         "f19b_preemption_latency",
         "F19b  mean normalized latency (s/token) by preemption "
@@ -103,7 +102,7 @@ def preemption_end_to_end(runner: Runner) -> Table:
             "The paper: from 16 to 64 both perform alike; below, recomputation is the better one. "
             "No numbers are given in its text.",
             "The pool is made half as large as the paper's so that it preempts more often. The rate is "
-            f"{_TIGHT_SHARE:g} of what it sustains with blocks of 16 and recomputation. low and high are the extremes "
+            f"{_SHARE:g} of what it sustains with blocks of 16 and recomputation. low and high are the extremes "
             "of the seeds, growing is in how many of them the queue grew.",
         ],
         {"seeds": str(SEEDS), "num_batches": NUM_BATCHES},
