@@ -154,11 +154,14 @@ time.sleep(600)
 
 
 async def test_a_client_that_is_killed_leaves_no_trace_and_no_block(harness, quiet):
-    harness.faults.hold_after(30)
+    harness.faults.hold_after(0)
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CHILD, harness.target, stdout=asyncio.subprocess.PIPE
     )
     assert child.stdout is not None
+    await eventually(lambda: harness.num_open_calls == 8)  # however slowly they come, none runs ahead of the others
+    harness.faults.hold_after(30)
+    harness.faults.gate.set()
     async with asyncio.timeout(60):
         assert await child.stdout.readline() == b"streaming\n"
         child.kill()
