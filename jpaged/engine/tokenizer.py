@@ -134,6 +134,8 @@ class HuggingFaceTokenizer:
             if len(token_ids) < _SHORT:
                 return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
             return str(self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
+        except (KeyboardInterrupt, SystemExit):
+            raise
         except BaseException as error:  # a panic in Rust is no Exception, and would pass by whoever waits for an end
             raise InternalError(f"the tokenizer in {self._folder.name} fails on token ids: {error}") from error
 
@@ -168,6 +170,8 @@ def _encode(fast: Any, field: str, text: str, *, add_special_tokens: bool) -> li
         if len(text) < _SHORT:
             return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
         return list(fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+    except (KeyboardInterrupt, SystemExit):
+        raise
     except BaseException as error:  # the library has no error of its own, and panics in Rust
         raise InvalidArgument(field, f"the tokenizer cannot take it apart: {error}") from error
 

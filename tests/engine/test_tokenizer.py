@@ -184,3 +184,18 @@ def overlapping():
     tokenizer.add_special_tokens(["<s>", "<s><s>", "s><", "X"])
     tokenizer.add_tokens(["1"])
     return LiteralText(tokenizer)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_not_an_error_of_the_tokenizer(monkeypatch, parsing, interrupt):
+    class Interrupted:
+        def encode(self, *_, **__):
+            raise interrupt
+
+        decode = encode
+
+    monkeypatch.setattr(parsing, "_fast", Interrupted())
+    with pytest.raises(interrupt):
+        parsing.encode("a")
+    with pytest.raises(interrupt):
+        parsing.decode([1, 2])
