@@ -25,7 +25,7 @@ AOT := $(VENV)/aot
 STAMP := $(VENV)/.installed
 CHOICES := $(VENV)/.choices
 CONSTRAINTS := $(VENV)/constraints.txt
-KERNELS := $(wildcard jpaged/kernels/*/*.cc jpaged/kernels/*/*.h)
+KERNELS := $(wildcard jpaged/kernels/*/*/*.cc jpaged/kernels/*/*/*.h)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --no-compile   # what is imported is compiled then: a fraction of what is installed
 
@@ -75,7 +75,7 @@ demo: $(STAMP) ## serve the embedded model and stream from it
 	@$(BIN)/jpaged demo $(ARGS)
 
 demo-model: $(STAMP) ## train the embedded model again
-	@$(BIN)/python -m jpaged.demo.train $(ARGS)
+	@$(BIN)/python -m benchmarks.demo_model.train $(ARGS)
 
 test: $(STAMP) ## the quick tests
 	@$(BIN)/python -m pytest -q -m 'not long' -n $(JOBS) --dist worksteal $(ARGS)
@@ -91,8 +91,8 @@ COMPAT := \
     tests/cli/test_processes.py::test_a_server_says_what_it_does_and_ends_on_a_signal \
     tests/cli/test_processes.py::test_the_demo_streams_and_prints_one_table \
     tests/server/test_wire.py tests/server/test_generate.py tests/engine/test_engine.py \
-    tests/e2e/test_llm.py tests/e2e/test_demo_parity.py tests/device/test_sampling.py::test_tokens_are_the_oracles \
-    tests/device/test_saved_programs.py::test_saved_programs_run_as_those_that_were_compiled \
+    tests/e2e/test_llm.py tests/parity/test_demo.py tests/device/step/test_sampling.py::test_tokens_are_the_oracles \
+    tests/device/programs/test_saved.py::test_saved_programs_run_as_those_that_were_compiled \
     tests/kernels/test_paged_attention_cpu.py::TestCpu::test_ragged_rows \
     tests/kernels/test_paged_attention_xla.py::TestXla::test_ragged_rows \
     tests/kernels/test_paged_attention_tpu.py::test_rows_of_all_kinds_whose_keys_are_stored \
@@ -103,14 +103,14 @@ test-compat: $(STAMP)
 	@$(BIN)/python -m pytest -q -m 'not long' -n $(JOBS) --dist worksteal $(COMPAT) $(ARGS)
 
 compat: $(STAMP) ## test-compat and the demo on every other Python of this machine
-	@$(BIN)/python -m tools.compat
+	@$(BIN)/python -m tests.compat
 
 # libtpu lies beside the packages, not among them: jax would take an installed one for a sign of TPUs. TPU_LIBRARY_PATH
 # names it to the processes that compile. The one that jax's metadata pins is 0.6 GB; .installed says which it is.
 aot: $(AOT)/.installed ## add libtpu, which compiles for TPUs without one
 
 $(AOT)/.installed: $(STAMP)
-	@wanted=$$($(BIN)/python -m tools.libtpu_requirement); \
+	@wanted=$$($(BIN)/python -m tests.aot.libtpu_requirement); \
 	if [ "$$(cat $@ 2>/dev/null)" != "$$wanted" ]; then \
 	    echo "==> installing $$wanted into $(AOT)"; rm -rf $(AOT); \
 	    $(INSTALL) --no-deps --target $(AOT) "$$wanted"; \
@@ -123,7 +123,7 @@ GPU_JAX = $(or $(JAX),$(shell $(PYTHON) -c 'import sys; print("0.11.2" if sys.ve
 
 aot-gpu: ## compile the GPU programs for an H200 without one (5 GB in .venv-aot-gpu)
 	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) EXTRAS=cuda JAX='$(GPU_JAX)'
-	@$(GPU_VENV)/bin/python -m tools.aot_gpu $(ARGS)
+	@$(GPU_VENV)/bin/python -m benchmarks.aot_gpu $(ARGS)
 
 # In an environment of its own: Ray brings sixty packages that nothing else needs.
 RAY := $(VENV)/ray
@@ -160,7 +160,7 @@ check-types: $(STAMP)
 	@echo "==> types"; $(BIN)/mypy --no-error-summary
 
 check-protos: $(STAMP)
-	@echo "==> protos"; $(BIN)/python -m tools.proto_lint; $(BIN)/python -m tools.proto_gen --check
+	@echo "==> protos"; $(BIN)/python -m protos.lint; $(BIN)/python -m protos.generate --check
 
 check-architecture: $(STAMP)
 	@echo "==> architecture"; $(BIN)/python -m pytest -q tests/arch
@@ -169,7 +169,7 @@ format: $(STAMP) ## rewrite sources in the project's format
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
 
 proto: $(STAMP) ## generate jpaged/_proto from protos/
-	@$(BIN)/python -m tools.proto_lint && $(BIN)/python -m tools.proto_gen
+	@$(BIN)/python -m protos.lint && $(BIN)/python -m protos.generate
 
 # The live parity tests compare with PyTorch; without it they are skipped, and nothing else needs it.
 torch: $(STAMP) ## add PyTorch for the parity tests

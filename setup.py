@@ -12,7 +12,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-PACKAGE = "jpaged.kernels.paged_attention"
+PACKAGE = "jpaged.kernels.paged_attention.cpu"
 
 
 class BuildLibrary(build_ext):
@@ -22,15 +22,15 @@ class BuildLibrary(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
-        path = Path(__file__).parent.joinpath(*PACKAGE.split("."), "cpu_build.py")
-        spec = importlib.util.spec_from_file_location("cpu_build", path)
-        cpu_build = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(cpu_build)
+        path = Path(__file__).parent.joinpath(*PACKAGE.split("."), "build.py")
+        spec = importlib.util.spec_from_file_location("build", path)
+        build = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(build)
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
         try:
-            cpu_build.build(library, cpu_build.find_compiler(os.environ.get("CXX")), cpu_build.find_headers())
-        except cpu_build.BuildError as error:
+            build.build(library, build.find_compiler(os.environ.get("CXX")), build.find_headers())
+        except build.BuildError as error:
             raise CompileError(f"the CPU attention kernel was not built: {error}") from None
 
 

@@ -32,7 +32,7 @@ def parts(platform: str, device: str, model: str) -> dict[str, list[str]]:
     sizes = ["--block-size", "16", "32", "64", "128"] if platform == "tpu" else []
     return {
         "conformance": ["pytest", "-q", "tests/accelerator/attention.py"],
-        "executor": ["pytest", "-q", "tests/device/test_block_moves.py", "tests/device/test_sampling.py"],
+        "executor": ["pytest", "-q", "tests/device/test_transfers.py", "tests/device/step/test_sampling.py"],
         "kernels": [*bench, *files, *sizes],
         "decode": ["benchmarks.decode", "--model", model, "--name", f"decode_{device}"],
     }

@@ -35,7 +35,8 @@ from rich.table import Table
 from benchmarks.record import save
 from jpaged import json_text
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import cpu, reference
+from jpaged.kernels.paged_attention import reference
+from jpaged.kernels.paged_attention.cpu import attention as cpu
 from jpaged.kernels.paged_attention.shapes import SHAPES
 from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
 

@@ -24,15 +24,15 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from benchmarks.record import machine, save
-from jpaged.engine.admission import make_order
-from jpaged.engine.batch import build_step_inputs
 from jpaged.engine.buckets import BucketTable
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
-from jpaged.engine.paged_memory import PagedMemory
-from jpaged.engine.preemption import Preemption
-from jpaged.engine.publisher import Publisher
-from jpaged.engine.scheduler import Scheduler, SchedulerLimits
+from jpaged.engine.kv.paged import PagedMemory
+from jpaged.engine.output.processor import Publisher
+from jpaged.engine.scheduling.batch import build_step_inputs
+from jpaged.engine.scheduling.policies import make_order
+from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import StepStats
 from jpaged.engine.tokenizer import NoTokenizer

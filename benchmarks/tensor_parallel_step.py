@@ -25,6 +25,7 @@ import jax
 
 from benchmarks.host_step import NUM_STEPS
 from benchmarks.record import machine, save
+from jpaged.checkpoints.weights import random_params
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor, JaxStepHandle
 from jpaged.device.mesh import Placement, serving_mesh
@@ -34,7 +35,6 @@ from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.models.config import LlamaConfig
 from jpaged.models.model import model_for
 from jpaged.models.rope_config import RopeConfig
-from jpaged.models.weights import random_params
 from jpaged.types import OutputEvent, Request, SamplingParams
 
 NUM_RUNS = 5

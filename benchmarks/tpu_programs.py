@@ -26,16 +26,16 @@ import jax
 import jax.numpy as jnp
 
 from jpaged import json_text
+from jpaged.capacity.known_models import known_config
 from jpaged.config import EngineConfig
-from jpaged.device.blueprint import abstract_serving, program_lowerings
-from jpaged.device.compile import ProgramSpec
+from jpaged.device.aot.tpu import compile_only_devices, compiler_environment, find_topology
 from jpaged.device.mesh import build_mesh, local_bytes
-from jpaged.device.program_report import Collective, MadeArray, ProgramReport, collectives, made_arrays
-from jpaged.device.step import Step
-from jpaged.device.topology import compile_only_devices, compiler_environment, find_topology
-from jpaged.models.known import known_config
+from jpaged.device.programs.compile import ProgramSpec
+from jpaged.device.programs.lowering import abstract_serving, program_lowerings
+from jpaged.device.programs.report import Collective, MadeArray, ProgramReport, collectives, made_arrays
+from jpaged.device.step.forward import Step
+from jpaged.models.layers import Params
 from jpaged.models.model import model_for
-from jpaged.models.parts import Params
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 32}

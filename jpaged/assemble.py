@@ -14,29 +14,30 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.checkpoints.hub import DEMO, find_folder, fingerprint, read_config
+from jpaged.checkpoints.weights import load_params, put_as, random_params
 from jpaged.config import EngineConfig, Environment
 from jpaged.demo import checkpoint
-from jpaged.device.agreement import Agreement
 from jpaged.device.backend import names_of
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.lockstep import LeaderExecutor
-from jpaged.device.lockstep import follow as run_steps
 from jpaged.device.mesh import Placement, first_device, serving_meshes
-from jpaged.device.processes import Follower, Leader
+from jpaged.device.multihost.agreement import Agreement
+from jpaged.device.multihost.executor import LeaderExecutor
+from jpaged.device.multihost.executor import follow as run_steps
+from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.device.step_sizes import Attention
+from jpaged.engine.data_parallel.engine import Replicas, shares
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import Executor, Progress
-from jpaged.engine.intake import Intake
-from jpaged.engine.pins import pin_limit
-from jpaged.engine.replicas import Replicas, shares
-from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
+from jpaged.engine.kv.pinned import pin_limit
+from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import DEMO, find_folder, fingerprint, read_config
+from jpaged.models.layers import Params
 from jpaged.models.model import Model, model_for
-from jpaged.models.parts import Params
-from jpaged.models.weights import load_params, put_as, random_params
-from jpaged.server.serving import BackendFacts, ModelFacts, Serving
+from jpaged.service.hf_tokenizer import load_tokenizer
+from jpaged.service.input_processor import Intake
+from jpaged.service.loaded_model import BackendFacts, ModelFacts, Serving
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from jpaged.cluster import Cluster, find_cluster, split_address
 from jpaged.errors import InvalidArgument
+from jpaged.launchers import Cluster, find_cluster, split_address
 from jpaged.types import require_whole_characters
 
 

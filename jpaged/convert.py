@@ -7,10 +7,17 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from jpaged.checkpoints.conversion import (
+    FORMATS,
+    WRITTEN_DTYPES,
+    ConversionOptions,
+    convert_folder,
+    on_host,
+    save_params,
+)
+from jpaged.checkpoints.hub import DEMO, find_folder
+from jpaged.checkpoints.weights import Progress, no_progress
 from jpaged.demo import checkpoint
-from jpaged.models.conversion import FORMATS, WRITTEN_DTYPES, ConversionOptions, convert_folder, on_host, save_params
-from jpaged.models.loader import DEMO, find_folder
-from jpaged.models.weights import Progress, no_progress
 
 __all__ = ["FORMATS", "WRITTEN_DTYPES", "ConversionOptions", "convert", "on_host"]
 
@@ -25,7 +32,7 @@ def convert(source: str, destination: Path, options: ConversionOptions, progress
         progress: called with (number, total, name) of each tensor.
 
     Raises:
-        InvalidArgument, NotFound, Unsupported, Unavailable: see `jpaged.models.conversion.convert_folder`.
+        InvalidArgument, NotFound, Unsupported, Unavailable: see `jpaged.checkpoints.conversion.convert_folder`.
     """
     if source != DEMO:
         convert_folder(find_folder(source), destination, options, progress)

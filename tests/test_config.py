@@ -11,10 +11,10 @@ from jpaged.config import (
     option_type,
     platform_default,
 )
-from jpaged.engine.admission import POLICIES
-from jpaged.engine.preemption import PREEMPTION_MODES
-from jpaged.engine.reserved_memory import RESERVE_POLICIES
-from jpaged.engine.scheduler import BATCHINGS
+from jpaged.engine.kv.contiguous import RESERVE_POLICIES
+from jpaged.engine.scheduling.policies import POLICIES
+from jpaged.engine.scheduling.preemption import PREEMPTION_MODES
+from jpaged.engine.scheduling.scheduler import BATCHINGS
 from jpaged.errors import InvalidArgument
 
 

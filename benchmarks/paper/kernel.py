@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.paper.table import Table
 from benchmarks.record import machine
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import cpu
+from jpaged.kernels.paged_attention.cpu import attention as cpu
 from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
 
 _NUM_HEADS, _HEAD_DIM = 40, 128

@@ -11,13 +11,13 @@ from functools import cache
 import numpy as np
 
 from benchmarks.paper.batches import Pool, batch_size, region_tokens
+from jpaged.capacity.cost import Deployment, deploy
+from jpaged.capacity.hardware import HARDWARE
+from jpaged.capacity.model_cost import MODELS
+from jpaged.capacity.simulator.simulation import Served, Simulation, simulate
+from jpaged.capacity.simulator.steady import FILLING_SHARE, mean
+from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, chat_rounds, synthesize, with_sampling
 from jpaged.engine.engine import EngineOptions
-from jpaged.sim.cost import Deployment, deploy
-from jpaged.sim.hardware import HARDWARE
-from jpaged.sim.model import MODELS
-from jpaged.sim.simulation import Served, Simulation, simulate
-from jpaged.sim.steady import FILLING_SHARE, mean
-from jpaged.sim.trace import WORKLOADS, TraceRequest, chat_rounds, synthesize, with_sampling
 
 SEEDS = (0, 1, 2)
 """Of the traces; the systems of a comparison serve traces of the same seeds."""
@@ -108,7 +108,7 @@ class PoolShares:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is kept of a simulation, all of it within the window of `jpaged.sim.steady` but for the counts at the end.
+    """What is kept of a simulation, within the window of `simulator.steady` but for the counts at the end.
 
     Attributes:
         sustained_per_s: requests a second; what the system sustains, when the point is AT_ONCE.

@@ -1,8 +1,8 @@
 """Figure 12: the request rate that each system sustains, and the latency on the way there.
 
 A system is saturated, with every request there from the beginning, and what it sustains is its rate between filling and
-draining (`jpaged.sim.steady`). Arrivals below that rate find no queue that grows, arrivals above it do: the latency
-curves are measured at shares of it, and the last share shows that.
+draining (`capacity.simulator.steady`). Arrivals below that rate find no queue that grows, arrivals above it do: the
+latency curves are measured at shares of it, and the last share shows that.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from benchmarks.paper.point import LABELS, LEAST_BATCHES, NUM_BATCHES, SEEDS, Me
 from benchmarks.paper.runner import Runner
 from benchmarks.paper.spread import Spread, empty_cells, ratio
 from benchmarks.paper.table import Table
+from jpaged.capacity.simulator.trace import WORKLOADS
 from jpaged.errors import InternalError
-from jpaged.sim.trace import WORKLOADS
 
 SHARES = (0.5, 0.75, 0.9, 1.2)
 """Rates of the latency curves, relative to what the system sustains."""

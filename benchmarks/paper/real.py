@@ -19,9 +19,9 @@ from benchmarks.paper.table import Table
 from benchmarks.record import machine
 from jpaged.assemble import build
 from jpaged.config import EngineConfig
-from jpaged.engine.intake import Intake
 from jpaged.errors import InternalError
-from jpaged.server.serving import Runner
+from jpaged.service.input_processor import Intake
+from jpaged.service.loaded_model import Runner
 from jpaged.types import OutputEvent, SamplingParams
 
 SEED = 0

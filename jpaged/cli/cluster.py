@@ -11,14 +11,14 @@ import threading
 from typing import TYPE_CHECKING
 
 from jpaged.cli.startup import Progress, StartupReport
-from jpaged.cluster import Cluster
 from jpaged.config import EngineConfig, Environment
 from jpaged.errors import JpagedError, sentence_of
+from jpaged.launchers import Cluster
 from jpaged.server.lifecycle import Server
-from jpaged.server.serving import Serving
+from jpaged.service.loaded_model import Serving
 
 if TYPE_CHECKING:  # jax takes seconds to import, in which the port is already open
-    from jpaged.device.processes import Follower, Leader
+    from jpaged.device.multihost.handshake import Follower, Leader
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Leading:
     def build(self, progress: Progress) -> Serving:
         """Loads the model together with the others; on the thread that loads."""
         from jpaged import assemble
-        from jpaged.device.processes import lead
+        from jpaged.device.multihost.handshake import lead
 
         self._leader = lead(self._config, self._cluster, lambda line: progress(line, 1, 1), self)
         try:
@@ -55,7 +55,7 @@ class Leading:
 
     async def run(self, report: StartupReport) -> int:
         """Runs the server to its end, ends the others, well if it ended well, and this process with them."""
-        from jpaged.device.processes import leave
+        from jpaged.device.multihost.handshake import leave
 
         try:
             code = await self._server.run()
@@ -86,10 +86,10 @@ def follow(config: EngineConfig, cluster: Cluster) -> int:
 
     def work() -> None:
         from jpaged import assemble
-        from jpaged.device import processes
+        from jpaged.device.multihost import handshake
 
         try:
-            follower = processes.follow(config, cluster, report.line, lambda code, why: ends.put((code, why)))
+            follower = handshake.follow(config, cluster, report.line, lambda code, why: ends.put((code, why)))
             following.append(follower)
             assemble.follow(config, report.progress, follower)
             ends.put((0, "stopped"))
@@ -104,7 +104,7 @@ def follow(config: EngineConfig, cluster: Cluster) -> int:
         signal.signal(number, pass_on)
     threading.Thread(target=work, name="jpaged-follow", daemon=True).start()
     code, why = ends.get()
-    from jpaged.device.processes import leave
+    from jpaged.device.multihost.handshake import leave
 
     report.line(why)
     leave(code)

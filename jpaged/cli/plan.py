@@ -14,7 +14,7 @@ from jpaged.config import iter_options
 from jpaged.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from jpaged.plan.estimate import Lengths
+    from jpaged.capacity.estimate import Lengths
 
 HELP = "plan a deployment on TPUs or GPUs that are not here"
 DESCRIPTION = """\
@@ -81,11 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
     config_from(arguments)  # says what is wrong in the words of the command line
     prices = _prices(arguments.price)
 
-    from jpaged.plan.compiled import Question  # imports jax
-    from jpaged.plan.named_model import find_config
-    from jpaged.plan.process import compile_plan
-    from jpaged.plan.report import Workload, as_json, assess, cheapest, comparison, lines
-    from jpaged.plan.target import find_target
+    from jpaged.capacity.compiled import Question  # imports jax
+    from jpaged.capacity.named_model import find_config
+    from jpaged.capacity.process import compile_plan
+    from jpaged.capacity.report import Workload, as_json, assess, cheapest, comparison, lines
+    from jpaged.capacity.target import find_target
 
     options = config_values(arguments)
     model = options.pop("model", "demo")
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[Lengths, ...]:
-    from jpaged.plan.estimate import Lengths
+    from jpaged.capacity.estimate import Lengths
 
     room = max_model_len - max(arguments.input_len) if arguments.input_len else max_model_len // 4
     outputs = arguments.output_len or [min(_OUTPUT_LEN, max(1, room))]

@@ -11,11 +11,11 @@ import sys
 from jpaged.cli.cluster import Leading, follow
 from jpaged.cli.options import add_config_flags, config_from, flag_of
 from jpaged.cli.startup import Progress, StartupReport
-from jpaged.cluster import Cluster
 from jpaged.config import EngineConfig, Environment
 from jpaged.errors import InvalidArgument
+from jpaged.launchers import Cluster
 from jpaged.server.lifecycle import Server
-from jpaged.server.serving import Serving
+from jpaged.service.loaded_model import Serving
 
 HELP = "serve a model over gRPC"
 DESCRIPTION = """\

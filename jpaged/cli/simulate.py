@@ -10,15 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from jpaged import json_text
+from jpaged.capacity.cost import Deployment, deploy
+from jpaged.capacity.hardware import HARDWARE
+from jpaged.capacity.model_cost import MODELS
+from jpaged.capacity.simulator.simulation import Served, Simulation, simulate
+from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
+from jpaged.capacity.simulator.trace_file import read_trace
 from jpaged.config import iter_options
 from jpaged.engine.engine import EngineOptions
 from jpaged.errors import InvalidArgument
-from jpaged.sim.cost import Deployment, deploy
-from jpaged.sim.hardware import HARDWARE
-from jpaged.sim.model import MODELS
-from jpaged.sim.simulation import Served, Simulation, simulate
-from jpaged.sim.trace import WORKLOADS, TraceRequest, synthesize
-from jpaged.sim.trace_file import read_trace
 from jpaged.types import MAX_SEED
 
 HELP = "serve a trace in simulated time"

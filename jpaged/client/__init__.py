@@ -7,6 +7,7 @@ sync.py       Client
 aio.py        AsyncClient
 openai.py     the OpenAI batch file format, without I/O
 batch.py      runs such a file against a server
+health.py     asks grpc.health.v1 once
 results.py    the file of its answers: locked, whole lines, taken up again
 """
 

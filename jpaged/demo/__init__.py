@@ -1,1 +1,4 @@
-"""The embedded model: the grammar it learnt from, its training, and its checkpoint."""
+"""The embedded model.
+
+checkpoint.py  where it lies, and how it is read and written
+"""

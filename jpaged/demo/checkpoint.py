@@ -16,14 +16,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jpaged import json_text
+from jpaged.checkpoints.hub import read_config
+from jpaged.checkpoints.weights import Put, put_on_default_device
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import LayerMode
-from jpaged.models.loader import read_config
+from jpaged.models.layers import Params
 from jpaged.models.model import Model, model_for
-from jpaged.models.parts import Params
-from jpaged.models.splitting import wide_axis
-from jpaged.models.weights import Put, put_on_default_device
+from jpaged.models.sharding import wide_axis
+from jpaged.models.stack import LayerMode
 
 FOLDER = Path(__file__).parent / "checkpoint"  # also the folder of the tokenizer
 
@@ -44,7 +44,7 @@ def load_demo(
     Args:
         dtype: float32 or bfloat16; leaves are cast to it.
         layer_mode: one tree a layer, or one with stacked leaves.
-        put: makes the device array of a leaf, as in `jpaged.models.weights.load_params`.
+        put: makes the device array of a leaf, as in `jpaged.checkpoints.weights.load_params`.
         folder: another checkpoint of the same layout.
         num_parts: the tree is that of the model widened for so many, as in `load_params`.
 

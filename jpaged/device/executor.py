@@ -21,15 +21,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
-from jpaged.device.agreement import Agreement, Alone
-from jpaged.device.block_moves import BlockMover, move_sizes
-from jpaged.device.blueprint import plan, program_lowerings
-from jpaged.device.compile import CompileWatch, ProgramSpec, least_programs, program_specs
-from jpaged.device.compile import set_up_compile_cache as _set_up_compile_cache
+from jpaged.device.calibration import NO_RATE, null_prefill, seconds_of
 from jpaged.device.host_pool import HostPool
 from jpaged.device.kv_cache import KVPool
 from jpaged.device.kv_scales import measure_scales, name_of_kv_dtype
-from jpaged.device.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory
 from jpaged.device.mesh import (
     CONTENTS_SPEC,
     POOL_SPEC,
@@ -40,20 +35,25 @@ from jpaged.device.mesh import (
     replicated,
     serving_mesh,
 )
-from jpaged.device.out_of_memory import memory_refusals
-from jpaged.device.packing import PackedStep
-from jpaged.device.program_memory import decisive_memory, program_memory, report_of
-from jpaged.device.programs import CompiledProgram, ProgramLedger, ProgramSource
-from jpaged.device.rates import NO_RATE, null_prefill, seconds_of
-from jpaged.device.saved_programs import SavedPrograms, Target
-from jpaged.device.step import Step, backbone_packing, draw_packing, unpack_outputs
+from jpaged.device.multihost.agreement import Agreement, Alone
+from jpaged.device.programs.compile import CompileWatch, ProgramSpec, least_programs, program_specs
+from jpaged.device.programs.compile import set_up_compile_cache as _set_up_compile_cache
+from jpaged.device.programs.compiler_errors import memory_refusals
+from jpaged.device.programs.lowering import plan, program_lowerings
+from jpaged.device.programs.memory import decisive_memory, program_memory, report_of
+from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory
+from jpaged.device.programs.saved import SavedPrograms, Target
+from jpaged.device.programs.store import CompiledProgram, ProgramLedger, ProgramSource
+from jpaged.device.step.forward import Step, backbone_packing, draw_packing, unpack_outputs
+from jpaged.device.step.inputs import PackedStep
+from jpaged.device.transfers import BlockMover, move_sizes
 from jpaged.engine.buckets import BucketTable
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Progress, StepInputs, StepOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.paged_attention import Backend
-from jpaged.models.layers import LayerMode
+from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from jpaged.models.parts import Params
+from jpaged.models.stack import LayerMode
 
 _LOG = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
 from jpaged.device.host_memory import physical_host_bytes
-from jpaged.device.local_parts import LocalParts
+from jpaged.device.multihost.shards import LocalParts
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 

@@ -1,4 +1,4 @@
-"""The pool's one array. How many blocks it gets is `jpaged.device.memory_plan`'s to say.
+"""The pool's one array. How many blocks it gets is `jpaged.device.programs.memory_plan`'s to say.
 
 Every step donates the array and gets it back updated. `KVPool` is the only holder: between `take` and `put` it is
 spent, and touching it raises.

@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jpaged.device.mesh import SCALES_SPEC
-from jpaged.device.step import Step
+from jpaged.device.step.forward import Step
 from jpaged.kernels.kv_layout import MAX_NUMBER
-from jpaged.models.parts import Params
+from jpaged.models.layers import Params
 
 MARGIN = 1.25
 PROBE_LEN = 256

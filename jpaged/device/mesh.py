@@ -19,10 +19,10 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.errors import InvalidArgument
-from jpaged.models.layers import LayerMode
+from jpaged.models.layers import Params
 from jpaged.models.model import Model, model_for
-from jpaged.models.parts import Params
-from jpaged.models.splitting import LogicalAxes, logical_axes, widen
+from jpaged.models.sharding import LogicalAxes, logical_axes, widen
+from jpaged.models.stack import LayerMode
 
 MODEL_AXIS = "model"
 MESH_AXES = ("data", MODEL_AXIS)
@@ -154,7 +154,7 @@ class Placement:
 
     Attributes:
         mesh: the devices.
-        model: widened for their number (`jpaged.models.splitting`).
+        model: widened for their number (`jpaged.models.sharding`).
         layer_mode: how its layers run there, and so how its parameters are stacked.
         shardings: of its parameters, leaf by leaf, or formats, which have a layout too.
     """

@@ -34,7 +34,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Choice, Queries, choose
 from jpaged.models.model import Model, model_for
-from jpaged.models.splitting import widen
+from jpaged.models.sharding import widen
 
 _LARGER_BLOCKS = {"tpu": (128,)}
 _LEAST_ROWS = 8

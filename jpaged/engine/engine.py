@@ -20,20 +20,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from jpaged.engine.admission import make_order
-from jpaged.engine.batch import build_step_inputs
-from jpaged.engine.beam_rows import advance_beams
-from jpaged.engine.cascade import share_prefixes
 from jpaged.engine.deadlines import Deadlines, is_over
 from jpaged.engine.executor import Executor, Geometry, StepOutputs
-from jpaged.engine.paged_memory import PrefixOptions
-from jpaged.engine.pins import Pin, PinnedPrefixes, pin_limit
-from jpaged.engine.preemption import Preemption
-from jpaged.engine.prefix_cache import Key
-from jpaged.engine.publisher import Publisher
-from jpaged.engine.reserved_memory import make_memory
-from jpaged.engine.schedule import Schedule
-from jpaged.engine.scheduler import Scheduler, SchedulerLimits
+from jpaged.engine.histogram import HistogramSnapshot
+from jpaged.engine.kv.contiguous import make_memory
+from jpaged.engine.kv.paged import PrefixOptions
+from jpaged.engine.kv.pinned import Pin, PinnedPrefixes, pin_limit
+from jpaged.engine.kv.prefix_cache import Key
+from jpaged.engine.output.beam_rows import advance_beams
+from jpaged.engine.output.processor import Publisher
+from jpaged.engine.scheduling.batch import build_step_inputs
+from jpaged.engine.scheduling.policies import make_order
+from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from jpaged.engine.scheduling.shared_prefixes import share_prefixes
 from jpaged.engine.sequence import Group, Sequence, Sink
 from jpaged.engine.soundness import Soundness
 from jpaged.engine.stats import DEADLINE, EngineLoad, StepStats
@@ -49,7 +50,6 @@ from jpaged.errors import (
     RequestTooLong,
     Unavailable,
 )
-from jpaged.obs.histogram import HistogramSnapshot
 from jpaged.types import FinishReason, OutputEvent, Request
 
 logger = logging.getLogger(__name__)

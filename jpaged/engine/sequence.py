@@ -21,8 +21,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from jpaged.engine.block_pool import BlockTable
-from jpaged.engine.prefix_cache import Key, root_key
+from jpaged.engine.kv.block_pool import BlockTable
+from jpaged.engine.kv.prefix_cache import Key, root_key
 from jpaged.errors import InternalError
 from jpaged.types import OutputEvent, Request
 

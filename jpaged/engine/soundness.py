@@ -19,9 +19,9 @@ import logging
 import numpy as np
 
 from jpaged.engine.executor import StepOutputs
-from jpaged.engine.memory import KVMemory
-from jpaged.engine.publisher import Publisher
-from jpaged.engine.schedule import Schedule, ScheduledRow
+from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.output.processor import Publisher
+from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import StepStats
 from jpaged.errors import InternalError

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from jpaged.engine.executor import Geometry
-from jpaged.engine.paged_memory import PagedMemory
-from jpaged.engine.reserved_memory import ReservedMemory
-from jpaged.engine.schedule import Schedule
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.histogram import Histogram, HistogramSnapshot
+from jpaged.engine.kv.contiguous import ReservedMemory
+from jpaged.engine.kv.paged import PagedMemory
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
-from jpaged.obs.histogram import Histogram, HistogramSnapshot
 from jpaged.types import FinishReason
 
 _RECENT_ENDS = 64

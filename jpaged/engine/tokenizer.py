@@ -1,28 +1,11 @@
-"""Text <-> token ids: what the engine needs of a tokenizer, and the adapter for Hugging Face's.
-
-Code from a model's folder is never run (trust_remote_code stays off); its chat template runs in a process of its own.
-"""
+"""What the engine asks of a tokenizer: text <-> token ids."""
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-from jpaged.chat.process import template_process
-from jpaged.chat.template import ChatTemplate
-from jpaged.config import keep_tokenizers_on_their_thread
-from jpaged.engine.literal_text import LiteralText
-from jpaged.engine.token_bytes import GENEROUS_BYTES, max_token_bytes
-from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupported
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-_MESSAGES = "chat.messages"
-_SHORT = 2000
-"""Characters or tokens that take a millisecond. The Rust tokenizer keeps the GIL for one text, and not for a batch."""
+from jpaged.errors import InvalidArgument, Unsupported
 
 
 class Tokenizer(Protocol):
@@ -61,129 +44,6 @@ class Tokenizer(Protocol):
         ...
 
 
-class HuggingFaceTokenizer:
-    """A tokenizer from a folder in Hugging Face layout.
-
-    Args:
-        folder: where it is.
-        parse_special_tokens: whether special tokens written out in a text, or in a message, are what they say. Those
-            that a chat template writes always are.
-
-    Raises:
-        InvalidArgument: its chat template is broken.
-        Unsupported: special tokens cannot be told from text in this kind of tokenizer.
-    """
-
-    def __init__(self, folder: Path, *, parse_special_tokens: bool = True) -> None:
-        # Both take a second to import, so they do it side by side, and a server without text never does.
-        if _may_have_chat_template(folder):
-            template_process()
-        from transformers import AutoTokenizer
-
-        keep_tokenizers_on_their_thread()
-        self._folder = folder
-        self._inner: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        # The Rust tokenizer behind it is thread-safe when called itself; the Python wrapper resets its truncation on
-        # every call and fails with "Already borrowed" under threads.
-        self._fast: Any = self._inner.backend_tokenizer if self._inner.is_fast else None
-        self._lock = threading.Lock()
-        self._max_token_bytes = GENEROUS_BYTES
-        if self._fast is not None:
-            self._fast.no_truncation()  # the wrapper's default too: a prompt is whole or refused
-            self._fast.no_padding()
-            self._max_token_bytes = max_token_bytes(self._fast)
-            self._fast.encode("")  # a part that names tokens which are not there fails on every text
-        self._literal: LiteralText | None = None
-        if not parse_special_tokens:
-            if self._fast is None:
-                raise Unsupported(
-                    f"parse_special_tokens: always with the tokenizer in {folder.name}, which is no fast one"
-                )
-            self._literal = LiteralText(self._fast)
-        self._chat = self._chat_template()
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._inner)
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        eos = self._inner.eos_token_id
-        return frozenset() if eos is None else frozenset({eos})
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat is not None
-
-    @property
-    def max_token_bytes(self) -> int:
-        return self._max_token_bytes
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if self._fast is not None:
-            fast = self._fast if self._literal is None else self._literal.tokenizer
-            return _encode(fast, "prompt", text, add_special_tokens=add_special_tokens)
-        with self._lock:
-            return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        if self._fast is None:
-            with self._lock:
-                return str(self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-        try:
-            if len(token_ids) < _SHORT:
-                return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-            return str(self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic in Rust is no Exception, and would pass by whoever waits for an end
-            raise InternalError(f"the tokenizer in {self._folder.name} fails on token ids: {error}") from error
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
-        if self._chat is None:
-            raise Unsupported(f"the tokenizer in {self._folder.name} has no chat template: send text or token ids")
-        plain = [dict(message) for message in messages]
-        if self._literal is None:
-            text = self._chat.render(plain, max_bytes=max_bytes)
-            if self._fast is None:
-                return self.encode(text, add_special_tokens=False)
-            return _encode(self._fast, _MESSAGES, text, add_special_tokens=False)
-        text = self._chat.render(self._literal.marked(plain), max_bytes=max_bytes)
-        return _encode(self._literal.tokenizer, _MESSAGES, self._literal.unmarked(text), add_special_tokens=False)
-
-    def _chat_template(self) -> ChatTemplate | None:
-        if not self._inner.chat_template:
-            return None
-        try:
-            source = self._inner.get_chat_template()
-        except ValueError as error:  # several, and none of them the default
-            raise InvalidArgument("model", f"its chat template cannot be chosen: {error}") from error
-        variables = {
-            name: value if isinstance(value, list) else str(value)
-            for name, value in self._inner.special_tokens_map.items()
-        }
-        return ChatTemplate(template_process(), source, variables)
-
-
-def _encode(fast: Any, field: str, text: str, *, add_special_tokens: bool) -> list[int]:
-    try:
-        if len(text) < _SHORT:
-            return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
-        return list(fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library has no error of its own, and panics in Rust
-        raise InvalidArgument(field, f"the tokenizer cannot take it apart: {error}") from error
-
-
-def _may_have_chat_template(folder: Path) -> bool:
-    """Whether it is worth starting the process that renders before it is known."""
-    config = folder / "tokenizer_config.json"
-    return any((folder / name).exists() for name in _TEMPLATE_FILES) or (
-        config.exists() and b'"chat_template"' in config.read_bytes()
-    )
-
-
 class NoTokenizer:
     """Stands where a model's folder has no tokenizer files: token ids in, token ids out, and no text."""
 
@@ -214,34 +74,3 @@ class NoTokenizer:
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         raise Unsupported("this model has no tokenizer files, so it has no chat template: send token ids")
-
-
-def load_tokenizer(folder: Path, *, vocab_size: int, parse_special_tokens: bool = True) -> Tokenizer:
-    """The tokenizer of a model's folder; one that knows ids alone where there are no tokenizer files.
-
-    Raises:
-        InvalidArgument: a file is broken.
-        Unsupported: see `HuggingFaceTokenizer`.
-    """
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        return NoTokenizer(vocab_size)
-    try:
-        return HuggingFaceTokenizer(folder, parse_special_tokens=parse_special_tokens)
-    except (JpagedError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # two libraries read the files, with errors of every kind, and panics in Rust
-        raise InvalidArgument("model", f"{folder}: the tokenizer cannot be loaded: {_why(folder, error)}") from error
-
-
-def _why(folder: Path, error: BaseException) -> str:
-    """Names the file, where it is one that cannot be read."""
-    for path in sorted(folder.glob("*token*.json")):
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except RecursionError:
-            return f"{path.name} is nested too deep"
-        except (OSError, ValueError) as found:
-            return f"{path.name} cannot be read as JSON: {found}"
-        if not isinstance(value, dict) or not value:
-            return f"{path.name} must hold a JSON object with fields"
-    return f"{type(error).__name__}: {error}".partition("\n")[0]

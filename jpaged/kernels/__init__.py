@@ -1,1 +1,5 @@
-"""Operations on device arrays, one folder each; the XLA version of an operation is its specification."""
+"""Operations on device arrays, one folder each; the XLA version of an operation is its specification.
+
+kv_layout.py      where keys and values lie in the pool
+paged_attention/  attention over blocks
+"""

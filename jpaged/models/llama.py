@@ -13,9 +13,7 @@ from flax import nnx
 
 from jpaged.models import rope
 from jpaged.models.config import LlamaConfig
-from jpaged.models.dot import dot
-from jpaged.models.layers import LayerMode, run_layers
-from jpaged.models.parts import (
+from jpaged.models.layers import (
     Attend,
     Linear,
     Params,
@@ -27,6 +25,8 @@ from jpaged.models.parts import (
     normal,
     rms_norm,
 )
+from jpaged.models.matmul import dot
+from jpaged.models.stack import LayerMode, run_layers
 
 
 class Attention(nnx.Module):

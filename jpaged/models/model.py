@@ -9,10 +9,10 @@ import numpy as np
 
 from jpaged.errors import InternalError
 from jpaged.models.config import LlamaConfig, ModelConfig, OptConfig
-from jpaged.models.layers import LayerMode
+from jpaged.models.layers import Attend, Params
 from jpaged.models.llama import Llama
 from jpaged.models.opt import Opt
-from jpaged.models.parts import Attend, Params
+from jpaged.models.stack import LayerMode
 
 
 class Model(Protocol):

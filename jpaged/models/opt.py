@@ -12,9 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jpaged.models.config import OPT_POSITION_OFFSET, Activation, OptConfig
-from jpaged.models.dot import dot
-from jpaged.models.layers import LayerMode, run_layers
-from jpaged.models.parts import (
+from jpaged.models.layers import (
     Attend,
     LayerNorm,
     Linear,
@@ -26,6 +24,8 @@ from jpaged.models.parts import (
     layer_norm,
     normal,
 )
+from jpaged.models.matmul import dot
+from jpaged.models.stack import LayerMode, run_layers
 
 _NORM_EPS = 1e-5
 

@@ -28,14 +28,14 @@ from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, infer
 from jpaged.config import EngineConfig, Environment
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
-from jpaged.obs.metrics import MetricsServer, serve_metrics
 from jpaged.server import wire
 from jpaged.server.health import HealthServicer
 from jpaged.server.metrics import metrics_source
 from jpaged.server.port import make_server
+from jpaged.server.prometheus import MetricsServer, serve_metrics
 from jpaged.server.servicer import ControlServicer, InferenceServicer
-from jpaged.server.serving import Serving
-from jpaged.server.stream import Bridge
+from jpaged.service.loaded_model import Serving
+from jpaged.service.stream import Bridge
 from jpaged.version import __version__
 
 _LOG = logging.getLogger(__name__)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jpaged.obs.metrics import MetricsSource
-from jpaged.server.serving import Serving
+from jpaged.server.prometheus import MetricsSource
+from jpaged.service.loaded_model import Serving
 
 
 def metrics_source(serving: Serving) -> MetricsSource:

@@ -18,13 +18,13 @@ from google.protobuf.message import Message
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import Unavailable
-from jpaged.obs.metrics import MetricsServer, serve_metrics
 from jpaged.server import wire
 from jpaged.server.metrics import metrics_source
+from jpaged.server.prometheus import MetricsServer, serve_metrics
 from jpaged.server.servicer import InferenceServicer
-from jpaged.server.serving import Serving
 from jpaged.server.status import Trailers
-from jpaged.server.stream import Bridge
+from jpaged.service.loaded_model import Serving
+from jpaged.service.stream import Bridge
 from jpaged.version import __version__
 
 Metadata = Iterable[tuple[str, str | bytes]]

@@ -25,10 +25,10 @@ from jpaged.errors import (
     QueueFull,
 )
 from jpaged.server import wire
-from jpaged.server.serving import Serving
 from jpaged.server.status import CallContext, refuse
-from jpaged.server.stream import Bridge, OutputStream
-from jpaged.server.workers import Workers
+from jpaged.service.loaded_model import Serving
+from jpaged.service.stream import Bridge, OutputStream
+from jpaged.service.workers import Workers
 from jpaged.types import FinishReason, OutputEvent, Request, SequenceFinish
 
 _LOG = logging.getLogger(__name__)

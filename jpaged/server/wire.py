@@ -15,7 +15,7 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.config import EngineConfig
 from jpaged.engine.stats import EngineLoad
 from jpaged.errors import InvalidArgument
-from jpaged.server.serving import BackendFacts, ModelFacts
+from jpaged.service.loaded_model import BackendFacts, ModelFacts
 from jpaged.types import (
     MAX_CACHE_SALT_CHARS,
     MAX_CHAT_MESSAGES,

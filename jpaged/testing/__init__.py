@@ -1,4 +1,9 @@
-"""Fakes for tests of one's own: an executor to compute by hand, a byte tokenizer, a clock to turn."""
+"""Fakes for tests of one's own: an executor to compute by hand, a byte tokenizer, a clock to turn.
+
+fake_executor.py   an executor without a model
+byte_tokenizer.py  a token is a byte
+virtual_clock.py   a clock that moves when it is told to
+"""
 
 from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_executor import FakeExecutor, Faults, alternatives, expected_tokens

@@ -23,7 +23,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update, pallas_tpu
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention.tpu import attention as tpu
 
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
 """One of each generation; all need a whole host with libtpu 0.0.42. One chip of it is compiled for."""
@@ -58,7 +59,7 @@ class Case:
         """What our own check says."""
         num_heads = self.num_kv_heads * self.group
         queries = Queries(num_heads, jnp.dtype(self.dtype), self.num_rows, self.table_width, self.num_tokens)
-        return pallas_tpu.refuses(AttentionSpec(self.layout, 1.0), queries)
+        return tpu.refuses(AttentionSpec(self.layout, 1.0), queries)
 
     @property
     def query_bytes(self) -> int:
@@ -108,7 +109,7 @@ def compiled(topology: str, case: Case) -> dict[str, object]:
 
     def step(q, new_kv, pool, layer, rows, scales):
         if case.refusal is not None:  # the compiler is asked all the same
-            return pallas_tpu.paged_attention_update(q, new_kv, pool, layer, rows, spec, scales)
+            return tpu.paged_attention_update(q, new_kv, pool, layer, rows, spec, scales)
         return paged_attention_update(q, new_kv, pool, layer, rows, spec, scales, backend="pallas-tpu")
 
     t, s, k = case.num_tokens, case.num_rows, case.num_kv_heads

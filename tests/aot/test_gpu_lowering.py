@@ -12,8 +12,8 @@ from jax import export
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh
 
+from benchmarks.aot_gpu.cases import ATTENTION, AttentionCase, attend
 from jpaged.errors import Unsupported
-from tools.aot_gpu.cases import ATTENTION, AttentionCase, attend
 
 H200 = AbstractMesh((1,), ("model",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 

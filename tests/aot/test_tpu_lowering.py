@@ -18,12 +18,12 @@ from jax import export
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh
 
+from jpaged.capacity.known_models import known_config
 from jpaged.config import EngineConfig
-from jpaged.device.blueprint import abstract_serving
+from jpaged.device.aot.tpu import GENERATIONS
 from jpaged.device.mesh import MESH_AXES, build_mesh
-from jpaged.device.step import backbone_packing
-from jpaged.device.topology import GENERATIONS
-from jpaged.models.known import known_config
+from jpaged.device.programs.lowering import abstract_serving
+from jpaged.device.step.forward import backbone_packing
 from jpaged.models.model import model_for
 
 NUM_TOKENS = 16

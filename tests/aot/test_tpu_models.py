@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tpu_programs import ProgramResult, compile_cells, library
-from jpaged.models.known import known_config
+from jpaged.capacity.known_models import known_config
 
 pytestmark = pytest.mark.long
 

@@ -12,39 +12,38 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 # What each top-level name of jpaged may import, besides itself. `engine.executor` opens one module of a package.
-VALUES = {"errors", "types", "cluster", "config", "version", "json_text"}
+VALUES = {"errors", "types", "launchers", "config", "version", "json_text"}
 MAY_IMPORT = {
     "version": set(),
     "json_text": set(),
     "errors": set(),
     "types": {"errors"},
-    "cluster": {"errors"},
-    "config": {"errors", "types", "cluster"},
-    "obs": VALUES,
+    "launchers": {"errors"},
+    "config": {"errors", "types", "launchers"},
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
-    "device": VALUES | {"obs", "kernels", "models", "engine.executor", "engine.buckets"},
-    "chat": VALUES,
-    "engine": VALUES | {"obs", "chat"},
+    "checkpoints": VALUES | {"models"},
+    "device": VALUES | {"kernels", "models", "engine.executor", "engine.buckets"},
+    "engine": VALUES,
     "_proto": set(),
     "client": VALUES | {"_proto"},
-    "server": VALUES | {"obs", "engine", "_proto"},
+    "service": VALUES | {"engine"},
+    "server": VALUES | {"engine", "service", "_proto"},
     "testing": VALUES | {"engine"},
-    "sim": VALUES | {"engine", "testing", "models.known"},
-    "demo": VALUES | {"kernels", "models"},
-    "plan": VALUES | {"models", "device", "engine.executor", "demo.checkpoint", "sim.hardware"},
-    "assemble": VALUES | {"obs", "kernels", "models", "device", "engine", "server", "demo", "testing"},
-    "convert": VALUES | {"models", "demo"},
-    "llm": VALUES | {"obs", "engine", "assemble", "client"},
+    "demo": VALUES | {"models", "checkpoints"},
+    "capacity": VALUES | {"models", "checkpoints", "device", "engine", "testing", "demo"},
+    "assemble": VALUES | {"kernels", "models", "checkpoints", "device", "engine", "service", "demo", "testing"},
+    "convert": VALUES | {"models", "checkpoints", "demo"},
+    "llm": VALUES | {"engine", "service", "assemble", "client"},
     "cli": VALUES
-    | {"obs", "assemble", "convert", "client", "server", "llm", "sim", "engine.engine", "kernels", "plan"}
-    | {"device.processes"},
+    | {"assemble", "convert", "client", "service", "server", "llm", "capacity", "engine.engine", "kernels"}
+    | {"device.multihost"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }
 
 # Where a library may be imported; what is not listed may be imported anywhere.
-_ARRAYS = {"device", "models", "kernels", "demo"}
+_ARRAYS = {"device", "models", "checkpoints", "kernels", "demo"}
 _WIRE = {"client", "server", "_proto"}
 LIBRARY_HOMES: dict[str, set[str]] = {
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "orbax"), _ARRAYS),
@@ -57,6 +56,7 @@ JSON_HOME = "jpaged/json_text.py"
 MAX_FILE_LINES = 500
 MAX_KERNEL_FILE_LINES = 900
 MAX_FUNCTION_LINES = 60  # its own: without docstring and nested functions
+MAX_FOLDER_FILES = 15
 MAX_PARAMETERS = 8  # without self and cls; tests take as many fixtures as they need
 BANNED_FILES = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
 SKIPS = re.compile(r"\bpytest\.(mark\.)?(skip|skipif|xfail)\b|\bunittest\.skip|\bskip(Test|Unless|If)\b")
@@ -91,7 +91,7 @@ class Source:
 @functools.cache
 def sources(root: Path) -> list[Source]:
     """Return the Python files that the rules hold for, as they were at the first call."""
-    folders = ("jpaged", "tests", "tools", "benchmarks")
+    folders = ("jpaged", "tests", "protos", "benchmarks")
     paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
     texts = [(path.relative_to(root).as_posix(), path.read_text()) for path in paths]
     return [Source(path, text, ast.parse(text)) for path, text in texts]
@@ -102,15 +102,42 @@ def violations(root: Path) -> list[str]:
     files = sources(root)
     modules = {source.module for source in files if source.module}
     found = [line for source in files for line in _in_one_file(source, modules)]
-    folders = {Path(source.path).parent.as_posix() for source in files if source.module}
-    inits = {source.path for source in files}
-    found += [f"{folder}/__init__.py: is missing" for folder in sorted(folders) if f"{folder}/__init__.py" not in inits]
+    found += [line for folder, inside in _folders(files).items() for line in _in_one_folder(folder, inside)]
     graph = {s.module: set(_own_imports(s, modules).values()) - {s.module} for s in files if s.module}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         found.append(f"import cycle: {' <- '.join(error.args[1])}")
     return found
+
+
+def _folders(files: list[Source]) -> dict[str, list[Source]]:
+    """Return the files that lie in each folder."""
+    folders: dict[str, list[Source]] = {}
+    for source in files:
+        path = Path(source.path)
+        folders.setdefault(path.parent.as_posix(), []).append(source)
+    return dict(sorted(folders.items()))
+
+
+def _in_one_folder(folder: str, inside: list[Source]) -> Iterator[str]:
+    if len(inside) > MAX_FOLDER_FILES:
+        yield f"{folder}: {len(inside)} files, over the limit of {MAX_FOLDER_FILES}"
+    if not inside[0].module:
+        return
+    init = next((source for source in inside if Path(source.path).name == "__init__.py"), None)
+    if init is None:
+        yield f"{folder}/__init__.py: is missing"
+    elif folder != "jpaged" and not f"{folder}/".startswith(GENERATED):
+        listed = _listed(ast.get_docstring(init.tree) or "")
+        names = {Path(source.path).name for source in inside} - {"__init__.py"}
+        yield from (f"{init.path}:1: does not say what {name} is" for name in sorted(names - listed))
+        yield from (f"{init.path}:1: says what {name} is, which is not there" for name in sorted(listed - names))
+
+
+def _listed(docstring: str) -> set[str]:
+    """Return the files that a package's docstring lists, each as `name.py  what it is`."""
+    return {match[1] for match in re.finditer(r"^(\w+\.py) +\S", docstring, re.MULTILINE)}
 
 
 def _in_one_file(source: Source, modules: set[str]) -> Iterator[str]:

@@ -58,7 +58,7 @@ def test_properties_have_no_deadline_and_one_list_of_examples():
 
 
 def test_everything_but_the_array_side_imports_without_jax():
-    without_jax = {"__init__", "errors", "types", "config", "obs", "_proto", "client", "server", "engine", "cli"}
+    without_jax = {"__init__", "errors", "types", "config", "_proto", "client", "service", "server", "engine", "cli"}
     modules = [s.module for s in house_rules.sources(ROOT) if s.module and s.top in without_jax]
     assert "jpaged.types" in modules
     program = (
@@ -77,12 +77,28 @@ NINE = "a, b, c, d, e, f, g, h, i"
 @pytest.mark.parametrize(
     ("path", "text", "message"),
     [
-        ("jpaged/engine/a.py", "import jpaged.device.step\n", "engine may not import jpaged.device.step"),
+        (
+            "jpaged/engine/a.py",
+            "import jpaged.device.step\n",
+            "engine may not import jpaged.device.step",
+        ),
         ("jpaged/engine/a.py", "from jpaged.device import step\n", "engine may not import jpaged.device.step"),
         ("jpaged/engine/a.py", "from jpaged import device\n", "engine may not import jpaged.device"),
-        ("jpaged/engine/a.py", "def f():\n    from jpaged.device import step\n", "may not import jpaged.device.step"),
-        ("jpaged/device/step.py", "from jpaged.engine import scheduler\n", "may not import jpaged.engine.scheduler"),
-        ("jpaged/server/a.py", "from jpaged.device.step import S\n", "server may not import jpaged.device.step.S"),
+        (
+            "jpaged/engine/a.py",
+            "def f():\n    from jpaged.device import step\n",
+            "may not import jpaged.device.step",
+        ),
+        (
+            "jpaged/device/step.py",
+            "from jpaged.engine import scheduler\n",
+            "may not import jpaged.engine.scheduler",
+        ),
+        (
+            "jpaged/server/a.py",
+            "from jpaged.device.step import S\n",
+            "server may not import jpaged.device.step.S",
+        ),
         (
             "jpaged/client/a.py",
             "from jpaged.engine import scheduler\n",
@@ -91,6 +107,8 @@ NINE = "a, b, c, d, e, f, g, h, i"
         ("jpaged/errors.py", "import jpaged.client\n", "errors may not import jpaged.client"),
         ("jpaged/engine/deep/a.py", "", "jpaged/engine/deep/__init__.py: is missing"),
         ("jpaged/novel/__init__.py", "", "jpaged.novel is not in the table"),
+        ("jpaged/cli/__init__.py", "", "jpaged/cli/__init__.py:1: does not say what a.py is"),
+        ("jpaged/cli/__init__.py", '"""A.\n\na.py  a\nz.py  z\n"""', "says what z.py is, which is not there"),
         ("jpaged/engine/a.py", "import jax.numpy as jnp\n", "engine may not import jax"),
         ("jpaged/client/a.py", "def f():\n    import flax\n", "client may not import flax"),
         ("jpaged/engine/a.py", "from grpc import aio\n", "engine may not import grpc"),
@@ -100,10 +118,10 @@ NINE = "a, b, c, d, e, f, g, h, i"
         ("jpaged/cli/a.py", "from os import environ\n", "only jpaged/config.py reads the environment"),
         ("jpaged/cli/a.py", "import json\nx = json.dumps(1)\n", "only jpaged/json_text.py writes JSON"),
         ("jpaged/cli/a.py", "x = __doc__\n", "a docstring is not data"),
-        ("tools/a.py", "import inspect\nx = inspect.getdoc(inspect)\n", "a docstring is not data"),
+        ("protos/a.py", "import inspect\nx = inspect.getdoc(inspect)\n", "a docstring is not data"),
         ("jpaged/cli/a.py", "def f(x): assert x > 0\n", "an assert narrows a type"),
         ("jpaged/cli/a.py", "def f(x): assert x is not None, 'no x'\n", "an assert narrows a type"),
-        ("jpaged/cli/utils.py", "", "named after the one noun"),
+        ("tests/utils.py", "", "named after the one noun"),
         ("tests/common.py", "", "named after the one noun"),
         ("jpaged/cli/a.py", "x = 1\n" * 501, "501 lines, over the limit of 500"),
         ("jpaged/kernels/a.py", "x = 1\n" * 901, "901 lines, over the limit of 900"),
@@ -127,6 +145,13 @@ def test_a_planted_violation_is_found(tmp_path, path, text, message):
     assert message in found[0]
 
 
+def test_a_folder_that_is_too_full_is_found(tmp_path):
+    plant(tmp_path)
+    for number in range(16):
+        (tmp_path / f"tests/b{number}.py").write_text("")
+    assert house_rules.violations(tmp_path) == ["tests: 17 files, over the limit of 15"]
+
+
 def test_a_house_in_order_is_passed(tmp_path):
     plant(tmp_path)
     assert house_rules.violations(tmp_path) == []
@@ -139,23 +164,33 @@ def test_nested_functions_and_docstrings_do_not_lengthen_a_function():
     assert house_rules.own_lines(function) == 2
 
 
+def room(*names: str) -> str:
+    """A package's docstring that lists these files."""
+    return "\n".join(['"""A room.', "", *(f"{name}.py  what it is" for name in names), '"""', ""])
+
+
 def plant(root: Path) -> None:
     files = {
         "jpaged/__init__.py": "def __getattr__(name):\n    from jpaged import types\n    return types\n",
         "jpaged/types.py": "",
         "jpaged/config.py": "import os\nimport jpaged.types\nx = os.environ\n",
-        "jpaged/device/__init__.py": "",
+        "jpaged/device/__init__.py": room("step"),
         "jpaged/device/step.py": "import jax\nfrom jpaged.engine.executor import Executor\n",
-        "jpaged/engine/__init__.py": "",
+        "jpaged/engine/__init__.py": room("a", "executor", "scheduler"),
         "jpaged/engine/executor.py": "class Executor: ...\n",
         "jpaged/engine/scheduler.py": "import jpaged.engine.a\nfrom jpaged.types import Request\n",
         "jpaged/engine/a.py": "def f(x):\n    assert isinstance(x.y, int)\n    assert x is not None\n",
-        "jpaged/cli/__init__.py": "",
-        "jpaged/client/__init__.py": "import grpc\n",
-        "jpaged/kernels/__init__.py": "",
+        "jpaged/cli/__init__.py": room("a"),
+        "jpaged/cli/a.py": "",
+        "jpaged/client/__init__.py": room("a"),
+        "jpaged/client/a.py": "import grpc\n",
+        "jpaged/kernels/__init__.py": room("a", "api"),
+        "jpaged/kernels/a.py": "",
         "jpaged/kernels/api.py": "x = 1\n" * 800,
-        "jpaged/models/__init__.py": "",
-        "jpaged/server/__init__.py": "",
+        "jpaged/models/__init__.py": room("a"),
+        "jpaged/models/a.py": "",
+        "jpaged/server/__init__.py": room("a"),
+        "jpaged/server/a.py": "",
         "jpaged/_proto/__init__.py": "",
         "jpaged/_proto/v1/__init__.py": "",
         "jpaged/_proto/v1/x_pb2_grpc.py": "import grpc\n" * 600,

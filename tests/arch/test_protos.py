@@ -9,7 +9,7 @@ import pytest
 from grpc_tools import protoc
 
 from jpaged._proto.v1 import inference_pb2
-from tools import proto_gen, proto_lint
+from protos import generate, lint
 
 GOOD = """\
 syntax = "proto3";
@@ -53,15 +53,15 @@ enum Manner {
 def rules_broken(root: Path, text: str, path: str = "jpaged/v1/greeting.proto") -> list[str]:
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text)
-    return [violation.rule for violation in proto_lint.lint(proto_lint.compile_protos(root))]
+    return [violation.rule for violation in lint.lint(lint.compile_protos(root))]
 
 
 def test_the_protos_follow_the_rules():
-    assert [str(v) for v in proto_lint.lint(proto_lint.compile_protos(proto_gen.PROTOS))] == []
+    assert [str(v) for v in lint.lint(lint.compile_protos(generate.PROTOS))] == []
 
 
 def test_the_generated_code_is_current():
-    assert proto_gen.differences(proto_gen.OUTPUT, proto_gen.generate(proto_gen.PROTOS)) == []
+    assert generate.differences(generate.OUTPUT, generate.generate(generate.PROTOS)) == []
 
 
 def test_a_good_file_breaks_no_rule(tmp_path):
@@ -107,7 +107,7 @@ def test_generated_code_imports_from_its_package(tmp_path):
         'syntax = "proto3";\npackage jpaged.v1;\nimport "jpaged/v1/greeting.proto";\n'
         "message Pair {\n  GreetRequest first = 1;\n}\n"
     )
-    texts = proto_gen.generate(tmp_path)
+    texts = generate.generate(tmp_path)
     assert sorted(texts) == [
         "__init__.py",
         "v1/__init__.py",
@@ -126,7 +126,7 @@ def test_generated_code_runs_with_the_installed_runtime(tmp_path):
     proto = GOOD.replace("jpaged.v1", "planted.v1")  # another package: the pool holds each name once
     (tmp_path / "protos/planted/v1").mkdir(parents=True)
     (tmp_path / "protos/planted/v1/planted.proto").write_text(proto)
-    arguments = [*proto_gen.protoc_arguments(tmp_path / "protos"), f"--python_out={tmp_path}"]
+    arguments = [*generate.protoc_arguments(tmp_path / "protos"), f"--python_out={tmp_path}"]
     assert protoc.main([*arguments, "planted/v1/planted.proto"]) == 0
     spec = importlib.util.spec_from_file_location("planted_pb2", tmp_path / "planted/v1/planted_pb2.py")
     assert spec is not None
@@ -139,15 +139,15 @@ def test_generated_code_runs_with_the_installed_runtime(tmp_path):
 
 def test_writing_twice_changes_nothing_and_drift_is_named(tmp_path):
     wanted = {"__init__.py": "", "v1/x_pb2.py": "x = 1\n"}
-    proto_gen.write(tmp_path, wanted)
+    generate.write(tmp_path, wanted)
     before = (tmp_path / "v1/x_pb2.py").stat().st_mtime_ns
-    proto_gen.write(tmp_path, wanted)
+    generate.write(tmp_path, wanted)
     assert (tmp_path / "v1/x_pb2.py").stat().st_mtime_ns == before
-    assert proto_gen.differences(tmp_path, wanted) == []
+    assert generate.differences(tmp_path, wanted) == []
     (tmp_path / "v1/x_pb2.py").write_text("x = 2\n")
     (tmp_path / "stray.py").write_text("")
     (tmp_path / "__init__.py").unlink()
-    assert proto_gen.differences(tmp_path, wanted) == [
+    assert generate.differences(tmp_path, wanted) == [
         "__init__.py: is missing",
         "stray.py: nothing generates it",
         "v1/x_pb2.py: differs",

@@ -12,7 +12,7 @@ from jpaged.cli.main import main
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument
-from jpaged.server.serving import Serving
+from jpaged.service.loaded_model import Serving
 from jpaged.testing import FakeExecutor, Faults
 from tests.server.harness import make_serving
 

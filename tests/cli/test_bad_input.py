@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from jpaged.capacity.simulator import simulation
 from jpaged.cli import health
 from jpaged.cli.main import main
 from jpaged.client.wire import sampling_message
 from jpaged.demo.checkpoint import FOLDER
 from jpaged.errors import InternalError
-from jpaged.sim import simulation
 from jpaged.types import SamplingParams
 from tests.models.tiny import tiny_case, write_checkpoint
 from tests.processes import ROOT, WAIT_S

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import pytest
 
+from jpaged.capacity import compiled, process
+from jpaged.capacity.compiled import CompiledPlan, Question, answer
+from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.cli.main import main
-from jpaged.device.deployment import compile_deployment
+from jpaged.device.aot.deployment import compile_deployment
 from jpaged.device.mesh import build_mesh
 from jpaged.device.step_sizes import Attention
-from jpaged.models.known import KNOWN_MODELS
-from jpaged.plan import compiled, process
-from jpaged.plan.compiled import CompiledPlan, Question, answer
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.demo.attention import attend
+from benchmarks.demo_model.attention import attend
 
 NUM_ROWS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 4, 2, 8
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.demo_model.export import export
+from jpaged.checkpoints.hub import read_config
+from jpaged.checkpoints.weights import load_params
 from jpaged.demo import checkpoint
 from jpaged.demo.checkpoint import FOLDER, load_demo
-from jpaged.demo.export import export
 from jpaged.errors import InvalidArgument
-from jpaged.models.loader import read_config
 from jpaged.models.model import model_for
-from jpaged.models.weights import load_params
 
 FILES = [path for path in FOLDER.rglob("*") if path.is_file()]
 

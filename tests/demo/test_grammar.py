@@ -6,11 +6,20 @@ from random import Random
 
 import pytest
 
-from jpaged.demo import lexicon, notation, prompts
-from jpaged.demo.cast import Wishes, cast_for
-from jpaged.demo.grammar import ASSISTANT, END, PLOTS, SYSTEM, USER, document, introduction, random_story
-from jpaged.demo.lexicon import World, kind_of
-from jpaged.demo.plots import Theme
+from benchmarks.demo_model.stories import lexicon, notation, prompts
+from benchmarks.demo_model.stories.cast import Wishes, cast_for
+from benchmarks.demo_model.stories.grammar import (
+    ASSISTANT,
+    END,
+    PLOTS,
+    SYSTEM,
+    USER,
+    document,
+    introduction,
+    random_story,
+)
+from benchmarks.demo_model.stories.lexicon import World, kind_of
+from benchmarks.demo_model.stories.plots import Theme
 
 NUM_STORIES = 1500
 FIRST_DOCUMENT = (

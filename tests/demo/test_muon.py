@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.demo.muon import orthogonal, scale_by_muon
+from benchmarks.demo_model.muon import orthogonal, scale_by_muon
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (24, 96), (96, 24)])

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from jpaged.demo import lexicon
-from jpaged.demo.sample import CARD_PROMPTS, open_sampler, with_template
+from benchmarks.demo_model.sample import CARD_PROMPTS, open_sampler, with_template
+from benchmarks.demo_model.stories import lexicon
 
 SUBJECTS = (
     "dragon",

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from jpaged.demo import lexicon
+from benchmarks.demo_model.stories import lexicon
+from benchmarks.demo_model.stories.grammar import document
+from benchmarks.demo_model.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer
 from jpaged.demo.checkpoint import FOLDER
-from jpaged.demo.grammar import document
-from jpaged.demo.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer
 
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from jpaged.demo.data import Lesson, batch, encode
-from jpaged.demo.tokenizer import train_tokenizer
-from jpaged.demo.train import PHASES, Phase, TrainSettings, demo_config, loss_sum, train
+from benchmarks.demo_model.data import Lesson, batch, encode
+from benchmarks.demo_model.tokenizer import train_tokenizer
+from benchmarks.demo_model.train import PHASES, Phase, TrainSettings, demo_config, loss_sum, train
 from jpaged.models.llama import Llama
 
 SETTINGS = TrainSettings(
@@ -68,10 +68,10 @@ def test_the_gradient_is_that_of_plain_float32_operations(config, tokenizer, mon
         return jax.jit(jax.grad(lambda params: loss_sum(model, params, rows)[0] / 100))(params)
 
     ours, low = gradient("float32"), gradient("bfloat16")
-    monkeypatch.setattr("jpaged.models.parts.dot", plain_dot)
+    monkeypatch.setattr("jpaged.models.layers.dot", plain_dot)
     monkeypatch.setattr("jpaged.models.llama.dot", plain_dot)
-    monkeypatch.setattr("jpaged.demo.train.attend", plain_attend)
-    monkeypatch.setattr("jpaged.demo.train.cross_entropy", optax.softmax_cross_entropy_with_integer_labels)
+    monkeypatch.setattr("benchmarks.demo_model.train.attend", plain_attend)
+    monkeypatch.setattr("benchmarks.demo_model.train.cross_entropy", optax.softmax_cross_entropy_with_integer_labels)
     want = gradient("float32")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), ours, want)
     for have, expected in zip(jax.tree.leaves(low), jax.tree.leaves(want), strict=True):

@@ -17,9 +17,9 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
-from jpaged.cluster import Cluster
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
+from jpaged.launchers import Cluster
 from tests.deploy import dockerfile
 from tests.deploy.command_lines import parse, serve_config
 

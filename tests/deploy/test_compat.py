@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import compat
+from tests import compat
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -5,9 +5,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from jpaged.capacity.known_models import known_config
+from jpaged.checkpoints.names import num_params
 from jpaged.kernels.kv_layout import KVForm, KVLayout
-from jpaged.models.hf_names import num_params
-from jpaged.models.known import known_config
 
 RUNBOOK = (Path(__file__).resolve().parents[2] / "docs" / "runbook.md").read_text()
 GIB = 1 << 30

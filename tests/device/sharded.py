@@ -7,8 +7,8 @@ import numpy as np
 
 from jpaged.device.mesh import Placement, build_mesh
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import LayerMode
 from jpaged.models.model import Model, model_for
+from jpaged.models.stack import LayerMode
 from tests.models.tiny import tiny_case
 
 

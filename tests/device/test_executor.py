@@ -13,7 +13,7 @@ from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine.executor import Executor, StepInputs
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.models.layers import LayerMode
+from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 from tests.models import dense

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.device.blueprint import plan
 from jpaged.device.kv_scales import MARGIN, kv_dtype, measure_scales, name_of_kv_dtype
 from jpaged.device.mesh import build_mesh
+from jpaged.device.programs.lowering import plan
 from jpaged.kernels.kv_layout import MAX_NUMBER
-from jpaged.models.layers import LayerMode
+from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 from tests.device.test_executor import dense_logprobs, prompt

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 
+from jpaged.checkpoints.weights import put_as, random_params
 from jpaged.device import mesh
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh, param_shardings
-from jpaged.models.layers import LayerMode
-from jpaged.models.weights import put_as, random_params
+from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 

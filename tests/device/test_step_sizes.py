@@ -9,16 +9,16 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from jpaged.capacity.known_models import KNOWN_MODELS, known_config
+from jpaged.capacity.target import find_target
+from jpaged.checkpoints.names import num_params
 from jpaged.config import EngineConfig
+from jpaged.device.aot.tpu import TOPOLOGIES, Topology
 from jpaged.device.step_sizes import Attention, StepSizes
-from jpaged.device.topology import TOPOLOGIES, Topology
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig
-from jpaged.models.hf_names import num_params
-from jpaged.models.known import KNOWN_MODELS, known_config
 from jpaged.models.model import model_for
-from jpaged.models.splitting import largest_split
-from jpaged.plan.target import find_target
+from jpaged.models.sharding import largest_split
 
 OWN = {"tpu": "pallas-tpu", "gpu": "pallas-gpu"}
 

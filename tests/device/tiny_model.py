@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jpaged.config import EngineConfig, StartupOptions
 from jpaged.device.executor import JaxExecutor
 from jpaged.models.config import LlamaConfig
-from jpaged.models.layers import LayerMode
+from jpaged.models.layers import Params
 from jpaged.models.llama import Llama
-from jpaged.models.parts import Params
 from jpaged.models.rope_config import RopeConfig
+from jpaged.models.stack import LayerMode
 
 CONFIG = LlamaConfig(
     architecture="LlamaForCausalLM",

@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.device.executor import JaxExecutor
 from tests.e2e.sharing_rig import make_executor
-from tests.models.beam_cases import CHECKPOINT
+from tests.parity.beam_cases import CHECKPOINT
 
 
 @pytest.fixture(scope="session")

@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.checkpoints.weights import load_params, put_as
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, serving_meshes
+from jpaged.engine.data_parallel.engine import Replicas
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import BlockMoves, CascadeCosts, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
-from jpaged.engine.intake import Intake
-from jpaged.engine.replicas import Replicas
 from jpaged.engine.stats import EngineLoad
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import model_for
-from jpaged.models.weights import load_params, put_as
+from jpaged.service.input_processor import Intake
 from jpaged.types import OutputEvent, SamplingParams
 from tests.models.tiny import TinyCase, write_checkpoint
 

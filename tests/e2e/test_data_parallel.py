@@ -11,9 +11,10 @@ import jax
 import pytest
 
 from jpaged.client import Client
-from jpaged.device import executor, memory_plan
+from jpaged.device import executor
 from jpaged.device.executor import JaxExecutor
-from jpaged.engine.replicas import Replicas
+from jpaged.device.programs import memory_plan
+from jpaged.engine.data_parallel.engine import Replicas
 from jpaged.errors import InvalidArgument, QueueFull
 from jpaged.llm import LLM
 from jpaged.types import SamplingParams

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import pytest
 
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names, iter_options
-from jpaged.device import memory_plan
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.programs import ProgramLedger
-from jpaged.device.saved_programs import Target, save_programs
+from jpaged.device.programs import memory_plan
+from jpaged.device.programs.saved import Target, save_programs
+from jpaged.device.programs.store import ProgramLedger
 from jpaged.engine.executor import StepInputs, StepOutputs
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import EngineLoad

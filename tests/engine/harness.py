@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from jpaged.engine.engine import Engine, EngineOptions
-from jpaged.engine.intake import Intake
+from jpaged.service.input_processor import Intake
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
 from jpaged.types import OutputEvent, SamplingParams
 

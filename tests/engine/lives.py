@@ -16,7 +16,7 @@ from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.testing import FakeExecutor
 from jpaged.types import FinishReason
 from tests.engine.harness import CheckedHarness
-from tests.engine.oracle import expected_outputs
+from tests.engine.kv.oracle import expected_outputs
 
 VOCAB_SIZE = 61
 MAX_LEN = 32

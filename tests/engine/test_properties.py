@@ -5,13 +5,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from jpaged.engine.admission import POLICIES
-from jpaged.engine.preemption import PREEMPTION_MODES
+from jpaged.engine.scheduling.policies import POLICIES
+from jpaged.engine.scheduling.preemption import PREEMPTION_MODES
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.testing import FakeExecutor
 from jpaged.types import FinishReason
 from tests.engine.harness import CheckedHarness
-from tests.engine.oracle import expected_outputs
+from tests.engine.kv.oracle import expected_outputs
 
 SHAPES = st.one_of(
     st.just({"temperature": 0.0}),

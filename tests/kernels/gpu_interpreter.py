@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, pallas_gpu
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows
 from jpaged.kernels.paged_attention.backends import implementation
-from jpaged.kernels.paged_attention.pallas_gpu_tiling import Tiling, choose_tiling
+from jpaged.kernels.paged_attention.gpu import attention as gpu
+from jpaged.kernels.paged_attention.gpu.tiling import Tiling, choose_tiling
 from tests.conftest import QUICK_XLA_OPTIONS
 
 # Copies of several engines, so that waiting for one does not look like waiting for those before it.
@@ -26,7 +27,7 @@ PARAMS = InterpretGPUParams(detect_races=True, num_tma_threads_per_device=5)
 
 
 def _run(q, pool, layer, rows, scales, spec: AttentionSpec, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    return pallas_gpu.run(q, pool, layer, rows, spec, scales, tiling, PARAMS)
+    return gpu.run(q, pool, layer, rows, spec, scales, tiling, PARAMS)
 
 
 # What XLA compiles is the interpreter, which is not what a server runs: it need not be quick.

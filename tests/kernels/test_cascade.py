@@ -14,7 +14,7 @@ import pytest
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, paged_attention
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention, cascade_attention_update, merge
-from tests.device.hlo import pool_sized_operations
+from tests.device.programs.hlo import pool_sized_operations
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import (
     TOLERANCE,

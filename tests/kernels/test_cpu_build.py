@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.errors import Unsupported
-from jpaged.kernels.paged_attention import Queries, cpu, cpu_build
+from jpaged.kernels.paged_attention import Queries
 from jpaged.kernels.paged_attention.backends import implementation
+from jpaged.kernels.paged_attention.cpu import attention as cpu
+from jpaged.kernels.paged_attention.cpu import build
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case
 
 ROOT = Path(__file__).parents[2]
@@ -29,35 +31,35 @@ class CpuSuite(PagedAttentionConformance):
 def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the library would be, but is not."""
     path = tmp_path / "libjpaged_cpu.so"
-    monkeypatch.setattr(cpu_build, "LIBRARY", path)
+    monkeypatch.setattr(build, "LIBRARY", path)
     cpu.kernel.cache_clear()
     yield path
     cpu.kernel.cache_clear()
 
 
 def test_without_a_compiler_the_reason_is_said() -> None:
-    with pytest.raises(cpu_build.BuildError, match=r"no C\+\+ compiler was found \(nowhere\+\+\)"):
-        cpu_build.find_compiler("nowhere++")
+    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler was found \(nowhere\+\+\)"):
+        build.find_compiler("nowhere++")
 
 
 def test_without_any_known_compiler_all_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(cpu_build.BuildError, match=r"\(c\+\+, g\+\+, clang\+\+\)"):
-        cpu_build.find_compiler()
+    with pytest.raises(build.BuildError, match=r"\(c\+\+, g\+\+, clang\+\+\)"):
+        build.find_compiler()
 
 
 def test_without_jaxlib_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(cpu_build.BuildError, match="jaxlib is not installed"):
-        cpu_build.find_headers()
+    with pytest.raises(build.BuildError, match="jaxlib is not installed"):
+        build.find_headers()
 
 
 def test_a_failed_build_leaves_the_old_library(tmp_path: Path) -> None:
     library = tmp_path / "library.so"
     library.write_text("old")
-    compiler = cpu_build.find_compiler("false")
-    with pytest.raises(cpu_build.BuildError, match=r"exit status 1 of .*false"):
-        cpu_build.build(library, compiler, cpu_build.find_headers())
+    compiler = build.find_compiler("false")
+    with pytest.raises(build.BuildError, match=r"exit status 1 of .*false"):
+        build.build(library, compiler, build.find_headers())
     assert library.read_text() == "old"
     assert list(tmp_path.iterdir()) == [library]
 
@@ -65,7 +67,7 @@ def test_a_failed_build_leaves_the_old_library(tmp_path: Path) -> None:
 def test_a_backend_that_was_not_built_refuses_with_the_remedy(no_library: Path) -> None:
     case, shape = make_case(RAGGED["mixed"], Shape()), Shape()
     spec, queries = CpuSuite().spec(case, shape), Queries(shape.num_heads, jnp.dtype(shape.dtype), 8, 8, 8)
-    remedy = r"attention backend cpu: libjpaged_cpu.so was not built: .* `python -m jpaged.*cpu_build` builds it now"
+    remedy = r"attention backend cpu: libjpaged_cpu.so was not built: .* `python -m jpaged.*cpu.build` builds it now"
     with pytest.raises(Unsupported, match=remedy):
         implementation("cpu", spec, queries)
 
@@ -94,7 +96,7 @@ class Fault:
     tests: str
 
 
-_CORE, _KERNEL = "cpu_core.cc", "cpu_kernel.cc"
+_CORE, _KERNEL = "core.cc", "kernel.cc"
 
 FAULTS = (
     Fault(
@@ -204,14 +206,14 @@ FAULTS = (
     ),
     Fault(
         "numbers of 16 bits are cut off",
-        "cpu_numbers.h",
+        "numbers.h",
         "(bits + 0x7fff + (bits >> 16 & 1)) >> 16",
         "bits >> 16",
         "update_stores_what",
     ),
     Fault(
         "subnormals of 8 bits are read as normal",
-        "cpu_vector.h",
+        "vector.h",
         "magnitude < 8u ?",
         "magnitude < 0u ?",
         "can_hold",
@@ -248,10 +250,10 @@ FAULTS = (
 
 _RUN = """
 import sys, pathlib, pytest
-from jpaged.kernels.paged_attention import cpu, cpu_build
+from jpaged.kernels.paged_attention.cpu import attention, build
 from jpaged.kernels.paged_attention.backends import implementation
-cpu_build.LIBRARY = pathlib.Path(sys.argv[1])
-isinstance(cpu.kernel(), str) and sys.exit(9)
+build.LIBRARY = pathlib.Path(sys.argv[1])
+isinstance(attention.kernel(), str) and sys.exit(9)
 sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not long", "-k", sys.argv[2], sys.argv[3]]))
 """
 
@@ -259,21 +261,21 @@ sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not long", "-
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_wrong_kernel_is_caught(fault: Fault, tmp_path: Path) -> None:
-    for source in cpu_build.SOURCES:
-        shutil.copy(cpu_build.HERE / source, tmp_path)
+    for source in build.SOURCES:
+        shutil.copy(build.HERE / source, tmp_path)
     path = tmp_path / fault.source
     text = path.read_text()
     assert text.count(fault.before) == 1, f"{fault.before!r} is not once in {fault.source}"
     path.write_text(text.replace(fault.before, fault.after))
     library = tmp_path / "libfaulty.so"
-    cpu_build.build(library, cpu_build.find_compiler(), cpu_build.find_headers(), tmp_path)
+    build.build(library, build.find_compiler(), build.find_headers(), tmp_path)
     status, output = _run_suite(library, fault.tests)
     assert status == 1 or status < 0, f"nothing noticed: {output}"  # tests failed, or the process crashed
 
 
 @pytest.mark.long
 def test_the_right_kernel_passes_the_same_tests() -> None:
-    status, output = _run_suite(cpu_build.LIBRARY, " or ".join(fault.tests for fault in FAULTS))
+    status, output = _run_suite(build.LIBRARY, " or ".join(fault.tests for fault in FAULTS))
     assert status == 0, output
 
 

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, cpu, cpu_build, paged_attention_update
-from jpaged.kernels.paged_attention.cpu import CpuKernel
+from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention.cpu import attention as cpu
+from jpaged.kernels.paged_attention.cpu import build
+from jpaged.kernels.paged_attention.cpu.attention import CpuKernel
 from jpaged.kernels.paged_attention.shapes import SHAPES
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import (
@@ -234,8 +236,8 @@ def _kernel() -> CpuKernel:
 
 def _has_no_compiler() -> bool:
     try:
-        cpu_build.find_compiler()
-    except cpu_build.BuildError:
+        build.find_compiler()
+    except build.BuildError:
         return True
     return False
 

@@ -14,8 +14,9 @@ from jax.extend.core import jaxprs_in_params
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention, pallas_gpu
-from jpaged.kernels.paged_attention.pallas_gpu_tiling import (
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention
+from jpaged.kernels.paged_attention.gpu import attention as gpu
+from jpaged.kernels.paged_attention.gpu.tiling import (
     NUM_PROCESSORS,
     SHARED_BYTES,
     choose_tiling,
@@ -148,7 +149,7 @@ def test_what_is_written_is_committed_before_it_is_read_or_copied_over(dtype: st
     rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((5,), (4,), (4, 32), ())))
     q, pool = jax.ShapeDtypeStruct((24, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct(layout.shape, layout.dtype)
     scales = jax.ShapeDtypeStruct((2, 2, 2), jnp.float32) if layout.is_scaled else None
-    call = functools.partial(pallas_gpu.paged_attention, spec=spec)
+    call = functools.partial(gpu.paged_attention, spec=spec)
     program = jax.make_jaxpr(call)(q, pool, 0, rows, scales_lk2=scales).jaxpr
     assert str(program).count("wgmma_ref") >= 2
     assert _uncommitted(program, frozenset()) == set()
@@ -168,7 +169,7 @@ def test_every_query_is_in_one_tile_at_its_place(seed: int) -> None:
     spec = AttentionSpec(KVLayout(1, 8, 16, 2, 64, jnp.dtype("bfloat16"), "gpu"), 1.0)
     tiling = choose_tiling(spec, 14, num_tokens, num_rows, 8)
     rows = RaggedRows(jnp.array(starts), jnp.array(kv_lens), jnp.zeros((num_rows, 8), jnp.int32), jnp.int32(used))
-    tiles, places = pallas_gpu.plan(rows, spec, tiling, num_tokens)
+    tiles, places = gpu.plan(rows, spec, tiling, num_tokens)
     found: dict[int, tuple[int, int, int]] = {}
     for index, (row, first, size, position, begin, end, is_bad) in enumerate(np.asarray(tiles).tolist()):
         assert size <= tiling.tile_tokens
@@ -253,7 +254,7 @@ def test_what_is_not_refused_fits_into_shared_memory() -> None:
         for block_size in range(8, 129, 8):
             for head_dim in range(16, 257, 16):
                 spec = AttentionSpec(KVLayout(1, 4, block_size, 2, head_dim, jnp.dtype(dtype), "gpu"), 1.0)
-                if pallas_gpu.refuses(spec, Queries(8, jnp.dtype("bfloat16"), 64, 64, 64)) is None:
+                if gpu.refuses(spec, Queries(8, jnp.dtype("bfloat16"), 64, 64, 64)) is None:
                     tiling = choose_tiling(spec, 8, 64, 64, 64)
                     assert tiling.stages >= 2
                     assert fixed_bytes(spec) + tiling.stages * stage_bytes(spec) <= SHARED_BYTES
@@ -276,5 +277,5 @@ class Device:
     ],
 )
 def test_devices_other_than_hopper_are_refused(device: Any, reason: str | None) -> None:
-    assert (pallas_gpu.refuses_device(device) or "").startswith(reason or "")
-    assert (pallas_gpu.refuses_device(device) is None) == (reason is None)
+    assert (gpu.refuses_device(device) or "").startswith(reason or "")
+    assert (gpu.refuses_device(device) is None) == (reason is None)

@@ -16,8 +16,8 @@ from tests.kernels import tpu_interpreter
 from tests.kernels.attention_conformance import RAGGED, Shape
 from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, Early, Interpreted, Late
 
-MODULE = "jpaged.kernels.paged_attention.pallas_tpu_kernel"
-SOURCE = (Path(package.__file__).parent / "pallas_tpu_kernel.py").read_text()
+MODULE = "jpaged.kernels.paged_attention.tpu.kernel"
+SOURCE = (Path(package.__file__).parent / "tpu" / "kernel.py").read_text()
 
 Check = Callable[[Interpreted], None]
 

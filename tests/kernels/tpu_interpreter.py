@@ -15,7 +15,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention import paged_attention, paged_attention_update
-from jpaged.kernels.paged_attention import pallas_tpu_sizes as sizing
+from jpaged.kernels.paged_attention.tpu import sizes as sizing
 from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels.attention_conformance import PagedAttentionConformance, Support
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.models.layers import LayerMode
+from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from jpaged.models.parts import Params
+from jpaged.models.stack import LayerMode
 
 
 def attend(q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: tuple, layer_index: jax.Array):

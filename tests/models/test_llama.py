@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike
 
+from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import LayerMode, run_layers
+from jpaged.models.layers import Params
 from jpaged.models.llama import Llama
 from jpaged.models.model import Model, model_for
-from jpaged.models.parts import Params
-from jpaged.models.weights import load_params
+from jpaged.models.stack import LayerMode, run_layers
 from tests.models import dense
 from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
 

@@ -12,9 +12,9 @@ import os
 import sys
 
 from jpaged.cli.main import main
-from jpaged.device import processes
 from jpaged.device.executor import JaxExecutor, JaxStepHandle
-from jpaged.device.packing import PackedStep
+from jpaged.device.multihost import handshake
+from jpaged.device.step.inputs import PackedStep
 from jpaged.engine.executor import StepOutputs
 
 NUM_GOOD = 30
@@ -44,5 +44,5 @@ if __name__ == "__main__":
 
     vars(assemble)["JaxExecutor"] = Planted
     if os.environ["PLANTED"] == "version":
-        vars(processes)["__version__"] = "0.0.0"
+        vars(handshake)["__version__"] = "0.0.0"
     sys.exit(main())

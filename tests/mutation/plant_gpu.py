@@ -12,7 +12,7 @@ import sys
 
 from tests.mutation.planting import Bed, Fault
 
-_KERNEL = "pallas_gpu_kernel.py"
+_KERNEL = "kernel.py"
 _TEST = "tests/kernels/test_paged_attention_gpu.py"
 _COMMITS = ("test_what_is_written_is_committed",)
 _REFILLS = ("refills",)
@@ -34,7 +34,7 @@ FAULTS = (
     ),
     Fault(
         "a tile begins between two eights of rows",
-        "pallas_gpu.py",
+        "attention.py",
         "jnp.cumsum((size_n * tiling.group + 7) // 8)",
         "jnp.cumsum(size_n * tiling.group // 8)",
         ("test_every_query",),
@@ -125,7 +125,7 @@ FAULTS = (
     ),
     Fault(
         "parts are merged without their sums",
-        "pallas_gpu.py",
+        "attention.py",
         "share = jnp.exp2(largest - top) * total",
         "share = jnp.exp2(largest - top)",
         ("parts",),
@@ -148,7 +148,7 @@ NO_FAULT = Fault(
 )
 
 BED = Bed(
-    sources="jpaged/kernels/paged_attention",
+    sources="jpaged/kernels/paged_attention/gpu",
     tests="tests/kernels",
     left_out=(),
     words=lambda fault: [_TEST, "-k", " or ".join(fault.tests)],

@@ -13,9 +13,9 @@ from jpaged._proto.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import Progress
-from jpaged.engine.intake import Intake
 from jpaged.server.lifecycle import Server
-from jpaged.server.serving import BackendFacts, ModelFacts, Serving
+from jpaged.service.input_processor import Intake
+from jpaged.service.loaded_model import BackendFacts, ModelFacts, Serving
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults
 
 EOS = ByteTokenizer.EOS

@@ -12,8 +12,8 @@ import pytest
 
 from jpaged._proto.v1 import control_pb2
 from jpaged.client import Client
-from jpaged.obs import scrapes
 from jpaged.server import port as grpc_port
+from jpaged.server import scrapes
 from jpaged.types import SamplingParams
 from tests.server.harness import collect, eventually, request, running
 from tests.server.raw_http2 import GOAWAY, Connection, message

@@ -1,4 +1,16 @@
-"""Attention over keys and values that lie in blocks; `paged_attention` is the operation."""
+"""Attention over keys and values that lie in blocks; `paged_attention` is the operation.
+
+api.py         the call, checked
+spec.py        what a call needs beside its arrays
+backends.py    which kernels there are, where each runs, what it cannot do
+reference.py   the operation in plain XLA: its specification
+cascade.py     rows that begin with the same blocks
+shapes.py      head shapes of real models
+measure.py     how fast it is on this device
+cpu/           the kernel for CPUs
+gpu/           the kernel for Hopper GPUs
+tpu/           the kernel for TPUs
+"""
 
 from jpaged.kernels.paged_attention.api import paged_attention, paged_attention_update
 from jpaged.kernels.paged_attention.backends import Backend, Choice, choose

@@ -21,8 +21,11 @@ import jax
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.kv_layout import KVForm
-from jpaged.kernels.paged_attention import cpu, pallas_gpu, pallas_tpu, reference
+from jpaged.kernels.paged_attention import reference
+from jpaged.kernels.paged_attention.cpu import attention as cpu
+from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries
+from jpaged.kernels.paged_attention.tpu import attention as tpu
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Shaped
@@ -57,16 +60,14 @@ class Implementation:
 
 IMPLEMENTATIONS: dict[Backend, Implementation] = {
     "pallas-tpu": Implementation(
-        pallas_tpu.paged_attention,
-        pallas_tpu.paged_attention_update,
+        tpu.paged_attention,
+        tpu.paged_attention_update,
         "tpu",
         "tpu",
-        pallas_tpu.refuses,
-        pallas_tpu.refuses_device,
+        tpu.refuses,
+        tpu.refuses_device,
     ),
-    "pallas-gpu": Implementation(
-        pallas_gpu.paged_attention, None, "gpu", "gpu", pallas_gpu.refuses, pallas_gpu.refuses_device
-    ),
+    "pallas-gpu": Implementation(gpu.paged_attention, None, "gpu", "gpu", gpu.refuses, gpu.refuses_device),
     "cpu": Implementation(cpu.attend, cpu.update, "cpu", "cpu", cpu.refuses, cpu.refuses_device),
     "xla": Implementation(reference.paged_attention, None, None, None, lambda spec, queries: None, lambda device: None),
 }

@@ -1,0 +1,266 @@
+"""What is compiled: attention calls, moves of blocks, and whole steps of models."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.config import EngineConfig
+from jpaged.device.mesh import replicated
+from jpaged.device.programs.compile import ProgramSpec
+from jpaged.device.programs.lowering import abstract_serving, program_lowerings
+from jpaged.device.transfers import lower_move, move_sizes
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention.gpu import attention as gpu
+from jpaged.kernels.paged_attention.gpu.tiling import choose_tiling
+from jpaged.models.config import LlamaConfig
+from jpaged.models.llama import Llama
+from jpaged.models.rope_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A lowered program and what has to be true once it is compiled.
+
+    Attributes:
+        lowered: of jax.
+        pool_bytes: of the pool that is donated, and so aliased; 0 where none is.
+        pool_shape: of the pool, none of which may be copied.
+        weight_shapes: of arrays that may not be copied either, their axes in ascending order.
+        max_temp_bytes: what it may take beside its arguments and results.
+        num_kernels: kernels of ours in it, at least.
+    """
+
+    lowered: jax.stages.Lowered
+    pool_bytes: int
+    pool_shape: tuple[int, ...]
+    weight_shapes: frozenset[tuple[int, ...]]
+    max_temp_bytes: int
+    num_kernels: int
+
+
+MoveKind = Literal["copy", "swap_out", "swap_in"]
+
+
+class Case(Protocol):
+    """Something to compile."""
+
+    @property
+    def name(self) -> str:
+        """Unique, and without spaces."""
+
+    @property
+    def expected_error(self) -> str:
+        """A part of the message with which it has to be refused; empty where it has to compile."""
+
+    def lower(self, mesh: jax.sharding.Mesh) -> Program:
+        """Traces and lowers it for the mesh's device."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """One call of attention with its write, as a step makes it."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    num_tokens: int = 64
+    num_rows: int = 64
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    table_width: int = 128
+    expected_error: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its sizes, spelt out."""
+        kind = f"{self.dtype}-{self.kv_dtype}" if self.kv_dtype else self.dtype
+        extra = "-window" if self.sliding_window else ""
+        extra += "-cap" if self.soft_cap else ""
+        sizes = f"h{self.num_heads}-k{self.num_kv_heads}-d{self.head_dim}-b{self.block_size}"
+        return f"attention-{sizes}-t{self.num_tokens}-s{self.num_rows}-{kind}{extra}"
+
+    def spec(self) -> AttentionSpec:
+        """The static side of the call."""
+        dtype = jnp.dtype(self.kv_dtype or self.dtype)
+        layout = KVLayout(4, 65_536 // self.block_size, self.block_size, self.num_kv_heads, self.head_dim, dtype, "gpu")
+        return AttentionSpec(layout, self.head_dim**-0.5, self.sliding_window, self.soft_cap)
+
+    def lower(self, mesh: jax.sharding.Mesh) -> Program:
+        sharding = replicated(mesh)
+        spec = self.spec()
+        arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in self.arguments()]
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = jax.jit(functools.partial(attend, spec=spec), donate_argnums=0).lower(*arguments)
+        tile_bytes = self.num_tokens * self.num_heads * 64 * self.head_dim * 4
+        return Program(
+            lowered, spec.layout.num_bytes, spec.layout.shape, frozenset(), (16 << 20) + tile_bytes, num_kernels=1
+        )
+
+    def arguments(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of what `attend` takes."""
+        t, s, layout = self.num_tokens, self.num_rows, self.spec().layout
+        new = jax.ShapeDtypeStruct((t, self.num_kv_heads, self.head_dim), self.dtype)
+        ints = ((t,), (), (s + 1,), (s,), (s, self.table_width), ())
+        scales = [jax.ShapeDtypeStruct((4, self.num_kv_heads, 2), jnp.float32)] if layout.is_scaled else []
+        return [
+            jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
+            jax.ShapeDtypeStruct((t, self.num_heads, self.head_dim), self.dtype),
+            new,
+            new,
+            *(jax.ShapeDtypeStruct(shape, np.int32) for shape in ints),
+            *scales,
+        ]
+
+
+def attend(pool: jax.Array, *rest: jax.Array, spec: AttentionSpec) -> Any:
+    """The operation on arrays alone, in the order of `AttentionCase.arguments`."""
+    q, k, v, slots, layer, starts, lens, tables, num_rows, *scales = rest
+    rows = RaggedRows(starts, lens, tables, num_rows)
+    return paged_attention_update(
+        q, (k, v, slots), pool, layer, rows, spec, scales[0] if scales else None, backend="pallas-gpu"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCase:
+    """A move of whole blocks in the pool of an 8B model: copy on write, swap out, swap in."""
+
+    kind: MoveKind
+    dtype: str = "bfloat16"
+    expected_error: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it moves."""
+        return f"move-{self.kind}-{self.dtype}"
+
+    def lower(self, mesh: jax.sharding.Mesh) -> Program:
+        layout = KVLayout(32, 8192, 16, 8, 128, jnp.dtype(self.dtype), "gpu")
+        size = move_sizes(layout)[-1]
+        lowered = lower_move(ProgramSpec(self.kind, size), layout, mesh)
+        donated = 0 if self.kind == "swap_out" else layout.num_bytes
+        return Program(lowered, donated, layout.shape, frozenset(), 3 * size * layout.bytes_per_block, num_kernels=0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    """All layers of a model over T packed tokens."""
+
+    model: str
+    num_tokens: int
+    kv_cache_dtype: str = "auto"
+    expected_error: str = ""
+
+    @property
+    def name(self) -> str:
+        """Model, tokens and the pool's type."""
+        return f"step-{self.model}-t{self.num_tokens}-kv-{self.kv_cache_dtype}"
+
+    def lower(self, mesh: jax.sharding.Mesh) -> Program:
+        model = Llama(MODELS[self.model], jnp.dtype("bfloat16"))
+        options = EngineConfig.load(
+            {
+                "attention_backend": "pallas-gpu",
+                "kv_cache_dtype": self.kv_cache_dtype,
+                "max_num_seqs": min(64, self.num_tokens),
+                "max_num_batched_tokens": self.num_tokens,
+                "max_model_len": 8192,
+                "num_blocks": 16_384,
+            }
+        )
+        step, geometry, params = abstract_serving(model, options, mesh)
+        lowerings = program_lowerings(step, params, geometry)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = lowerings[ProgramSpec("backbone", self.num_tokens)]()
+        leaves = jax.tree.leaves(params["layers"])
+        shapes = frozenset(tuple(sorted(leaf.shape)) for leaf in leaves if leaf.size >= 1 << 20)
+        layout = step.attention.layout
+        wide = max(model.config.intermediate_size * 2, model.config.num_heads * 64 * model.config.head_dim)
+        return Program(
+            lowered, layout.num_bytes, layout.shape, shapes, (32 << 20) + 8 * self.num_tokens * wide, num_kernels=1
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OverflowCase:
+    """More stages than shared memory holds, behind the backend's back: the compiler says so too."""
+
+    name: str = "overflow-of-shared-memory"
+    expected_error: str = "232448"
+
+    def lower(self, mesh: jax.sharding.Mesh) -> Program:
+        case = AttentionCase()
+        spec = case.spec()
+        q, table = case.arguments()[1], case.arguments()[8]
+        tiling = choose_tiling(spec, case.num_heads, case.num_tokens, case.num_rows, case.table_width)
+        tiling = dataclasses.replace(tiling, stages=7)
+
+        def call(q: jax.Array, pool: jax.Array, tables: jax.Array, numbers: jax.Array) -> Any:
+            rows = RaggedRows(numbers, numbers[1:], tables, numbers[0])
+            return gpu.run(q, pool, 0, rows, spec, None, tiling)
+
+        numbers = jax.ShapeDtypeStruct((case.num_rows + 1,), np.int32)
+        shapes = q, case.arguments()[0], table, numbers
+        sharded = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)) for x in shapes]
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return Program(jax.jit(call).lower(*sharded), 0, spec.layout.shape, frozenset(), 0, num_kernels=1)
+
+
+def _llama(hidden_size: int, intermediate_size: int, num_layers: int, heads: tuple[int, int, int], vocab: int) -> Any:
+    return LlamaConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        max_position_embeddings=8192,
+    )
+
+
+MODELS = {
+    "small": _llama(1024, 2816, 4, (16, 4, 64), 32_000),
+    "llama-3-8b": _llama(4096, 14_336, 32, (32, 8, 128), 128_256),
+}
+
+
+ATTENTION: tuple[AttentionCase, ...] = (
+    *(AttentionCase(head_dim=d, num_tokens=t) for d in (64, 128, 256) for t in (64, 512)),
+    *(AttentionCase(num_tokens=8, num_rows=8, kv_dtype=kv) for kv in (None, "int8", "float8_e4m3fn")),
+    *(AttentionCase(block_size=b) for b in (8, 32, 48, 64, 128)),
+    *(AttentionCase(head_dim=d) for d in (32, 80, 96)),
+    *(AttentionCase(h, k, 64) for h, k in ((14, 2), (8, 8), (64, 1), (12, 4))),
+    *(AttentionCase(head_dim=d, dtype="float16") for d in (64, 128)),
+    *(AttentionCase(head_dim=d, kv_dtype=kv) for d in (64, 128, 256) for kv in ("int8", "float8_e4m3fn")),
+    *(AttentionCase(dtype="float16", kv_dtype=kv) for kv in ("int8", "float8_e4m3fn")),
+    AttentionCase(head_dim=80, kv_dtype="int8"),
+    AttentionCase(block_size=128, kv_dtype="float8_e4m3fn", num_tokens=512),
+    AttentionCase(num_tokens=512, sliding_window=1024, soft_cap=30.0),
+    AttentionCase(8, 4, 256, num_tokens=2048, sliding_window=4096, soft_cap=50.0),
+)
+
+REFUSED = (AttentionCase(head_dim=256, block_size=128, expected_error="the limit is 232448"), OverflowCase())
+
+CASES: tuple[Case, ...] = (
+    *(MoveCase(kind, dtype) for kind in get_args(MoveKind) for dtype in ("bfloat16", "int8")),
+    *(StepCase("small", t) for t in (8, 64, 512)),
+    *(StepCase("llama-3-8b", t) for t in (64, 2048)),
+    StepCase("llama-3-8b", 64, "int8"),
+    *REFUSED,
+    *ATTENTION,
+)

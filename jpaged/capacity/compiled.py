@@ -1,0 +1,157 @@
+"""A model compiled for one target, in a process of its own (`process`): a CPU's for all that jax knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpaged.capacity.named_model import find_config
+from jpaged.capacity.roofline import Shape
+from jpaged.capacity.target import Target, find_target
+from jpaged.checkpoints.names import num_params
+from jpaged.config import EngineConfig
+from jpaged.device.aot.deployment import Deployment, compile_deployment
+from jpaged.device.aot.gpu import compile_only_gpus
+from jpaged.device.aot.tpu import compile_only_devices, find_topology
+from jpaged.device.kv_scales import kv_dtype
+from jpaged.device.mesh import build_mesh
+from jpaged.engine.executor import Progress
+from jpaged.errors import InvalidArgument
+from jpaged.models.config import ModelConfig
+from jpaged.models.model import model_for
+from jpaged.models.sharding import largest_split, widen
+
+_SERVED = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to compile.
+
+    Attributes:
+        model: as `find_config` takes it.
+        target: as `find_target` takes it.
+        options: of the engine, flat; a tensor_parallel_size that is left out is as large as the model allows.
+        all_programs: compile every program, not only those that the plan needs.
+        save: a folder to write them to; None saves none.
+        num_threads: programs that are compiled at a time; None is as a server does.
+    """
+
+    model: str
+    target: str
+    options: Mapping[str, Any]
+    all_programs: bool
+    save: str | None = None
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPlan:
+    """What was found for one target.
+
+    Attributes:
+        model: its name.
+        target: where.
+        num_devices: that share one copy of the model.
+        dtype: of weights and activations.
+        kv_dtype: of the pool.
+        notes: what was decided that was not asked for.
+        deployment: memory and programs.
+        shape: for the roofline.
+        versions: of what compiled.
+    """
+
+    model: str
+    target: Target
+    num_devices: int
+    dtype: str
+    kv_dtype: str
+    notes: tuple[str, ...]
+    deployment: Deployment
+    shape: Shape
+    versions: Mapping[str, str]
+
+    @property
+    def num_copies(self) -> int:
+        """Of the model, on all devices of the target: a copy takes num_devices, and what is left over is idle."""
+        return self.target.num_devices // self.num_devices
+
+
+def answer(question: Question, progress: Progress) -> CompiledPlan:
+    """Compiles, in this process.
+
+    Raises:
+        JpagedError: the model, an option or the target cannot be, or the compiler fails.
+    """
+    name, config = find_config(question.model)
+    target = find_target(question.target)
+    options = EngineConfig.load(question.options)
+    num_devices, notes = _num_devices(config, target, question.options.get("tensor_parallel_size"))
+    dtype = options.model.dtype
+    if dtype == "auto":
+        dtype = config.checkpoint_dtype if config.checkpoint_dtype in _SERVED else "bfloat16"
+        if config.checkpoint_dtype not in (None, dtype):
+            notes.append(f"the checkpoint is {config.checkpoint_dtype}: planned as with --dtype {dtype}")
+    model = model_for(config, np.dtype(dtype))
+    devices = (
+        compile_only_devices(find_topology(target.name))
+        if target.platform == "tpu"
+        else compile_only_gpus(target.num_devices)
+    )
+    deployment = compile_deployment(
+        model,
+        options,
+        build_mesh(devices[:num_devices]),
+        target.hbm_bytes,
+        all_programs=question.all_programs,
+        progress=progress,
+        save=None if question.save is None else Path(question.save),
+        num_threads=question.num_threads,
+    )
+    return CompiledPlan(
+        model=name,
+        target=target,
+        num_devices=num_devices,
+        dtype=dtype,
+        kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
+        notes=tuple(notes),
+        deployment=deployment,
+        shape=_shape(config, model.dtype, num_devices, deployment),
+        versions={name: version(name) for name in ("jax", "jaxlib")},
+    )
+
+
+def _num_devices(config: ModelConfig, target: Target, chosen: int | None) -> tuple[int, list[str]]:
+    """Devices of one copy of the model, and what there is to say of it."""
+    if chosen is not None:
+        if chosen > target.num_devices:
+            raise InvalidArgument(
+                "tensor_parallel_size", f"{chosen} devices are asked for; {target.name} has {target.num_devices}"
+            )
+        widen(config, chosen)
+        return chosen, []
+    largest = largest_split(config, target.num_devices)
+    if largest == target.num_devices:
+        return largest, []
+    return largest, [
+        f"{config.num_heads} heads are not split over {target.num_devices} devices: tensor_parallel_size is {largest}"
+    ]
+
+
+def _shape(config: ModelConfig, dtype: np.dtype, num_devices: int, deployment: Deployment) -> Shape:
+    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    memory, block_size = deployment.memory, deployment.block_size
+    return Shape(
+        num_params=num_params(config) - looked_up,
+        num_layers=config.num_layers,
+        query_width=config.num_heads * config.head_dim,
+        hidden_size=config.hidden_size,
+        weight_bytes=memory.weight_bytes - looked_up * dtype.itemsize // num_devices,
+        kv_bytes_per_token=memory.bytes_per_block / block_size,
+        number_bytes=deployment.number_bytes or dtype.itemsize,
+    )

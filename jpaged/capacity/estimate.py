@@ -1,0 +1,112 @@
+"""What a deployment serves of given lengths: sequences at once, tokens a second, and their price.
+
+A batch of b equal sequences, each with I tokens of prompt and O of output, takes
+
+    b * I / T prefill steps of T = max_num_batched_tokens, and O decode steps of b rows at a context of I + O / 2
+
+so tokens/s = b * O / (their seconds). b is what the pool holds at full length, and max_num_seqs at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jpaged.capacity.roofline import Roofline
+
+MAX_LOAD = 0.8
+"""Share of the estimated tokens a second that a load may take: above it, waiting times grow without bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of the prompt and of the output of a sequence."""
+
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Sequences of one pair of lengths on one copy of the model.
+
+    Attributes:
+        lengths: of each.
+        num_fitting: that the pool holds at their full length.
+        num_running: of those, that run at once: max_num_seqs at most.
+        decode_s: a step that gives each of them a token.
+        prefill_s: a step of max_num_batched_tokens of their prompts.
+        tokens_per_s: of output, prompts being computed in between; 0 where not one sequence fits.
+    """
+
+    lengths: Lengths
+    num_fitting: int
+    num_running: int
+    decode_s: float
+    prefill_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What limits how many run: blocks, their size, rows of a step, and its tokens."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def estimate(lengths: Lengths, pool: Pool, roofline: Roofline) -> Estimate:
+    """The numbers of one copy of the model."""
+    input_len, output_len = lengths.input_len, lengths.output_len
+    num_fitting = pool.num_blocks // math.ceil((input_len + output_len) / pool.block_size)
+    num_running = min(num_fitting, pool.max_num_seqs)
+    num_rows = max(1, num_running)
+    decode_s = roofline.decode_s(num_rows, input_len + output_len / 2)
+    prefill_s = roofline.prefill_s(pool.max_num_batched_tokens, input_len)
+    batch_s = num_rows * input_len / pool.max_num_batched_tokens * prefill_s + output_len * decode_s
+    return Estimate(lengths, num_fitting, num_running, decode_s, prefill_s, num_running * output_len / batch_s)
+
+
+def mean_lengths(lengths: Sequence[Lengths]) -> Lengths:
+    """Of an even mix, each rounded up."""
+    count = len(lengths)
+    return Lengths(
+        math.ceil(sum(pair.input_len for pair in lengths) / count),
+        math.ceil(sum(pair.output_len for pair in lengths) / count),
+    )
+
+
+def price_of(prices: Mapping[str, float], name: str, family: str) -> float | None:
+    """USD for an hour of one chip: the target's own price, its family's, or the one for all; None if there is none."""
+    return prices.get(name, prices.get(family, prices.get("")))
+
+
+def usd_per_million(price: float, num_chips: int, tokens_per_s: float) -> float | None:
+    """USD for a million tokens of output of chips that do nothing else; None where there are none."""
+    return price * num_chips / 3600 / tokens_per_s * 1e6 if tokens_per_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A load on slices of one kind.
+
+    Attributes:
+        num_slices: that carry it with no more than MAX_LOAD of what they can.
+        usd_per_hour: of all their chips; None without a price.
+    """
+
+    num_slices: int
+    num_chips: int
+    usd_per_hour: float | None
+
+
+def serve(load: float, slice_tokens_per_s: float, chips_per_slice: int, price: float | None) -> Service | None:
+    """Slices for so many output tokens a second; None where a slice serves nothing."""
+    if slice_tokens_per_s <= 0:
+        return None
+    num_slices = max(1, math.ceil(load / (slice_tokens_per_s * MAX_LOAD)))
+    num_chips = num_slices * chips_per_slice
+    return Service(num_slices, num_chips, None if price is None else price * num_chips)

@@ -1,0 +1,37 @@
+"""The model that a plan is for: a name, a config.json alone, or a folder; no weights are needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jpaged.capacity.known_models import KNOWN_MODELS, find_known
+from jpaged.checkpoints.hub import DEMO, find_folder, read_config, read_config_file
+from jpaged.demo import checkpoint
+from jpaged.errors import NotFound
+from jpaged.models.config import ModelConfig
+
+
+def find_config(name: str) -> tuple[str, ModelConfig]:
+    """What the model is called, and its config.
+
+    Args:
+        name: `demo`, a well-known model's name or hub id, a config.json or a folder that has one.
+
+    Raises:
+        NotFound: there is nothing of that name; the message lists the well-known ones.
+        InvalidArgument, Unsupported: its config.json cannot be read or served.
+    """
+    path = Path(name).expanduser()
+    if name == DEMO:
+        return name, read_config(checkpoint.FOLDER)
+    if path.is_dir():
+        return name, read_config(find_folder(name))
+    if path.is_file():
+        return name, read_config_file(path)
+    known = find_known(name)
+    if known is None:
+        raise NotFound(
+            f"model: {name!r} is no config.json, no folder and no built-in configuration; built in are "
+            f"{', '.join(KNOWN_MODELS)}, by these names or their hub ids"
+        )
+    return known.name, known.config

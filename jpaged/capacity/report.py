@@ -1,0 +1,260 @@
+"""A plan in words and as JSON: what fits, what it would do, what it costs, and which target is the cheapest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jpaged.capacity.compiled import CompiledPlan
+from jpaged.capacity.estimate import (
+    MAX_LOAD,
+    Estimate,
+    Lengths,
+    Pool,
+    Service,
+    estimate,
+    mean_lengths,
+    price_of,
+    serve,
+    usd_per_million,
+)
+from jpaged.capacity.hardware import Assumptions
+from jpaged.capacity.roofline import LINK_EFFICIENCY, Roofline
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the user asks of every target.
+
+    Attributes:
+        lengths: of the sequences; a load is an even mix of them.
+        tokens_per_s: of output to be served; None where there is no load.
+        prices: USD for an hour of a chip, by target or family; the empty name is for all.
+    """
+
+    lengths: tuple[Lengths, ...]
+    tokens_per_s: float | None
+    prices: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """A plan and what it means for a workload; estimates are of one copy of the model, and none where it does not fit.
+
+    Attributes:
+        estimates: for each of the lengths.
+        price: USD for an hour of a chip; None if none was given.
+        slice_tokens_per_s: of output, of all copies on the target, for the mix.
+        usd_per_million: output tokens of the mix; None without a price.
+        service: what carries the load; None without one.
+    """
+
+    plan: CompiledPlan
+    estimates: tuple[Estimate, ...]
+    price: float | None
+    slice_tokens_per_s: float
+    usd_per_million: float | None
+    service: Service | None
+
+
+def assess(plan: CompiledPlan, workload: Workload) -> Assessment:
+    """Does the arithmetic."""
+    price = price_of(workload.prices, plan.target.name, plan.target.family)
+    if not plan.deployment.fits:
+        return Assessment(plan, (), price, 0.0, None, None)
+    deployment = plan.deployment
+    pool = Pool(
+        deployment.memory.num_blocks,
+        deployment.block_size,
+        deployment.max_num_seqs,
+        deployment.max_num_batched_tokens,
+    )
+    roofline = Roofline(plan.shape, plan.target, plan.num_devices)
+    mix = estimate(mean_lengths(workload.lengths), pool, roofline)
+    tokens_per_s = mix.tokens_per_s * plan.num_copies
+    num_chips, load = plan.target.num_chips, workload.tokens_per_s
+    return Assessment(
+        plan,
+        tuple(estimate(lengths, pool, roofline) for lengths in workload.lengths),
+        price,
+        tokens_per_s,
+        None if price is None else usd_per_million(price, num_chips, tokens_per_s),
+        None if load is None else serve(load, tokens_per_s, num_chips, price),
+    )
+
+
+def cheapest(assessments: Sequence[Assessment]) -> Assessment | None:
+    """Of those that fit and have a price: by the hour for a load, else by the token; None where there is none."""
+
+    def cost(found: Assessment) -> float | None:
+        return found.usd_per_million if found.service is None else found.service.usd_per_hour
+
+    priced = [(value, found) for found in assessments if (value := cost(found)) is not None]
+    return min(priced, key=lambda pair: pair[0])[1] if priced else None
+
+
+def lines(found: Assessment) -> list[str]:
+    """The plan of one target in text."""
+    plan, deployment = found.plan, found.plan.deployment
+    memory = deployment.memory
+    text = [f"{plan.model} on {plan.target.name}: {'fits' if deployment.fits else 'does not fit'}{_by_how_much(found)}"]
+    copies = f"{_counted(plan.num_copies, 'copy', 'copies')} of the model"
+    text.append(
+        f"  {copies}, each over {plan.num_devices} of {plan.target.num_devices} devices; {plan.dtype}, KV cache "
+        f"{plan.kv_dtype}, attention {deployment.backend}, sequences of up to {deployment.max_model_len} tokens"
+    )
+    text += [f"  {line}" for line in deployment.passed_over]
+    text.append(
+        f"  steps of up to {deployment.max_num_seqs} rows and {deployment.max_num_batched_tokens} tokens, blocks of "
+        f"{deployment.block_size}"
+    )
+    text += [f"  {note}" for note in plan.notes]
+    if deployment.problem is not None:
+        text.append(f"  {deployment.problem}")
+    if deployment.refusal is not None and deployment.refusal not in (deployment.problem or ""):
+        text.append(f"  the compiler says: {deployment.refusal}")
+    text += [f"  {line}" for line in memory.lines()]
+    if deployment.fits:
+        longest = memory.num_blocks // -(-deployment.max_model_len // deployment.block_size)
+        text.append(
+            f"  {memory.num_blocks} blocks of {deployment.block_size} tokens hold {longest} sequences of "
+            f"{deployment.max_model_len} tokens, or"
+        )
+        text += [f"    {line}" for line in _estimate_lines(found)]
+        text.append(f"  estimated, not measured: {_assumptions()}")
+    slowest = max(deployment.programs, key=lambda program: program.seconds, default=None)
+    text.append(
+        f"  {len(deployment.programs)} of {deployment.num_programs} programs compiled in {deployment.seconds:.1f} s"
+        + ("" if slowest is None else f", the slowest {slowest.name} in {slowest.seconds:.1f} s")
+    )
+    if found.service is not None:
+        text.append(f"  the load takes {_service(found.service, plan)}")
+    return text
+
+
+def comparison(assessments: Sequence[Assessment], workload: Workload) -> list[str]:
+    """One line a target and the cheapest, where there are several."""
+    if len(assessments) < 2:
+        return []
+    text = [f"{'':4}{'target':<14}{'chips':>6}{'copies':>8}{'tokens/s':>10}{'USD/M tokens':>14}  load"]
+    for found in assessments:
+        plan = found.plan
+        usd = "-" if found.usd_per_million is None else f"{found.usd_per_million:.3f}"
+        load = "" if found.service is None else _service(found.service, plan)
+        state = load if plan.deployment.fits else "does not fit"
+        rate = f"{found.slice_tokens_per_s:10.0f}" if plan.deployment.fits else f"{'-':>10}"
+        text.append(
+            f"{'':4}{plan.target.name:<14}{plan.target.num_chips:>6}{plan.num_copies:>8}{rate}{usd:>14}  {state}"
+        )
+    best = cheapest(assessments)
+    if best is None:
+        fitting = any(found.plan.deployment.fits for found in assessments)
+        text.append("cheapest: unknown without --price" if fitting else "cheapest: none fits")
+    elif best.service is not None and best.service.usd_per_hour is not None:
+        text.append(f"cheapest: {best.plan.target.name}, {best.service.usd_per_hour:.2f} USD an hour for the load")
+    else:
+        text.append(f"cheapest: {best.plan.target.name}, {best.usd_per_million:.3f} USD a million output tokens")
+    if workload.tokens_per_s is not None:
+        text.append(f"a load may take {MAX_LOAD:.0%} of the estimated tokens/s; more load takes more whole slices")
+    return text
+
+
+def as_json(found: Assessment) -> dict[str, Any]:
+    """All numbers of one target."""
+    plan, deployment = found.plan, found.plan.deployment
+    memory = deployment.memory
+    return {
+        "model": plan.model,
+        "topology": plan.target.name,
+        "fits": deployment.fits,
+        "problem": deployment.problem,
+        "compiler_refusal": deployment.refusal,
+        "compiler_needs_bytes": deployment.needs_bytes,
+        "num_chips": plan.target.num_chips,
+        "num_devices": plan.target.num_devices,
+        "tensor_parallel_size": plan.num_devices,
+        "num_copies": plan.num_copies,
+        "dtype": plan.dtype,
+        "kv_cache_dtype": plan.kv_dtype,
+        "attention_backend": deployment.backend,
+        "passed_over_backends": list(deployment.passed_over),
+        "max_model_len": deployment.max_model_len,
+        "max_num_seqs": deployment.max_num_seqs,
+        "max_num_batched_tokens": deployment.max_num_batched_tokens,
+        "block_size": deployment.block_size,
+        "num_blocks": memory.num_blocks,
+        "most_blocks": deployment.most_blocks,
+        "notes": list(plan.notes),
+        "memory_of_one_device": {
+            "total_bytes": memory.total_bytes,
+            "usable_bytes": memory.usable_bytes,
+            "weight_bytes": memory.weight_bytes,
+            "pool_bytes": memory.pool_bytes,
+            "bytes_per_block": memory.bytes_per_block,
+            "programs": None if memory.programs is None else dataclasses.asdict(memory.programs),
+            "free_bytes": memory.free_bytes,
+        },
+        "estimates": [_estimate_json(one) for one in found.estimates],
+        "assumptions": _assumptions(),
+        "slice_tokens_per_s": found.slice_tokens_per_s,
+        "price_per_chip_hour": found.price,
+        "usd_per_million_output_tokens": found.usd_per_million,
+        "service": None if found.service is None else dataclasses.asdict(found.service),
+        "num_programs": deployment.num_programs,
+        "compiled_programs": [dataclasses.asdict(program) for program in deployment.programs],
+        "compile_seconds": round(deployment.seconds, 1),
+        "bytes_of_a_summed_number": deployment.number_bytes,
+        "versions": dict(plan.versions),
+    }
+
+
+def _estimate_json(one: Estimate) -> dict[str, Any]:
+    values = dataclasses.asdict(one)
+    return {**values.pop("lengths"), **values}
+
+
+def _by_how_much(found: Assessment) -> str:
+    deployment = found.plan.deployment
+    free = deployment.memory.free_bytes or 0
+    if deployment.fits:
+        return (
+            f", {max(0, free) / _GIB:.3f} GiB a device to spare beside a pool of {deployment.memory.num_blocks} blocks"
+        )
+    if free < 0:
+        return f", over by {-free / _GIB:.2f} GiB a device"
+    return ""
+
+
+def _estimate_lines(found: Assessment) -> list[str]:
+    text = []
+    for one in found.estimates:
+        tokens_per_s = one.tokens_per_s * found.plan.num_copies
+        cost = None if found.price is None else usd_per_million(found.price, found.plan.target.num_chips, tokens_per_s)
+        text.append(
+            f"{one.num_fitting} of {one.lengths.input_len} + {one.lengths.output_len} tokens: {one.num_running} run at "
+            f"once, a decode step {one.decode_s * 1e3:.2f} ms, a prefill step {one.prefill_s * 1e3:.2f} ms, "
+            f"{tokens_per_s:.0f} output tokens/s" + ("" if cost is None else f", {cost:.3f} USD a million")
+        )
+    return text
+
+
+def _assumptions() -> str:
+    assumed = Assumptions()
+    return (
+        f"a roofline at {assumed.bandwidth_efficiency:.0%} of the HBM's bandwidth, {assumed.flops_efficiency:.0%} of "
+        f"the bfloat16 peak and {LINK_EFFICIENCY:.0%} of the links between devices"
+    )
+
+
+def _service(service: Service, plan: CompiledPlan) -> str:
+    cost = "" if service.usd_per_hour is None else f", {service.usd_per_hour:.2f} USD an hour"
+    copies = _counted(service.num_slices * plan.num_copies, "copy", "copies")
+    return f"{service.num_slices} x {plan.target.name} ({_counted(service.num_chips, 'chip', 'chips')}, {copies}{cost})"
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"

@@ -1,0 +1,159 @@
+"""An executor that computes no tokens: it moves a clock forward by what each step would take.
+
+Drawn tokens are all 0. Where alternatives are wanted (beam search), each row reports a geometric distribution,
+log p_k = log p + k log(1 - p) for the k-th likeliest from k = 0, with p from 0.05 to 0.95 by a hash of step, row and
+context length: some positions are nearly certain and others wide open, so that beams die and fork all the time, as they
+do on text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.capacity.cost import Deployment
+from jpaged.engine.buckets import BucketTable
+from jpaged.engine.executor import (
+    TOP_WIDTH,
+    BlockMoves,
+    DeviceRates,
+    Geometry,
+    Move,
+    Progress,
+    StepInputs,
+    StepOutputs,
+)
+from jpaged.testing.virtual_clock import VirtualClock
+
+_HASH = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a step was; see `jpaged.capacity.simulator.steady.Step`."""
+
+    kv_tokens: int
+    num_table_blocks: int
+    num_used_blocks: int
+    is_flops_bound: bool
+
+
+class SimulatedExecutor:
+    """Implements `jpaged.engine.executor.Executor`.
+
+    Attributes:
+        copy_s, swap_s: seconds of all copies within the pool, and of all swaps, so far.
+        seen: the last step.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        clock: VirtualClock,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        counts_sharing: bool = False,
+    ) -> None:
+        model = deployment.model
+        self.seen = Seen(0, 0, 0, False)
+        self._counts_sharing = counts_sharing
+        self.copy_s = 0.0
+        self.swap_s = 0.0
+        self._deployment = deployment
+        self._clock = clock
+        self._num_steps = 0
+        self._geometry = Geometry(
+            num_blocks=deployment.num_blocks,
+            block_size=deployment.block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            bytes_per_block=deployment.bytes_per_block,
+            buckets=BucketTable.build(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs),
+            num_host_blocks=deployment.num_host_blocks,
+        )
+        self._plain = StepOutputs(
+            token_ids_r=np.zeros(max_num_seqs, np.int32),
+            logprobs_r=np.zeros(max_num_seqs, np.float32),
+            ranks_r=np.ones(max_num_seqs, np.int32),
+        )
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._geometry
+
+    @property
+    def rates(self) -> DeviceRates:
+        swap = self._deployment.bytes_per_block / self._deployment.swap_s(1)
+        num_tokens = 1024
+        prefill_s = self._deployment.step_s(num_tokens, num_tokens, num_tokens**2 // 2)
+        return DeviceRates(swap, swap, num_tokens / prefill_s)
+
+    @property
+    def num_compiles_after_warm_up(self) -> int:
+        return 0
+
+    def warm_up(self, progress: Progress) -> None:
+        progress("programs", 1, 1)
+
+    def move_blocks(self, moves: BlockMoves) -> None:
+        """Takes its time at once: what follows waits for it."""
+        num_blocks = len(moves.sources)
+        if moves.move is Move.COPY:
+            seconds = self._deployment.copy_s(num_blocks)
+            self.copy_s += seconds
+        else:
+            seconds = self._deployment.swap_s(num_blocks)
+            self.swap_s += seconds
+        self._clock.advance(seconds)
+
+    def dispatch(self, inputs: StepInputs) -> StepOutputs:
+        """Runs the step: the clock is past it when this returns."""
+        num_rows = inputs.num_rows
+        query_lens = np.diff(inputs.query_starts_s1[: num_rows + 1]).astype(np.int64)
+        kv_lens = np.where(query_lens > 0, inputs.kv_lens_s[:num_rows], 0).astype(np.int64)
+        num_kv_tokens = int(kv_lens.sum())
+        num_pairs = int((query_lens * kv_lens - query_lens * (query_lens - 1) // 2).sum())
+        seconds = self._deployment.step_s(inputs.num_tokens, num_kv_tokens, num_pairs)
+        self._clock.advance(seconds)
+        self._num_steps += 1
+        is_flops_bound = self._deployment.flops_s(inputs.num_tokens, num_pairs) > self._deployment.bytes_s(
+            num_kv_tokens
+        )
+        self.seen = Seen(num_kv_tokens, *self._count_blocks(inputs), is_flops_bound)
+        return self._alternatives(inputs.kv_lens_s[:num_rows]) if inputs.sampling.want_top else self._plain
+
+    def collect(self, handle: StepOutputs) -> StepOutputs:
+        return handle
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+    def _count_blocks(self, inputs: StepInputs) -> tuple[int, int]:
+        """(blocks that the rows' tables name, different ones among them)."""
+        num_blocks_s = -(-inputs.kv_lens_s[: inputs.num_rows] // self._geometry.block_size)
+        num_table_blocks = int(num_blocks_s.sum())
+        if not self._counts_sharing:
+            return num_table_blocks, 0
+        block_tables_sm = inputs.block_tables_sm[: inputs.num_rows, : int(num_blocks_s.max())]
+        is_named_sm = np.arange(block_tables_sm.shape[1]) < num_blocks_s[:, None]
+        return num_table_blocks, int(np.unique(block_tables_sm[is_named_sm]).size)
+
+    def _alternatives(self, kv_lens: NDArray[np.int32]) -> StepOutputs:
+        num_rows = len(kv_lens)
+        place = np.uint64(self._num_steps) << np.uint64(32)
+        hashed = (kv_lens.astype(np.uint64) + np.arange(num_rows, dtype=np.uint64) * np.uint64(65537) + place) * _HASH
+        hashed = (hashed ^ (hashed >> np.uint64(29))) * _HASH
+        p_r = 0.05 + 0.9 * ((hashed >> np.uint64(11)) / float(1 << 53))
+        logprobs_rk = np.log(p_r)[:, None] + np.arange(TOP_WIDTH) * np.log1p(-p_r)[:, None]
+        ids_rk = np.broadcast_to(np.arange(TOP_WIDTH, dtype=np.int32), (num_rows, TOP_WIDTH))
+        return StepOutputs(
+            token_ids_r=self._plain.token_ids_r,
+            logprobs_r=self._plain.logprobs_r,
+            ranks_r=self._plain.ranks_r,
+            top_ids_rk=ids_rk,
+            top_logprobs_rk=logprobs_rk.astype(np.float32),
+        )

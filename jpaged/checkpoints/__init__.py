@@ -1,0 +1,13 @@
+"""Weights in files: found, read, checked, written, converted.
+
+hub.py                 a model's name -> its folder -> its config
+names.py               tensors of a Hugging Face checkpoint <-> leaves of our tree
+weights.py             files -> parameters on devices, a leaf at a time
+finite.py              whether they are numbers
+tensor_source.py       what tensors are read from
+tensor_files.py        safetensors files, read
+safetensors_writer.py  safetensors files, written
+orbax.py               Orbax folders, both
+param_tensors.py       parameters on devices, read as tensors
+conversion.py          one format -> another
+"""

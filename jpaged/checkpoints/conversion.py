@@ -1,0 +1,263 @@
+"""Checkpoint folders from one format into the other, tensor by tensor; also from parameters that are on devices.
+
+Every tensor of the source is written under its name and in its shape, in its type unless another is asked for. At any
+time host memory holds one tensor as it was read, and again in the type it is written in where that differs. The
+destination appears under its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import jax
+import numpy as np
+
+from jpaged import json_text
+from jpaged.checkpoints.hub import CONFIG_FILE, GENERATION_CONFIG_FILE, read_json
+from jpaged.checkpoints.orbax import MANIFEST_FILE, Manifest, is_orbax_folder, write_orbax
+from jpaged.checkpoints.param_tensors import ParamTensors
+from jpaged.checkpoints.safetensors_writer import StoredTensor, write_tensor_files
+from jpaged.checkpoints.tensor_files import INDEX_FILE, SINGLE_FILE
+from jpaged.checkpoints.tensor_source import DTYPES, TensorSource
+from jpaged.checkpoints.weights import check_tensors, no_progress, open_tensors
+from jpaged.errors import InvalidArgument, JpagedError, Unavailable
+from jpaged.models.config import ModelConfig
+from jpaged.models.layers import Params
+from jpaged.version import __version__
+
+CheckpointFormat = Literal["orbax", "safetensors"]
+FORMATS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
+WRITTEN_DTYPES = ("float32", "bfloat16", "float16")
+MAX_SHARD_BYTES = 5 * 2**30
+_MIN_SHARD_BYTES: Mapping[CheckpointFormat, int] = {"orbax": 2**20, "safetensors": 2**10}
+
+# What goes along beside the tensors: configs, tokenizer, chat templates, licence.
+_COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "LICENSE*", "NOTICE*")
+_NO_COMPANIONS = frozenset({INDEX_FILE, MANIFEST_FILE})
+_MORE_TEMPLATES = "additional_chat_templates"
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionOptions:
+    """How a checkpoint is written.
+
+    Attributes:
+        to: the format.
+        dtype: one of `WRITTEN_DTYPES` for all tensors; None leaves each in its own.
+        max_shard_bytes: size of a file, at most for safetensors (5 GiB when None), where a larger tensor has its own,
+            and about for Orbax (None leaves it to Orbax).
+        force: replaces a checkpoint that is at the destination.
+
+    Raises:
+        InvalidArgument: a value is none of those.
+    """
+
+    to: CheckpointFormat
+    dtype: str | None = None
+    max_shard_bytes: int | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.to not in FORMATS:
+            raise InvalidArgument("to", f"{self.to!r} is not one of {', '.join(FORMATS)}")
+        if self.dtype is not None and self.dtype not in WRITTEN_DTYPES:
+            raise InvalidArgument("dtype", f"{self.dtype!r} is not one of {', '.join(WRITTEN_DTYPES)}")
+        least = _MIN_SHARD_BYTES[self.to]
+        if self.max_shard_bytes is not None and self.max_shard_bytes < least:
+            raise InvalidArgument(
+                "max_shard_size", f"{self.max_shard_bytes} bytes is below the limit for {self.to}, {least}"
+            )
+
+
+def on_host() -> None:
+    """Keeps jax from taking an accelerator for what needs none; for a process that only converts."""
+    jax.config.update("jax_platforms", "cpu")
+
+
+def convert_folder(
+    source: Path, destination: Path, options: ConversionOptions, progress: Progress = no_progress
+) -> None:
+    """Writes the checkpoint of one folder, in either format, into another.
+
+    Args:
+        source: with config.json.
+        destination: a folder that is not there, or empty; parents are made.
+        options: how.
+        progress: called before each tensor with (number, total, name).
+
+    Raises:
+        InvalidArgument: the source is not whole, the destination is taken or too small, or a number does not fit.
+        Unsupported: the source is of a model or a format that is not read.
+        Unavailable: the destination could not be written.
+    """
+    _check_apart(source, destination)
+    config_json = read_json(source / CONFIG_FILE)
+    generation = source / GENERATION_CONFIG_FILE
+    config = ModelConfig.from_hf(config_json, read_json(generation) if generation.is_file() else None)
+    with open_tensors(source) as tensors:
+        check_tensors(tensors, config)
+        with _new_folder(destination, options.force) as folder:
+            copy_companions(source, folder)
+            if options.dtype is not None:
+                _write_config(_with_dtype(config_json, options.dtype), folder)
+            _write(tensors, config, folder, options, progress)
+
+
+def save_params(
+    params: Params,
+    config: ModelConfig,
+    destination: Path,
+    options: ConversionOptions,
+    *,
+    num_parts: int = 1,
+    companions: Path | None = None,
+    progress: Progress = no_progress,
+) -> None:
+    """Writes parameters that are on devices, on whatever mesh and in either layer mode, as published.
+
+    Args:
+        params: the tree; what is split or repeated over a mesh is written once.
+        config: of the model as published, not widened.
+        destination: as in `convert_folder`.
+        options: how.
+        num_parts: the tree is that of the model widened for so many.
+        companions: a folder whose tokenizer and other small files go along.
+        progress: as in `convert_folder`.
+
+    Raises:
+        InvalidArgument: the destination is taken or too small, or a number does not fit.
+        Unsupported: other processes have parts of the parameters.
+        Unavailable: the destination could not be written.
+    """
+    tensors = ParamTensors(params, config, num_parts)
+    written = {np.dtype(tensors.dtype(name)).name for name in tensors.names}
+    dtype = options.dtype or (written.pop() if len(written) == 1 else config.checkpoint_dtype)
+    with _new_folder(destination, options.force) as folder:
+        if companions is not None:
+            copy_companions(companions, folder)
+        _write_config(config.to_hf() | {"dtype": dtype}, folder)
+        _write(tensors, config, folder, options, progress)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies what belongs to a model besides its weights: configs, tokenizer, chat templates, licence."""
+    names = {path.name for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()}
+    for name in sorted(names - _NO_COMPANIONS):
+        if not name.endswith(".index.json"):
+            shutil.copyfile(source / name, folder / name)
+    if (source / _MORE_TEMPLATES).is_dir():
+        shutil.copytree(source / _MORE_TEMPLATES, folder / _MORE_TEMPLATES)
+
+
+def _write(
+    source: TensorSource, config: ModelConfig, folder: Path, options: ConversionOptions, progress: Progress
+) -> None:
+    tensors = _stored(source, options.dtype, progress)
+    needed, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(folder).free
+    if needed > free:
+        raise InvalidArgument(
+            "destination",
+            f"{folder.parent} has {free / 2**30:.2f} GiB free; the checkpoint takes {needed / 2**30:.2f} GiB",
+        )
+    if options.to == "safetensors":
+        write_tensor_files(tensors, folder, options.max_shard_bytes or MAX_SHARD_BYTES)
+        return
+    write_orbax(tensors, folder, options.max_shard_bytes)
+    dtypes = {tensor.dtype.name for tensor in tensors}
+    Manifest(config.architecture, dtypes.pop() if len(dtypes) == 1 else "mixed", __version__).write(folder)
+
+
+def _stored(source: TensorSource, dtype: str | None, progress: Progress) -> list[StoredTensor]:
+    """Every tensor of the source, layer by layer, to be read and cast when it is its turn."""
+    names = sorted(source.names, key=_natural_order)
+    turns = iter(range(1, len(names) + 1))
+
+    def stored(name: str) -> StoredTensor:
+        shape, have = source.shape(name), source.dtype(name)
+        want = have if dtype is None else DTYPES[dtype]
+
+        def read() -> np.ndarray:
+            progress(next(turns), len(names), name)
+            return _cast(source.read(name, shape), want, name)
+
+        return StoredTensor(name, shape, want, read)
+
+    return [stored(name) for name in names]
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    if tensor.dtype == dtype:
+        return tensor
+    with np.errstate(over="ignore"):
+        cast = tensor.astype(dtype)
+    num_lost = int(np.count_nonzero(np.isinf(cast))) - int(np.count_nonzero(np.isinf(tensor)))
+    if num_lost:
+        raise InvalidArgument("dtype", f"{dtype.name} is too narrow for {num_lost} numbers of tensor {name}")
+    return cast
+
+
+def _with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
+    """config.json with the type that the tensors now are; checkpoints name it in one of two ways, or both."""
+    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    return {**config, **dict.fromkeys(keys, dtype)}
+
+
+def _write_config(config: Mapping[str, object], folder: Path) -> None:
+    (folder / CONFIG_FILE).write_text(json_text.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_apart(source: Path, destination: Path) -> None:
+    here, there = source.resolve(), destination.resolve()
+    if here.is_relative_to(there) or there.is_relative_to(here):
+        raise InvalidArgument("destination", f"{destination} is, holds, or lies in the source, {source}")
+
+
+@contextmanager
+def _new_folder(destination: Path, force: bool) -> Iterator[Path]:
+    """A folder beside the destination, which takes its place when the block ends well; nothing is left otherwise."""
+    destination = destination.absolute()
+    _check_free(destination, force)
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{destination.name}.", suffix=".unfinished", dir=destination.parent
+        ) as scratch:
+            folder = Path(scratch) / "new"
+            folder.mkdir()
+            yield folder
+            if destination.exists():
+                destination.rename(Path(scratch) / "old")
+            folder.rename(destination)
+    except JpagedError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise Unavailable(f"{destination} could not be written, and nothing is left of it: {error}") from error
+
+
+def _check_free(destination: Path, force: bool) -> None:
+    if not destination.exists() and not destination.is_symlink():
+        return
+    if not destination.is_dir() or destination.is_symlink():
+        raise InvalidArgument("destination", f"{destination} exists and is no folder")
+    if not any(destination.iterdir()):
+        return
+    if not force:
+        raise InvalidArgument("destination", f"{destination} exists and is not empty; --force replaces a checkpoint")
+    is_checkpoint = is_orbax_folder(destination) or any(
+        (destination / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)
+    )
+    if not is_checkpoint:
+        raise InvalidArgument("destination", f"{destination} holds something else than a checkpoint; remove it first")

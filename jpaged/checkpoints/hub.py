@@ -1,0 +1,107 @@
+"""The model that a user names -> a local folder in Hugging Face layout -> its config."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from jpaged.checkpoints.orbax import refuse_other_orbax
+from jpaged.errors import InvalidArgument, NotFound
+from jpaged.models.config import ModelConfig
+
+DEMO = "demo"  # the packaged checkpoint: jpaged.demo finds it, and it is never looked for here
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+_MAX_DEPTH = 64
+
+# Weights, configs and tokenizers at the top of a repository; not the duplicates in other formats.
+_WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_UNWANTED_FILES = ("*/*", "consolidated*")
+
+
+def find_folder(model: str) -> Path:
+    """The folder of a checkpoint: a local one as it is, or a snapshot of a hub id, downloaded when it is not cached.
+
+    A name that exists as a folder, or that is written as a path (beginning with `.`, `/` or `~`), is local. Whatever
+    the hub client reads from its environment (token, cache, offline mode) holds.
+
+    Raises:
+        InvalidArgument: a local folder without config.json, or an Orbax checkpoint of another program.
+        NotFound: there is no such folder, or the hub does not give the model.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / CONFIG_FILE).is_file():
+            refuse_other_orbax(folder)
+            raise InvalidArgument("model", f"folder {model} has no {CONFIG_FILE}; it must be in Hugging Face layout")
+        return folder
+    if model == DEMO or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise NotFound(f"model: there is no folder {model}")
+    try:
+        snapshot = snapshot_download(model, allow_patterns=list(_WANTED_FILES), ignore_patterns=list(_UNWANTED_FILES))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise NotFound(
+            f"model: {model} is no local folder, and the hub does not give it: {type(error).__name__}: {reason}"
+        ) from error
+    return Path(snapshot)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The config of a checkpoint folder; end-of-sequence tokens as transformers' generate would take them.
+
+    Raises:
+        InvalidArgument: a file is missing or malformed.
+        Unsupported: the model needs something that is not computed here.
+    """
+    generation = folder / GENERATION_CONFIG_FILE
+    return ModelConfig.from_hf(read_json(folder / CONFIG_FILE), read_json(generation) if generation.is_file() else None)
+
+
+def read_config_file(path: Path) -> ModelConfig:
+    """The config of a config.json that lies alone.
+
+    Raises:
+        InvalidArgument, Unsupported: as in `read_config`.
+    """
+    return ModelConfig.from_hf(read_json(path))
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells one checkpoint from another without reading its weights: their config, and names and sizes of the files."""
+    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def read_json(path: Path) -> Mapping[str, object]:
+    """A file that must hold a JSON object; InvalidArgument otherwise, with the file's name."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise _too_deep(path) from error
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(str(path), f"cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(str(path), "must hold a JSON object")
+    level: list[object] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+    if level:
+        raise _too_deep(path)
+    return value
+
+
+def _inside(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _too_deep(path: Path) -> InvalidArgument:
+    return InvalidArgument(str(path), f"is nested deeper than the limit of {_MAX_DEPTH}")

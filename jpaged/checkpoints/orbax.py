@@ -1,0 +1,262 @@
+"""A checkpoint folder whose tensors are in Orbax: how it is written, and how slices of it are read.
+
+    FOLDER/jpaged.json             the manifest: format and its version, architecture, type, who wrote it
+    FOLDER/config.json, ...        Hugging Face layout: config, generation config, tokenizer, chat template
+    FOLDER/params/                 Orbax (OCDBT, zarr3): {tensor name: array}
+
+Tensors have the names and shapes of Hugging Face, whole and as published: nothing in the folder depends on a mesh or on
+how layers run, so any mesh restores it, by the same code that reads safetensors. They lie in chunks of a MiB at most,
+cut along both axes, and a device's slice is read through tensorstore, chunk by chunk.
+
+The manifest is written last, into a folder that gets its name when all is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from jpaged import json_text
+from jpaged.checkpoints.safetensors_writer import StoredTensor
+from jpaged.checkpoints.tensor_source import DTYPES, check_shape, unsupported_dtype
+from jpaged.errors import InvalidArgument
+
+MANIFEST_FILE = "jpaged.json"
+PARAMS_FOLDER = "params"
+
+_FORMAT = "jpaged-orbax"
+_FORMAT_VERSION = 1
+_CHUNK_BYTES = 2**20  # 512 x 1024 in bfloat16; Orbax warns of less
+_MAX_PRIME = 4096
+_UNREADABLE = (OSError, ValueError, LookupError, RuntimeError)
+"""What tensorstore raises; it has no error of its own."""
+_SIGNS_OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
+# Not needed to read, and they tell of the machine that wrote: the path it wrote to.
+_OF_ONE_MACHINE = ("commit_success.txt",)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What jpaged.json says.
+
+    Attributes:
+        architecture: as in config.json.
+        dtype: of the tensors, or `mixed`.
+        jpaged_version: that wrote it.
+    """
+
+    architecture: str
+    dtype: str
+    jpaged_version: str
+
+    def write(self, folder: Path) -> None:
+        """Makes a folder one that can be read; everything else must be there."""
+        value = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(self)}
+        (folder / MANIFEST_FILE).write_text(json_text.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a folder.
+
+        Raises:
+            InvalidArgument: it is no manifest of ours, or of a version that is not read here.
+        """
+        path = folder / MANIFEST_FILE
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise InvalidArgument(str(path), f"cannot be read as JSON: {error}") from error
+        if not isinstance(value, dict) or value.get("format") != _FORMAT:
+            raise InvalidArgument(str(path), f"must be a JSON object whose format is {_FORMAT!r}")
+        if value.get("format_version") != _FORMAT_VERSION:
+            raise InvalidArgument(
+                str(path),
+                f"format_version is {value.get('format_version')!r}; this jpaged reads {_FORMAT_VERSION}: "
+                "convert the checkpoint again",
+            )
+
+        def text(name: str) -> str:
+            found = value.get(name)
+            if not isinstance(found, str):
+                raise InvalidArgument(str(path), f"{name} is {found!r}; it must be a string")
+            return found
+
+        return cls(*(text(field.name) for field in fields(cls)))
+
+
+def is_orbax_folder(folder: Path) -> bool:
+    """Whether a folder is one of ours, finished."""
+    return (folder / MANIFEST_FILE).is_file()
+
+
+def refuse_other_orbax(folder: Path) -> None:
+    """Tells a folder of Orbax that is not readable here from one that has nothing to do with Orbax.
+
+    Raises:
+        InvalidArgument: Orbax wrote it, and `jpaged convert` did not, or was interrupted.
+    """
+    if is_orbax_folder(folder):
+        return
+    for place in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
+        if any((place / sign).exists() for sign in _SIGNS_OF_ORBAX) or ".orbax-checkpoint-tmp" in place.name:
+            raise InvalidArgument(
+                str(folder),
+                f"holds an Orbax checkpoint but no {MANIFEST_FILE}: `jpaged convert` did not write it, or was "
+                "interrupted; convert the model again",
+            )
+
+
+class OrbaxTensors:
+    """The tensors of an Orbax folder; a context manager, and a `TensorSource`.
+
+    Raises:
+        InvalidArgument: the manifest or Orbax' list of arrays is missing or broken, or of a version not known here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        Manifest.read(folder)
+        self._folder = folder / PARAMS_FOLDER
+        self._context = ts.Context()
+        self._arrays: dict[str, Any] = {}
+        self._names = _names(self._folder)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor of the checkpoint."""
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, from its own metadata."""
+        return tuple(self._array(name).shape)
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of a tensor, from its own metadata; Unsupported when it is not among `DTYPES`."""
+        stored = str(self._array(name).dtype.name)
+        if stored not in DTYPES:
+            raise unsupported_dtype(self.where(name), name, stored)
+        return DTYPES[stored]
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
+        """See `TensorSource.read`; of a part the chunks are read that it touches."""
+        check_shape(self, name, shape)
+        self.dtype(name)
+        try:
+            return np.asarray(self._array(name)[index or ...].read().result())
+        except _UNREADABLE as error:
+            raise self._unreadable(name, error) from error
+
+    def where(self, name: str) -> Path:
+        """The folder of all arrays: several may share a file."""
+        return self._folder
+
+    def __enter__(self) -> OrbaxTensors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._arrays.clear()
+
+    def _array(self, name: str) -> Any:
+        if name not in self._arrays:
+            base = {"driver": "file", "path": f"{self._folder.resolve()}/"}
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
+                "fill_missing_data_reads": False,
+            }
+            try:
+                self._arrays[name] = ts.open(spec, open=True, read=True, context=self._context).result()
+            except _UNREADABLE as error:
+                raise self._unreadable(name, error) from error
+        return self._arrays[name]
+
+    def _unreadable(self, name: str, error: Exception) -> InvalidArgument:
+        return InvalidArgument(str(self._folder), f"tensor {name} cannot be read: {error}")
+
+
+def write_orbax(tensors: Sequence[StoredTensor], folder: Path, max_file_bytes: int | None) -> None:
+    """Writes the tensors into `folder / PARAMS_FOLDER`, one after another; not the manifest.
+
+    Host memory holds one tensor, and what of it is on its way to the file.
+
+    Args:
+        tensors: all there are.
+        folder: must exist.
+        max_file_bytes: about the size of a data file; None leaves it to Orbax.
+
+    Raises:
+        OSError, ValueError: a file could not be written; tensorstore has no error of its own.
+    """
+    target = (folder / PARAMS_FOLDER).resolve()
+    handler = ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (StoredTensor, _OneByOne(deepcopy_host_arrays=False)),
+            (jax.Array, ocp.type_handlers.ArrayHandler()),  # there are none, and Orbax warns of that
+        ),
+        use_zarr3=True,
+        use_compression=False,  # weights are noise
+    )
+    tree = {tensor.name: tensor for tensor in tensors}
+    arguments = ocp.args.PyTreeSave(
+        tree,
+        save_args={name: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(tensor)) for name, tensor in tree.items()},
+        ocdbt_target_data_file_size=max_file_bytes,
+    )
+    with ocp.Checkpointer(handler) as saver:
+        saver.save(target, args=arguments)
+    for name in _OF_ONE_MACHINE:
+        (target / name).unlink(missing_ok=True)
+
+
+class _OneByOne(ocp.type_handlers.NumpyHandler):
+    """Orbax' handler of NumPy arrays for tensors that are not read yet: it would write all of them at once."""
+
+    async def serialize(self, values: Sequence[StoredTensor], infos: Sequence[Any], args: Any = None) -> list[Any]:
+        for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
+            for written in await super().serialize([np.ascontiguousarray(value.read())], [info], [arg]):
+                await asyncio.to_thread(written.result)
+        return []
+
+
+def _chunk_bytes(tensor: StoredTensor) -> int | None:
+    """Orbax divides axes into equal chunks: one of prime length would fall into single rows, and stays whole."""
+    return None if any(_largest_prime(size) > _MAX_PRIME for size in tensor.shape) else _CHUNK_BYTES
+
+
+def _largest_prime(number: int) -> int:
+    """The largest prime factor."""
+    factor = 2
+    while factor * factor <= number:
+        if number % factor == 0:
+            number //= factor
+        else:
+            factor += 1
+    return number
+
+
+def _names(folder: Path) -> frozenset[str]:
+    """The names in Orbax' list of arrays.
+
+    Its own reader asks for all arrays at once, and where one is broken the answers of others come to an event loop that
+    is closed: tracebacks of other threads, now and then.
+    """
+    path = folder / "_METADATA"
+    if not path.is_file():
+        raise InvalidArgument(str(folder), "holds no Orbax arrays; convert the checkpoint again")
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["tree_metadata"].values()
+        paths = [[key["key"] for key in entry["key_metadata"]] for entry in entries]
+        return frozenset(str(name) for (name,) in paths)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidArgument(str(folder), f"cannot be read as an Orbax checkpoint: {error!r}") from error

@@ -1,0 +1,113 @@
+"""Writes safetensors files a tensor at a time; the library's own writer takes all tensors of a file at once.
+
+    8 bytes: length of the header | header: JSON, padded with spaces to 8 bytes | the tensors, one after another
+
+A checkpoint of more than one file has an index beside them, as transformers writes and reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jpaged import json_text
+from jpaged.checkpoints.tensor_files import FORMAT_DTYPES, INDEX_FILE, SINGLE_FILE
+
+_NAME_OF = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that is to be written, and how to get it.
+
+    Attributes:
+        name: as Hugging Face has it.
+        shape: of what `read` gives.
+        dtype: of what `read` gives.
+        read: makes the array; called once, and the array is dropped before the next is asked for.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        """Its numbers."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return self.size * self.dtype.itemsize
+
+
+def write_tensor_files(tensors: Sequence[StoredTensor], folder: Path, max_shard_bytes: int) -> None:
+    """Writes `model.safetensors`, or shards and their index where one file would be over the limit.
+
+    Args:
+        tensors: in the order in which they are dealt out to files.
+        folder: must exist.
+        max_shard_bytes: of the tensors of one file; a tensor that is larger has a file of its own.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    shards = _shards(tensors, max_shard_bytes)
+    if len(shards) == 1:
+        _write_file(shards[0], folder / SINGLE_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(shard, folder / file_name)
+        weight_map |= {tensor.name: file_name for tensor in shard}
+    metadata = {
+        "total_parameters": sum(tensor.size for tensor in tensors),
+        "total_size": sum(tensor.nbytes for tensor in tensors),
+    }
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_FILE).write_text(json_text.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: Sequence[StoredTensor], max_shard_bytes: int) -> list[list[StoredTensor]]:
+    shards: list[list[StoredTensor]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if shards[-1] and used + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(tensor)
+        used += tensor.nbytes
+    return shards
+
+
+def _write_file(tensors: Sequence[StoredTensor], path: Path) -> None:
+    # Wide types first, as the library does: then every tensor begins at a multiple of its type's size.
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    with path.open("wb") as file:
+        file.write(_header(ordered))
+        for tensor in ordered:
+            array = np.ascontiguousarray(tensor.read())
+            file.write(array.reshape(-1).view(np.uint8).data)
+            del array
+
+
+def _header(tensors: Sequence[StoredTensor]) -> bytes:
+    entries: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": _NAME_OF[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json_text.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

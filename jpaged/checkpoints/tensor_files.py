@@ -1,0 +1,126 @@
+"""The safetensors files of one checkpoint folder: which tensors are there, and one of them at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jpaged.checkpoints.tensor_source import DTYPES, check_shape, unsupported_dtype
+from jpaged.errors import InvalidArgument, Unsupported
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+FORMAT_DTYPES: Mapping[str, np.dtype] = {
+    "F64": DTYPES["float64"],
+    "F32": DTYPES["float32"],
+    "F16": DTYPES["float16"],
+    "BF16": DTYPES["bfloat16"],
+}
+"""Types by the names that the format has for them."""
+
+
+class TensorFiles:
+    """Open checkpoint files, memory-mapped; a context manager.
+
+    A folder holds either one `model.safetensors`, which wins, or the shards that `model.safetensors.index.json`
+    names. Files that are neither are not looked at.
+
+    Raises:
+        InvalidArgument: a file is missing or broken, or the index and the shards disagree.
+        Unsupported: the weights are there in another format only.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor of the checkpoint."""
+        return frozenset(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, from the header of its file."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of a tensor, from the header of its file; Unsupported when it is not among `FORMAT_DTYPES`."""
+        stored = self._slice(name).get_dtype()
+        if stored not in FORMAT_DTYPES:
+            raise unsupported_dtype(self.where(name), name, stored)
+        return FORMAT_DTYPES[stored]
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
+        """See `TensorSource.read`; of a part nothing else is read from the file."""
+        check_shape(self, name, shape)
+        self.dtype(name)
+        return np.asarray(self._slice(name)[index] if index else self._files[self._file_of[name]].get_tensor(name))
+
+    def where(self, name: str) -> Path:
+        """The file that holds a tensor, or the folder when none does."""
+        return self._folder / self._file_of[name] if name in self._file_of else self._folder
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._file_of[name]].get_slice(name)
+
+    def _open(self) -> None:
+        if (self._folder / SINGLE_FILE).is_file():
+            self._open_file(SINGLE_FILE)
+        elif (self._folder / INDEX_FILE).is_file():
+            self._open_shards()
+        elif list(self._folder.glob("*.bin")) or list(self._folder.glob("*.pth")):
+            raise Unsupported(f"{self._folder}: only safetensors weights are read; convert the checkpoint")
+        else:
+            raise InvalidArgument(str(self._folder), f"has neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+    def _open_file(self, file_name: str) -> None:
+        path = self._folder / file_name
+        if Path(file_name).name != file_name or not path.is_file():
+            raise InvalidArgument(str(self._folder / INDEX_FILE), f"names {file_name!r}, which is not in the folder")
+        try:
+            file = self._stack.enter_context(safe_open(path, framework="numpy"))
+        except SafetensorError as error:
+            raise InvalidArgument(str(path), f"is not a whole safetensors file: {error}") from error
+        self._files[file_name] = file
+        for name in list(file.keys()):
+            if name in self._file_of:
+                raise InvalidArgument(str(path), f"tensor {name} is in {self._file_of[name]} as well")
+            self._file_of[name] = file_name
+
+    def _open_shards(self) -> None:
+        path = self._folder / INDEX_FILE
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            wanted = {str(name): str(file_name) for name, file_name in index.items()}
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidArgument(str(path), f"must be a JSON object with a weight_map: {error!r}") from error
+        for file_name in sorted(set(wanted.values())):
+            self._open_file(file_name)
+        for name in sorted(wanted.keys() | self._file_of.keys()):
+            if wanted.get(name) != self._file_of.get(name):
+                raise InvalidArgument(
+                    str(path), f"puts tensor {name} into {wanted.get(name)}; it is in {self._file_of.get(name)}"
+                )

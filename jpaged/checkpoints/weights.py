@@ -1,0 +1,270 @@
+"""Checkpoint files -> parameter trees, one leaf at a time: never a second copy of the model in host memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jpaged.checkpoints.finite import all_here, is_finite, refuse_tensor
+from jpaged.checkpoints.names import LM_HEAD, Leaf, is_ignored, layer_leaves, name_prefix, outer_leaves
+from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
+from jpaged.checkpoints.tensor_files import TensorFiles
+from jpaged.checkpoints.tensor_source import TensorSource, check_shape
+from jpaged.errors import InternalError, InvalidArgument
+from jpaged.models.config import ModelConfig
+from jpaged.models.layers import Params, normal
+from jpaged.models.model import Model
+from jpaged.models.sharding import WideAxis, wide_axis
+from jpaged.models.stack import LayerMode
+
+# Place of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"), without the number in scan mode.
+LeafPath = tuple[str | int, ...]
+# A part of a leaf as a fresh array; a slice for each axis.
+Read = Callable[[tuple[slice, ...]], np.ndarray]
+# Makes the device array of the leaf at a path: (path, shape, what reads it).
+Put = Callable[[LeafPath, tuple[int, ...], Read], jax.Array]
+Progress = Callable[[int, int, str], None]
+
+
+def put_on_default_device(path: LeafPath, shape: tuple[int, ...], read: Read) -> jax.Array:
+    """Copies one leaf to the default device, and waits, so that the host's copy can go."""
+    return jax.block_until_ready(jax.device_put(read((slice(None),) * len(shape))))
+
+
+def put_as(shardings: Params) -> Put:
+    """Each device gets its part of a leaf, and nothing but the parts of this process's devices is read."""
+
+    def put(path: LeafPath, shape: tuple[int, ...], read: Read) -> jax.Array:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            return read(index or (slice(None),) * len(shape))
+
+        return jax.block_until_ready(jax.make_array_from_callback(shape, _find(shardings, path), part))
+
+    return put
+
+
+def no_progress(done: int, total: int, name: str) -> None:
+    """Reports nothing."""
+
+
+_CONSTANTS = {"scale": 1.0, "bias": 0.0}  # all other leaves are random
+
+
+def random_params(model: Model, layer_mode: LayerMode, *, seed: int, shardings: Params) -> Params:
+    """Random parameters for measuring without a checkpoint, distributed as those of `model.init_params`.
+
+    Each device makes its parts by itself, a leaf at a time: one program for all leaves would hold the random bits of
+    every device's parts on each (26 GiB, where an 8B model in eight parts has 2 GiB a device).
+    """
+    abstract, tree = jax.tree_util.tree_flatten_with_path(model.abstract_params(layer_mode))
+    leaves = []
+    for index, ((path, leaf), placed) in enumerate(zip(abstract, jax.tree.leaves(shardings), strict=True)):
+        make = _leaf_maker(_CONSTANTS.get(_last_key(path)), leaf.shape, leaf.dtype, placed)
+        leaves.append(make(np.uint32(seed % 2**32), np.uint32(index)))
+    params: Params = jax.tree.unflatten(tree, leaves)
+    return params
+
+
+def _last_key(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
+    return str(path[-1].key) if isinstance(path[-1], jax.tree_util.DictKey) else ""
+
+
+@functools.lru_cache(maxsize=64)
+def _leaf_maker(
+    constant: float | None, shape: tuple[int, ...], dtype: np.dtype, placed: NamedSharding | Format
+) -> Callable[[np.uint32, np.uint32], jax.Array]:
+    sharding = placed.sharding if isinstance(placed, Format) else placed
+    assert isinstance(sharding, NamedSharding)
+    local_shape = sharding.shard_shape(shape)
+
+    def make(seed: jax.Array, index: jax.Array) -> jax.Array:
+        if constant is not None:
+            return jnp.full(local_shape, constant, dtype)
+        # Filling large arrays from a threefry key takes minutes to compile on a CPU; these numbers are no secret.
+        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
+        for axis in sharding.spec:
+            key = key if axis is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
+        return normal(key, local_shape, dtype)
+
+    whole = PartitionSpec()
+    return jax.jit(
+        jax.shard_map(make, mesh=sharding.mesh, in_specs=(whole, whole), out_specs=sharding.spec, check_vma=False),
+        out_shardings=placed,
+    )
+
+
+def load_params(
+    model: Model,
+    folder: Path,
+    layer_mode: LayerMode,
+    *,
+    num_parts: int = 1,
+    put: Put = put_on_default_device,
+    progress: Progress = no_progress,
+) -> Params:
+    """Reads a checkpoint folder, safetensors or Orbax, into the tree of `abstract_params(layer_mode)`.
+
+    Host memory holds one leaf at a time (in scan mode, that leaf for all layers) and the tensors of the part that is
+    being made; safetensors are memory-mapped, of Orbax' arrays the chunks are read that the part touches.
+
+    Args:
+        model: what to load, as published; its dtype is what leaves are cast to.
+        folder: the checkpoint.
+        layer_mode: one tree a layer, or one with stacked leaves.
+        num_parts: the tree is that of the model widened for so many (`jpaged.models.sharding`).
+        put: makes the device array of a leaf; a sharded placement goes here.
+        progress: called after each leaf with (done, total, name).
+
+    Raises:
+        InvalidArgument: a tensor is missing, left over, misshapen, not finite or not tied as promised; it is named,
+            with its file.
+        Unsupported: the weights are in a format or a type that is not read.
+    """
+    config = model.config
+    flags: list[tuple[jax.Array, Sequence[Leaf]]] = []
+    params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
+    with open_tensors(folder) as files:
+        groups = _leaf_groups(config, name_prefix(config, files.names), layer_mode)
+        _check_names(files, [name for _, leaves in groups for leaf in leaves for name, _ in leaf.tensors], config)
+        for done, (path, leaves) in enumerate(groups, start=1):
+            is_stacked = layer_mode == "scan" and path[0] == "layers"
+            source = _Source(files, leaves, is_stacked, model.dtype, wide_axis(path, leaves[0].shape, num_parts))
+            array = put(path, source.shape, source.read)
+            _insert(params, path, array)
+            flags.append((is_finite(array), leaves))
+            progress(done, len(groups), ".".join(map(str, path)))
+        _check_tie(files, config)
+        for flag, leaves in flags:
+            if not all_here(flag):
+                _refuse_not_finite(files, leaves, model.dtype)
+    return params
+
+
+def open_tensors(folder: Path) -> TensorFiles | OrbaxTensors:
+    """The tensors of a checkpoint folder, in whichever format it holds them; to be used in a `with`.
+
+    Raises:
+        InvalidArgument: it holds none, or what holds them is broken, unfinished, or of an unknown version.
+        Unsupported: they are there in another format only.
+    """
+    if is_orbax_folder(folder):
+        return OrbaxTensors(folder)
+    refuse_other_orbax(folder)
+    return TensorFiles(folder)
+
+
+def check_tensors(tensors: TensorSource, config: ModelConfig) -> None:
+    """Refuses what `load_params` would refuse, before anything is read but a tied embedding that is there twice.
+
+    Raises:
+        InvalidArgument: a tensor is missing, left over, misshapen or not tied as promised.
+    """
+    groups = _leaf_groups(config, name_prefix(config, tensors.names), "loop")
+    wanted = [tensor for _, leaves in groups for leaf in leaves for tensor in leaf.tensors]
+    _check_names(tensors, [name for name, _ in wanted], config)
+    for name, shape in wanted:
+        check_shape(tensors, name, shape)
+    _check_tie(tensors, config)
+
+
+def _leaf_groups(config: ModelConfig, prefix: str, layer_mode: LayerMode) -> list[tuple[LeafPath, Sequence[Leaf]]]:
+    """The leaves of the tree by their places; in scan mode a place in the layers stands for that leaf of each."""
+    layers = [layer_leaves(config, layer_index, prefix) for layer_index in range(config.num_layers)]
+    groups: list[tuple[LeafPath, Sequence[Leaf]]] = [(leaf.path, [leaf]) for leaf in outer_leaves(config, prefix)]
+    if layer_mode == "scan":
+        return groups + [(("layers", *stack[0].path), stack) for stack in zip(*layers, strict=True)]
+    return groups + [(("layers", index, *leaf.path), [leaf]) for index, leaves in enumerate(layers) for leaf in leaves]
+
+
+def _check_names(files: TensorSource, wanted: list[str], config: ModelConfig) -> None:
+    left_over = sorted(name for name in files.names.difference(wanted) if not is_ignored(name, config))
+    if left_over:
+        shown = ", ".join(f"{name} ({files.where(name)})" for name in left_over[:5])
+        raise InvalidArgument(
+            "checkpoint", f"{len(left_over)} tensors are not part of {config.architecture} with this config: {shown}"
+        )
+
+
+def _check_tie(files: TensorSource, config: ModelConfig) -> None:
+    if not config.tie_word_embeddings or LM_HEAD not in files.names:
+        return
+    embedding, *_ = outer_leaves(config, name_prefix(config, files.names))
+    ((name, shape),) = embedding.tensors
+    if not np.array_equal(files.read(LM_HEAD, shape), files.read(name, shape)):
+        raise InvalidArgument(
+            str(files.where(LM_HEAD)),
+            f"{LM_HEAD} differs from {name} though config.json says tie_word_embeddings; set that to false",
+        )
+
+
+def _refuse_not_finite(files: TensorSource, leaves: Sequence[Leaf], dtype: np.dtype) -> None:
+    for leaf in leaves:
+        for name, shape in leaf.tensors:
+            refuse_tensor(files, name, shape, dtype)
+    raise InternalError(f"{leaves[0].path} is finite in the checkpoint, and on a device it is not")
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A leaf of the widened tree in the files: one, or that of all layers stacked."""
+
+    files: TensorSource
+    leaves: Sequence[Leaf]
+    is_stacked: bool
+    dtype: np.dtype
+    split: WideAxis | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.leaves[0].shape
+        if self.split is not None:
+            shape = self.split.widened_shape(shape)
+        return (len(self.leaves), *shape) if self.is_stacked else shape
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of the leaf: of its split axis, and all of the others."""
+        if self.split is None:
+            return self._pack(slice(None))
+        begin, end, _ = index[self.split.axis + self.is_stacked].indices(self.split.wide_size)
+        return self.split.widened(self._pack(slice(*self.split.source(begin, end))), begin, end)
+
+    def _pack(self, part: slice) -> np.ndarray:
+        """The part of the published leaf along the split axis."""
+        shape = list(self.leaves[0].shape)
+        if self.split is not None:
+            shape[self.split.axis] = part.stop - part.start
+        stack = np.empty((len(self.leaves), *shape), self.dtype)
+        for array, leaf in zip(stack, self.leaves, strict=True):
+            tensors = [self.files.read(name, stored, self._cut(leaf, stored, part)) for name, stored in leaf.tensors]
+            leaf.pack(tensors, array)
+        return stack if self.is_stacked else stack[0]
+
+    def _cut(self, leaf: Leaf, stored: tuple[int, ...], part: slice) -> tuple[slice, ...]:
+        if self.split is None or part == slice(0, self.split.size):
+            return ()
+        axis = leaf.tensor_axes[self.split.axis]
+        if axis is None:
+            raise InternalError(f"axis {self.split.axis} of leaf {leaf.path} cannot be split")
+        step = stored[axis] // self.split.size
+        return (*(slice(None),) * axis, slice(part.start * step, part.stop * step))
+
+
+def _insert(params: Any, path: LeafPath, value: jax.Array) -> None:
+    for key in path[:-1]:
+        params = params[key] if isinstance(key, int) else params.setdefault(key, {})
+    params[path[-1]] = value
+
+
+def _find(params: Any, path: LeafPath) -> Any:
+    for key in path:
+        params = params[key]
+    return params

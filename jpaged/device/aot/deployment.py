@@ -1,0 +1,252 @@
+"""A server on devices that are not there: its memory planned, its programs compiled, and nothing run.
+
+    hungriest programs, a pool of a GiB -> what programs take -> the number of blocks -> the programs of that pool
+
+It never fails for want of memory: what does not fit is a result, with the compiler's own words where it has spoken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jpaged.config import EngineConfig
+from jpaged.device.mesh import local_bytes
+from jpaged.device.programs.compile import ProgramSpec, set_up_compile_cache
+from jpaged.device.programs.compiler_errors import Refusal
+from jpaged.device.programs.lowering import abstract_serving, program_lowerings
+from jpaged.device.programs.memory import decisive_specs, program_memory, report_of
+from jpaged.device.programs.memory_plan import (
+    DeviceMemory,
+    MemoryPlan,
+    PoolRequest,
+    ProgramMemory,
+    plan_memory,
+    too_large,
+)
+from jpaged.device.programs.report import ProgramReport, collectives
+from jpaged.device.programs.saved import Target, save_programs
+from jpaged.device.programs.store import CompiledProgram, compile_all
+from jpaged.device.step.forward import Step
+from jpaged.device.step_sizes import Attention
+from jpaged.engine.executor import Geometry, Progress
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProgram:
+    """A program that was compiled: its name, the seconds that it took, and what the compiler says of its memory."""
+
+    name: str
+    seconds: float
+    report: ProgramReport
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What a server would be on some devices; all bytes are of one of them.
+
+    Attributes:
+        memory: where each byte goes; of what does not fit, with the pool that was asked for, or the least that serves.
+        most_blocks: the largest pool that fits; 0 where none does.
+        problem: why it does not fit, and what to change; None where it fits.
+        refusal: the compiler's own words where it refused a program; else None.
+        needs_bytes: what the compiler says that the refused program needs; None where it gives no number.
+        programs: that were compiled with the pool.
+        num_programs: that a server runs.
+        seconds: for all that was compiled, by the clock.
+        max_model_len: tokens of a sequence at most.
+        block_size: tokens of a block.
+        max_num_seqs: rows of a step.
+        max_num_batched_tokens: tokens of a step.
+        backend: whose attention kernel runs.
+        passed_over: lines on backends made for the devices that do not run: why, and what would bring them back.
+        number_bytes: of each number that devices add up in a step, as the compiled program exchanges them; None where
+            they exchange none, or nothing was compiled.
+    """
+
+    memory: MemoryPlan
+    most_blocks: int
+    problem: str | None
+    refusal: str | None
+    needs_bytes: int | None
+    programs: tuple[PlannedProgram, ...]
+    num_programs: int
+    seconds: float
+    max_model_len: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    backend: str
+    passed_over: tuple[str, ...]
+    number_bytes: float | None
+
+    @property
+    def fits(self) -> bool:
+        return self.problem is None
+
+
+def compile_deployment(
+    model: Model,
+    options: EngineConfig,
+    mesh: Mesh,
+    hbm_bytes: int,
+    *,
+    all_programs: bool,
+    progress: Progress,
+    save: Path | None = None,
+    num_threads: int | None = None,
+) -> Deployment:
+    """Plans the memory and compiles.
+
+    Args:
+        model: as published.
+        options: of the server.
+        mesh: of devices that need not be there.
+        hbm_bytes: that programs may use of one of them.
+        all_programs: compiles every program of the server, not only the hungriest and the one that decodes.
+        progress: told what is compiled.
+        save: a folder that every program is written to, for `jpaged serve --compiled`; nothing that does not fit is.
+        num_threads: programs that are compiled at a time; None is as a server does.
+
+    Raises:
+        InvalidArgument, Unsupported: the model cannot be served so, whatever the memory, or the compiler fails.
+    """
+    set_up_compile_cache(None)  # seconds are the compiler's, and what comes from a cache cannot be saved
+    begin = time.perf_counter()
+    request, memory = _Server.of(model, options, mesh, 1, num_threads).request(options), DeviceMemory(hbm_bytes)
+    probe = _Server.of(model, options, mesh, request.probe_blocks(memory), num_threads)
+    passed_over = tuple(Attention.on(model, options, mesh).passed_over())
+    wanted = request.num_blocks or request.blocks_per_seq
+    plan = MemoryPlan(
+        hbm_bytes, request.memory_utilization, request.weight_bytes, wanted, request.bytes_per_block, programs=None
+    )
+
+    def result(
+        plan: MemoryPlan, programs: Collection[CompiledProgram], problem: str | None, refusal: Refusal | None = None
+    ) -> Deployment:
+        return Deployment(
+            memory=plan,
+            most_blocks=max(0, plan.most_blocks or 0),
+            problem=problem,
+            refusal=None if refusal is None else refusal.message,
+            needs_bytes=None if refusal is None else refusal.needs_bytes,
+            programs=tuple(
+                PlannedProgram(str(program.spec), round(program.seconds, 2), report_of(program.executable))
+                for program in programs
+            ),
+            num_programs=len(probe.lowerings),
+            seconds=time.perf_counter() - begin,
+            max_model_len=probe.geometry.max_model_len,
+            block_size=probe.geometry.block_size,
+            max_num_seqs=probe.geometry.max_num_seqs,
+            max_num_batched_tokens=probe.geometry.max_num_batched_tokens,
+            backend=probe.step.backend,
+            passed_over=passed_over,
+            number_bytes=_number_bytes(programs),
+        )
+
+    if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
+        return result(plan, (), str(too_large(plan, request)))  # nothing need be compiled to say so
+    compiled, refusal = probe.compile(decisive_specs(list(probe.lowerings)), progress)
+    if refusal is not None:
+        return result(plan, compiled.values(), _refused(refusal), refusal)
+    taken = probe.taken(compiled)
+    plan = dataclasses.replace(plan, programs=taken)
+    try:
+        plan = plan_memory(request, memory, lambda: taken)
+    except InvalidArgument as error:
+        server = _Server.of(model, options, mesh, wanted, num_threads)
+        _, refusal = server.compile(decisive_specs(list(server.lowerings))[:1], progress)
+        return result(plan, compiled.values(), str(error), refusal)
+    server = _Server.of(model, options, mesh, plan.num_blocks, num_threads)
+    specs = list(server.lowerings) if all_programs or save is not None else server.telling_specs()
+    # What draws knows nothing of the pool.
+    known = {spec: program for spec, program in compiled.items() if spec.kind == "draw"}
+    compiled, refusal = server.compile([spec for spec in specs if spec not in known], progress)
+    every = {**known, **compiled}
+    compiled = {spec: every[spec] for spec in specs if spec in every}
+    if refusal is not None:
+        return result(plan, compiled.values(), _refused(refusal), refusal)
+    if save is not None:
+        num_bytes = save_programs(save, Target.of(server.step, server.geometry), compiled)
+        progress(f"saved {num_bytes / (1 << 20):.1f} MiB of programs in {save}", len(specs), len(specs))
+    return result(dataclasses.replace(plan, programs=server.taken(compiled)), compiled.values(), None)
+
+
+def _number_bytes(programs: Collection[CompiledProgram]) -> float | None:
+    """Of the sums over devices of the largest step, on average: not all need be of one type."""
+    backbones = [program for program in programs if program.spec.kind == "backbone"]
+    largest = max(backbones, key=lambda program: program.spec.size, default=None)
+    num_bytes = num_numbers = 0
+    for one in [] if largest is None else collectives(largest.executable):
+        if one.opcode == "all-reduce":
+            turns = math.prod(trips or 1 for trips in one.loop_trips)
+            num_bytes += turns * one.num_bytes
+            num_numbers += turns * sum(math.prod(dims) for dims in one.dims)
+    return num_bytes / num_numbers if num_numbers else None
+
+
+def _refused(refusal: Refusal) -> str:
+    return (
+        f"the compiler refuses it: {refusal.message}: lower num_blocks, memory_utilization or max_num_batched_tokens, "
+        "or raise tensor_parallel_size"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """The programs of a server with a number of blocks, lowered on demand."""
+
+    step: Step
+    geometry: Geometry
+    lowerings: Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]]
+    weight_bytes: int
+    num_threads: int | None
+
+    @classmethod
+    def of(cls, model: Model, options: EngineConfig, mesh: Mesh, num_blocks: int, num_threads: int | None) -> _Server:
+        cache = dataclasses.replace(options.cache, num_blocks=num_blocks)
+        step, geometry, params = abstract_serving(model, dataclasses.replace(options, cache=cache), mesh)
+        return cls(step, geometry, program_lowerings(step, params, geometry), local_bytes(params), num_threads)
+
+    def request(self, options: EngineConfig) -> PoolRequest:
+        return PoolRequest(
+            bytes_per_block=self.step.attention.layout.local.bytes_per_block,
+            block_size=self.geometry.block_size,
+            max_num_seqs=self.geometry.max_num_seqs,
+            max_model_len=self.geometry.max_model_len,
+            memory_utilization=options.cache.memory_utilization,
+            weight_bytes=self.weight_bytes,
+            num_blocks=options.cache.num_blocks,
+        )
+
+    def telling_specs(self) -> list[ProgramSpec]:
+        """The decisive programs, and the step that decodes as many rows as there may be."""
+        decode = ProgramSpec("backbone", self.geometry.buckets.num_tokens(self.geometry.max_num_seqs))
+        return [spec for spec in self.lowerings if spec in (decode, *decisive_specs(list(self.lowerings)))]
+
+    def taken(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:
+        reports = {spec: report_of(program.executable) for spec, program in compiled.items()}
+        return program_memory(reports, list(self.lowerings), self.step, self.geometry)
+
+    def compile(
+        self, specs: Collection[ProgramSpec], progress: Progress
+    ) -> tuple[Mapping[ProgramSpec, CompiledProgram], Refusal | None]:
+        """Those that were compiled, and the compiler's word where it refused one for want of memory."""
+        try:
+            return compile_all({spec: self.lowerings[spec] for spec in specs}, progress, self.num_threads), None
+        except jax.errors.JaxRuntimeError as error:
+            refusal = Refusal.of(error)
+            if refusal is None:
+                reason = str(error).strip().splitlines()[0]
+                raise Unsupported(f"the compiler fails for these devices: {reason}") from error
+            return {}, refusal

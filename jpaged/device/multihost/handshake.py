@@ -1,0 +1,419 @@
+"""Several processes as one: they meet, agree, watch each other, and end together.
+
+    process 0   listens ── all are there, and alike ── WELCOME ── jax.distributed ── load ── serve ── END
+    process i   connects ── HELLO ───────────────────┘            jax.distributed ── load ── follow ── exit 0
+
+Each other process has a line to process 0 (`channel.py`) besides the collectives of the devices. It tells of a
+process's death at once: a thread waits on it while the devices' threads may hang in a collective that will never end.
+Whatever is lost or differs ends all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jaxlib.version
+
+from jpaged.config import EngineConfig
+from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, interface_for, listen, values_of
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
+from jpaged.launchers import Cluster
+from jpaged.version import __version__
+
+_LOG = logging.getLogger(__name__)
+
+HEARTBEAT_TIMEOUT_S = 100
+"""Of jax's own watch, for a host that is gone without a word: its connections stay open."""
+END_GRACE_S = 10.0
+"""After a loss: an orderly end with a status for every client may take so long."""
+_HELLO_TIMEOUT_S = 10.0
+_DEVICES_TIMEOUT_S = 300
+_BLAME_S = 1.0
+"""When one process is lost, collectives break in all: the others wait so long for process 0 to name it."""
+_TOGETHER = ("model", "cache", "scheduler", "parallel")
+_OWN = ("coordinator", "process_id", "join_timeout")
+"""Options of these sections that each process may spell in its own way."""
+_NUMBER = struct.Struct("<Q")
+
+
+def leave(code: int) -> None:
+    """Ends this process at once: its other threads may hang in a collective, and jax's own end would wait for them."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def facts_of(config: EngineConfig, cluster: Cluster) -> dict[str, str]:
+    """What has to be the same in all processes before anything is loaded."""
+    facts = {
+        "jpaged version": __version__,
+        "jax version": jax.__version__,
+        "jaxlib version": jaxlib.version.__version__,
+        "num_processes": str(cluster.num_processes),
+    }
+    for section in _TOGETHER:
+        options = getattr(config, section)
+        names = [name for name in options.__slots__ if name not in _OWN]
+        facts |= {name: str(getattr(options, name)) for name in names}
+    facts["num_processes"] = str(cluster.num_processes)
+    return facts
+
+
+def require_same(mine: Mapping[str, Any], other: Mapping[str, Any], process_id: int) -> None:
+    """Compares what process 0 and another say.
+
+    Raises:
+        InvalidArgument: names the first field that differs, and both values.
+    """
+    for name in (*mine, *(name for name in other if name not in mine)):
+        a, b = mine.get(name, "missing"), other.get(name, "missing")
+        if a != b:
+            raise InvalidArgument(name, f"is {a} in process 0 and {b} in process {process_id}; it has to be the same")
+
+
+class Owner(Protocol):
+    """Who runs process 0: the server. Both may be called on any thread."""
+
+    def fail(self, error: JpagedError) -> None:
+        """All processes have to end. Called once."""
+        ...
+
+    def drain(self) -> None:
+        """Another process was asked to end."""
+        ...
+
+
+class Leader:
+    """Process 0's side.
+
+    Args:
+        channels: to the others.
+        owner: who hears of what happens, on threads of the leader's.
+        port_holder: keeps the port that jax's processes meet at.
+
+    Attributes:
+        failure: why all have to end; None as long as they do not.
+        on_digest: takes the digests of the others, as (process, payload), on their threads.
+    """
+
+    def __init__(self, channels: Mapping[int, Channel], owner: Owner, port_holder: socket.socket | None = None) -> None:
+        self.failure: JpagedError | None = None
+        self._owner = owner
+        self.on_digest: Callable[[int, bytearray], None] = lambda process, payload: None
+        self._channels = dict(sorted(channels.items()))
+        self._port_holder = port_holder
+        self._facts: dict[int, queue.SimpleQueue[bytearray]] = {i: queue.SimpleQueue() for i in channels}
+        self._lock = threading.Lock()
+        self._has_failed = threading.Event()
+        self._is_ending = False
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(i, channel), name=f"jpaged-process-{i}", daemon=True)
+            for i, channel in self._channels.items()
+        ]
+        for watcher in self._watchers:
+            watcher.start()
+
+    @property
+    def num_processes(self) -> int:
+        return len(self._channels) + 1
+
+    def send(self, kind: Kind, *parts: bytes) -> None:
+        """To every other process.
+
+        Raises:
+            OSError: one is gone; its watcher says which.
+        """
+        for channel in self._channels.values():
+            channel.send(kind, *parts)
+
+    def least(self, value: int) -> int:
+        """Implements `Agreement`."""
+        values = [_NUMBER.unpack(facts.get())[0] for facts in self._facts.values()]
+        smallest = int(min(value, *values))
+        self.send(Kind.SETTLED, _NUMBER.pack(smallest))
+        return smallest
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Holds what the others found out against what this process did.
+
+        Raises:
+            InvalidArgument: something differs; all are told.
+        """
+        try:
+            for process, waiting in self._facts.items():
+                require_same(facts, values_of(waiting.get()), process)
+        except InvalidArgument as error:
+            self.tell(error)
+            raise
+        self.send(Kind.SETTLED)
+
+    def fail(self, error: JpagedError) -> None:
+        """All have to end. The first error counts; what can no longer end well ends after a grace."""
+        with self._lock:
+            if self.failure is not None or self._is_ending:
+                return
+            self.failure = error
+        self._has_failed.set()
+        self.tell(error)
+        deadline = threading.Timer(END_GRACE_S, self._end_anyway)
+        deadline.daemon = True
+        deadline.start()
+        self._owner.fail(error)
+
+    def wait_for_failure(self, timeout_s: float) -> JpagedError | None:
+        """What is lost, if that becomes known in time: a collective fails a moment before the line does."""
+        self._has_failed.wait(timeout_s)
+        return self.failure
+
+    def tell(self, error: Exception) -> None:
+        """Lets the others end with this error."""
+        for channel in self._channels.values():
+            try:
+                channel.send(Kind.FAILED, str(error).encode())
+            except OSError:
+                continue  # it is gone already
+
+    def end(self, timeout_s: float = END_GRACE_S) -> bool:
+        """Tells the others to end well, and waits until they have; False when some did not in time. Idempotent."""
+        with self._lock:
+            is_first, self._is_ending = not self._is_ending, True
+        if is_first:
+            for channel in self._channels.values():
+                try:
+                    channel.send(Kind.END)
+                except OSError:
+                    continue
+        until_s = time.monotonic() + timeout_s
+        for watcher in self._watchers:
+            watcher.join(max(0.0, until_s - time.monotonic()))
+        return not any(watcher.is_alive() for watcher in self._watchers)
+
+    def _watch(self, process: int, channel: Channel) -> None:
+        while True:
+            try:
+                kind, payload = channel.receive()
+            except EOFError as error:
+                self.fail(Unavailable(f"process {process} of {self.num_processes} is lost: {error}"))
+                return
+            match kind:
+                case Kind.DIGEST:
+                    self.on_digest(process, payload)
+                case Kind.FACTS:
+                    self._facts[process].put(payload)
+                case Kind.STOP_WISH:
+                    self._owner.drain()
+                case Kind.FAILED:
+                    text = payload.decode(errors="replace")
+                    self.fail(Unavailable(f"process {process} of {self.num_processes} failed: {text}"))
+                case _:
+                    self.fail(InternalError(f"process {process} sent {kind.name}"))
+
+    def _end_anyway(self) -> None:
+        _LOG.error("all processes end: %s", self.failure)
+        leave(1)
+
+
+class Follower:
+    """The side of every other process. What comes from process 0 waits in a queue, in order.
+
+    Attributes:
+        messages: STEP, MOVES, COLLECT and END.
+        on_end: called by the watching thread with the exit code and what to say, when this process has to end at once.
+    """
+
+    def __init__(self, channel: Channel, cluster: Cluster, on_end: Callable[[int, str], None]) -> None:
+        self.messages: queue.SimpleQueue[tuple[Kind, bytearray]] = queue.SimpleQueue()
+        self.on_end = on_end
+        self.is_following = False
+        self._channel = channel
+        self._name = f"process {cluster.process_id} of {cluster.num_processes}"
+        self._settled: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        self._is_ending = False
+        self._is_told = threading.Event()
+        threading.Thread(target=self._watch, name="jpaged-process-0", daemon=True).start()
+
+    def send(self, kind: Kind, *parts: bytes) -> None:
+        """To process 0; whether that is still there is the watching thread's matter."""
+        try:
+            self._channel.send(kind, *parts)
+        except OSError:
+            _LOG.debug("%s was not sent: process 0 is gone", kind.name)
+
+    def least(self, value: int) -> int:
+        """Implements `Agreement`."""
+        self.send(Kind.FACTS, _NUMBER.pack(value))
+        return int(_NUMBER.unpack(self._settled.get())[0])
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Has process 0 compare these facts; returns when they are the same, and ends the process otherwise."""
+        self._channel.send_json(Kind.FACTS, facts)
+        self._settled.get()
+
+    def wish_to_stop(self) -> None:
+        """Asks process 0 to drain and end all."""
+        self.send(Kind.STOP_WISH)
+
+    def report(self, error: Exception) -> None:
+        """Tells process 0 why this one ends; waits a moment for its word first, if a collective may have broken."""
+        if isinstance(error, JpagedError) and not isinstance(error, InternalError):
+            self.send(Kind.FAILED, str(error).encode())
+        elif not self._is_told.wait(_BLAME_S):
+            self.send(Kind.FAILED, f"{type(error).__name__}: {error}".encode())
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                kind, payload = self._channel.receive()
+            except EOFError as error:
+                self._is_told.set()
+                if not self._is_ending:
+                    self.on_end(1, f"{self._name} ends: process 0 is lost: {error}")
+                return
+            match kind:
+                case Kind.SETTLED:
+                    self._settled.put(payload)
+                case Kind.FAILED:
+                    self._is_told.set()
+                    self.on_end(1, f"{self._name} ends: {payload.decode(errors='replace')}")
+                case Kind.END:
+                    self._is_ending = True
+                    self.messages.put((kind, payload))
+                    if not self.is_following:
+                        self.on_end(0, f"{self._name} ends before it began")
+                case _:
+                    self.messages.put((kind, payload))
+
+
+def lead(config: EngineConfig, cluster: Cluster, say: Callable[[str], None], owner: Owner) -> Leader:
+    """Waits for all processes as process 0, and joins them.
+
+    Raises:
+        InvalidArgument: the address cannot be had, or a process has other options or versions.
+        Unavailable: some did not come in time; they are named.
+    """
+    host, port = cluster.address
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise InvalidArgument("coordinator", f"{cluster.coordinator} cannot be bound: {error}") from error
+    with listener:
+        port = listener.getsockname()[1]
+        say(
+            f"process 0 of {cluster.num_processes} waits for the others at {_joined(host, port)} "
+            f"(from {cluster.source})"
+        )
+        channels = gather(listener, facts_of(config, cluster), cluster, config.parallel.join_timeout)
+    holder = hold_port(host)
+    jax_port = holder.getsockname()[1]
+    for channel in channels.values():
+        channel.send_json(Kind.WELCOME, {"port": jax_port})
+        channel.set_timeout(None)
+    leader = Leader(channels, owner, holder)
+    _join_devices(cluster, jax_port)
+    return leader
+
+
+def follow(
+    config: EngineConfig, cluster: Cluster, say: Callable[[str], None], on_end: Callable[[int, str], None]
+) -> Follower:
+    """Joins process 0 as another one.
+
+    Raises:
+        Unavailable: process 0 did not answer in time, or refused; says why.
+    """
+    host, port = cluster.address
+    say(
+        f"process {cluster.process_id} of {cluster.num_processes} follows {cluster.coordinator} (from {cluster.source})"
+    )
+    channel = connect(host, port, config.parallel.join_timeout)
+    channel.send_json(Kind.HELLO, {"process_id": cluster.process_id, "facts": facts_of(config, cluster)})
+    try:
+        welcome = channel.receive_json(Kind.WELCOME)
+    except EOFError as error:
+        raise Unavailable(f"process 0 at {cluster.coordinator} ended before all were there: {error}") from error
+    follower = Follower(channel, cluster, on_end)
+    _join_devices(cluster, int(welcome["port"]))
+    return follower
+
+
+def gather(listener: socket.socket, facts: Mapping[str, str], cluster: Cluster, timeout_s: float) -> dict[int, Channel]:
+    """Waits until every other process has said hello, and is like this one.
+
+    Raises:
+        InvalidArgument: one is not, or came twice. All are told.
+        Unavailable: some did not come in time; they are named.
+    """
+    channels: dict[int, Channel] = {}
+    until_s = time.monotonic() + timeout_s
+    try:
+        while len(channels) < cluster.num_processes - 1:
+            listener.settimeout(max(0.01, until_s - time.monotonic()))
+            try:
+                end, _ = listener.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, cluster.num_processes)) - channels.keys())
+                raise Unavailable(
+                    f"of {cluster.num_processes} processes, {', '.join(map(str, missing))} did not come in "
+                    f"{timeout_s:g} s (join_timeout)"
+                ) from None
+            channel = Channel(end)
+            channel.set_timeout(_HELLO_TIMEOUT_S)
+            try:
+                hello = channel.receive_json(Kind.HELLO)
+                process, theirs = int(hello["process_id"]), dict(hello["facts"])
+            except (EOFError, TimeoutError, KeyError, TypeError, ValueError, JpagedError) as error:
+                _LOG.warning("a connection that was none of our processes was closed: %s", error)
+                channel.close()
+                continue
+            _admit(channels, channel, process)
+            require_same(facts, theirs, process)
+    except JpagedError as error:
+        for channel in channels.values():
+            try:
+                channel.send(Kind.FAILED, str(error).encode())
+            except OSError:
+                _LOG.debug("a process was gone before it was told")
+            channel.close()
+        raise
+    return channels
+
+
+def _admit(channels: dict[int, Channel], channel: Channel, process: int) -> None:
+    if process in channels:
+        channel.send(Kind.FAILED, f"process_id: there are two processes {process}".encode())
+        channel.close()
+        raise InvalidArgument("process_id", f"{process} came twice; every process needs a number of its own")
+    channels[process] = channel
+
+
+def _join_devices(cluster: Cluster, port: int) -> None:
+    """Makes the devices of all processes those of one jax."""
+    host = cluster.address[0]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Its handler of SIGTERM would take the place of ours, which drains.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        _joined(host, port),
+        cluster.num_processes,
+        cluster.process_id,
+        local_device_ids=None if cluster.local_device is None else [cluster.local_device],
+        cluster_detection_method="deactivate",
+        initialization_timeout=_DEVICES_TIMEOUT_S,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+        coordinator_bind_address=_joined(interface_for(host), port),
+    )
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

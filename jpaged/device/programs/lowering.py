@@ -1,0 +1,144 @@
+"""What a server would run on a mesh, as shapes: the step, its sizes, and how each of its programs is lowered.
+
+Nothing here allocates or compiles, and the devices need not be there: those of a topology description will do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jpaged.config import EngineConfig
+from jpaged.device.cascade_costs import cascade_costs
+from jpaged.device.host_pool import num_host_blocks
+from jpaged.device.kv_scales import kv_dtype
+from jpaged.device.mesh import POOL_SPEC, SCALES_SPEC, Placement, first_device, num_shards, replicated
+from jpaged.device.programs.compile import ProgramSpec, compiler_options, program_specs
+from jpaged.device.step.forward import Step, backbone_packing, draw_packing
+from jpaged.device.step_sizes import Attention
+from jpaged.device.transfers import lower_move, move_sizes
+from jpaged.engine.buckets import BucketTable
+from jpaged.engine.executor import Geometry
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec
+from jpaged.models.layers import Params
+from jpaged.models.model import Model
+from jpaged.models.stack import LayerMode
+
+Lowering = Callable[[], jax.stages.Lowered]
+
+
+def plan(
+    model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
+) -> tuple[Step, Geometry]:
+    """What runs, and its sizes, for a number of blocks. Allocates and compiles nothing.
+
+    Raises:
+        InvalidArgument: max_model_len is beyond the model's, or the model cannot be split over the mesh.
+        Unsupported: the attention backend that was chosen cannot do it.
+    """
+    num_parts, vocab_size = num_shards(mesh), model.config.vocab_size
+    attention = Attention.on(model, options, mesh)
+    sizes = attention.sizes()
+    chosen = attention.choose(sizes)
+    model = Placement.of(model, mesh, layer_mode).model
+    config = model.config
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        num_blocks=num_blocks,
+        block_size=sizes.block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype),
+        form=chosen.spec.layout.form,
+        num_shards=num_parts,
+    )
+    # A kernel sees what one device has, so that is what its backend is asked about.
+    can_cascade, local = options.cache.enable_cascade_attention, dataclasses.replace(chosen.spec, layout=layout.local)
+    cascade = cascade_costs(chosen.backend, local, config.num_heads // num_parts) if can_cascade else None
+    geometry = Geometry(
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        max_num_seqs=sizes.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        vocab_size=vocab_size,
+        bytes_per_block=layout.bytes_per_block,
+        buckets=BucketTable.build(max_num_batched_tokens=sizes.max_num_batched_tokens, max_num_seqs=sizes.max_num_seqs),
+        num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
+        cascade=cascade,
+    )
+    step = Step(
+        model,
+        AttentionSpec(layout, config.head_dim**-0.5),
+        layer_mode,
+        num_places=geometry.buckets.rows[-1],
+        vocab_size=vocab_size,
+        mesh=mesh,
+        backend=chosen.backend,
+    )
+    return step, geometry
+
+
+def abstract_serving(
+    model: Model, options: EngineConfig, mesh: Mesh, layer_mode: LayerMode | None = None
+) -> tuple[Step, Geometry, Params]:
+    """What a server would run on a mesh, as shapes alone: its devices need not be there, a topology's will do.
+
+    `program_lowerings` lowers its programs. The number of blocks is `cache.num_blocks`, or what the longest sequence
+    needs: only a device can tell how many it holds.
+
+    Raises:
+        InvalidArgument, Unsupported: as in `plan`.
+    """
+    where = Placement.of(model, mesh, layer_mode)
+    num_blocks = options.cache.num_blocks or Attention.on(model, options, mesh).sizes().blocks_per_seq
+    step, geometry = plan(model, options, where.layer_mode, num_blocks, mesh)
+    params = where.abstract_params()
+    layout = step.attention.layout
+    if layout.is_scaled:
+        shape, sharding = (layout.num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, SCALES_SPEC)
+        params["kv_scales"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+    return step, geometry, params
+
+
+def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[ProgramSpec, Lowering]:
+    """For each program, the call that traces and lowers it. `params` may be shapes alone, with their shardings."""
+    whole, of_pool = replicated(step.mesh), NamedSharding(step.mesh, POOL_SPEC)
+
+    def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=whole)
+
+    layout, model = step.attention.layout, step.model
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format), params)
+    options = compiler_options(first_device(step.mesh))
+    head = {name: tree for name, tree in params.items() if name != "layers"}
+    pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
+    last_tokens = shape((step.num_places,), np.int32)
+    hidden = shape((step.num_places, model.config.hidden_size), model.dtype)
+
+    def lower(spec: ProgramSpec) -> jax.stages.Lowered:
+        if spec.kind == "backbone":
+            packing = backbone_packing(spec.size, geometry)
+            backbone = functools.partial(step.packed_backbone, packing=packing)
+            jitted = jax.jit(backbone, donate_argnums=1, out_shardings=(of_pool, whole), compiler_options=options)
+            return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
+        if spec.kind != "draw":
+            return lower_move(spec, layout, step.mesh)
+        packing = draw_packing(spec.size)
+        draw = functools.partial(step.packed_draw, packing=packing, want_top=spec.want_top)
+        jitted = jax.jit(draw, out_shardings=whole, compiler_options=options)
+        return jitted.lower(head, hidden, shape((packing.size,), np.int32))
+
+    def lower_for_devices(spec: ProgramSpec) -> jax.stages.Lowered:
+        # Kernels ask what they are lowered for; the devices of a topology are not among those that jax has.
+        with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):
+            return lower(spec)
+
+    specs = program_specs(geometry.buckets, move_sizes(layout), has_host_blocks=geometry.num_host_blocks > 0)
+    return {spec: functools.partial(lower_for_devices, spec) for spec in specs}

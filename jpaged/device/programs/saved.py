@@ -1,0 +1,219 @@
+"""Compiled programs in a folder, made on any machine that can compile for the device, loaded where the device is.
+
+    folder/
+      programs.json          what the programs were compiled for, field by field, and the list of them
+      backbone-512.program   one executable: bytes of the device's compiler, with the trees of its arguments
+
+A program runs only as exactly what it was compiled for: every field of `Target` has to be the server's own, and the one
+that is not is named. The files are pickles: load folders of people that you trust, as you would their code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+from jpaged import json_text
+from jpaged.device.kv_scales import name_of_kv_dtype
+from jpaged.device.mesh import first_device, num_shards
+from jpaged.device.programs.compile import ProgramSpec, compiler_options
+from jpaged.device.programs.store import CompiledProgram
+from jpaged.device.step.forward import Step
+from jpaged.engine.executor import Geometry
+from jpaged.errors import InternalError, InvalidArgument
+from jpaged.models.config import ModelConfig
+from jpaged.version import __version__
+
+MANIFEST = "programs.json"
+FORMAT = 1
+_SOURCES = ("device/**/*.py", "kernels/**/*.py", "kernels/**/*.json", "models/**/*.py", "engine/executor.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What programs are compiled for. Fields that are options have the options' names.
+
+    Attributes:
+        sources: digest of the code that programs are traced from.
+        platform_version: of the device's compiler and runtime.
+        model: digest of the model's configuration.
+        compiler_options: what the compiler was told besides.
+        layers: how layers run, see `jpaged.models.stack`.
+        cascade: digest of what reading a shared prefix once costs; empty where it is off.
+    """
+
+    jpaged: str
+    sources: str
+    jax: str
+    jaxlib: str
+    platform: str
+    platform_version: str
+    device_kind: str
+    model: str
+    dtype: str
+    tensor_parallel_size: int
+    attention_backend: str
+    kv_cache_dtype: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    layers: str
+    cascade: str
+    compiler_options: str
+
+    @classmethod
+    def of(cls, step: Step, geometry: Geometry) -> Target:
+        """What the programs of a step are compiled for; the devices of its mesh may be a topology's."""
+        device, model = first_device(step.mesh), step.model
+        return cls(
+            jpaged=__version__,
+            sources=_digest_of_sources(),
+            jax=jax.__version__,
+            jaxlib=jaxlib.version.__version__,
+            platform=device.platform,
+            platform_version=device.client.platform_version,
+            device_kind=device.device_kind,
+            model=_digest_of_model(model.config),
+            dtype=model.dtype.name,
+            tensor_parallel_size=num_shards(step.mesh),
+            attention_backend=step.backend,
+            kv_cache_dtype=name_of_kv_dtype(step.attention.layout.dtype),
+            block_size=geometry.block_size,
+            num_blocks=geometry.num_blocks,
+            max_model_len=geometry.max_model_len,
+            max_num_seqs=geometry.max_num_seqs,
+            max_num_batched_tokens=geometry.max_num_batched_tokens,
+            layers=step.layer_mode,
+            cascade=_digest(repr(geometry.cascade)) if geometry.cascade else "",
+            compiler_options=json_text.dumps(compiler_options(device), sort_keys=True),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPrograms:
+    """A folder of programs, opened; `load` reads one of them.
+
+    Attributes:
+        folder: where they are.
+        target: what they were compiled for.
+        names: file of each program.
+    """
+
+    folder: Path
+    target: Target
+    names: Mapping[str, str]
+
+    @classmethod
+    def open(cls, folder: Path) -> SavedPrograms:
+        """Reads what the folder says of itself.
+
+        Raises:
+            InvalidArgument: it is not a folder of programs, or of another format.
+        """
+        try:
+            manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise InvalidArgument("compiled", f"{folder} holds no saved programs: {error}") from error
+        if manifest.get("format") != FORMAT:
+            raise InvalidArgument("compiled", f"{folder} is of format {manifest.get('format')}; {FORMAT} is read")
+        try:
+            return cls(folder, Target(**manifest["target"]), manifest["programs"])
+        except (KeyError, TypeError) as error:
+            raise InvalidArgument("compiled", f"{folder / MANIFEST} is damaged: {error}") from error
+
+    def check(self, target: Target) -> None:
+        """Holds the programs to what this server needs.
+
+        Raises:
+            InvalidArgument: a field differs; it is named, with both values and what to do.
+        """
+        for field in dataclasses.fields(Target):
+            saved, here = getattr(self.target, field.name), getattr(target, field.name)
+            if saved != here:
+                raise InvalidArgument(
+                    "compiled",
+                    f"the programs in {self.folder} are for {field.name} {saved!r}, this server has {here!r}: "
+                    "make the two the same, or save programs for this one with `jpaged plan --save`",
+                )
+
+    def has(self, spec: ProgramSpec) -> bool:
+        """Whether the program was saved."""
+        return str(spec) in self.names
+
+    def load(self, spec: ProgramSpec, mesh: Mesh) -> jax.stages.Compiled:
+        """One program, on the devices of the mesh.
+
+        Raises:
+            InvalidArgument: its file is missing or damaged.
+        """
+        path = self.folder / self.names[str(spec)]
+        devices: list[jax.Device] = list(mesh.devices.flat)
+        try:
+            executable, in_tree, out_tree = pickle.loads(path.read_bytes())
+            return serialize_executable.deserialize_and_load(
+                executable, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
+            )
+        except (OSError, pickle.UnpicklingError, ValueError, EOFError, KeyError, jax.errors.JaxRuntimeError) as error:
+            raise InvalidArgument("compiled", f"{path} cannot be loaded as {spec}: {error}") from error
+
+
+def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, CompiledProgram]) -> int:
+    """Writes programs to a folder, which is made; the manifest comes last, so that half a folder is none.
+
+    Returns:
+        bytes of all programs.
+
+    Raises:
+        InvalidArgument: the folder holds something already, or cannot be written.
+        InternalError: a program was loaded, not compiled: on CPUs it would lack functions when it is loaded again.
+    """
+    loaded = [str(spec) for spec, program in programs.items() if program.origin != "compiled"]
+    if loaded:
+        raise InternalError(f"programs that were loaded, not compiled, cannot be saved: {', '.join(loaded)}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise InvalidArgument("save", f"{folder} is not empty")
+        names, num_bytes = {}, 0
+        for spec, program in programs.items():
+            name = f"{spec.kind}-{spec.size}{'-top' if spec.want_top else ''}.program"
+            content = pickle.dumps(serialize_executable.serialize(program.executable))
+            (folder / name).write_bytes(content)
+            names[str(spec)] = name
+            num_bytes += len(content)
+        manifest = {"format": FORMAT, "target": dataclasses.asdict(target), "programs": names}
+        (folder / MANIFEST).write_text(json_text.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgument("save", f"{folder} cannot be written: {error}") from error
+    return num_bytes
+
+
+def _digest_of_sources() -> str:
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in _SOURCES for path in root.glob(pattern)):
+        digest.update(f"{path.relative_to(root)}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _digest_of_model(config: ModelConfig) -> str:
+    """Of what its programs depend on: where a sequence ends, and how its file holds numbers, is not of it."""
+    return _digest(repr(dataclasses.replace(config, eos_token_ids=(), bos_token_id=None, checkpoint_dtype=None)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

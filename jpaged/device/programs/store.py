@@ -1,0 +1,219 @@
+"""The ledger of programs: what is compiled, what it cost, and the rest of the list, which compiles meanwhile.
+
+    compile(specs)     waits for these                         a failure ends it
+    compile_rest()     returns at once; the others follow      a failure is logged; steps are padded to what there is
+
+The order is that of need. `least_programs`, one of each kind, runs any step: the largest backbone, the largest
+draw with alternatives, and the smallest move of each kind, of which a large move needs many. After those come the
+shapes of a lone request that decodes, of a full batch that decodes, and everything between.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+
+from jpaged.device.programs.compile import ProgramSpec, took_from_cache
+from jpaged.engine.executor import Progress
+from jpaged.errors import InternalError
+
+_LOG = logging.getLogger(__name__)
+NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
+"""Tracing holds the interpreter's lock, XLA does not: two overlap the one with the other, more compile side by side."""
+
+Origin = Literal["compiled", "cache", "saved"]
+"""Where a program came from: the compiler, the cache on disk, or a folder of saved programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """A program ready to run, and the seconds that tracing, lowering and compiling (or loading) it took."""
+
+    spec: ProgramSpec
+    executable: jax.stages.Compiled
+    seconds: float
+    origin: Origin = "compiled"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSource:
+    """Makes one program: by compiling it, or by loading what was saved."""
+
+    make: Callable[[], jax.stages.Compiled]
+    is_saved: bool = False
+
+    @classmethod
+    def of(cls, lowering: Callable[[], jax.stages.Lowered]) -> ProgramSource:
+        """Traces, lowers and compiles."""
+        return cls(functools.partial(_compile, lowering))
+
+
+class ProgramLedger:
+    """Makes every program of a list on threads of its own, and knows which are ready.
+
+    Args:
+        sources: of every program, most needed first.
+        on_ready: called after each program has landed, one call at a time, on the thread that made it.
+        num_threads: programs that are made at a time.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[ProgramSpec, ProgramSource],
+        on_ready: Callable[[], None] = lambda: None,
+        num_threads: int = NUM_THREADS,
+    ) -> None:
+        self._sources = dict(sources)
+        self._specs = tuple(sources)
+        self._on_ready = on_ready
+        self._num_threads = num_threads
+        self._landing = threading.Lock()
+        self._ready: dict[ProgramSpec, CompiledProgram] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._num_failed = 0
+
+    @property
+    def ready(self) -> Mapping[ProgramSpec, CompiledProgram]:
+        """What can run; grows."""
+        return self._ready
+
+    @property
+    def specs(self) -> tuple[ProgramSpec, ...]:
+        """The whole list, most needed first."""
+        return self._specs
+
+    @property
+    def num_programs(self) -> int:
+        """Of the whole list."""
+        return len(self._specs)
+
+    @property
+    def num_failed(self) -> int:
+        """Programs that could not be made after the wait was over."""
+        return self._num_failed
+
+    def sizes(self, kind: str, *, want_top: bool = False) -> tuple[int, ...]:
+        """Of the programs of a kind that are ready, ascending."""
+        found = [spec.size for spec in tuple(self._ready) if spec.kind == kind and spec.want_top == want_top]
+        return tuple(sorted(found))
+
+    def find(self, spec: ProgramSpec) -> jax.stages.Compiled:
+        """The executable of a program.
+
+        Raises:
+            InternalError: it is not ready.
+        """
+        program = self._ready.get(spec)
+        if program is None:
+            ready = self._ready
+            known = ", ".join(str(one) for one in self._specs if one in ready) or "none: warm_up has not run"
+            raise InternalError(f"no program {spec} is compiled; there are {known}")
+        return program.executable
+
+    def compile(self, specs: Collection[ProgramSpec], progress: Progress) -> None:
+        """Makes these programs, a few at a time, and returns when all are ready. The first failure ends it."""
+        progress("compiling", 0, len(specs))
+        futures = self._submit(specs, lambda num_ready: progress("compiled", num_ready, len(specs)))
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def compile_rest(self, progress: Progress) -> None:
+        """Makes all others in the background, and says so when there are none left."""
+        rest = [spec for spec in self._sources if spec not in self._ready]
+        begin = time.perf_counter()
+
+        def report(num_ready: int) -> None:
+            if num_ready + self._num_failed == self.num_programs:
+                progress(self.summary(time.perf_counter() - begin), 1, 1)
+
+        if not rest:
+            report(len(self._ready))
+        for future in self._submit(rest, report):
+            future.add_done_callback(lambda done: self._note_failure(done, report))
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)  # its threads end with the last program
+
+    def summary(self, background_s: float) -> str:
+        """How many programs there are, and where they came from."""
+        origins = [program.origin for program in self._ready.values()]
+        counts = [f"{origins.count(origin)} {name}" for origin, name in _ORIGIN_NAMES.items() if origin in origins]
+        failed = f", {self._num_failed} failed" if self._num_failed else ""
+        after = f", the last {background_s:.1f} s after the first step could run" if background_s >= 0.1 else ""
+        return f"{len(origins)} programs: {', '.join(counts)}{failed}{after}"
+
+    def close(self) -> None:
+        """Begins no more programs; those that are being made are not kept."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._sources = {}
+
+    def release(self) -> None:
+        """`close`, lets go of what there is, and waits for those that are being made: nothing goes on behind it."""
+        self.close()
+        self._ready = {}
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+
+    def _submit(self, specs: Collection[ProgramSpec], report: Callable[[int], None]) -> list[Future[None]]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="jpaged-compile")
+        return [self._threads.submit(self._make, spec, self._sources[spec], report) for spec in specs]
+
+    def _make(self, spec: ProgramSpec, source: ProgramSource, report: Callable[[int], None]) -> None:
+        begin = time.perf_counter()
+        with took_from_cache() as is_cached:
+            executable = source.make()
+        origin: Origin = "saved" if source.is_saved else "cache" if is_cached() else "compiled"
+        program = CompiledProgram(spec, executable, time.perf_counter() - begin, origin)
+        with self._landing:
+            if not self._sources:
+                return  # closed meanwhile
+            self._ready = {**self._ready, spec: program}
+            self._on_ready()
+            report(len(self._ready))
+
+    def _note_failure(self, future: Future[None], report: Callable[[int], None]) -> None:
+        error = None if future.cancelled() else future.exception()
+        if error is None:
+            return
+        with self._landing:
+            self._num_failed += 1
+            _LOG.error("a program could not be compiled, steps are padded to larger ones: %s", error)
+            report(len(self._ready))
+
+
+def compile_all(
+    lowerings: Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]],
+    progress: Progress,
+    num_threads: int | None = None,
+) -> Mapping[ProgramSpec, CompiledProgram]:
+    """Compiles every program for those who look at them and run none. The first failure ends it."""
+    sources = {spec: ProgramSource.of(lowering) for spec, lowering in lowerings.items()}
+    ledger = ProgramLedger(sources, num_threads=num_threads or NUM_THREADS)
+    ledger.compile(ledger.specs, progress)
+    ledger.close()
+    return ledger.ready
+
+
+def _compile(lowering: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+    return lowering().compile()
+
+
+_ORIGIN_NAMES: Mapping[Origin, str] = {
+    "compiled": "compiled",
+    "cache": "from the cache",
+    "saved": "from the folder of saved programs",
+}

@@ -1,0 +1,163 @@
+"""Moves of whole blocks, all layers of them, as programs: a list of ids is padded to one of a few sizes.
+
+    copy      (pool, ids [2, C]) -> pool                        all sources are read before a destination is written
+    swap_out  (pool, ids [C]) -> contents [C, L, B, 2K, D]      the pool stays
+    swap_in   (pool, contents, ids [C]) -> pool
+
+Padding names the null block: it is read, and what was to be written to it is dropped. Where a program returns the pool
+it was donated and is updated in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
+
+from jpaged.device.host_pool import HostPool
+from jpaged.device.kv_cache import KVPool
+from jpaged.device.mesh import CONTENTS_SPEC, POOL_SPEC, replicated
+from jpaged.device.programs.compile import ProgramSpec
+from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
+from jpaged.errors import InternalError
+from jpaged.kernels.kv_layout import KVLayout
+
+Ids = NDArray[np.int32]
+
+_SIZES = (8, 64, 512)
+_MAX_CONTENT_BYTES = 32 << 20
+"""What one call holds beside the pool: at the 20 to 50 GB/s of a host link its start is no longer felt."""
+
+
+def move_sizes(layout: KVLayout) -> tuple[int, ...]:
+    """Blocks that one call may move, ascending: no more than the pool has use for, and than memory beside it allows."""
+    smaller = (0, *_SIZES)
+    return tuple(
+        size for size, last in zip(_SIZES, smaller, strict=False) if _fits(size, layout) and last < layout.num_blocks
+    )
+
+
+def content_bytes(layout: KVLayout) -> int:
+    """Of the largest call that a pool of any size makes."""
+    return max(size for size in _SIZES if _fits(size, layout)) * layout.bytes_per_block
+
+
+def _fits(size: int, layout: KVLayout) -> bool:
+    return size == _SIZES[0] or size * layout.bytes_per_block <= _MAX_CONTENT_BYTES
+
+
+class Programs(Protocol):
+    """Finds compiled programs."""
+
+    def find(self, spec: ProgramSpec) -> jax.stages.Compiled: ...
+
+    def sizes(self, kind: str) -> tuple[int, ...]:
+        """Of the moves of a kind that can run, ascending; not empty."""
+        ...
+
+
+class BlockMover:
+    """Runs moves as calls of those programs. Holds neither pool, but the host's transfers go through it."""
+
+    def __init__(self, layout: KVLayout, pool: KVPool, host: HostPool) -> None:
+        self._layout = layout
+        self._pool = pool
+        self._host = host
+
+    def run(self, moves: BlockMoves, programs: Programs) -> None:
+        """Starts the moves.
+
+        Raises:
+            InternalError: an id names no block, or a copy reads what it writes; nothing was moved.
+        """
+        self._check(moves)
+        sizes = programs.sizes(moves.move.value)
+        for begin in range(0, len(moves.sources), sizes[-1]):
+            part = slice(begin, begin + sizes[-1])
+            sources, destinations = moves.sources[part], moves.destinations[part]
+            size = next(size for size in sizes if size >= len(sources))
+            executable = programs.find(ProgramSpec(moves.move.value, size))
+            match moves.move:
+                case Move.COPY:
+                    self._copy(executable, _padded(sources, size), _padded(destinations, size))
+                case Move.SWAP_OUT:
+                    self._swap_out(executable, _padded(sources, size), destinations)
+                case Move.SWAP_IN:
+                    self._swap_in(executable, self._host.read(sources, size), _padded(destinations, size))
+
+    def _copy(self, executable: jax.stages.Compiled, sources_c: Ids, destinations_c: Ids) -> None:
+        self._pool.put(executable(self._pool.take(), np.stack((sources_c, destinations_c))))
+
+    def _swap_out(self, executable: jax.stages.Compiled, sources_c: Ids, destinations: list[int]) -> None:
+        pool = self._pool.take()
+        contents = executable(pool, sources_c)
+        self._pool.put(pool)
+        self._host.receive(contents, destinations)
+
+    def _swap_in(self, executable: jax.stages.Compiled, contents: NDArray | jax.Array, destinations_c: Ids) -> None:
+        self._pool.put(executable(self._pool.take(), contents, destinations_c))
+
+    def _check(self, moves: BlockMoves) -> None:
+        if len(moves.sources) != len(moves.destinations):
+            raise InternalError(f"{len(moves.sources)} blocks are to be moved to {len(moves.destinations)}")
+        on_device, on_host = self._layout.num_blocks, self._host.num_blocks
+        _check_ids(f"{moves.move.value} sources", moves.sources, on_host if moves.move is Move.SWAP_IN else on_device)
+        limit = on_host if moves.move is Move.SWAP_OUT else on_device
+        _check_ids(f"{moves.move.value} destinations", moves.destinations, limit)
+        if moves.move is Move.COPY and not set(moves.sources).isdisjoint(moves.destinations):
+            raise InternalError(f"a copy reads what it writes: {moves}")
+
+
+def _padded(block_ids: list[int], size: int) -> Ids:
+    ids = np.full(size, NULL_BLOCK, np.int32)
+    ids[: len(block_ids)] = block_ids
+    return ids
+
+
+def _check_ids(name: str, block_ids: list[int], num_blocks: int) -> None:
+    wrong = [block_id for block_id in block_ids if not 1 <= block_id <= num_blocks]
+    if wrong:
+        raise InternalError(f"{name} {wrong[:8]} are not blocks from 1 to {num_blocks}")
+
+
+def copy(pool: jax.Array, ids_2c: jax.Array, *, layout: KVLayout) -> jax.Array:
+    """Copies within the pool."""
+    return layout.write_blocks(pool, ids_2c[1], layout.read_blocks(pool, ids_2c[0]))
+
+
+def swap_out(pool: jax.Array, ids_c: jax.Array, *, layout: KVLayout) -> jax.Array:
+    """What the blocks hold, on its way to the host."""
+    return layout.read_blocks(pool, ids_c)
+
+
+def swap_in(pool: jax.Array, contents: jax.Array, ids_c: jax.Array, *, layout: KVLayout) -> jax.Array:
+    """What came from the host, in the pool again."""
+    return layout.write_blocks(pool, ids_c, contents)
+
+
+def lower_move(spec: ProgramSpec, layout: KVLayout, mesh: Mesh) -> jax.stages.Lowered:
+    """Traces and lowers the program of a move. Every device moves its own part of the blocks."""
+    of_pool, of_contents = NamedSharding(mesh, POOL_SPEC), NamedSharding(mesh, CONTENTS_SPEC)
+    pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
+    ids = jax.ShapeDtypeStruct((spec.size,), np.int32, sharding=replicated(mesh))
+    contents = jax.ShapeDtypeStruct((spec.size, *layout.block_shape), layout.storage_dtype, sharding=of_contents)
+    pair = jax.ShapeDtypeStruct((2, spec.size), np.int32, sharding=replicated(mesh))
+    if spec.kind == "copy":
+        return _jit(copy, layout, of_pool, donates=True).lower(pool, pair)
+    if spec.kind == "swap_out":
+        return _jit(swap_out, layout, of_contents, donates=False).lower(pool, ids)
+    if spec.kind == "swap_in":
+        return _jit(swap_in, layout, of_pool, donates=True).lower(pool, contents, ids)
+    raise InternalError(f"{spec} moves no blocks")
+
+
+def _jit(
+    function: Callable[..., jax.Array], layout: KVLayout, sharding: NamedSharding, *, donates: bool
+) -> jax.stages.Wrapped:
+    bound = functools.partial(function, layout=layout)
+    return jax.jit(bound, donate_argnums=(0,) if donates else (), out_shardings=sharding)

@@ -1,0 +1,252 @@
+"""Replicas of the engine behind one set of verbs: each has a copy of the model, a pool and a thread of its own.
+
+    submit ──> Router ──> Engine 0   devices 0, 1
+                     └──> Engine 1   devices 2, 3        one of them fails: all end, with that error
+
+To its callers it is an `Engine`: an id is in flight once, limits hold for the whole, a prefix is pinned everywhere or
+nowhere, loads and histograms are sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+from jpaged.engine.data_parallel.routing import Route, Router
+from jpaged.engine.engine import Clock, Engine
+from jpaged.engine.executor import Geometry
+from jpaged.engine.histogram import HistogramSnapshot
+from jpaged.engine.kv.pinned import Pin
+from jpaged.engine.sequence import Sink
+from jpaged.engine.stats import EngineLoad, total_load
+from jpaged.errors import AlreadyExists, InternalError, QueueFull, Unavailable
+from jpaged.types import OutputEvent, Request
+
+
+class Replicas:
+    """Runs requests to their end, each on one of several engines that are alike.
+
+    Methods may be called from any thread; a request's events come from the thread of its engine. The limit of the queue
+    is shared out among the engines by who makes them (`shares`): one that is full is passed over.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.failure: Exception | None = None
+        self._engines = tuple(engines)
+        buckets = self.geometry.buckets  # grow while programs compile in the background, at each in its own time
+        alike = [dataclasses.replace(engine.geometry, buckets=buckets) for engine in engines]
+        if any(one != alike[0] for one in alike):
+            raise InternalError(f"replicas are not alike: {alike}")
+        self._router = Router(self._engines, self.geometry)
+        # Guards what follows; engines take their own locks inside it, and never call back with theirs held.
+        self._lock = threading.Lock()
+        self._routes: dict[str, Route] = {}
+        self._pinning: set[Pin] = set()
+        self._pinned: set[Pin] = set()
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of each replica: what one request can have."""
+        return self._engines[0].geometry
+
+    @property
+    def clock(self) -> Clock:
+        return self._engines[0].clock
+
+    @property
+    def max_num_in_flight(self) -> int:
+        return sum(engine.max_num_in_flight for engine in self._engines)
+
+    @property
+    def is_full(self) -> bool:
+        """No engine takes a further request now; see `Engine.is_full`."""
+        return all(engine.is_full for engine in self._engines)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Takes a request for one of the engines; see `Engine.submit`.
+
+        Raises:
+            Unavailable: the engines are draining, stopped, or one has failed.
+            AlreadyExists: a request with this id is in flight, wherever it is.
+            QueueFull: too many requests wait at every engine.
+        """
+        request_id, refusals = request.request_id, []
+        with self._lock:
+            if self.failure is not None:
+                raise Unavailable("the engine has failed")
+            # One that was dropped is still its engine's until the next step there.
+            if request_id in self._routes or any(engine.is_in_flight(request_id) for engine in self._engines):
+                raise AlreadyExists(f"request {request_id!r} is in flight")
+            for route in self._router.routes(request):
+                try:
+                    self._engines[route.replica].submit(request, functools.partial(self._pass_on, route, sink))
+                except QueueFull as refusal:
+                    refusals.append(refusal)
+                    continue
+                self._routes[request_id] = route
+                self._router.enter(route)
+                return
+        # Each engine was at its limit when it refused: what it counts is known to it, not to the routes.
+        raise QueueFull(
+            f"{self.max_num_in_flight} requests are in flight, which is the limit of {len(self._engines)} replicas "
+            "(a prefix that is being pinned is one in each)",
+            retry_after_s=min(refusal.retry_after_s for refusal in refusals),
+        )
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request with finish reason ABORT; False when there is none of that id."""
+        with self._lock:
+            route = self._routes.get(request_id)
+        return route is not None and self._engines[route.replica].abort(request_id)
+
+    def drop(self, request_id: str) -> None:
+        """Forgets a request that nobody listens to any more."""
+        with self._lock:
+            route = self._routes.get(request_id)
+            if route is not None:
+                self._leave(request_id, route)
+        if route is not None:
+            self._engines[route.replica].drop(request_id)
+
+    def _pass_on(self, route: Route, sink: Sink, event: OutputEvent) -> None:
+        if event.is_last:
+            with self._lock:
+                self._leave(event.request_id, route)
+        sink(event)
+
+    def _leave(self, request_id: str, route: Route) -> None:
+        """Counts a request no more; one that was dropped is not counted twice."""
+        if self._routes.get(request_id) is route:
+            del self._routes[request_id]
+            self._router.leave(route)
+
+    # --- pinned prefixes --------------------------------------------------------------------------------------------
+
+    def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "", tenant: str = "") -> Future[int]:
+        """Keeps a prefix in the pool of every replica, or of none; see `Engine.pin_prefix`."""
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            pin = tenant, name
+            is_taken = pin in self._pinning or pin in self._pinned
+            if not is_taken:
+                self._pinning.add(pin)
+        if is_taken:
+            future.set_exception(AlreadyExists(f"prefix {name!r} is pinned; unpin it, or choose another name"))
+            return future
+        token_ids = tuple(token_ids)
+        parts = [engine.pin_prefix(name, token_ids, salt, tenant) for engine in self._engines]
+        _when_all_are_done(parts, lambda: self._settle_pin(pin, parts, future))
+        return future
+
+    def unpin_prefix(self, name: str, tenant: str = "") -> bool:
+        """Lets a pinned prefix be evicted again everywhere; see `Engine.unpin_prefix`."""
+        with self._lock:
+            is_pinned = (tenant, name) in self._pinned
+            self._pinned.discard((tenant, name))
+            if is_pinned:
+                for engine in self._engines:
+                    engine.unpin_prefix(name, tenant)
+        return is_pinned
+
+    def _settle_pin(self, pin: Pin, parts: Sequence[Future[int]], future: Future[int]) -> None:
+        """Every engine has answered: one that could not takes the pins of the others with it."""
+        errors = [error for part in parts if (error := part.exception()) is not None]
+        if errors:
+            for engine, part in zip(self._engines, parts, strict=True):
+                if part.exception() is None:
+                    engine.unpin_prefix(pin[1], pin[0])
+        with self._lock:
+            self._pinning.discard(pin)
+            if not errors:
+                self._pinned.add(pin)
+        if errors:
+            future.set_exception(errors[0])
+        else:
+            future.set_result(parts[0].result())
+
+    # --- counts -----------------------------------------------------------------------------------------------------
+
+    def load(self) -> EngineLoad:
+        """All of them as one."""
+        return total_load(self.replica_loads())
+
+    def replica_loads(self) -> tuple[EngineLoad, ...]:
+        """Of each replica, in their order."""
+        return tuple(engine.load() for engine in self._engines)
+
+    def histogram(self, name: str) -> HistogramSnapshot:
+        """Durations of all of them; see `Engine.histogram`."""
+        return HistogramSnapshot.total([engine.histogram(name) for engine in self._engines])
+
+    def num_ended_by_reason(self) -> dict[str, int]:
+        """Requests that have ended anywhere."""
+        counts = [engine.num_ended_by_reason() for engine in self._engines]
+        return {reason: sum(count[reason] for count in counts) for reason in counts[0]}
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Runs every engine in a thread of its own until `stop`."""
+        for index, engine in enumerate(self._engines):
+            engine.start(functools.partial(self._note_failure, index))
+
+    def step(self) -> bool:
+        """One iteration of each in turn, on this thread; False when none had anything to do.
+
+        With overlap a replica's devices run its step while the host waits for those of the others.
+        """
+        did_something = [engine.step() for engine in self._engines]
+        return any(did_something)
+
+    def check(self) -> None:
+        """Raises InternalError when an engine has lost a block; for a thread that steps them."""
+        for engine in self._engines:
+            engine.check()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests and waits for those in flight everywhere; False when the time was too short."""
+        until_s = time.monotonic() + timeout_s
+        for engine in self._engines:
+            engine.drain(0.0)
+        return all(engine.drain(max(0.0, until_s - time.monotonic())) for engine in self._engines)
+
+    def abandon(self, error: Exception) -> None:
+        """Ends all loops with this error, and waits for none; see `Engine.abandon`."""
+        for engine in self._engines:
+            engine.abandon(error)
+
+    def stop(self) -> None:
+        """Ends all loops. Requests that are still in flight get Unavailable."""
+        self.drain(0.0)
+        for engine in self._engines:
+            engine.stop()
+
+    def _note_failure(self, index: int, error: Exception) -> None:
+        with self._lock:
+            is_first = self.failure is None
+            if is_first:
+                self.failure = error
+        if is_first:
+            told = InternalError(f"replica {index} failed: {type(error).__name__}: {error}")
+            told.__cause__ = error
+            for other in self._engines[:index] + self._engines[index + 1 :]:
+                other.fail(told)
+
+
+def shares(total: int, num_parts: int) -> list[int]:
+    """A limit of the whole, shared out evenly; what is left over goes to the first."""
+    return [total // num_parts + (part < total % num_parts) for part in range(num_parts)]
+
+
+def _when_all_are_done(futures: Sequence[Future[int]], then: Callable[[], None]) -> None:
+    if futures:
+        futures[0].add_done_callback(lambda _: _when_all_are_done(futures[1:], then))
+    else:
+        then()

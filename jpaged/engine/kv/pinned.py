@@ -1,0 +1,161 @@
+"""Prefixes that stay in the pool by name, whatever the load: computed by an ordinary request, kept when it ends.
+
+    pin_prefix("system", ids)    a request of one token runs; its full blocks are pinned when it ends
+    unpin_prefix("system")       they are cached like any others again
+
+Names are given and taken by callers' threads, blocks by the engine's: a name is taken, and its blocks are counted,
+before its prefix is computed. All pins together, each with all of its blocks, stay within a limit: the rest is for
+requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterable
+
+from jpaged.engine.executor import Geometry
+from jpaged.engine.kv.contiguous import ReservedMemory
+from jpaged.engine.kv.paged import PagedMemory
+from jpaged.engine.sequence import Group
+from jpaged.errors import AlreadyExists, InvalidArgument, Unsupported
+from jpaged.types import Request, SamplingParams
+
+Pin = tuple[str, str]
+"""A tenant, and what it calls a prefix."""
+
+
+def pin_limit(max_pinned_blocks: int | None, geometry: Geometry) -> int:
+    """Blocks that pinned prefixes may hold: what is asked, or a quarter of the pool if a request can do with the rest.
+
+    Raises:
+        InvalidArgument: what is asked leaves too few for a request of max_model_len.
+    """
+    most = max(0, geometry.num_blocks - geometry.max_blocks_per_seq)
+    if max_pinned_blocks is None:
+        return min(geometry.num_blocks // 4, most)
+    if max_pinned_blocks > most:
+        raise InvalidArgument(
+            "max_pinned_blocks",
+            f"{max_pinned_blocks} is over {most}: of {geometry.num_blocks} blocks a request of max_model_len "
+            f"({geometry.max_model_len}) may need {geometry.max_blocks_per_seq}",
+        )
+    return max_pinned_blocks
+
+
+class PinnedPrefixes:
+    """Whose prefix is pinned or being computed. `request`, `give_up` and `take` may be called from any thread.
+
+    Args:
+        max_blocks: what `pin_limit` says.
+    """
+
+    def __init__(self, memory: PagedMemory | ReservedMemory, geometry: Geometry, max_blocks: int) -> None:
+        self._memory = memory
+        self._geometry = geometry
+        self._max_blocks = max_blocks
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._num_blocks: dict[Pin, int] = {}
+        self._pinned: set[Pin] = set()
+
+    def request(self, pin: Pin, token_ids: tuple[int, ...], salt: str) -> Request:
+        """Takes the name, and makes the request that computes the prefix.
+
+        Raises:
+            Unsupported: nothing is cached by prefix here.
+            InvalidArgument: the prefix fills no block, is too long, or takes more than may be pinned.
+            AlreadyExists: the name is taken.
+        """
+        tenant, name = pin
+        num_blocks = self._check(token_ids)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, cache_salt=salt)
+        with self._lock:
+            if pin in self._num_blocks:
+                raise AlreadyExists(f"prefix {name!r} is pinned; unpin it, or choose another name")
+            num_pinned = sum(self._num_blocks.values())
+            if num_pinned + num_blocks > self._max_blocks:
+                raise InvalidArgument(
+                    "token_ids",
+                    f"{num_blocks} blocks, with {num_pinned} that are pinned, are over max_pinned_blocks "
+                    f"({self._max_blocks})",
+                )
+            self._num_blocks[pin] = num_blocks
+        return self.renamed(pin, Request("", token_ids, sampling, tenant=tenant, cache_tenant=tenant))
+
+    def renamed(self, pin: Pin, request: Request) -> Request:
+        """The request for a prefix under an id that is new; for when it has to run again, too."""
+        return dataclasses.replace(request, request_id=f"pin_prefix/{pin[1]}/{next(self._numbers)}")
+
+    def give_up(self, pin: Pin) -> None:
+        """The prefix of this name was not computed after all."""
+        with self._lock:
+            self._num_blocks.pop(pin, None)
+
+    def keep(self, pin: Pin, group: Group, others: Iterable[Group]) -> int:
+        """Pins what the request has computed; on the engine's thread, before the request gives its blocks back.
+
+        Args:
+            others: requests in flight, each of which must still find its blocks when it runs alone.
+
+        Returns:
+            the number of tokens that are pinned.
+
+        Raises:
+            InvalidArgument: too few blocks would be left.
+        """
+        assert isinstance(self._memory, PagedMemory)
+        num_tokens = self._memory.pin(pin, group.live[0])
+        try:
+            self._check_room_left(self._memory, self._memory.num_pinned_blocks, others)
+        except InvalidArgument:
+            self._memory.unpin(pin)
+            raise
+        with self._lock:
+            self._pinned.add(pin)
+        return num_tokens
+
+    def take(self, pin: Pin) -> bool:
+        """Frees a name, for `release` to follow on the engine's thread; False when nothing is pinned under it."""
+        with self._lock:
+            is_pinned = pin in self._pinned
+            if is_pinned:
+                self._pinned.discard(pin)
+                del self._num_blocks[pin]
+        return is_pinned
+
+    def release(self, pin: Pin) -> None:
+        """Lets the blocks be evicted again."""
+        assert isinstance(self._memory, PagedMemory)
+        self._memory.unpin(pin)
+
+    def _check(self, token_ids: tuple[int, ...]) -> int:
+        """Holds a prefix to what can be pinned at all; the blocks that it fills."""
+        if not isinstance(self._memory, PagedMemory) or not self._memory.can_cache:
+            raise Unsupported("a prefix cannot be pinned: the prefix cache is off (enable_prefix_caching, kv_policy)")
+        geometry, count = self._geometry, len(token_ids)
+        for token_id in token_ids:
+            if not isinstance(token_id, int) or not 0 <= token_id < geometry.vocab_size:
+                raise InvalidArgument(
+                    "token_ids", f"{token_id!r} is not a token id from 0 to {geometry.vocab_size - 1}"
+                )
+        if count >= geometry.max_model_len:
+            raise InvalidArgument("token_ids", f"{count} tokens are not below max_model_len ({geometry.max_model_len})")
+        num_blocks = self._memory.num_cacheable_blocks(count)
+        if num_blocks == 0:
+            cause = f"fill no block of {geometry.block_size}"
+            if count >= geometry.block_size:
+                cause = f"are over max_cached_tokens ({self._memory.max_cached_tokens})"
+            raise InvalidArgument("token_ids", f"{count} tokens {cause}: there is nothing to pin")
+        return num_blocks
+
+    def _check_room_left(self, memory: PagedMemory, num_pinned: int, others: Iterable[Group]) -> None:
+        num_left = self._geometry.num_blocks - num_pinned
+        needed = max((memory.num_blocks_alone(group) for group in others), default=0)
+        if num_left < needed:
+            raise InvalidArgument(
+                "token_ids",
+                f"{num_pinned} pinned blocks would leave {num_left} of {self._geometry.num_blocks}; a request in "
+                f"flight may need {needed}",
+            )

@@ -1,0 +1,60 @@
+"""A beam search's step on real sequences: what the device reported goes in, beams fork and die.
+
+beams     b0 b1 b2          children   b0+x  b0+y  b2+z
+tables    b0 is kept by its first child, forked for its second; b1 is released
+"""
+
+from __future__ import annotations
+
+from jpaged.engine.executor import StepOutputs
+from jpaged.engine.output.beam import BeamSearch, Candidate
+from jpaged.engine.output.processor import top_logprobs
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.sequence import Group, Sequence, Status
+from jpaged.types import PositionLogprobs
+
+
+def advance_beams(
+    group: Group, rows: dict[Sequence, int], outputs: StepOutputs, search: BeamSearch, scheduler: Scheduler
+) -> None:
+    """Ranks what every beam's row reported, and replaces the group's sequences by the beams that live on.
+
+    Args:
+        group: all its live sequences drew in the step.
+        rows: the row of each of them.
+        outputs: of the step; with alternatives.
+        search: the request's.
+        scheduler: forks and releases.
+    """
+    beams = group.live
+    num_top = search.rules.num_candidates
+    tops = []
+    for sequence in beams:
+        sequence.num_in_flight_tokens -= 1
+        top = top_logprobs(outputs, rows[sequence], num_top)
+        tops.append([PositionLogprobs(token, top) for token in top])
+    group.num_drawn_tokens += len(beams)
+    chosen = search.advance(tops)
+    if not search.is_done:
+        group.sequences = _children(beams, chosen, scheduler)
+        if group.status is Status.WAITING:  # it was preempted meanwhile, and runs its prompt first
+            group.is_forked = len(chosen) == 1
+
+
+def _children(beams: list[Sequence], chosen: list[Candidate], scheduler: Scheduler) -> list[Sequence]:
+    survivors = {candidate.parent for candidate in chosen}
+    for i, parent in enumerate(beams):  # first, so that what they held is there for the forks
+        if i not in survivors:
+            scheduler.drop_beam(parent)
+    heirs: set[int] = set()
+    children: list[tuple[Sequence, Candidate]] = []
+    for index, candidate in enumerate(chosen):
+        parent = beams[candidate.parent]
+        child = scheduler.fork(parent, index) if candidate.parent in heirs else parent
+        heirs.add(candidate.parent)
+        children.append((child, candidate))
+    for index, (child, candidate) in enumerate(children):
+        child.index = index
+        child.token_ids.append(candidate.token_id)
+        child.cumulative_logprob = candidate.cumulative_logprob
+    return [child for child, _ in children]

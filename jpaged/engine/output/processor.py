@@ -1,0 +1,206 @@
+"""What a step drew -> the events that callers see. Exactly one event of a request is its last, and `close` sends it.
+
+n sequences          each streams as it is drawn; the request ends with the last of them
+best_of above n      nothing is sent until all have ended; then the n likeliest, the best as index 0
+beam_width           likewise: the n best finished beams
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jpaged.engine.executor import StepOutputs
+from jpaged.engine.output.beam import BeamRules, BeamSearch, Hypothesis
+from jpaged.engine.output.text import OutputState
+from jpaged.engine.sequence import Group, Sequence
+from jpaged.engine.stats import DEADLINE, ERROR
+from jpaged.engine.tokenizer import Tokenizer
+from jpaged.errors import DeadlineExceeded
+from jpaged.types import (
+    FinishReason,
+    OutputEvent,
+    PositionLogprobs,
+    SamplingParams,
+    SequenceFinish,
+    TokenLogprob,
+    Usage,
+)
+
+_MAX_TOKENS_PER_EVENT = 512
+"""Of what is sent at the end. With 20 alternatives each they are 120 kB, and take 13 ms of the loop that sends them."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What there is to show of a sequence: one token's worth, or all of it joined when it was held back."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish: SequenceFinish | None = None
+    cumulative_logprob: float = 0.0
+
+
+class Publisher:
+    """Owns the text side of every request in flight. Calls sinks; never touches blocks or the scheduler."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._states: dict[Sequence, OutputState] = {}
+        self._held: dict[Group, dict[Sequence, list[_Piece]]] = {}
+        self._searches: dict[Group, BeamSearch] = {}
+        self._last_events: dict[Group, OutputEvent] = {}
+
+    def open(self, group: Group) -> None:
+        """Begins a request: no event is sent."""
+        sampling = group.request.sampling
+        if sampling.beam_width:
+            self._searches[group] = BeamSearch(self._rules(sampling))
+            return
+        for sequence in group.sequences:
+            self._states[sequence] = self._new_state(group)
+        if sampling.num_samples > sampling.n:
+            self._held[group] = {sequence: [] for sequence in group.sequences}
+
+    def close(self, group: Group) -> None:
+        """Forgets a request, which has been counted, and sends its last event if it has one."""
+        for sequence in group.sequences:
+            self._states.pop(sequence, None)
+        self._held.pop(group, None)
+        self._searches.pop(group, None)
+        if (event := self._last_events.pop(group, None)) is not None:
+            group.sink(event)
+
+    def search(self, group: Group) -> BeamSearch:
+        """The beam search of a request that asked for one."""
+        return self._searches[group]
+
+    def publish(self, group: Group, sequence: Sequence, outputs: StepOutputs, row: int) -> bool:
+        """Appends the token that a row drew and shows what it adds; True when the sequence ended with it."""
+        token_id = int(outputs.token_ids_r[row])
+        sequence.token_ids.append(token_id)
+        sequence.num_in_flight_tokens -= 1
+        sequence.cumulative_logprob += float(outputs.logprobs_r[row])
+        group.num_drawn_tokens += 1
+        delta = self._states[sequence].push(token_id)
+        num_top = group.request.sampling.logprobs
+        logprobs = () if num_top is None else (_position_logprobs(outputs, row, num_top),)
+        piece = _Piece(delta.text, (token_id,), logprobs, delta.finish, sequence.cumulative_logprob)
+        if group in self._held:
+            self._held[group][sequence].append(piece)
+        else:
+            ends_group = delta.finish is not None and sum(other.is_live for other in group.sequences) == 1
+            self._show(group, sequence.index, piece, is_last=ends_group)
+        return delta.finish is not None
+
+    def finish(self, group: Group) -> None:
+        """Shows what was held back of a request whose sequences have all ended."""
+        told: list[list[_Piece]] = []
+        if group in self._held:
+            told = sorted(self._held[group].values(), key=lambda pieces: -pieces[-1].cumulative_logprob)
+        elif group in self._searches:
+            best = self._searches[group].best(group.request.sampling.n)
+            told = [self._tell(group, hypothesis) for hypothesis in best]
+        shown = told[: group.request.sampling.n]
+        parts = [(index, part) for index, pieces in enumerate(shown) for part in _parts(pieces)]
+        for number, (index, part) in enumerate(parts, start=1):
+            self._show(group, index, part, is_last=number == len(parts))
+
+    def end(self, group: Group, reason: FinishReason) -> None:
+        """Shows how a request ends between two tokens: an event for each sequence still going."""
+        finish = SequenceFinish(reason)
+        if group in self._held or group in self._searches:
+            self._show(group, 0, _Piece(finish=finish), is_last=True)
+            return
+        live = group.live
+        for i, sequence in enumerate(live):
+            text = self._states[sequence].flush()
+            piece = _Piece(text, finish=finish, cumulative_logprob=sequence.cumulative_logprob)
+            self._show(group, sequence.index, piece, is_last=i + 1 == len(live))
+
+    def fail(self, group: Group, error: Exception) -> None:
+        """Makes an error the last event of a request."""
+        self._show(group, 0, _Piece(), is_last=True, error=error)
+
+    def _new_state(self, group: Group) -> OutputState:
+        request = group.request
+        return OutputState(self._tokenizer, request.prompt_token_ids, request.sampling, self._eos_token_ids)
+
+    def _rules(self, sampling: SamplingParams) -> BeamRules:
+        return BeamRules(
+            width=sampling.beam_width or 0,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            ending_ids=sampling.ending_ids(self._eos_token_ids),
+            length_penalty=sampling.length_penalty,
+            early_stopping=sampling.early_stopping,
+        )
+
+    def _tell(self, group: Group, hypothesis: Hypothesis) -> list[_Piece]:
+        """A finished beam, as if its tokens had come one by one."""
+        state, pieces, num_top = self._new_state(group), list[_Piece](), group.request.sampling.logprobs
+        for token_id, position in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True):
+            logprobs = () if num_top is None else (PositionLogprobs(position.chosen, position.top[:num_top]),)
+            delta = state.push(token_id)
+            pieces.append(_Piece(delta.text, (token_id,), logprobs, delta.finish, hypothesis.cumulative_logprob))
+        return pieces
+
+    def _show(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:
+        usage = Usage(
+            prompt_tokens=len(group.request.prompt_token_ids),
+            completion_tokens=group.num_drawn_tokens,
+            cached_tokens=group.num_cached_tokens or 0,
+        )
+        event = OutputEvent(
+            request_id=group.request.request_id,
+            index=index,
+            text=piece.text,
+            token_ids=piece.token_ids,
+            logprobs=piece.logprobs,
+            finish=piece.finish,
+            cumulative_logprob=piece.cumulative_logprob,
+            usage=usage,
+            is_last=is_last,
+            error=error,
+        )
+        if is_last:
+            failed = DEADLINE if isinstance(error, DeadlineExceeded) else ERROR
+            group.ended_by = failed if piece.finish is None else piece.finish.reason.value
+            self._last_events[group] = event
+        else:
+            group.sink(event)
+
+
+def _parts(pieces: list[_Piece]) -> list[_Piece]:
+    """All of a sequence in parts of a bounded size, in time that grows with its length and not with its square."""
+    size = _MAX_TOKENS_PER_EVENT
+    return [_joined(pieces[start : start + size]) for start in range(0, len(pieces), size)]
+
+
+def _joined(pieces: list[_Piece]) -> _Piece:
+    return _Piece(
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        logprobs=tuple(position for piece in pieces for position in piece.logprobs),
+        finish=pieces[-1].finish,
+        cumulative_logprob=pieces[-1].cumulative_logprob,
+    )
+
+
+def _position_logprobs(outputs: StepOutputs, row: int, num_top: int) -> PositionLogprobs:
+    chosen = TokenLogprob(
+        token_id=int(outputs.token_ids_r[row]),
+        logprob=float(outputs.logprobs_r[row]),
+        rank=int(outputs.ranks_r[row]),
+    )
+    return PositionLogprobs(chosen, top_logprobs(outputs, row, num_top))
+
+
+def top_logprobs(outputs: StepOutputs, row: int, num_top: int) -> tuple[TokenLogprob, ...]:
+    """The num_top likeliest tokens of a row, in order; none where the step did not report them."""
+    if not num_top or outputs.top_ids_rk is None or outputs.top_logprobs_rk is None:
+        return ()
+    ids, values = outputs.top_ids_rk[row, :num_top].tolist(), outputs.top_logprobs_rk[row, :num_top].tolist()
+    pairs = enumerate(zip(ids, values, strict=True), start=1)
+    return tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs)

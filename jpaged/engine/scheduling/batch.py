@@ -1,0 +1,142 @@
+"""A schedule -> the padded numpy arrays of one step.
+
+rows      r0 (3 tokens)   r1 (1)   r2 (4)            then empty rows up to max_num_seqs
+tokens    a0 a1 a2        b7       c0 c1 c2 c3  0 0  packed, padded to a bucket
+slots     block * block_size + offset of each; the null block's slot 0 for padding
+starts    0  3  4  8 8 8 ...
+
+Values are gathered in lists and written a column at a time: one write into an array costs as much as ten into a list.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry, SamplingInputs, StepInputs
+from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
+
+_SEED_WORD = 1 << 32
+_NOT_FED_BACK = -1
+
+
+def build_step_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: frozenset[int]) -> StepInputs:
+    """Packs the rows of a schedule in their order; every field is described at `StepInputs`."""
+    rows, block_size, max_rows = schedule.rows, geometry.block_size, geometry.max_num_seqs
+    num_rows, num_tokens = len(rows), schedule.num_tokens
+    num_padded = geometry.buckets.num_tokens(num_tokens)
+    starts, lens = _column([row.start for row in rows]), _column([row.num_tokens for row in rows])
+    ends = np.cumsum(lens, dtype=np.int32)
+    block_tables_sm = np.zeros((max_rows, geometry.max_blocks_per_seq), np.int32)
+    np.stack([row.sequence.block_table.ids_m for row in rows], out=block_tables_sm[:num_rows])
+
+    rows_t = np.repeat(np.arange(num_rows), lens)
+    positions_t = np.arange(num_tokens, dtype=np.int32) + (starts + lens - ends)[rows_t]
+    prompt_lens = _column([row.sequence.num_prompt_tokens for row in rows])
+    blocks_t = block_tables_sm[rows_t, positions_t // block_size]
+
+    fed_back = _column([_NOT_FED_BACK if row.fed_back_row is None else row.fed_back_row for row in rows])
+    is_fed_back = fed_back != _NOT_FED_BACK
+    fed_back_t = _padded([], num_padded, _NOT_FED_BACK)
+    fed_back_t[ends[is_fed_back] - 1] = fed_back[is_fed_back]
+
+    query_starts_s1 = _padded(ends - lens, max_rows + 1, num_tokens)
+    last_tokens_s = np.maximum(query_starts_s1[1:] - 1, 0)
+    kv_begins_s, run_starts_s1 = _runs(schedule, max_rows)
+    sample_rows = _column([row.sample_row for row in rows])
+    return StepInputs(
+        token_ids_t=_padded(_known_tokens(rows), num_padded),
+        is_fed_back_t=fed_back_t != _NOT_FED_BACK,
+        fed_back_rows_t=np.maximum(fed_back_t, 0),
+        positions_t=_padded(positions_t, num_padded),
+        rope_lens_t=_padded(np.maximum(positions_t + 1, prompt_lens[rows_t]), num_padded, 1),
+        slots_t=_padded(blocks_t * block_size + positions_t % block_size, num_padded),
+        query_starts_s1=query_starts_s1,
+        kv_lens_s=_padded(starts + lens, max_rows),
+        block_tables_sm=block_tables_sm,
+        kv_begins_s=kv_begins_s,
+        run_starts_s1=run_starts_s1,
+        sample_tokens_s=np.concatenate([last_tokens_s[sample_rows], last_tokens_s[num_rows:]]),
+        sampling=_build_sampling_inputs(rows, geometry, eos_token_ids),
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        num_runs=len(schedule.runs),
+    )
+
+
+def _runs(schedule: Schedule, max_rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """What each row shares with its run, and where the runs begin."""
+    kv_begins_s = np.zeros(max_rows, np.int32)
+    run_starts_s1 = np.full(max_rows + 1, len(schedule.rows), np.int32)
+    begin = 0
+    for i, run in enumerate(schedule.runs):
+        run_starts_s1[i] = begin
+        kv_begins_s[begin : begin + run.num_rows] = run.num_tokens
+        begin += run.num_rows
+    return kv_begins_s, run_starts_s1
+
+
+def _known_tokens(rows: list[ScheduledRow]) -> list[int]:
+    """The packed tokens, 0 where one is in flight."""
+    token_ids: list[int] = []
+    for row in rows:
+        known, stop = row.sequence.token_ids, row.start + row.num_tokens
+        if row.num_tokens == 1 and stop <= len(known):
+            token_ids.append(known[row.start])
+        else:
+            token_ids += known[row.start : stop]
+            token_ids += [0] * (stop - max(row.start, len(known)))
+    return token_ids
+
+
+def _build_sampling_inputs(
+    rows: list[ScheduledRow], geometry: Geometry, eos_token_ids: frozenset[int]
+) -> SamplingInputs:
+    num_padded, vocab_size = geometry.buckets.num_rows(len(rows)), geometry.vocab_size
+    greedy = (0.0, vocab_size, 1.0, 0.0, 0, 0, 0, 0)
+    draws: list[tuple[float, ...]] = []
+    forbidden_ids_rx = np.full((num_padded, FORBIDDEN_WIDTH), vocab_size, np.int32)
+    want_top = False
+    for i, row in enumerate(rows):
+        params = row.group.request.sampling
+        if not row.draws_token:
+            draws.append(greedy)
+            continue
+        if params.logprobs or params.beam_width:
+            want_top = True
+        draws.append(greedy if params.is_greedy else _draw(row, vocab_size))
+        if row.output_index < params.min_tokens:
+            forbidden = sorted(params.ending_ids(eos_token_ids))
+            forbidden_ids_rx[i, : len(forbidden)] = forbidden
+    draws += [greedy] * (num_padded - len(draws))
+    draws_r = np.array(draws, np.float64)  # exact for every column: none has more than 32 bits
+    return SamplingInputs(
+        temperature_r=draws_r[:, 0].astype(np.float32),
+        top_k_r=draws_r[:, 1].astype(np.int32),
+        top_p_r=draws_r[:, 2].astype(np.float32),
+        min_p_r=draws_r[:, 3].astype(np.float32),
+        seeds_r2=draws_r[:, 4:6].astype(np.uint32),
+        sequence_indices_r=draws_r[:, 6].astype(np.int32),
+        positions_r=draws_r[:, 7].astype(np.int32),
+        forbidden_ids_rx=forbidden_ids_rx,
+        want_top=want_top,
+    )
+
+
+def _draw(row: ScheduledRow, vocab_size: int) -> tuple[float, ...]:
+    """How a row's token is drawn, in the order of the fields of SamplingInputs."""
+    params = row.group.request.sampling
+    top_k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+    high, low = divmod(params.seed or 0, _SEED_WORD)
+    position = row.start + row.num_tokens
+    return params.temperature, top_k, params.top_p, params.min_p, high, low, row.sequence.index, position
+
+
+def _column(values: list[int]) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def _padded(values: list[int] | NDArray[np.int32], size: int, fill: int = 0) -> NDArray[np.int32]:
+    array = np.full(size, fill, np.int32)
+    array[: len(values)] = values
+    return array

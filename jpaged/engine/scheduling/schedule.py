@@ -1,0 +1,82 @@
+"""One step, decided: its rows, and what has to be moved before they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jpaged.engine.kv.transfers import MemoryOps
+from jpaged.engine.sequence import Group, Sequence
+
+
+@dataclass(slots=True)
+class ScheduledRow:
+    """A sequence's part in a step: tokens start to start + num_tokens of it go through the model.
+
+    A sequence that has just been forked has a row of no tokens: it draws its first token from what its leader computed.
+
+    Attributes:
+        draws_token: the step draws the sequence's next token in this row.
+        sample_row: the row whose last token the draw reads; the row itself, but for a fresh fork.
+        fed_back_row: the last input token is in flight: it is what the step before drew in this row. None when the
+            host knows it.
+        output_index: which output token of the sequence is drawn; 0 is the first.
+    """
+
+    group: Group
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    draws_token: bool
+    sample_row: int
+    fed_back_row: int | None
+    output_index: int
+
+
+@dataclass(slots=True)
+class Run:
+    """Neighbouring rows that read the first tokens of their contexts together.
+
+    Attributes:
+        num_rows: of the run.
+        num_tokens: full blocks that begin every one of their tables; 0 where rows share nothing.
+    """
+
+    num_rows: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Schedule:
+    """What to dispatch, and who left for it.
+
+    Attributes:
+        runs: cover the rows in their order; none where no two rows read anything together.
+    """
+
+    rows: list[ScheduledRow] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    ops: MemoryOps = field(default_factory=MemoryOps)
+    num_tokens: int = 0
+    admitted: list[Group] = field(default_factory=list)
+    recomputed: list[Group] = field(default_factory=list)
+    swapped_out: list[Group] = field(default_factory=list)
+    swapped_in: list[Group] = field(default_factory=list)
+    num_recomputed_tokens: int = 0
+
+    def reorder(self, order: list[int]) -> None:
+        """Puts the rows in another order, `order[new] = old`, and corrects what names them by place."""
+        self.rows = [self.rows[old] for old in order]
+        new_places = {old: new for new, old in enumerate(order)}
+        for row in self.rows:
+            row.sample_row = new_places[row.sample_row]
+            if row.draws_token:
+                row.sequence.in_flight_row = new_places[row.sequence.in_flight_row]
+
+    @property
+    def num_tokens_shared(self) -> int:
+        """Tokens of context that are not read again, because another row of a run has read them."""
+        return sum((run.num_rows - 1) * run.num_tokens for run in self.runs)
+
+    @property
+    def num_preempted(self) -> int:
+        return len(self.recomputed) + len(self.swapped_out)

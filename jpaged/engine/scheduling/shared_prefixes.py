@@ -1,0 +1,178 @@
+r"""Finds the rows of a step that begin with the same blocks, and decides which of them read these once for all.
+
+    tables     r0 [ 4 5 6 | 9 ]   r1 [ 4 5 6 | 7 ]   r2 [ 8 ]   r3 [ 4 5 2 ]
+
+    by their first blocks          4 5          r0 r1 r3 share two blocks, r0 and r1 three: one level is chosen, the
+                                  /   \         one that saves most; it becomes a run of neighbouring rows
+                                 6     2
+                                / \    r3
+                              r0   r1
+
+Forked samples and beams, and prompts that were found in the prefix cache, all look like that; nothing else needs to be
+known of them. Physical blocks are compared, so that what is shared is shared by construction. Only blocks count that
+were full before the step: nobody writes to those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.engine.executor import CascadeCosts, Geometry
+from jpaged.engine.scheduling.schedule import Run, Schedule, ScheduledRow
+
+Places = list[int]
+"""Of rows in the schedule, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """Rows that have the first `num_tokens` in common: some share no more with anybody, others go on in children.
+
+    Attributes:
+        plans: the best one for each number of tokens that rows may share further up.
+    """
+
+    num_tokens: int
+    leaves: Places
+    children: list[_Node]
+    plans: dict[int, _Plan] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Runs, as rows and the tokens that they share, what they save, and the rows that are in none."""
+
+    runs: list[tuple[Places, int]]
+    gain: float
+    rest: Places
+
+
+def share_prefixes(schedule: Schedule, geometry: Geometry) -> None:
+    """Moves rows that read a prefix together next to each other, and enters the runs into the schedule.
+
+    It costs a step in which nobody shares anything a look at one block of each row.
+    """
+    rows, costs, block_size = schedule.rows, geometry.cascade, geometry.block_size
+    if costs is None or len(rows) < 2:
+        return
+    alike = _rows_by_prefix(rows, costs.granule_tokens, block_size)
+    if not alike:
+        return
+    width = min(costs.tile_queries, geometry.buckets.num_tokens(schedule.num_tokens))
+    finder = _Finder(rows, costs, width, block_size)
+    plans = [finder.best(finder.tree(places, 0), 0) for places in alike]
+    chosen = [run for plan in plans for run in plan.runs]
+    if sum(plan.gain for plan in plans) > costs.step_tokens:
+        _arrange(schedule, chosen)
+
+
+def _rows_by_prefix(rows: list[ScheduledRow], granule_tokens: int, block_size: int) -> list[Places]:
+    """Places of rows that may share a granule: the last block of the first one is the same."""
+    last = granule_tokens // block_size - 1
+    places: dict[int, Places] = {}
+    for place, row in enumerate(rows):
+        if row.start >= granule_tokens and row.num_tokens:
+            block_id = row.sequence.block_table.block_id(last)
+            if block_id in places:
+                places[block_id].append(place)
+            else:
+                places[block_id] = [place]
+    return [found for found in places.values() if len(found) > 1]
+
+
+class _Finder:
+    """Grows the tree of common blocks, granule by granule, and chooses one level of it for each row."""
+
+    def __init__(self, rows: list[ScheduledRow], costs: CascadeCosts, width: int, block_size: int) -> None:
+        self._rows = rows
+        self._costs = costs
+        self._width = width
+        self._only_decodes = all(row.num_tokens == 1 for row in rows)
+        self._granule_blocks = costs.granule_tokens // block_size
+
+    def tree(self, places: Places, depth: int) -> _Node:
+        """Of rows that are known to have `depth` granules in common."""
+        fulls = [self._rows[place].start // self._costs.granule_tokens for place in places]
+        tables = self._tables(places, max(fulls))
+        depth = self._common_granules(tables, depth, min(fulls))
+        begin, end = depth * self._granule_blocks, (depth + 1) * self._granule_blocks
+        leaves = []
+        alike: dict[bytes, Places] = {}
+        for place, full, table_m in zip(places, fulls, tables, strict=True):
+            if full == depth:
+                leaves.append(place)
+            else:
+                alike.setdefault(table_m[begin:end].tobytes(), []).append(place)
+        leaves += [found[0] for found in alike.values() if len(found) == 1]
+        children = [self.tree(found, depth + 1) for found in alike.values() if len(found) > 1]
+        return _Node(depth * self._costs.granule_tokens, leaves, children)
+
+    def best(self, node: _Node, num_tokens: int) -> _Plan:
+        """The plan that saves most when each row in none of its runs may join one that shares num_tokens.
+
+        Where a node has a run of its own, the rows beneath choose between that and deeper ones; else what they may join
+        lies further up.
+        """
+        if num_tokens not in node.plans:
+            node.plans[num_tokens] = self._choose(node, num_tokens)
+        return node.plans[num_tokens]
+
+    def _choose(self, node: _Node, num_tokens: int) -> _Plan:
+        with_run = self._gather(node, node.num_tokens)
+        run = sorted(with_run.rest), node.num_tokens
+        with_run = _Plan([*with_run.runs, run], with_run.gain + self._gain(*run), [])
+        without = self._gather(node, num_tokens)
+        if len(run[0]) > 1 and with_run.gain > without.gain + self._alone(without.rest) * num_tokens:
+            return with_run
+        return without
+
+    def _gather(self, node: _Node, num_tokens: int) -> _Plan:
+        plans = [self.best(child, num_tokens) for child in node.children]
+        rest = [*node.leaves, *(place for plan in plans for place in plan.rest)]
+        return _Plan([run for plan in plans for run in plan.runs], sum(plan.gain for plan in plans), rest)
+
+    def _tables(self, places: Places, num_granules: int) -> NDArray[np.int32]:
+        end = num_granules * self._granule_blocks
+        return np.stack([self._rows[place].sequence.block_table.ids_m[:end] for place in places])
+
+    def _common_granules(self, tables: NDArray[np.int32], depth: int, limit: int) -> int:
+        """Granules that all tables have in common, at least `depth` (as is known) and at most `limit`."""
+        begin = depth * self._granule_blocks
+        differ = np.flatnonzero((tables[:, begin:] != tables[0, begin:]).any(axis=0))
+        common = (begin + int(differ[0])) // self._granule_blocks if len(differ) else limit
+        return min(common, limit)
+
+    def _gain(self, places: Places, num_tokens: int) -> float:
+        """What rows save that read so many tokens together; see `CascadeCosts`."""
+        num_queries = len(places) if self._only_decodes else sum(self._rows[place].num_tokens for place in places)
+        together = self._costs.tile_cost(num_queries, self._width)
+        return (self._alone(places) - together) * num_tokens - num_queries * self._costs.query_tokens
+
+    def _alone(self, places: Places) -> float:
+        """What the rows pay for a token when each of them reads it by itself."""
+        if self._only_decodes:
+            return float(len(places))
+        return sum(self._costs.tile_cost(self._rows[place].num_tokens, self._width) for place in places)
+
+
+def _arrange(schedule: Schedule, chosen: list[tuple[Places, int]]) -> None:
+    """Puts the rows of a run where the first of them is; the others keep their order, in runs that share nothing."""
+    runs_at = {places[0]: (places, num_tokens) for places, num_tokens in chosen}
+    taken = {place for places, _ in chosen for place in places}
+    order: list[int] = []
+    for place in range(len(schedule.rows)):
+        if place in runs_at:
+            places, num_tokens = runs_at[place]
+            schedule.runs.append(Run(len(places), num_tokens))
+            order += places
+        elif place not in taken:
+            order.append(place)
+            if schedule.runs and not schedule.runs[-1].num_tokens:
+                schedule.runs[-1].num_rows += 1
+            else:
+                schedule.runs.append(Run(1, 0))
+    if order != list(range(len(order))):
+        schedule.reorder(order)

@@ -1,0 +1,180 @@
+"""Paged attention on CPUs: a C++ kernel (kernel.cc, core.cc) that XLA calls through its foreign functions.
+
+Queries are float32, bfloat16 or float16, the pool any type that a layout knows; head size, block size and group are
+free. The result for a query is a function of its row's context alone, to the last bit: the batch, the chunks of a
+prefill, and the number of threads do not show. Vectors are as wide as the processor has them (16, 8 or 4 floats).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.errors import Unsupported
+from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int, Shaped
+
+NUMBERS = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+"""Of the pool, in the order of `Number` in numbers.h."""
+QUERY_NUMBERS = ("float32", "bfloat16", "float16")
+MAX_WIDTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CpuKernel:
+    """A loaded library's two functions.
+
+    Attributes:
+        name: under which XLA knows it.
+        vectors: the widest that this processor has: avx512, avx2 or baseline.
+        max_width: floats of the widest vectors to use, where the processor has them: 16, 8 or 4.
+        max_threads: of XLA's pool, at most; 0 is all.
+    """
+
+    name: str
+    vectors: str
+    max_width: int = MAX_WIDTH
+    max_threads: int = 0
+
+    @staticmethod
+    def load(library: Path, name: str) -> CpuKernel:
+        """Loads the library and registers its functions, once a process for each name.
+
+        Raises:
+            OSError: it cannot be loaded.
+            RuntimeError: it was compiled for another version of jaxlib.
+        """
+        functions = ctypes.cdll.LoadLibrary(str(library))
+        for verb in ("attend", "update"):
+            capsule = jax.ffi.pycapsule(getattr(functions, f"jpaged_{verb}"))
+            jax.ffi.register_ffi_target(f"{name}_{verb}", capsule, platform="cpu")
+        functions.jpaged_vectors.restype = ctypes.c_char_p
+        return CpuKernel(name, functions.jpaged_vectors().decode())
+
+    def attend(
+        self,
+        q_thd: Float[Array, "T H D"],
+        pool: Shaped[Array, "P B 2K D"],
+        layer: Int[Array, ""] | int,
+        rows: RaggedRows,
+        spec: AttentionSpec,
+        scales_lk2: Float[Array, "L K 2"] | None = None,
+    ) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
+        """`paged_attention` without its checks."""
+        call = jax.ffi.ffi_call(f"{self.name}_attend", _output_shapes(q_thd))
+        out_thd, lse_th = call(q_thd, pool, *_numbers(layer, rows, scales_lk2), **self._attributes(spec))
+        return out_thd, lse_th
+
+    def update(
+        self,
+        q_thd: Float[Array, "T H D"],
+        new_kv: tuple[Float[Array, "T K D"], Float[Array, "T K D"], Int[Array, "T"]],
+        pool: Shaped[Array, "P B 2K D"],
+        layer: Int[Array, ""] | int,
+        rows: RaggedRows,
+        spec: AttentionSpec,
+        scales_lk2: Float[Array, "L K 2"] | None = None,
+    ) -> tuple[Float[Array, "T H D"], Float[Array, "T H"], Shaped[Array, "P B 2K D"]]:
+        """`paged_attention_update` without its checks; keys and values come divided by their scales."""
+        k_tkd, v_tkd, slots_t = new_kv
+        shapes = (*_output_shapes(q_thd), jax.ShapeDtypeStruct(pool.shape, pool.dtype))
+        call = jax.ffi.ffi_call(f"{self.name}_update", shapes, input_output_aliases={4: 2})
+        operands = (q_thd, k_tkd, v_tkd, slots_t.astype(jnp.int32), pool, *_numbers(layer, rows, scales_lk2))
+        out_thd, lse_th, pool = call(*operands, **self._attributes(spec))
+        return out_thd, lse_th, pool
+
+    def _attributes(self, spec: AttentionSpec) -> dict[str, Any]:
+        return {
+            "scale": np.float32(spec.scale),
+            "soft_cap": np.float32(spec.soft_cap or 0),
+            "window": np.int64(spec.sliding_window or 0),
+            "blocks_per_layer": np.int64(spec.layout.blocks_per_layer),
+            "kv_number": np.int64(NUMBERS.index(spec.layout.dtype.name)),
+            "max_width": np.int64(self.max_width),
+            "max_threads": np.int64(self.max_threads),
+        }
+
+
+def _output_shapes(q_thd: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    return jax.ShapeDtypeStruct(q_thd.shape, q_thd.dtype), jax.ShapeDtypeStruct(q_thd.shape[:2], jnp.float32)
+
+
+def _numbers(layer: jax.Array | int, rows: RaggedRows, scales_lk2: jax.Array | None) -> tuple[jax.Array, ...]:
+    """The operands behind the pool."""
+    numbers = (
+        *(jnp.asarray(layer), rows.query_starts_s1, rows.positions, rows.begins),
+        *(rows.kv_lens_s, rows.block_tables_sm, jnp.asarray(rows.num_rows)),
+    )
+    scales = jnp.zeros((0,), jnp.float32) if scales_lk2 is None else scales_lk2.astype(jnp.float32)
+    return *(x.astype(jnp.int32) for x in numbers), scales
+
+
+@functools.cache
+def kernel() -> CpuKernel | str:
+    """The package's own kernel, or why there is none."""
+    from jpaged.kernels.paged_attention.cpu import build
+
+    if not build.LIBRARY.exists():
+        return (
+            f"{build.LIBRARY.name} was not built: it needs a C++ compiler ({', '.join(build.COMPILERS)}) when "
+            f"jpaged is installed; `python -m {build.__name__}` builds it now or says what is missing"
+        )
+    try:
+        return CpuKernel.load(build.LIBRARY, "jpaged_paged_attention")
+    except (OSError, RuntimeError) as error:
+        return f"{build.LIBRARY.name} cannot be loaded: {error}; `python -m {build.__name__}` builds it again"
+
+
+def attend(
+    q_thd: Float[Array, "T H D"],
+    pool: Shaped[Array, "P B 2K D"],
+    layer: Int[Array, ""] | int,
+    rows: RaggedRows,
+    spec: AttentionSpec,
+    scales_lk2: Float[Array, "L K 2"] | None = None,
+) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
+    """See `jpaged.kernels.paged_attention.paged_attention`."""
+    return _loaded().attend(q_thd, pool, layer, rows, spec, scales_lk2)
+
+
+def update(
+    q_thd: Float[Array, "T H D"],
+    new_kv: tuple[Float[Array, "T K D"], Float[Array, "T K D"], Int[Array, "T"]],
+    pool: Shaped[Array, "P B 2K D"],
+    layer: Int[Array, ""] | int,
+    rows: RaggedRows,
+    spec: AttentionSpec,
+    scales_lk2: Float[Array, "L K 2"] | None = None,
+) -> tuple[Float[Array, "T H D"], Float[Array, "T H"], Shaped[Array, "P B 2K D"]]:
+    """See `jpaged.kernels.paged_attention.paged_attention_update`."""
+    return _loaded().update(q_thd, new_kv, pool, layer, rows, spec, scales_lk2)
+
+
+def refuses(spec: AttentionSpec, queries: Queries) -> str | None:
+    """Why the kernel cannot do this call: only when there is none, for it leaves nothing out."""
+    found = kernel()
+    return found if isinstance(found, str) else None
+
+
+def refuses_device(device: jax.Device) -> str | None:
+    """Why it does not run on this device."""
+    if device.platform != "cpu":
+        return f"it runs on CPUs, not on {device.platform}"
+    found = kernel()
+    return found if isinstance(found, str) else None
+
+
+def _loaded() -> CpuKernel:
+    found = kernel()
+    if isinstance(found, str):
+        raise Unsupported(f"attention backend cpu: {found}")
+    return found

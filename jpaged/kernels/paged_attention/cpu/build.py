@@ -1,0 +1,135 @@
+"""Compiles the CPU kernel: a plain shared library, bound to no Python, that is loaded through jax.ffi.
+
+    core.cc     once for each width of vectors    (the processor's is chosen when it runs)
+    kernel.cc   once, with the headers of jaxlib
+        -> libjpaged_cpu.so beside this file
+
+`setup.py` does it while the package is installed, and reads this file alone: it imports neither jax nor jpaged. By
+hand, after the sources have changed or a compiler has come:
+
+    python -m jpaged.kernels.paged_attention.cpu.build
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LIBRARY = HERE / "libjpaged_cpu.so"
+SOURCES = ("core.cc", "core.h", "kernel.cc", "numbers.h", "vector.h")
+COMPILERS = ("c++", "g++", "clang++")
+
+# Name, floats in a vector, and the processor's features; the names are declared in kernel.cc.
+_X86_CORES = (
+    ("Avx512", 16, ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma")),
+    ("Avx2", 8, ("-mavx2", "-mfma")),
+)
+_BASELINE = ("Baseline", 4, ())
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", "-ffp-contract=fast")
+_TIMEOUT_S = 600
+
+
+class BuildError(Exception):
+    """Why the kernel was not built."""
+
+
+def find_compiler(wanted: str | None = None) -> str:
+    """The path of the C++ compiler: the wanted one, or the first that is there.
+
+    Raises:
+        BuildError: there is none.
+    """
+    names = (wanted,) if wanted else COMPILERS
+    for name in names:
+        if (path := shutil.which(name)) is not None:
+            return path
+    raise BuildError(f"no C++ compiler was found ({', '.join(names)})")
+
+
+def find_headers() -> Path:
+    """The folder of XLA's headers, which jaxlib brings along.
+
+    Raises:
+        BuildError: jaxlib is not installed, or has none.
+    """
+    found = importlib.util.find_spec("jaxlib")
+    folders = [] if found is None else list(found.submodule_search_locations or ())
+    for folder in folders:
+        headers = Path(folder) / "include"
+        if (headers / "xla" / "ffi" / "api" / "ffi.h").exists():
+            return headers
+    raise BuildError("XLA's headers were not found: jaxlib is not installed here")
+
+
+def build(library: Path, compiler: str, headers: Path, sources: Path = HERE) -> None:
+    """Compiles `sources` and puts the library in place, whole or not at all.
+
+    Raises:
+        BuildError: with what the compiler said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        jobs = [_core(compiler, sources, work, *core) for core in _cores()]
+        kernel = work / "kernel.o"
+        jobs.append([compiler, *_FLAGS, "-isystem", str(headers), "-c", str(sources / "kernel.cc"), "-o", str(kernel)])
+        _run_all(jobs)
+        linked = work / library.name
+        _run_all([[compiler, "-shared", "-pthread", *(job[-1] for job in jobs), "-o", str(linked)]])
+        # Beside the old library, then over it: a process that has it loaded keeps what it has.
+        staged = library.with_name(f".{library.name}.{os.getpid()}")
+        shutil.copy(linked, staged)
+        staged.replace(library)
+
+
+def _cores() -> Sequence[tuple[str, int, tuple[str, ...]]]:
+    is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
+    return (*_X86_CORES, _BASELINE) if is_x86 else (_BASELINE,)
+
+
+def _core(compiler: str, sources: Path, work: Path, name: str, width: int, features: tuple[str, ...]) -> list[str]:
+    defines = (f"-DJPAGED_WIDTH={width}", f"-DJPAGED_CORE=kCore{name}", f'-DJPAGED_NAME="{name.lower()}"')
+    return [
+        *(compiler, *_FLAGS, *features, *defines),
+        *("-c", str(sources / "core.cc"), "-o", str(work / f"{name}.o")),
+    ]
+
+
+def _run_all(jobs: Sequence[list[str]]) -> None:
+    """Runs the commands side by side."""
+    started = [subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for job in jobs]
+    try:
+        outputs = [process.communicate(timeout=_TIMEOUT_S)[0] for process in started]
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{jobs[0][0]} took more than {_TIMEOUT_S} s") from None
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    for job, process, output in zip(jobs, started, outputs, strict=True):
+        if process.returncode:
+            raise BuildError(f"exit status {process.returncode} of {' '.join(job)}\n{output}")
+
+
+def main() -> None:
+    """Builds the library in place."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jpaged.kernels.paged_attention.cpu.build", description="Build the library in place."
+    )
+    parser.add_argument("--compiler", help=f"a C++ compiler; by default the first of {', '.join(COMPILERS)}")
+    options = parser.parse_args()
+    try:
+        build(LIBRARY, find_compiler(options.compiler), find_headers())
+    except BuildError as error:
+        raise SystemExit(f"the CPU kernel was not built: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,432 @@
+// Attention of one tile over one chunk of keys. Compiled once for each width of vectors, under its own JPAGED_CORE.
+//
+//     scores     s[row, key] = q[row] . k[key]
+//     softmax    p[row, key] = e^(s - max of the row)   what a row does not see is minus infinity before and 0 after
+//     values     out[row]   += p[row, key] v[key]       4 rows x some vectors of the output stay in registers
+//
+// What lies in the lanes of a vector depends on how many rows there are:
+//
+//     few (decode)     parts of a head: products are summed over lanes at the end, for as many keys and rows at once
+//                      as there are lanes, and scores are kept as [row, key]
+//     many (prefill)   rows: a number of a key is multiplied with that of all rows, nothing is summed over lanes, and
+//                      scores are kept as [key, row]
+//
+// No function of the standard library is called that is a template: compiled here for a processor with wide vectors, it
+// might be linked into code that runs on another.
+
+#include "core.h"
+
+#include "vector.h"
+
+namespace jpaged {
+namespace {
+
+constexpr float kLowest = -1e30f;  // start of a maximum: finite, so that a row which sees nothing leaves no NaN
+constexpr float kInfinity = __builtin_inff();
+
+inline int64_t padded(int64_t n) { return (n + kWidth - 1) / kWidth * kWidth; }
+inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Which keys of a chunk each row sees: first to last.
+struct Sight {
+  int32_t first[kTileRows], last[kTileRows];
+  int64_t begin, end;          // keys that some row sees, in whole steps of kMaxWidth
+  int32_t all_begin, all_end;  // keys that all rows see
+
+  Sight(const Call& call, const Tile& tile, int64_t chunk) : all_begin(0), all_end(kChunk) {
+    const int64_t first_key = chunk * kChunk;
+    const int64_t seen_begin = greater(tile.begin - first_key, 0), seen_end = lesser(tile.end - first_key, kChunk);
+    begin = seen_begin / kMaxWidth * kMaxWidth;
+    end = (seen_end + kMaxWidth - 1) / kMaxWidth * kMaxWidth;
+    for (int64_t i = 0; i < kTileRows; ++i) {
+      const int64_t position = tile.position + (tile.first + i) / call.group();
+      const int64_t oldest = call.window ? greater(tile.begin, position - call.window + 1) : tile.begin;
+      const int64_t newest = i < tile.num_rows ? lesser(position + 1, tile.end) : 0;
+      first[i] = static_cast<int32_t>(lesser(greater(oldest - first_key, 0), kChunk));
+      last[i] = static_cast<int32_t>(greater(lesser(newest - first_key, kChunk), 0));
+      if (first[i] > all_begin) all_begin = first[i];
+      if (last[i] < all_end && i < tile.num_rows) all_end = last[i];
+    }
+  }
+
+  bool is_whole() const { return begin >= all_begin && end <= all_end; }
+};
+
+struct Scratch {
+  float* q;       // [rows, D] or [D, rows]
+  float* scores;  // [rows, kChunk] or [kChunk, rows]
+  float* rows;    // [kStep, D]: keys or values in float32
+  float* zeros;   // [D]
+
+  Scratch(float* memory, int64_t head_dim)
+      : q(memory),
+        scores(q + kTileRows * Partial::padded(head_dim)),
+        rows(scores + kTileRows * kChunk),
+        zeros(rows + kStep * Partial::padded(head_dim)) {}
+
+  static int64_t num_floats(int64_t head_dim) {
+    return (kTileRows + kStep + 1) * Partial::padded(head_dim) + kTileRows * kChunk;
+  }
+};
+
+// Below it more lanes would idle with rows in them than summing over lanes costs.
+bool has_many_rows(const Tile& tile) { return tile.num_rows > kWidth / 2; }
+
+// --- reading -----------------------------------------------------------------------------------------------------
+
+// Numbers as float32, with zeros up to a whole vector.
+template <class N>
+inline void decode_row(const typename N::Stored* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) store(to + i, N::decode(from + i));
+  if (i == count) return;
+  typename N::Stored rest[kWidth] = {};
+  for (int64_t j = i; j < count; ++j) rest[j - i] = from[j];
+  store(to + i, N::decode(rest));
+}
+
+template <class N>
+void load_rows(const Call& call, const Tile& tile, int64_t kv_head, const Scratch& scratch) {
+  const int64_t group = call.group(), depth = padded(call.head_dim), num_lanes = padded(tile.num_rows);
+  const float scale = call.scales_k2 ? call.scale * call.scales_k2[2 * kv_head] : call.scale;
+  const bool is_many = has_many_rows(tile);
+  for (int64_t i = 0; i < num_lanes; ++i) {
+    float* row = is_many ? scratch.rows : scratch.q + i * depth;
+    for (int64_t d = 0; d < depth; d += kWidth) store(row + d, Floats{});  // idle rows hold no NaN
+    if (i < tile.num_rows) {
+      const int64_t token = tile.token + (tile.first + i) / group, head = kv_head * group + (tile.first + i) % group;
+      const auto* q = static_cast<const typename N::Stored*>(call.q) + (token * call.num_heads + head) * call.head_dim;
+      decode_row<N>(q, call.head_dim, row);
+      for (int64_t d = 0; d < depth; d += kWidth) store(row + d, load(row + d) * scale);
+    }
+    for (int64_t d = 0; is_many && d < call.head_dim; ++d) scratch.q[d * num_lanes + i] = row[d];
+  }
+}
+
+void load_queries(const Call& call, const Tile& tile, int64_t kv_head, float* memory) {
+  const Scratch scratch(memory, call.head_dim);
+  for (int64_t d = 0; d < padded(call.head_dim); d += kWidth) store(scratch.zeros + d, Floats{});
+  if (call.q_number == Number::kF32) return load_rows<F32>(call, tile, kv_head, scratch);
+  if (call.q_number == Number::kBF16) return load_rows<BF16>(call, tile, kv_head, scratch);
+  load_rows<F16>(call, tile, kv_head, scratch);
+}
+
+// Where keys begin to end of a chunk lie; null for those that the row has not, or whose block the layer has not.
+// The value of a key follows it.
+template <class Stored>
+void find_keys(const Call& call, const Tile& tile, int64_t kv_head, int64_t chunk, const Stored** keys) {
+  const int64_t token_size = 2 * call.num_kv_heads * call.head_dim, first_key = chunk * kChunk;
+  const auto* head = reinterpret_cast<const Stored*>(call.pool) + 2 * kv_head * call.head_dim;
+  const int64_t begin = greater(tile.begin, first_key), end = lesser(tile.end, first_key + kChunk);
+  for (int64_t i = 0; i < kChunk; ++i) keys[i] = nullptr;
+  for (int64_t key = begin; key < end;) {
+    const int64_t index = key / call.block_size, block_end = lesser((index + 1) * call.block_size, end);
+    const int64_t block = tile.table[index];
+    if (block < 0 || block >= call.num_places) {
+      key = block_end;
+      continue;
+    }
+    const int64_t slot = (call.first_place + block) * call.block_size + key - index * call.block_size;
+    const Stored* at = head + slot * token_size;
+    for (; key < block_end; ++key, at += token_size) keys[key - first_key] = at;
+  }
+}
+
+// `count` keys or values in float32: in place where they are stored so, converted into the scratch where not.
+template <class N>
+inline void decode_rows(const typename N::Stored* const* from, int64_t count, int64_t head_dim, int64_t offset,
+                        const Scratch& scratch, const float** to) {
+  constexpr bool is_f32 = sizeof(typename N::Stored) == sizeof(float);
+  const int64_t depth = padded(head_dim);
+  for (int64_t i = 0; i < count; ++i) {
+    if (!from[i]) {
+      to[i] = scratch.zeros;
+    } else if (is_f32 && depth == head_dim) {
+      to[i] = reinterpret_cast<const float*>(from[i] + offset);
+    } else {
+      float* row = scratch.rows + i * depth;
+      decode_row<N>(from[i] + offset, head_dim, row);
+      to[i] = row;
+    }
+  }
+}
+
+// Asks for keys and their values: heads lie apart, and no processor guesses where the next token's is. Decoding one
+// core took 4.0 ms instead of 8.1 with it (32 heads of 128 in bfloat16, 2 contexts of 1024).
+template <class Stored>
+inline void prefetch(const Stored* const* keys, int64_t count, int64_t head_dim) {
+  const int64_t num_bytes = 2 * head_dim * static_cast<int64_t>(sizeof(Stored));
+  for (int64_t i = 0; i < count; ++i) {
+    const char* at = reinterpret_cast<const char*>(keys[i]);
+    for (int64_t byte = 0; at && byte < num_bytes; byte += 64) __builtin_prefetch(at + byte, 0, 2);
+  }
+}
+
+// --- scores of few rows ------------------------------------------------------------------------------------------
+
+// The dot products of `rows` queries with width / rows keys.
+template <int rows>
+inline void score(const float* q, const float* const* keys, int64_t depth, float* scores) {
+  constexpr int kKeys = kWidth / rows;
+  Floats sums[kWidth] = {};
+  for (int64_t d = 0; d < depth; d += kWidth) {
+    for (int i = 0; i < rows; ++i) {
+      const Floats numbers = load(q + i * depth + d);
+      for (int j = 0; j < kKeys; ++j) sums[i * kKeys + j] += numbers * load(keys[j] + d);
+    }
+  }
+  const Floats products = lane_sums(sums);
+  for (int i = 0; i < rows; ++i) {
+    __builtin_memcpy(scores + i * kChunk, reinterpret_cast<const float*>(&products) + i * kKeys, 4 * kKeys);
+  }
+}
+
+template <int rows>
+void score_rows(const float* q, int64_t num_rows, const float* const* keys, int64_t num_keys, int64_t depth,
+                float* scores) {
+  for (int64_t i = 0; i < num_rows; i += rows) {
+    for (int64_t j = 0; j < num_keys; j += kWidth / rows) {
+      score<rows>(q + i * depth, keys + j, depth, scores + i * kChunk + j);
+    }
+  }
+}
+
+void score_few(const float* q, int64_t num_rows, const float* const* keys, int64_t num_keys, int64_t depth,
+               float* scores) {
+  constexpr int kMost = kWidth / 4, kSome = kMost > 1 ? 2 : 1;
+  if (num_rows == 1) return score_rows<1>(q, num_rows, keys, num_keys, depth, scores);
+  if (num_rows == 2) return score_rows<kSome>(q, num_rows, keys, num_keys, depth, scores);
+  score_rows<kMost>(q, num_rows, keys, num_keys, depth, scores);
+}
+
+inline Floats cap_scores(Floats scores, float cap) {
+  return cap > 0 ? cap * hyperbolic_tangent(scores / cap) : scores;
+}
+
+// Scores become weights.
+void weigh_few(const Sight& sight, int64_t num_rows, float cap, float* scores, Partial part) {
+  for (int64_t i = 0; i < num_rows; ++i, scores += kChunk) {
+    Floats most = all(kLowest), total = {};
+    for (int64_t key = sight.begin; key < sight.end; key += kWidth) {
+      const Ints places = kLanes + static_cast<int32_t>(key);
+      const auto is_seen = (places >= sight.first[i]) & (places < sight.last[i]);
+      const Floats seen = is_seen ? cap_scores(load(scores + key), cap) : all(-kInfinity);
+      most = larger(seen, most);
+      store(scores + key, seen);
+    }
+    part.max[i] = largest(most);
+    for (int64_t key = sight.begin; key < sight.end; key += kWidth) {
+      const Floats weights = exponential(load(scores + key) - part.max[i]);
+      total += weights;
+      store(scores + key, weights);
+    }
+    part.sum[i] = sum(total);
+  }
+}
+
+// --- scores of many rows -----------------------------------------------------------------------------------------
+
+// The dot products of `vectors` full of queries with `keys` keys.
+template <int num_keys, int vectors>
+inline void score_lanes(const float* q, int64_t num_lanes, const float* const* keys, int64_t head_dim, float* scores) {
+  Floats sums[num_keys][vectors] = {};
+  for (int64_t d = 0; d < head_dim; ++d, q += num_lanes) {
+    for (int j = 0; j < num_keys; ++j) {
+      for (int i = 0; i < vectors; ++i) sums[j][i] += keys[j][d] * load(q + i * kWidth);
+    }
+  }
+  for (int j = 0; j < num_keys; ++j) {
+    for (int i = 0; i < vectors; ++i) store(scores + j * num_lanes + i * kWidth, sums[j][i]);
+  }
+}
+
+void score_many(const float* q, int64_t num_lanes, const float* const* keys, int64_t num_keys, int64_t head_dim,
+                float* scores) {
+  constexpr int kKeys = kWidth == 16 ? 8 : 4;
+  int64_t lane = 0;
+  for (; lane + 2 * kWidth <= num_lanes; lane += 2 * kWidth) {
+    for (int64_t j = 0; j < num_keys; j += kKeys) {
+      score_lanes<kKeys, 2>(q + lane, num_lanes, keys + j, head_dim, scores + j * num_lanes + lane);
+    }
+  }
+  for (int64_t j = 0; lane < num_lanes && j < num_keys; j += kKeys) {
+    score_lanes<kKeys, 1>(q + lane, num_lanes, keys + j, head_dim, scores + j * num_lanes + lane);
+  }
+}
+
+void weigh_many(const Sight& sight, int64_t num_lanes, float cap, float* scores, Partial part) {
+  const bool is_whole = sight.is_whole();
+  for (int64_t lane = 0; lane < num_lanes; lane += kWidth) {
+    const Ints first = load_as<Ints>(sight.first + lane), last = load_as<Ints>(sight.last + lane);
+    Floats most = all(kLowest), total = {};
+    for (int64_t key = sight.begin; key < sight.end; ++key) {
+      float* row = scores + key * num_lanes + lane;
+      Floats seen = cap_scores(load(row), cap);
+      if (!is_whole) {
+        const Ints place = Ints{} + static_cast<int32_t>(key);
+        seen = (place >= first) & (place < last) ? seen : all(-kInfinity);
+      }
+      most = larger(seen, most);
+      if (!is_whole || cap > 0) store(row, seen);
+    }
+    for (int64_t key = sight.begin; key < sight.end; ++key) {
+      float* row = scores + key * num_lanes + lane;
+      const Floats weights = exponential(load(row) - most);
+      total += weights;
+      store(row, weights);
+    }
+    store(part.max + lane, most);
+    store(part.sum + lane, total);
+  }
+}
+
+// --- values ------------------------------------------------------------------------------------------------------
+
+// Weights as they lie: [row, key] or [key, row].
+struct Weights {
+  const float* at;
+  int64_t row_step, key_step;
+
+  Weights from(int64_t row, int64_t key) const { return {at + row * row_step + key * key_step, row_step, key_step}; }
+};
+
+template <int rows, int vectors>
+inline void add_values(Weights weights, const float* const* values, int64_t count, int64_t depth, int64_t d,
+                       float* out) {
+  Floats sums[rows][vectors];
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < vectors; ++j) sums[i][j] = load(out + i * depth + d + j * kWidth);
+  }
+  for (int64_t key = 0; key < count; ++key) {
+    const float* weight = weights.at + key * weights.key_step;
+    for (int j = 0; j < vectors; ++j) {
+      const Floats numbers = load(values[key] + d + j * kWidth);
+      for (int i = 0; i < rows; ++i) sums[i][j] += weight[i * weights.row_step] * numbers;
+    }
+  }
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < vectors; ++j) store(out + i * depth + d + j * kWidth, sums[i][j]);
+  }
+}
+
+template <int rows, int vectors>
+inline void add_rows(Weights weights, const float* const* values, int64_t count, int64_t depth, float* out) {
+  int64_t d = 0;
+  for (; d + vectors * kWidth <= depth; d += vectors * kWidth) {
+    add_values<rows, vectors>(weights, values, count, depth, d, out);
+  }
+  for (; d < depth; d += kWidth) add_values<rows, 1>(weights, values, count, depth, d, out);
+}
+
+void add_tile(Weights weights, int64_t num_rows, const float* const* values, int64_t count, int64_t depth, float* out) {
+  constexpr int kVectors = kWidth == 16 ? 4 : 2;
+  int64_t i = 0;
+  for (; i + 4 <= num_rows; i += 4) {
+    add_rows<4, kVectors>(weights.from(i, 0), values, count, depth, out + i * depth);
+  }
+  for (; i < num_rows; ++i) add_rows<1, 4>(weights.from(i, 0), values, count, depth, out + i * depth);
+}
+
+// --- a chunk -----------------------------------------------------------------------------------------------------
+
+template <class N>
+void attend_to(const Call& call, const Tile& tile, int64_t kv_head, int64_t chunk, const Scratch& scratch,
+               Partial part) {
+  const int64_t depth = padded(call.head_dim), num_lanes = padded(tile.num_rows);
+  const bool is_many = has_many_rows(tile);
+  const Weights weights =
+      is_many ? Weights{scratch.scores, 1, num_lanes} : Weights{scratch.scores, kChunk, 1};
+  const Sight sight(call, tile, chunk);
+  const typename N::Stored* keys[kChunk];
+  find_keys(call, tile, kv_head, chunk, keys);
+
+  const float* rows[kStep];
+  for (int64_t i = sight.begin; i < sight.end; i += kStep) {
+    const int64_t count = lesser(kStep, sight.end - i);
+    if (!is_many) prefetch(keys + i + kStep, lesser(kStep, sight.end - i - kStep), call.head_dim);
+    decode_rows<N>(keys + i, count, call.head_dim, 0, scratch, rows);
+    if (is_many) {
+      score_many(scratch.q, num_lanes, rows, count, call.head_dim, scratch.scores + i * num_lanes);
+    } else {
+      score_few(scratch.q, tile.num_rows, rows, count, depth, scratch.scores + i);
+    }
+  }
+  if (is_many) {
+    weigh_many(sight, num_lanes, call.soft_cap, scratch.scores, part);
+  } else {
+    weigh_few(sight, tile.num_rows, call.soft_cap, scratch.scores, part);
+  }
+  for (int64_t i = 0; i < tile.num_rows * depth; i += kWidth) store(part.out + i, Floats{});
+  for (int64_t i = sight.begin; i < sight.end; i += kStep) {
+    const int64_t count = lesser(kStep, sight.end - i);
+    decode_rows<N>(keys + i, count, call.head_dim, call.head_dim, scratch, rows);
+    add_tile(weights.from(0, i), tile.num_rows, rows, count, depth, part.out);
+  }
+}
+
+void attend(const Call& call, const Tile& tile, int64_t kv_head, int64_t chunk, float* memory, Partial part) {
+  const Scratch scratch(memory, call.head_dim);
+  switch (call.kv_number) {
+    case Number::kF32: return attend_to<F32>(call, tile, kv_head, chunk, scratch, part);
+    case Number::kBF16: return attend_to<BF16>(call, tile, kv_head, chunk, scratch, part);
+    case Number::kF16: return attend_to<F16>(call, tile, kv_head, chunk, scratch, part);
+    case Number::kI8: return attend_to<I8>(call, tile, kv_head, chunk, scratch, part);
+    case Number::kF8: return attend_to<F8>(call, tile, kv_head, chunk, scratch, part);
+  }
+}
+
+// --- partial results ---------------------------------------------------------------------------------------------
+
+inline float scalar_exponential(float x) { return exponential(all(x))[0]; }
+
+void clear(const Tile& tile, int64_t head_dim, Partial part) {
+  for (int64_t i = 0; i < tile.num_rows; ++i) {
+    part.max[i] = kLowest;
+    part.sum[i] = 0;
+  }
+  for (int64_t i = 0; i < tile.num_rows * padded(head_dim); i += kWidth) store(part.out + i, Floats{});
+}
+
+void merge(const Tile& tile, int64_t head_dim, Partial into, Partial later) {
+  const int64_t depth = padded(head_dim);
+  for (int64_t i = 0; i < tile.num_rows; ++i) {
+    const float max = into.max[i] > later.max[i] ? into.max[i] : later.max[i];
+    const float fade = scalar_exponential(into.max[i] - max), gain = scalar_exponential(later.max[i] - max);
+    into.max[i] = max;
+    into.sum[i] = into.sum[i] * fade + later.sum[i] * gain;
+    float *out = into.out + i * depth, *more = later.out + i * depth;
+    for (int64_t d = 0; d < depth; d += kWidth) store(out + d, load(out + d) * fade + load(more + d) * gain);
+  }
+}
+
+void store_row(const float* row, float factor, int64_t count, Number number, void* out, int64_t at) {
+  for (int64_t d = 0; d < count; ++d) {
+    const float x = row[d] * factor;
+    if (number == Number::kF32) {
+      static_cast<float*>(out)[at + d] = x;
+    } else {
+      static_cast<uint16_t*>(out)[at + d] = number == Number::kBF16 ? encode_bf16(x) : encode_f16(x);
+    }
+  }
+}
+
+void store_tile(const Call& call, const Tile& tile, int64_t kv_head, Partial part) {
+  const int64_t group = call.group(), depth = padded(call.head_dim);
+  const float scale = call.scales_k2 ? call.scales_k2[2 * kv_head + 1] : 1.0f;
+  for (int64_t i = 0; i < tile.num_rows; ++i) {
+    const int64_t token = tile.token + (tile.first + i) / group, head = kv_head * group + (tile.first + i) % group;
+    const int64_t at = token * call.num_heads + head;
+    const bool has_keys = !(part.sum[i] <= 0);  // a NaN has
+    const float factor = has_keys ? scale / part.sum[i] : 0.0f;
+    store_row(part.out + i * depth, factor, call.head_dim, call.q_number, call.out, at * call.head_dim);
+    call.lse[at] = has_keys ? part.max[i] + __builtin_logf(part.sum[i]) : -kInfinity;
+  }
+}
+
+}  // namespace
+
+extern const Core JPAGED_CORE;
+const Core JPAGED_CORE = {JPAGED_NAME, kWidth, Scratch::num_floats, load_queries, attend, clear, merge, store_tile};
+
+}  // namespace jpaged

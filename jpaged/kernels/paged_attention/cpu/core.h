@@ -1,0 +1,80 @@
+// What the two halves of the CPU kernel share: kernel.cc decides what is computed where, core.cc computes it.
+//
+//     rows of a tile                     keys of a row, in chunks of 256 counted from the context's beginning
+//     (query, head of the group)         | 0 ........ 255 | 256 ...... 511 | 512 ...
+//     q0 g0  q0 g1 .. q1 g0 ..       x   |    partial     |    partial     |  ...      merged in this order
+//
+// A chunk's partial result is a function of one query and the chunk's keys alone, and so is the merged one: neither
+// the tile, nor the other rows of the batch, nor the threads show in a single bit of it.
+
+#pragma once
+
+#include <cstdint>
+
+#include "numbers.h"
+
+namespace jpaged {
+
+constexpr int64_t kChunk = 256;    // keys of a partial result
+constexpr int64_t kStep = 32;      // keys that are converted to float32 together
+constexpr int64_t kTileRows = 64;  // rows that share the reading of the keys
+constexpr int64_t kMaxWidth = 16;  // floats of the widest vector
+
+struct Call {
+  const void* q;  // [T, H, D]
+  Number q_number;
+  void* out;   // as q
+  float* lse;  // [T, H]
+
+  const char* pool;  // [P, B, 2K, D]
+  Number kv_number;
+  int64_t first_place, num_places;  // the layer's blocks in the pool; none of a layer that is not there
+  const float* scales_k2;           // of the layer, or null
+
+  int64_t num_tokens, num_heads, num_kv_heads, head_dim, block_size;
+  int64_t window;  // 0: all
+  float scale, soft_cap;  // soft_cap 0: none
+
+  int64_t group() const { return num_heads / num_kv_heads; }
+};
+
+// Consecutive (query, head) pairs of one row.
+struct Tile {
+  const int32_t* table;      // the row's blocks
+  int64_t token, position;   // of the row's first query
+  int64_t first, num_rows;   // pair i of the tile is query (first + i) / G with head (first + i) % G of the group
+  int64_t begin, end;        // keys that the row has and that some pair of the tile sees
+
+  int64_t first_chunk() const { return begin / kChunk; }
+  int64_t num_chunks() const { return begin < end ? (end + kChunk - 1) / kChunk - first_chunk() : 0; }
+};
+
+// The running softmax: for each row of a tile the maximum, the sum, and the output times the sum.
+struct Partial {
+  float *max, *sum, *out;
+
+  static int64_t padded(int64_t n) { return (n + kMaxWidth - 1) / kMaxWidth * kMaxWidth; }
+  static int64_t num_floats(int64_t num_rows, int64_t head_dim) { return padded(num_rows) * (2 + padded(head_dim)); }
+  static Partial at(float* memory, int64_t num_rows) {
+    return {memory, memory + padded(num_rows), memory + 2 * padded(num_rows)};
+  }
+};
+
+// Attention compiled for one kind of processor.
+struct Core {
+  const char* name;
+  int64_t width;  // floats of a vector
+  int64_t (*num_scratch_floats)(int64_t head_dim);
+  // Puts the queries of one key/value head into the scratch, for `attend`.
+  void (*load)(const Call&, const Tile&, int64_t kv_head, float* scratch);
+  // The partial result of one chunk for that head.
+  void (*attend)(const Call&, const Tile&, int64_t kv_head, int64_t chunk, float* scratch, Partial);
+  // Nothing seen yet.
+  void (*clear)(const Tile&, int64_t head_dim, Partial);
+  // Adds what a later chunk gave.
+  void (*merge)(const Tile&, int64_t head_dim, Partial into, Partial later);
+  // Writes the tile's outputs and log-sum-exps.
+  void (*store)(const Call&, const Tile&, int64_t kv_head, Partial);
+};
+
+}  // namespace jpaged

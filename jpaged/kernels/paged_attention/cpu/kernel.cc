@@ -1,0 +1,403 @@
+// Paged attention on CPUs as an XLA custom call: what is computed where. core.cc has the arithmetic.
+//
+//     row of the batch -> tiles of up to 64 (query, head) pairs -> a task for each key/value head
+//                                                                  and, where those are few, for each chunk of keys
+//
+// The caller and threads of XLA's pool take tasks from one counter. The caller never waits for a thread to begin, only
+// for tasks that one has begun: a pool that is busy, or has no other thread, costs time and nothing else.
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jpaged {
+
+#if defined(__x86_64__)
+extern const Core kCoreAvx512, kCoreAvx2;
+#endif
+extern const Core kCoreBaseline;
+
+namespace {
+
+namespace ffi = xla::ffi;
+using Ints32 = ffi::Buffer<ffi::S32>;
+
+// Less work than this, in multiply-adds, is done before another thread wakes up.
+constexpr double kLeastShared = 4e5;
+// Tasks for each thread, so that none is long without work when another has the longest.
+constexpr int64_t kTasksPerThread = 4;
+
+// The widest vectors that this processor has, and at most `width`.
+const Core& choose_core(int64_t width) {
+#if defined(__x86_64__)
+  static const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (has_avx512 && width >= kCoreAvx512.width) return kCoreAvx512;
+  if (has_avx2 && width >= kCoreAvx2.width) return kCoreAvx2;
+#endif
+  return kCoreBaseline;
+}
+
+// --- what there is to do -----------------------------------------------------------------------------------------
+
+struct Rows {
+  const int32_t *query_starts_s1, *positions_s, *begins_s, *kv_lens_s, *tables_sm;
+  int64_t num_rows, table_width;
+};
+
+// The tiles of the rows in use. Whatever the numbers say, a tile's queries are tokens of the call that no earlier row
+// owns, and its keys lie within its table.
+std::vector<Tile> make_tiles(const Call& call, const Rows& rows) {
+  std::vector<Tile> tiles;
+  const int64_t group = call.group(), table_len = rows.table_width * call.block_size;
+  int64_t num_owned = 0;
+  for (int64_t row = 0; row < rows.num_rows; ++row) {
+    const int64_t start = rows.query_starts_s1[row];
+    const int64_t end = std::min<int64_t>(rows.query_starts_s1[row + 1], call.num_tokens);
+    const int64_t owned_start = std::max(start, num_owned);
+    if (owned_start >= end) continue;
+    num_owned = end;
+    const int64_t position = rows.positions_s[row] + owned_start - start;
+    const int64_t num_pairs = (end - owned_start) * group;
+    for (int64_t first = 0; first < num_pairs; first += kTileRows) {
+      Tile tile{rows.tables_sm + row * rows.table_width, owned_start, position, first,
+                std::min(kTileRows, num_pairs - first), std::max(rows.begins_s[row], 0), 0};
+      const int64_t earliest = position + first / group, latest = position + (first + tile.num_rows - 1) / group;
+      if (call.window) tile.begin = std::max(tile.begin, earliest - call.window + 1);
+      tile.end = std::min({int64_t{rows.kv_lens_s[row]}, table_len, latest + 1});
+      tiles.push_back(tile);
+    }
+  }
+  return tiles;
+}
+
+struct Task {
+  int64_t tile, kv_head;
+  int64_t chunk;  // or all of the tile's
+};
+constexpr int64_t kAllChunks = -1;
+
+// A tile and head whose chunks are tasks of their own: the last of them to end merges what all have left.
+struct Split {
+  std::atomic<int64_t> num_left;
+  std::unique_ptr<float[]> memory;
+};
+
+// One call's work. Threads that come too late find no task, so it may outlive the call, but not what it points to.
+class Work {
+ public:
+  Work(const Call& call, const Rows& rows, const Core& core, int64_t num_threads)
+      : call_(call), core_(core), tiles_(make_tiles(call, rows)), splits_(tiles_.size() * call.num_kv_heads) {
+    const int64_t num_whole = static_cast<int64_t>(splits_.size());
+    const bool is_split = num_threads > 1 && num_whole < kTasksPerThread * num_threads;
+    for (int64_t tile = 0; tile < static_cast<int64_t>(tiles_.size()); ++tile) {
+      for (int64_t head = 0; head < call.num_kv_heads; ++head) add_tasks(tile, head, is_split);
+    }
+  }
+
+  int64_t num_tasks() const { return static_cast<int64_t>(tasks_.size()); }
+
+  double num_multiply_adds() const {
+    double sum = 0;
+    for (const Tile& tile : tiles_) sum += 2.0 * tile.num_rows * std::max<int64_t>(tile.end - tile.begin, 0);
+    return sum * call_.num_kv_heads * call_.head_dim;
+  }
+
+  // Takes tasks until there are none.
+  void run() {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < num_tasks();) {
+      run(tasks_[i]);
+      num_done_.fetch_add(1, std::memory_order_release);
+    }
+  }
+
+  // Returns when the tasks that others have taken are done, too.
+  void finish() {
+    while (num_done_.load(std::memory_order_acquire) < num_tasks()) std::this_thread::yield();
+  }
+
+ private:
+  void add_tasks(int64_t tile, int64_t kv_head, bool is_split) {
+    const int64_t num_chunks = tiles_[tile].num_chunks();
+    if (!is_split || num_chunks < 2) return tasks_.push_back({tile, kv_head, kAllChunks});
+    Split& split = split_of(tile, kv_head);
+    split.num_left.store(num_chunks, std::memory_order_relaxed);
+    split.memory.reset(new float[num_chunks * part_size(tiles_[tile])]);
+    for (int64_t i = 0; i < num_chunks; ++i) tasks_.push_back({tile, kv_head, tiles_[tile].first_chunk() + i});
+  }
+
+  Split& split_of(int64_t tile, int64_t kv_head) { return splits_[tile * call_.num_kv_heads + kv_head]; }
+  int64_t part_size(const Tile& tile) const { return Partial::num_floats(tile.num_rows, call_.head_dim); }
+
+  // Kept by each thread from call to call: fresh pages would cost as much as a short row.
+  float* scratch(int64_t num_floats) const {
+    static thread_local std::vector<float> memory;
+    if (static_cast<int64_t>(memory.size()) < num_floats + kMaxWidth) memory.resize(num_floats + kMaxWidth);
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t{63});
+  }
+
+  void run(const Task& task) {
+    const Tile& tile = tiles_[task.tile];
+    const int64_t size = part_size(tile);
+    float* memory = scratch(2 * size + core_.num_scratch_floats(call_.head_dim));
+    const Partial whole = Partial::at(memory, tile.num_rows), part = Partial::at(memory + size, tile.num_rows);
+    memory += 2 * size;
+    core_.load(call_, tile, task.kv_head, memory);
+    if (task.chunk == kAllChunks) {
+      core_.clear(tile, call_.head_dim, whole);
+      for (int64_t i = 0; i < tile.num_chunks(); ++i) {
+        core_.attend(call_, tile, task.kv_head, tile.first_chunk() + i, memory, part);
+        core_.merge(tile, call_.head_dim, whole, part);
+      }
+      return core_.store(call_, tile, task.kv_head, whole);
+    }
+    Split& split = split_of(task.tile, task.kv_head);
+    const auto part_of = [&](int64_t i) { return Partial::at(split.memory.get() + i * size, tile.num_rows); };
+    core_.attend(call_, tile, task.kv_head, task.chunk, memory, part_of(task.chunk - tile.first_chunk()));
+    if (split.num_left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    core_.clear(tile, call_.head_dim, whole);
+    for (int64_t i = 0; i < tile.num_chunks(); ++i) core_.merge(tile, call_.head_dim, whole, part_of(i));
+    core_.store(call_, tile, task.kv_head, whole);
+  }
+
+  const Call call_;
+  const Core& core_;
+  const std::vector<Tile> tiles_;
+  std::vector<Split> splits_;
+  std::vector<Task> tasks_;
+  std::atomic<int64_t> next_{0}, num_done_{0};
+};
+
+// --- attention ---------------------------------------------------------------------------------------------------
+
+// What tokens of no row get.
+void clear_outputs(const Call& call) {
+  std::memset(call.out, 0, call.num_tokens * call.num_heads * call.head_dim * bytes_of(call.q_number));
+  std::fill_n(call.lse, call.num_tokens * call.num_heads, -INFINITY);
+}
+
+void run_attention(ffi::ThreadPool& pool, const Call& call, const Rows& rows, int64_t max_width, int64_t max_threads) {
+  int64_t num_threads = std::max<int64_t>(pool.num_threads(), 1);
+  if (max_threads > 0) num_threads = std::min(num_threads, max_threads);
+  clear_outputs(call);
+  const auto work = std::make_shared<Work>(call, rows, choose_core(max_width), num_threads);
+  const int64_t num_helpers = std::min(num_threads, work->num_tasks()) - 1;
+  if (work->num_multiply_adds() > kLeastShared) {
+    for (int64_t i = 0; i < num_helpers; ++i) pool.Schedule([work] { work->run(); });
+  }
+  work->run();
+  work->finish();
+}
+
+// --- writing -----------------------------------------------------------------------------------------------------
+
+float number_at(const void* from, Number number, int64_t i) {
+  if (number == Number::kF32) return static_cast<const float*>(from)[i];
+  const uint16_t stored = static_cast<const uint16_t*>(from)[i];
+  return number == Number::kBF16 ? decode_bf16(stored) : decode_f16(stored);
+}
+
+void encode_row(const void* from, Number number, int64_t begin, int64_t count, Number kv_number, char* to) {
+  if (number == kv_number) {
+    std::memcpy(to, static_cast<const char*>(from) + begin * bytes_of(number), count * bytes_of(number));
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = number_at(from, number, begin + i);
+    switch (kv_number) {
+      case Number::kF32: reinterpret_cast<float*>(to)[i] = x; break;
+      case Number::kBF16: reinterpret_cast<uint16_t*>(to)[i] = encode_bf16(x); break;
+      case Number::kF16: reinterpret_cast<uint16_t*>(to)[i] = encode_f16(x); break;
+      case Number::kI8: reinterpret_cast<int8_t*>(to)[i] = encode_i8(x); break;
+      case Number::kF8: reinterpret_cast<uint8_t*>(to)[i] = encode_f8(x); break;
+    }
+  }
+}
+
+// New keys and values of the packed tokens; a slot outside of the layer is dropped.
+struct NewTokens {
+  const void *k_tkd, *v_tkd;
+  Number number;
+  const int32_t* slots_t;
+};
+
+void write_tokens(const Call& call, const NewTokens& tokens, char* pool) {
+  const int64_t row_bytes = call.head_dim * bytes_of(call.kv_number), num_slots = call.num_places * call.block_size;
+  for (int64_t t = 0; t < call.num_tokens; ++t) {
+    const int64_t slot = tokens.slots_t[t];
+    if (slot < 0 || slot >= num_slots) continue;
+    char* to = pool + (call.first_place * call.block_size + slot) * 2 * call.num_kv_heads * row_bytes;
+    for (int64_t head = 0; head < call.num_kv_heads; ++head, to += 2 * row_bytes) {
+      const int64_t begin = (t * call.num_kv_heads + head) * call.head_dim;
+      encode_row(tokens.k_tkd, tokens.number, begin, call.head_dim, call.kv_number, to);
+      encode_row(tokens.v_tkd, tokens.number, begin, call.head_dim, call.kv_number, to + row_bytes);
+    }
+  }
+}
+
+// --- the custom calls --------------------------------------------------------------------------------------------
+
+// The static side of a call, as attributes.
+struct Attributes {
+  float scale, soft_cap;
+  int64_t window, blocks_per_layer, kv_number, max_width, max_threads;
+};
+
+struct Operands {
+  ffi::AnyBuffer q, pool;
+  Ints32 layer, query_starts, positions, begins, kv_lens, tables, num_rows;
+  ffi::Buffer<ffi::F32> scales;
+};
+
+bool is_query_type(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16 || type == ffi::F16; }
+
+Number query_number(ffi::DataType type) {
+  return type == ffi::F32 ? Number::kF32 : type == ffi::BF16 ? Number::kBF16 : Number::kF16;
+}
+
+// Shapes that contradict each other, in words; none that cpu.py makes do.
+const char* contradiction(const Operands& x, const Attributes& a) {
+  const auto q = x.q.dimensions(), pool = x.pool.dimensions(), tables = x.tables.dimensions();
+  if (q.size() != 3 || pool.size() != 4 || tables.size() != 2) return "queries, pool or block tables have another rank";
+  if (!is_query_type(x.q.element_type())) return "queries are not float32, bfloat16 or float16";
+  if (a.kv_number < 0 || a.kv_number > static_cast<int64_t>(Number::kF8)) return "no such type of numbers in the pool";
+  if (static_cast<int64_t>(ffi::ByteWidth(x.pool.element_type())) != bytes_of(Number{a.kv_number})) {
+    return "the pool's elements have another size";
+  }
+  if (pool[2] < 2 || pool[2] % 2 || q[1] % (pool[2] / 2) || q[2] != pool[3]) return "queries and pool differ in heads";
+  if (pool[1] < 1 || a.blocks_per_layer < 1 || pool[0] % a.blocks_per_layer) return "the pool has no whole layers";
+  const int64_t num_rows = tables[0];
+  for (const Ints32* per_row : {&x.positions, &x.begins, &x.kv_lens}) {
+    if (static_cast<int64_t>(per_row->element_count()) != num_rows) return "the rows' arrays differ in length";
+  }
+  if (static_cast<int64_t>(x.query_starts.element_count()) != num_rows + 1) return "query starts are not rows + 1";
+  if (x.layer.element_count() != 1 || x.num_rows.element_count() != 1) return "layer or number of rows is no scalar";
+  const int64_t num_scales = pool[0] / a.blocks_per_layer * pool[2], given = x.scales.element_count();
+  return given != 0 && given != num_scales ? "scales are not [L, K, 2]" : nullptr;
+}
+
+Call make_call(const Operands& x, const Attributes& a, void* out, float* lse) {
+  const auto q = x.q.dimensions(), pool = x.pool.dimensions();
+  const int64_t layer = x.layer.typed_data()[0], num_layers = pool[0] / a.blocks_per_layer;
+  const bool has_layer = layer >= 0 && layer < num_layers;
+  Call call{};
+  call.q = x.q.untyped_data();
+  call.q_number = query_number(x.q.element_type());
+  call.out = out;
+  call.lse = lse;
+  call.pool = static_cast<const char*>(x.pool.untyped_data());
+  call.kv_number = Number{a.kv_number};
+  call.first_place = has_layer ? layer * a.blocks_per_layer : 0;
+  call.num_places = has_layer ? a.blocks_per_layer : 0;
+  call.scales_k2 = x.scales.element_count() && has_layer ? x.scales.typed_data() + layer * pool[2] : nullptr;
+  call.num_tokens = q[0];
+  call.num_heads = q[1];
+  call.num_kv_heads = pool[2] / 2;
+  call.head_dim = q[2];
+  call.block_size = pool[1];
+  call.window = a.window;
+  call.scale = a.scale;
+  call.soft_cap = a.soft_cap;
+  return call;
+}
+
+Rows make_rows(const Operands& x) {
+  const auto tables = x.tables.dimensions();
+  return {x.query_starts.typed_data(), x.positions.typed_data(), x.begins.typed_data(), x.kv_lens.typed_data(),
+          x.tables.typed_data(), std::min<int64_t>(x.num_rows.typed_data()[0], tables[0]), tables[1]};
+}
+
+ffi::Error attend(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, Ints32 layer, Ints32 query_starts,
+                  Ints32 positions, Ints32 begins, Ints32 kv_lens, Ints32 tables, Ints32 num_rows,
+                  ffi::Buffer<ffi::F32> scales, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse,
+                  Attributes attributes) {
+  const Operands x{q, pool, layer, query_starts, positions, begins, kv_lens, tables, num_rows, scales};
+  if (const char* reason = contradiction(x, attributes)) return ffi::Error::InvalidArgument(reason);
+  const Call call = make_call(x, attributes, out->untyped_data(), lse->typed_data());
+  run_attention(threads, call, make_rows(x), attributes.max_width, attributes.max_threads);
+  return ffi::Error::Success();
+}
+
+ffi::Error update(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints32 slots,
+                  ffi::AnyBuffer pool, Ints32 layer, Ints32 query_starts, Ints32 positions, Ints32 begins,
+                  Ints32 kv_lens, Ints32 tables, Ints32 num_rows, ffi::Buffer<ffi::F32> scales,
+                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> lse,
+                  ffi::Result<ffi::AnyBuffer> new_pool, Attributes attributes) {
+  const Operands x{q, pool, layer, query_starts, positions, begins, kv_lens, tables, num_rows, scales};
+  if (const char* reason = contradiction(x, attributes)) return ffi::Error::InvalidArgument(reason);
+  const Call call = make_call(x, attributes, out->untyped_data(), lse->typed_data());
+  const int64_t num_numbers = call.num_tokens * call.num_kv_heads * call.head_dim;
+  if (k.element_type() != v.element_type() || !is_query_type(k.element_type()) ||
+      static_cast<int64_t>(k.element_count()) != num_numbers || v.element_count() != k.element_count() ||
+      static_cast<int64_t>(slots.element_count()) != call.num_tokens) {
+    return ffi::Error::InvalidArgument("new keys, values or slots do not fit the queries");
+  }
+  if (new_pool->untyped_data() != pool.untyped_data()) return ffi::Error::Internal("the pool is not updated in place");
+  const NewTokens tokens{k.untyped_data(), v.untyped_data(), query_number(k.element_type()), slots.typed_data()};
+  write_tokens(call, tokens, static_cast<char*>(new_pool->untyped_data()));
+  run_attention(threads, call, make_rows(x), attributes.max_width, attributes.max_threads);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jpaged
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::Attributes, xla::ffi::StructMember<float>("scale"),
+                                      xla::ffi::StructMember<float>("soft_cap"),
+                                      xla::ffi::StructMember<int64_t>("window"),
+                                      xla::ffi::StructMember<int64_t>("blocks_per_layer"),
+                                      xla::ffi::StructMember<int64_t>("kv_number"),
+                                      xla::ffi::StructMember<int64_t>("max_width"),
+                                      xla::ffi::StructMember<int64_t>("max_threads"));
+
+namespace ffi = xla::ffi;
+using ffi::AnyBuffer;
+using jpaged::Ints32;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_attend, jpaged::attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<AnyBuffer>()  // queries
+                                  .Arg<AnyBuffer>()  // pool
+                                  .Arg<Ints32>()     // layer
+                                  .Arg<Ints32>()     // query starts
+                                  .Arg<Ints32>()     // positions
+                                  .Arg<Ints32>()     // begins
+                                  .Arg<Ints32>()     // context lengths
+                                  .Arg<Ints32>()     // block tables
+                                  .Arg<Ints32>()     // number of rows
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // scales
+                                  .Ret<AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attrs<jpaged::Attributes>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_update, jpaged::update,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<AnyBuffer>()  // queries
+                                  .Arg<AnyBuffer>()  // keys
+                                  .Arg<AnyBuffer>()  // values
+                                  .Arg<Ints32>()     // slots
+                                  .Arg<AnyBuffer>()  // pool, and from here as above
+                                  .Arg<Ints32>()
+                                  .Arg<Ints32>()
+                                  .Arg<Ints32>()
+                                  .Arg<Ints32>()
+                                  .Arg<Ints32>()
+                                  .Arg<Ints32>()
+                                  .Arg<Ints32>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<AnyBuffer>()
+                                  .Attrs<jpaged::Attributes>());
+
+extern "C" const char* jpaged_vectors() { return jpaged::choose_core(jpaged::kMaxWidth).name; }

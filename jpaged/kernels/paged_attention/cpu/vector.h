@@ -1,0 +1,154 @@
+// Vectors of kWidth floats in the compiler's own notation, which every processor has: 4 (SSE, NEON), 8 (AVX2) or 16
+// (AVX-512), as JPAGED_WIDTH says. Included by core.cc alone.
+
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "numbers.h"
+
+namespace jpaged {
+namespace {
+
+constexpr int kWidth = JPAGED_WIDTH;
+
+using Floats [[gnu::vector_size(4 * kWidth)]] = float;
+using Ints [[gnu::vector_size(4 * kWidth)]] = int32_t;
+using Uints [[gnu::vector_size(4 * kWidth)]] = uint32_t;
+using Halves [[gnu::vector_size(2 * kWidth)]] = uint16_t;
+using Bytes [[gnu::vector_size(kWidth)]] = uint8_t;
+using Chars [[gnu::vector_size(kWidth)]] = int8_t;
+
+template <class Vector, class T>
+inline Vector load_as(const T* from) {
+  Vector vector;
+  __builtin_memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+inline Floats load(const float* from) { return load_as<Floats>(from); }
+inline void store(float* to, Floats x) { __builtin_memcpy(to, &x, sizeof x); }
+inline Floats all(float x) { return Floats{} + x; }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats floats_of(Uints bits) { return reinterpret_cast<Floats>(bits); }
+inline Uints bits_of(Floats x) { return reinterpret_cast<Uints>(x); }
+inline Floats numbers(Uints x) { return __builtin_convertvector(reinterpret_cast<Ints>(x), Floats); }
+
+template <int... lane>
+constexpr Ints count(std::integer_sequence<int, lane...>) {
+  return Ints{lane...};
+}
+const Ints kLanes = count(std::make_integer_sequence<int, kWidth>{});
+
+// --- sums over lanes ---------------------------------------------------------------------------------------------
+
+// Lane j is a's sum of lanes j and j ^ stride where j & stride is 0, and b's elsewhere.
+template <int stride, int... lane>
+inline Floats fold(Floats a, Floats b, std::integer_sequence<int, lane...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, (lane & stride ? kWidth + lane : lane)...) +
+         __builtin_shufflevector(a, b, (lane & stride ? kWidth + (lane ^ stride) : lane ^ stride)...);
+#else
+  return __builtin_shuffle(a, b, Ints{(lane & stride ? kWidth + lane : lane)...}) +
+         __builtin_shuffle(a, b, Ints{(lane & stride ? kWidth + (lane ^ stride) : lane ^ stride)...});
+#endif
+}
+
+// kWidth vectors -> one, whose lane i is the sum of vector i. Every sum is made in the same order.
+template <int stride = kWidth / 2>
+inline Floats lane_sums(Floats* x) {
+  for (int i = 0; i < stride; ++i) {
+    x[i] = fold<stride>(x[i], x[i + stride], std::make_integer_sequence<int, kWidth>{});
+  }
+  if constexpr (stride > 1) return lane_sums<stride / 2>(x);
+  return x[0];
+}
+
+inline float sum(Floats x) {
+  float lanes[kWidth];
+  store(lanes, x);
+  for (int stride = kWidth / 2; stride > 0; stride /= 2) {
+    for (int i = 0; i < stride; ++i) lanes[i] += lanes[i + stride];
+  }
+  return lanes[0];
+}
+
+inline float largest(Floats x) {
+  float lanes[kWidth];
+  store(lanes, x);
+  for (int i = 1; i < kWidth; ++i) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+  return lanes[0];
+}
+
+// --- functions ---------------------------------------------------------------------------------------------------
+
+// e^x for x <= 88, and 0 below -87: x = n ln 2 + r, |r| <= ln 2 / 2, e^r by its series. Off by 1e-7 of the result.
+inline Floats exponential(Floats x) {
+  constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  const auto is_zero = x < -87.0f;
+  x = is_zero ? all(0.0f) : x;
+  const Floats shifted = x * kLog2E + kRound;
+  const Floats n = shifted - kRound;
+  const Floats r = x - n * kLn2High - n * kLn2Low;
+  Floats series = all(1.0f / 5040);
+  for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) series = series * r + term;
+  const Floats power = floats_of((bits_of(shifted) + 127u) << 23);
+  return is_zero ? all(0.0f) : series * power;
+}
+
+// 1 - 2 / (e^2x + 1) away from 0, and the continued fraction x / (1 + x^2 / (3 + x^2 / (5 + ...))) around it.
+inline Floats hyperbolic_tangent(Floats x) {
+  const Floats magnitude = floats_of(bits_of(x) & 0x7fffffffu), square = x * x;
+  const Floats bounded = magnitude < 10.0f ? magnitude : all(10.0f);
+  const Floats far = 1.0f - 2.0f / (exponential(2.0f * bounded) + 1.0f);
+  const Floats near = magnitude / (1.0f + square / (3.0f + square / (5.0f + square / (7.0f + square / 9.0f))));
+  const Floats result = magnitude < 0.5f ? near : far;
+  return floats_of(bits_of(result) | (bits_of(x) & 0x80000000u));
+}
+
+// --- stored numbers ----------------------------------------------------------------------------------------------
+
+struct F32 {
+  using Stored = float;
+  static Floats decode(const float* from) { return load(from); }
+};
+
+struct BF16 {
+  using Stored = uint16_t;
+  static Floats decode(const uint16_t* from) {
+    return floats_of(__builtin_convertvector(load_as<Halves>(from), Uints) << 16);
+  }
+};
+
+struct F16 {
+  using Stored = uint16_t;
+  static Floats decode(const uint16_t* from) {
+    const Uints stored = __builtin_convertvector(load_as<Halves>(from), Uints), magnitude = stored & 0x7fffu;
+    const Uints bias = magnitude < 0x7c00u ? Uints{} + (112u << 23) : Uints{} + (224u << 23);  // infinity, NaN
+    const Floats normal = floats_of((magnitude << 13) + bias);
+    const Floats x = magnitude < 0x0400u ? numbers(magnitude) * 0x1p-24f : normal;
+    return floats_of(bits_of(x) | (stored & 0x8000u) << 16);
+  }
+};
+
+struct I8 {
+  using Stored = int8_t;
+  static Floats decode(const int8_t* from) { return __builtin_convertvector(load_as<Chars>(from), Floats); }
+};
+
+// Sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, and all bits set is NaN.
+struct F8 {
+  using Stored = uint8_t;
+  static Floats decode(const uint8_t* from) {
+    const Uints stored = __builtin_convertvector(load_as<Bytes>(from), Uints), magnitude = stored & 0x7fu;
+    const Floats normal = floats_of((magnitude << 20) + (120u << 23));
+    const Floats number = magnitude < 8u ? numbers(magnitude) * 0x1p-9f : normal;
+    const Floats x = magnitude == 0x7fu ? floats_of(Uints{} + 0x7fc00000u) : number;
+    return floats_of(bits_of(x) | (stored & 0x80u) << 24);
+  }
+};
+
+}  // namespace
+}  // namespace jpaged

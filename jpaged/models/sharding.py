@@ -1,0 +1,194 @@
+"""How a model is split over devices: the logical axes of its leaves, and the model that is wide enough for all parts.
+
+    one copy of the model in n parts    each part holds
+    query heads H                       H / n, with the key/value heads that they read
+    key/value heads K                   K / n; where K < n one, and each is kept by n / K parts
+    feed-forward width F                F / n
+    vocabulary V                        V / n, the last part padded
+
+`widen` makes the padding and the repeated heads a matter of the config: programs and shardings see a model whose sizes
+all divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.weights`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from jpaged.errors import InternalError, InvalidArgument
+from jpaged.models.config import ModelConfig
+from jpaged.models.layers import Params
+from jpaged.models.stack import LayerMode
+
+LogicalAxes = tuple[str | None, ...]
+
+_WHOLE: LogicalAxes = ("embed",)
+
+_AXES: Mapping[tuple[str, str], LogicalAxes] = {
+    ("embed", "embedding"): ("vocab", "embed"),
+    ("lm_head", "kernel"): ("vocab", "embed"),
+    ("positions", "embedding"): (None, "embed"),
+    ("project_in", "kernel"): (None, "embed"),
+    ("project_out", "kernel"): ("embed", None),
+    ("qkv", "kernel"): ("embed", "kv_heads", None, None),
+    ("qkv", "bias"): ("kv_heads", None, None),
+    ("out", "kernel"): ("heads", "embed"),
+    ("gate_up", "kernel"): ("embed", None, "feed_forward"),
+    ("gate_up", "bias"): (None, "feed_forward"),
+    ("up", "kernel"): ("embed", "feed_forward"),
+    ("up", "bias"): ("feed_forward",),
+    ("down", "kernel"): ("feed_forward", "embed"),
+    # Added to the sum of all parts' products, once.
+    ("out", "bias"): _WHOLE,
+    ("down", "bias"): _WHOLE,
+    ("norm", "scale"): _WHOLE,
+    ("norm", "bias"): _WHOLE,
+    ("attention_norm", "scale"): _WHOLE,
+    ("attention_norm", "bias"): _WHOLE,
+    ("mlp_norm", "scale"): _WHOLE,
+    ("mlp_norm", "bias"): _WHOLE,
+    ("q_norm", "scale"): (None,),
+    ("k_norm", "scale"): (None,),
+}
+
+
+def logical_axes(params: Params, layer_mode: LayerMode) -> Params:
+    """The tree with the names of each leaf's axes, a tuple, in its place.
+
+    Args:
+        params: arrays or their shapes.
+        layer_mode: in `scan` the leaves of layers have an axis of layers first.
+    """
+
+    def axes_of(path: tuple[jax.tree_util.KeyEntry, ...], leaf: jax.Array) -> LogicalAxes:
+        keys = [key.key if isinstance(key, jax.tree_util.DictKey) else None for key in path]
+        axes = _AXES.get((str(keys[-2]), str(keys[-1])))
+        if axes is not None and layer_mode == "scan" and keys[0] == "layers":
+            axes = ("layers", *axes)
+        if axes is None or len(axes) != leaf.ndim:
+            raise InternalError(f"the axes of {jax.tree_util.keystr(path)} {leaf.shape} have no names")
+        return axes
+
+    named: Params = jax.tree_util.tree_map_with_path(axes_of, params)
+    return named
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WideAxis:
+    """The one axis along which a leaf is split, between the model as published and the same widened.
+
+    Attributes:
+        axis: its place in the leaf, the axis of layers not counted.
+        name: its logical name.
+        size: of the published model.
+        wide_size: of the widened one.
+    """
+
+    axis: int
+    name: str
+    size: int
+    wide_size: int
+
+    def widened_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the leaf in the widened model; the queries of a repeated head are dealt out to its copies."""
+        sizes = list(shape)
+        sizes[self.axis] = self.wide_size
+        if self.name == "kv_heads":
+            sizes[self.axis + 1] = (shape[self.axis + 1] - 2) * self.size // self.wide_size + 2
+        return tuple(sizes)
+
+    def source(self, begin: int, end: int) -> tuple[int, int]:
+        """The part of the published leaf that holds a part of the widened one."""
+        if self.name == "kv_heads":
+            repeats = self.wide_size // self.size
+            return begin // repeats, -(-end // repeats)
+        return min(begin, self.size), min(end, self.size)
+
+    def widened(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """`source` as an array, the axis of layers before it or not -> the part of the widened leaf."""
+        if self.name == "vocab":
+            padded = np.zeros((end - begin, *array.shape[1:]), array.dtype)
+            padded[: len(array)] = array
+            return padded
+        if self.name == "kv_heads":
+            repeats = self.wide_size // self.size
+            first = begin // repeats * repeats
+            return repeat_groups(array, repeats)[..., begin - first : end - first, :, :]
+        return array
+
+    def narrowed(self, array: np.ndarray) -> np.ndarray:
+        """A whole widened leaf, without an axis of layers -> the published one; undoes `widened`."""
+        if self.name == "vocab":
+            return array[: self.size]
+        if self.name == "kv_heads" and self.wide_size != self.size:
+            *outer, _, rows, head_dim = array.shape
+            repeats = self.wide_size // self.size
+            q = array[..., : rows - 2, :].reshape(*outer, self.size, repeats * (rows - 2), head_dim)
+            return np.concatenate((q, array[..., ::repeats, rows - 2 :, :]), axis=-2)
+        return array
+
+
+def wide_axis(path: tuple[str | int, ...], shape: tuple[int, ...], num_parts: int) -> WideAxis | None:
+    """How a leaf of the published model is split; None if it is whole everywhere.
+
+    Args:
+        path: its keys.
+        shape: without the axis of layers.
+        num_parts: parts of a copy of the model.
+    """
+    names = _AXES[str(path[-2]), str(path[-1])]
+    for axis, (name, size) in enumerate(zip(names, shape, strict=True)):
+        if name == "kv_heads":
+            return WideAxis(axis, name, size, max(size, num_parts))
+        if name == "vocab":
+            return WideAxis(axis, name, size, _rounded_up(size, num_parts))
+        if name in ("heads", "feed_forward"):
+            return WideAxis(axis, name, size, size)
+    return None
+
+
+def repeat_groups(qkv: np.ndarray, repeats: int) -> np.ndarray:
+    """`[..., K, G + 2, D]` -> `[..., K * r, G / r + 2, D]`: each key/value head r times, with its share of queries."""
+    if repeats == 1:
+        return qkv
+    *outer, num_groups, rows, head_dim = qkv.shape
+    group = rows - 2
+    q = qkv[..., :group, :].reshape(*outer, num_groups * repeats, group // repeats, head_dim)
+    return np.concatenate((q, np.repeat(qkv[..., group:, :], repeats, axis=-3)), axis=-2)
+
+
+def widen(config: ModelConfig, num_parts: int) -> ModelConfig:
+    """The config whose key/value heads and vocabulary divide evenly, as described above; itself for one part.
+
+    Raises:
+        InvalidArgument: the heads or the feed-forward width cannot be divided; the numbers that work are named.
+    """
+    if not _divides(config, num_parts):
+        working = [n for n in range(1, config.num_heads + 1) if _divides(config, n)]
+        raise InvalidArgument(
+            "tensor_parallel_size",
+            f"{num_parts} does not divide {config.num_heads} query heads, {config.num_kv_heads} key/value heads and a "
+            f"feed-forward width of {config.intermediate_size}; {', '.join(map(str, working))} work",
+        )
+    return dataclasses.replace(
+        config,
+        num_kv_heads=max(config.num_kv_heads, num_parts),
+        vocab_size=_rounded_up(config.vocab_size, num_parts),
+    )
+
+
+def largest_split(config: ModelConfig, num_devices: int) -> int:
+    """The most parts that the model can be in, of so many devices at most."""
+    return max(n for n in range(1, num_devices + 1) if n == 1 or _divides(config, n))
+
+
+def _rounded_up(size: int, num_parts: int) -> int:
+    return -(-size // num_parts) * num_parts
+
+
+def _divides(config: ModelConfig, num_parts: int) -> bool:
+    has_groups = config.num_kv_heads % num_parts == 0 or num_parts % config.num_kv_heads == 0
+    return config.num_heads % num_parts == 0 and has_groups and config.intermediate_size % num_parts == 0

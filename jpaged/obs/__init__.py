@@ -1,1 +1,0 @@
-"""What others can see of a running server: metrics in Prometheus' format."""

@@ -1,0 +1,11 @@
+"""What any face of the server needs, whatever its protocol: requests in, streams out. It knows no grpc.
+
+loaded_model.py    the model that serves: engine, input processor, tokenizer, facts
+input_processor.py what a caller sends -> a request that can run
+hf_tokenizer.py    the tokenizer of a model's folder
+literal_text.py    special tokens that users write, taken as text
+token_bytes.py     how many bytes of text a token can stand for
+stream.py          the engine's thread -> asyncio
+workers.py         threads for what grows with a request
+chat/              chat templates, in a process of their own
+"""

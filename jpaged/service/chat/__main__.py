@@ -1,0 +1,72 @@
+"""Renders chat templates: `python -m jpaged.service.chat`, the child of `process`, with a socket as its stdin.
+
+A template runs in transformers' own environment, so the text is that of `apply_chat_template`. One that takes too much
+processor time is ended with the process, by a timer of the system's: nothing in here has to yield for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from jpaged.service.chat.frames import Kind, receive, send
+from jpaged.service.chat.process import CPU_S, MEMORY_BYTES
+
+_MAX_MESSAGE_CHARS = 1000
+_STATM = Path("/proc/self/statm")
+
+
+def main() -> int:
+    """Answers questions until the other side closes."""
+    with socket.socket(fileno=sys.stdin.fileno()) as connection:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        _limit_memory()
+        while True:
+            try:
+                _, text = receive(connection)
+                send(connection, *_answer(render_jinja_template, json.loads(text)))
+            except (EOFError, ConnectionError):
+                return 0
+
+
+def _answer(render: Any, question: dict[str, Any]) -> tuple[Kind, str]:
+    from jinja2.exceptions import TemplateError
+
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # the signal's default action ends the process
+    try:
+        texts, _ = render(
+            conversations=[question["messages"]],
+            chat_template=question["template"],
+            add_generation_prompt=True,
+            **question["variables"],
+        )
+        num_bytes = len(texts[0].encode())
+    except MemoryError:
+        return Kind.OVER, f"{MEMORY_BYTES >> 20} MiB of memory"
+    except Exception as error:  # a template is a program: what comes of it is told, whatever it is
+        is_its_own = type(error) is TemplateError
+        text = str(error) if is_its_own else f"{type(error).__name__}: {error}"
+        whole = text[:_MAX_MESSAGE_CHARS].encode(errors="backslashreplace").decode()  # halves of characters are in some
+        return Kind.RAISED if is_its_own else Kind.FAILED, whole
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+    return (Kind.LONG, str(num_bytes)) if num_bytes > question["max_bytes"] else (Kind.RENDERED, texts[0])
+
+
+def _limit_memory() -> None:
+    """Bounds the address space, where the system tells its size and takes a bound."""
+    if _STATM.exists():
+        used = int(_STATM.read_text().split()[0]) * resource.getpagesize()
+        with contextlib.suppress(ValueError, OSError):  # a lower limit that is there already is as good
+            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The process that renders: started before it is needed, kept warm, started again when it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jpaged import json_text
+from jpaged.errors import Unavailable
+from jpaged.service.chat.frames import Kind, receive, send
+
+CPU_S = 2.0
+"""Processor time that one rendering may take: a long conversation takes a hundredth of it."""
+MEMORY_BYTES = 256 << 20
+"""Memory that rendering may take beyond what the process has when it starts."""
+_ANSWER_TIMEOUT_S = 180.0
+"""For an answer, the child's start included: a guard against a process that the system does not run."""
+_MAX_SAID_BYTES = 1 << 20
+
+
+class OutOfTimeError(Exception):
+    """A template took over CPU_S; its process has ended of it."""
+
+
+class TemplateProcess:
+    """Renders one conversation at a time. Safe to call from several threads; starts its process at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: _Child | None = _Child()
+
+    def render(
+        self, template: str, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], max_bytes: int
+    ) -> tuple[Kind, str]:
+        """The text, or why there is none.
+
+        Raises:
+            OutOfTimeError: the template was ended for the time that it took.
+            Unavailable: the process died, or did not answer.
+            TypeError, ValueError: the messages hold what JSON does not.
+        """
+        question = {"template": template, "variables": variables, "messages": messages, "max_bytes": max_bytes}
+        text = json_text.dumps(question)
+        with self._lock:
+            if self._child is None or self._child.process.poll() is not None:
+                self._start_again()
+            child = self._child
+            assert child is not None
+            try:
+                return child.ask(text)
+            except (OSError, EOFError) as error:
+                reason = child.reason(error)
+                self._start_again()
+                raise reason from error
+
+    def close(self) -> None:
+        """Ends the process; another `render` starts a new one."""
+        with self._lock:
+            if self._child is not None:
+                self._child.end()
+                self._child = None
+
+    def _start_again(self) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+        try:
+            self._child = _Child()
+        except OSError as error:
+            raise Unavailable(f"the process that renders chat templates cannot be started: {error}") from error
+
+
+@functools.cache
+def template_process() -> TemplateProcess:
+    """The one of this program, started by the first call: it renders for every tokenizer, and ends with the program."""
+    return TemplateProcess()
+
+
+class _Child:
+    """One process, our end of its socket, and what it prints. `end` comes by itself when nobody holds it."""
+
+    def __init__(self) -> None:
+        with contextlib.ExitStack() as opened:
+            ours, theirs = socket.socketpair()
+            self._connection = opened.enter_context(ours)
+            with theirs:
+                self._said, path = tempfile.mkstemp()
+                opened.callback(os.close, self._said)
+                Path(path).unlink()
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "jpaged.service.chat"],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._said,
+                    start_new_session=True,  # Ctrl-C is for the server, which drains
+                )
+            self.end = weakref.finalize(self, _end, self.process, opened.pop_all())
+
+    def ask(self, text: str) -> tuple[Kind, str]:
+        """Sends a question and waits for the answer; raises OSError or EOFError."""
+        self._connection.settimeout(_ANSWER_TIMEOUT_S)
+        send(self._connection, Kind.QUESTION, text)
+        return receive(self._connection, time.monotonic() + _ANSWER_TIMEOUT_S)
+
+    def reason(self, error: Exception) -> Exception:
+        """What became of it."""
+        if isinstance(error, TimeoutError):
+            return Unavailable(f"the process that renders chat templates did not answer within {_ANSWER_TIMEOUT_S} s")
+        code = self.process.wait()
+        if code == -signal.SIGPROF:
+            return OutOfTimeError()
+        said = os.pread(self._said, _MAX_SAID_BYTES, 0).decode(errors="replace").strip()
+        last = (said.splitlines() or ["it said nothing"])[-1]
+        return Unavailable(f"the process that renders chat templates ended with {code}: {last}")
+
+
+def _end(process: subprocess.Popen[bytes], open_files: contextlib.ExitStack) -> None:
+    process.kill()
+    process.wait()
+    open_files.close()

@@ -1,0 +1,233 @@
+"""What a caller sends -> a `Request` that can run: tokenised, bounded, its seed settled. Bad input is refused here.
+
+After this nothing about a request is checked again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jpaged.engine.executor import FORBIDDEN_WIDTH, TOP_WIDTH, Geometry
+from jpaged.engine.output.beam import num_candidates
+from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
+from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
+from jpaged.types import (
+    MAX_CHAT_MESSAGES,
+    MAX_DETOKENIZE_IDS,
+    MAX_STOP_TOKEN_IDS,
+    MIN_MAX_CHAT_BYTES,
+    MIN_MAX_TOKENIZE_BYTES,
+    Request,
+    SamplingParams,
+)
+
+_MAX_EOS_TOKEN_IDS = FORBIDDEN_WIDTH - MAX_STOP_TOKEN_IDS
+_EXACT_BYTES = 4096
+"""Texts up to this are tokenised also where they cannot fit: it costs little, and the error tells the tokens."""
+
+
+class Intake:
+    """Makes requests for one model. Safe to call from several threads.
+
+    Args:
+        eos_token_ids: every token that ends a sequence of this model.
+        seed: where a request that brings none gets its own: the n-th request of a run always gets the same.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, geometry: Geometry, *, eos_token_ids: frozenset[int] = frozenset(), seed: int = 0
+    ) -> None:
+        if len(eos_token_ids) > _MAX_EOS_TOKEN_IDS:
+            raise InternalError(f"{len(eos_token_ids)} end-of-sequence tokens; at most {_MAX_EOS_TOKEN_IDS} are held")
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self._geometry = geometry
+        self._seed = seed
+        self._counter = itertools.count()
+
+    def make_request(
+        self,
+        *,
+        request_id: str,
+        sampling: SamplingParams,
+        prompt: str | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        deadline_s: float | None = None,
+        tenant: str = "",
+    ) -> Request:
+        """Exactly one of prompt, prompt_token_ids and messages is given. What costs little is checked first.
+
+        Raises:
+            InvalidArgument: a field is wrong; says which.
+            RequestTooLong: prompt and max_tokens can never fit, with the limit.
+            Unsupported: messages, but the model has no chat template.
+        """
+        if sum(given is not None for given in (prompt, prompt_token_ids, messages)) != 1:
+            raise InvalidArgument("prompt", "give exactly one of text, token ids and chat messages")
+        self._check_beams(sampling)
+        self._check_stops(sampling)
+        if prompt_token_ids is not None:
+            self._check_length(len(prompt_token_ids), sampling)
+            token_ids = self._checked_ids("prompt.token_ids", prompt_token_ids)
+        else:
+            max_bytes = self._max_prompt_bytes(sampling.max_tokens)
+            if messages is not None:
+                token_ids = self._chat_ids(messages, max_bytes)
+            else:
+                token_ids = self._text_ids("sampling.max_tokens", prompt or "", max_bytes)
+            self._check_length(len(token_ids), sampling)
+        if not token_ids:
+            raise InvalidArgument("prompt", "is empty: at least one token is needed")
+        number = next(self._counter)
+        if sampling.seed is None and not sampling.beam_width:
+            sampling = dataclasses.replace(sampling, seed=_derived_seed(self._seed, number))
+        return Request(
+            request_id=request_id or f"request-{number}",
+            prompt_token_ids=tuple(token_ids),
+            sampling=sampling,
+            prompt=prompt,
+            deadline_s=deadline_s,
+            tenant=tenant,
+        )
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, which may be longer than a prompt.
+
+        Raises:
+            RequestTooLong: it is longer than is worth it.
+        """
+        max_bytes = max(self._max_prompt_bytes(1), MIN_MAX_TOKENIZE_BYTES)
+        return self._text_ids("text", text, max_bytes, add_special_tokens=add_special_tokens)
+
+    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids of a conversation, as `make_request` lays it out and with what it raises."""
+        return self._chat_ids(messages, max(self._max_prompt_bytes(1), MIN_MAX_TOKENIZE_BYTES))
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids, which may be more than a sequence has.
+
+        Raises:
+            InvalidArgument: there are too many, or one is none of the model's.
+        """
+        limit = max(self._geometry.max_model_len, MAX_DETOKENIZE_IDS)
+        if len(token_ids) > limit:
+            raise InvalidArgument("token_ids", f"{len(token_ids)} ids; at most {limit}")
+        ids = self._checked_ids("token_ids", token_ids)
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def prefix(self, *, text: str | None = None, token_ids: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The ids of a prefix of prompts, which is shorter than a prompt may be.
+
+        Raises:
+            InvalidArgument: an id is none of the model's.
+            RequestTooLong: it is longer.
+        """
+        if token_ids is None:
+            return tuple(self._text_ids("text", text or "", self._max_prompt_bytes(1)))
+        limit = self._geometry.max_model_len
+        if len(token_ids) >= limit:
+            raise RequestTooLong("token_ids", f"{len(token_ids)} tokens are not below max_model_len ({limit})")
+        return tuple(self._checked_ids("token_ids", token_ids))
+
+    def _max_prompt_bytes(self, max_tokens: int) -> int:
+        """A longer text has too many tokens beside max_tokens, whichever they are."""
+        return max((self._geometry.max_model_len - max_tokens) * self.tokenizer.max_token_bytes, _EXACT_BYTES)
+
+    def _text_ids(self, field: str, text: str, max_bytes: int, *, add_special_tokens: bool = True) -> list[int]:
+        num_bytes = _num_bytes("prompt", text)
+        if num_bytes > max_bytes:
+            raise RequestTooLong(field, f"{num_bytes} bytes of text, over the limit of {max_bytes}: {self._limits()}")
+        return self._known("prompt", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def _chat_ids(self, messages: Sequence[Mapping[str, Any]], max_bytes: int) -> list[int]:
+        if not messages:
+            raise InvalidArgument("chat.messages", "is empty: at least one message is needed")
+        if len(messages) > MAX_CHAT_MESSAGES:
+            raise InvalidArgument("chat.messages", f"{len(messages)} messages; at most {MAX_CHAT_MESSAGES}")
+        num_bytes = 0
+        for i, message in enumerate(messages):
+            for key in ("role", "content"):
+                value = message.get(key)
+                if not isinstance(value, str) or not value:
+                    raise InvalidArgument(f"chat.messages[{i}].{key}", "is missing or empty")
+                num_bytes += _num_bytes(f"chat.messages[{i}].{key}", value)
+        limit = max(max_bytes, MIN_MAX_CHAT_BYTES)
+        if num_bytes > limit:
+            raise RequestTooLong("chat.messages", f"{num_bytes} bytes, over the limit of {limit}: {self._limits()}")
+        return self._known("chat.messages", self.tokenizer.apply_chat_template(messages, max_bytes=max_bytes))
+
+    def _known(self, field: str, token_ids: list[int]) -> list[int]:
+        """A tokenizer may have more tokens than the model, which would read any for those."""
+        vocab_size = self._geometry.vocab_size
+        if token_ids and max(token_ids) >= vocab_size:
+            text = (
+                f"the tokenizer makes token {max(token_ids)} of it; those of the model are from 0 to {vocab_size - 1}"
+            )
+            raise InvalidArgument(field, text)
+        return token_ids
+
+    def _limits(self) -> str:
+        length, num_bytes = self._geometry.max_model_len, self.tokenizer.max_token_bytes
+        return f"max_model_len is {length}, and a token stands for {num_bytes} bytes at most"
+
+    def _checked_ids(self, field: str, token_ids: Sequence[int]) -> list[int]:
+        ids, vocab_size = list(token_ids), self._geometry.vocab_size
+        if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab_size)):
+            return ids
+        wrong = next(one for one in ids if type(one) is not int or not 0 <= one < vocab_size)
+        raise InvalidArgument(field, f"{wrong!r} is not a token id from 0 to {vocab_size - 1}")
+
+    def _check_length(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        max_tokens, geometry = sampling.max_tokens, self._geometry
+        total, num_rows = num_prompt_tokens + max_tokens, sampling.beam_width or sampling.num_samples
+        if num_rows > geometry.max_num_seqs:
+            name = "beam_width" if sampling.beam_width else "best_of" if sampling.best_of else "n"
+            raise InvalidArgument(f"sampling.{name}", f"{num_rows} is over max_num_seqs ({geometry.max_num_seqs})")
+        what = f"{num_prompt_tokens} prompt tokens and {max_tokens} to generate make {total}"
+        if total > geometry.max_model_len:
+            raise RequestTooLong("sampling.max_tokens", f"{what}, over max_model_len ({geometry.max_model_len})")
+        num_shared = num_prompt_tokens // geometry.block_size
+        needed = num_shared + num_rows * (-(-total // geometry.block_size) - num_shared)
+        if needed > geometry.num_blocks:
+            pool_tokens = geometry.num_blocks * geometry.block_size
+            blocks = f"{geometry.num_blocks} blocks of {geometry.block_size}"
+            times = f" for each of {num_rows} sequences, {needed} blocks" if num_rows > 1 else ""
+            raise RequestTooLong("sampling.max_tokens", f"{what}{times}, over the whole pool ({pool_tokens}: {blocks})")
+
+    def _check_beams(self, sampling: SamplingParams) -> None:
+        if not sampling.beam_width:
+            return
+        num_ending = len(sampling.ending_ids(self.eos_token_ids))
+        needed = num_candidates(sampling.beam_width, num_ending)
+        if needed > TOP_WIDTH:
+            raise InvalidArgument(
+                "sampling.beam_width",
+                f"{sampling.beam_width} with {num_ending} ending tokens ranks {needed} candidates a beam; "
+                f"the device reports {TOP_WIDTH}",
+            )
+
+    def _check_stops(self, sampling: SamplingParams) -> None:
+        vocab_size = self._geometry.vocab_size
+        for token_id in sampling.stop_token_ids:
+            if token_id >= vocab_size:
+                raise InvalidArgument("sampling.stop_token_ids", f"{token_id} is not below {vocab_size}")
+        if sampling.stop and isinstance(self.tokenizer, NoTokenizer):
+            raise InvalidArgument("sampling.stop", "this model has no tokenizer, so no text: use stop_token_ids")
+
+
+def _num_bytes(field: str, text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise InvalidArgument(field, f"{text[at]!r} at {at} is half of a surrogate pair: no character") from error
+
+
+def _derived_seed(engine_seed: int, number: int) -> int:
+    digest = hashlib.sha256(f"{engine_seed}/{number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")

@@ -1,0 +1,122 @@
+"""What the server needs of a loaded model: a runner, an intake, a tokenizer, and the facts that it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from jpaged.config import EngineConfig
+from jpaged.engine.executor import Geometry
+from jpaged.engine.histogram import HistogramSnapshot
+from jpaged.engine.sequence import Sink
+from jpaged.engine.stats import EngineLoad
+from jpaged.engine.tokenizer import Tokenizer
+from jpaged.service.input_processor import Intake
+from jpaged.types import Request
+
+
+class Runner(Protocol):
+    """Runs requests to their end: an `Engine`, or `Replicas` of it, which say what each verb does and raises."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """What deadlines are read off."""
+        ...
+
+    @property
+    def geometry(self) -> Geometry:
+        """What one request can have."""
+        ...
+
+    @property
+    def failure(self) -> Exception | None:
+        """What it died of."""
+        ...
+
+    @property
+    def max_num_in_flight(self) -> int:
+        """Requests that are accepted at one time."""
+        ...
+
+    @property
+    def is_full(self) -> bool:
+        """`submit` would refuse for want of a place in the queue."""
+        ...
+
+    def submit(self, request: Request, sink: Sink) -> None: ...
+
+    def abort(self, request_id: str) -> bool: ...
+
+    def drop(self, request_id: str) -> None: ...
+
+    def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "", tenant: str = "") -> Future[int]: ...
+
+    def unpin_prefix(self, name: str, tenant: str = "") -> bool: ...
+
+    def load(self) -> EngineLoad: ...
+
+    def replica_loads(self) -> tuple[EngineLoad, ...]:
+        """Of each copy of the model; `load` is of all."""
+        ...
+
+    def histogram(self, name: str) -> HistogramSnapshot: ...
+
+    def num_ended_by_reason(self) -> dict[str, int]: ...
+
+    def start(self) -> None: ...
+
+    def step(self) -> bool:
+        """Instead of `start`, on the caller's thread: one iteration; False when there was nothing to do."""
+        ...
+
+    def check(self) -> None: ...
+
+    def drain(self, timeout_s: float) -> bool: ...
+
+    def abandon(self, error: Exception) -> None:
+        """Ends it with this error; `stop` does not wait for what may never return."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The model as clients see it. `name` is what `GenerateRequest.model` is held against."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackendFacts:
+    """Where the model runs: all copies of it. `attention` names the implementation that was chosen."""
+
+    platform: str
+    device_kind: str
+    num_devices: int
+    attention: str
+    jax_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A model that is loaded. `config` is resolved; the engine (or its replicas) is not started yet."""
+
+    engine: Runner
+    intake: Intake
+    tokenizer: Tokenizer
+    model: ModelFacts
+    backend: BackendFacts
+    config: EngineConfig

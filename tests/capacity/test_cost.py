@@ -1,0 +1,117 @@
+"""Times of steps and moves, against arithmetic done by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jpaged.capacity.cost import Deployment, deploy
+from jpaged.capacity.hardware import HARDWARE, Assumptions, Hardware
+from jpaged.capacity.model_cost import MODELS, ModelShape
+from jpaged.capacity.simulator.executor import SimulatedExecutor
+from jpaged.engine.executor import BlockMoves, Move
+from jpaged.errors import InvalidArgument
+from jpaged.testing.virtual_clock import VirtualClock
+
+MODEL = ModelShape("toy", 1e9, 10, 100, 50, 50, 1000, 128)
+DEVICE = Hardware("toy", 8e9, 1e12, 1e14, 1e10)
+EXACT = Assumptions(1.0, 1.0, 1.0, 0.001, 1e-5, 1e-6, 0.0, 1.0)
+
+
+def toy(num_devices: int = 1, assumptions: Assumptions = EXACT) -> Deployment:
+    return Deployment(MODEL, DEVICE, num_devices, 1600, 16, 0, assumptions)
+
+
+def test_a_small_step_takes_the_time_of_its_bytes():
+    # Weights 2e9 bytes; a token's KV is 2 * 10 * 50 * 2 = 2000 bytes, 100 000 of them 2e8: 2.2e9 bytes at 1e12.
+    assert toy().step_s(1, 100_000, 100_000) == pytest.approx(0.0022 + 0.001)
+
+
+def test_a_large_step_takes_the_time_of_its_flops():
+    # 2 * 1e9 * 1000 tokens = 2e12, and 4 * 10 * 100 * 500 500 pairs = 2.002e9, at 1e14.
+    assert toy().step_s(1000, 1000, 500_500) == pytest.approx((2e12 + 2.002e9) / 1e14 + 0.001)
+
+
+def test_devices_divide_a_step_and_add_their_all_reduces():
+    two = toy(num_devices=2)
+    assert two.step_s(1, 100_000, 100_000) == pytest.approx(0.0011 + 0.001 + 2 * 10 * 1e-5)
+
+
+def test_short_runs_of_memory_are_gathered_slower():
+    # 16 slots * 50 * 2 bytes = 1600 bytes; with 400 at half rate, 80 percent of the bandwidth are left.
+    slow = toy(assumptions=replace(EXACT, half_rate_run_bytes=400.0))
+    assert slow.gather_efficiency == pytest.approx(0.8)
+    assert slow.step_s(1, 100_000, 1) == pytest.approx(0.002 + 0.0002 / 0.8 + 0.001)
+
+
+def test_paged_attention_costs_what_the_paper_measured_and_contiguous_memory_nothing_more():
+    paged = deploy_paper()
+    assert 1 / paged.gather_efficiency == pytest.approx(1.23, abs=0.001)  # the paper: 20 to 26 percent
+    assert replace(paged, is_contiguous=True).gather_efficiency == 1.0
+    assert 1 / deploy_paper(block_size=128).gather_efficiency < 1.03
+
+
+def test_a_copy_reads_and_writes_and_a_swap_pays_for_every_transfer():
+    # A block is 16 * 2000 = 32 000 bytes, in 2 * 10 transfers.
+    assert toy().copy_s(5) == pytest.approx(2 * 5 * 32_000 / 1e12)
+    assert toy().swap_s(5) == pytest.approx(5 * (20 * 1e-6 + 32_000 / 1e10))
+
+
+def test_the_same_bytes_in_smaller_blocks_swap_slower():
+    one, sixteen = deploy_paper(block_size=1), deploy_paper(block_size=16)
+    assert one.swap_s(16) > 5 * sixteen.swap_s(1)
+
+
+def deploy_paper(**options: int) -> Deployment:
+    return deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"], **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "kv_bytes", "gib", "tolerance"),
+    [
+        ("opt-13b", "a100-40gb", 819_200, 12, 0.002),
+        ("opt-66b", "a100-40gb", 2_359_296, 21, 0.02),  # the paper's 21 GB are rounded down from 21.3
+        ("opt-175b", "a100-80gb", 4_718_592, 264, 0.001),
+    ],
+)
+def test_the_papers_pools_are_what_its_bytes_hold(model, hardware, kv_bytes, gib, tolerance):
+    shape = MODELS[model]
+    assert shape.kv_bytes_per_token == kv_bytes
+    assert deploy(shape, HARDWARE[hardware]).num_kv_slots == pytest.approx(gib * 2**30 / kv_bytes, rel=tolerance)
+
+
+def test_the_models_of_the_paper_weigh_what_it_says():
+    weights = {name: MODELS[name].weight_bytes / 1e9 for name in ("opt-13b", "opt-66b", "opt-175b")}
+    assert weights == {"opt-13b": 26, "opt-66b": 132, "opt-175b": 346}
+    assert MODELS["llama-13b"].max_model_len == 2048
+    assert MODELS["llama-3.1-405b"].weight_bytes == 2 * 405_853_388_800
+
+
+def test_elsewhere_the_pool_is_what_the_weights_leave():
+    deployment = deploy(MODELS["llama-3-8b"], HARDWARE["h200"])
+    assert deployment.num_kv_slots == int((0.9 * 141e9 - 2 * 8_030_261_248) / (2 * 32 * 1024 * 2))
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_sizes():
+    with pytest.raises(InvalidArgument, match=r"num_devices: 1 x tpu-v5e leave 14\.4 GB for 26\.0 GB"):
+        deploy(MODELS["opt-13b"], HARDWARE["tpu-v5e"])
+
+
+def test_the_clock_moves_by_what_steps_and_moves_take():
+    clock, deployment = VirtualClock(), toy()
+    executor = SimulatedExecutor(deployment, clock, max_num_seqs=8, max_num_batched_tokens=64)
+    executor.move_blocks(BlockMoves(Move.SWAP_OUT, [1, 2], [1, 2]))
+    executor.move_blocks(BlockMoves(Move.COPY, [3], [4]))
+    assert clock() == pytest.approx(deployment.swap_s(2) + deployment.copy_s(1))
+    assert (executor.swap_s, executor.copy_s) == (deployment.swap_s(2), deployment.copy_s(1))
+
+
+def test_alternatives_are_distributions_that_differ_by_row():
+    executor = SimulatedExecutor(toy(), VirtualClock(), max_num_seqs=64, max_num_batched_tokens=64)
+    top = executor._alternatives(np.arange(1, 65, dtype=np.int32)).top_logprobs_rk
+    assert top is not None
+    assert np.all(np.exp(top).sum(axis=1) <= 1 + 1e-6)
+    assert np.all(np.diff(top, axis=1) < 0)
+    first = np.exp(top[:, 0])
+    assert 0.05 <= first.min() < 0.2
+    assert 0.8 < first.max() <= 0.95

@@ -1,0 +1,101 @@
+"""The built-in configurations are the published models: parsed like a checkpoint's, and as large as the originals."""
+
+from __future__ import annotations
+
+import pytest
+
+from jpaged.capacity.known_models import KNOWN_MODELS, find_known, known_config
+from jpaged.checkpoints.names import num_params
+from jpaged.errors import NotFound
+from jpaged.models.config import ModelConfig
+from tests.models.tiny import tensors, tiny_cases
+
+# As the hub counts the tensors of the repository that each is of (a tied output matrix once); OPT-175B is in no
+# repository, and its number follows from the paper's table 1.
+NUM_PARAMS = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "opt-125m": 125_239_296,
+    "opt-1.3b": 1_315_758_080,
+    "opt-13b": 12_853_473_280,
+    "opt-66b": 65_719_701_504,
+    "opt-175b": 174_604_468_224,
+}
+
+
+def test_every_model_has_the_published_number_of_parameters() -> None:
+    assert {name: model.num_params for name, model in KNOWN_MODELS.items()} == NUM_PARAMS
+
+
+@pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
+def test_parameters_are_counted_as_a_checkpoint_holds_them(case) -> None:
+    assert num_params(ModelConfig.from_hf(case.config)) == sum(tensor.size for tensor in tensors(case).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "max_model_len"),
+    [
+        ("llama-3-8b", (32, 8, 128), 8192),
+        ("llama-3.2-1b", (32, 8, 64), 131072),
+        ("qwen3-0.6b", (16, 8, 128), 40960),
+        ("qwen2.5-7b", (28, 4, 128), 131072),
+        ("mistral-7b-v0.3", (32, 8, 128), 32768),
+        ("opt-13b", (40, 40, 128), 2048),
+    ],
+)
+def test_a_known_model_has_its_heads_and_its_length(name: str, heads: tuple[int, int, int], max_model_len: int) -> None:
+    config = known_config(name)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == heads
+    assert config.max_model_len == max_model_len
+
+
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(NotFound, match=r"no configuration of 'gpt-4' is built in; there are llama-2-7b, .*opt-175b"):
+        known_config("gpt-4")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("llama-3.1-8b", "llama-3.1-8b"),
+        ("Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3-70B", "llama-3-70b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("facebook/opt-13b", "opt-13b"),
+        ("someone/Llama-3.1-8B", None),
+        ("llama-3.1-9b", None),
+    ],
+)
+def test_a_model_is_found_by_its_name_and_its_hub_ids(name: str, found: str | None) -> None:
+    known = find_known(name)
+    assert (None if known is None else known.name) == found
+
+
+def test_names_and_repositories_mean_their_own_models() -> None:
+    for model in KNOWN_MODELS.values():
+        assert find_known(model.name) is find_known(model.repository) is model

@@ -1,0 +1,68 @@
+"""A model's name becomes a folder, or an error that says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from jpaged.checkpoints import hub
+from jpaged.errors import InvalidArgument, NotFound
+from tests.models.tiny import tiny_case, write_checkpoint
+
+
+def test_a_folder_in_hugging_face_layout_is_taken_as_it_is(tmp_path: Path) -> None:
+    write_checkpoint(tiny_case("qwen3"), tmp_path)
+    assert hub.find_folder(str(tmp_path)) == tmp_path
+    assert hub.read_config(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6], "top_p": 0.9}))
+    assert hub.read_config(tmp_path).eos_token_ids == (5, 6)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"model: folder .* has no config\.json"):
+        hub.find_folder(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["./missing", "/missing", "~/missing", "a/b/c", "demo"])
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(NotFound, match=f"there is no folder {name}"):
+        hub.find_folder(name)
+
+
+def test_a_hub_id_becomes_a_snapshot_of_the_files_that_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, list[str], list[str]]] = []
+
+    def download(model: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((model, allow_patterns, ignore_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert hub.find_folder("someone/model") == tmp_path
+    model, allowed, ignored = asked[0]
+    assert model == "someone/model"
+    assert {"*.json", "*.safetensors", "tokenizer.model"} <= set(allowed)
+    assert "*/*" in ignored
+
+
+def test_a_hub_that_cannot_be_reached_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(model: str, **_: object) -> str:
+        raise LocalEntryNotFoundError("cannot find the snapshot\nmore")
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    with pytest.raises(NotFound) as refusal:
+        hub.find_folder("someone/model")
+    assert "someone/model is no local folder" in str(refusal.value)
+    assert "LocalEntryNotFoundError: cannot find the snapshot" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("text", "problem"), [("{", "cannot be read as JSON"), ("[]", "must hold a JSON object")])
+def test_a_config_that_is_not_an_object_is_refused(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InvalidArgument, match=problem):
+        hub.read_config(tmp_path)

@@ -1,0 +1,124 @@
+"""A server on devices whose memory is stated: what fits, what does not, and what is compiled to know."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jpaged.config import EngineConfig, SchedulerOptions, StartupOptions
+from jpaged.device.aot.deployment import Deployment, compile_deployment
+from jpaged.device.executor import JaxExecutor
+from jpaged.device.mesh import build_mesh
+from jpaged.device.programs.saved import SavedPrograms
+from jpaged.errors import InvalidArgument
+from tests.device import tiny_model
+
+MIB = 1 << 20
+
+
+def deployment(
+    hbm_bytes: int,
+    *,
+    all_programs: bool = False,
+    num_devices: int = 1,
+    save: Path | None = None,
+    scheduler: SchedulerOptions = tiny_model.OPTIONS.scheduler,
+    **cache: Any,
+) -> Deployment:
+    cache = {"num_blocks": None, "memory_utilization": 1.0, "swap_space": 0.0, **cache}
+    options: EngineConfig = dataclasses.replace(
+        tiny_model.OPTIONS, cache=dataclasses.replace(tiny_model.OPTIONS.cache, **cache), scheduler=scheduler
+    )
+    mesh = build_mesh(jax.devices()[:num_devices])
+    return compile_deployment(
+        tiny_model.model(), options, mesh, hbm_bytes, all_programs=all_programs, progress=tiny_model.quiet, save=save
+    )
+
+
+def test_the_pool_takes_what_is_left_to_the_last_block() -> None:
+    found = deployment(64 * MIB)
+    memory = found.memory
+    assert found.fits
+    assert memory.free_bytes is not None
+    assert memory.used_bytes <= 64 * MIB
+    assert memory.free_bytes < 2 * memory.bytes_per_block
+    assert {program.name for program in found.programs} == {"backbone[16]", "backbone[8]", "draw[8, top]", "copy[512]"}
+    assert found.num_programs == 2 + 2 + 3
+
+
+def test_every_program_is_compiled_where_that_is_asked() -> None:
+    found = deployment(64 * MIB, all_programs=True)
+    assert len(found.programs) == found.num_programs == 7
+    assert found.memory.free_bytes is not None
+    assert found.memory.free_bytes >= 0
+
+
+def test_a_chosen_pool_that_is_too_large_is_a_result_with_one_that_fits() -> None:
+    found = deployment(64 * MIB, num_blocks=100_000)
+    assert not found.fits
+    assert found.problem is not None
+    assert "num_blocks: 100000 blocks do not fit: 1 of 0.06 GiB" in found.problem
+    assert f"lower num_blocks to {found.most_blocks}" in found.problem
+    assert deployment(64 * MIB, num_blocks=found.most_blocks).fits
+    assert not deployment(64 * MIB, num_blocks=found.most_blocks + 1).fits
+
+
+def test_saved_programs_are_all_there_and_say_what_they_are_for(tmp_path: Path) -> None:
+    folder = tmp_path / "programs"
+    found = deployment(64 * MIB, save=folder)
+    saved = SavedPrograms.open(folder)
+    assert set(saved.names) == {program.name for program in found.programs}
+    assert len(saved.names) == found.num_programs
+    assert saved.target.num_blocks == found.memory.num_blocks
+    with pytest.raises(InvalidArgument, match=r"^save: .* is not empty"):
+        deployment(64 * MIB, save=folder)
+
+
+def test_a_server_starts_with_what_a_plan_saved_and_compiles_nothing(tmp_path: Path) -> None:
+    found = deployment(64 * MIB, save=tmp_path / "programs")
+    startup = StartupOptions(wait_for_all_programs=True, compiled=str(tmp_path / "programs"))
+    cache = dataclasses.replace(tiny_model.OPTIONS.cache, num_blocks=None, swap_space=0.0)
+    options = dataclasses.replace(tiny_model.OPTIONS, cache=cache, startup=startup)
+    executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), options)
+    executor.warm_up(tiny_model.quiet)
+    assert {program.origin for program in executor.programs.values()} == {"saved"}
+    assert executor.memory_plan.num_blocks == found.memory.num_blocks
+    assert executor.memory_plan.programs is not None
+    executor.shutdown()
+
+
+def test_what_does_not_fit_is_not_saved(tmp_path: Path) -> None:
+    assert not deployment(64 * MIB, save=tmp_path / "programs", num_blocks=100_000).fits
+    assert not (tmp_path / "programs").exists()
+
+
+def test_weights_that_are_too_large_are_known_before_anything_is_compiled() -> None:
+    found = deployment(MIB // 16)
+    assert (found.fits, found.programs, found.most_blocks) == (False, (), 0)
+    assert found.problem is not None
+    assert found.problem.startswith("tensor_parallel_size: the weights alone are ")
+
+
+def test_two_devices_hold_half_of_each_block() -> None:
+    assert deployment(64 * MIB, num_devices=2).memory.bytes_per_block * 2 == deployment(64 * MIB).memory.bytes_per_block
+
+
+def test_what_devices_exchange_is_read_off_the_compiled_step() -> None:
+    """XLA for CPUs sums the float32 that the programs ask for; one device exchanges nothing."""
+    assert deployment(64 * MIB, num_devices=2).number_bytes == 4
+    assert deployment(64 * MIB).number_bytes is None
+
+
+def test_sizes_that_nobody_chose_are_the_platforms() -> None:
+    scheduler = dataclasses.replace(tiny_model.OPTIONS.scheduler, max_num_seqs=None, max_num_batched_tokens=12)
+    found = deployment(64 * MIB, block_size=None, scheduler=scheduler)
+    assert (found.block_size, found.max_num_seqs, found.max_num_batched_tokens) == (16, 12, 12)
+
+
+def test_what_memory_has_no_part_in_is_an_error() -> None:
+    with pytest.raises(InvalidArgument, match="tensor_parallel_size: 3 does not divide 4 query heads"):
+        deployment(64 * MIB, num_devices=3)

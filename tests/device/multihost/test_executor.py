@@ -1,0 +1,255 @@
+"""What processes say to each other: encoded, compared, and refused where it is not alike."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from jpaged.config import EngineConfig
+from jpaged.device.mesh import CONTENTS_SPEC, serving_mesh
+from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, listen
+from jpaged.device.multihost.executor import (
+    DigestCheck,
+    decode_moves,
+    decode_step,
+    digest_of,
+    encode_moves,
+    encode_step,
+)
+from jpaged.device.multihost.handshake import Leader, facts_of, gather, require_same
+from jpaged.device.multihost.shards import LocalParts
+from jpaged.device.step.inputs import PackedStep
+from jpaged.engine.executor import BlockMoves, Move
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
+from jpaged.launchers import Cluster
+
+TOKENS = np.asarray([3, 1, 4], np.int32)
+CLUSTER = Cluster("127.0.0.1:0", 3, 0, "a test")
+
+
+def pair() -> tuple[Channel, Channel]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    return Channel(accepted), Channel(ours)
+
+
+class Owner:
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.failures: list[JpagedError] = []
+        self.has_heard = threading.Event()
+
+    def fail(self, error: JpagedError) -> None:
+        self.failures.append(error)
+        self.has_heard.set()
+
+    def drain(self) -> None:
+        self.has_heard.set()
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_arrives_as_it_was_sent():
+    step = PackedStep(16, 8, True, np.arange(40, dtype=np.int32), np.arange(9, dtype=np.int32) - 4)
+    number, got = decode_step(bytearray(b"".join(encode_step(2**40, step))))
+    assert number == 2**40
+    assert (got.num_tokens, got.num_rows, got.want_top) == (16, 8, True)
+    np.testing.assert_array_equal(got.backbone, step.backbone)
+    np.testing.assert_array_equal(got.draw, step.draw)
+    assert got.backbone.dtype == got.draw.dtype == np.int32
+
+
+@pytest.mark.parametrize("move", list(Move))
+def test_moves_arrive_as_they_were_sent(move):
+    moves = BlockMoves(move, [5, 1, 9], [2, 8, 3])
+    assert decode_moves(bytearray(b"".join(encode_moves(moves)))) == moves
+
+
+def test_messages_keep_their_order_and_their_ends():
+    a, b = pair()
+    a.send(Kind.STEP, b"one", b"two")
+    a.send(Kind.END)
+    assert b.receive() == (Kind.STEP, bytearray(b"onetwo"))
+    assert b.receive() == (Kind.END, bytearray())
+    a.close()
+    with pytest.raises(EOFError):
+        b.receive()
+    b.close()
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x01\x00\x00\x00\xffx"])
+def test_what_is_no_message_ends_the_line(garbage):
+    a, b = pair()
+    a._socket.sendall(garbage)
+    with pytest.raises(EOFError, match="no message of ours"):
+        b.receive()
+    a.close()
+    b.close()
+
+
+def test_a_port_that_is_held_goes_to_nobody_else():
+    with hold_port("localhost") as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            listen("localhost", port)
+
+
+def test_an_address_where_nobody_answers_is_named():
+    with hold_port("127.0.0.1") as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(Unavailable, match=rf"process 0 did not answer at 127.0.0.1:{port} for 0.1 s"):
+            connect("127.0.0.1", port, 0.1)
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def payload(number: int, tokens: np.ndarray = TOKENS, told: bytes = b"step") -> bytes:
+    return number.to_bytes(8, "little") + digest_of([told], tokens)
+
+
+@pytest.mark.parametrize("is_own_first", [True, False])
+def test_a_step_is_confirmed_when_all_have_drawn_the_same(is_own_first):
+    check = DigestCheck(2)
+    if is_own_first:
+        check.add_own(1, (b"step",), TOKENS)
+    check.add(1, payload(1))
+    check.add(2, payload(1))
+    if not is_own_first:
+        check.add_own(1, (b"step",), TOKENS)
+    assert check.num_unconfirmed == 0
+    check.add_own(2, (b"step",), TOKENS)
+    check.add(2, payload(2))
+    assert check.num_unconfirmed == 1
+    assert not check.wait(0, 0.0)
+
+
+@pytest.mark.parametrize("is_own_first", [True, False])
+@pytest.mark.parametrize("wrong", [payload(7, TOKENS + 1), payload(7, told=b"another step")])
+def test_a_difference_names_the_step_and_the_process(is_own_first, wrong):
+    check = DigestCheck(2)
+    message = "step 7: process 2 ran or drew something else than process 0"
+    check.add(1, payload(7))
+    if is_own_first:
+        check.add_own(7, (b"step",), TOKENS)
+        with pytest.raises(InternalError, match=message):
+            check.add(2, wrong)
+    else:
+        check.add(2, wrong)
+        with pytest.raises(InternalError, match=message):
+            check.add_own(7, (b"step",), TOKENS)
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+def test_facts_are_those_that_have_to_be_alike():
+    mine = facts_of(EngineConfig.load({"block_size": 8, "port": 1}), CLUSTER)
+    require_same(mine, facts_of(EngineConfig.load({"block_size": 8, "port": 2}), CLUSTER), 1)
+    other = facts_of(EngineConfig.load({"block_size": 32}), CLUSTER)
+    with pytest.raises(InvalidArgument, match="block_size: is 8 in process 0 and 32 in process 1"):
+        require_same(mine, other, 1)
+    assert {"jax version", "jaxlib version", "jpaged version", "num_processes", "seed", "model"} <= mine.keys()
+    assert not {"coordinator", "process_id", "join_timeout", "host", "port"} & mine.keys()
+
+
+def hello(address: tuple[str, int], process: int, facts: dict[str, str]) -> Channel:
+    channel = connect(*address, 10.0)
+    channel.send_json(Kind.HELLO, {"process_id": process, "facts": facts})
+    return channel
+
+
+def test_strangers_are_turned_away_and_the_missing_are_named(caplog):
+    facts = {"x": "1"}
+    with listen("127.0.0.1", 0) as listener:
+        address = listener.getsockname()
+        stranger = socket.create_connection(address)
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        first = hello(address, 2, facts)
+        with pytest.raises(Unavailable, match=r"of 3 processes, 1 did not come in 0\.5 s"):
+            gather(listener, facts, CLUSTER, 0.5)
+        kind, why = first.receive()
+        assert kind is Kind.FAILED
+        assert b"1 did not come" in why
+        assert "none of our processes" in caplog.text
+        stranger.close()
+        first.close()
+
+
+def test_all_processes_come_in_any_order():
+    facts = {"x": "1"}
+    with listen("127.0.0.1", 0) as listener:
+        others = [hello(listener.getsockname(), process, facts) for process in (2, 1)]
+        channels = gather(listener, facts, CLUSTER, 10.0)
+    assert sorted(channels) == [1, 2]
+    for channel in (*others, *channels.values()):
+        channel.close()
+
+
+@pytest.mark.parametrize(
+    ("second", "facts", "message"),
+    [(1, {"x": "1"}, "process_id: 1 came twice"), (2, {"x": "2"}, "x: is 1 in process 0 and 2 in process 2")],
+)
+def test_processes_that_cannot_be_together_are_all_told(second, facts, message):
+    with listen("127.0.0.1", 0) as listener:
+        others = [hello(listener.getsockname(), 1, {"x": "1"}), hello(listener.getsockname(), second, facts)]
+        with pytest.raises(InvalidArgument, match=message):
+            gather(listener, {"x": "1"}, CLUSTER, 10.0)
+        assert [other.receive()[0] for other in others] == [Kind.FAILED] * 2
+    for other in others:
+        other.close()
+
+
+# --- the leader -------------------------------------------------------------------------------------------------------
+
+
+def test_a_leader_settles_for_the_least_and_ends_the_others_well():
+    (a, other), owner = pair(), Owner()
+    leader = Leader({1: a}, owner)
+    other.send(Kind.FACTS, (7).to_bytes(8, "little"))
+    assert leader.least(9) == 7
+    assert other.receive() == (Kind.SETTLED, bytearray((7).to_bytes(8, "little")))
+    other.send(Kind.STOP_WISH)
+    assert owner.has_heard.wait(10.0)
+
+    def end_well() -> None:
+        assert other.receive()[0] is Kind.END
+        other.close()
+
+    thread = threading.Thread(target=end_well)
+    thread.start()
+    assert leader.end(10.0)
+    thread.join()
+    assert owner.failures == []
+    a.close()
+
+
+def test_findings_that_differ_are_named_to_all():
+    (a, other), owner = pair(), Owner()
+    leader = Leader({1: a}, owner)
+    other.send_json(Kind.FACTS, {"attention_backend": "xla"})
+    with pytest.raises(InvalidArgument, match="attention_backend: is cpu in process 0 and xla in process 1"):
+        leader.agree({"attention_backend": "cpu"})
+    assert other.receive()[0] is Kind.FAILED
+    assert not leader.end(0.0)
+    other.close()
+    a.close()
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_where_all_devices_are_ours_local_parts_are_the_whole():
+    sharding = NamedSharding(serving_mesh(4), CONTENTS_SPEC)
+    parts, whole = LocalParts(sharding), np.arange(2 * 3 * 4 * 8 * 2, dtype=np.int32).reshape(2, 3, 4, 8, 2)
+    assert parts.shape(whole.shape) == whole.shape
+    np.testing.assert_array_equal(parts.to_host(jax.device_put(whole, sharding)), whole)
+    assert parts.to_devices(whole, whole.shape) is whole

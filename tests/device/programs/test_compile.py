@@ -1,0 +1,116 @@
+"""Ahead-of-time compilation, the cache on disk, and the count of programs that were compiled too late."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged.device.executor import JaxExecutor
+from jpaged.device.programs import compile as ahead
+from jpaged.device.programs.compile import CompileWatch, ProgramSpec, least_programs, program_specs
+from jpaged.engine.buckets import BucketTable
+from tests.device import tiny_model
+from tests.device.driver import Driver, Row
+
+
+def _lower(size: int, factor: float = 2.0) -> jax.stages.Lowered:
+    return jax.jit(lambda x: x * factor + size).lower(jax.ShapeDtypeStruct((size,), jnp.float32))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Path]:
+    ahead.set_up_compile_cache(tmp_path / "programs")
+    yield tmp_path / "programs"
+    ahead.set_up_compile_cache(None)
+
+
+def test_the_list_of_programs() -> None:
+    buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=9)
+    least = ["backbone[32]", "draw[9, top]", "copy[8]"]
+    steps = ["backbone[8]", "backbone[16]", "draw[8, top]", "draw[8]", "draw[9]"]
+    names = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=False)))
+    assert names == [*least, *steps, "copy[64]"]
+    swaps = ["swap_out[8]", "swap_in[8]", "swap_out[64]", "swap_in[64]"]
+    with_swaps = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=True)))
+    assert with_swaps[:5] == [*least, "swap_out[8]", "swap_in[8]"]
+    assert len(with_swaps) == len(set(with_swaps))
+    assert sorted(with_swaps) == sorted([*names, *swaps])
+
+
+def test_the_list_begins_with_what_any_step_can_be_padded_to() -> None:
+    buckets = BucketTable.build(max_num_batched_tokens=64, max_num_seqs=16)
+    for has_host_blocks in (True, False):
+        least = least_programs(buckets, (8,), has_host_blocks=has_host_blocks)
+        assert program_specs(buckets, (8,), has_host_blocks=has_host_blocks)[: len(least)] == least
+
+
+def test_programs_are_kept_on_disk_and_found_again(cache: Path) -> None:
+    hits: list[str] = []
+
+    def listen(event: str, **_: str | int) -> None:
+        hits.extend([event] if event == "/jax/compilation_cache/cache_hits" else [])
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        _lower(6, 3.0).compile()
+        assert hits == []
+        assert list(cache.iterdir())
+        jax.clear_caches()
+        _lower(6, 3.0).compile()
+        assert len(hits) == 1
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+
+
+def test_no_folder_means_no_cache(tmp_path: Path) -> None:
+    ahead.set_up_compile_cache(tmp_path)
+    ahead.set_up_compile_cache(None)
+    _lower(7, 5.0).compile()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_watch_counts_its_own_compiles_alone() -> None:
+    watch, other = CompileWatch(), CompileWatch()
+    _lower(8).compile()
+    with watch.watching():
+        thread = threading.Thread(target=lambda: _lower(9).compile())
+        thread.start()
+        thread.join()
+    assert watch.num_compiles == 0
+    with watch.watching():
+        _lower(10).compile()
+    with other.watching():
+        _lower(11).compile()
+        _lower(12).compile()
+    assert (watch.num_compiles, other.num_compiles) == (1, 2)
+
+
+def test_executors_one_after_the_other_count_for_themselves() -> None:
+    """A second executor's warm-up and other work in the process are nobody's late compile."""
+    first = tiny_model.warm_executor()
+    driver = Driver(first)
+    driver.run([Row(driver.sequence([1, 2, 3]), 3)])
+    first.shutdown()
+    second = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.OPTIONS)
+    assert (first.num_compiles_after_warm_up, second.num_compiles_after_warm_up) == (0, 0)
+    second.shutdown()
+
+
+def test_a_late_compile_in_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.OPTIONS)
+
+    def late(spec: ProgramSpec) -> object:
+        width = 3 if spec.kind == "draw" else 32
+        return lambda *arguments: (arguments[1] if width == 32 else 0, jnp.zeros((8, width), jnp.int32) + spec.size)
+
+    monkeypatch.setattr(executor._programs, "find", late)
+    driver = Driver(executor)
+    jax.clear_caches()
+    driver.run([Row(driver.sequence([1]), 1)])
+    assert executor.num_compiles_after_warm_up >= 1
+    executor.shutdown()

@@ -1,0 +1,191 @@
+"""Where each byte of a device goes: the plan adds up, stays within its limit, and is held to what was compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jpaged.config import EngineConfig
+from jpaged.device.executor import JaxExecutor
+from jpaged.device.programs import memory_plan
+from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory
+from jpaged.errors import InternalError, InvalidArgument
+from tests.device import tiny_model
+
+GIB, MIB = 1 << 30, 1 << 20
+REQUEST = PoolRequest(
+    bytes_per_block=MIB, block_size=16, max_num_seqs=8, max_model_len=1000, memory_utilization=0.5, weight_bytes=GIB
+)
+HOST = DeviceMemory(6 * GIB, is_own=False)
+OWN = DeviceMemory(8 * GIB)
+
+
+class Device:
+    """Reports the memory that it is told."""
+
+    def __init__(self, platform: str, stats: dict[str, int] | None = None) -> None:
+        self.platform = platform
+        self._stats = stats
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self._stats
+
+
+def plan(memory: DeviceMemory, programs: ProgramMemory, **changes: Any) -> MemoryPlan:
+    request = dataclasses.replace(REQUEST, **changes)
+    return plan_memory(request, memory, lambda: programs)
+
+
+def unexpected_compile() -> ProgramMemory:
+    raise AssertionError("compiled, although memory was no limit")
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[PoolRequest, DeviceMemory, ProgramMemory]:
+    sizes = st.integers(0, 1 << 36)
+    request = PoolRequest(
+        bytes_per_block=draw(st.integers(1, 1 << 26)),
+        block_size=draw(st.integers(1, 64)),
+        max_num_seqs=draw(st.integers(1, 256)),
+        max_model_len=draw(st.integers(2, 1 << 17)),
+        memory_utilization=draw(st.floats(0.01, 1.0)),
+        weight_bytes=draw(sizes),
+        num_blocks=draw(st.none() | st.integers(1, 1 << 16)),
+    )
+    programs = ProgramMemory(*(draw(st.integers(0, 1 << 30)) for _ in range(3)))
+    return request, DeviceMemory(draw(sizes), is_own=draw(st.booleans())), programs
+
+
+@given(requests())
+def test_no_plan_is_over_its_limit_and_all_rows_add_up(case: tuple[PoolRequest, DeviceMemory, ProgramMemory]) -> None:
+    request, memory, programs = case
+    try:
+        found = plan_memory(request, memory, lambda: programs)
+    except InvalidArgument:
+        return
+    assert memory.total_bytes is not None
+    limit = int(memory.total_bytes * request.memory_utilization)
+    assert found.fits
+    assert found.used_bytes <= limit
+    assert sum(num_bytes for _, num_bytes in found.rows()) == memory.total_bytes
+    if request.num_blocks is not None:
+        assert found.num_blocks == request.num_blocks
+    elif memory.is_own:
+        assert found.used_bytes + request.bytes_per_block > limit  # not one block more would fit
+    if found.programs is not None:
+        assert found.verified(programs) == found
+
+
+def test_a_cpu_gets_what_its_rows_can_use_and_compiles_nothing_for_it() -> None:
+    found = plan_memory(REQUEST, HOST, unexpected_compile)
+    assert (found.num_blocks, found.programs) == (8 * 63, None)
+
+
+def test_a_cpu_with_little_memory_gets_what_fits() -> None:
+    """Half of 6 GiB, less weights, half a GiB of programs and the null block."""
+    assert plan(HOST, ProgramMemory(GIB // 4, GIB // 8, GIB // 8), max_num_seqs=64).num_blocks == 1535
+
+
+def test_an_accelerator_gets_its_share_less_every_consumer() -> None:
+    found = plan(OWN, ProgramMemory(temp_bytes=100 * MIB, kept_bytes=20 * MIB, code_bytes=8 * MIB))
+    assert found.num_blocks == 4096 - 1024 - 128 - 1
+    assert [num_bytes // MIB for _, num_bytes in found.rows()] == [1024, 2944, 100, 20, 8, 0, 4096]
+
+
+def test_too_little_memory_is_refused_with_the_numbers() -> None:
+    message = (
+        r"memory_utilization: 0.3 of 6.00 GiB, less 1.00 for weights and 0.75 for programs, leaves 50 blocks of "
+        r"1048576 bytes; one sequence of max_model_len \(1000\) needs 63: raise it, or lower max_model_len"
+    )
+    with pytest.raises(InvalidArgument, match=message):
+        plan(HOST, ProgramMemory(GIB * 3 // 4), memory_utilization=0.3, max_num_seqs=64)
+
+
+def test_a_chosen_number_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    message = (
+        r"^num_blocks: 3000 blocks do not fit: 0.5 of 8.00 GiB, less 1.00 for weights and 0.12 for programs, leaves "
+        r"2943 blocks of 1048576 bytes; lower num_blocks to 2943, or raise tensor_parallel_size or memory_utilization"
+    )
+    with pytest.raises(InvalidArgument, match=message):
+        plan(OWN, ProgramMemory(128 * MIB), num_blocks=3000)
+    assert plan(OWN, ProgramMemory(128 * MIB), num_blocks=2943).free_bytes == 0
+
+
+def test_weights_beyond_all_memory_are_refused_before_anything_is_compiled() -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"^tensor_parallel_size: the weights alone are 5\.00 GiB a device, and 0\.5"
+    ):
+        plan_memory(dataclasses.replace(REQUEST, weight_bytes=5 * GIB), OWN, unexpected_compile)
+
+
+def test_a_device_that_hides_its_memory_needs_a_number_and_is_believed() -> None:
+    hidden = DeviceMemory.of(Device("gpu"), 0)
+    with pytest.raises(InvalidArgument, match="num_blocks: this device does not report its memory"):
+        plan_memory(REQUEST, hidden, unexpected_compile)
+    found = plan_memory(dataclasses.replace(REQUEST, num_blocks=1 << 20), hidden, unexpected_compile)
+    assert (found.num_blocks, found.fits, found.free_bytes) == (1 << 20, True, None)
+    assert found.lines()[-1].endswith("unknown")
+
+
+def test_programs_are_probed_with_a_pool_that_fits_and_is_too_large_for_memory_on_the_chip() -> None:
+    assert REQUEST.probe_blocks(DeviceMemory(64 * GIB)) == 1024  # a GiB
+    assert REQUEST.probe_blocks(DeviceMemory(6 * GIB)) == 512  # a quarter of what weights leave
+    assert REQUEST.probe_blocks(DeviceMemory(GIB)) == 1
+    assert dataclasses.replace(REQUEST, num_blocks=40).probe_blocks(DeviceMemory(64 * GIB)) == 40
+    assert dataclasses.replace(REQUEST, num_blocks=4000).probe_blocks(DeviceMemory(64 * GIB)) == 1024
+
+
+def test_what_others_hold_of_a_device_is_not_ours() -> None:
+    stats = {"bytes_limit": 10 * GIB, "bytes_in_use": 3 * GIB}
+    device = Device("gpu", stats)
+    assert DeviceMemory.of(device, GIB) == DeviceMemory(8 * GIB)
+    assert DeviceMemory.of(device, 4 * GIB) == DeviceMemory(10 * GIB)
+
+
+def test_virtual_devices_share_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 8 * GIB)
+    assert DeviceMemory.of(Device("cpu"), GIB, 4) == DeviceMemory(3 * GIB, is_own=False)
+
+
+def test_programs_that_take_more_than_there_is_end_the_start() -> None:
+    found = plan(OWN, ProgramMemory(temp_bytes=100 * MIB))
+    assert found.verified(ProgramMemory(temp_bytes=90 * MIB)).free_bytes == 10 * MIB
+    with pytest.raises(InternalError, match=r"need more than the memory plan has: weights: 1073741824; pool of"):
+        found.verified(ProgramMemory(temp_bytes=5 * GIB))
+
+
+def test_the_table_has_a_line_for_each_row_and_their_sum() -> None:
+    lines = plan(OWN, ProgramMemory(MIB, MIB, MIB)).lines()
+    assert lines[0].split() == ["weights", "1.000", "GiB"]
+    assert lines[-1].split() == ["memory", "of", "one", "device", "8.000", "GiB"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def options(**cache: Any) -> EngineConfig:
+    return dataclasses.replace(tiny_model.OPTIONS, cache=dataclasses.replace(tiny_model.OPTIONS.cache, **cache))
+
+
+def test_a_server_on_little_memory_plans_with_the_compilers_numbers_and_keeps_to_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free, chosen = 160 * MIB, options(num_blocks=20_600, memory_utilization=1.0)  # more than three quarters of it
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: free)
+    executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), chosen)
+    before = executor.memory_plan
+    executor.warm_up(tiny_model.quiet)
+    after = executor.memory_plan
+    executor.shutdown()
+    assert before.programs is not None
+    assert after.programs is not None
+    assert 0 < after.programs.temp_bytes <= before.programs.temp_bytes
+    assert after.weight_bytes + after.pool_bytes < after.used_bytes <= after.weight_bytes + free
+
+
+def test_a_server_says_what_to_change_where_its_pool_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 96 * MIB)
+    with pytest.raises(InvalidArgument, match=r"num_blocks: 1000000 blocks do not fit: .*lower num_blocks to \d+"):
+        JaxExecutor.create(tiny_model.model(), tiny_model.params(), options(num_blocks=1_000_000))

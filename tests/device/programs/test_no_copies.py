@@ -1,0 +1,84 @@
+"""No step copies the pool: read off the compiled programs, for every kind of step, layout and layer mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.device.mesh import Placement, build_mesh
+from jpaged.device.programs.compile import ProgramSpec
+from jpaged.device.programs.lowering import plan, program_lowerings
+from jpaged.models.llama import Llama
+from jpaged.models.stack import LayerMode
+from tests.device import tiny_model
+from tests.device.programs.hlo import pool_sized_operations
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "block_size", "dtype", "layer_mode"),
+    [
+        (8, 16, "float32", "loop"),
+        (64, 16, "float32", "loop"),
+        (8, 1, "float32", "loop"),
+        (16, 32, "float32", "loop"),
+        (8, 16, "bfloat16", "loop"),
+        (64, 8, "bfloat16", "loop"),
+        (8, 16, "float32", "scan"),
+        (64, 16, "bfloat16", "scan"),
+    ],
+)
+def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: str, layer_mode: LayerMode) -> None:
+    options = EngineConfig.load(
+        {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": block_size, "max_model_len": 64}
+    )
+    num_blocks = 32_000 // block_size
+    mesh = build_mesh(jax.devices()[:1])
+    step, geometry = plan(tiny_model.model(dtype), options, layer_mode, num_blocks, mesh)
+    layout = step.attention.layout
+    params = Placement.of(tiny_model.model(dtype), mesh, layer_mode).abstract_params()
+    executable = program_lowerings(step, params, geometry)[ProgramSpec("backbone", num_tokens)]().compile()
+    memory = executable.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == layout.num_bytes
+    assert memory.temp_size_in_bytes < layout.num_bytes // 10
+    assert pool_sized_operations(executable, math.prod(layout.shape)) == set()
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("want_top", [False, True])
+def test_a_draw_copies_no_logits(want_top: bool, num_devices: int) -> None:
+    """Of a size that nothing but logits has: no weight, and no alternatives."""
+    num_rows, options = 24, EngineConfig.load({"max_num_seqs": 24, "max_num_batched_tokens": 24, "max_model_len": 64})
+    mesh, config = build_mesh(jax.devices()[:num_devices]), dataclasses.replace(tiny_model.CONFIG, vocab_size=397)
+    model = Placement.of(Llama(config, jnp.dtype("float32")), mesh, "loop").model
+    step, geometry = plan(model, options, "loop", 64, mesh)
+    params = Placement.of(model, mesh, "loop").abstract_params()
+    spec = ProgramSpec("draw", num_rows, want_top=want_top)
+    executable = program_lowerings(step, params, geometry)[spec]().compile()
+    made = pool_sized_operations(executable, num_rows * model.config.vocab_size // num_devices)
+    assert made  # of this size there are some
+    assert not {opcode for opcode in made if opcode.startswith("copy")}
+
+
+def test_the_check_sees_a_copy() -> None:
+    pool = jax.ShapeDtypeStruct((100, 8), jnp.float32)
+
+    def write(pool: jax.Array) -> jax.Array:
+        return pool.at[3].set(1.0)
+
+    kept = jax.jit(write).lower(pool).compile()
+    donated = jax.jit(write, donate_argnums=0).lower(pool).compile()
+    assert pool_sized_operations(kept, 800) == {"copy"}
+    assert pool_sized_operations(donated, 800) == set()
+
+
+def test_the_check_sees_a_conversion() -> None:
+    executable = (
+        jax.jit(lambda pool: pool.astype(jnp.float32)).lower(jax.ShapeDtypeStruct((100, 8), "bfloat16")).compile()
+    )
+    assert pool_sized_operations(executable, 800) == {"convert"}

@@ -1,0 +1,79 @@
+"""Replicas over the fake executor, stepped by hand, that remember every event and say where a request went."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+from jpaged.engine.data_parallel.engine import Replicas, shares
+from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.service.input_processor import Intake
+from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, VirtualClock
+from jpaged.types import SamplingParams
+
+PREFIX = list(range(20, 33))
+"""Three blocks of four, and a token of the fourth."""
+
+
+class Fleet:
+    """Replicas and every event of theirs."""
+
+    def __init__(self, count=2, *, max_num_queued_reqs=64, faults=None, engine_options=None, **executor):
+        sizes = {"max_num_batched_tokens": 16, "num_blocks": 64, "max_num_seqs": 8, **executor}
+        faults = faults or [Faults() for _ in range(count)]
+        executors = [FakeExecutor(**sizes, faults=one) for one in faults]
+        self.clock = VirtualClock()
+        self.engines = []
+        for one, queue in zip(executors, shares(max_num_queued_reqs, count), strict=True):
+            options = EngineOptions(
+                sizes["max_num_seqs"],
+                sizes["max_num_batched_tokens"],
+                max_num_queued_reqs=queue,
+                preemption_mode="recompute",
+                **(engine_options or {}),
+            )
+            self.engines.append(Engine(one, ByteTokenizer(), options, clock=self.clock))
+        self.replicas = Replicas(self.engines)
+        self.intake = Intake(ByteTokenizer(), self.replicas.geometry)
+        self.events = defaultdict(list)
+
+    def submit(self, name, prompt, *, cache_tenant="", **sampling):
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **sampling})
+        request = self.intake.make_request(request_id=name, sampling=params, prompt_token_ids=prompt)
+        request = dataclasses.replace(request, cache_tenant=cache_tenant)
+        self.replicas.submit(request, self.events[name].append)
+        return request
+
+    def where(self, name):
+        (replica,) = [i for i, engine in enumerate(self.engines) if engine.is_in_flight(name)]
+        return replica
+
+    def place(self, name, prompt, **sampling):
+        """Where a request goes that is submitted now."""
+        self.submit(name, prompt, **sampling)
+        return self.where(name)
+
+    def ask(self, name, prompt, **sampling):
+        """Where a request goes; it has ended on return."""
+        replica = self.place(name, prompt, **sampling)
+        self.run()
+        return replica
+
+    def run(self, limit=5000):
+        for _ in range(limit):
+            if not self.replicas.step():
+                return
+            self.replicas.check()
+        raise AssertionError(f"still busy: {self.replicas.load()}")
+
+    def tokens(self, name, index=0):
+        return [token for event in self.events[name] if event.index == index for token in event.token_ids]
+
+    def last(self, name):
+        assert [event.is_last for event in self.events[name]].count(True) == 1
+        assert self.events[name][-1].is_last
+        return self.events[name][-1]
+
+    def is_at_rest(self):
+        load = self.replicas.load()
+        return (load.num_running, load.num_waiting, load.num_blocks_used) == (0, 0, 0)

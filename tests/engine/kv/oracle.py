@@ -1,0 +1,46 @@
+"""What a request gives over the fake executor, computed on plain lists: no blocks, no steps, no company."""
+
+from __future__ import annotations
+
+from jpaged.engine.output.beam import BeamRules, BeamSearch
+from jpaged.testing import alternatives, expected_tokens
+from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
+
+
+def expected_outputs(prompt, sampling: SamplingParams, eos_token_ids=frozenset(), vocab_size=257):
+    """The token ids of every sequence that a request returns, by index."""
+    if sampling.beam_width:
+        return expected_beams(prompt, sampling, eos_token_ids, vocab_size)
+    seed, ending = None if sampling.is_greedy else sampling.seed, sampling.ending_ids(eos_token_ids)
+    samples = [
+        expected_tokens(
+            prompt, sampling.max_tokens, vocab_size=vocab_size, seed=seed, sequence_index=i, eos_token_ids=ending
+        )
+        for i in range(sampling.num_samples)
+    ]
+    if sampling.num_samples == sampling.n:
+        return samples
+    # Every token is as likely as every other: the shortest are the likeliest, and of equals the first.
+    return sorted(samples, key=len)[: sampling.n]
+
+
+def expected_beams(prompt, sampling: SamplingParams, eos_token_ids=frozenset(), vocab_size=257):
+    rules = BeamRules(
+        width=sampling.beam_width or 0,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ending_ids=sampling.ending_ids(eos_token_ids),
+        length_penalty=sampling.length_penalty,
+        early_stopping=sampling.early_stopping,
+    )
+    search = BeamSearch(rules)
+    while not search.is_done:
+        tops = [_top([*prompt, *beam.token_ids], rules.num_candidates, vocab_size) for beam in search.beams]
+        search.advance(tops)
+    return [list(hypothesis.token_ids) for hypothesis in search.best(sampling.n)]
+
+
+def _top(context, count, vocab_size):
+    (token_id,) = expected_tokens(context, 1, vocab_size=vocab_size)
+    pairs = alternatives(token_id, vocab_size)[:count]
+    return [PositionLogprobs(TokenLogprob(i, logprob)) for i, logprob in pairs]

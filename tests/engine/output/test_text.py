@@ -1,0 +1,151 @@
+"""Characters come whole and once; nothing of a stop string is ever sent."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jpaged.engine.output.text import IncrementalDetokenizer, OutputState, StopStrings
+from jpaged.testing import ByteTokenizer
+from jpaged.types import FinishReason, SamplingParams
+
+TOKENIZER = ByteTokenizer()
+
+
+def detokenize(token_ids, prompt=()):
+    detokenizer = IncrementalDetokenizer(TOKENIZER, tuple(prompt), skip_special_tokens=True)
+    parts = [detokenizer.push(token_id) for token_id in token_ids]
+    return [*parts, detokenizer.flush()]
+
+
+@given(st.text(), st.text())
+def test_the_parts_make_the_whole_text(prompt, text):
+    parts = detokenize(text.encode(), prompt.encode())
+    assert "".join(parts) == text
+    assert all("\ufffd" not in part for part in parts) or "\ufffd" in text
+
+
+@given(st.text(min_size=1))
+def test_a_character_comes_as_soon_as_it_is_complete(text):
+    parts = detokenize(text.encode())
+    at = 0
+    for character in text:
+        at += len(character.encode())
+        if character != "\ufffd":
+            assert "".join(parts[:at]).endswith(character)
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_text_never_wait_for_more_than_a_character(data):
+    pending = 0
+    for part in detokenize(data)[:-1]:
+        pending = 0 if part else pending + 1
+        assert pending <= 4
+
+
+def run_stops(stops, parts):
+    state = StopStrings(tuple(stops))
+    sent = ""
+    for part in parts:
+        new, matched = state.push(part)
+        sent += new
+        if matched is not None:
+            return sent, matched
+    return sent + state.flush(), None
+
+
+@given(
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.text(alphabet="abc", max_size=3), max_size=12),
+)
+def test_stop_strings_cut_where_the_whole_text_would_be_cut(stops, parts):
+    sent, matched = run_stops(stops, parts)
+    for end in range(len(parts) + 1):
+        so_far = "".join(parts[:end])
+        hits = [(so_far.find(stop), -len(stop), stop) for stop in stops if stop in so_far]
+        if hits:
+            assert (sent, matched) == (so_far[: min(hits)[0]], min(hits)[2])
+            return
+    assert (sent, matched) == ("".join(parts), None)
+
+
+@given(
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.text(alphabet="ab", max_size=3), max_size=12),
+)
+def test_no_character_of_a_match_was_sent_before_it(stops, parts):
+    state = StopStrings(tuple(stops))
+    sent = text = ""
+    for part in parts:
+        text += part
+        new, matched = state.push(part)
+        sent += new
+        assert text.startswith(sent)
+        if matched is not None:
+            assert text[len(sent) :].startswith(matched)
+            return
+
+
+def test_text_that_cannot_become_a_stop_is_not_held():
+    state = StopStrings(("END",))
+    assert state.push("The E") == ("The ", None)
+    assert state.push("gg") == ("Egg", None)
+    assert state.push("EN") == ("", None)
+    assert state.push("D and more") == ("", "END")
+
+
+def outputs(text, **sampling):
+    state = OutputState(TOKENIZER, (65,), SamplingParams(**sampling), TOKENIZER.eos_token_ids)
+    sent = ""
+    for token_id in [*text.encode(), ByteTokenizer.EOS]:
+        delta = state.push(token_id)
+        sent += delta.text
+        if delta.finish is not None:
+            return sent, delta.finish
+    raise AssertionError("never finished")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sent", "reason", "matched"),
+    [
+        ({"max_tokens": 99}, "hello stop world", FinishReason.STOP, None),
+        ({"max_tokens": 7}, "hello s", FinishReason.LENGTH, None),
+        ({"max_tokens": 99, "stop": ("stop",)}, "hello ", FinishReason.STOP, "stop"),
+        ({"max_tokens": 9, "stop": ("stop",)}, "hello sto", FinishReason.LENGTH, None),
+        ({"max_tokens": 99, "stop": ("worlds",)}, "hello stop world", FinishReason.STOP, None),
+        ({"max_tokens": 5, "min_tokens": 5}, "hello", FinishReason.LENGTH, None),
+        ({"max_tokens": 99, "min_tokens": 5, "stop": ("o",)}, "hell", FinishReason.STOP, "o"),
+        ({"max_tokens": 99, "min_tokens": 11, "stop": ("stop", "ld")}, "hello stop wor", FinishReason.STOP, "ld"),
+        ({"max_tokens": 99, "stop_token_ids": (ord("w"),)}, "hello stop ", FinishReason.STOP, ord("w")),
+    ],
+)
+def test_how_a_sequence_ends(sampling, sent, reason, matched):
+    text, finish = outputs("hello stop world", **sampling)
+    assert (text, finish.reason, finish.matched_stop) == (sent, reason, matched)
+
+
+def test_half_a_character_at_the_end_is_not_lost():
+    state = OutputState(TOKENIZER, (65,), SamplingParams(max_tokens=2), frozenset())
+    state.push(0xE2)
+    assert state.push(0x82).text == "\ufffd"
+
+
+class Counting(ByteTokenizer):
+    """Counts the tokens that it is asked to tell."""
+
+    def __init__(self):
+        super().__init__(vocab_size=1000)
+        self.num_told = 0
+
+    def decode(self, token_ids, *, skip_special_tokens=True):
+        self.num_told += len(token_ids)
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("token_id", [ByteTokenizer.EOS, 999])
+def test_tokens_without_text_cost_the_same_however_many_there_are(token_id):
+    tokenizer = Counting()
+    detokenizer = IncrementalDetokenizer(tokenizer, tuple(b"once"), skip_special_tokens=True)
+    for _ in range(1000):
+        assert detokenizer.push(token_id) == ""
+    assert tokenizer.num_told < 20 * 1000
+    assert "".join(detokenizer.push(byte) for byte in "ł!".encode()) == "ł!"

@@ -1,0 +1,89 @@
+"""What a schedule looks like when it is packed."""
+
+import numpy as np
+
+from jpaged.engine.kv.paged import PagedMemory
+from jpaged.engine.scheduling.batch import build_step_inputs
+from jpaged.engine.scheduling.policies import make_order
+from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from jpaged.engine.sequence import Group
+from jpaged.testing import FakeExecutor
+from jpaged.types import Request, SamplingParams
+
+
+def packed(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset(), steps=1):
+    executor = FakeExecutor(block_size=4, num_blocks=32, max_num_seqs=4, max_model_len=32)
+    geometry = executor.geometry
+    scheduler = Scheduler(
+        PagedMemory(num_blocks=geometry.num_blocks, block_size=geometry.block_size),
+        make_order("fcfs"),
+        Preemption("recompute", geometry.bytes_per_block, executor.rates),
+        SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens),
+    )
+    for i, prompt in enumerate(prompts):
+        request = Request(str(i), tuple(prompt), sampling or SamplingParams(temperature=0.0))
+        scheduler.add(Group(request, i, 0.0, lambda event: None, geometry.max_blocks_per_seq))
+    return [build_step_inputs(scheduler.schedule(), geometry, eos) for _ in range(steps)]
+
+
+def test_rows_are_packed_in_order_and_padded_with_the_null_block():
+    (inputs,) = packed([[10, 11, 12, 13, 14], [20]])
+    assert inputs.token_ids_t.tolist() == [10, 11, 12, 13, 14, 20, 0, 0]
+    assert inputs.positions_t.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+    assert inputs.slots_t.tolist() == [4, 5, 6, 7, 8, 12, 0, 0]
+    assert inputs.query_starts_s1.tolist() == [0, 5, 6, 6, 6]
+    assert inputs.kv_lens_s.tolist() == [5, 1, 0, 0]
+    assert inputs.sample_tokens_s.tolist()[:2] == [4, 5]
+    assert inputs.block_tables_sm[:3, :3].tolist() == [[1, 2, 0], [3, 0, 0], [0, 0, 0]]
+    assert (inputs.num_rows, inputs.num_tokens) == (2, 6)
+
+
+def test_a_long_prompt_goes_in_chunks_and_leaves_room_for_decoding_rows():
+    first, second, third = packed([[7], list(range(20))], max_num_batched_tokens=8, steps=3)
+    assert first.query_starts_s1.tolist() == [0, 1, 8, 8, 8]
+    assert second.token_ids_t.tolist() == [0, 7, 8, 9, 10, 11, 12, 13]
+    assert second.is_fed_back_t.tolist() == [True] + [False] * 7
+    assert third.kv_lens_s.tolist() == [3, 20, 0, 0]
+
+
+def test_a_token_in_flight_is_named_by_its_row():
+    _, second = packed([[1, 2], [3], [4]], steps=2)
+    assert second.is_fed_back_t.tolist() == [True] * 3 + [False] * 5
+    assert second.fed_back_rows_t.tolist()[:3] == [0, 1, 2]
+    assert second.positions_t.tolist()[:3] == [2, 1, 1]
+
+
+def test_rope_lengths_are_the_prompts_until_the_sequence_is_longer():
+    first, second = packed([[1, 2, 3]], steps=2)
+    assert first.rope_lens_t.tolist()[:3] == [3, 3, 3]
+    assert second.rope_lens_t.tolist()[:1] == [4]
+
+
+def test_every_sampling_field_reaches_its_row():
+    sampling = SamplingParams(
+        temperature=0.5,
+        top_k=7,
+        top_p=0.25,
+        min_p=0.125,
+        seed=2**40 + 5,
+        max_tokens=9,
+        min_tokens=2,
+        stop_token_ids=(3,),
+        logprobs=2,
+    )
+    (inputs,) = packed([[1, 2, 3]], sampling=sampling, eos=frozenset({9}))
+    row = inputs.sampling
+    assert (row.temperature_r[0], row.top_k_r[0], row.top_p_r[0], row.min_p_r[0]) == (0.5, 7, 0.25, 0.125)
+    assert row.seeds_r2[0].tolist() == [2**8, 5]
+    assert row.positions_r[0] == 3
+    assert row.forbidden_ids_rx[0, :3].tolist() == [3, 9, 257]
+    assert row.want_top
+    assert np.all(row.temperature_r[1:] == 0)
+
+
+def test_a_chunk_that_draws_nothing_is_greedy_and_forbids_nothing():
+    sampling = SamplingParams(temperature=1.0, seed=1, min_tokens=1, stop_token_ids=(3,))
+    (inputs,) = packed([list(range(20))], max_num_batched_tokens=8, sampling=sampling)
+    assert inputs.sampling.temperature_r[0] == 0
+    assert np.all(inputs.sampling.forbidden_ids_rx == 257)

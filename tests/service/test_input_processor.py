@@ -1,0 +1,193 @@
+"""Bad input is refused with the field, the value and the limit."""
+
+import math
+
+import pytest
+
+from jpaged.engine.tokenizer import NoTokenizer
+from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
+from jpaged.service.input_processor import Intake
+from jpaged.testing import ByteTokenizer, FakeExecutor
+from jpaged.types import (
+    MAX_CHAT_MESSAGES,
+    MAX_DETOKENIZE_IDS,
+    MAX_SEED,
+    MIN_MAX_CHAT_BYTES,
+    MIN_MAX_TOKENIZE_BYTES,
+    SamplingParams,
+)
+
+TURN = {"role": "user", "content": "x"}
+
+
+@pytest.fixture
+def intake():
+    return Intake(ByteTokenizer(), FakeExecutor().geometry, eos_token_ids=frozenset({256}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("seed", -1),
+        ("seed", MAX_SEED + 1),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("stop", ("",)),
+        ("stop", ("x" * 2000,)),
+        ("stop", ("x",) * 17),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", tuple(range(33))),
+        ("stop_token_ids", range(10**12)),
+    ],
+)
+def test_a_sampling_value_out_of_range_is_named(field, value):
+    with pytest.raises(InvalidArgument, match=rf"sampling\.{field}: .*must be") as error:
+        SamplingParams(**{field: value})
+    assert error.value.field == f"sampling.{field}"
+
+
+def test_a_single_stop_string_is_a_list_of_one():
+    assert SamplingParams(stop="END").stop == ("END",)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_told_of(intake):
+    few = Intake(ByteTokenizer(), FakeExecutor(vocab_size=100).geometry, eos_token_ids=frozenset())
+    for prompt, field in (({"prompt": "axb"}, "prompt"), ({"messages": [TURN]}, "chat.messages")):
+        with pytest.raises(
+            InvalidArgument, match=r"makes token 120 of it; those of the model are from 0 to 99"
+        ) as error:
+            few.make_request(request_id="", sampling=SamplingParams(), **prompt)
+        assert error.value.field == field
+    assert few.tokenize("ABC") == [65, 66, 67]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt_token_ids": []}, "prompt"),
+        ({"prompt_token_ids": [1, 257]}, "prompt.token_ids"),
+        ({"prompt_token_ids": [-1]}, "prompt.token_ids"),
+        ({"prompt_token_ids": [True]}, "prompt.token_ids"),
+        ({}, "prompt"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt"),
+        ({"messages": []}, "chat.messages"),
+        ({"messages": [{"role": "user"}]}, "chat.messages[0].content"),
+        ({"messages": [{"role": "", "content": "x"}]}, "chat.messages[0].role"),
+        ({"messages": [TURN] * (MAX_CHAT_MESSAGES + 1)}, "chat.messages"),
+        ({"messages": [TURN, {"role": "user", "content": "x" * MIN_MAX_CHAT_BYTES}]}, "chat.messages"),
+        ({"messages": [TURN, {"role": "user", "content": "\udc80"}]}, "chat.messages[1].content"),
+        ({"prompt": "a\ud800"}, "prompt"),
+        ({"prompt": "x" * 5000}, "sampling.max_tokens"),
+        ({"prompt_token_ids": range(10**12)}, "sampling.max_tokens"),
+        ({"prompt_token_ids": [1.0]}, "prompt.token_ids"),
+    ],
+)
+def test_a_bad_prompt_is_named(intake, prompt, field):
+    with pytest.raises(InvalidArgument) as error:
+        intake.make_request(request_id="a", sampling=SamplingParams(), **prompt)
+    assert error.value.field == field
+
+
+def test_a_stop_token_out_of_the_vocabulary_is_named(intake):
+    with pytest.raises(InvalidArgument, match="257 is not below 257"):
+        intake.make_request(request_id="a", sampling=SamplingParams(stop_token_ids=(257,)), prompt="x")
+
+
+def test_text_ids_and_messages_all_become_ids(intake):
+    make = intake.make_request
+    assert make(request_id="a", sampling=SamplingParams(), prompt="ab").prompt_token_ids == (97, 98)
+    assert make(request_id="a", sampling=SamplingParams(), prompt_token_ids=[97]).prompt_token_ids == (97,)
+    request = make(request_id="a", sampling=SamplingParams(), messages=[{"role": "user", "content": "hi"}])
+    assert bytes(request.prompt_token_ids) == b"user: hi\nassistant: "
+
+
+def test_a_model_without_a_tokenizer_takes_ids_alone():
+    intake = Intake(NoTokenizer(257), FakeExecutor().geometry)
+    intake.make_request(request_id="a", sampling=SamplingParams(), prompt_token_ids=[1])
+    with pytest.raises(InvalidArgument, match="send token ids"):
+        intake.make_request(request_id="a", sampling=SamplingParams(), prompt="x")
+    with pytest.raises(Unsupported, match="chat template"):
+        intake.make_request(request_id="a", sampling=SamplingParams(), messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(InvalidArgument, match="stop_token_ids"):
+        intake.make_request(request_id="a", sampling=SamplingParams(stop=("x",)), prompt_token_ids=[1])
+
+
+def test_more_ending_tokens_than_a_row_can_forbid_are_refused_at_once():
+    with pytest.raises(InternalError, match="at most 8"):
+        Intake(ByteTokenizer(), FakeExecutor().geometry, eos_token_ids=frozenset(range(9)))
+
+
+class Unasked(ByteTokenizer):
+    """A tokenizer that must not be asked."""
+
+    def encode(self, text, *, add_special_tokens=True):
+        raise AssertionError(f"{len(text)} characters were tokenised")
+
+    def apply_chat_template(self, messages, *, max_bytes):
+        raise AssertionError(f"{len(messages)} messages were laid out")
+
+    def decode(self, token_ids, *, skip_special_tokens=True):
+        raise AssertionError(f"{len(token_ids)} ids were told")
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenised():
+    intake = Intake(Unasked(), FakeExecutor().geometry)
+    sampling = SamplingParams()
+    with pytest.raises(
+        RequestTooLong, match=r"sampling\.max_tokens: 5000 bytes of text, over the limit of 4096: max_mod"
+    ):
+        intake.make_request(request_id="a", sampling=sampling, prompt="\u00e9" * 2500)
+    with pytest.raises(InvalidArgument, match=r"chat\.messages: 8193 messages; at most 8192"):
+        intake.make_request(request_id="a", sampling=sampling, messages=[TURN] * 8193)
+    with pytest.raises(RequestTooLong, match=r"chat\.messages: 1048585 bytes, over the limit of 1048576"):
+        intake.make_request(
+            request_id="a", sampling=sampling, messages=[TURN, {"role": "user", "content": "x" * 2**20}]
+        )
+
+
+def test_tokenize_has_limits_of_its_own():
+    intake = Intake(Unasked(), FakeExecutor().geometry)
+    size = MIN_MAX_TOKENIZE_BYTES
+    with pytest.raises(RequestTooLong, match=f"^text: {size + 1} bytes of text, over the limit of {size}"):
+        intake.tokenize("x" * (size + 1))
+    with pytest.raises(InvalidArgument, match=rf"^token_ids: {10**12} ids; at most {MAX_DETOKENIZE_IDS}"):
+        intake.detokenize(range(10**12))
+    with pytest.raises(RequestTooLong, match=r"^token_ids: 1000000000000 tokens are not below max_model_len \(128\)"):
+        intake.prefix(token_ids=range(10**12))
+    with pytest.raises(RequestTooLong, match=r"^text: 4097 bytes of text, over the limit of 4096"):
+        intake.prefix(text="x" * 4097)
+
+
+def test_tokenize_takes_what_a_prompt_could_not_be(intake):
+    text = "x" * MIN_MAX_TOKENIZE_BYTES
+    assert intake.tokenize(text) == [120] * len(text)
+    assert intake.detokenize([120] * len(text)) == text
+    assert intake.tokenize("") == []
+    with pytest.raises(InvalidArgument, match=r"^token_ids: 257 is not a token id from 0 to 256"):
+        intake.detokenize([1, 257])
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user"}], [TURN] * 8193, [{"role": "", "content": "x"}]])
+def test_tokenize_refuses_a_conversation_as_generate_does(intake, messages):
+    errors = []
+    for work in (
+        lambda: intake.make_request(request_id="a", sampling=SamplingParams(), messages=messages),
+        lambda: intake.tokenize_chat(messages),
+    ):
+        with pytest.raises(InvalidArgument) as raised:
+            work()
+        errors.append((type(raised.value), str(raised.value)))
+    assert errors[0] == errors[1]

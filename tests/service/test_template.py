@@ -1,0 +1,155 @@
+"""A chat template gives what transformers gives, says what it refuses, and holds nobody up."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+from transformers import AutoTokenizer
+
+from jpaged.demo.checkpoint import FOLDER
+from jpaged.errors import InvalidArgument, RequestTooLong, Unavailable
+from jpaged.service.chat.process import TemplateProcess
+from jpaged.service.chat.template import ChatTemplate
+
+USER = [{"role": "user", "content": "hi"}]
+TALK = [{"role": "system", "content": ' Be "brief".\n'}, *USER, {"role": "assistant", "content": "ł 🐢 <b>"}, *USER]
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+ON_DEMAND = "{% if messages[0].content == 'now' %}{{ BODY }}{% endif %}" + PLAIN
+NOW = [{"role": "user", "content": "now"}]
+LOOPS = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
+
+
+@pytest.fixture(scope="module")
+def process():
+    process = TemplateProcess()
+    yield process
+    process.close()
+
+
+def made(process, source, messages=USER, max_bytes=1 << 20):
+    return ChatTemplate(process, source, VARIABLES).render(messages, max_bytes=max_bytes)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        PLAIN,
+        "{{ bos_token }}{% for m in messages %}\n    {{ m['content'] | trim }}{{ eos_token }}\n{% endfor %}",
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m | tojson }}{% endfor %}",
+        "{%- if add_generation_prompt %}{{ messages[-1].role }}{% endif %}{{ tools is none }}{{ strftime_now('%Y') }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+    ],
+)
+def test_the_text_is_that_of_transformers(process, source):
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    template = ChatTemplate(process, source, tokenizer.special_tokens_map | VARIABLES)
+    for messages in (USER, TALK):
+        whole = tokenizer.apply_chat_template(
+            messages, chat_template=source, tokenize=False, add_generation_prompt=True, **VARIABLES
+        )
+        assert template.render(messages, max_bytes=1 << 20) == whole
+
+
+def test_a_text_travels_as_it_is(process):
+    text = "\x00 \U0010ffff \r\n"
+    assert made(process, "{{ messages[0].content }}", [{"role": "user", "content": text}]) == text
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{% if", "TemplateSyntaxError"),
+        ("{{ messages[1].content }}", "UndefinedError: list object has no element 1"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{% for i in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        (r"{{ '\ud800' }}", "UnicodeEncodeError"),
+        ("{{ 'a' * 10**10 }}", "256 MiB of memory"),
+        ("{{ 'a' * 2**21 }}", "2097152"),
+        pytest.param(LOOPS, "2.0 s of processor time", marks=pytest.mark.long),
+    ],
+)
+def test_a_broken_template_is_refused_at_once(process, source, problem):
+    with pytest.raises(InvalidArgument, match=f"^model: its chat template .* one plain message of a user: {problem}"):
+        ChatTemplate(process, source, {})
+
+
+def test_a_template_that_refuses_a_lone_message_is_none_that_is_broken(process):
+    source = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + PLAIN
+    template = ChatTemplate(process, source, {})
+    assert template.render(TALK[:1], max_bytes=100) == 'system:  Be "brief".\n\n'
+    with pytest.raises(InvalidArgument, match=r"^chat\.messages: system first$"):
+        template.render(USER, max_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("raise_exception('roles must alternate')", "roles must alternate"),
+        (r"raise_exception('no \ud83d here')", r"no \\ud83d here"),
+        (r"'\ud83d'", "fails on them: UnicodeEncodeError"),
+        (r"{}['\ud83d'].x", r"fails on them: UndefinedError: .*\\ud83d"),
+        ("messages[7].content", "fails on them: UndefinedError"),
+        ("'a' * 10**10", "takes over 256 MiB of memory"),
+        ("'%0999999999d' % 1", "takes over 256 MiB of memory"),
+    ],
+)
+def test_what_a_template_cannot_lay_out_is_the_callers_to_change(process, body, problem):
+    template = ChatTemplate(process, ON_DEMAND.replace("BODY", body), {})
+    with pytest.raises(InvalidArgument, match=rf"^chat\.messages: .*{problem}|^chat\.messages: {problem}"):
+        template.render(NOW, max_bytes=1000)
+    assert template.render(USER, max_bytes=1000) == "user: hi\n"
+
+
+def test_a_template_that_never_yields_is_ended_and_the_next_one_runs(process):
+    template = ChatTemplate(process, ON_DEMAND.replace("{{ BODY }}", LOOPS), {})
+    with pytest.raises(InvalidArgument, match=r"^chat\.messages: the chat template takes over 2\.0 s"):
+        template.render(NOW, max_bytes=1000)
+    assert template.render(USER, max_bytes=1000) == "user: hi\n"
+
+
+def test_what_comes_out_too_long_is_not_even_sent(process):
+    template = ChatTemplate(process, ON_DEMAND.replace("BODY", "'a' * 2**22"), {})
+    with pytest.raises(RequestTooLong, match=r"^chat\.messages: .* 4194314 bytes of them, over the limit of 1000"):
+        template.render(NOW, max_bytes=1000)
+    assert template.render(USER, max_bytes=9) == "user: hi\n"
+
+
+def test_messages_that_are_no_text_are_refused(process):
+    with pytest.raises(InvalidArgument, match=r"^chat\.messages: hold something that is no text"):
+        made(process, PLAIN, [{"role": "user", "content": object()}])
+
+
+def test_a_process_that_was_killed_is_started_again(process):
+    template = ChatTemplate(process, PLAIN, {})
+    assert process._child is not None
+    os.kill(process._child.process.pid, signal.SIGKILL)
+    process._child.process.wait()
+    assert template.render(USER, max_bytes=100) == "user: hi\n"
+
+
+def test_a_process_that_cannot_be_started_is_said(process, monkeypatch):
+    template = ChatTemplate(process, PLAIN, {})
+
+    def refuse(*words, **options):
+        raise OSError(11, "Resource temporarily unavailable")
+
+    process.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(Unavailable, match=r"cannot be started: .*temporarily unavailable"):
+            template.render(USER, max_bytes=100)
+    assert template.render(USER, max_bytes=100) == "user: hi\n"
+
+
+def test_a_process_ends_with_its_owner():
+    owner = TemplateProcess()
+    assert owner._child is not None
+    child = owner._child.process
+    assert child.poll() is None
+    del owner
+    assert child.wait(60) == -signal.SIGKILL
