@@ -33,13 +33,13 @@ def cells() -> list[str]:
     """Every cell of the table: all steps where one chip has the whole model, decoding where several share it."""
     found = []
     for generation, (one, four, eight) in _SLICES.items():
-        found += [f"llama-3-8b@{generation}:{one}#backbone[64],backbone[512],draw[64]"]
-        found += [f"llama-3-8b@{generation}:{shape}#backbone[64]" for shape in (four, eight)]
+        found += [f"llama-3-8b@{generation}:{one}#forward[64],forward[512],sample[64]"]
+        found += [f"llama-3-8b@{generation}:{shape}#forward[64]" for shape in (four, eight)]
         # Its 40 heads divide among 8 devices, which are 4 chips of TPU7x.
-        found += [f"opt-13b@{generation}:{shape}#backbone[64]" for shape in (one, four)]
-        found += [f"llama-3-70b@{generation}:{eight}#backbone[64]"]
-    found += ["llama-3-70b@v6e:2x4#backbone[512],draw[64]", "llama-3-8b@v6e:2x4#copy[8],swap_out[8],swap_in[8]"]
-    return [*found, *(f"llama-3-8b@{topology}/xla#backbone[64]" for topology in ("v6e:1x1", "v6e:2x4"))]
+        found += [f"opt-13b@{generation}:{shape}#forward[64]" for shape in (one, four)]
+        found += [f"llama-3-70b@{generation}:{eight}#forward[64]"]
+    found += ["llama-3-70b@v6e:2x4#forward[512],sample[64]", "llama-3-8b@v6e:2x4#copy[8],swap_out[8],swap_in[8]"]
+    return [*found, *(f"llama-3-8b@{topology}/xla#forward[64]" for topology in ("v6e:1x1", "v6e:2x4"))]
 
 
 def table(results: Sequence[ProgramResult]) -> Table:

@@ -28,9 +28,9 @@ from jpaged.engine.buckets import BucketTable
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
 from jpaged.engine.kv.paged import PagedMemory
-from jpaged.engine.output.processor import Publisher
+from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.batch import build_step_inputs
-from jpaged.engine.scheduling.policies import make_order
+from jpaged.engine.scheduling.policies import make_policy
 from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from jpaged.engine.sequence import Group
@@ -61,7 +61,7 @@ class HostCost:
 
 
 class NullExecutor:
-    """Implements `jpaged.engine.executor.Executor` by doing nothing: every row draws token 1."""
+    """Implements `jpaged.engine.executor.Executor` by doing nothing: every row samples token 1."""
 
     def __init__(self, num_rows: int, num_blocks: int) -> None:
         self._geometry = Geometry(
@@ -73,8 +73,8 @@ class NullExecutor:
             bytes_per_block=1,
             buckets=BucketTable.build(max_num_batched_tokens=num_rows * PROMPT_LEN, max_num_seqs=num_rows),
         )
-        drawn = np.ones(num_rows, np.int32)
-        self._outputs = StepOutputs(drawn, np.zeros(num_rows, np.float32), drawn)
+        sampled = np.ones(num_rows, np.int32)
+        self._outputs = StepOutputs(sampled, np.zeros(num_rows, np.float32), sampled)
 
     @property
     def geometry(self) -> Geometry:
@@ -113,8 +113,8 @@ class Loop:
         self._memory = PagedMemory(num_blocks=geometry.num_blocks, block_size=geometry.block_size)
         limits = SchedulerLimits(geometry.max_num_seqs, geometry.buckets.tokens[-1])
         preemption = Preemption("recompute", geometry.bytes_per_block, executor.rates)
-        self._scheduler = Scheduler(self._memory, make_order("fcfs"), preemption, limits)
-        self._publisher = Publisher(NoTokenizer(VOCAB_SIZE), frozenset())
+        self._scheduler = Scheduler(self._memory, make_policy("fcfs"), preemption, limits)
+        self._publisher = OutputProcessor(NoTokenizer(VOCAB_SIZE), frozenset())
         self._stats = StepStats(geometry, time.monotonic)
         for request in _requests(geometry.max_num_seqs):
             group = Group(request, len(request.request_id), 0.0, _ignore, geometry.max_blocks_per_seq)

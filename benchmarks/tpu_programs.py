@@ -3,7 +3,7 @@
     python -m benchmarks.tpu_programs CELL...      in a process of `compiler_environment`; prints a line of JSON each
 
 A cell is spelled `model@topology#program,program`, with `/backend` behind the topology for another than `auto` takes:
-`llama-3-8b@v6e:2x4#backbone[64],draw[64],draw[64, top]`. Weights are bfloat16, split over all devices of the topology;
+`llama-3-8b@v6e:2x4#forward[64],sample[64],sample[64, top]`. Weights are bfloat16, split over all devices of it;
 the pool takes what a server would give it, nine tenths of the memory without the weights. Where that is less than two
 of the model's longest sequences it takes those, and the compiler has to say that it does not fit.
 """
@@ -206,7 +206,7 @@ def _sizes(step: Step, params: Params, spec: ProgramSpec) -> set[int]:
     layout, config = step.attention.layout.local, step.model.config
     pool = math.prod(layout.shape)
     sizes = {pool, pool // layout.num_layers}
-    if spec.kind not in ("backbone", "draw"):
+    if spec.kind not in ("forward", "sample"):
         return sizes
     for name, tree in params.items():
         for leaf in jax.tree.leaves(tree):
@@ -219,8 +219,8 @@ def _sizes(step: Step, params: Params, spec: ProgramSpec) -> set[int]:
 
 
 def _copied_logits(executable: jax.stages.Compiled, step: Step, spec: ProgramSpec) -> list[MadeArray]:
-    """What a draw copies of all its logits: it may change them, and make others."""
-    if spec.kind != "draw":
+    """What a sample copies of all its logits: it may change them, and make others."""
+    if spec.kind != "sample":
         return []
     size = spec.size * step.model.config.vocab_size // step.mesh.size
     return [array for array in made_arrays(executable, {size}) if array.opcode.startswith("copy")]

@@ -1,8 +1,9 @@
 """Options -> running objects: the only file that knows every layer.
 
-model folder -> config, tokenizer -> parameters -> executor (pool, programs) -> engine, intake
+model folder -> config, tokenizer -> parameters -> executor (pool, programs) -> engine, input processor
 
-With `data_parallel_size` there are several executors and engines, on devices of their own, behind one `Replicas`.
+With `data_parallel_size` there are several executors and engines, on devices of their own, behind one
+`DataParallelEngine`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from jpaged.device.backend import names_of
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, first_device, serving_meshes
 from jpaged.device.multihost.agreement import Agreement
-from jpaged.device.multihost.executor import LeaderExecutor
+from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
 from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.device.step_sizes import Attention
-from jpaged.engine.data_parallel.engine import Replicas, shares
+from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import Executor, Progress
 from jpaged.engine.kv.pinned import pin_limit
@@ -36,8 +37,8 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model, model_for
 from jpaged.service.hf_tokenizer import load_tokenizer
-from jpaged.service.input_processor import Intake
-from jpaged.service.loaded_model import BackendFacts, ModelFacts, Serving
+from jpaged.service.input_processor import InputProcessor
+from jpaged.service.loaded_model import BackendFacts, LoadedModel, ModelFacts
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -59,7 +60,7 @@ class Source:
         return frozenset(self.config.eos_token_ids) or self.tokenizer.eos_token_ids
 
 
-def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | None = None) -> Serving:
+def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | None = None) -> LoadedModel:
     """Loads a model and compiles everything that will run. The engine is ready, and not started.
 
     Args:
@@ -77,7 +78,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     runs: list[Executor[Any]] = [*executors]
     if leader is not None:
         leader.agree(_findings(source, executor))
-        runs = [LeaderExecutor(executor, leader)]
+        runs = [MultiHostExecutor(executor, leader)]
     for index, one in enumerate(runs):
         one.warm_up(_progress_of(index, len(runs), progress))
     for line in executor.memory_plan.lines():
@@ -100,9 +101,11 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
             "served_model_name": options.server.served_model_name or source.name,
         }
     )
-    return Serving(
-        engine=engines[0] if len(engines) == 1 else Replicas(engines),
-        intake=Intake(source.tokenizer, geometry, eos_token_ids=source.eos_token_ids, seed=options.model.seed),
+    return LoadedModel(
+        engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
+        input_processor=InputProcessor(
+            source.tokenizer, geometry, eos_token_ids=source.eos_token_ids, seed=options.model.seed
+        ),
         tokenizer=source.tokenizer,
         model=_model_facts(source, resolved),
         backend=BackendFacts(

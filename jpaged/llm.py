@@ -108,7 +108,7 @@ class LLM:
     def _request(self, prompt: dict[str, Any], sampling: SamplingParams) -> Request:
         self._num_requests += 1
         request_id = f"llm-{self._num_requests}"
-        make = self._serving.intake.make_request
+        make = self._serving.input_processor.make_request
         return make(
             request_id=request_id,
             sampling=sampling,

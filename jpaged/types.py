@@ -90,7 +90,7 @@ class SamplingParams:
     min_p: float = param(0.0, "drop tokens less likely than min_p times the likeliest; in [0, 1]")
     seed: int | None = param(
         None,
-        "the noise of this request is a function of (seed, sequence index, position) alone; None draws a seed from "
+        "the noise of this request is a function of (seed, sequence index, position) alone; None samples a seed from "
         "the engine's",
     )
     logprobs: int | None = param(
@@ -112,7 +112,7 @@ class SamplingParams:
     )
     beam_width: int | None = param(
         None,
-        "search for the likeliest sequences with this many beams instead of drawing; None or 0 draws. The n best "
+        "search for the likeliest sequences with this many beams instead of sampling; None or 0 samples. The n best "
         "are returned at the end. Temperature, top_k, top_p, min_p, seed and best_of have no part in it and must "
         "be left at their defaults (a temperature of 0 is accepted); stop strings are not searched for",
     )
@@ -202,7 +202,7 @@ class SamplingParams:
         unused: dict[str, object] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None, "best_of": None}
         for name, unset in unused.items():
             value = getattr(self, name)
-            _require(value == unset, name, value, f"{unset} with beam_width, which draws nothing")
+            _require(value == unset, name, value, f"{unset} with beam_width, which samples nothing")
         _require(not self.stop, "stop", self.stop, "empty with beam_width; use stop_token_ids")
 
     def _check_sharing(self) -> None:
@@ -216,7 +216,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Nothing is drawn at random."""
+        """Nothing is sampled at random."""
         return self.temperature == 0.0 or bool(self.beam_width)
 
     def ending_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:

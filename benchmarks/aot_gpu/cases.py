@@ -182,7 +182,7 @@ class StepCase:
         step, geometry, params = abstract_serving(model, options, mesh)
         lowerings = program_lowerings(step, params, geometry)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = lowerings[ProgramSpec("backbone", self.num_tokens)]()
+            lowered = lowerings[ProgramSpec("forward", self.num_tokens)]()
         leaves = jax.tree.leaves(params["layers"])
         shapes = frozenset(tuple(sorted(leaf.shape)) for leaf in leaves if leaf.size >= 1 << 20)
         layout = step.attention.layout

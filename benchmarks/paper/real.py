@@ -20,8 +20,8 @@ from benchmarks.record import machine
 from jpaged.assemble import build
 from jpaged.config import EngineConfig
 from jpaged.errors import InternalError
-from jpaged.service.input_processor import Intake
-from jpaged.service.loaded_model import Runner
+from jpaged.service.input_processor import InputProcessor
+from jpaged.service.loaded_model import EngineClient
 from jpaged.types import OutputEvent, SamplingParams
 
 SEED = 0
@@ -52,8 +52,8 @@ def occupancy(model: str) -> Table:
         {"seed": SEED, "num_requests": _NUM_REQUESTS, **{k: str(v) for k, v in machine().items()}},
     )
     for system, options in _SYSTEMS.items():
-        engine, intake = _engine(model, max_num_seqs=64, **options)
-        _run(engine, intake, [_sampling(max_tokens=n) for n in _lengths(58.45, 0.9, 128, _NUM_REQUESTS)])
+        engine, processor = _engine(model, max_num_seqs=64, **options)
+        _run(engine, processor, [_sampling(max_tokens=n) for n in _lengths(58.45, 0.9, 128, _NUM_REQUESTS)])
         load = engine.load()
         table.add(
             system=system,
@@ -77,7 +77,7 @@ def sharing(model: str) -> Table:
         ],
         {"seed": SEED, "num_requests": _NUM_SHARING, **{k: str(v) for k, v in machine().items()}},
     )
-    engine, intake = _engine(model, max_num_seqs=8)
+    engine, processor = _engine(model, max_num_seqs=8)
     lengths = _lengths(58.45, 0.9, 128, _NUM_SHARING)
     for kind in ("parallel", "beam"):
         for size in (2, 4, 6):
@@ -87,7 +87,7 @@ def sharing(model: str) -> Table:
                     sampling = _sampling(max_tokens=length, n=size)
                 else:
                     sampling = SamplingParams(max_tokens=length, beam_width=size, ignore_eos=True)
-                more_used, more_unshared = _blocks(engine, intake, sampling, i)
+                more_used, more_unshared = _blocks(engine, processor, sampling, i)
                 used, unshared = used + more_used, unshared + more_unshared
             table.add(kind=kind, size=size, paper=_PAPER[kind][size], ours=100 * (1 - used / unshared))
     engine.stop()
@@ -97,9 +97,11 @@ def sharing(model: str) -> Table:
 _PAPER = {"parallel": {2: 6.09, 4: 8.53, 6: 9.79}, "beam": {2: 37.56, 4: 53.13, 6: 55.16}}
 
 
-def _blocks(engine: Runner, intake: Intake, sampling: SamplingParams, number: int) -> tuple[int, int]:
+def _blocks(engine: EngineClient, processor: InputProcessor, sampling: SamplingParams, number: int) -> tuple[int, int]:
     """(blocks in use, blocks that the tables would need unshared), summed over the steps of one request."""
-    request = intake.make_request(request_id=f"r{number}", sampling=sampling, prompt_token_ids=_prompt(intake, number))
+    request = processor.make_request(
+        request_id=f"r{number}", sampling=sampling, prompt_token_ids=_prompt(processor, number)
+    )
     ends: list[OutputEvent] = []
     engine.submit(request, lambda event: ends.append(event) if event.is_last else None)
     num_sequences = sampling.beam_width or sampling.n
@@ -113,7 +115,7 @@ def _blocks(engine: Runner, intake: Intake, sampling: SamplingParams, number: in
     return used, unshared
 
 
-def _engine(model: str, **options: object) -> tuple[Runner, Intake]:
+def _engine(model: str, **options: object) -> tuple[EngineClient, InputProcessor]:
     fixed = {
         "model": model,
         "block_size": _BLOCK_SIZE,
@@ -125,10 +127,10 @@ def _engine(model: str, **options: object) -> tuple[Runner, Intake]:
         "overlap": False,
     }
     serving = build(EngineConfig.load({**fixed, "wait_for_all_programs": True, **options}))
-    return serving.engine, serving.intake
+    return serving.engine, serving.input_processor
 
 
-def _run(engine: Runner, intake: Intake, samplings: Sequence[SamplingParams]) -> None:
+def _run(engine: EngineClient, processor: InputProcessor, samplings: Sequence[SamplingParams]) -> None:
     num_left = len(samplings)
 
     def take(event: OutputEvent) -> None:
@@ -138,16 +140,16 @@ def _run(engine: Runner, intake: Intake, samplings: Sequence[SamplingParams]) ->
         num_left -= event.is_last
 
     for i, sampling in enumerate(samplings):
-        prompt = _prompt(intake, i)
-        engine.submit(intake.make_request(request_id=f"r{i}", sampling=sampling, prompt_token_ids=prompt), take)
+        prompt = _prompt(processor, i)
+        engine.submit(processor.make_request(request_id=f"r{i}", sampling=sampling, prompt_token_ids=prompt), take)
     while num_left:
         if not engine.step() and num_left:
             raise InternalError(f"{num_left} requests are in flight and the engine is idle")
 
 
-def _prompt(intake: Intake, number: int) -> list[int]:
+def _prompt(processor: InputProcessor, number: int) -> list[int]:
     """About 19 tokens, of a text that begins elsewhere for each request."""
-    token_ids = intake.tokenizer.encode(_TEXT)
+    token_ids = processor.tokenizer.encode(_TEXT)
     start = (7 * number) % len(token_ids)
     length = _lengths(19.31, 0.5, 64, _NUM_REQUESTS)[number % _NUM_REQUESTS]
     return (token_ids * 8)[start : start + length]

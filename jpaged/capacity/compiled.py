@@ -24,7 +24,7 @@ from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import model_for
-from jpaged.models.sharding import largest_split, widen
+from jpaged.models.sharding import largest_split, pad_for_sharding
 
 _SERVED = ("float32", "bfloat16")
 
@@ -133,7 +133,7 @@ def _num_devices(config: ModelConfig, target: Target, chosen: int | None) -> tup
             raise InvalidArgument(
                 "tensor_parallel_size", f"{chosen} devices are asked for; {target.name} has {target.num_devices}"
             )
-        widen(config, chosen)
+        pad_for_sharding(config, chosen)
         return chosen, []
     largest = largest_split(config, target.num_devices)
     if largest == target.num_devices:

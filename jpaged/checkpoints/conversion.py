@@ -126,10 +126,10 @@ def save_params(
 
     Args:
         params: the tree; what is split or repeated over a mesh is written once.
-        config: of the model as published, not widened.
+        config: of the model as published, not padded.
         destination: as in `convert_folder`.
         options: how.
-        num_parts: the tree is that of the model widened for so many.
+        num_parts: the tree is that of the model padded for so many.
         companions: a folder whose tokenizer and other small files go along.
         progress: as in `convert_folder`.
 

@@ -13,7 +13,7 @@ from jpaged.checkpoints.tensor_source import DTYPES, check_shape, unsupported_dt
 from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.sharding import wide_axis
+from jpaged.models.sharding import padded_axis
 
 
 class ParamTensors:
@@ -24,7 +24,7 @@ class ParamTensors:
     Args:
         params: in either layer mode, on whatever mesh.
         config: of the model as published.
-        num_parts: the tree is that of the model widened for so many (`jpaged.models.sharding`).
+        num_parts: the tree is that of the model padded for so many (`jpaged.models.sharding`).
 
     Raises:
         Unsupported: parts of the parameters are on devices of other processes.
@@ -91,5 +91,5 @@ class ParamTensors:
         array = self._array(layer, leaf)
         if layer is not None and not isinstance(self._params["layers"], list):
             array = array[layer]
-        split = wide_axis(leaf.path, leaf.shape, self._num_parts)
+        split = padded_axis(leaf.path, leaf.shape, self._num_parts)
         return np.asarray(array) if split is None else split.narrowed(np.asarray(array))

@@ -23,7 +23,7 @@ from jpaged.errors import InternalError, InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params, normal
 from jpaged.models.model import Model
-from jpaged.models.sharding import WideAxis, wide_axis
+from jpaged.models.sharding import PaddedAxis, padded_axis
 from jpaged.models.stack import LayerMode
 
 # Place of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"), without the number in scan mode.
@@ -120,7 +120,7 @@ def load_params(
         model: what to load, as published; its dtype is what leaves are cast to.
         folder: the checkpoint.
         layer_mode: one tree a layer, or one with stacked leaves.
-        num_parts: the tree is that of the model widened for so many (`jpaged.models.sharding`).
+        num_parts: the tree is that of the model padded for so many (`jpaged.models.sharding`).
         put: makes the device array of a leaf; a sharded placement goes here.
         progress: called after each leaf with (done, total, name).
 
@@ -137,7 +137,7 @@ def load_params(
         _check_names(files, [name for _, leaves in groups for leaf in leaves for name, _ in leaf.tensors], config)
         for done, (path, leaves) in enumerate(groups, start=1):
             is_stacked = layer_mode == "scan" and path[0] == "layers"
-            source = _Source(files, leaves, is_stacked, model.dtype, wide_axis(path, leaves[0].shape, num_parts))
+            source = _Source(files, leaves, is_stacked, model.dtype, padded_axis(path, leaves[0].shape, num_parts))
             array = put(path, source.shape, source.read)
             _insert(params, path, array)
             flags.append((is_finite(array), leaves))
@@ -215,13 +215,13 @@ def _refuse_not_finite(files: TensorSource, leaves: Sequence[Leaf], dtype: np.dt
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A leaf of the widened tree in the files: one, or that of all layers stacked."""
+    """A leaf of the padded tree in the files: one, or that of all layers stacked."""
 
     files: TensorSource
     leaves: Sequence[Leaf]
     is_stacked: bool
     dtype: np.dtype
-    split: WideAxis | None
+    split: PaddedAxis | None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -235,7 +235,7 @@ class _Source:
         if self.split is None:
             return self._pack(slice(None))
         begin, end, _ = index[self.split.axis + self.is_stacked].indices(self.split.wide_size)
-        return self.split.widened(self._pack(slice(*self.split.source(begin, end))), begin, end)
+        return self.split.padded(self._pack(slice(*self.split.source(begin, end))), begin, end)
 
     def _pack(self, part: slice) -> np.ndarray:
         """The part of the published leaf along the split axis."""

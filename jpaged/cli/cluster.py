@@ -15,7 +15,7 @@ from jpaged.config import EngineConfig, Environment
 from jpaged.errors import JpagedError, sentence_of
 from jpaged.launchers import Cluster
 from jpaged.server.lifecycle import Server
-from jpaged.service.loaded_model import Serving
+from jpaged.service.loaded_model import LoadedModel
 
 if TYPE_CHECKING:  # jax takes seconds to import, in which the port is already open
     from jpaged.device.multihost.handshake import Follower, Leader
@@ -33,7 +33,7 @@ class Leading:
         self._loop = asyncio.get_running_loop()
         self._leader: Leader | None = None
 
-    def build(self, progress: Progress) -> Serving:
+    def build(self, progress: Progress) -> LoadedModel:
         """Loads the model together with the others; on the thread that loads."""
         from jpaged import assemble
         from jpaged.device.multihost.handshake import lead

@@ -15,7 +15,7 @@ from jpaged.config import EngineConfig, Environment
 from jpaged.errors import InvalidArgument
 from jpaged.launchers import Cluster
 from jpaged.server.lifecycle import Server
-from jpaged.service.loaded_model import Serving
+from jpaged.service.loaded_model import LoadedModel
 
 HELP = "serve a model over gRPC"
 DESCRIPTION = """\
@@ -54,12 +54,12 @@ async def _serve(config: EngineConfig, cluster: Cluster | None) -> int:
     report = StartupReport(sys.stderr)
     host = config.server.host
 
-    def load(progress: Progress) -> Serving:
+    def load(progress: Progress) -> LoadedModel:
         from jpaged import assemble  # imports jax: seconds, in which the port is already open
 
         return assemble.build(config, progress) if leading is None else leading.build(progress)
 
-    def on_serving(port: int, serving: Serving) -> None:
+    def on_serving(port: int, serving: LoadedModel) -> None:
         for name, value, source in serving.config.explain():
             report.line(f"  {name} = {value} ({source})")
         backend = serving.backend

@@ -22,7 +22,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model, model_for
-from jpaged.models.sharding import wide_axis
+from jpaged.models.sharding import padded_axis
 from jpaged.models.stack import LayerMode
 
 FOLDER = Path(__file__).parent / "checkpoint"  # also the folder of the tokenizer
@@ -46,7 +46,7 @@ def load_demo(
         layer_mode: one tree a layer, or one with stacked leaves.
         put: makes the device array of a leaf, as in `jpaged.checkpoints.weights.load_params`.
         folder: another checkpoint of the same layout.
-        num_parts: the tree is that of the model widened for so many, as in `load_params`.
+        num_parts: the tree is that of the model padded for so many, as in `load_params`.
 
     Raises:
         InvalidArgument: the folder does not hold the parameters that its config.json promises, or some are not finite.
@@ -62,12 +62,12 @@ def load_demo(
             key.idx if isinstance(key, jax.tree_util.SequenceKey) else str(getattr(key, "key", "")) for key in path
         )
         is_stacked = layer_mode == "scan" and keys[0] == "layers"
-        split = wide_axis(keys, array.shape[is_stacked:], num_parts)
+        split = padded_axis(keys, array.shape[is_stacked:], num_parts)
         whole = array.astype(model.dtype)
         if not np.isfinite(whole).all():
             raise InvalidArgument(str(folder / _PARAMS), f"{'.'.join(map(str, keys))} has numbers that are not finite")
         if split is not None:
-            whole = split.widened(whole, 0, split.wide_size)
+            whole = split.padded(whole, 0, split.wide_size)
         return put(keys, whole.shape, lambda index: whole[index])
 
     return config, jax.tree_util.tree_map_with_path(place, arrays)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry, SamplingInputs, StepInputs
+from jpaged.engine.executor import BANNED_WIDTH, Geometry, SamplingInputs, StepInputs
 
 _NUM_RUNS = 3
 NO_RATE = 1.0
@@ -34,7 +34,7 @@ def null_prefill(geometry: Geometry) -> StepInputs:
     return StepInputs(
         token_ids_t=np.zeros(num_padded, np.int32),
         is_fed_back_t=np.zeros(num_padded, np.bool_),
-        fed_back_rows_t=np.zeros(num_padded, np.int32),
+        prev_sampled_rows_t=np.zeros(num_padded, np.int32),
         positions_t=positions_t,
         rope_lens_t=positions_t + 1,
         slots_t=positions_t % geometry.block_size,
@@ -60,6 +60,6 @@ def _greedy(num_rows: int, vocab_size: int) -> SamplingInputs:
         seeds_r2=np.zeros((num_rows, 2), np.uint32),
         sequence_indices_r=np.zeros(num_rows, np.int32),
         positions_r=np.zeros(num_rows, np.int32),
-        forbidden_ids_rx=np.full((num_rows, FORBIDDEN_WIDTH), vocab_size, np.int32),
-        want_top=False,
+        banned_token_ids_rx=np.full((num_rows, BANNED_WIDTH), vocab_size, np.int32),
+        want_top_logprobs=False,
     )

@@ -1,7 +1,7 @@
 """JaxExecutor: owns the parameters, the KV pool and the compiled programs, and runs steps in order of dispatch.
 
     move_blocks  BlockMoves -> copy[C], swap_out[C] or swap_in[C]                                returns at once
-    dispatch     StepInputs -> two buffers -> backbone[T] -> draw[R] -> copy to host begins      returns at once
+    dispatch     StepInputs -> two buffers -> forward[T] -> sample[R] -> copy to host begins      returns at once
     collect      waits for that copy -> StepOutputs; lands what has been swapped out
 
 Nothing is traced here: the verbs call executables that `warm_up` compiled, with numpy buffers as they are.
@@ -43,8 +43,8 @@ from jpaged.device.programs.lowering import plan, program_lowerings
 from jpaged.device.programs.memory import decisive_memory, program_memory, report_of
 from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory
 from jpaged.device.programs.saved import SavedPrograms, Target
-from jpaged.device.programs.store import CompiledProgram, ProgramLedger, ProgramSource
-from jpaged.device.step.forward import Step, backbone_packing, draw_packing, unpack_outputs
+from jpaged.device.programs.store import CompiledProgram, ProgramSource, ProgramStore
+from jpaged.device.step.forward import Step, forward_packing, sample_packing, unpack_outputs
 from jpaged.device.step.inputs import PackedStep
 from jpaged.device.transfers import BlockMover, move_sizes
 from jpaged.engine.buckets import BucketTable
@@ -87,9 +87,9 @@ class JaxExecutor:
         self._params: Params | None = params
         self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
         self._waits_for_all = waits_for_all
-        self._programs = ProgramLedger(_sources(step, params, geometry, saved), self._note_ready)
-        self._backbone_packings = {size: backbone_packing(size, geometry) for size in geometry.buckets.tokens}
-        self._draw_packings = {size: draw_packing(size) for size in geometry.buckets.rows}
+        self._programs = ProgramStore(_sources(step, params, geometry, saved), self._note_ready)
+        self._forward_packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
+        self._sample_packings = {size: sample_packing(size) for size in geometry.buckets.rows}
         self._watch = CompileWatch()
         self._rates: DeviceRates | None = None
         layout, mesh = step.attention.layout, step.mesh
@@ -114,7 +114,7 @@ class JaxExecutor:
 
         Args:
             model: the network.
-            params: of the model widened for the mesh (`models.splitting`), in either layer mode.
+            params: of the model padded for the mesh (`models.splitting`), in either layer mode.
             options: `cache`, `scheduler` and `model.max_model_len` are read; None is filled in, see `geometry`.
             mesh: where it runs; jax's first devices, as many as one copy of the model takes, when left out.
             num_pools: what the host's free memory is for, where it is the devices' memory: this pool, and those of so
@@ -239,8 +239,8 @@ class JaxExecutor:
         return self._memory_plan.verified(taken)
 
     def _note_ready(self) -> None:
-        """A program landed: steps may have its shape from now on. A draw with alternatives does for one without."""
-        tokens, rows = self._programs.sizes("backbone"), self._programs.sizes("draw", want_top=True)
+        """A program landed: steps may have its shape from now on. A sample with alternatives does for one without."""
+        tokens, rows = self._programs.sizes("forward"), self._programs.sizes("sample", want_top_logprobs=True)
         if tokens and rows:
             self._geometry = dataclasses.replace(self._geometry, buckets=BucketTable(tokens, rows))
         if len(self._programs.ready) == self._programs.num_programs:
@@ -279,21 +279,23 @@ class JaxExecutor:
         self._require_alive()
         how = inputs.sampling
         num_tokens, num_rows = len(inputs.token_ids_t), len(how.temperature_r)
-        self._programs.find(ProgramSpec("backbone", num_tokens))
-        self._find_draw(num_rows, how.want_top)
-        backbone = self._backbone_packings[num_tokens].pack(inputs)
-        return PackedStep(num_tokens, num_rows, how.want_top, backbone, self._draw_packings[num_rows].pack(how))
+        self._programs.find(ProgramSpec("forward", num_tokens))
+        self._find_sample(num_rows, how.want_top_logprobs)
+        forward = self._forward_packings[num_tokens].pack(inputs)
+        return PackedStep(
+            num_tokens, num_rows, how.want_top_logprobs, forward, self._sample_packings[num_rows].pack(how)
+        )
 
     def dispatch_packed(self, step: PackedStep) -> JaxStepHandle:
         """Starts a step, which `pack` of an executor of the same geometry made; raises as `dispatch` does."""
         params = self._require_alive()
-        backbone = self._programs.find(ProgramSpec("backbone", step.num_tokens))
-        draw = self._find_draw(step.num_rows, step.want_top)
+        forward = self._programs.find(ProgramSpec("forward", step.num_tokens))
+        sample = self._find_sample(step.num_rows, step.want_top_logprobs)
         with self._watch.watching():
             pool = self._pool.take()
             try:
-                pool, hidden_se = backbone(params, pool, self._last_tokens, step.backbone)
-                self._last_tokens, outputs_rc = draw(self._head_params, hidden_se, step.draw)
+                pool, hidden_se = forward(params, pool, self._last_tokens, step.forward)
+                self._last_tokens, outputs_rc = sample(self._head_params, hidden_se, step.sample)
                 outputs_rc.copy_to_host_async()
             except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
                 sizes = f"{step.num_tokens} tokens and {step.num_rows} rows"
@@ -354,9 +356,11 @@ class JaxExecutor:
             raise InternalError("the executor is shut down")
         return self._params
 
-    def _find_draw(self, num_rows: int, want_top: bool) -> jax.stages.Compiled:
-        plain = ProgramSpec("draw", num_rows)
-        return self._programs.find(plain if not want_top and plain in self._programs.ready else plain.with_top())
+    def _find_sample(self, num_rows: int, want_top_logprobs: bool) -> jax.stages.Compiled:
+        plain = ProgramSpec("sample", num_rows)
+        return self._programs.find(
+            plain if not want_top_logprobs and plain in self._programs.ready else plain.with_top_logprobs()
+        )
 
 
 def _sources(

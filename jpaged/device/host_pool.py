@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
 from jpaged.device.host_memory import physical_host_bytes
-from jpaged.device.multihost.shards import LocalParts
+from jpaged.device.multihost.shards import AddressableShards
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 
@@ -41,7 +41,7 @@ class HostPool:
     def __init__(self, layout: KVLayout, num_blocks: int, sharding: NamedSharding) -> None:
         self.num_blocks = num_blocks
         self._staging = _staging_sharding(sharding)
-        self._parts = LocalParts(sharding)
+        self._parts = AddressableShards(sharding)
         self._block_shape = layout.block_shape
         shape = self._parts.shape((num_blocks + 1 if num_blocks else 0, *layout.block_shape))
         try:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpaged.errors import InvalidArgument
 from jpaged.models.layers import Params
 from jpaged.models.model import Model, model_for
-from jpaged.models.sharding import LogicalAxes, logical_axes, widen
+from jpaged.models.sharding import LogicalAxes, logical_axes, pad_for_sharding
 from jpaged.models.stack import LayerMode
 
 MODEL_AXIS = "model"
@@ -154,7 +154,7 @@ class Placement:
 
     Attributes:
         mesh: the devices.
-        model: widened for their number (`jpaged.models.sharding`).
+        model: padded for their number (`jpaged.models.sharding`).
         layer_mode: how its layers run there, and so how its parameters are stacked.
         shardings: of its parameters, leaf by leaf, or formats, which have a layout too.
     """
@@ -172,7 +172,7 @@ class Placement:
             InvalidArgument: it cannot be split so; the numbers that work are named.
         """
         layer_mode = layer_mode or layer_mode_for(first_device(mesh))
-        wide = model_for(widen(model.config, num_shards(mesh)), model.dtype)
+        wide = model_for(pad_for_sharding(model.config, num_shards(mesh)), model.dtype)
         return cls(mesh, wide, layer_mode, param_shardings(wide, layer_mode, mesh))
 
     @property

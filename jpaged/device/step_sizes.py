@@ -34,7 +34,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Choice, Queries, choose
 from jpaged.models.model import Model, model_for
-from jpaged.models.sharding import widen
+from jpaged.models.sharding import pad_for_sharding
 
 _LARGER_BLOCKS = {"tpu": (128,)}
 _LEAST_ROWS = 8
@@ -132,7 +132,7 @@ class Attention:
             yield StepSizes(blocks[-1], rows, tokens, max_model_len)
 
     def _choice(self, sizes: StepSizes) -> Choice:
-        config = widen(self.model.config, self.num_parts)
+        config = pad_for_sharding(self.model.config, self.num_parts)
         layout = KVLayout(
             num_layers=config.num_layers,
             num_blocks=1,

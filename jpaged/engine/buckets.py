@@ -1,6 +1,6 @@
 """The finite list of shapes: every program that serves is compiled for one of them, before the first request.
 
-Two axes only. The backbone is compiled for a number of packed tokens (T), the sampler for a number of rows (R); block
+Two axes only. The forward is compiled for a number of packed tokens (T), the sampler for a number of rows (R); block
 tables and row arrays have one fixed size. Powers of two keep the padding below half and the list short.
 """
 

@@ -28,9 +28,9 @@ from jpaged.engine.kv.paged import PrefixOptions
 from jpaged.engine.kv.pinned import Pin, PinnedPrefixes, pin_limit
 from jpaged.engine.kv.prefix_cache import Key
 from jpaged.engine.output.beam_rows import advance_beams
-from jpaged.engine.output.processor import Publisher
+from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.batch import build_step_inputs
-from jpaged.engine.scheduling.policies import make_order
+from jpaged.engine.scheduling.policies import make_policy
 from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -107,7 +107,7 @@ class Engine:
         self._memory = make_memory(geometry, options.kv_policy, prefix)
         self._scheduler = Scheduler(
             self._memory,
-            make_order(options.policy),
+            make_policy(options.policy),
             Preemption(options.preemption_mode, geometry.bytes_per_block, executor.rates),
             SchedulerLimits(
                 max_num_seqs=min(options.max_num_seqs, geometry.max_num_seqs),
@@ -116,7 +116,7 @@ class Engine:
             ),
         )
         self._pins = PinnedPrefixes(self._memory, geometry, pin_limit(options.max_pinned_blocks, geometry))
-        self._publisher = Publisher(tokenizer, eos_token_ids)
+        self._publisher = OutputProcessor(tokenizer, eos_token_ids)
         self._stats = StepStats(geometry, clock)
         self._soundness = Soundness(self._memory, self._publisher, self._stats)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -341,7 +341,7 @@ class Engine:
         beams: dict[Group, dict[Sequence, int]] = {}
         for row, scheduled in enumerate(schedule.rows):
             group, sequence = scheduled.group, scheduled.sequence
-            if not scheduled.draws_token or not sequence.is_live:
+            if not scheduled.samples_token or not sequence.is_live:
                 continue
             self._stats.count_token(group, now)
             if group.request.sampling.beam_width:

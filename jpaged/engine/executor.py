@@ -6,7 +6,7 @@ sees a device array.
 
     T  tokens packed in the step, padded to a bucket       S  rows of a step, always max_num_seqs
     M  width of a block-table row                          R  rows that the sampler runs on, padded to a bucket
-    X  token ids that a row may forbid                     K  alternatives reported with log-probabilities
+    X  token ids that a row may ban                     K  alternatives reported with log-probabilities
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
-FORBIDDEN_WIDTH = 40
-"""Token ids that a row may forbid (X): a request's stop tokens and the model's own end-of-sequence tokens."""
+BANNED_WIDTH = 40
+"""Token ids that a row may ban (X): a request's stop tokens and the model's own end-of-sequence tokens."""
 TOP_WIDTH = 32
 """Alternatives that the device reports of a row that wants them (K): what a request or a beam search may ask for."""
 NULL_BLOCK = 0
@@ -140,7 +140,7 @@ class BlockMoves:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """How each row's next token is drawn: rows of arrays, never static arguments.
+    """How each row's next token is sampled: rows of arrays, never static arguments.
 
     Attributes:
         temperature_r: 0 is greedy.
@@ -149,9 +149,9 @@ class SamplingInputs:
         min_p_r: 0 keeps all.
         seeds_r2: the request's 64-bit seed as (high, low) words.
         sequence_indices_r: which sequence of its request the row is.
-        positions_r: position in the sequence of the token that is drawn.
-        forbidden_ids_rx: tokens that this row cannot draw; vocab_size in unused places.
-        want_top: some row wants alternatives, so the sampler's larger variant runs.
+        positions_r: position in the sequence of the token that is sampled.
+        banned_token_ids_rx: tokens that this row cannot sample; vocab_size in unused places.
+        want_top_logprobs: some row wants alternatives, so the sampler's larger variant runs.
     """
 
     temperature_r: F32
@@ -161,8 +161,8 @@ class SamplingInputs:
     seeds_r2: U32
     sequence_indices_r: I32
     positions_r: I32
-    forbidden_ids_rx: I32
-    want_top: bool
+    banned_token_ids_rx: I32
+    want_top_logprobs: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +171,9 @@ class StepInputs:
 
     Attributes:
         token_ids_t: input tokens; ignored where is_fed_back_t.
-        is_fed_back_t: the token is what the previous dispatched step drew for row fed_back_rows_t, and has not been
+        is_fed_back_t: the token is what the previous dispatched step drew for row prev_sampled_rows_t, and has not been
             seen by the host.
-        fed_back_rows_t: a row of the previous step; 0 where not used.
+        prev_sampled_rows_t: a row of the previous step; 0 where not used.
         positions_t: position of each token in its sequence.
         rope_lens_t: max(position + 1, prompt length), for position embeddings that depend on the sequence's length.
         slots_t: where the token's keys and values go: block * block_size + offset; slot 0 of the null block for
@@ -183,7 +183,7 @@ class StepInputs:
         block_tables_sm: block ids; the null block beyond a row's context.
         kv_begins_s: tokens that a row shares with the other rows of its run; their block tables begin alike.
         run_starts_s1: [S + 1]; run g is the rows run_starts[g] to run_starts[g + 1]. num_rows beyond num_runs.
-        sample_tokens_s: place in the packed axis of each row's last token, from which its next is drawn.
+        sample_tokens_s: place in the packed axis of each row's last token, from which its next is sampled.
         num_rows: rows in use.
         num_tokens: tokens in use.
         num_runs: runs in use, which cover the rows in use; 0 where no two rows read anything together.
@@ -191,7 +191,7 @@ class StepInputs:
 
     token_ids_t: I32
     is_fed_back_t: Bool
-    fed_back_rows_t: I32
+    prev_sampled_rows_t: I32
     positions_t: I32
     rope_lens_t: I32
     slots_t: I32
@@ -212,11 +212,11 @@ class StepOutputs:
     """What one step drew, one entry a row, in host memory.
 
     Attributes:
-        token_ids_r: the drawn tokens.
+        token_ids_r: the sampled tokens.
         logprobs_r: their log-probabilities under the model's own distribution (before temperature and truncation); NaN
             in the rows that are not sound, see `is_sound_r`.
         ranks_r: 1 for the likeliest token.
-        top_ids_rk: the likeliest tokens in order; None unless want_top.
+        top_ids_rk: the likeliest tokens in order; None unless want_top_logprobs.
         top_logprobs_rk: theirs.
     """
 
@@ -228,7 +228,7 @@ class StepOutputs:
 
     @property
     def is_sound_r(self) -> Bool:
-        """False where a token means nothing: the logits hold NaN or plus infinity, or nothing is left to draw from."""
+        """False where a token means nothing: the logits hold NaN or plus infinity, or nothing is left to sample."""
         return ~np.isnan(self.logprobs_r)
 
 

@@ -8,12 +8,12 @@
     token_ids   [ prompt .......... | collected outputs .... ] (in flight)
                  └ num_computed: KV written by the steps dispatched so far ┘
 
-A token "in flight" has been drawn by a dispatched step whose results the host has not seen: the sequence is already
+A token "in flight" has been sampled by a dispatched step whose results the host has not seen: the sequence is already
 longer by it, but its value lives on the device alone. While a step is put together at most one token of a sequence is
 in flight; two are between the dispatch of that step and the collection of the one before.
 
 A group of several sequences computes its prompt once: only its leader runs until the prompt is in the pool. Then the
-others fork from it, sharing every block, and each draws its own first token from the same logits.
+others fork from it, sharing every block, and each samples its own first token from the same logits.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Sequence:
 
     Attributes:
         num_computed_tokens: tokens whose keys and values are in the pool once every dispatched step has run.
-        num_in_flight_tokens: tokens drawn by dispatched steps that were not collected yet.
+        num_in_flight_tokens: tokens sampled by dispatched steps that were not collected yet.
         in_flight_row: the sequence's row in the last step that drew a token for it; used while that is in flight.
         host_table: the sequence's blocks in host memory while it is swapped out.
         root_key: what the chain of its block keys begins with; None when it takes no part in the prefix cache.
@@ -98,7 +98,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens drawn so far, one in flight included."""
+        """Tokens sampled so far, one in flight included."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
@@ -134,7 +134,7 @@ class Group:
         num_overtaken: later arrivals that were admitted before this one.
         token_gap_s: between its last two steps that drew tokens; None before the second.
         ended_by: the finish reason of its last event, "deadline" or "error"; None before that.
-        num_drawn_tokens: by all its sequences and beams together.
+        num_sampled_tokens: by all its sequences and beams together.
         num_cached_tokens: prompt tokens that the prefix cache held when the group was first admitted.
     """
 
@@ -147,9 +147,9 @@ class Group:
         "is_forked",
         "last_token_s",
         "num_cached_tokens",
-        "num_drawn_tokens",
         "num_overtaken",
         "num_preemptions",
+        "num_sampled_tokens",
         "request",
         "sequences",
         "sink",
@@ -167,7 +167,7 @@ class Group:
         self.token_gap_s: float | None = None
         self.ended_by: str | None = None
         self.num_cached_tokens: int | None = None
-        self.num_drawn_tokens = 0
+        self.num_sampled_tokens = 0
         self.num_preemptions = 0
         self.num_overtaken = 0
         self.sink = sink

@@ -1,10 +1,10 @@
 """Requests whose logits are not finite: they end with an error, and what they computed is found by nobody.
 
     row   sound       its token goes on as ever, whatever the rows beside it are
-          not sound   live, and draws: its request fails, with all its sequences, and no other does
+          not sound   live, and samples: its request fails, with all its sequences, and no other does
                       of a sequence that ended: its prefix is forgotten, which was cached before this was known
 
-A row that computes a part of a prompt draws nothing and fails nothing: whether a request fails does not depend on how
+A row that computes a part of a prompt samples nothing and fails nothing: whether a request fails does not depend on how
 its prompt was cut. NaN in its keys or values makes the logits of its last token NaN.
 
 All that such a sequence has read is forgotten with what it wrote: one of them is at fault, and it is not known which.
@@ -20,7 +20,7 @@ import numpy as np
 
 from jpaged.engine.executor import StepOutputs
 from jpaged.engine.kv.interface import KVMemory
-from jpaged.engine.output.processor import Publisher
+from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import StepStats
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class Soundness:
     """Judges the rows of each step. Makes last events and forgets prefixes; to release the groups is the caller's."""
 
-    def __init__(self, memory: KVMemory, publisher: Publisher, stats: StepStats) -> None:
+    def __init__(self, memory: KVMemory, publisher: OutputProcessor, stats: StepStats) -> None:
         self._memory = memory
         self._publisher = publisher
         self._stats = stats
@@ -45,7 +45,7 @@ class Soundness:
             scheduled = schedule.rows[row]
             if not scheduled.sequence.is_live:
                 self._memory.forget(scheduled.sequence)
-            elif scheduled.draws_token and scheduled.group not in failed:
+            elif scheduled.samples_token and scheduled.group not in failed:
                 failed[scheduled.group] = None
                 self._fail(scheduled)
         return list(failed)

@@ -161,7 +161,7 @@ class StepStats:
     def count_token(self, group: Group, now_s: float) -> None:
         self._num_generation_tokens += 1
         if group.last_token_s != now_s:
-            self._note_draw(group, now_s)
+            self._note_sample(group, now_s)
         if group.token_gap_s is not None:
             self._token_gaps_s[group.token_gap_s] = self._token_gaps_s.get(group.token_gap_s, 0) + 1
 
@@ -223,7 +223,7 @@ class StepStats:
             host_s=self._host_s,
         )
 
-    def _note_draw(self, group: Group, now_s: float) -> None:
+    def _note_sample(self, group: Group, now_s: float) -> None:
         """The first token that a step drew for a group."""
         if group.last_token_s is None:
             group.first_token_s = now_s

@@ -125,7 +125,7 @@ def layer_graph(layer_class: LayerClass, config: ModelConfig, dtype: np.dtype) -
 def init_layers(
     layer_class: LayerClass, config: ModelConfig, dtype: np.dtype, key: jax.Array, layer_mode: LayerMode
 ) -> Any:
-    """Random parameters of all layers, as `run_layers` takes them; both layer modes draw the same numbers."""
+    """Random parameters of all layers, as `run_layers` takes them; both layer modes sample the same numbers."""
 
     def init_layer(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(layer_class(config, dtype, nnx.Rngs(key))))

@@ -36,7 +36,7 @@ class Model(Protocol):
     def init_params(self, key: jax.Array, layer_mode: LayerMode) -> Params:
         """Random parameters: normal with a standard deviation of 0.02, norms of one, biases of zero.
 
-        Both layer modes draw the same numbers.
+        Both layer modes sample the same numbers.
         """
 
     def run(

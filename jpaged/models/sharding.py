@@ -6,8 +6,8 @@
     feed-forward width F                F / n
     vocabulary V                        V / n, the last part padded
 
-`widen` makes the padding and the repeated heads a matter of the config: programs and shardings see a model whose sizes
-all divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.weights`).
+`pad_for_sharding` makes padding and repeated heads a matter of the config: programs and shardings see a model whose
+sizes all divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.weights`).
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def logical_axes(params: Params, layer_mode: LayerMode) -> Params:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WideAxis:
-    """The one axis along which a leaf is split, between the model as published and the same widened.
+class PaddedAxis:
+    """The one axis along which a leaf is split, between the model as published and the same padded.
 
     Attributes:
         axis: its place in the leaf, the axis of layers not counted.
         name: its logical name.
         size: of the published model.
-        wide_size: of the widened one.
+        wide_size: of the padded one.
     """
 
     axis: int
@@ -93,7 +93,7 @@ class WideAxis:
     wide_size: int
 
     def widened_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the leaf in the widened model; the queries of a repeated head are dealt out to its copies."""
+        """Of the leaf in the padded model; the queries of a repeated head are dealt out to its copies."""
         sizes = list(shape)
         sizes[self.axis] = self.wide_size
         if self.name == "kv_heads":
@@ -101,14 +101,14 @@ class WideAxis:
         return tuple(sizes)
 
     def source(self, begin: int, end: int) -> tuple[int, int]:
-        """The part of the published leaf that holds a part of the widened one."""
+        """The part of the published leaf that holds a part of the padded one."""
         if self.name == "kv_heads":
             repeats = self.wide_size // self.size
             return begin // repeats, -(-end // repeats)
         return min(begin, self.size), min(end, self.size)
 
-    def widened(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """`source` as an array, the axis of layers before it or not -> the part of the widened leaf."""
+    def padded(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """`source` as an array, the axis of layers before it or not -> the part of the padded leaf."""
         if self.name == "vocab":
             padded = np.zeros((end - begin, *array.shape[1:]), array.dtype)
             padded[: len(array)] = array
@@ -120,7 +120,7 @@ class WideAxis:
         return array
 
     def narrowed(self, array: np.ndarray) -> np.ndarray:
-        """A whole widened leaf, without an axis of layers -> the published one; undoes `widened`."""
+        """A whole padded leaf, without an axis of layers -> the published one; undoes `padded`."""
         if self.name == "vocab":
             return array[: self.size]
         if self.name == "kv_heads" and self.wide_size != self.size:
@@ -131,7 +131,7 @@ class WideAxis:
         return array
 
 
-def wide_axis(path: tuple[str | int, ...], shape: tuple[int, ...], num_parts: int) -> WideAxis | None:
+def padded_axis(path: tuple[str | int, ...], shape: tuple[int, ...], num_parts: int) -> PaddedAxis | None:
     """How a leaf of the published model is split; None if it is whole everywhere.
 
     Args:
@@ -142,11 +142,11 @@ def wide_axis(path: tuple[str | int, ...], shape: tuple[int, ...], num_parts: in
     names = _AXES[str(path[-2]), str(path[-1])]
     for axis, (name, size) in enumerate(zip(names, shape, strict=True)):
         if name == "kv_heads":
-            return WideAxis(axis, name, size, max(size, num_parts))
+            return PaddedAxis(axis, name, size, max(size, num_parts))
         if name == "vocab":
-            return WideAxis(axis, name, size, _rounded_up(size, num_parts))
+            return PaddedAxis(axis, name, size, _rounded_up(size, num_parts))
         if name in ("heads", "feed_forward"):
-            return WideAxis(axis, name, size, size)
+            return PaddedAxis(axis, name, size, size)
     return None
 
 
@@ -160,7 +160,7 @@ def repeat_groups(qkv: np.ndarray, repeats: int) -> np.ndarray:
     return np.concatenate((q, np.repeat(qkv[..., group:, :], repeats, axis=-3)), axis=-2)
 
 
-def widen(config: ModelConfig, num_parts: int) -> ModelConfig:
+def pad_for_sharding(config: ModelConfig, num_parts: int) -> ModelConfig:
     """The config whose key/value heads and vocabulary divide evenly, as described above; itself for one part.
 
     Raises:

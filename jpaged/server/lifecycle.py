@@ -34,7 +34,7 @@ from jpaged.server.metrics import metrics_source
 from jpaged.server.port import make_server
 from jpaged.server.prometheus import MetricsServer, serve_metrics
 from jpaged.server.servicer import ControlServicer, InferenceServicer
-from jpaged.service.loaded_model import Serving
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.stream import Bridge
 from jpaged.version import __version__
 
@@ -79,16 +79,16 @@ class Server:
     def __init__(
         self,
         config: EngineConfig,
-        load: Callable[[Progress], Serving],
+        load: Callable[[Progress], LoadedModel],
         *,
         on_progress: Progress = lambda what, done, total: None,
-        on_serving: Callable[[int, Serving], None] = lambda port, serving: None,
+        on_serving: Callable[[int, LoadedModel], None] = lambda port, serving: None,
     ) -> None:
         self._config = config
         self._load = load
         self._on_progress = on_progress
         self._on_serving = on_serving
-        self._serving: Serving | None = None
+        self._serving: LoadedModel | None = None
         self._state = State.STARTING
         self._startup = control_pb2.StartupProgress(what="starting", done=0, total=1)
         self._start_time = timestamp_pb2.Timestamp()
@@ -103,7 +103,7 @@ class Server:
 
     # --- what the servicers ask ---------------------------------------------------------------------------------------
 
-    def serving(self) -> Serving:
+    def serving(self) -> LoadedModel:
         """The loaded model, to run requests on; raises Unavailable in every state but SERVING."""
         serving = self.loaded()
         if self._state is State.DRAINING:
@@ -112,7 +112,7 @@ class Server:
             raise Unavailable(f"the engine has died: {self._failure}")
         return serving
 
-    def loaded(self) -> Serving:
+    def loaded(self) -> LoadedModel:
         """The loaded model, to ask about it; raises Unavailable before it is loaded."""
         if self._serving is None:
             startup = self._startup
@@ -245,13 +245,13 @@ class Server:
             await self._enter(State.SERVING)
             self._on_serving(self._port, self._serving)
 
-    async def _prepare(self, serving: Serving) -> None:
+    async def _prepare(self, serving: LoadedModel) -> None:
         """What the options ask for before the first request: a pinned prefix, metrics."""
         options = self._config.server
         if self._prefix is not None:
             prefix = self._prefix
             try:
-                token_ids = await asyncio.to_thread(lambda: serving.intake.prefix(text=prefix))
+                token_ids = await asyncio.to_thread(lambda: serving.input_processor.prefix(text=prefix))
                 num_tokens = await asyncio.wrap_future(serving.engine.pin_prefix(PIN_NAME, token_ids))
             except InvalidArgument as error:
                 raise InvalidArgument("pin_prefix", f"{options.pin_prefix}: {error.problem}") from error

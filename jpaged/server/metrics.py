@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jpaged.server.prometheus import MetricsSource
-from jpaged.service.loaded_model import Serving
+from jpaged.service.loaded_model import LoadedModel
 
 
-def metrics_source(serving: Serving) -> MetricsSource:
+def metrics_source(serving: LoadedModel) -> MetricsSource:
     """Where a scrape of this model reads; the labels of the cache are vLLM's, which gateways look for."""
     cache, geometry = serving.config.cache, serving.engine.geometry
     return MetricsSource(

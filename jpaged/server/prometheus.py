@@ -43,7 +43,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:prefix_cache_queries": ("num_prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": ("num_prefix_hit_tokens", "Prompt tokens found in the prefix cache."),
     "vllm:prompt_tokens": ("num_prompt_tokens", "Tokens of admitted prompts."),
-    "vllm:generation_tokens": ("num_generation_tokens", "Tokens drawn."),
+    "vllm:generation_tokens": ("num_generation_tokens", "Tokens sampled."),
     "jpaged:copies_on_write": ("num_copies_on_write", "Shared blocks copied because a sequence wrote to them."),
     "jpaged:blocks_swapped_out": ("num_blocks_swapped_out", "Blocks moved to host memory."),
     "jpaged:blocks_swapped_in": ("num_blocks_swapped_in", "Blocks moved back from host memory."),

@@ -23,7 +23,7 @@ from jpaged.server.metrics import metrics_source
 from jpaged.server.prometheus import MetricsServer, serve_metrics
 from jpaged.server.servicer import InferenceServicer
 from jpaged.server.status import Trailers
-from jpaged.service.loaded_model import Serving
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.stream import Bridge
 from jpaged.version import __version__
 
@@ -54,7 +54,7 @@ class Replica:
         serving: a loaded model whose engine is not started.
     """
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: LoadedModel) -> None:
         self._serving = serving
         self._inference: InferenceServicer | None = None
         self._is_draining = False
@@ -63,7 +63,7 @@ class Replica:
 
     # --- what the servicer asks ---------------------------------------------------------------------------------------
 
-    def serving(self) -> Serving:
+    def serving(self) -> LoadedModel:
         """The loaded model, to run requests on; raises Unavailable when it drains or its engine has died."""
         failure = self._serving.engine.failure
         if failure is not None:
@@ -72,7 +72,7 @@ class Replica:
             raise Unavailable("the server is draining: it takes no new requests")
         return self._serving
 
-    def loaded(self) -> Serving:
+    def loaded(self) -> LoadedModel:
         return self._serving
 
     def describe(self) -> control_pb2.GetServerInfoResponse:

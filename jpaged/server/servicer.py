@@ -26,7 +26,7 @@ from jpaged.errors import (
 )
 from jpaged.server import wire
 from jpaged.server.status import CallContext, refuse
-from jpaged.service.loaded_model import Serving
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.stream import Bridge, OutputStream
 from jpaged.service.workers import Workers
 from jpaged.types import FinishReason, OutputEvent, Request, SequenceFinish
@@ -37,14 +37,14 @@ _RETRY_S = 1.0
 """When to come back, where no request's end is waited for."""
 
 
-class Host(Protocol):
+class ServiceState(Protocol):
     """What the servicers ask of the server that they run in."""
 
-    def serving(self) -> Serving:
+    def serving(self) -> LoadedModel:
         """The loaded model, to run requests on; raises Unavailable while it loads and when the server drains."""
         ...
 
-    def loaded(self) -> Serving:
+    def loaded(self) -> LoadedModel:
         """The loaded model, to ask about it; raises Unavailable while it loads."""
         ...
 
@@ -71,13 +71,13 @@ class _Answering:
             await refuse(self._context, InternalError(f"{type(error).__name__}: {error}"))
 
 
-def _tenant(serving: Serving, context: CallContext) -> str:
+def _tenant(serving: LoadedModel, context: CallContext) -> str:
     """Whose ids, names and prefixes a call speaks of; "" for everybody's where tenants are not kept apart."""
     tenant = wire.tenant_from(context.invocation_metadata() or ())
     return tenant if serving.config.server.isolate_tenants else ""
 
 
-def _check_model(serving: Serving, message: inference_pb2.GenerateRequest | _TokenMessage) -> None:
+def _check_model(serving: LoadedModel, message: inference_pb2.GenerateRequest | _TokenMessage) -> None:
     if message.HasField("model") and message.model != serving.model.name:
         raise NotFound(f"model: {message.model!r} is not served here; {serving.model.name!r} is")
 
@@ -121,7 +121,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         is_idle: set while no Generate call is open; for the server to wait on, never to set.
     """
 
-    def __init__(self, host: Host, bridge: Bridge) -> None:
+    def __init__(self, host: ServiceState, bridge: Bridge) -> None:
         self._host = host
         self._bridge = bridge
         self._counter = itertools.count()
@@ -136,7 +136,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         for admission in self._open.values():
             admission.end(error=error)
 
-    def abort(self, serving: Serving, tenant: str, request_id: str) -> bool:
+    def abort(self, serving: LoadedModel, tenant: str, request_id: str) -> bool:
         """Ends a request by its caller's id; False when the tenant has none in flight."""
         admission = self._open.get((tenant, request_id))
         if admission is None:
@@ -164,7 +164,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if self._num_calls == 0:
                 self.is_idle.set()
 
-    def _admit(self, serving: Serving, message: inference_pb2.GenerateRequest, context: CallContext) -> _Admission:
+    def _admit(self, serving: LoadedModel, message: inference_pb2.GenerateRequest, context: CallContext) -> _Admission:
         request_id = wire.request_id_from(message) or uuid.uuid4().hex
         cache_tenant = _tenant(serving, context)
         other = self._open.get((cache_tenant, request_id))
@@ -183,7 +183,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._open[cache_tenant, request_id] = admission
         return admission
 
-    def _require_readers(self, serving: Serving) -> None:
+    def _require_readers(self, serving: LoadedModel) -> None:
         """Bounds the calls whose requests have ended and whose answers, which are kept, nobody reads.
 
         Raises:
@@ -204,7 +204,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _stream(
         self,
-        serving: Serving,
+        serving: LoadedModel,
         admission: _Admission,
         message: inference_pb2.GenerateRequest,
         context: CallContext,
@@ -228,7 +228,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 serving.engine.drop(admission.engine_id)
 
     async def _prepare(
-        self, serving: Serving, admission: _Admission, message: inference_pb2.GenerateRequest
+        self, serving: LoadedModel, admission: _Admission, message: inference_pb2.GenerateRequest
     ) -> Request | None:
         """Makes the engine's request; None when the stream was ended meanwhile."""
         making = self.workers.run(lambda: _make_request(serving, admission, message), wire.prompt_size(message))
@@ -263,9 +263,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             return await self.workers.run(lambda: _detokenize(serving, request), len(request.token_ids))
 
 
-def _make_request(serving: Serving, admission: _Admission, message: inference_pb2.GenerateRequest) -> Request:
+def _make_request(serving: LoadedModel, admission: _Admission, message: inference_pb2.GenerateRequest) -> Request:
     prompt, sampling = wire.prompt_from(message), wire.sampling_from(message.sampling)
-    request = serving.intake.make_request(
+    request = serving.input_processor.make_request(
         request_id=admission.engine_id,
         sampling=sampling,
         prompt=prompt.text,
@@ -277,30 +277,30 @@ def _make_request(serving: Serving, admission: _Admission, message: inference_pb
     return dataclasses.replace(request, cache_tenant=admission.cache_tenant)
 
 
-def _tokenize(serving: Serving, message: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
+def _tokenize(serving: LoadedModel, message: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
     match message.WhichOneof("input"):
         case "text":
             is_adding = message.add_special_tokens if message.HasField("add_special_tokens") else True
-            token_ids = serving.intake.tokenize(message.text, add_special_tokens=is_adding)
+            token_ids = serving.input_processor.tokenize(message.text, add_special_tokens=is_adding)
         case "chat":
             if message.HasField("add_special_tokens"):
                 raise InvalidArgument("add_special_tokens", "goes with text only: a chat template brings its own")
-            token_ids = serving.intake.tokenize_chat(wire.messages_from(message.chat))
+            token_ids = serving.input_processor.tokenize_chat(wire.messages_from(message.chat))
         case _:
             raise InvalidArgument("input", "is missing: set text or chat")
     return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
 
-def _detokenize(serving: Serving, message: inference_pb2.DetokenizeRequest) -> inference_pb2.DetokenizeResponse:
+def _detokenize(serving: LoadedModel, message: inference_pb2.DetokenizeRequest) -> inference_pb2.DetokenizeResponse:
     is_skipping = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
-    text = serving.intake.detokenize(message.token_ids, skip_special_tokens=is_skipping)
+    text = serving.input_processor.detokenize(message.token_ids, skip_special_tokens=is_skipping)
     return inference_pb2.DetokenizeResponse(text=text)
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """jpaged.v1.ControlService."""
 
-    def __init__(self, host: Host, inference: InferenceServicer) -> None:
+    def __init__(self, host: ServiceState, inference: InferenceServicer) -> None:
         self._host = host
         self._inference = inference
 
@@ -344,7 +344,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             name, prefix = wire.pin_name_from(request), wire.prefix_from(request)
 
             def pin() -> Future[int]:
-                token_ids = serving.intake.prefix(text=prefix.text, token_ids=prefix.token_ids)
+                token_ids = serving.input_processor.prefix(text=prefix.text, token_ids=prefix.token_ids)
                 return serving.engine.pin_prefix(name, token_ids, request.cache_salt, tenant)
 
             pinned = await self._inference.workers.run(pin, prefix.size)
@@ -363,7 +363,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             return control_pb2.UnpinPrefixResponse()
 
     @staticmethod
-    def _controlled(method: str, serving: Serving) -> Serving:
+    def _controlled(method: str, serving: LoadedModel) -> LoadedModel:
         """The server, for a call that acts on it by name."""
         if serving.config.server.disable_control:
             raise PermissionDenied(f"{method} is turned off on this server (disable_control)")

@@ -104,7 +104,7 @@ def prompt_size(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeR
 
 
 def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
-    """The prompt in the form in which it was sent; its content is the intake's to check."""
+    """The prompt in the form in which it was sent; its content is the input processor's to check."""
     match message.WhichOneof("prompt"):
         case "text":
             return Prompt(text=message.text)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpaged.engine.executor import FORBIDDEN_WIDTH, TOP_WIDTH, Geometry
+from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
@@ -25,12 +25,12 @@ from jpaged.types import (
     SamplingParams,
 )
 
-_MAX_EOS_TOKEN_IDS = FORBIDDEN_WIDTH - MAX_STOP_TOKEN_IDS
+_MAX_EOS_TOKEN_IDS = BANNED_WIDTH - MAX_STOP_TOKEN_IDS
 _EXACT_BYTES = 4096
 """Texts up to this are tokenised also where they cannot fit: it costs little, and the error tells the tokens."""
 
 
-class Intake:
+class InputProcessor:
     """Makes requests for one model. Safe to call from several threads.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the server needs of a loaded model: a runner, an intake, a tokenizer, and the facts that it reports."""
+"""What the server needs of a loaded model: a runner, an input_processor, a tokenizer, and the facts that it reports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jpaged.engine.histogram import HistogramSnapshot
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import EngineLoad
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.service.input_processor import Intake
+from jpaged.service.input_processor import InputProcessor
 from jpaged.types import Request
 
 
-class Runner(Protocol):
-    """Runs requests to their end: an `Engine`, or `Replicas` of it, which say what each verb does and raises."""
+class EngineClient(Protocol):
+    """Runs requests to their end: an `Engine` or a `DataParallelEngine`, which say what each verb does and raises."""
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -111,11 +111,11 @@ class BackendFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class LoadedModel:
     """A model that is loaded. `config` is resolved; the engine (or its replicas) is not started yet."""
 
-    engine: Runner
-    intake: Intake
+    engine: EngineClient
+    input_processor: InputProcessor
     tokenizer: Tokenizer
     model: ModelFacts
     backend: BackendFacts

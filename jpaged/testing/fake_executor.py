@@ -8,7 +8,7 @@ table; rows of a run read what they share through the table of its first. The ne
 so a wrong slot, a stale block or a shared one changes it. `noise` is 0 for a greedy row, and otherwise a number made of
 (seed, sequence index, position). Keys depend on everything in front of them, so a slot holds a digest of that beside
 its token: the right tokens after another prefix are a mistake as well, and reading them raises. A slot may be NaN, see
-`Faults`: a row that reads it draws nothing.
+`Faults`: a row that reads it samples nothing.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class FakeExecutor:
         if self.num_steps == self.faults.fail_at_step:
             raise RuntimeError(f"injected fault at step {self.num_steps}")
         self.num_steps += 1
-        tokens_t = np.where(inputs.is_fed_back_t, self._last_tokens[inputs.fed_back_rows_t], inputs.token_ids_t)
+        tokens_t = np.where(inputs.is_fed_back_t, self._last_tokens[inputs.prev_sampled_rows_t], inputs.token_ids_t)
         used = slice(0, inputs.num_tokens)
         is_nan_t = np.isin(tokens_t, list(self.faults.nan_token_ids))
         self._pool[inputs.slots_t[used], 0] = (tokens_t + is_nan_t * _NAN)[used]
@@ -169,9 +169,9 @@ class FakeExecutor:
         for row in range(inputs.num_rows):
             context = self._context(inputs, row)
             is_sound_r[row] = context.max() < _NAN
-            token_ids_r[row] = self._draw(context % _NAN, sampling, row)
+            token_ids_r[row] = self._sample(context % _NAN, sampling, row)
         self._last_tokens[: len(token_ids_r)] = token_ids_r[: len(self._last_tokens)]
-        return self._outputs(token_ids_r, is_sound_r, sampling.want_top)
+        return self._outputs(token_ids_r, is_sound_r, sampling.want_top_logprobs)
 
     def collect(self, handle: StepOutputs) -> StepOutputs:
         self.faults.wait()
@@ -215,7 +215,7 @@ class FakeExecutor:
         tokens, digests = self._pool[slots, 0], self._pool[slots, 1]
         blocks = slots // self._geometry.block_size
         if inputs.positions_t[inputs.sample_tokens_s[row]] != len(slots) - 1:
-            raise InternalError(f"row {row} of {len(slots)} tokens draws from token {inputs.sample_tokens_s[row]}")
+            raise InternalError(f"row {row} of {len(slots)} tokens samples from token {inputs.sample_tokens_s[row]}")
         if np.any(blocks == NULL_BLOCK) or np.any(tokens == _UNWRITTEN):
             raise InternalError(f"row {row} reads a slot that was never written: blocks {blocks.tolist()}")
         if np.any(is_wrong := digests != self._digests(tokens)):
@@ -237,18 +237,20 @@ class FakeExecutor:
             raise InternalError(f"row {row} is at {inputs.positions_t[begin]} and shares {shared} tokens")
         return int(first)
 
-    def _draw(self, context: NDArray[np.int64], sampling: SamplingInputs, row: int) -> int:
+    def _sample(self, context: NDArray[np.int64], sampling: SamplingInputs, row: int) -> int:
         token_id = _next_token(context, self._geometry.vocab_size)
         if sampling.temperature_r[row] > 0:
             high, low = (int(word) for word in sampling.seeds_r2[row])
             token_id += _noise(high << 32 | low, int(sampling.sequence_indices_r[row]), int(sampling.positions_r[row]))
-        forbidden = set(sampling.forbidden_ids_rx[row].tolist())
+        banned = set(sampling.banned_token_ids_rx[row].tolist())
         token_id %= self._geometry.vocab_size
-        while token_id in forbidden:
+        while token_id in banned:
             token_id = (token_id + 1) % self._geometry.vocab_size
         return token_id
 
-    def _outputs(self, token_ids_r: NDArray[np.int32], is_sound_r: NDArray[np.bool_], want_top: bool) -> StepOutputs:
+    def _outputs(
+        self, token_ids_r: NDArray[np.int32], is_sound_r: NDArray[np.bool_], want_top_logprobs: bool
+    ) -> StepOutputs:
         logprobs_r = np.where(is_sound_r, _LOGPROB_STEP, np.nan).astype(np.float32)
         offsets = np.arange(TOP_WIDTH, dtype=np.int32)
         top_ids = (token_ids_r[:, None] + offsets) % self._geometry.vocab_size
@@ -257,8 +259,8 @@ class FakeExecutor:
             token_ids_r=token_ids_r,
             logprobs_r=logprobs_r,
             ranks_r=np.ones(len(token_ids_r), np.int32),
-            top_ids_rk=top_ids.astype(np.int32) if want_top else None,
-            top_logprobs_rk=top_logprobs.astype(np.float32) if want_top else None,
+            top_ids_rk=top_ids.astype(np.int32) if want_top_logprobs else None,
+            top_logprobs_rk=top_logprobs.astype(np.float32) if want_top_logprobs else None,
         )
 
 
@@ -272,7 +274,7 @@ def _noise(seed: int, sequence_index: int, position: int) -> int:
 
 
 def alternatives(token_id: int, vocab_size: int = 257) -> list[tuple[int, float]]:
-    """The (token, log-probability) pairs that a row reports when it would draw token_id, the likeliest first."""
+    """The (token, log-probability) pairs that a row reports when it would sample token_id, the likeliest first."""
     return [((token_id + i) % vocab_size, (i + 1) * _LOGPROB_STEP) for i in range(min(TOP_WIDTH, vocab_size))]
 
 

@@ -59,7 +59,7 @@ class Case:
         """What our own check says."""
         num_heads = self.num_kv_heads * self.group
         queries = Queries(num_heads, jnp.dtype(self.dtype), self.num_rows, self.table_width, self.num_tokens)
-        return tpu.refuses(AttentionSpec(self.layout, 1.0), queries)
+        return tpu.unsupported_reason(AttentionSpec(self.layout, 1.0), queries)
 
     @property
     def query_bytes(self) -> int:

@@ -23,7 +23,7 @@ from jpaged.config import EngineConfig
 from jpaged.device.aot.tpu import GENERATIONS
 from jpaged.device.mesh import MESH_AXES, build_mesh
 from jpaged.device.programs.lowering import abstract_serving
-from jpaged.device.step.forward import backbone_packing
+from jpaged.device.step.forward import forward_packing
 from jpaged.models.model import model_for
 
 NUM_TOKENS = 16
@@ -38,20 +38,20 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", GENERATIONS)
-def test_the_backbone_lowers_with_its_attention_kernel(name: str) -> None:
+def test_the_forward_lowers_with_its_attention_kernel(name: str) -> None:
     model = model_for(known_config("llama-3-8b"), jnp.dtype("bfloat16"))
     step, geometry, _ = abstract_serving(model, EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:1]))
     layout = dataclasses.replace(step.attention.layout, form="tpu")
     attention = dataclasses.replace(step.attention, layout=layout)
     step = dataclasses.replace(step, attention=attention, backend="pallas-tpu", layer_mode="scan")
-    packing = backbone_packing(NUM_TOKENS, geometry)
+    packing = forward_packing(NUM_TOKENS, geometry)
     arguments = (
         step.model.abstract_params("scan"),
         jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
         jax.ShapeDtypeStruct((step.num_places,), np.int32),
         jax.ShapeDtypeStruct((packing.size,), np.int32),
     )
-    jitted = jax.jit(functools.partial(step.packed_backbone, packing=packing), donate_argnums=1)
+    jitted = jax.jit(functools.partial(step.packed_forward, packing=packing), donate_argnums=1)
     device = AbstractDevice(GENERATIONS[name].device_kind, 1, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1), MESH_AXES, abstract_device=device)):
         text = export.export(jitted, platforms=["tpu"])(*arguments).mlir_module()

@@ -26,7 +26,7 @@ def check(result: ProgramResult, work_mib: int) -> None:
     assert report is not None, result.out_of_memory
     assert result.made == ()
     assert report.temp_bytes < work_mib * MIB
-    is_step = not result.program.startswith("draw")
+    is_step = not result.program.startswith("sample")
     assert report.alias_bytes == (result.pool_bytes if is_step else 0)
     # Padding of what the program is given: an arrangement that TPU tiles do not fit costs from 5 % up.
     given = result.weight_bytes + (result.pool_bytes if is_step else 0)
@@ -34,24 +34,24 @@ def check(result: ProgramResult, work_mib: int) -> None:
 
 
 def check_exchanges(result: ProgramResult) -> None:
-    """Two sums a layer, one for the embedding, and for a draw some numbers a row; none between blocks or one device.
+    """Two sums a layer, one for the embedding, and for a sample some numbers a row; none between blocks or one device.
 
     A sum is an array: an all-reduce into which the compiler combined two counts as two.
     """
     rows = int(result.program.partition("[")[2].partition("]")[0].partition(",")[0])
     if result.num_devices == 1 or result.program.startswith(("copy", "swap")):
         assert result.collectives == ()
-    elif result.program.startswith("backbone"):
+    elif result.program.startswith("forward"):
         config = known_config(result.cell.partition("@")[0])
         assert {one.opcode for one in result.collectives} == {"all-reduce"}
         sums = [(one.loop_trips, dims) for one in result.collectives for dims in one.dims]
         of_layer, outside = ((config.num_layers,), (rows, config.hidden_size)), ((), (rows, config.hidden_size))
         assert sorted(sums) == sorted([outside, of_layer, of_layer])
     else:
-        check_draw(result, rows, has_top="top" in result.program)
+        check_sample(result, rows, has_top="top" in result.program)
 
 
-def check_draw(result: ProgramResult, rows: int, *, has_top: bool) -> None:
+def check_sample(result: ProgramResult, rows: int, *, has_top: bool) -> None:
     """A number a row for each sum; the bisections of top-k and top-p make 32 passes; the best 32 of each device."""
     sums = [one for one in result.collectives if one.opcode == "all-reduce"]
     gathered = [one for one in result.collectives if one.opcode != "all-reduce"]
@@ -70,18 +70,18 @@ def check_draw(result: ProgramResult, rows: int, *, has_top: bool) -> None:
 @pytest.mark.parametrize(
     ("cell", "num_devices"),
     [
-        ("llama-3-8b@v6e:1x1#backbone[64],backbone[512],draw[64],copy[8]", 1),
-        ("llama-3-8b@v6e:2x2#backbone[64],draw[64],draw[64, top],copy[8]", 4),
-        ("llama-3-8b@v5e:2x4#backbone[64],draw[64]", 8),
-        ("llama-3-8b@v5p:2x2x1#backbone[64],draw[64, top]", 4),
-        ("llama-3-8b@tpu7x:1x1x1#backbone[64]", 2),
-        ("llama-3-8b@tpu7x:2x2x1#backbone[64],draw[64]", 8),
-        ("llama-3-8b@tpu7x:2x2x2#backbone[64],draw[64]", 16),
-        ("llama-3-70b@v6e:2x4#backbone[64],draw[64]", 8),
-        ("llama-3-70b@v5p:2x2x2#backbone[64]", 8),
-        ("llama-3-70b@tpu7x:2x2x1#backbone[64],draw[64, top]", 8),
-        ("opt-13b@v6e:1x1#backbone[64]", 1),
-        ("opt-13b@v5p:2x2x2#backbone[64]", 8),
+        ("llama-3-8b@v6e:1x1#forward[64],forward[512],sample[64],copy[8]", 1),
+        ("llama-3-8b@v6e:2x2#forward[64],sample[64],sample[64, top],copy[8]", 4),
+        ("llama-3-8b@v5e:2x4#forward[64],sample[64]", 8),
+        ("llama-3-8b@v5p:2x2x1#forward[64],sample[64, top]", 4),
+        ("llama-3-8b@tpu7x:1x1x1#forward[64]", 2),
+        ("llama-3-8b@tpu7x:2x2x1#forward[64],sample[64]", 8),
+        ("llama-3-8b@tpu7x:2x2x2#forward[64],sample[64]", 16),
+        ("llama-3-70b@v6e:2x4#forward[64],sample[64]", 8),
+        ("llama-3-70b@v5p:2x2x2#forward[64]", 8),
+        ("llama-3-70b@tpu7x:2x2x1#forward[64],sample[64, top]", 8),
+        ("opt-13b@v6e:1x1#forward[64]", 1),
+        ("opt-13b@v5p:2x2x2#forward[64]", 8),
     ],
 )
 def test_a_model_is_served_in_place(cell: str, num_devices: int) -> None:
@@ -89,21 +89,21 @@ def test_a_model_is_served_in_place(cell: str, num_devices: int) -> None:
     assert len(results) == cell.count("[")
     for result in results:
         assert (result.num_devices, result.backend) == (num_devices, "pallas-tpu")
-        # A draw has its logits three times: as they are, divided by the temperature, and with what is forbidden.
-        is_draw = result.program.startswith("draw")
-        check(result, work_mib=256 if "512" in result.program else 112 if is_draw else 80)
+        # A sample has its logits three times: as they are, divided by the temperature, and with what is forbidden.
+        is_sample = result.program.startswith("sample")
+        check(result, work_mib=256 if "512" in result.program else 112 if is_sample else 80)
         check_exchanges(result)
 
 
 def test_attention_of_xla_is_in_place_too() -> None:
-    (result,) = compile_cells("llama-3-8b@v6e:1x1/xla#backbone[64]")
+    (result,) = compile_cells("llama-3-8b@v6e:1x1/xla#forward[64]")
     assert result.backend == "xla"
     check(result, work_mib=80)
 
 
 @pytest.mark.parametrize("cell", ["llama-3-8b@v5e:1x1", "llama-3-70b@v5e:2x4"])
 def test_a_model_that_is_too_large_is_refused_by_the_compiler(cell: str) -> None:
-    (result,) = compile_cells(f"{cell}#backbone[64]")
+    (result,) = compile_cells(f"{cell}#forward[64]")
     assert result.report is None
     assert result.out_of_memory is not None
     assert "RESOURCE_EXHAUSTED" in result.out_of_memory

@@ -32,12 +32,12 @@ def serve(trace, *, num_kv_slots=None, block_size=16, num_host_blocks=0, **chang
     return simulate(trace, deployment, replace(PAPER, **changes))
 
 
-def draw(name="sharegpt", rate=2.0, count=40):
+def sample(name="sharegpt", rate=2.0, count=40):
     return synthesize(WORKLOADS[name], rate_per_s=rate, num_requests=count, seed=0, max_model_len=2048)
 
 
 def test_every_request_gets_its_tokens_and_the_same_seed_the_same_times():
-    trace = draw(count=20)
+    trace = sample(count=20)
     first, second = serve(trace), serve(trace)
     assert first == second
     assert first.load.num_generation_tokens == sum(request.output_tokens for request in trace)
@@ -65,7 +65,7 @@ def test_regions_are_read_without_gathering_and_blocks_are_not():
 
 def test_policies_come_in_the_papers_order():
     # All requests at once: how fast they are done is the rate that the policy sustains.
-    trace = draw(rate=1000.0, count=48)
+    trace = sample(rate=1000.0, count=48)
     done_s = {policy: serve(trace, kv_policy=policy).elapsed_s for policy in POLICIES}
     assert done_s["paged"] < done_s["reserve-oracle"] < done_s["reserve-pow2"] < done_s["reserve-max"]
     assert done_s["reserve-max"] < serve(trace, kv_policy="reserve-max", batching="static").elapsed_s
@@ -76,7 +76,7 @@ POLICIES = ("paged", "reserve-oracle", "reserve-pow2", "reserve-max")
 
 
 def test_paged_memory_wastes_the_ends_of_last_blocks_alone():
-    trace = draw()
+    trace = sample()
     shares = {block_size: serve(trace, block_size=block_size).slot_share for block_size in (1, 16, 64)}
     assert shares[1] == 1.0
     assert shares[16] >= 0.96
@@ -86,14 +86,14 @@ def test_paged_memory_wastes_the_ends_of_last_blocks_alone():
 
 
 def test_samples_of_a_prompt_share_its_blocks_and_beams_share_more():
-    trace = draw("alpaca", rate=5.0, count=30)
+    trace = sample("alpaca", rate=5.0, count=30)
     samples, beams = (serve(with_sampling(trace, n=n, beam_width=w)) for n, w in ((4, 0), (1, 4)))
     assert 0.03 < samples.shared_share < beams.shared_share < 0.75
     assert samples.load.num_generation_tokens == 4 * sum(request.output_tokens for request in trace)
 
 
 def test_a_full_pool_preempts_either_way():
-    trace = draw(rate=1000.0, count=24)
+    trace = sample(rate=1000.0, count=24)
     recomputed = serve(trace, num_kv_slots=3200)
     swapped = serve(trace, num_kv_slots=3200, preemption_mode="swap", num_host_blocks=1000)
     assert recomputed.load.num_preemptions > 0

@@ -49,7 +49,7 @@ def test_a_mean_weighs_steps_by_their_seconds():
 
 def test_a_rate_is_the_windows_share_of_the_tokens_as_requests():
     # 24 of 40 tokens in the window's 3 seconds: 60 percent of 5 requests.
-    some = steps(num_drawn=(8, 8, 8, 8, 4, 4))
+    some = steps(num_sampled=(8, 8, 8, 8, 4, 4))
     assert steady.requests_per_s(some, Window(1.0, 4.0), 5) == pytest.approx(0.6 * 5 / 3)
 
 

@@ -12,12 +12,12 @@ from jpaged.cli.main import main
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument
-from jpaged.service.loaded_model import Serving
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.testing import FakeExecutor, Faults
 from tests.server.harness import make_serving
 
 
-def build(options: EngineConfig, progress: Progress) -> Serving:
+def build(options: EngineConfig, progress: Progress) -> LoadedModel:
     """In the place of `assemble.build`."""
     progress("weights", 1, 2)
     progress("weights", 2, 2)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jpaged.engine.executor import FORBIDDEN_WIDTH, Executor, Geometry, SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.executor import BANNED_WIDTH, Executor, Geometry, SamplingInputs, StepInputs, StepOutputs
 
 
 @dataclass
@@ -24,11 +24,11 @@ class Sequence:
 
 @dataclass
 class Row:
-    """The next `num_tokens` of a sequence; fed_back_row feeds its last one from the step before."""
+    """The next `num_tokens` of a sequence; prev_sampled_row feeds its last one from the step before."""
 
     sequence: Sequence
     num_tokens: int
-    fed_back_row: int | None = None
+    prev_sampled_row: int | None = None
 
 
 @dataclass
@@ -50,13 +50,13 @@ class Driver:
     def release(self, sequence: Sequence) -> None:
         self.free += sequence.blocks
 
-    def run(self, rows: list[Row], *, want_top: bool = False) -> StepOutputs:
-        outputs = self.executor.collect(self.executor.dispatch(self.inputs(rows, want_top=want_top)))
+    def run(self, rows: list[Row], *, want_top_logprobs: bool = False) -> StepOutputs:
+        outputs = self.executor.collect(self.executor.dispatch(self.inputs(rows, want_top_logprobs=want_top_logprobs)))
         for row in rows:
             row.sequence.num_computed += row.num_tokens
         return outputs
 
-    def inputs(self, rows: list[Row], *, want_top: bool = False) -> StepInputs:
+    def inputs(self, rows: list[Row], *, want_top_logprobs: bool = False) -> StepInputs:
         geometry, block_size = self.geometry, self.geometry.block_size
         num_tokens = sum(row.num_tokens for row in rows)
         t, s = geometry.buckets.num_tokens(num_tokens), geometry.max_num_seqs
@@ -71,8 +71,8 @@ class Driver:
             tables[i] = sequence.blocks
             for position in range(sequence.num_computed, kv_lens[i]):
                 place = begin + position - sequence.num_computed
-                if row.fed_back_row is not None and position == kv_lens[i] - 1:
-                    is_fed_back[place], feeds[place] = True, row.fed_back_row
+                if row.prev_sampled_row is not None and position == kv_lens[i] - 1:
+                    is_fed_back[place], feeds[place] = True, row.prev_sampled_row
                 ids[place] = 0 if is_fed_back[place] else sequence.tokens[position]
                 positions[place], lens[place] = position, max(position + 1, sequence.prompt_len)
                 slots[place] = sequence.blocks[position // block_size] * block_size + position % block_size
@@ -80,7 +80,7 @@ class Driver:
         return StepInputs(
             token_ids_t=ids,
             is_fed_back_t=is_fed_back,
-            fed_back_rows_t=feeds,
+            prev_sampled_rows_t=feeds,
             positions_t=positions,
             rope_lens_t=lens,
             slots_t=slots,
@@ -90,17 +90,17 @@ class Driver:
             kv_begins_s=np.zeros(s, np.int32),
             run_starts_s1=np.full(s + 1, len(rows), np.int32),
             sample_tokens_s=np.maximum(starts[1:] - 1, 0),
-            sampling=self.sampling(rows, want_top),
+            sampling=self.sampling(rows, want_top_logprobs),
             num_rows=len(rows),
             num_tokens=num_tokens,
             num_runs=0,
         )
 
-    def sampling(self, rows: list[Row], want_top: bool) -> SamplingInputs:
+    def sampling(self, rows: list[Row], want_top_logprobs: bool) -> SamplingInputs:
         vocab_size = self.geometry.vocab_size
         num_empty = self.geometry.buckets.num_rows(len(rows)) - len(rows)
         sequences = [row.sequence for row in rows]
-        drawn_at = [row.sequence.num_computed + row.num_tokens for row in rows]
+        sampled_at = [row.sequence.num_computed + row.num_tokens for row in rows]
         return SamplingInputs(
             temperature_r=np.array([q.temperature for q in sequences] + [0] * num_empty, np.float32),
             top_k_r=np.full(len(rows) + num_empty, vocab_size, np.int32),
@@ -108,7 +108,7 @@ class Driver:
             min_p_r=np.zeros(len(rows) + num_empty, np.float32),
             seeds_r2=np.array([divmod(q.seed, 2**32) for q in sequences] + [(0, 0)] * num_empty, np.uint32),
             sequence_indices_r=np.zeros(len(rows) + num_empty, np.int32),
-            positions_r=np.array(drawn_at + [0] * num_empty, np.int32),
-            forbidden_ids_rx=np.full((len(rows) + num_empty, FORBIDDEN_WIDTH), vocab_size, np.int32),
-            want_top=want_top,
+            positions_r=np.array(sampled_at + [0] * num_empty, np.int32),
+            banned_token_ids_rx=np.full((len(rows) + num_empty, BANNED_WIDTH), vocab_size, np.int32),
+            want_top_logprobs=want_top_logprobs,
         )

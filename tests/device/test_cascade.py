@@ -1,4 +1,4 @@
-"""A step reads a prefix that its rows share once, and draws what it draws without."""
+"""A step reads a prefix that its rows share once, and samples what it samples without."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sequences(driver: Driver) -> list[Sequence]:
     return found
 
 
-def test_drawn_tokens_and_probabilities_are_the_same(executor: JaxExecutor) -> None:
+def test_sampled_tokens_and_probabilities_are_the_same(executor: JaxExecutor) -> None:
     driver = Driver(executor)
     rows = [Row(sequence, sequence.prompt_len - SHARED) for sequence in sequences(driver)]
     plain = driver.inputs(rows)

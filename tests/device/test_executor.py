@@ -92,7 +92,7 @@ def test_nothing_is_compiled_while_serving(driver: Driver, executor: JaxExecutor
     sequences = [driver.sequence(prompt(int(n)), temperature=1.0, top_p=0.9, seed=3) for n in rng.integers(1, 40, 5)]
     for i in range(30):
         rows = [Row(s, int(rng.integers(1, min(4, len(s.tokens) - s.num_computed) + 1))) for s in sequences[:4]]
-        outputs = driver.run(rows, want_top=i % 3 == 0)
+        outputs = driver.run(rows, want_top_logprobs=i % 3 == 0)
         for row, token in zip(rows, outputs.token_ids_r, strict=False):
             if not is_alive(row.sequence):
                 row.sequence.tokens.append(int(token))
@@ -100,24 +100,24 @@ def test_nothing_is_compiled_while_serving(driver: Driver, executor: JaxExecutor
     assert executor.num_compiles_after_warm_up == 0
 
 
-def test_fed_back_tokens_are_those_that_were_drawn(driver: Driver) -> None:
+def test_fed_back_tokens_are_those_that_were_sampled(driver: Driver) -> None:
     """Three sequences decode without the host; their rows change places, and each names its place before."""
     by_host = [driver.sequence(prompt(n), temperature=1.0, seed=n) for n in (5, 3, 7)]
     by_device = [driver.sequence(prompt(n), temperature=1.0, seed=n) for n in (5, 3, 7)]
-    drawn = driver.run([Row(s, s.prompt_len) for s in by_host]).token_ids_r[:3].tolist()
+    sampled = driver.run([Row(s, s.prompt_len) for s in by_host]).token_ids_r[:3].tolist()
     for _ in range(6):
-        for sequence, token in zip(by_host, drawn, strict=True):
+        for sequence, token in zip(by_host, sampled, strict=True):
             sequence.tokens.append(token)
-        drawn = driver.run([Row(s, 1) for s in by_host]).token_ids_r[:3].tolist()
+        sampled = driver.run([Row(s, 1) for s in by_host]).token_ids_r[:3].tolist()
 
     driver.run([Row(s, s.prompt_len) for s in by_device])
     places = [0, 1, 2]
     for step in range(6):
         order = np.roll([0, 1, 2], step).tolist()
-        rows = [Row(by_device[i], 1, fed_back_row=places[i]) for i in order]
+        rows = [Row(by_device[i], 1, prev_sampled_row=places[i]) for i in order]
         outputs = driver.run(rows)
         places = [order.index(i) for i in range(3)]
-    assert [int(outputs.token_ids_r[places[i]]) for i in range(3)] == drawn
+    assert [int(outputs.token_ids_r[places[i]]) for i in range(3)] == sampled
 
 
 def test_a_step_can_be_dispatched_before_the_last_is_collected(driver: Driver, executor: JaxExecutor) -> None:
@@ -125,7 +125,7 @@ def test_a_step_can_be_dispatched_before_the_last_is_collected(driver: Driver, e
     handles = [executor.dispatch(driver.inputs([Row(sequence, 6)]))]
     sequence.num_computed = 6
     for _ in range(5):
-        handles.append(executor.dispatch(driver.inputs([Row(sequence, 1, fed_back_row=0)])))
+        handles.append(executor.dispatch(driver.inputs([Row(sequence, 1, prev_sampled_row=0)])))
         sequence.num_computed += 1
     tokens = [int(executor.collect(handle).token_ids_r[0]) for handle in handles]
     assert tokens == dense.greedy(tiny_model.model(), tiny_model.params(), prompt(6), 6)
@@ -151,7 +151,7 @@ def test_tokens_do_not_depend_on_the_batch(driver: Driver) -> None:
 
 def test_alternatives_come_in_order_and_with_the_dense_logprobs(driver: Driver) -> None:
     sequence = driver.sequence(prompt(10))
-    outputs = driver.run([Row(sequence, 10)], want_top=True)
+    outputs = driver.run([Row(sequence, 10)], want_top_logprobs=True)
     want = dense_logprobs(sequence)[-1]
     assert outputs.top_ids_rk is not None
     assert outputs.top_logprobs_rk is not None
@@ -180,19 +180,19 @@ def _change(inputs: StepInputs, **changes: object) -> StepInputs:
     return dataclasses.replace(inputs, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("want_top", [False, True])
+@pytest.mark.parametrize("want_top_logprobs", [False, True])
 def test_a_row_whose_keys_are_nan_is_not_sound_and_the_others_are_as_ever(
-    driver: Driver, executor: JaxExecutor, want_top: bool
+    driver: Driver, executor: JaxExecutor, want_top_logprobs: bool
 ) -> None:
     sequences = [driver.sequence(prompt(4, i), temperature=i * 0.5, seed=7) for i in range(3)]
     rows = [Row(sequence, 4) for sequence in sequences]
-    undisturbed = driver.run(rows, want_top=want_top)
+    undisturbed = driver.run(rows, want_top_logprobs=want_top_logprobs)
     assert undisturbed.is_sound_r[:3].all()
     for sequence in sequences:
         sequence.num_computed = 3
     pool = executor._pool.take()
     executor._pool.put(pool.at[sequences[1].blocks[0]].set(np.nan))
-    disturbed = driver.run([Row(sequence, 1) for sequence in sequences], want_top=want_top)
+    disturbed = driver.run([Row(sequence, 1) for sequence in sequences], want_top_logprobs=want_top_logprobs)
     assert disturbed.is_sound_r[:3].tolist() == [True, False, True]
     assert disturbed.token_ids_r[[0, 2]].tolist() == undisturbed.token_ids_r[[0, 2]].tolist()
     for sequence in sequences:
@@ -202,7 +202,7 @@ def test_a_row_whose_keys_are_nan_is_not_sound_and_the_others_are_as_ever(
 def test_inputs_of_no_compiled_shape_are_refused_and_harm_nothing(driver: Driver, executor: JaxExecutor) -> None:
     sequence = driver.sequence(prompt(6))
     good = driver.inputs([Row(sequence, 6)])
-    with pytest.raises(InternalError, match=r"no program backbone\[5\] is compiled; there are backbone\["):
+    with pytest.raises(InternalError, match=r"no program forward\[5\] is compiled; there are forward\["):
         executor.dispatch(_change(good, token_ids_t=np.zeros(5, np.int32)))
     with pytest.raises(InternalError, match=r"slots_t is int64\(8,\); the program takes int32\(8,\)"):
         executor.dispatch(_change(good, slots_t=np.zeros(8, np.int64)))
@@ -248,7 +248,7 @@ def test_geometry_is_what_was_asked_for(executor: JaxExecutor) -> None:
     assert geometry.bytes_per_block == 3 * 8 * 2 * 2 * 16 * 4
     assert (geometry.vocab_size, geometry.buckets.tokens, geometry.buckets.rows) == (97, (8, 16), (8,))
     assert geometry.num_host_blocks == 40
-    steps = ["backbone[8]", "backbone[16]", "draw[8]", "draw[8, top]"]
+    steps = ["forward[8]", "forward[16]", "sample[8]", "sample[8, top]"]
     moves = [f"{kind}[{size}]" for kind in ("copy", "swap_out", "swap_in") for size in (8, 64)]
     assert sorted(map(str, executor.programs)) == sorted(steps + moves)
 

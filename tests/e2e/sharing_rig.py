@@ -15,14 +15,14 @@ from jpaged.checkpoints.weights import load_params, put_as
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, serving_meshes
-from jpaged.engine.data_parallel.engine import Replicas
+from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import BlockMoves, CascadeCosts, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
 from jpaged.engine.stats import EngineLoad
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import model_for
-from jpaged.service.input_processor import Intake
+from jpaged.service.input_processor import InputProcessor
 from jpaged.types import OutputEvent, SamplingParams
 from tests.models.tiny import TinyCase, write_checkpoint
 
@@ -145,13 +145,15 @@ class Rig:
             )
             for one in executors
         ]
-        self.engine = engines[0] if isinstance(executor, JaxExecutor) else Replicas(engines)
-        self._intake = Intake(tokenizer, self.engine.geometry, eos_token_ids=eos_token_ids)
+        self.engine = engines[0] if isinstance(executor, JaxExecutor) else DataParallelEngine(engines)
+        self._input_processor = InputProcessor(tokenizer, self.engine.geometry, eos_token_ids=eos_token_ids)
         self._ids = itertools.count()
 
     def submit(self, prompt: list[int], params: SamplingParams) -> Answer:
         answer = Answer()
-        request = self._intake.make_request(request_id=str(next(self._ids)), sampling=params, prompt_token_ids=prompt)
+        request = self._input_processor.make_request(
+            request_id=str(next(self._ids)), sampling=params, prompt_token_ids=prompt
+        )
         self.engine.submit(request, answer.add)
         return answer
 

@@ -14,7 +14,7 @@ from jpaged.client import Client
 from jpaged.device import executor
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import memory_plan
-from jpaged.engine.data_parallel.engine import Replicas
+from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.errors import InvalidArgument, QueueFull
 from jpaged.llm import LLM
 from jpaged.types import SamplingParams
@@ -27,7 +27,7 @@ from tests.processes import Process
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
-def test_two_copies_on_four_devices_each_draw_what_one_device_draws(tmp_path: Path) -> None:
+def test_two_copies_on_four_devices_each_sample_what_one_device_samples(tmp_path: Path) -> None:
     check_same(CASES["llama3_tied"], [(2, 4)], ["cached", "swapped", "recomputed"], tmp_path)
 
 
@@ -43,7 +43,9 @@ def test_two_copies_on_four_devices_each_draw_what_one_device_draws(tmp_path: Pa
         ("opt", 2, 2),
     ],
 )
-def test_any_number_of_copies_draws_what_one_device_draws(name: str, copies: int, size: int, tmp_path: Path) -> None:
+def test_any_number_of_copies_samples_what_one_device_samples(
+    name: str, copies: int, size: int, tmp_path: Path
+) -> None:
     check_same(CASES[name], [(copies, size)], list(CHECKS), tmp_path)
 
 
@@ -79,7 +81,7 @@ def test_the_option_copies_a_served_model(tmp_path: Path) -> None:
         want = [generate(llm, prompts, params) for _ in range(2)]
     with open_llm(folder, data_parallel_size=2, num_blocks=40) as llm:
         engine = llm._serving.engine
-        assert isinstance(engine, Replicas)
+        assert isinstance(engine, DataParallelEngine)
         assert llm._serving.backend.num_devices == 2
         for one in want:
             assert_same(generate(llm, prompts, params), one)
@@ -111,7 +113,7 @@ def test_the_host_s_memory_is_that_of_all_copies(tmp_path: Path, monkeypatch: py
 def test_the_queue_s_limit_is_that_of_all_copies(tmp_path: Path) -> None:
     folder = write_model("llama3_tied", tmp_path)
     with open_llm(folder, data_parallel_size=2, max_num_queued_reqs=3) as llm:
-        engine, make = llm._serving.engine, llm._serving.intake.make_request
+        engine, make = llm._serving.engine, llm._serving.input_processor.make_request
         params = SamplingParams(max_tokens=1)
         for i in range(19):
             engine.submit(make(request_id=f"r{i}", sampling=params, prompt_token_ids=[i + 3]), lambda event: None)

@@ -1,6 +1,6 @@
 """A request's tokens are its own: alone, in company, in chunks, preempted, overlapped or not, they are the same.
 
-Sixteen requests run under every condition; half are greedy, half drawn with a seed and every truncation.
+Sixteen requests run under every condition; half are greedy, half sampled with a seed and every truncation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_ALONE = 10  # blocks that the longest request fills: less than two of th
 
 
 def params(place: int) -> SamplingParams:
-    """Even places are greedy; odd ones are drawn. Lengths differ, and so does what is cut off."""
+    """Even places are greedy; odd ones are sampled. Lengths differ, and so does what is cut off."""
     if place % 2 == 0:
         return SamplingParams(temperature=0.0, max_tokens=32 - place % 5, logprobs=place % 4, ignore_eos=True)
     return SamplingParams(
@@ -64,10 +64,10 @@ def test_requests_differ_from_each_other(alone: list[CompletionOutput]) -> None:
     assert all(len(set(completion.token_ids)) > 4 for completion in alone)
 
 
-def test_drawn_tokens_depend_on_the_seed(llm: LLM, alone: list[CompletionOutput]) -> None:
+def test_sampled_tokens_depend_on_the_seed(llm: LLM, alone: list[CompletionOutput]) -> None:
     others = [SamplingParams(temperature=0.8, seed=seed, max_tokens=28, logprobs=0) for seed in range(8)]
-    drawn = generate(llm, [PROMPTS[9]] * 8, others)
-    assert len({completion.token_ids for completion in [*drawn, alone[9]]}) == 9
+    sampled = generate(llm, [PROMPTS[9]] * 8, others)
+    assert len({completion.token_ids for completion in [*sampled, alone[9]]}) == 9
 
 
 def test_company_changes_nothing(llm: LLM, alone: list[CompletionOutput]) -> None:

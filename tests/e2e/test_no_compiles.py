@@ -147,7 +147,7 @@ def test_a_second_start_loads_every_program_from_the_cache(folder: Path) -> None
         assert done.returncode == 0, done.stderr
         starts.append(json.loads(done.stdout))
     first, second = starts
-    num_programs = 3 + 2 * 2  # backbones of 8, 16 and 20 tokens; draws of 8 and 12 rows, with alternatives or without
+    num_programs = 3 + 2 * 2  # forwards of 8, 16 and 20 tokens; samples of 8 and 12 rows, with alternatives or without
     assert second["hits"] >= num_programs
     assert (second["misses"], second["compiled"]) == (0, 0)
     assert second["tokens"] == first["tokens"]

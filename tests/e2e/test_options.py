@@ -13,7 +13,7 @@ from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_na
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import memory_plan
 from jpaged.device.programs.saved import Target, save_programs
-from jpaged.device.programs.store import ProgramLedger
+from jpaged.device.programs.store import ProgramStore
 from jpaged.engine.executor import StepInputs, StepOutputs
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import EngineLoad
@@ -173,7 +173,7 @@ def test_a_kernel_that_is_passed_over_is_said_before_anything_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    never = dataclasses.replace(IMPLEMENTATIONS["cpu"], refuses=lambda spec, queries: "it is Tuesday")
+    never = dataclasses.replace(IMPLEMENTATIONS["cpu"], unsupported_reason=lambda spec, queries: "it is Tuesday")
     monkeypatch.setitem(IMPLEMENTATIONS, "cpu", never)
 
     def stop(what: str, done: int, total: int) -> None:
@@ -229,12 +229,12 @@ def test_parse_special_tokens_is_whether_those_in_a_prompt_count() -> None:
 
 @flips("seed")
 def test_seed_is_where_requests_without_one_get_theirs(folder: Path) -> None:
-    drawn = []
+    sampled = []
     for seed in (7, 7, 8):
         with open_llm(folder, seed=seed, **BASE) as llm:
-            drawn.append([completion.token_ids for completion in generate(llm, random_prompts([5]) * 2, UNSEEDED)])
-    assert drawn[0] == drawn[1]
-    assert len({*drawn[0], *drawn[2]}) == 4
+            sampled.append([completion.token_ids for completion in generate(llm, random_prompts([5]) * 2, UNSEEDED)])
+    assert sampled[0] == sampled[1]
+    assert len({*sampled[0], *sampled[2]}) == 4
 
 
 @flips("wait_for_all_programs")
@@ -242,9 +242,9 @@ def test_without_waiting_for_all_programs_the_least_set_runs_everything(
     base: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are kept back for good: what they would have computed is the same."""
-    compile_rest = ProgramLedger.compile_rest
-    kept_back: list[ProgramLedger] = []
-    monkeypatch.setattr(ProgramLedger, "compile_rest", lambda ledger, progress: kept_back.append(ledger))
+    compile_rest = ProgramStore.compile_rest
+    kept_back: list[ProgramStore] = []
+    monkeypatch.setattr(ProgramStore, "compile_rest", lambda store, progress: kept_back.append(store))
     sizes = {"max_num_seqs": 12, "max_num_batched_tokens": 20}
     requests = [
         GREEDY,
@@ -258,10 +258,10 @@ def test_without_waiting_for_all_programs_the_least_set_runs_everything(
         return [[one.token_ids for one in output.outputs] for output in llm.generate(prompts, requests)]
 
     with open_llm(folder, wait_for_all_programs=False, **sizes, **BASE) as early:
-        (ledger,) = kept_back
-        on_least, num_least = tokens(early), len(ledger.ready)
-        assert num_least == 5 < ledger.num_programs
-        compile_rest(ledger, lambda what, done, total: None)
+        (store,) = kept_back
+        on_least, num_least = tokens(early), len(store.ready)
+        assert num_least == 5 < store.num_programs
+        compile_rest(store, lambda what, done, total: None)
     with open_llm(folder, **sizes, **BASE) as llm:
         assert len(kept_back) == 2
         assert len(kept_back[1].ready) == kept_back[1].num_programs

@@ -160,7 +160,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_answers_do_not_depend_on_where_the_memory_was(executor: JaxExecutor, check: str) -> None:
-    """Greedy, drawn, four at once and searched for, all in one engine."""
+    """Greedy, sampled, four at once and searched for, all in one engine."""
     CHECKS[check](executor, jobs([*KINDS], 4))
 
 

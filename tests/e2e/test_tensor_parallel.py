@@ -58,7 +58,7 @@ def check_same(case: TinyCase, sizes: list[tuple[int, int]], checks: list[str], 
             executor.shutdown()
 
 
-def test_a_device_that_shares_draws_what_one_device_draws(tmp_path: Path) -> None:
+def test_a_device_that_shares_samples_what_one_device_samples(tmp_path: Path) -> None:
     """Two key/value heads on four devices: each is kept twice."""
     check_same(CASES["llama3_tied"], [(1, 4)], ["cached", "swapped"], tmp_path)
 
@@ -74,7 +74,7 @@ def test_a_device_that_shares_draws_what_one_device_draws(tmp_path: Path) -> Non
         ("opt", [2, 4]),
     ],
 )
-def test_any_number_of_devices_draws_what_one_device_draws(name: str, sizes: list[int], tmp_path: Path) -> None:
+def test_any_number_of_devices_samples_what_one_device_samples(name: str, sizes: list[int], tmp_path: Path) -> None:
     check_same(CASES[name], [(1, size) for size in sizes], list(CHECKS), tmp_path)
 
 

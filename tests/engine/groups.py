@@ -13,7 +13,7 @@ def group_of(num_prompt_tokens, first=0, **sampling):
 
 
 def computed(memory, group):
-    """Runs a group's prompt, forks, and draws a token for each."""
+    """Runs a group's prompt, forks, and samples a token for each."""
     leader, *others = group.live
     num_cached = memory.admit(group)
     group.move_to(Status.RUNNING)

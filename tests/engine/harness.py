@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from jpaged.engine.engine import Engine, EngineOptions
-from jpaged.service.input_processor import Intake
+from jpaged.service.input_processor import InputProcessor
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
 from jpaged.types import OutputEvent, SamplingParams
 
@@ -49,13 +49,13 @@ class Harness:
             max_pinned_blocks=self.max_pinned_blocks,
         )
         self.engine = Engine(self.executor, self.tokenizer, options, eos_token_ids=self.eos_token_ids, clock=self.clock)
-        self.intake = Intake(self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids)
+        self.input_processor = InputProcessor(self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids)
         self.events: dict[str, list[OutputEvent]] = defaultdict(list)
         self.num_steps = self.num_idle_steps = 0
 
     def submit(self, request_id, prompt, *, deadline_s=None, tenant="", cache_tenant="", **sampling):
         sampling.setdefault("temperature", 0.0)
-        request = self.intake.make_request(
+        request = self.input_processor.make_request(
             request_id=request_id,
             sampling=SamplingParams(**sampling),
             prompt_token_ids=prompt,

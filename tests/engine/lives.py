@@ -36,27 +36,27 @@ class Life:
 
     def __init__(self, seed, **options):
         self.seed, self.random = seed, random.Random(seed)
-        draw, choice = self.random.randint, self.random.choice
-        block_size = draw(1, 4)
+        sample, choice = self.random.randint, self.random.choice
+        block_size = sample(1, 4)
         executor = FakeExecutor(
-            num_blocks=draw(24, 60) // block_size,
+            num_blocks=sample(24, 60) // block_size,
             block_size=block_size,
-            max_num_seqs=draw(4, 8),
-            max_num_batched_tokens=draw(8, 24),
+            max_num_seqs=sample(4, 8),
+            max_num_batched_tokens=sample(8, 24),
             max_model_len=MAX_LEN,
             vocab_size=VOCAB_SIZE,
-            num_host_blocks=draw(2, 12),
+            num_host_blocks=sample(2, 12),
         )
-        drawn: dict[str, Any] = {
+        sampled: dict[str, Any] = {
             "overlap": choice([False, True]),
             "policy": choice(["fcfs", "priority", "priority", "fair"]),
             "preemption_mode": choice(["recompute", "swap", "auto"]),
             "batching": choice(["continuous"] * 5 + ["static"]),
-            "enable_prefix_caching": draw(1, 8) > 1,
+            "enable_prefix_caching": sample(1, 8) > 1,
         }
-        self.h = CheckedHarness(executor=executor, max_num_steps=6000, **drawn | options)
+        self.h = CheckedHarness(executor=executor, max_num_steps=6000, **sampled | options)
         # In one of them tokens repeat, so that a block's are those of another place too.
-        self.families = [[draw(0, last) for _ in range(MAX_LEN)] for last in (1, VOCAB_SIZE - 1, VOCAB_SIZE - 1)]
+        self.families = [[sample(0, last) for _ in range(MAX_LEN)] for last in (1, VOCAB_SIZE - 1, VOCAB_SIZE - 1)]
         self.requests = {}
         self.texts = defaultdict(list)
         self.pins = {}
@@ -82,22 +82,22 @@ class Life:
         return head + [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(not head, 2))]
 
     def sampling(self):
-        draw = self.random.randint
+        sample = self.random.randint
         shape: dict[str, Any] = self.random.choice(
             [
                 {"temperature": 0.0},
                 {"temperature": 0.0},
-                {"temperature": 1.0, "seed": draw(0, 99)},
-                {"temperature": 1.0, "seed": draw(0, 99), "n": draw(2, 4)},
-                {"temperature": 1.0, "seed": draw(0, 99), "n": draw(1, 2), "best_of": draw(2, 4)},
-                {"temperature": 0.0, "beam_width": (width := draw(1, 4)), "n": draw(1, width)},
+                {"temperature": 1.0, "seed": sample(0, 99)},
+                {"temperature": 1.0, "seed": sample(0, 99), "n": sample(2, 4)},
+                {"temperature": 1.0, "seed": sample(0, 99), "n": sample(1, 2), "best_of": sample(2, 4)},
+                {"temperature": 0.0, "beam_width": (width := sample(1, 4)), "n": sample(1, width)},
             ]
         )
         return shape | {
-            "max_tokens": draw(1, 14),
-            "priority": draw(-1, 1),
+            "max_tokens": sample(1, 14),
+            "priority": sample(-1, 1),
             "cache_salt": self.random.choice(SALTS),
-            "use_prefix_cache": draw(1, 10) > 1,
+            "use_prefix_cache": sample(1, 10) > 1,
             "stop_token_ids": self.random.choice([(), tuple(range(3))]),
         }
 
@@ -115,7 +115,7 @@ class Life:
         self.requests[name] = request
         outputs = self.h.expected[name] = expected_outputs(prompt, request.sampling, vocab_size=VOCAB_SIZE)
         if self.h.enable_prefix_caching and sampling["use_prefix_cache"]:
-            is_known = not (request.sampling.beam_width or request.sampling.best_of)  # else more is drawn than told
+            is_known = not (request.sampling.beam_width or request.sampling.best_of)  # else more is sampled than told
             texts = [prompt + output for output in outputs] if is_known else [[*prompt, ANY]]
             self.texts[_owner(request)].append((name, texts))
 

@@ -214,7 +214,7 @@ def test_who_sees_a_request_end_finds_it_counted_and_its_id_and_its_place_free(o
             seen.append((h.engine.num_ended_by_reason()[end], h.engine.is_in_flight("r0"), h.engine.is_full))
 
     for i in range(8):
-        request = h.intake.make_request(
+        request = h.input_processor.make_request(
             request_id=f"r{i}",
             sampling=SamplingParams(temperature=0.0, max_tokens=8 + i, **sampling),
             prompt_token_ids=[100 + i],

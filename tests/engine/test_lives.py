@@ -16,7 +16,7 @@ WHAT_HAPPENS = (
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
-def test_lives_in_a_short_memory_draw_every_token_as_if_alone(first):
+def test_lives_in_a_short_memory_sample_every_token_as_if_alone(first):
     for seed in range(first, first + 10):
         Life(seed).run()
 

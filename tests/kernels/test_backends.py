@@ -40,7 +40,7 @@ def _agrees(*arguments: object) -> None:
 def planted(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
     """A backend that is preferred to all others."""
     made: dict[str, Any] = {**dict.fromkeys(("attend", "update", "platform")), "form": "tpu"}
-    made |= {"refuses": _agrees, "refuses_device": _agrees, **how}
+    made |= {"unsupported_reason": _agrees, "unsupported_device_reason": _agrees, **how}
     table: dict[Any, Implementation] = {"planted": Implementation(**made), **IMPLEMENTATIONS}
     monkeypatch.setattr("jpaged.kernels.paged_attention.backends.IMPLEMENTATIONS", table)
 
@@ -64,7 +64,7 @@ def test_auto_takes_the_first_that_can_in_its_own_form(monkeypatch: pytest.Monke
 
 
 def test_auto_says_why_it_passed_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, refuses=lambda spec, queries: f"{queries.num_heads} heads are odd")
+    planted(monkeypatch, unsupported_reason=lambda spec, queries: f"{queries.num_heads} heads are odd")
     assert choose_on("gpu").passed_over[0] == ("planted", "4 heads are odd")
 
 
@@ -76,7 +76,7 @@ def test_auto_says_nothing_of_what_is_made_for_other_platforms(monkeypatch: pyte
     assert {backend for backend, _ in choose_on("gpu").passed_over} == {"pallas-gpu"}  # sm_80: not Hopper
 
 
-@pytest.mark.parametrize("where", ["refuses", "refuses_device"])
+@pytest.mark.parametrize("where", ["unsupported_reason", "unsupported_device_reason"])
 def test_a_backend_that_was_named_is_not_replaced(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     planted(monkeypatch, **{where: lambda *args: "it is Tuesday"})
     with pytest.raises(Unsupported, match="attention_backend: planted cannot run here: it is Tuesday"):

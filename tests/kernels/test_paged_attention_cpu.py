@@ -221,8 +221,8 @@ def test_other_devices_are_refused() -> None:
     class Device:
         platform = "gpu"
 
-    assert cpu.refuses_device(Device()) == "it runs on CPUs, not on gpu"
-    assert cpu.refuses_device(jax.devices()[0]) is None
+    assert cpu.unsupported_device_reason(Device()) == "it runs on CPUs, not on gpu"
+    assert cpu.unsupported_device_reason(jax.devices()[0]) is None
 
 
 # --- kernels of a process ----------------------------------------------------------------------------------------

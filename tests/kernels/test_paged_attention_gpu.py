@@ -254,7 +254,7 @@ def test_what_is_not_refused_fits_into_shared_memory() -> None:
         for block_size in range(8, 129, 8):
             for head_dim in range(16, 257, 16):
                 spec = AttentionSpec(KVLayout(1, 4, block_size, 2, head_dim, jnp.dtype(dtype), "gpu"), 1.0)
-                if gpu.refuses(spec, Queries(8, jnp.dtype("bfloat16"), 64, 64, 64)) is None:
+                if gpu.unsupported_reason(spec, Queries(8, jnp.dtype("bfloat16"), 64, 64, 64)) is None:
                     tiling = choose_tiling(spec, 8, 64, 64, 64)
                     assert tiling.stages >= 2
                     assert fixed_bytes(spec) + tiling.stages * stage_bytes(spec) <= SHARED_BYTES
@@ -277,5 +277,5 @@ class Device:
     ],
 )
 def test_devices_other_than_hopper_are_refused(device: Any, reason: str | None) -> None:
-    assert (gpu.refuses_device(device) or "").startswith(reason or "")
-    assert (gpu.refuses_device(device) is None) == (reason is None)
+    assert (gpu.unsupported_device_reason(device) or "").startswith(reason or "")
+    assert (gpu.unsupported_device_reason(device) is None) == (reason is None)

@@ -98,7 +98,7 @@ def queries(num_heads: int, num_rows: int = 8, table_width: int = 8, num_tokens:
 )
 def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
     layout = dataclasses.replace(LLAMA, **changes)
-    refusal = tpu.refuses(AttentionSpec(layout, 1.0), queries(max(32, layout.num_kv_heads)))
+    refusal = tpu.unsupported_reason(AttentionSpec(layout, 1.0), queries(max(32, layout.num_kv_heads)))
     assert re.search(reason, str(refusal))
 
 
@@ -110,7 +110,7 @@ def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
 )
 def test_real_shapes_have_sizes(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> None:
     layout = KVLayout(2, 9, block_size, num_kv_heads, head_dim, jnp.dtype(dtype), "tpu")
-    assert tpu.refuses(AttentionSpec(layout, 1.0), queries(num_heads)) is None
+    assert tpu.unsupported_reason(AttentionSpec(layout, 1.0), queries(num_heads)) is None
     for is_decode in (True, False):
         sizes = sizing.rule(layout, num_heads, is_decode=is_decode)
         assert sizes.fetch_blocks * block_size % 128 == 0
@@ -125,7 +125,7 @@ def test_tables_and_steps_beyond_the_scalar_memory_are_refused(
     num_rows: int, table_width: int, num_tokens: int, kib: int
 ) -> None:
     spec = AttentionSpec(LLAMA, 1.0)
-    assert tpu.refuses(spec, queries(32, num_rows, table_width, num_tokens)) == (
+    assert tpu.unsupported_reason(spec, queries(32, num_rows, table_width, num_tokens)) == (
         f"block tables of {num_rows} rows x {table_width} blocks, in steps of {num_tokens} tokens, need {kib} KiB of "
         "scalar memory; the limit is 1016 KiB"
     )
@@ -135,7 +135,7 @@ def test_tables_and_steps_beyond_the_scalar_memory_are_refused(
     ("num_rows", "table_width", "num_tokens"), [(1000, 129, 512), (256, 512, 65536 - 4096), (128, 1024, 1024)]
 )
 def test_tables_are_stored_without_padding(num_rows: int, table_width: int, num_tokens: int) -> None:
-    assert tpu.refuses(AttentionSpec(LLAMA, 1.0), queries(32, num_rows, table_width, num_tokens)) is None
+    assert tpu.unsupported_reason(AttentionSpec(LLAMA, 1.0), queries(32, num_rows, table_width, num_tokens)) is None
 
 
 def test_the_lists_of_a_segment_are_counted() -> None:
@@ -160,8 +160,8 @@ def test_queries_of_another_type_are_refused() -> None:
 
 
 def test_only_tpus_run_it() -> None:
-    assert tpu.refuses_device(jax.devices("cpu")[0]) == "needs a TPU; this device's platform is cpu"
-    assert tpu.refuses_device(cast(jax.Device, SimpleNamespace(platform="tpu"))) is None
+    assert tpu.unsupported_device_reason(jax.devices("cpu")[0]) == "needs a TPU; this device's platform is cpu"
+    assert tpu.unsupported_device_reason(cast(jax.Device, SimpleNamespace(platform="tpu"))) is None
 
 
 def _tuned(folder: Path, **sizes: int) -> Path:

@@ -12,7 +12,7 @@ import pytest
 from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.weights import load_params, put_as, random_params
 from jpaged.errors import InvalidArgument
-from jpaged.models.sharding import logical_axes, repeat_groups, widen
+from jpaged.models.sharding import logical_axes, pad_for_sharding, repeat_groups
 from tests.device.sharded import model_of, place
 from tests.models.tiny import tiny_case, tiny_cases, write_checkpoint
 
@@ -107,12 +107,12 @@ def test_random_weights_are_made_in_their_parts() -> None:
 )
 def test_numbers_that_divide_nothing_are_refused_with_those_that_work(name: str, num_parts: int, message: str) -> None:
     with pytest.raises(InvalidArgument, match=rf"tensor_parallel_size: {message}"):
-        widen(model_of(name).config, num_parts)
+        pad_for_sharding(model_of(name).config, num_parts)
 
 
 def test_one_part_is_the_model_itself() -> None:
     for case in tiny_cases():
         config = model_of(case.name).config
-        assert widen(config, 1) == config
+        assert pad_for_sharding(config, 1) == config
     config = model_of("llama3_tied").config
-    assert widen(config, 8) == dataclasses.replace(config, num_kv_heads=8, vocab_size=136)
+    assert pad_for_sharding(config, 8) == dataclasses.replace(config, num_kv_heads=8, vocab_size=136)

@@ -1,6 +1,6 @@
 """`python -m tests.multiprocess.planted serve ...` is `jpaged serve ...` with something wrong, named by PLANTED.
 
-token     from its thirtieth step on the host of this process sees other tokens than were drawn
+token     from its thirtieth step on the host of this process sees other tokens than were sampled
 step      then its next step raises
 version   it says that it is another version
 """

@@ -96,7 +96,7 @@ def check_tokens(group: Group, model: str, *, swaps: bool) -> None:
 
 
 @pytest.mark.long
-def test_two_processes_draw_what_one_draws_and_end_together(tmp_path: Path, programs: Path) -> None:
+def test_two_processes_sample_what_one_samples_and_end_together(tmp_path: Path, programs: Path) -> None:
     """The whole story once: tokens of every kind, shared, swapped; then one is killed."""
     model = write_model(tmp_path / "model")
     with running(2, (model, *SWAPS), programs) as group:
@@ -107,7 +107,7 @@ def test_two_processes_draw_what_one_draws_and_end_together(tmp_path: Path, prog
 
 @pytest.mark.long
 @pytest.mark.parametrize("process", [0, 2, 3])
-def test_four_processes_draw_what_one_draws_and_end_together(process: int, tmp_path: Path, programs: Path) -> None:
+def test_four_processes_sample_what_one_samples_and_end_together(process: int, tmp_path: Path, programs: Path) -> None:
     model = write_model(tmp_path / "model")
     with running(4, (model, *(SWAPS if process else RECOMPUTES)), programs) as group:
         check_tokens(group, model, swaps=process != 0)

@@ -80,7 +80,7 @@ MEMORY_FAULTS = (
         "a forked region is copied before it is written",
         "kv/contiguous.py",
         "        self._visitors.add(child)\n",
-        "        self._visitors.add(child)\n        self.settle(child)\n",
+        "        self._visitors.add(child)\n        self.register_full_blocks(child)\n",
         RESERVED,
     ),
     Fault(
@@ -114,8 +114,8 @@ MEMORY_FAULTS = (
     Fault(
         "a group is admitted into spare blocks",
         "kv/paged.py",
-        "self.num_promised(group) - shared + num_spare_blocks",
-        "self.num_promised(group) - shared",
+        "self.num_outstanding_blocks(group) - shared + num_spare_blocks",
+        "self.num_outstanding_blocks(group) - shared",
         ROOM,
     ),
     Fault(
@@ -128,7 +128,7 @@ MEMORY_FAULTS = (
     Fault(
         "a block that was filled last is not found",
         "kv/paged.py",
-        "        self.settle(sequence)\n        self._free(sequence.block_table)\n        self._host",
+        "        self.register_full_blocks(sequence)\n        self._free(sequence.block_table)\n        self._host",
         "        self._free(sequence.block_table)\n        self._host",
         ("kv/test_prefix_cache.py",),
     ),
@@ -149,14 +149,14 @@ MEMORY_FAULTS = (
     Fault(
         "a duplicate cannot be pinned",
         "kv/paged.py",
-        "        sequence.num_registered_blocks = 0\n        self.settle(sequence)\n        keys",
-        "        self.settle(sequence)\n        keys",
+        "        sequence.num_registered_blocks = 0\n        self.register_full_blocks(sequence)\n        keys",
+        "        self.register_full_blocks(sequence)\n        keys",
         ("kv/test_pinned.py",),
     ),
     Fault(
         "what is swapped out is not found meanwhile",
         "kv/paged.py",
-        "            self.settle(sequence)\n            self._move",
+        "            self.register_full_blocks(sequence)\n            self._move",
         "            self._move",
         ROOM,
     ),
@@ -226,7 +226,7 @@ MEMORY_FAULTS = (
         LIVES,
     ),
     Fault(
-        "what samples have drawn is matched for their leader",
+        "what samples have sampled is matched for their leader",
         "kv/paged.py",
         "return len(leader.token_ids) if group.is_forked else leader.num_prompt_tokens",
         "return len(leader.token_ids)",

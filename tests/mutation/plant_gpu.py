@@ -47,7 +47,7 @@ FAULTS = (
         _COMMITS,
     ),
     Fault(
-        "what was widened is not committed",
+        "what was padded is not committed",
         _KERNEL,
         "        plgpu.commit_smem()\n        kv_s = memory.wide_s\n",
         "        kv_s = memory.wide_s\n",

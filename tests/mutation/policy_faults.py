@@ -33,7 +33,7 @@ POLICY_FAULTS = (
         ("kv/test_swap.py",),
     ),
     Fault(
-        "beams are ranked when some of them have drawn",
+        "beams are ranked when some of them have sampled",
         "scheduling/scheduler.py",
         "    if group.request.sampling.beam_width and parts != wanted:",
         "    if group.request.sampling.beam_width is False and parts != wanted:",
@@ -91,14 +91,14 @@ POLICY_FAULTS = (
     Fault(
         "what running groups were promised is given away",
         "scheduling/scheduler.py",
-        "sum(self._memory.num_promised(group) for group in self._running)",
+        "sum(self._memory.num_outstanding_blocks(group) for group in self._running)",
         "0",
         ROOM,
     ),
     Fault(
         "what the last to be admitted was promised is given away",
         "scheduling/scheduler.py",
-        "            promised += self._memory.num_promised(group)\n",
+        "            promised += self._memory.num_outstanding_blocks(group)\n",
         "",
         ROOM,
     ),
@@ -133,8 +133,8 @@ POLICY_FAULTS = (
     Fault(
         "an urgent one counts on what others were promised",
         "scheduling/scheduler.py",
-        "            if self._has_room(group, self._num_promised()):\n                return\n            self",
-        "            if self._has_room(group, 0):\n                return\n            self",
+        "if self._has_room(group, self._num_outstanding_blocks()):\n                return\n            self",
+        "if self._has_room(group, 0):\n                return\n            self",
         ROOM,
     ),
     Fault(

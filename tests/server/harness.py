@@ -14,8 +14,8 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import Progress
 from jpaged.server.lifecycle import Server
-from jpaged.service.input_processor import Intake
-from jpaged.service.loaded_model import BackendFacts, ModelFacts, Serving
+from jpaged.service.input_processor import InputProcessor
+from jpaged.service.loaded_model import BackendFacts, LoadedModel, ModelFacts
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults
 
 EOS = ByteTokenizer.EOS
@@ -40,7 +40,7 @@ class Harness:
     """A running server and ways to reach it; stubs are Any, as protoc writes them without types."""
 
     server: Server
-    serving: Serving
+    serving: LoadedModel
     executor: FakeExecutor
     port: int
     channel: Any
@@ -72,7 +72,7 @@ class Harness:
         return len(self.server._inference._open)
 
 
-def make_serving(executor: FakeExecutor, config: EngineConfig, tokenizer: ByteTokenizer | None = None) -> Serving:
+def make_serving(executor: FakeExecutor, config: EngineConfig, tokenizer: ByteTokenizer | None = None) -> LoadedModel:
     """An engine with all that the server needs beside it."""
     tokenizer = tokenizer or ByteTokenizer()
     options = EngineOptions(
@@ -84,8 +84,8 @@ def make_serving(executor: FakeExecutor, config: EngineConfig, tokenizer: ByteTo
         max_pinned_blocks=config.server.max_pinned_blocks,
     )
     engine = Engine(executor, tokenizer, options, eos_token_ids=frozenset({EOS}))
-    intake = Intake(tokenizer, executor.geometry, eos_token_ids=frozenset({EOS}))
-    return Serving(engine, intake, tokenizer, MODEL, BACKEND, config)
+    input_processor = InputProcessor(tokenizer, executor.geometry, eos_token_ids=frozenset({EOS}))
+    return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config)
 
 
 @asynccontextmanager
@@ -96,10 +96,10 @@ async def running(
     executor = executor or FakeExecutor()
     config = EngineConfig.load({"port": 0, **options})
 
-    def load(progress: Progress) -> Serving:
+    def load(progress: Progress) -> LoadedModel:
         return make_serving(executor, config, tokenizer)
 
-    loaded: asyncio.Future[Serving] = asyncio.get_running_loop().create_future()
+    loaded: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
     server = Server(config, load, on_serving=lambda port, serving: loaded.set_result(serving))
     port = await server.start()
     run = asyncio.create_task(server.run())

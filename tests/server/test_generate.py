@@ -81,7 +81,7 @@ async def test_a_stop_string_is_named_and_not_sent(harness):
 
 async def test_a_stop_token_is_named_even_when_it_is_zero(harness):
     message = request(stop_token_ids=[7, 0])
-    message.token_ids.ids.append(0)  # with zeros alone the fake draws zero
+    message.token_ids.ids.append(0)  # with zeros alone the fake samples zero
     responses = await collect(harness.inference.Generate(message))
     finish = responses[-1].finish
     assert finish.WhichOneof("matched_stop") == "matched_stop_token_id"
@@ -90,7 +90,7 @@ async def test_a_stop_token_is_named_even_when_it_is_zero(harness):
 
 
 async def test_the_end_of_sequence_stops_unless_ignored(harness):
-    # With one token c the fake draws c: the prompt [256] draws the end of sequence at once.
+    # With one token c the fake samples c: the prompt [256] samples the end of sequence at once.
     message = request(ignore_eos=False)
     message.token_ids.ids.append(ByteTokenizer.EOS)
     responses = await collect(harness.inference.Generate(message))

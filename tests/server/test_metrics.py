@@ -14,8 +14,8 @@ from jpaged.engine.histogram import Histogram
 from jpaged.errors import InvalidArgument
 from jpaged.server.metrics import metrics_source
 from jpaged.server.prometheus import COUNTERS, GAUGES, HISTOGRAMS, REPLICA_GAUGES, serve_metrics
-from jpaged.service.input_processor import Intake
-from jpaged.service.loaded_model import Serving
+from jpaged.service.input_processor import InputProcessor
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
 from jpaged.types import OutputEvent, Request, SamplingParams
 from tests.server.harness import BACKEND, MODEL, running
@@ -77,8 +77,8 @@ class Scraped:
         sizes = EngineOptions(geometry.max_num_seqs, geometry.buckets.tokens[-1], **options)
         timing: dict[str, Any] = {} if clock is None else {"clock": clock}
         self.engine = Engine(executor, ByteTokenizer(), sizes, **timing)
-        intake = Intake(ByteTokenizer(), geometry)
-        serving = Serving(self.engine, intake, ByteTokenizer(), MODEL, BACKEND, EngineConfig.load({}))
+        input_processor = InputProcessor(ByteTokenizer(), geometry)
+        serving = LoadedModel(self.engine, input_processor, ByteTokenizer(), MODEL, BACKEND, EngineConfig.load({}))
         self.source = metrics_source(serving)
         self._server = serve_metrics(self.source, host="127.0.0.1", port=0)
         self.port = self._server.port
@@ -206,7 +206,7 @@ def test_a_program_compiled_while_serving_is_seen():
 def test_how_requests_end_is_counted_by_reason():
     with scraped() as engine:
         engine.submit("length", [1, 2, 3])
-        engine.submit("stop", [0], stop_token_ids=[0])  # with zeros alone the fake draws zero
+        engine.submit("stop", [0], stop_token_ids=[0])  # with zeros alone the fake samples zero
         engine.run()
         for name in ("aborted", "left"):
             engine.submit(name, [1, 2, 3], max_tokens=50)

@@ -54,14 +54,14 @@ async def test_n_sequences_share_a_stream(harness):
 
 
 async def test_best_of_sends_the_likeliest_at_the_end(harness):
-    drawn = [expected_tokens(PROMPT, 8, seed=5, sequence_index=i) for i in range(3)]
-    stop = next(t for t in drawn[2][:4] if t not in drawn[0] and t not in drawn[1])
-    short = drawn[2][: drawn[2].index(stop) + 1]  # every token costs the same, so the shortest is the likeliest
+    sampled = [expected_tokens(PROMPT, 8, seed=5, sequence_index=i) for i in range(3)]
+    stop = next(t for t in sampled[2][:4] if t not in sampled[0] and t not in sampled[1])
+    short = sampled[2][: sampled[2].index(stop) + 1]  # every token costs the same, so the shortest is the likeliest
     message = request("hello", n=2, best_of=3, temperature=1.0, seed=5, stop_token_ids=[stop])
     messages = await collect(harness.inference.Generate(message))
     check_ends(messages, 2)
     assert len(messages) == 2
-    assert by_index(messages) == {0: short, 1: drawn[0]}
+    assert by_index(messages) == {0: short, 1: sampled[0]}
     assert messages[-1].usage.completion_tokens == 16 + len(short)
 
 
@@ -130,9 +130,9 @@ async def test_a_tenant_with_one_request_does_not_wait_for_all_of_another(monkey
     assert ended == ["many", "one", "many", "many", "many", "many"]
 
 
-def event(index: int, *token_ids: int, drawn: int, finish: bool = False, **fields: Any) -> OutputEvent:
+def event(index: int, *token_ids: int, sampled: int, finish: bool = False, **fields: Any) -> OutputEvent:
     end = SequenceFinish(FinishReason.LENGTH) if finish else None
-    usage = Usage(completion_tokens=drawn)
+    usage = Usage(completion_tokens=sampled)
     return OutputEvent("r", index, token_ids=token_ids, usage=usage, finish=end, **fields)
 
 
@@ -146,19 +146,19 @@ async def read_all(stream: OutputStream) -> list[tuple[int, tuple[int, ...], int
 
 async def test_a_slow_reader_gets_a_message_a_sequence_and_the_last_one_last():
     stream = OutputStream(Bridge(asyncio.get_running_loop()))
-    stream.add(event(0, 1, drawn=1))
-    stream.add(event(1, 11, drawn=2))
-    stream.add(event(0, 2, drawn=3))
-    stream.add(event(1, 12, drawn=4, finish=True))
-    stream.add(event(0, 3, drawn=5, finish=True, is_last=True))
+    stream.add(event(0, 1, sampled=1))
+    stream.add(event(1, 11, sampled=2))
+    stream.add(event(0, 2, sampled=3))
+    stream.add(event(1, 12, sampled=4, finish=True))
+    stream.add(event(0, 3, sampled=5, finish=True, is_last=True))
     assert await read_all(stream) == [(1, (11, 12), 4, False), (0, (1, 2, 3), 5, True)]
 
 
 async def test_usage_never_falls_when_sequences_are_merged():
     stream = OutputStream(Bridge(asyncio.get_running_loop()))
-    stream.add(event(0, 1, drawn=1))
-    stream.add(event(1, 11, drawn=2, finish=True))
-    stream.add(event(0, 2, drawn=3))
+    stream.add(event(0, 1, sampled=1))
+    stream.add(event(1, 11, sampled=2, finish=True))
+    stream.add(event(0, 2, sampled=3))
     assert (await stream.read()).usage.completion_tokens == 3
     assert (await stream.read()).usage.completion_tokens == 3
 
@@ -167,8 +167,8 @@ async def test_a_message_has_a_bound_and_an_error_comes_after_what_was_said():
     stream = OutputStream(Bridge(asyncio.get_running_loop()))
     half = tuple(range(MAX_TOKENS_PER_MESSAGE // 2))
     for i in range(3):
-        stream.add(event(0, *half, drawn=i))
-    stream.add(event(0, drawn=3, is_last=True, error=InvalidArgument("field", "problem")))
+        stream.add(event(0, *half, sampled=i))
+    stream.add(event(0, sampled=3, is_last=True, error=InvalidArgument("field", "problem")))
     assert len((await stream.read()).token_ids) == MAX_TOKENS_PER_MESSAGE
     assert len((await stream.read()).token_ids) == MAX_TOKENS_PER_MESSAGE // 2
     with pytest.raises(InvalidArgument, match="problem"):
@@ -181,5 +181,5 @@ async def test_alternatives_count_in_the_bound_of_a_message():
     position, num_tokens = PositionLogprobs(token, (token,) * 20), MAX_TOKENS_PER_MESSAGE // 22
     for is_last in (False, True):
         ids = [1] * num_tokens
-        stream.add(event(0, *ids, drawn=0, finish=is_last, is_last=is_last, logprobs=(position,) * num_tokens))
+        stream.add(event(0, *ids, sampled=0, finish=is_last, is_last=is_last, logprobs=(position,) * num_tokens))
     assert [len(token_ids) for _, token_ids, _, _ in await read_all(stream)] == [num_tokens] * 2

@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
-from jpaged.service.input_processor import Intake
+from jpaged.service.input_processor import InputProcessor
 from jpaged.testing import ByteTokenizer, FakeExecutor
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
@@ -21,8 +21,8 @@ TURN = {"role": "user", "content": "x"}
 
 
 @pytest.fixture
-def intake():
-    return Intake(ByteTokenizer(), FakeExecutor().geometry, eos_token_ids=frozenset({256}))
+def input_processor():
+    return InputProcessor(ByteTokenizer(), FakeExecutor().geometry, eos_token_ids=frozenset({256}))
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_a_single_stop_string_is_a_list_of_one():
     assert SamplingParams(stop="END").stop == ("END",)
 
 
-def test_a_tokenizer_of_more_tokens_than_the_model_has_is_told_of(intake):
-    few = Intake(ByteTokenizer(), FakeExecutor(vocab_size=100).geometry, eos_token_ids=frozenset())
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_told_of(input_processor):
+    few = InputProcessor(ByteTokenizer(), FakeExecutor(vocab_size=100).geometry, eos_token_ids=frozenset())
     for prompt, field in (({"prompt": "axb"}, "prompt"), ({"messages": [TURN]}, "chat.messages")):
         with pytest.raises(
             InvalidArgument, match=r"makes token 120 of it; those of the model are from 0 to 99"
@@ -95,19 +95,19 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_told_of(intake):
         ({"prompt_token_ids": [1.0]}, "prompt.token_ids"),
     ],
 )
-def test_a_bad_prompt_is_named(intake, prompt, field):
+def test_a_bad_prompt_is_named(input_processor, prompt, field):
     with pytest.raises(InvalidArgument) as error:
-        intake.make_request(request_id="a", sampling=SamplingParams(), **prompt)
+        input_processor.make_request(request_id="a", sampling=SamplingParams(), **prompt)
     assert error.value.field == field
 
 
-def test_a_stop_token_out_of_the_vocabulary_is_named(intake):
+def test_a_stop_token_out_of_the_vocabulary_is_named(input_processor):
     with pytest.raises(InvalidArgument, match="257 is not below 257"):
-        intake.make_request(request_id="a", sampling=SamplingParams(stop_token_ids=(257,)), prompt="x")
+        input_processor.make_request(request_id="a", sampling=SamplingParams(stop_token_ids=(257,)), prompt="x")
 
 
-def test_text_ids_and_messages_all_become_ids(intake):
-    make = intake.make_request
+def test_text_ids_and_messages_all_become_ids(input_processor):
+    make = input_processor.make_request
     assert make(request_id="a", sampling=SamplingParams(), prompt="ab").prompt_token_ids == (97, 98)
     assert make(request_id="a", sampling=SamplingParams(), prompt_token_ids=[97]).prompt_token_ids == (97,)
     request = make(request_id="a", sampling=SamplingParams(), messages=[{"role": "user", "content": "hi"}])
@@ -115,19 +115,21 @@ def test_text_ids_and_messages_all_become_ids(intake):
 
 
 def test_a_model_without_a_tokenizer_takes_ids_alone():
-    intake = Intake(NoTokenizer(257), FakeExecutor().geometry)
-    intake.make_request(request_id="a", sampling=SamplingParams(), prompt_token_ids=[1])
+    input_processor = InputProcessor(NoTokenizer(257), FakeExecutor().geometry)
+    input_processor.make_request(request_id="a", sampling=SamplingParams(), prompt_token_ids=[1])
     with pytest.raises(InvalidArgument, match="send token ids"):
-        intake.make_request(request_id="a", sampling=SamplingParams(), prompt="x")
+        input_processor.make_request(request_id="a", sampling=SamplingParams(), prompt="x")
     with pytest.raises(Unsupported, match="chat template"):
-        intake.make_request(request_id="a", sampling=SamplingParams(), messages=[{"role": "user", "content": "x"}])
+        input_processor.make_request(
+            request_id="a", sampling=SamplingParams(), messages=[{"role": "user", "content": "x"}]
+        )
     with pytest.raises(InvalidArgument, match="stop_token_ids"):
-        intake.make_request(request_id="a", sampling=SamplingParams(stop=("x",)), prompt_token_ids=[1])
+        input_processor.make_request(request_id="a", sampling=SamplingParams(stop=("x",)), prompt_token_ids=[1])
 
 
 def test_more_ending_tokens_than_a_row_can_forbid_are_refused_at_once():
     with pytest.raises(InternalError, match="at most 8"):
-        Intake(ByteTokenizer(), FakeExecutor().geometry, eos_token_ids=frozenset(range(9)))
+        InputProcessor(ByteTokenizer(), FakeExecutor().geometry, eos_token_ids=frozenset(range(9)))
 
 
 class Unasked(ByteTokenizer):
@@ -144,48 +146,48 @@ class Unasked(ByteTokenizer):
 
 
 def test_what_cannot_fit_is_refused_before_it_is_tokenised():
-    intake = Intake(Unasked(), FakeExecutor().geometry)
+    input_processor = InputProcessor(Unasked(), FakeExecutor().geometry)
     sampling = SamplingParams()
     with pytest.raises(
         RequestTooLong, match=r"sampling\.max_tokens: 5000 bytes of text, over the limit of 4096: max_mod"
     ):
-        intake.make_request(request_id="a", sampling=sampling, prompt="\u00e9" * 2500)
+        input_processor.make_request(request_id="a", sampling=sampling, prompt="\u00e9" * 2500)
     with pytest.raises(InvalidArgument, match=r"chat\.messages: 8193 messages; at most 8192"):
-        intake.make_request(request_id="a", sampling=sampling, messages=[TURN] * 8193)
+        input_processor.make_request(request_id="a", sampling=sampling, messages=[TURN] * 8193)
     with pytest.raises(RequestTooLong, match=r"chat\.messages: 1048585 bytes, over the limit of 1048576"):
-        intake.make_request(
+        input_processor.make_request(
             request_id="a", sampling=sampling, messages=[TURN, {"role": "user", "content": "x" * 2**20}]
         )
 
 
 def test_tokenize_has_limits_of_its_own():
-    intake = Intake(Unasked(), FakeExecutor().geometry)
+    input_processor = InputProcessor(Unasked(), FakeExecutor().geometry)
     size = MIN_MAX_TOKENIZE_BYTES
     with pytest.raises(RequestTooLong, match=f"^text: {size + 1} bytes of text, over the limit of {size}"):
-        intake.tokenize("x" * (size + 1))
+        input_processor.tokenize("x" * (size + 1))
     with pytest.raises(InvalidArgument, match=rf"^token_ids: {10**12} ids; at most {MAX_DETOKENIZE_IDS}"):
-        intake.detokenize(range(10**12))
+        input_processor.detokenize(range(10**12))
     with pytest.raises(RequestTooLong, match=r"^token_ids: 1000000000000 tokens are not below max_model_len \(128\)"):
-        intake.prefix(token_ids=range(10**12))
+        input_processor.prefix(token_ids=range(10**12))
     with pytest.raises(RequestTooLong, match=r"^text: 4097 bytes of text, over the limit of 4096"):
-        intake.prefix(text="x" * 4097)
+        input_processor.prefix(text="x" * 4097)
 
 
-def test_tokenize_takes_what_a_prompt_could_not_be(intake):
+def test_tokenize_takes_what_a_prompt_could_not_be(input_processor):
     text = "x" * MIN_MAX_TOKENIZE_BYTES
-    assert intake.tokenize(text) == [120] * len(text)
-    assert intake.detokenize([120] * len(text)) == text
-    assert intake.tokenize("") == []
+    assert input_processor.tokenize(text) == [120] * len(text)
+    assert input_processor.detokenize([120] * len(text)) == text
+    assert input_processor.tokenize("") == []
     with pytest.raises(InvalidArgument, match=r"^token_ids: 257 is not a token id from 0 to 256"):
-        intake.detokenize([1, 257])
+        input_processor.detokenize([1, 257])
 
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user"}], [TURN] * 8193, [{"role": "", "content": "x"}]])
-def test_tokenize_refuses_a_conversation_as_generate_does(intake, messages):
+def test_tokenize_refuses_a_conversation_as_generate_does(input_processor, messages):
     errors = []
     for work in (
-        lambda: intake.make_request(request_id="a", sampling=SamplingParams(), messages=messages),
-        lambda: intake.tokenize_chat(messages),
+        lambda: input_processor.make_request(request_id="a", sampling=SamplingParams(), messages=messages),
+        lambda: input_processor.tokenize_chat(messages),
     ):
         with pytest.raises(InvalidArgument) as raised:
             work()

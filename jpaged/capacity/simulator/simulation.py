@@ -162,7 +162,7 @@ class _Run:
         self._end_s: dict[int, float] = {}
         self._num_submitted = 0
         self._num_ended_in_step = 0
-        self._num_drawn = 0
+        self._num_sampled = 0
         self._num_first_tokens = 0
         self._steps: list[Step] = []
 
@@ -206,14 +206,14 @@ class _Run:
                 num_batched=load.num_running + self._num_ended_in_step,
                 num_waiting=load.num_waiting,
                 num_first_tokens=load.num_first_tokens - self._num_first_tokens,
-                num_drawn=load.num_generation_tokens - self._num_drawn,
+                num_sampled=load.num_generation_tokens - self._num_sampled,
                 kv_tokens=seen.kv_tokens,
                 num_table_blocks=seen.num_table_blocks,
                 num_used_blocks=seen.num_used_blocks,
                 is_flops_bound=seen.is_flops_bound,
             )
         )
-        self._num_drawn, self._num_first_tokens = load.num_generation_tokens, load.num_first_tokens
+        self._num_sampled, self._num_first_tokens = load.num_generation_tokens, load.num_first_tokens
 
     def _submit(self, index: int, coming: TraceRequest) -> None:
         def take(event: OutputEvent) -> None:

@@ -27,7 +27,7 @@ class Step:
         num_batched: requests that ran in it.
         num_waiting: requests that waited for rows or blocks when it had ended.
         num_first_tokens: requests that got their first token from it.
-        num_drawn: tokens that it drew.
+        num_sampled: tokens that it drew.
         kv_tokens: lengths of its rows' contexts, added up.
         num_table_blocks: blocks that its rows' tables name, a shared one once for each.
         num_used_blocks: different ones among them; 0 unless the trace can share.
@@ -39,7 +39,7 @@ class Step:
     num_batched: int
     num_waiting: int
     num_first_tokens: int
-    num_drawn: int
+    num_sampled: int
     kv_tokens: int
     num_table_blocks: int
     num_used_blocks: int
@@ -80,12 +80,12 @@ def mean(steps: Sequence[Step], value: Callable[[Step], float]) -> float:
 
 
 def requests_per_s(steps: Sequence[Step], within: Window, num_requests: int) -> float:
-    """The window's share of all tokens that were drawn, as requests, for each of its seconds.
+    """The window's share of all tokens that were sampled, as requests, for each of its seconds.
 
     Counting tokens instead of ends leaves out chance: whether the requests that ended were the long ones.
     """
-    drawn = sum(step.num_drawn for step in within.steps(steps)) / sum(step.num_drawn for step in steps)
-    return drawn * num_requests / within.seconds
+    sampled = sum(step.num_sampled for step in within.steps(steps)) / sum(step.num_sampled for step in steps)
+    return sampled * num_requests / within.seconds
 
 
 def queue_growth_per_s(steps: Sequence[Step]) -> float:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jpaged.config import EngineConfig
 from jpaged.device.mesh import local_bytes
 from jpaged.device.programs.compile import ProgramSpec, set_up_compile_cache
-from jpaged.device.programs.compiler_errors import Refusal
+from jpaged.device.programs.compiler_errors import CompilerOutOfMemory
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.device.programs.memory import decisive_specs, program_memory, report_of
 from jpaged.device.programs.memory_plan import (
@@ -131,7 +131,10 @@ def compile_deployment(
     )
 
     def result(
-        plan: MemoryPlan, programs: Collection[CompiledProgram], problem: str | None, refusal: Refusal | None = None
+        plan: MemoryPlan,
+        programs: Collection[CompiledProgram],
+        problem: str | None,
+        refusal: CompilerOutOfMemory | None = None,
     ) -> Deployment:
         return Deployment(
             memory=plan,
@@ -169,8 +172,8 @@ def compile_deployment(
         return result(plan, compiled.values(), str(error), refusal)
     server = _Server.of(model, options, mesh, plan.num_blocks, num_threads)
     specs = list(server.lowerings) if all_programs or save is not None else server.telling_specs()
-    # What draws knows nothing of the pool.
-    known = {spec: program for spec, program in compiled.items() if spec.kind == "draw"}
+    # What samples knows nothing of the pool.
+    known = {spec: program for spec, program in compiled.items() if spec.kind == "sample"}
     compiled, refusal = server.compile([spec for spec in specs if spec not in known], progress)
     every = {**known, **compiled}
     compiled = {spec: every[spec] for spec in specs if spec in every}
@@ -184,8 +187,8 @@ def compile_deployment(
 
 def _number_bytes(programs: Collection[CompiledProgram]) -> float | None:
     """Of the sums over devices of the largest step, on average: not all need be of one type."""
-    backbones = [program for program in programs if program.spec.kind == "backbone"]
-    largest = max(backbones, key=lambda program: program.spec.size, default=None)
+    forwards = [program for program in programs if program.spec.kind == "forward"]
+    largest = max(forwards, key=lambda program: program.spec.size, default=None)
     num_bytes = num_numbers = 0
     for one in [] if largest is None else collectives(largest.executable):
         if one.opcode == "all-reduce":
@@ -195,7 +198,7 @@ def _number_bytes(programs: Collection[CompiledProgram]) -> float | None:
     return num_bytes / num_numbers if num_numbers else None
 
 
-def _refused(refusal: Refusal) -> str:
+def _refused(refusal: CompilerOutOfMemory) -> str:
     return (
         f"the compiler refuses it: {refusal.message}: lower num_blocks, memory_utilization or max_num_batched_tokens, "
         "or raise tensor_parallel_size"
@@ -231,7 +234,7 @@ class _Server:
 
     def telling_specs(self) -> list[ProgramSpec]:
         """The decisive programs, and the step that decodes as many rows as there may be."""
-        decode = ProgramSpec("backbone", self.geometry.buckets.num_tokens(self.geometry.max_num_seqs))
+        decode = ProgramSpec("forward", self.geometry.buckets.num_tokens(self.geometry.max_num_seqs))
         return [spec for spec in self.lowerings if spec in (decode, *decisive_specs(list(self.lowerings)))]
 
     def taken(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:
@@ -240,12 +243,12 @@ class _Server:
 
     def compile(
         self, specs: Collection[ProgramSpec], progress: Progress
-    ) -> tuple[Mapping[ProgramSpec, CompiledProgram], Refusal | None]:
+    ) -> tuple[Mapping[ProgramSpec, CompiledProgram], CompilerOutOfMemory | None]:
         """Those that were compiled, and the compiler's word where it refused one for want of memory."""
         try:
             return compile_all({spec: self.lowerings[spec] for spec in specs}, progress, self.num_threads), None
         except jax.errors.JaxRuntimeError as error:
-            refusal = Refusal.of(error)
+            refusal = CompilerOutOfMemory.of(error)
             if refusal is None:
                 reason = str(error).strip().splitlines()[0]
                 raise Unsupported(f"the compiler fails for these devices: {reason}") from error

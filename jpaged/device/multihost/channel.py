@@ -43,7 +43,7 @@ class Kind(enum.IntEnum):
     COLLECT = 7
     DIGEST = 8
     """Of a step that was collected: what went into it and what it drew."""
-    STOP_WISH = 9
+    SHUTDOWN_REQUEST = 9
     """A process was asked to end: please drain."""
     FAILED = 10
     """Why the sender ends."""

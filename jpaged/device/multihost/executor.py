@@ -46,17 +46,17 @@ Parts = tuple[bytes, ...]
 
 def encode_step(number: int, step: PackedStep) -> Parts:
     """A step as parts of a message."""
-    head = _STEP.pack(number, step.num_tokens, step.num_rows, step.want_top, step.backbone.nbytes)
-    return head, step.backbone.tobytes(), step.draw.tobytes()
+    head = _STEP.pack(number, step.num_tokens, step.num_rows, step.want_top_logprobs, step.forward.nbytes)
+    return head, step.forward.tobytes(), step.sample.tobytes()
 
 
 def decode_step(payload: bytearray) -> tuple[int, PackedStep]:
     """The inverse of `encode_step`; the buffers are views of the payload."""
-    number, num_tokens, num_rows, want_top, num_bytes = _STEP.unpack_from(payload)
+    number, num_tokens, num_rows, want_top_logprobs, num_bytes = _STEP.unpack_from(payload)
     middle = _STEP.size + num_bytes
-    backbone = np.frombuffer(payload, np.int32, num_bytes // 4, _STEP.size)
-    draw = np.frombuffer(payload, np.int32, -1, middle)
-    return number, PackedStep(num_tokens, num_rows, bool(want_top), backbone, draw)
+    forward = np.frombuffer(payload, np.int32, num_bytes // 4, _STEP.size)
+    sample = np.frombuffer(payload, np.int32, -1, middle)
+    return number, PackedStep(num_tokens, num_rows, bool(want_top_logprobs), forward, sample)
 
 
 def encode_moves(moves: BlockMoves) -> Parts:
@@ -72,8 +72,8 @@ def decode_moves(payload: bytearray) -> BlockMoves:
     return BlockMoves(_MOVES_BY_CODE[code], ids[:count], ids[count:])
 
 
-def drawn_of(outputs: StepOutputs) -> np.ndarray:
-    """What every process has to have drawn: tokens, and where there is none."""
+def sampled_of(outputs: StepOutputs) -> np.ndarray:
+    """What every process has to have sampled: tokens, and where there is none."""
     return np.where(outputs.is_sound_r, outputs.token_ids_r, -1)
 
 
@@ -87,7 +87,7 @@ def digest_of(told: Sequence[bytes | bytearray], token_ids_r: np.ndarray) -> byt
 
 
 @dataclass(frozen=True, slots=True)
-class LockstepHandle:
+class MultiHostHandle:
     """A step that every process has been told of."""
 
     number: int
@@ -171,7 +171,7 @@ class DigestCheck:
                 self._news.notify_all()
 
 
-class LeaderExecutor:
+class MultiHostExecutor:
     """Implements `engine.executor.Executor` in process 0, for all of them. Used by one thread, the engine's."""
 
     def __init__(self, executor: JaxExecutor, leader: Leader) -> None:
@@ -210,7 +210,7 @@ class LeaderExecutor:
             self._tell(Kind.MOVES, encode_moves(moves))
             self._executor.move_blocks(moves)
 
-    def dispatch(self, inputs: StepInputs) -> LockstepHandle:
+    def dispatch(self, inputs: StepInputs) -> MultiHostHandle:
         """As every executor's; raises as `move_blocks` does."""
         with self._naming_the_lost():
             step = self._executor.pack(inputs)
@@ -218,15 +218,15 @@ class LeaderExecutor:
             self._tell(Kind.STEP, encode_step(self._num_steps, step))
             told = tuple(self._told)
             self._told.clear()
-            return LockstepHandle(self._num_steps, told, self._executor.dispatch_packed(step))
+            return MultiHostHandle(self._num_steps, told, self._executor.dispatch_packed(step))
 
-    def collect(self, handle: LockstepHandle) -> StepOutputs:
+    def collect(self, handle: MultiHostHandle) -> StepOutputs:
         """As every executor's; raises as `move_blocks` does, and when another process drew other tokens."""
         with self._naming_the_lost():
             self._leader.send(Kind.COLLECT, _NUMBER.pack(handle.number))
             outputs = self._executor.collect(handle.own)
             try:
-                self._check.add_own(handle.number, handle.told, drawn_of(outputs))
+                self._check.add_own(handle.number, handle.told, sampled_of(outputs))
             except InternalError as error:
                 self._leader.fail(error)
                 raise
@@ -300,7 +300,7 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
                 if payload != _NUMBER.pack(number):
                     raise InternalError(f"step {_NUMBER.unpack(payload)[0]} is collected before step {number}")
                 outputs = executor.collect(handle)
-                follower.send(Kind.DIGEST, _NUMBER.pack(number), digest_of(parts, drawn_of(outputs)))
+                follower.send(Kind.DIGEST, _NUMBER.pack(number), digest_of(parts, sampled_of(outputs)))
             case Kind.END:
                 return
             case _:

@@ -211,7 +211,7 @@ class Leader:
                     self.on_digest(process, payload)
                 case Kind.FACTS:
                     self._facts[process].put(payload)
-                case Kind.STOP_WISH:
+                case Kind.SHUTDOWN_REQUEST:
                     self._owner.drain()
                 case Kind.FAILED:
                     text = payload.decode(errors="replace")
@@ -262,7 +262,7 @@ class Follower:
 
     def wish_to_stop(self) -> None:
         """Asks process 0 to drain and end all."""
-        self.send(Kind.STOP_WISH)
+        self.send(Kind.SHUTDOWN_REQUEST)
 
     def report(self, error: Exception) -> None:
         """Tells process 0 why this one ends; waits a moment for its word first, if a collective may have broken."""

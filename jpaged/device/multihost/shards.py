@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Shape = tuple[int, ...]
 
 
-class LocalParts:
+class AddressableShards:
     """What this process has of arrays of one shape and sharding, split on one axis at most.
 
     Args:

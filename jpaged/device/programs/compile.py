@@ -24,18 +24,18 @@ MoveKind = Literal["copy", "swap_out", "swap_in"]
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """One program: `backbone` for T tokens, `draw` for R rows, with alternatives or without, or a move of C blocks."""
+    """One program: `forward` for T tokens, `sample` for R rows, with alternatives or without, or a move of C blocks."""
 
-    kind: Literal["backbone", "draw"] | MoveKind
+    kind: Literal["forward", "sample"] | MoveKind
     size: int
-    want_top: bool = False
+    want_top_logprobs: bool = False
 
-    def with_top(self) -> ProgramSpec:
-        """The draw that reports alternatives, too."""
-        return ProgramSpec(self.kind, self.size, want_top=True)
+    def with_top_logprobs(self) -> ProgramSpec:
+        """The sample that reports alternatives, too."""
+        return ProgramSpec(self.kind, self.size, want_top_logprobs=True)
 
     def __str__(self) -> str:
-        return f"{self.kind}[{self.size}{', top' if self.want_top else ''}]"
+        return f"{self.kind}[{self.size}{', top' if self.want_top_logprobs else ''}]"
 
 
 def program_specs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool) -> list[ProgramSpec]:
@@ -43,20 +43,20 @@ def program_specs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_b
     moves: tuple[MoveKind, ...] = ("copy", "swap_out", "swap_in") if has_host_blocks else ("copy",)
     least = least_programs(buckets, move_sizes, has_host_blocks=has_host_blocks)
     tokens, rows = list(buckets.tokens), list(buckets.rows)
-    decodes = [ProgramSpec("backbone", size) for size in (tokens[0], buckets.num_tokens(min(rows[-1], tokens[-1])))]
-    backbones = [ProgramSpec("backbone", size) for size in reversed(tokens)]
-    draws = [ProgramSpec("draw", size, want_top) for want_top in (True, False) for size in rows]
+    decodes = [ProgramSpec("forward", size) for size in (tokens[0], buckets.num_tokens(min(rows[-1], tokens[-1])))]
+    forwards = [ProgramSpec("forward", size) for size in reversed(tokens)]
+    samples = [ProgramSpec("sample", size, want_top_logprobs) for want_top_logprobs in (True, False) for size in rows]
     larger = [ProgramSpec(kind, size) for size in move_sizes for kind in moves]
-    first_draws = [ProgramSpec("draw", rows[0], want_top=True), ProgramSpec("draw", rows[0])]
-    return list(dict.fromkeys((*least, *decodes, *first_draws, *backbones, *draws, *larger)))
+    first_samples = [ProgramSpec("sample", rows[0], want_top_logprobs=True), ProgramSpec("sample", rows[0])]
+    return list(dict.fromkeys((*least, *decodes, *first_samples, *forwards, *samples, *larger)))
 
 
 def least_programs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool) -> list[ProgramSpec]:
     """Those that any step can be padded to: one of each kind. A large move is many of the smallest."""
     moves: tuple[MoveKind, ...] = ("copy", "swap_out", "swap_in") if has_host_blocks else ("copy",)
     return [
-        ProgramSpec("backbone", buckets.tokens[-1]),
-        ProgramSpec("draw", buckets.rows[-1], want_top=True),
+        ProgramSpec("forward", buckets.tokens[-1]),
+        ProgramSpec("sample", buckets.rows[-1], want_top_logprobs=True),
         *(ProgramSpec(kind, move_sizes[0]) for kind in moves),
     ]
 

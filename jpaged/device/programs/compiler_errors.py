@@ -25,7 +25,7 @@ _SIZES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class CompilerOutOfMemory:
     """What the compiler said.
 
     Attributes:
@@ -39,7 +39,7 @@ class Refusal:
     message: str
 
     @classmethod
-    def of(cls, error: jax.errors.JaxRuntimeError) -> Refusal | None:
+    def of(cls, error: jax.errors.JaxRuntimeError) -> CompilerOutOfMemory | None:
         """Reads the error; None if it is not about memory."""
         text = str(error)
         if _OUT_OF_MEMORY not in text:
@@ -57,7 +57,7 @@ def memory_refusals() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        refusal = Refusal.of(error)
+        refusal = CompilerOutOfMemory.of(error)
         if refusal is None:
             raise
         raise InvalidArgument(

@@ -20,7 +20,7 @@ from jpaged.device.host_pool import num_host_blocks
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import POOL_SPEC, SCALES_SPEC, Placement, first_device, num_shards, replicated
 from jpaged.device.programs.compile import ProgramSpec, compiler_options, program_specs
-from jpaged.device.step.forward import Step, backbone_packing, draw_packing
+from jpaged.device.step.forward import Step, forward_packing, sample_packing
 from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.engine.buckets import BucketTable
@@ -123,16 +123,16 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     hidden = shape((step.num_places, model.config.hidden_size), model.dtype)
 
     def lower(spec: ProgramSpec) -> jax.stages.Lowered:
-        if spec.kind == "backbone":
-            packing = backbone_packing(spec.size, geometry)
-            backbone = functools.partial(step.packed_backbone, packing=packing)
-            jitted = jax.jit(backbone, donate_argnums=1, out_shardings=(of_pool, whole), compiler_options=options)
+        if spec.kind == "forward":
+            packing = forward_packing(spec.size, geometry)
+            forward = functools.partial(step.packed_forward, packing=packing)
+            jitted = jax.jit(forward, donate_argnums=1, out_shardings=(of_pool, whole), compiler_options=options)
             return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
-        if spec.kind != "draw":
+        if spec.kind != "sample":
             return lower_move(spec, layout, step.mesh)
-        packing = draw_packing(spec.size)
-        draw = functools.partial(step.packed_draw, packing=packing, want_top=spec.want_top)
-        jitted = jax.jit(draw, out_shardings=whole, compiler_options=options)
+        packing = sample_packing(spec.size)
+        sample = functools.partial(step.packed_sample, packing=packing, want_top_logprobs=spec.want_top_logprobs)
+        jitted = jax.jit(sample, out_shardings=whole, compiler_options=options)
         return jitted.lower(head, hidden, shape((packing.size,), np.int32))
 
     def lower_for_devices(spec: ProgramSpec) -> jax.stages.Lowered:

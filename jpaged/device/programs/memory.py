@@ -16,8 +16,8 @@ from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.compiler_errors import memory_refusals
 from jpaged.device.programs.memory_plan import ProgramMemory
 from jpaged.device.programs.report import ProgramReport
-from jpaged.device.programs.store import ProgramLedger, ProgramSource
-from jpaged.device.step.forward import Step, backbone_packing, draw_packing
+from jpaged.device.programs.store import ProgramSource, ProgramStore
+from jpaged.device.step.forward import Step, forward_packing, sample_packing
 from jpaged.device.transfers import content_bytes
 from jpaged.engine.executor import Geometry
 
@@ -26,11 +26,11 @@ _OVERLAPPED = 2  # steps: one runs while the next one's inputs are made
 
 
 def decisive_specs(specs: Collection[ProgramSpec]) -> list[ProgramSpec]:
-    """The largest program of each kind, of `draw` the one with alternatives; in the order of `specs`."""
+    """The largest program of each kind, of `sample` the one with alternatives; in the order of `specs`."""
     largest: dict[str, ProgramSpec] = {}
     for spec in specs:
         best = largest.setdefault(spec.kind, spec)
-        if (spec.size, spec.want_top) > (best.size, best.want_top):
+        if (spec.size, spec.want_top_logprobs) > (best.size, best.want_top_logprobs):
             largest[spec.kind] = spec
     return [spec for spec in specs if largest[spec.kind] == spec]
 
@@ -51,8 +51,8 @@ def program_memory(
     temps = dict.fromkeys(of_kind, 0)
     for spec, report in reports.items():
         temps[spec.kind] = max(temps[spec.kind], report.temp_bytes)
-    # A step's backbone and whatever the device runs next to it: its draw, or the moves of the step after.
-    temp_bytes = temps.pop("backbone") + max(temps.values(), default=0)
+    # A step's forward and whatever the device runs next to it: its sample, or the moves of the step after.
+    temp_bytes = temps.pop("forward") + max(temps.values(), default=0)
     code_bytes = sum((reports.get(spec) or of_kind[spec.kind]).code_bytes for spec in specs)
     if len(reports) < len(specs):
         temp_bytes += temp_bytes // _MARGIN + _MARGIN_BYTES
@@ -66,12 +66,12 @@ def decisive_memory(sources: Mapping[ProgramSpec, ProgramSource], step: Step, ge
     Raises:
         InvalidArgument: the compiler says that one of them does not fit.
     """
-    ledger = ProgramLedger(sources)
+    store = ProgramStore(sources)
     with memory_refusals():
-        ledger.compile(decisive_specs(ledger.specs), _silent)
-    reports = {spec: report_of(program.executable) for spec, program in ledger.ready.items()}
-    ledger.release()
-    return program_memory(reports, ledger.specs, step, geometry)
+        store.compile(decisive_specs(store.specs), _silent)
+    reports = {spec: report_of(program.executable) for spec, program in store.ready.items()}
+    store.release()
+    return program_memory(reports, store.specs, step, geometry)
 
 
 def report_of(executable: jax.stages.Compiled) -> ProgramReport:
@@ -87,8 +87,8 @@ def _silent(what: str, done: int, total: int) -> None:
 
 def _kept_bytes(of_kind: Mapping[str, ProgramReport], step: Step, geometry: Geometry) -> int:
     buckets, layout = geometry.buckets, step.attention.layout
-    outputs = sum(of_kind[kind].output_bytes - of_kind[kind].alias_bytes for kind in ("backbone", "draw"))
-    words = backbone_packing(buckets.tokens[-1], geometry).size + draw_packing(buckets.rows[-1]).size
+    outputs = sum(of_kind[kind].output_bytes - of_kind[kind].alias_bytes for kind in ("forward", "sample"))
+    words = forward_packing(buckets.tokens[-1], geometry).size + sample_packing(buckets.rows[-1]).size
     # Some on their way to the host, one being read from the pool, one from the host.
     moving = (MAX_ON_THE_WAY + 2) * (content_bytes(layout) // layout.num_shards)
     last_tokens = 4 * step.num_places

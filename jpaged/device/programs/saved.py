@@ -2,7 +2,7 @@
 
     folder/
       programs.json          what the programs were compiled for, field by field, and the list of them
-      backbone-512.program   one executable: bytes of the device's compiler, with the trees of its arguments
+      forward-512.program   one executable: bytes of the device's compiler, with the trees of its arguments
 
 A program runs only as exactly what it was compiled for: every field of `Target` has to be the server's own, and the one
 that is not is named. The files are pickles: load folders of people that you trust, as you would their code.
@@ -189,7 +189,7 @@ def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, C
             raise InvalidArgument("save", f"{folder} is not empty")
         names, num_bytes = {}, 0
         for spec, program in programs.items():
-            name = f"{spec.kind}-{spec.size}{'-top' if spec.want_top else ''}.program"
+            name = f"{spec.kind}-{spec.size}{'-top' if spec.want_top_logprobs else ''}.program"
             content = pickle.dumps(serialize_executable.serialize(program.executable))
             (folder / name).write_bytes(content)
             names[str(spec)] = name

@@ -1,10 +1,10 @@
-"""The ledger of programs: what is compiled, what it cost, and the rest of the list, which compiles meanwhile.
+"""Programs in one place: what is compiled, what it cost, and the rest of the list, which compiles meanwhile.
 
     compile(specs)     waits for these                         a failure ends it
     compile_rest()     returns at once; the others follow      a failure is logged; steps are padded to what there is
 
-The order is that of need. `least_programs`, one of each kind, runs any step: the largest backbone, the largest
-draw with alternatives, and the smallest move of each kind, of which a large move needs many. After those come the
+The order is that of need. `least_programs`, one of each kind, runs any step: the largest forward, the largest
+sample with alternatives, and the smallest move of each kind, of which a large move needs many. After those come the
 shapes of a lone request that decodes, of a full batch that decodes, and everything between.
 """
 
@@ -57,7 +57,7 @@ class ProgramSource:
         return cls(functools.partial(_compile, lowering))
 
 
-class ProgramLedger:
+class ProgramStore:
     """Makes every program of a list on threads of its own, and knows which are ready.
 
     Args:
@@ -101,9 +101,13 @@ class ProgramLedger:
         """Programs that could not be made after the wait was over."""
         return self._num_failed
 
-    def sizes(self, kind: str, *, want_top: bool = False) -> tuple[int, ...]:
+    def sizes(self, kind: str, *, want_top_logprobs: bool = False) -> tuple[int, ...]:
         """Of the programs of a kind that are ready, ascending."""
-        found = [spec.size for spec in tuple(self._ready) if spec.kind == kind and spec.want_top == want_top]
+        found = [
+            spec.size
+            for spec in tuple(self._ready)
+            if spec.kind == kind and spec.want_top_logprobs == want_top_logprobs
+        ]
         return tuple(sorted(found))
 
     def find(self, spec: ProgramSpec) -> jax.stages.Compiled:
@@ -202,10 +206,10 @@ def compile_all(
 ) -> Mapping[ProgramSpec, CompiledProgram]:
     """Compiles every program for those who look at them and run none. The first failure ends it."""
     sources = {spec: ProgramSource.of(lowering) for spec, lowering in lowerings.items()}
-    ledger = ProgramLedger(sources, num_threads=num_threads or NUM_THREADS)
-    ledger.compile(ledger.specs, progress)
-    ledger.close()
-    return ledger.ready
+    store = ProgramStore(sources, num_threads=num_threads or NUM_THREADS)
+    store.compile(store.specs, progress)
+    store.close()
+    return store.ready
 
 
 def _compile(lowering: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:

@@ -1,7 +1,7 @@
 """One step as two pure programs, so that tokens and rows are bucketed apart.
 
-    backbone[T]   (params, pool, last tokens, inputs) -> (pool, hidden)      pool donated, updated in place
-    draw[R]       (params, hidden, sampling) -> (last tokens, outputs)       want_top: the variant with alternatives
+    forward[T]   (params, pool, last tokens, inputs) -> (pool, hidden)      pool donated, updated in place
+    sample[R]    (params, hidden, sampling) -> (last tokens, outputs)       want_top_logprobs: the larger variant
 
 The last tokens stay on the device: a decode row of the next step names its input by its place among them, so that the
 next step can be dispatched before the host has seen a token.
@@ -24,7 +24,7 @@ from jpaged.device.mesh import HEADS_SPEC, LOGITS_SPEC, MODEL_AXIS, POOL_SPEC, S
 from jpaged.device.step import sampling
 from jpaged.device.step.inputs import Packing
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry, StepOutputs
+from jpaged.engine.executor import BANNED_WIDTH, Geometry, StepOutputs
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
 from jpaged.models.model import Model
@@ -38,12 +38,12 @@ Params = Mapping[str, Any]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
-class BackboneInputs:
+class ForwardInputs:
     """What the model runs on; the fields of `engine.executor.StepInputs` on the device."""
 
     token_ids_t: Int[Array, "T"]
     is_fed_back_t: Bool[Array, "T"]
-    fed_back_rows_t: Int[Array, "T"]
+    prev_sampled_rows_t: Int[Array, "T"]
     positions_t: Int[Array, "T"]
     rope_lens_t: Int[Array, "T"]
     slots_t: Int[Array, "T"]
@@ -51,8 +51,8 @@ class BackboneInputs:
     rows: RaggedRows | CascadeRows
 
 
-def backbone_packing(num_tokens: int, geometry: Geometry) -> Packing:
-    """The buffer of a backbone call with T tokens: the fields of `StepInputs` that have no row of the sampler.
+def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
+    """The buffer of a forward call with T tokens: the fields of `StepInputs` that have no row of the sampler.
 
     It has the runs of rows that read a prefix together where the geometry says that there are any.
     """
@@ -61,7 +61,7 @@ def backbone_packing(num_tokens: int, geometry: Geometry) -> Packing:
     return Packing.of(
         token_ids_t=(t, "int32"),
         is_fed_back_t=(t, "bool"),
-        fed_back_rows_t=(t, "int32"),
+        prev_sampled_rows_t=(t, "int32"),
         positions_t=(t, "int32"),
         rope_lens_t=(t, "int32"),
         slots_t=(t, "int32"),
@@ -74,8 +74,8 @@ def backbone_packing(num_tokens: int, geometry: Geometry) -> Packing:
     )
 
 
-def draw_packing(num_rows: int) -> Packing:
-    """The buffer of a draw call with R rows: the fields of `SamplingInputs`."""
+def sample_packing(num_rows: int) -> Packing:
+    """The buffer of a sample call with R rows: the fields of `SamplingInputs`."""
     r = (num_rows,)
     return Packing.of(
         temperature_r=(r, "float32"),
@@ -85,7 +85,7 @@ def draw_packing(num_rows: int) -> Packing:
         seeds_r2=((num_rows, 2), "uint32"),
         sequence_indices_r=(r, "int32"),
         positions_r=(r, "int32"),
-        forbidden_ids_rx=((num_rows, FORBIDDEN_WIDTH), "int32"),
+        banned_token_ids_rx=((num_rows, BANNED_WIDTH), "int32"),
     )
 
 
@@ -97,8 +97,8 @@ class Step:
         model: the description of the network, wide enough for every shard.
         attention: how its attention reads the pool.
         layer_mode: how the layers run, and so how the parameters are stacked.
-        num_places: rows of the hidden states and of the last tokens: what the largest draw takes.
-        vocab_size: tokens that can be drawn; the model's own number may hold padding.
+        num_places: rows of the hidden states and of the last tokens: what the largest sample takes.
+        vocab_size: tokens that can be sampled; the model's own number may hold padding.
         mesh: the devices that each run their part.
         backend: whose attention kernel runs.
     """
@@ -111,14 +111,14 @@ class Step:
     mesh: Mesh
     backend: Backend
 
-    def backbone(
+    def forward(
         self,
         params: Params,
         pool: Shaped[Array, "P B ..."],
         last_tokens_s: Int[Array, "S"],
-        inputs: BackboneInputs,
+        inputs: ForwardInputs,
     ) -> tuple[Shaped[Array, "P B ..."], Float[Array, "S E"]]:
-        """Runs the layers; the hidden state from which each row draws comes back.
+        """Runs the layers; the hidden state from which each row samples comes back.
 
         The parameters hold the pool's scales as "kv_scales" `[L, K, 2]` where it keeps 8 bits.
         """
@@ -129,7 +129,7 @@ class Step:
         ) -> tuple[jax.Array, jax.Array]:
             return self._attend(q_thd, (k_tkd, v_tkd, inputs.slots_t), pool, layer_index, inputs.rows, scales_lk2)
 
-        fed_back_t = last_tokens_s[inputs.fed_back_rows_t]
+        fed_back_t = last_tokens_s[inputs.prev_sampled_rows_t]
         token_ids_t = jnp.where(inputs.is_fed_back_t, fed_back_t, inputs.token_ids_t)
         hidden_te, pool = self.model.run(
             dict(params), token_ids_t, inputs.positions_t, inputs.rope_lens_t, attend, pool, self.layer_mode
@@ -137,20 +137,20 @@ class Step:
         num_missing = self.num_places - inputs.sample_tokens_s.shape[0]
         return pool, hidden_te[jnp.pad(inputs.sample_tokens_s, (0, num_missing))]
 
-    def draw(
-        self, params: Params, hidden_se: Float[Array, "S E"], how: sampling.RowSampling, *, want_top: bool
-    ) -> tuple[Int[Array, "S"], sampling.Drawn]:
-        """Draws a token for each of the first R rows, R being what `how` is of."""
+    def sample(
+        self, params: Params, hidden_se: Float[Array, "S E"], how: sampling.RowSampling, *, want_top_logprobs: bool
+    ) -> tuple[Int[Array, "S"], sampling.Sampled]:
+        """Samples a token for each of the first R rows, R being what `how` is of."""
         num_rows = how.temperature_r.shape[0]
         logits_rv = self.model.logits(dict(params), hidden_se[:num_rows])
         logits_rv = jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
         vocabulary = Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
 
-        def sample(logits_rv: jax.Array, how: sampling.RowSampling) -> sampling.Drawn:
-            return sampling.sample(logits_rv, how, vocabulary, want_top=want_top)
+        def sample(logits_rv: jax.Array, how: sampling.RowSampling) -> sampling.Sampled:
+            return sampling.sample(logits_rv, how, vocabulary, want_top_logprobs=want_top_logprobs)
 
-        drawn = on_shards(sample, self.mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec())(logits_rv, how)
-        return jnp.pad(drawn.token_ids_r, (0, self.num_places - num_rows)), drawn
+        sampled = on_shards(sample, self.mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec())(logits_rv, how)
+        return jnp.pad(sampled.token_ids_r, (0, self.num_places - num_rows)), sampled
 
     def _attend(
         self,
@@ -174,10 +174,10 @@ class Step:
         run = on_shards(attend, self.mesh, in_specs, (HEADS_SPEC, POOL_SPEC))
         return run(q_thd, new_kv, pool, layer_index, rows, scales_lk2)
 
-    def packed_backbone(
+    def packed_forward(
         self, params: Params, pool: jax.Array, last_tokens_s: jax.Array, buffer: jax.Array, *, packing: Packing
     ) -> tuple[jax.Array, jax.Array]:
-        """`backbone` with its inputs in one buffer."""
+        """`forward` with its inputs in one buffer."""
         arrays = packing.unpack(buffer)
         rows = RaggedRows(
             query_starts_s1=arrays.pop("query_starts_s1"),
@@ -188,18 +188,18 @@ class Step:
         )
         if "num_runs" in arrays:
             cascade = CascadeRows.of(rows, arrays.pop("run_starts_s1"), arrays.pop("num_runs"))
-            return self.backbone(params, pool, last_tokens_s, BackboneInputs(rows=cascade, **arrays))
-        return self.backbone(params, pool, last_tokens_s, BackboneInputs(rows=rows, **arrays))
+            return self.forward(params, pool, last_tokens_s, ForwardInputs(rows=cascade, **arrays))
+        return self.forward(params, pool, last_tokens_s, ForwardInputs(rows=rows, **arrays))
 
-    def packed_draw(
-        self, params: Params, hidden_se: jax.Array, buffer: jax.Array, *, packing: Packing, want_top: bool
+    def packed_sample(
+        self, params: Params, hidden_se: jax.Array, buffer: jax.Array, *, packing: Packing, want_top_logprobs: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """`draw` with its inputs in one buffer and its outputs in one array, which `unpack_outputs` takes apart."""
+        """`sample` with its inputs in one buffer and its outputs in one array, which `unpack_outputs` takes apart."""
         how = sampling.RowSampling(**packing.unpack(buffer))
-        last_tokens_s, drawn = self.draw(params, hidden_se, how, want_top=want_top)
-        columns = [drawn.token_ids_r[:, None], _bits(drawn.logprobs_r)[:, None], drawn.ranks_r[:, None]]
-        if drawn.top_ids_rk is not None and drawn.top_logprobs_rk is not None:
-            columns += [drawn.top_ids_rk, _bits(drawn.top_logprobs_rk)]
+        last_tokens_s, sampled = self.sample(params, hidden_se, how, want_top_logprobs=want_top_logprobs)
+        columns = [sampled.token_ids_r[:, None], _bits(sampled.logprobs_r)[:, None], sampled.ranks_r[:, None]]
+        if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:
+            columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
         return last_tokens_s, jnp.concatenate(columns, axis=1)
 
 
@@ -208,7 +208,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
-    """The columns of `packed_draw` on the host: token, log-probability, rank, then alternatives if there are any."""
+    """The columns of `packed_sample` on the host: token, log-probability, rank, then alternatives if there are any."""
     num_top = (outputs_rc.shape[1] - 3) // 2
     logprobs_rc = outputs_rc.view(np.float32)
     return StepOutputs(

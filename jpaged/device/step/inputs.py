@@ -87,6 +87,6 @@ class PackedStep:
 
     num_tokens: int
     num_rows: int
-    want_top: bool
-    backbone: NDArray[np.int32]
-    draw: NDArray[np.int32]
+    want_top_logprobs: bool
+    forward: NDArray[np.int32]
+    sample: NDArray[np.int32]

@@ -1,7 +1,7 @@
 """Random numbers as a function of (seed, sequence index, position, token) and of nothing else.
 
 Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), written out: the
-draws of a request must not change with the version or the settings of a library.
+samples of a request must not change with the version or the settings of a library.
 """
 
 from __future__ import annotations
@@ -73,6 +73,6 @@ def _row_keys(
 
 
 def _exponentials(bits_rv: jax.Array) -> jax.Array:
-    # Small exponentials decide a draw. They come from small u, which float32 resolves finely; u = 1 would be infinite.
+    # Small exponentials decide a sample. They come from small u, which float32 resolves finely; u = 1 is infinite.
     u_rv = jnp.minimum((bits_rv.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log1p(-u_rv)

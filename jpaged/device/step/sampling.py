@@ -1,17 +1,17 @@
-"""Draws each row's next token: rows of arrays in, one token a row out.
+"""Samples each row's next token: rows of arrays in, one token a row out.
 
-    logits ──┬─────────────────────────────────────────────> log-probability and rank of the token that was drawn
-             └─ forbidden ids ──┬─ greedy rows: the largest
+    logits ──┬─────────────────────────────────────────────> log-probability and rank of the token that was sampled
+             └─ banned ids ──┬─ greedy rows: the largest
                                 └─ others: / temperature ─ min_p ─ top_k ─ top_p ─ + Gumbel noise: the largest
 
 - A logit of minus infinity is a token that cannot be. A row with NaN or plus infinity, or with nothing else left to
-  draw, is not sound: its log-probability is NaN, whatever token it names. Both are seen in sums that are there anyway.
+  sample, is not sound: its log-probability is NaN, whatever token it names. Both are seen in sums that exist anyway.
 
 - min_p drops tokens less likely than min_p times the likeliest, after temperature, as vLLM does.
 - top_k keeps the k likeliest, top_p the smallest set of likeliest of what is left whose share reaches top_p. Both are
   thresholds on the logit: tokens that tie with the last one kept are kept too, so the likeliest token always is.
-- The noise is a function of (seed, sequence index, position) alone, and the largest of logit + Gumbel noise is a draw
-  from the softmax ("Gumbel-max"). Rounding in the logits moves such a draw far less often than one from a running sum.
+- The noise is a function of (seed, sequence index, position) alone, and the largest of logit + Gumbel noise is a sample
+  from the softmax ("Gumbel-max"). Rounding in the logits moves such a sample far less often than one of a running sum.
 - Ties for the largest go to the lowest token id.
 
 Whatever looks at a whole row does so through `Vocabulary`, so the same lines run where the columns are split over
@@ -47,7 +47,7 @@ _ROWS = Layout((0, 1))  # XLA for TPUs would have a matrix product make columns,
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How each row is drawn; the fields of `engine.executor.SamplingInputs` on the device."""
+    """How each row is sampled; the fields of `engine.executor.SamplingInputs` on the device."""
 
     temperature_r: Float[Array, "R"]
     top_k_r: Int[Array, "R"]
@@ -56,13 +56,13 @@ class RowSampling:
     seeds_r2: UInt32[Array, "R 2"]
     sequence_indices_r: Int[Array, "R"]
     positions_r: Int[Array, "R"]
-    forbidden_ids_rx: Int[Array, "R X"]
+    banned_token_ids_rx: Int[Array, "R X"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """The drawn tokens, and what the model's own distribution (before everything else) says of them.
+class Sampled:
+    """The sampled tokens, and what the model's own distribution (before everything else) says of them.
 
     Attributes:
         token_ids_r: the tokens.
@@ -79,19 +79,21 @@ class Drawn:
     top_logprobs_rk: Float[Array, "R K"] | None = None
 
 
-def sample(logits_rv: Float[Array, "R V"], how: RowSampling, vocabulary: Vocabulary, *, want_top: bool) -> Drawn:
-    """Draws one token a row. `logits_rv` is float32: the vocabulary's, or this device's columns of them."""
+def sample(
+    logits_rv: Float[Array, "R V"], how: RowSampling, vocabulary: Vocabulary, *, want_top_logprobs: bool
+) -> Sampled:
+    """Samples one token a row. `logits_rv` is float32: the vocabulary's, or this device's columns of them."""
     if vocabulary.axis is not None:  # padding
         logits_rv = jnp.where(vocabulary.ids(logits_rv.shape[1]) < vocabulary.size, logits_rv, -jnp.inf)
     logits_rv = with_layout_constraint(logits_rv, _ROWS)
-    top = vocabulary.top_k(logits_rv, min(TOP_WIDTH, vocabulary.size)) if want_top else None
+    top = vocabulary.top_k(logits_rv, min(TOP_WIDTH, vocabulary.size)) if want_top_logprobs else None
     largest_r1 = vocabulary.max(logits_rv) if top is None else top[0].max(axis=1, keepdims=True)
     # What needs all logits is done by then, and the loop depends on it: so it may change them where they lie.
-    forbidden_ids_rx = jnp.where(jnp.isfinite(largest_r1), how.forbidden_ids_rx, vocabulary.size)
-    allowed_rv, taken_rx = _forbid(logits_rv, forbidden_ids_rx, vocabulary)
+    banned_token_ids_rx = jnp.where(jnp.isfinite(largest_r1), how.banned_token_ids_rx, vocabulary.size)
+    allowed_rv, taken_rx = _ban(logits_rv, banned_token_ids_rx, vocabulary)
     token_ids_r = lax.cond(
         jnp.any(how.temperature_r > 0),
-        lambda x_rv: _draw(x_rv, how, vocabulary),
+        lambda x_rv: _sample(x_rv, how, vocabulary),
         lambda x_rv: first_largest(x_rv, vocabulary),
         allowed_rv,
     )
@@ -101,9 +103,9 @@ def sample(logits_rv: Float[Array, "R V"], how: RowSampling, vocabulary: Vocabul
     is_sound_r1 = jnp.isfinite(chosen_r1) & jnp.isfinite(log_total_r1)
     logprobs_r = jnp.where(is_sound_r1, chosen_r1 - log_total_r1, jnp.nan)[:, 0]
     if top is None:
-        return Drawn(token_ids_r, logprobs_r, ranks_r)
+        return Sampled(token_ids_r, logprobs_r, ranks_r)
     top_rk, top_ids_rk = top
-    return Drawn(token_ids_r, logprobs_r, ranks_r, top_ids_rk, top_rk - log_total_r1)
+    return Sampled(token_ids_r, logprobs_r, ranks_r, top_ids_rk, top_rk - log_total_r1)
 
 
 def first_largest(x_rv: Float[Array, "R V"], vocabulary: Vocabulary) -> Int[Array, "R"]:
@@ -124,12 +126,12 @@ def _if_any(
     return lax.cond(jnp.any(is_needed), lambda x: change(x, how, vocabulary), lambda x: x, x)
 
 
-def _forbid(
+def _ban(
     logits_rv: jax.Array, ids_rx: Int[Array, "R X"], vocabulary: Vocabulary
 ) -> tuple[Float[Array, "R V"], Float[Array, "R X"]]:
-    """The logits with minus infinity for the forbidden tokens, and what those had (of a device, its own).
+    """The logits with minus infinity for the banned tokens, and what those had (of a device, its own).
 
-    A loop over the columns in use, and no branch: XLA runs a loop in place, and where nothing is forbidden it does not
+    A loop over the columns in use, and no branch: XLA runs a loop in place, and where nothing is banned it does not
     run. A branch gives an array of its own, so that one which does nothing copies its input: on a TPU v6e 0.2 ms for
     256 rows of Llama 3.
     """
@@ -148,7 +150,7 @@ def _forbid(
     return lax.fori_loop(0, num_columns, take, (logits_rv, jnp.full(ids_rx.shape, -jnp.inf, logits_rv.dtype)))
 
 
-def _draw(logits_rv: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> jax.Array:
+def _sample(logits_rv: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> jax.Array:
     is_greedy_r1 = how.temperature_r[:, None] == 0
     scaled_rv = logits_rv / jnp.where(is_greedy_r1, 1, jnp.maximum(how.temperature_r[:, None], _SMALLEST))
     key = how.seeds_r2, how.sequence_indices_r, how.positions_r

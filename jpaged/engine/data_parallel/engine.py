@@ -27,7 +27,7 @@ from jpaged.errors import AlreadyExists, InternalError, QueueFull, Unavailable
 from jpaged.types import OutputEvent, Request
 
 
-class Replicas:
+class DataParallelEngine:
     """Runs requests to their end, each on one of several engines that are alike.
 
     Methods may be called from any thread; a request's events come from the thread of its engine. The limit of the queue

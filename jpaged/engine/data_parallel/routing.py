@@ -5,7 +5,7 @@
 
 A replica whose load is more than HALF_A_REPLICA above the least one's is not asked for its prefix: a prefix that
 everybody uses would keep one replica busy and the others idle. The rule is a function of what was cached and is in
-flight; nothing is drawn. It decides where a request runs and never what comes of it.
+flight; nothing is sampled. It decides where a request runs and never what comes of it.
 """
 
 from __future__ import annotations

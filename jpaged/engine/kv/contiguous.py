@@ -145,7 +145,7 @@ class ReservedMemory:
     def admit(self, group: Group) -> int:
         return 0
 
-    def num_promised(self, group: Group) -> int:
+    def num_outstanding_blocks(self, group: Group) -> int:
         return 0
 
     def is_being_computed(self, group: Group, running: Iterable[Group]) -> bool:
@@ -179,7 +179,7 @@ class ReservedMemory:
     def forget(self, sequence: Sequence) -> None:
         """Nothing is cached."""
 
-    def settle(self, sequence: Sequence) -> None:
+    def register_full_blocks(self, sequence: Sequence) -> None:
         """Nothing is cached; a sequence that was forked since the last time moves into its own region."""
         if sequence not in self._visitors:
             return

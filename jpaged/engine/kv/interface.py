@@ -43,7 +43,7 @@ class KVMemory(Protocol):
         """Gives a waiting group what is already known of its prompt; the number of tokens that need not run."""
         ...
 
-    def num_promised(self, group: Group) -> int:
+    def num_outstanding_blocks(self, group: Group) -> int:
         """Blocks that a running group will still take for tokens that it has already."""
         ...
 
@@ -63,7 +63,7 @@ class KVMemory(Protocol):
         """Takes back everything a sequence holds, on the device and in host memory."""
         ...
 
-    def settle(self, sequence: Sequence) -> None:
+    def register_full_blocks(self, sequence: Sequence) -> None:
         """Notes the blocks that the sequence has filled since the last time."""
         ...
 

@@ -71,7 +71,7 @@ class PagedMemory:
 
     def can_admit(self, group: Group, num_spare_blocks: int) -> bool:
         shared = sum(not self._pool.is_free(block_id) for block_id in self._match(group).block_ids)
-        return self._pool.can_allocate(self.num_promised(group) - shared + num_spare_blocks)
+        return self._pool.can_allocate(self.num_outstanding_blocks(group) - shared + num_spare_blocks)
 
     def admit(self, group: Group) -> int:
         leader = group.runnable[0]
@@ -91,7 +91,7 @@ class PagedMemory:
             self.counts.num_prefix_hit_tokens += num_tokens
         return num_tokens
 
-    def num_promised(self, group: Group) -> int:
+    def num_outstanding_blocks(self, group: Group) -> int:
         return self._num_missing(group, [sequence.block_table for sequence in group.live])
 
     def is_being_computed(self, group: Group, running: Iterable[Group]) -> bool:
@@ -141,7 +141,7 @@ class PagedMemory:
         child.num_registered_blocks = parent.num_registered_blocks
         self._host_pool.fork(parent.host_table, child.host_table)
 
-    def settle(self, sequence: Sequence) -> None:
+    def register_full_blocks(self, sequence: Sequence) -> None:
         if sequence.num_computed_tokens < (sequence.num_registered_blocks + 1) * self.block_size:
             return
         num_known = min(sequence.num_computed_tokens, len(sequence.token_ids))
@@ -169,7 +169,7 @@ class PagedMemory:
         sequence.root_key = None
 
     def release(self, sequence: Sequence) -> None:
-        self.settle(sequence)
+        self.register_full_blocks(sequence)
         self._free(sequence.block_table)
         self._host_pool.release(sequence.host_table)
         sequence.num_computed_tokens = 0
@@ -184,7 +184,7 @@ class PagedMemory:
     def swap_out(self, group: Group) -> None:
         homes: dict[int, int] = {}
         for sequence in group.live:
-            self.settle(sequence)
+            self.register_full_blocks(sequence)
             self._move(sequence.block_table, sequence.host_table, self._host_pool, homes)
         for source, destination in homes.items():
             self._ops.add(Move.SWAP_OUT, source, destination)
@@ -232,7 +232,7 @@ class PagedMemory:
         Where another block holds the same tokens it is that one which is found by its key, and pinned.
         """
         sequence.num_registered_blocks = 0
-        self.settle(sequence)
+        self.register_full_blocks(sequence)
         keys = self._keys(sequence, self.num_cacheable_blocks(sequence.num_prompt_tokens))
         table = BlockTable(len(keys))
         for key in keys:

@@ -84,7 +84,7 @@ class PrefixCache:
         return self._keys.keys()
 
     def match(self, root: Key, keys: Sequence[Key], token_ids: Sequence[int]) -> PrefixMatch:
-        """The longest known prefix, always short of the last token: that one must run to draw the next.
+        """The longest known prefix, always short of the last token: that one must run to sample the next.
 
         Args:
             keys: the chain of all full blocks of token_ids.

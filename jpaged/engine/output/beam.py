@@ -5,7 +5,7 @@
     finished      of the best beam_width candidates those that end, by score = log-probability / length ** penalty
 
 The rules are those of Hugging Face `generate(num_beams=...)`, so that the results are: max(2, 1 + number of ending
-tokens) * beam_width candidates are looked at, and a sequence that reaches max_tokens ends like one that draws an ending
+tokens) * beam_width candidates are looked at, and a sequence that reaches max_tokens ends like one with an ending
 token.
 """
 

@@ -33,7 +33,7 @@ def advance_beams(
         sequence.num_in_flight_tokens -= 1
         top = top_logprobs(outputs, rows[sequence], num_top)
         tops.append([PositionLogprobs(token, top) for token in top])
-    group.num_drawn_tokens += len(beams)
+    group.num_sampled_tokens += len(beams)
     chosen = search.advance(tops)
     if not search.is_done:
         group.sequences = _children(beams, chosen, scheduler)

@@ -1,6 +1,6 @@
 """What a step drew -> the events that callers see. Exactly one event of a request is its last, and `close` sends it.
 
-n sequences          each streams as it is drawn; the request ends with the last of them
+n sequences          each streams as it is sampled; the request ends with the last of them
 best_of above n      nothing is sent until all have ended; then the n likeliest, the best as index 0
 beam_width           likewise: the n best finished beams
 """
@@ -41,7 +41,7 @@ class _Piece:
     cumulative_logprob: float = 0.0
 
 
-class Publisher:
+class OutputProcessor:
     """Owns the text side of every request in flight. Calls sinks; never touches blocks or the scheduler."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
@@ -82,7 +82,7 @@ class Publisher:
         sequence.token_ids.append(token_id)
         sequence.num_in_flight_tokens -= 1
         sequence.cumulative_logprob += float(outputs.logprobs_r[row])
-        group.num_drawn_tokens += 1
+        group.num_sampled_tokens += 1
         delta = self._states[sequence].push(token_id)
         num_top = group.request.sampling.logprobs
         logprobs = () if num_top is None else (_position_logprobs(outputs, row, num_top),)
@@ -149,7 +149,7 @@ class Publisher:
     def _show(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:
         usage = Usage(
             prompt_tokens=len(group.request.prompt_token_ids),
-            completion_tokens=group.num_drawn_tokens,
+            completion_tokens=group.num_sampled_tokens,
             cached_tokens=group.num_cached_tokens or 0,
         )
         event = OutputEvent(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.executor import FORBIDDEN_WIDTH, Geometry, SamplingInputs, StepInputs
+from jpaged.engine.executor import BANNED_WIDTH, Geometry, SamplingInputs, StepInputs
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 
 _SEED_WORD = 1 << 32
@@ -35,7 +35,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: fro
     prompt_lens = _column([row.sequence.num_prompt_tokens for row in rows])
     blocks_t = block_tables_sm[rows_t, positions_t // block_size]
 
-    fed_back = _column([_NOT_FED_BACK if row.fed_back_row is None else row.fed_back_row for row in rows])
+    fed_back = _column([_NOT_FED_BACK if row.prev_sampled_row is None else row.prev_sampled_row for row in rows])
     is_fed_back = fed_back != _NOT_FED_BACK
     fed_back_t = _padded([], num_padded, _NOT_FED_BACK)
     fed_back_t[ends[is_fed_back] - 1] = fed_back[is_fed_back]
@@ -47,7 +47,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: fro
     return StepInputs(
         token_ids_t=_padded(_known_tokens(rows), num_padded),
         is_fed_back_t=fed_back_t != _NOT_FED_BACK,
-        fed_back_rows_t=np.maximum(fed_back_t, 0),
+        prev_sampled_rows_t=np.maximum(fed_back_t, 0),
         positions_t=_padded(positions_t, num_padded),
         rope_lens_t=_padded(np.maximum(positions_t + 1, prompt_lens[rows_t]), num_padded, 1),
         slots_t=_padded(blocks_t * block_size + positions_t % block_size, num_padded),
@@ -94,37 +94,37 @@ def _build_sampling_inputs(
 ) -> SamplingInputs:
     num_padded, vocab_size = geometry.buckets.num_rows(len(rows)), geometry.vocab_size
     greedy = (0.0, vocab_size, 1.0, 0.0, 0, 0, 0, 0)
-    draws: list[tuple[float, ...]] = []
-    forbidden_ids_rx = np.full((num_padded, FORBIDDEN_WIDTH), vocab_size, np.int32)
-    want_top = False
+    samples: list[tuple[float, ...]] = []
+    banned_token_ids_rx = np.full((num_padded, BANNED_WIDTH), vocab_size, np.int32)
+    want_top_logprobs = False
     for i, row in enumerate(rows):
         params = row.group.request.sampling
-        if not row.draws_token:
-            draws.append(greedy)
+        if not row.samples_token:
+            samples.append(greedy)
             continue
         if params.logprobs or params.beam_width:
-            want_top = True
-        draws.append(greedy if params.is_greedy else _draw(row, vocab_size))
+            want_top_logprobs = True
+        samples.append(greedy if params.is_greedy else _sample(row, vocab_size))
         if row.output_index < params.min_tokens:
-            forbidden = sorted(params.ending_ids(eos_token_ids))
-            forbidden_ids_rx[i, : len(forbidden)] = forbidden
-    draws += [greedy] * (num_padded - len(draws))
-    draws_r = np.array(draws, np.float64)  # exact for every column: none has more than 32 bits
+            banned = sorted(params.ending_ids(eos_token_ids))
+            banned_token_ids_rx[i, : len(banned)] = banned
+    samples += [greedy] * (num_padded - len(samples))
+    samples_r = np.array(samples, np.float64)  # exact for every column: none has more than 32 bits
     return SamplingInputs(
-        temperature_r=draws_r[:, 0].astype(np.float32),
-        top_k_r=draws_r[:, 1].astype(np.int32),
-        top_p_r=draws_r[:, 2].astype(np.float32),
-        min_p_r=draws_r[:, 3].astype(np.float32),
-        seeds_r2=draws_r[:, 4:6].astype(np.uint32),
-        sequence_indices_r=draws_r[:, 6].astype(np.int32),
-        positions_r=draws_r[:, 7].astype(np.int32),
-        forbidden_ids_rx=forbidden_ids_rx,
-        want_top=want_top,
+        temperature_r=samples_r[:, 0].astype(np.float32),
+        top_k_r=samples_r[:, 1].astype(np.int32),
+        top_p_r=samples_r[:, 2].astype(np.float32),
+        min_p_r=samples_r[:, 3].astype(np.float32),
+        seeds_r2=samples_r[:, 4:6].astype(np.uint32),
+        sequence_indices_r=samples_r[:, 6].astype(np.int32),
+        positions_r=samples_r[:, 7].astype(np.int32),
+        banned_token_ids_rx=banned_token_ids_rx,
+        want_top_logprobs=want_top_logprobs,
     )
 
 
-def _draw(row: ScheduledRow, vocab_size: int) -> tuple[float, ...]:
-    """How a row's token is drawn, in the order of the fields of SamplingInputs."""
+def _sample(row: ScheduledRow, vocab_size: int) -> tuple[float, ...]:
+    """How a row's token is sampled, in the order of the fields of SamplingInputs."""
     params = row.group.request.sampling
     top_k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
     high, low = divmod(params.seed or 0, _SEED_WORD)

@@ -28,7 +28,7 @@ MAX_TENANTS = 4096
 POLICIES = ("fcfs", "priority", "fair")
 
 
-class Order(Protocol):
+class SchedulingPolicy(Protocol):
     """Who comes first."""
 
     def first_waiting(self, waiting: Collection[Group]) -> Group:
@@ -49,7 +49,7 @@ class Order(Protocol):
 
 
 class FirstComeFirstServed:
-    """Implements `Order` by arrival."""
+    """Implements `SchedulingPolicy` by arrival."""
 
     def first_waiting(self, waiting: Collection[Group]) -> Group:
         return next(iter(waiting))
@@ -68,7 +68,7 @@ class FirstComeFirstServed:
 
 
 class ByPriority(FirstComeFirstServed):
-    """Implements `Order` by the request's number, with a bound on how often one can be overtaken."""
+    """Implements `SchedulingPolicy` by the request's number, with a bound on how often one can be overtaken."""
 
     def first_waiting(self, waiting: Collection[Group]) -> Group:
         return min(waiting, key=self.running_key)
@@ -82,7 +82,7 @@ class ByPriority(FirstComeFirstServed):
 
 
 class FairByTenant(FirstComeFirstServed):
-    """Implements `Order` by what each tenant was served so far."""
+    """Implements `SchedulingPolicy` by what each tenant was served so far."""
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
@@ -117,7 +117,7 @@ class FairByTenant(FirstComeFirstServed):
             self._forgotten = max(self._forgotten, self._served.pop(tenant))
 
 
-def make_order(policy: str) -> Order:
+def make_policy(policy: str) -> SchedulingPolicy:
     """The order of that name."""
     match policy:
         case "fcfs":

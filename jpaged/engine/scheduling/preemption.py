@@ -18,7 +18,7 @@ from jpaged.errors import InternalError
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
-class Exit(enum.Enum):
+class PreemptionMode(enum.Enum):
     """The way out."""
 
     SWAP = "swap"
@@ -37,12 +37,12 @@ class Preemption:
         if self.mode not in PREEMPTION_MODES:
             raise InternalError(f"preemption mode {self.mode!r} is not one of {', '.join(PREEMPTION_MODES)}")
 
-    def choose(self, group: Group) -> Exit:
+    def choose(self, group: Group) -> PreemptionMode:
         if self.mode == "recompute":
-            return Exit.RECOMPUTE
+            return PreemptionMode.RECOMPUTE
         if self.mode == "swap":
-            return Exit.SWAP
-        return Exit.SWAP if self.swap_s(group) < self.recompute_s(group) else Exit.RECOMPUTE
+            return PreemptionMode.SWAP
+        return PreemptionMode.SWAP if self.swap_s(group) < self.recompute_s(group) else PreemptionMode.RECOMPUTE
 
     def swap_s(self, group: Group) -> float:
         """Seconds to move a group's blocks out and back in."""

@@ -12,28 +12,28 @@ from jpaged.engine.sequence import Group, Sequence
 class ScheduledRow:
     """A sequence's part in a step: tokens start to start + num_tokens of it go through the model.
 
-    A sequence that has just been forked has a row of no tokens: it draws its first token from what its leader computed.
+    A sequence that has just been forked has a row of no tokens: its first token comes of what its leader computed.
 
     Attributes:
-        draws_token: the step draws the sequence's next token in this row.
-        sample_row: the row whose last token the draw reads; the row itself, but for a fresh fork.
-        fed_back_row: the last input token is in flight: it is what the step before drew in this row. None when the
+        samples_token: the step samples the sequence's next token in this row.
+        sample_row: the row whose last token the sample reads; the row itself, but for a fresh fork.
+        prev_sampled_row: the last input token is in flight: it is what the step before drew in this row. None when the
             host knows it.
-        output_index: which output token of the sequence is drawn; 0 is the first.
+        output_index: which output token of the sequence is sampled; 0 is the first.
     """
 
     group: Group
     sequence: Sequence
     start: int
     num_tokens: int
-    draws_token: bool
+    samples_token: bool
     sample_row: int
-    fed_back_row: int | None
+    prev_sampled_row: int | None
     output_index: int
 
 
 @dataclass(slots=True)
-class Run:
+class SharedPrefixGroup:
     """Neighbouring rows that read the first tokens of their contexts together.
 
     Attributes:
@@ -54,7 +54,7 @@ class Schedule:
     """
 
     rows: list[ScheduledRow] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
+    runs: list[SharedPrefixGroup] = field(default_factory=list)
     ops: MemoryOps = field(default_factory=MemoryOps)
     num_tokens: int = 0
     admitted: list[Group] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Schedule:
         new_places = {old: new for new, old in enumerate(order)}
         for row in self.rows:
             row.sample_row = new_places[row.sample_row]
-            if row.draws_token:
+            if row.samples_token:
                 row.sequence.in_flight_row = new_places[row.sequence.in_flight_row]
 
     @property

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jpaged.engine.kv.interface import KVMemory, Shares
-from jpaged.engine.scheduling.policies import Order
-from jpaged.engine.scheduling.preemption import Exit, Preemption
+from jpaged.engine.scheduling.policies import SchedulingPolicy
+from jpaged.engine.scheduling.preemption import Preemption, PreemptionMode
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 from jpaged.engine.sequence import Group, Sequence, Status
 
@@ -41,7 +41,9 @@ class SchedulerLimits:
 class Scheduler:
     """Owns the queues, and is the only one that asks for blocks."""
 
-    def __init__(self, memory: KVMemory, order: Order, preemption: Preemption, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, memory: KVMemory, order: SchedulingPolicy, preemption: Preemption, limits: SchedulerLimits
+    ) -> None:
         self._memory = memory
         self._order = order
         self._preemption = preemption
@@ -152,7 +154,7 @@ class Scheduler:
             group = self._next_group()
             if group is None or not self._order.yields_to(self._running[-1], group):
                 return
-            if self._has_room(group, self._num_promised()):
+            if self._has_room(group, self._num_outstanding_blocks()):
                 return
             self._preempt(self._running[-1], schedule)
 
@@ -176,7 +178,7 @@ class Scheduler:
         """Every token that waits to go through the model, of the sequences that may run."""
         wanted = []
         for sequence in group.runnable:
-            self._memory.settle(sequence)
+            self._memory.register_full_blocks(sequence)
             num_tokens = self._num_to_run(group, sequence)
             if num_tokens:
                 wanted.append((sequence, num_tokens))
@@ -210,7 +212,7 @@ class Scheduler:
             return
         is_batch_open = self._limits.batching == "continuous" or not self._running
         # With every row taken blocks are not the question, and a full queue need not cost a step anything.
-        promised = self._num_promised() if self._num_rows < self._limits.max_num_seqs else 0
+        promised = self._num_outstanding_blocks() if self._num_rows < self._limits.max_num_seqs else 0
         while budget > 0 and is_batch_open:
             group = self._next_group()
             if group is None:
@@ -226,7 +228,7 @@ class Scheduler:
             parts = _within(budget, group, self._wanted(group))
             budget -= _num_tokens(parts)
             self._enter(group, parts, schedule)
-            promised += self._memory.num_promised(group)
+            promised += self._memory.num_outstanding_blocks(group)
 
     def _next_group(self) -> Group | None:
         """Who comes next: one that is swapped out, but for a waiting one that left before it or that it yields to."""
@@ -239,9 +241,9 @@ class Scheduler:
         is_earlier = waiting.num_preemptions and self._order.running_key(waiting) < self._order.running_key(swapped)
         return waiting if is_earlier or self._order.yields_to(swapped, waiting) else swapped
 
-    def _num_promised(self) -> int:
+    def _num_outstanding_blocks(self) -> int:
         """Blocks that running groups will still take for tokens that they have."""
-        return sum(self._memory.num_promised(group) for group in self._running)
+        return sum(self._memory.num_outstanding_blocks(group) for group in self._running)
 
     def _has_room(self, group: Group, promised: int) -> bool:
         """Rows and blocks for all of a group that is not running, besides what running groups were promised."""
@@ -289,7 +291,7 @@ class Scheduler:
         for sequence in group.sequences:
             if not sequence.is_live:  # of a static batch
                 self._memory.release(sequence)
-        if self._preemption.choose(group) is Exit.SWAP and self._memory.can_swap_out(group):
+        if self._preemption.choose(group) is PreemptionMode.SWAP and self._memory.can_swap_out(group):
             self._memory.swap_out(group)
             group.move_to(Status.SWAPPED)
             self._swapped.append(group)
@@ -317,7 +319,7 @@ class Scheduler:
             self._fork(group, schedule)
 
     def _fork(self, group: Group, schedule: Schedule) -> None:
-        """The prompt is computed: the others share it and draw their first token from the leader's row."""
+        """The prompt is computed: the others share it and sample their first token from the leader's row."""
         leader, *others = group.live
         leader_row = len(schedule.rows) - 1
         group.is_forked = True
@@ -331,22 +333,22 @@ class Scheduler:
     ) -> None:
         row = len(schedule.rows)
         start = sequence.num_computed_tokens
-        draws_token = start + num_tokens == sequence.num_tokens
-        is_fed_back = num_tokens > 0 and draws_token and sequence.num_in_flight_tokens > 0
+        samples_token = start + num_tokens == sequence.num_tokens
+        is_fed_back = num_tokens > 0 and samples_token and sequence.num_in_flight_tokens > 0
         schedule.rows.append(
             ScheduledRow(
                 group=group,
                 sequence=sequence,
                 start=start,
                 num_tokens=num_tokens,
-                draws_token=draws_token,
+                samples_token=samples_token,
                 sample_row=row if sample_row is None else sample_row,
-                fed_back_row=sequence.in_flight_row if is_fed_back else None,
+                prev_sampled_row=sequence.in_flight_row if is_fed_back else None,
                 output_index=sequence.num_output_tokens,
             )
         )
         sequence.num_computed_tokens = start + num_tokens
-        if draws_token:
+        if samples_token:
             sequence.num_in_flight_tokens += 1
             sequence.in_flight_row = row
             self._order.served(group, 0, 1)
@@ -361,7 +363,7 @@ def _within(budget: int, group: Group, wanted: Shares) -> Shares:
             parts.append((sequence, share))
             budget -= share
     if group.request.sampling.beam_width and parts != wanted:
-        # Beams are ranked together, so they draw in one step: who would be first stops short of its last token.
+        # Beams are ranked together, so they sample in one step: who would be first stops short of its last token.
         parts = [(sequence, min(share, dict(wanted)[sequence] - 1)) for sequence, share in parts]
         parts = [(sequence, share) for sequence, share in parts if share]
     return parts

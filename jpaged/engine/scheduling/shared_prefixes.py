@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import CascadeCosts, Geometry
-from jpaged.engine.scheduling.schedule import Run, Schedule, ScheduledRow
+from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, SharedPrefixGroup
 
 Places = list[int]
 """Of rows in the schedule, ascending."""
@@ -166,13 +166,13 @@ def _arrange(schedule: Schedule, chosen: list[tuple[Places, int]]) -> None:
     for place in range(len(schedule.rows)):
         if place in runs_at:
             places, num_tokens = runs_at[place]
-            schedule.runs.append(Run(len(places), num_tokens))
+            schedule.runs.append(SharedPrefixGroup(len(places), num_tokens))
             order += places
         elif place not in taken:
             order.append(place)
             if schedule.runs and not schedule.runs[-1].num_tokens:
                 schedule.runs[-1].num_rows += 1
             else:
-                schedule.runs.append(Run(1, 0))
+                schedule.runs.append(SharedPrefixGroup(1, 0))
     if order != list(range(len(order))):
         schedule.reorder(order)

@@ -46,16 +46,16 @@ class Implementation:
             written by `KVLayout.write` first.
         platform: that it is made for; None is any.
         form: of the pool that it reads; None reads any.
-        refuses: (spec, queries) -> why it cannot, or None.
-        refuses_device: device -> why it does not run there, or None.
+        unsupported_reason: (spec, queries) -> why it cannot, or None.
+        unsupported_device_reason: device -> why it does not run there, or None.
     """
 
     attend: Attend
     update: Update | None
     platform: str | None
     form: KVForm | None
-    refuses: Callable[[AttentionSpec, Queries], str | None]
-    refuses_device: Callable[[jax.Device], str | None]
+    unsupported_reason: Callable[[AttentionSpec, Queries], str | None]
+    unsupported_device_reason: Callable[[jax.Device], str | None]
 
 
 IMPLEMENTATIONS: dict[Backend, Implementation] = {
@@ -64,11 +64,13 @@ IMPLEMENTATIONS: dict[Backend, Implementation] = {
         tpu.paged_attention_update,
         "tpu",
         "tpu",
-        tpu.refuses,
-        tpu.refuses_device,
+        tpu.unsupported_reason,
+        tpu.unsupported_device_reason,
     ),
-    "pallas-gpu": Implementation(gpu.paged_attention, None, "gpu", "gpu", gpu.refuses, gpu.refuses_device),
-    "cpu": Implementation(cpu.attend, cpu.update, "cpu", "cpu", cpu.refuses, cpu.refuses_device),
+    "pallas-gpu": Implementation(
+        gpu.paged_attention, None, "gpu", "gpu", gpu.unsupported_reason, gpu.unsupported_device_reason
+    ),
+    "cpu": Implementation(cpu.attend, cpu.update, "cpu", "cpu", cpu.unsupported_reason, cpu.unsupported_device_reason),
     "xla": Implementation(reference.paged_attention, None, None, None, lambda spec, queries: None, lambda device: None),
 }
 """In order of preference: `choose` takes the first that refuses neither the device nor the call."""
@@ -110,7 +112,7 @@ def choose(name: str, device: jax.Device, spec: AttentionSpec, queries: Queries)
             continue
         form: KVForm = found.form or ("cpu" if device.platform == "cpu" else "gpu")
         fitting = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, form=form))
-        reason = found.refuses_device(device) or found.refuses(fitting, queries)
+        reason = found.unsupported_device_reason(device) or found.unsupported_reason(fitting, queries)
         if reason is None:
             return Choice(backend, fitting, tuple(passed_over))
         passed_over.append((backend, reason))
@@ -128,6 +130,6 @@ def implementation(backend: Backend, spec: AttentionSpec, queries: Queries) -> I
     found = IMPLEMENTATIONS[backend]
     if found.form is not None and found.form != spec.layout.form:
         raise Unsupported(f"attention backend {backend} reads pools of form {found.form}, not {spec.layout.form}")
-    if (reason := found.refuses(spec, queries)) is not None:
+    if (reason := found.unsupported_reason(spec, queries)) is not None:
         raise Unsupported(f"attention backend {backend}: {reason}")
     return found

@@ -46,7 +46,7 @@ def test_the_pool_takes_what_is_left_to_the_last_block() -> None:
     assert memory.free_bytes is not None
     assert memory.used_bytes <= 64 * MIB
     assert memory.free_bytes < 2 * memory.bytes_per_block
-    assert {program.name for program in found.programs} == {"backbone[16]", "backbone[8]", "draw[8, top]", "copy[512]"}
+    assert {program.name for program in found.programs} == {"forward[16]", "forward[8]", "sample[8, top]", "copy[512]"}
     assert found.num_programs == 2 + 2 + 3
 
 

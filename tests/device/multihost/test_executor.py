@@ -22,7 +22,7 @@ from jpaged.device.multihost.executor import (
     encode_step,
 )
 from jpaged.device.multihost.handshake import Leader, facts_of, gather, require_same
-from jpaged.device.multihost.shards import LocalParts
+from jpaged.device.multihost.shards import AddressableShards
 from jpaged.device.step.inputs import PackedStep
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
@@ -61,10 +61,10 @@ def test_a_step_arrives_as_it_was_sent():
     step = PackedStep(16, 8, True, np.arange(40, dtype=np.int32), np.arange(9, dtype=np.int32) - 4)
     number, got = decode_step(bytearray(b"".join(encode_step(2**40, step))))
     assert number == 2**40
-    assert (got.num_tokens, got.num_rows, got.want_top) == (16, 8, True)
-    np.testing.assert_array_equal(got.backbone, step.backbone)
-    np.testing.assert_array_equal(got.draw, step.draw)
-    assert got.backbone.dtype == got.draw.dtype == np.int32
+    assert (got.num_tokens, got.num_rows, got.want_top_logprobs) == (16, 8, True)
+    np.testing.assert_array_equal(got.forward, step.forward)
+    np.testing.assert_array_equal(got.sample, step.sample)
+    assert got.forward.dtype == got.sample.dtype == np.int32
 
 
 @pytest.mark.parametrize("move", list(Move))
@@ -117,7 +117,7 @@ def payload(number: int, tokens: np.ndarray = TOKENS, told: bytes = b"step") -> 
 
 
 @pytest.mark.parametrize("is_own_first", [True, False])
-def test_a_step_is_confirmed_when_all_have_drawn_the_same(is_own_first):
+def test_a_step_is_confirmed_when_all_have_sampled_the_same(is_own_first):
     check = DigestCheck(2)
     if is_own_first:
         check.add_own(1, (b"step",), TOKENS)
@@ -217,7 +217,7 @@ def test_a_leader_settles_for_the_least_and_ends_the_others_well():
     other.send(Kind.FACTS, (7).to_bytes(8, "little"))
     assert leader.least(9) == 7
     assert other.receive() == (Kind.SETTLED, bytearray((7).to_bytes(8, "little")))
-    other.send(Kind.STOP_WISH)
+    other.send(Kind.SHUTDOWN_REQUEST)
     assert owner.has_heard.wait(10.0)
 
     def end_well() -> None:
@@ -249,7 +249,7 @@ def test_findings_that_differ_are_named_to_all():
 
 def test_where_all_devices_are_ours_local_parts_are_the_whole():
     sharding = NamedSharding(serving_mesh(4), CONTENTS_SPEC)
-    parts, whole = LocalParts(sharding), np.arange(2 * 3 * 4 * 8 * 2, dtype=np.int32).reshape(2, 3, 4, 8, 2)
+    parts, whole = AddressableShards(sharding), np.arange(2 * 3 * 4 * 8 * 2, dtype=np.int32).reshape(2, 3, 4, 8, 2)
     assert parts.shape(whole.shape) == whole.shape
     np.testing.assert_array_equal(parts.to_host(jax.device_put(whole, sharding)), whole)
     assert parts.to_devices(whole, whole.shape) is whole

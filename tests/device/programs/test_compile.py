@@ -31,8 +31,8 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 def test_the_list_of_programs() -> None:
     buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=9)
-    least = ["backbone[32]", "draw[9, top]", "copy[8]"]
-    steps = ["backbone[8]", "backbone[16]", "draw[8, top]", "draw[8]", "draw[9]"]
+    least = ["forward[32]", "sample[9, top]", "copy[8]"]
+    steps = ["forward[8]", "forward[16]", "sample[8, top]", "sample[8]", "sample[9]"]
     names = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=False)))
     assert names == [*least, *steps, "copy[64]"]
     swaps = ["swap_out[8]", "swap_in[8]", "swap_out[64]", "swap_in[64]"]
@@ -105,7 +105,7 @@ def test_a_late_compile_in_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) ->
     executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.OPTIONS)
 
     def late(spec: ProgramSpec) -> object:
-        width = 3 if spec.kind == "draw" else 32
+        width = 3 if spec.kind == "sample" else 32
         return lambda *arguments: (arguments[1] if width == 32 else 0, jnp.zeros((8, width), jnp.int32) + spec.size)
 
     monkeypatch.setattr(executor._programs, "find", late)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jpaged.device.programs.compiler_errors import Refusal, memory_refusals
+from jpaged.device.programs.compiler_errors import CompilerOutOfMemory, memory_refusals
 from jpaged.errors import InvalidArgument
 
 GIB = 1 << 30
@@ -21,20 +21,20 @@ SPACE = (
 
 @pytest.mark.parametrize(("text", "needs", "has"), [(TOTAL, 15.99, 15.75), (SPACE, 32.02, 31.25)])
 def test_the_numbers_are_read(text: str, needs: float, has: float) -> None:
-    refusal = Refusal.of(jax.errors.JaxRuntimeError(text))
+    refusal = CompilerOutOfMemory.of(jax.errors.JaxRuntimeError(text))
     assert refusal is not None
     assert (refusal.needs_bytes, refusal.has_bytes) == (int(needs * GIB), int(has * GIB))
     assert refusal.message == text.splitlines()[0]
 
 
 def test_a_message_in_other_words_is_passed_on() -> None:
-    assert Refusal.of(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")) == Refusal(
+    assert CompilerOutOfMemory.of(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")) == CompilerOutOfMemory(
         None, None, "RESOURCE_EXHAUSTED: no room"
     )
 
 
 def test_other_errors_are_not_about_memory() -> None:
-    assert Refusal.of(jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed")) is None
+    assert CompilerOutOfMemory.of(jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed")) is None
     with pytest.raises(jax.errors.JaxRuntimeError, match="Mosaic"), memory_refusals():
         raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed")
 

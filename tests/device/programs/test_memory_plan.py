@@ -45,19 +45,19 @@ def unexpected_compile() -> ProgramMemory:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[PoolRequest, DeviceMemory, ProgramMemory]:
+def requests(sample: st.DrawFn) -> tuple[PoolRequest, DeviceMemory, ProgramMemory]:
     sizes = st.integers(0, 1 << 36)
     request = PoolRequest(
-        bytes_per_block=draw(st.integers(1, 1 << 26)),
-        block_size=draw(st.integers(1, 64)),
-        max_num_seqs=draw(st.integers(1, 256)),
-        max_model_len=draw(st.integers(2, 1 << 17)),
-        memory_utilization=draw(st.floats(0.01, 1.0)),
-        weight_bytes=draw(sizes),
-        num_blocks=draw(st.none() | st.integers(1, 1 << 16)),
+        bytes_per_block=sample(st.integers(1, 1 << 26)),
+        block_size=sample(st.integers(1, 64)),
+        max_num_seqs=sample(st.integers(1, 256)),
+        max_model_len=sample(st.integers(2, 1 << 17)),
+        memory_utilization=sample(st.floats(0.01, 1.0)),
+        weight_bytes=sample(sizes),
+        num_blocks=sample(st.none() | st.integers(1, 1 << 16)),
     )
-    programs = ProgramMemory(*(draw(st.integers(0, 1 << 30)) for _ in range(3)))
-    return request, DeviceMemory(draw(sizes), is_own=draw(st.booleans())), programs
+    programs = ProgramMemory(*(sample(st.integers(0, 1 << 30)) for _ in range(3)))
+    return request, DeviceMemory(sample(sizes), is_own=sample(st.booleans())), programs
 
 
 @given(requests())

@@ -41,7 +41,7 @@ def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: s
     step, geometry = plan(tiny_model.model(dtype), options, layer_mode, num_blocks, mesh)
     layout = step.attention.layout
     params = Placement.of(tiny_model.model(dtype), mesh, layer_mode).abstract_params()
-    executable = program_lowerings(step, params, geometry)[ProgramSpec("backbone", num_tokens)]().compile()
+    executable = program_lowerings(step, params, geometry)[ProgramSpec("forward", num_tokens)]().compile()
     memory = executable.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes == layout.num_bytes
@@ -50,15 +50,15 @@ def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: s
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
-@pytest.mark.parametrize("want_top", [False, True])
-def test_a_draw_copies_no_logits(want_top: bool, num_devices: int) -> None:
+@pytest.mark.parametrize("want_top_logprobs", [False, True])
+def test_a_sample_copies_no_logits(want_top_logprobs: bool, num_devices: int) -> None:
     """Of a size that nothing but logits has: no weight, and no alternatives."""
     num_rows, options = 24, EngineConfig.load({"max_num_seqs": 24, "max_num_batched_tokens": 24, "max_model_len": 64})
     mesh, config = build_mesh(jax.devices()[:num_devices]), dataclasses.replace(tiny_model.CONFIG, vocab_size=397)
     model = Placement.of(Llama(config, jnp.dtype("float32")), mesh, "loop").model
     step, geometry = plan(model, options, "loop", 64, mesh)
     params = Placement.of(model, mesh, "loop").abstract_params()
-    spec = ProgramSpec("draw", num_rows, want_top=want_top)
+    spec = ProgramSpec("sample", num_rows, want_top_logprobs=want_top_logprobs)
     executable = program_lowerings(step, params, geometry)[spec]().compile()
     made = pool_sized_operations(executable, num_rows * model.config.vocab_size // num_devices)
     assert made  # of this size there are some

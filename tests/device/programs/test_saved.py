@@ -42,9 +42,9 @@ def without_num_blocks(options: EngineConfig) -> EngineConfig:
 def some_tokens(executor: JaxExecutor) -> list[int]:
     driver = Driver(executor)
     first, second = driver.sequence([5, 6, 7, 8, 9]), driver.sequence([1, 2], temperature=1.0, seed=3)
-    drawn: list[int] = driver.run([Row(first, 5), Row(second, 2)], want_top=True).token_ids_r[:2].tolist()
-    first.tokens.append(drawn[0])
-    return drawn + driver.run([Row(first, 1)]).token_ids_r[:1].tolist()
+    sampled: list[int] = driver.run([Row(first, 5), Row(second, 2)], want_top_logprobs=True).token_ids_r[:2].tolist()
+    first.tokens.append(sampled[0])
+    return sampled + driver.run([Row(first, 1)]).token_ids_r[:1].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_saved_programs_run_as_those_that_were_compiled(warm: JaxExecutor, folde
 
 
 def test_what_was_not_saved_is_compiled(warm: JaxExecutor, tmp_path: Path) -> None:
-    only = ProgramSpec("backbone", 8)
+    only = ProgramSpec("forward", 8)
     save_programs(tmp_path / "one", target_of(), {only: warm.programs[only]})
     executor = from_folder(tmp_path / "one")
     executor.warm_up(tiny_model.quiet)
@@ -128,10 +128,10 @@ def test_damage_is_named(folder: Path, warm: JaxExecutor, tmp_path: Path) -> Non
         SavedPrograms.open(tmp_path / "nothing")
     broken = tmp_path / "broken"
     save(broken, warm, target_of())
-    path = broken / "backbone-8.program"
+    path = broken / "forward-8.program"
     path.write_bytes(path.read_bytes()[:100])
     executor = from_folder(broken)
-    with pytest.raises(InvalidArgument, match=r"backbone-8.program cannot be loaded as backbone\[8\]"):
+    with pytest.raises(InvalidArgument, match=r"forward-8.program cannot be loaded as forward\[8\]"):
         executor.warm_up(tiny_model.quiet)
     executor.shutdown()
     manifest = json.loads((broken / MANIFEST).read_text())
@@ -145,7 +145,7 @@ def test_what_was_loaded_is_not_saved_again(folder: Path, tmp_path: Path) -> Non
     executor = from_folder(folder)
     executor.warm_up(tiny_model.quiet)
     with pytest.raises(
-        InternalError, match=r"programs that were loaded, not compiled, cannot be saved: .*backbone\[16\]"
+        InternalError, match=r"programs that were loaded, not compiled, cannot be saved: .*forward\[16\]"
     ):
         save(tmp_path / "again", executor, target_of())
     assert not (tmp_path / "again").exists()

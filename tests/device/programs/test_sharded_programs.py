@@ -37,7 +37,7 @@ def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode:
     step, geometry, params = abstract_serving(model_of(name), EngineConfig.load(OPTIONS), where.mesh, layer_mode)
     lowerings = program_lowerings(step, params, geometry)
     layout = step.attention.layout
-    executable = lowerings[ProgramSpec("backbone", 16)]().compile()
+    executable = lowerings[ProgramSpec("forward", 16)]().compile()
     num_layers = 1 if layer_mode == "scan" else layout.num_layers
     assert opcodes(executable) == {"all-reduce": 2 * num_layers + 1}
     memory = executable.memory_analysis()
@@ -45,9 +45,9 @@ def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode:
     assert memory.alias_size_in_bytes == layout.local.num_bytes == layout.num_bytes // 4
     assert memory.temp_size_in_bytes < layout.local.num_bytes // 10
     assert pool_sized_operations(executable, math.prod(layout.local.shape)) == set()
-    draw = lowerings[ProgramSpec("draw", 8, want_top=True)]().compile()
-    assert opcodes(draw)["all-gather"] == 2  # of the best few of each device
-    widths = re.findall(r"all-gather\S*\(\w+\[(\d+),(\d+)\]", draw.as_text() or "")
+    sample = lowerings[ProgramSpec("sample", 8, want_top_logprobs=True)]().compile()
+    assert opcodes(sample)["all-gather"] == 2  # of the best few of each device
+    widths = re.findall(r"all-gather\S*\(\w+\[(\d+),(\d+)\]", sample.as_text() or "")
     assert all(int(width) <= 32 for _, width in widths)
 
 
@@ -86,7 +86,7 @@ def test_shapes_alone_are_enough_to_lower() -> None:
     assert geometry.vocab_size == 131
     assert params["embed"]["embedding"].shape == (136, step.model.config.hidden_size)
     assert params["kv_scales"].shape == (3, 8, 2)
-    text = program_lowerings(step, params, geometry)[ProgramSpec("backbone", 8)]().as_text()
+    text = program_lowerings(step, params, geometry)[ProgramSpec("forward", 8)]().as_text()
     assert "num_partitions = 8" in text
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
     assert np.prod(params["kv_scales"].sharding.shard_shape((3, 8, 2))) == 6

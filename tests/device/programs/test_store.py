@@ -1,4 +1,4 @@
-"""The ledger of programs: what is waited for, what follows, and steps on whatever there is meanwhile."""
+"""The program store: what is waited for, what follows, and steps on whatever there is meanwhile."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.programs import store
+from jpaged.device.programs import store as module
 from jpaged.device.programs.compile import ProgramSpec
-from jpaged.device.programs.store import NUM_THREADS, ProgramLedger, ProgramSource
+from jpaged.device.programs.store import NUM_THREADS, ProgramSource, ProgramStore
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InternalError
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 
 TIMEOUT_S = 60
-FIRST, SECOND, THIRD = (ProgramSpec("backbone", size) for size in (3, 4, 5))
+FIRST, SECOND, THIRD = (ProgramSpec("forward", size) for size in (3, 4, 5))
 
 
 def compiled(size: int) -> jax.stages.Compiled:
@@ -38,7 +38,7 @@ def broken() -> jax.stages.Compiled:
 
 
 class Report:
-    """Keeps what a ledger says; `is_complete` is set by its summary."""
+    """Keeps what a store says; `is_complete` is set by its summary."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, int, int]] = []
@@ -56,22 +56,22 @@ class Report:
 
 
 def test_everything_is_compiled_and_accounted_for() -> None:
-    report, ledger = Report(), ProgramLedger(sources(FIRST, SECOND, THIRD))
-    ledger.compile([FIRST, SECOND, THIRD], report)
-    assert set(ledger.ready) == {FIRST, SECOND, THIRD}
-    for spec, program in ledger.ready.items():
-        np.testing.assert_array_equal(ledger.find(spec)(np.ones(spec.size, np.float32)), 2 + spec.size)
+    report, store = Report(), ProgramStore(sources(FIRST, SECOND, THIRD))
+    store.compile([FIRST, SECOND, THIRD], report)
+    assert set(store.ready) == {FIRST, SECOND, THIRD}
+    for spec, program in store.ready.items():
+        np.testing.assert_array_equal(store.find(spec)(np.ones(spec.size, np.float32)), 2 + spec.size)
         assert program.seconds > 0
         assert program.origin == "compiled"
     assert report.lines == [("compiling", 0, 3), *(("compiled", done, 3) for done in (1, 2, 3))]
-    ledger.compile_rest(report)
+    store.compile_rest(report)
     assert report.summary == "3 programs: 3 compiled"
 
 
 def test_a_failure_that_is_waited_for_ends_the_wait() -> None:
-    ledger = ProgramLedger({**sources(FIRST), SECOND: ProgramSource(broken)})
+    store = ProgramStore({**sources(FIRST), SECOND: ProgramSource(broken)})
     with pytest.raises(ValueError, match="no such shape"):
-        ledger.compile([FIRST, SECOND], tiny_model.quiet)
+        store.compile([FIRST, SECOND], tiny_model.quiet)
 
 
 def test_the_rest_follows_in_order_while_the_first_are_in_use() -> None:
@@ -81,32 +81,32 @@ def test_the_rest_follows_in_order_while_the_first_are_in_use() -> None:
         assert gate.wait(TIMEOUT_S)
         return compiled(SECOND.size)
 
-    ledger = ProgramLedger(
-        {**sources(FIRST), SECOND: ProgramSource(gated), **sources(THIRD)}, lambda: landed.append(len(ledger.ready))
+    store = ProgramStore(
+        {**sources(FIRST), SECOND: ProgramSource(gated), **sources(THIRD)}, lambda: landed.append(len(store.ready))
     )
     report = Report()
-    ledger.compile([FIRST], report)
-    ledger.compile_rest(report)
-    assert SECOND not in ledger.ready
-    with pytest.raises(InternalError, match=r"no program backbone\[4\] is compiled; there are backbone\[3\]"):
-        ledger.find(SECOND)
-    ledger.find(FIRST)
+    store.compile([FIRST], report)
+    store.compile_rest(report)
+    assert SECOND not in store.ready
+    with pytest.raises(InternalError, match=r"no program forward\[4\] is compiled; there are forward\[3\]"):
+        store.find(SECOND)
+    store.find(FIRST)
     gate.set()
     assert report.summary.startswith("3 programs: 3 compiled")
-    assert ledger.sizes("backbone") == (3, 4, 5)
-    assert ledger.sizes("draw", want_top=True) == ()
+    assert store.sizes("forward") == (3, 4, 5)
+    assert store.sizes("sample", want_top_logprobs=True) == ()
     assert landed == [1, 2, 3]
 
 
 def test_a_failure_behind_is_logged_counted_and_harmless(caplog: pytest.LogCaptureFixture) -> None:
-    ledger = ProgramLedger({**sources(FIRST), SECOND: ProgramSource(broken), **sources(THIRD)})
+    store = ProgramStore({**sources(FIRST), SECOND: ProgramSource(broken), **sources(THIRD)})
     report = Report()
-    ledger.compile([FIRST], report)
+    store.compile([FIRST], report)
     with caplog.at_level(logging.ERROR, "jpaged"):
-        ledger.compile_rest(report)
+        store.compile_rest(report)
         assert "2 compiled, 1 failed" in report.summary
     assert "no such shape" in caplog.text
-    assert (ledger.num_failed, ledger.sizes("backbone")) == (1, (3, 5))
+    assert (store.num_failed, store.sizes("forward")) == (1, (3, 5))
 
 
 def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> None:
@@ -118,12 +118,12 @@ def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> Non
         made.append(size)
         return compiled(size)
 
-    specs = [ProgramSpec("draw", size) for size in range(3, 20)]
-    ledger = ProgramLedger({spec: ProgramSource(functools.partial(gated, spec.size)) for spec in specs})
-    ledger.compile_rest(tiny_model.quiet)
+    specs = [ProgramSpec("sample", size) for size in range(3, 20)]
+    store = ProgramStore({spec: ProgramSource(functools.partial(gated, spec.size)) for spec in specs})
+    store.compile_rest(tiny_model.quiet)
     for _ in range(NUM_THREADS):
         assert begun.acquire(timeout=TIMEOUT_S)
-    release = threading.Thread(target=ledger.release)
+    release = threading.Thread(target=store.release)
     release.start()
     release.join(0.05)
     assert release.is_alive()
@@ -131,13 +131,13 @@ def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> Non
     release.join(TIMEOUT_S)
     assert not release.is_alive()
     assert len(made) == NUM_THREADS  # those that its threads had begun
-    assert not ledger.ready
+    assert not store.ready
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds back every program behind the least set, until it is set."""
-    gate, compile_one = threading.Event(), store._compile
+    gate, compile_one = threading.Event(), module._compile
     begun: list[Callable[[], jax.stages.Lowered]] = []
     num_least = 5
 
@@ -147,36 +147,39 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             assert gate.wait(TIMEOUT_S)
         return compile_one(lowering)
 
-    monkeypatch.setattr(store, "_compile", held)
+    monkeypatch.setattr(module, "_compile", held)
     return gate
 
 
-def tokens_of(executor: JaxExecutor, *, want_top: bool) -> list[int]:
+def tokens_of(executor: JaxExecutor, *, want_top_logprobs: bool) -> list[int]:
     """Two sequences: prefill of one, then both at once, one of their blocks out to the host, copied, and in again."""
     driver = Driver(executor)
     first, second = driver.sequence([5, 6, 7, 8, 9, 10, 11, 12, 13]), driver.sequence([3, 4])
-    drawn: list[int] = driver.run([Row(first, 9)], want_top=want_top).token_ids_r[:1].tolist()
-    first.tokens += drawn
+    sampled: list[int] = driver.run([Row(first, 9)], want_top_logprobs=want_top_logprobs).token_ids_r[:1].tolist()
+    first.tokens += sampled
     executor.move_blocks(BlockMoves(Move.SWAP_OUT, list(range(1, 12)), list(range(1, 12))))
     executor.move_blocks(BlockMoves(Move.SWAP_IN, list(range(1, 12)), list(range(1, 12))))
     copies = driver.free[: len(first.blocks) + 3]
     executor.move_blocks(BlockMoves(Move.COPY, [*first.blocks, *second.blocks[:3]], copies))
     first.blocks = copies[: len(first.blocks)]
-    return drawn + driver.run([Row(first, 1), Row(second, 2)], want_top=want_top).token_ids_r[:2].tolist()
+    return (
+        sampled
+        + driver.run([Row(first, 1), Row(second, 2)], want_top_logprobs=want_top_logprobs).token_ids_r[:2].tolist()
+    )
 
 
-@pytest.mark.parametrize("want_top", [False, True])
-def test_steps_run_on_the_least_set_as_on_all(gate: threading.Event, want_top: bool) -> None:
+@pytest.mark.parametrize("want_top_logprobs", [False, True])
+def test_steps_run_on_the_least_set_as_on_all(gate: threading.Event, want_top_logprobs: bool) -> None:
     early = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.WITHOUT_WAITING)
     report = Report()
     early.warm_up(report)
     least = early.geometry.buckets
     assert (least.tokens, least.rows) == ((16,), (8,))
     assert len(early.programs) == 5 < early.num_programs
-    on_least = tokens_of(early, want_top=want_top)
+    on_least = tokens_of(early, want_top_logprobs=want_top_logprobs)
     gate.set()
     assert report.is_complete.wait(TIMEOUT_S)
     assert (early.geometry.buckets.tokens, len(early.programs)) == ((8, 16), early.num_programs)
-    assert tokens_of(early, want_top=want_top) == on_least
+    assert tokens_of(early, want_top_logprobs=want_top_logprobs) == on_least
     assert early.num_compiles_after_warm_up == 0
     early.shutdown()

@@ -18,7 +18,7 @@ class Params:
     seed: int = 0
     index: int = 0
     position: int = 0
-    forbidden: tuple[int, ...] = ()
+    banned: tuple[int, ...] = ()
 
 
 def threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
@@ -46,7 +46,7 @@ def exponentials(params: Params, vocab_size: int) -> np.ndarray:
 
 def allowed(logits: np.ndarray, params: Params) -> np.ndarray:
     out = logits.astype(np.float64)
-    out[[i for i in params.forbidden if i < len(out)]] = -np.inf
+    out[[i for i in params.banned if i < len(out)]] = -np.inf
     return out
 
 

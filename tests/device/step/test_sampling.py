@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jpaged.device.step import noise, sampling
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor import FORBIDDEN_WIDTH, TOP_WIDTH
+from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH
 from jpaged.types import MAX_LOGPROBS
 from tests.device.step import sampling_oracle as oracle
 from tests.device.step.sampling_oracle import Params
@@ -22,9 +22,9 @@ from tests.device.step.sampling_oracle import Params
 V = 61
 
 
-@functools.partial(jax.jit, static_argnames="want_top")
-def _sample(logits: jax.Array, how: sampling.RowSampling, *, want_top: bool) -> sampling.Drawn:
-    return sampling.sample(logits, how, Vocabulary(logits.shape[1]), want_top=want_top)
+@functools.partial(jax.jit, static_argnames="want_top_logprobs")
+def _sample(logits: jax.Array, how: sampling.RowSampling, *, want_top_logprobs: bool) -> sampling.Sampled:
+    return sampling.sample(logits, how, Vocabulary(logits.shape[1]), want_top_logprobs=want_top_logprobs)
 
 
 @jax.jit
@@ -33,9 +33,9 @@ def _floor(scaled: jax.Array, how: sampling.RowSampling) -> jax.Array:
 
 
 def row_sampling(rows: list[Params], vocab_size: int = V) -> sampling.RowSampling:
-    forbidden = np.full((len(rows), FORBIDDEN_WIDTH), vocab_size, np.int32)
+    banned = np.full((len(rows), BANNED_WIDTH), vocab_size, np.int32)
     for i, row in enumerate(rows):
-        forbidden[i, : len(row.forbidden)] = row.forbidden
+        banned[i, : len(row.banned)] = row.banned
     return sampling.RowSampling(
         temperature_r=jnp.asarray([row.temperature for row in rows], np.float32),
         top_k_r=jnp.asarray([row.top_k or vocab_size for row in rows], np.int32),
@@ -44,12 +44,14 @@ def row_sampling(rows: list[Params], vocab_size: int = V) -> sampling.RowSamplin
         seeds_r2=jnp.asarray([divmod(row.seed, 2**32) for row in rows], np.uint32),
         sequence_indices_r=jnp.asarray([row.index for row in rows], np.int32),
         positions_r=jnp.asarray([row.position for row in rows], np.int32),
-        forbidden_ids_rx=jnp.asarray(forbidden),
+        banned_token_ids_rx=jnp.asarray(banned),
     )
 
 
-def draw(logits: np.ndarray, rows: list[Params]) -> list[int]:
-    return np.asarray(_sample(logits, row_sampling(rows, logits.shape[1]), want_top=False).token_ids_r).tolist()
+def sample(logits: np.ndarray, rows: list[Params]) -> list[int]:
+    return np.asarray(
+        _sample(logits, row_sampling(rows, logits.shape[1]), want_top_logprobs=False).token_ids_r
+    ).tolist()
 
 
 def random_logits(num_rows: int, seed: int = 0, vocab_size: int = V) -> np.ndarray:
@@ -65,7 +67,7 @@ PARAMS = st.builds(
     seed=st.integers(0, 2**64 - 1),
     index=st.integers(0, 63),
     position=st.integers(0, 2**20),
-    forbidden=st.lists(st.integers(0, V - 1), max_size=FORBIDDEN_WIDTH, unique=True).map(tuple),
+    banned=st.lists(st.integers(0, V - 1), max_size=BANNED_WIDTH, unique=True).map(tuple),
 )
 
 
@@ -75,12 +77,12 @@ def test_tokens_are_the_oracles(rows: list[Params], seed: int, has_ties: bool) -
     logits = random_logits(8, seed)
     if has_ties:
         logits = np.round(logits)
-    drawn = _sample(logits, row_sampling(rows), want_top=False)
+    sampled = _sample(logits, row_sampling(rows), want_top_logprobs=False)
     for i, params in enumerate(rows):
-        token, x = int(drawn.token_ids_r[i]), oracle.allowed(logits[i], params)
+        token, x = int(sampled.token_ids_r[i]), oracle.allowed(logits[i], params)
         want_logprobs = oracle.logprobs(logits[i])
-        assert drawn.logprobs_r[i] == pytest.approx(want_logprobs[token], abs=1e-5)
-        assert drawn.ranks_r[i] == 1 + (logits[i] > logits[i, token]).sum()
+        assert sampled.logprobs_r[i] == pytest.approx(want_logprobs[token], abs=1e-5)
+        assert sampled.ranks_r[i] == 1 + (logits[i] > logits[i, token]).sum()
         if params.temperature == 0:
             assert token == x.argmax()
             continue
@@ -125,31 +127,31 @@ LADDER = np.log(np.array([[0.4, 0.3, 0.15, 0.1, 0.05]], np.float32))
         (Params(min_p=0.3, top_p=0.8), {0, 1}),  # 0.7 / 0.85 of what min_p leaves
         (Params(temperature=1e-45), {0}),
         (Params(temperature=1e-6), {0}),
-        (Params(forbidden=(0, 2)), {1, 3, 4}),
-        (Params(forbidden=(0,), top_k=1), {1}),
+        (Params(banned=(0, 2)), {1, 3, 4}),
+        (Params(banned=(0,), top_k=1), {1}),
         (Params(temperature=0.0), {0}),
-        (Params(temperature=0.0, forbidden=(0, 1)), {2}),
+        (Params(temperature=0.0, banned=(0, 1)), {2}),
     ],
 )
-def test_the_tokens_that_can_be_drawn(params: Params, want: set[int]) -> None:
+def test_the_tokens_that_can_be_sampled(params: Params, want: set[int]) -> None:
     rows = [dataclasses.replace(params, position=i) for i in range(400)]
-    assert set(draw(np.repeat(LADDER, 400, axis=0), rows)) == want
+    assert set(sample(np.repeat(LADDER, 400, axis=0), rows)) == want
 
 
 def test_ties_at_a_threshold_are_kept() -> None:
     logits = np.array([[1.0, 2.0, 2.0, 2.0, 0.0]] * 400, np.float32)
     rows = [Params(top_k=2, position=i) for i in range(200)] + [Params(top_p=0.3, position=i) for i in range(200)]
-    tokens = draw(logits, rows)
+    tokens = sample(logits, rows)
     assert set(tokens[:200]) == set(tokens[200:]) == {1, 2, 3}
 
 
 def test_zero_and_minus_zero_tie() -> None:
     logits = np.array([[-1.0, 0.0, -0.0, -2.0]] * 200, np.float32)
-    assert set(draw(logits, [Params(top_k=1, position=i) for i in range(200)])) == {1, 2}
+    assert set(sample(logits, [Params(top_k=1, position=i) for i in range(200)])) == {1, 2}
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:
-    assert draw(np.array([[0.0, 3.0, 3.0, 1.0]], np.float32), [Params(temperature=0.0)]) == [1]
+    assert sample(np.array([[0.0, 3.0, 3.0, 1.0]], np.float32), [Params(temperature=0.0)]) == [1]
 
 
 NAN, INF = np.nan, np.inf
@@ -159,63 +161,63 @@ UNSOUND: dict[str, tuple[dict[int, float], tuple[int, ...]]] = {
     "all NaN": (dict.fromkeys(range(V), NAN), ()),
     "plus infinity": ({7: INF}, ()),
     "two of it": ({7: INF, 60: INF}, ()),
-    "a forbidden NaN": ({7: NAN}, (7,)),
-    "a forbidden infinity": ({7: INF}, (3, 7)),
+    "a banned NaN": ({7: NAN}, (7,)),
+    "a banned infinity": ({7: INF}, (3, 7)),
     "all minus infinity": (dict.fromkeys(range(V), -INF), ()),
     "nothing left": (dict.fromkeys(range(4, V), -INF), (0, 1, 2, 3)),
 }
-"""Logits that a row has here and there, and what it may not draw."""
+"""Logits that a row has here and there, and what it may not sample."""
 WAYS = (Params(temperature=0.0), Params(), Params(top_k=5, top_p=0.8, min_p=0.01))
 
 
 def unsound_rows() -> tuple[np.ndarray, list[Params], np.ndarray]:
-    """Logits, how to draw, and which rows are not sound: each case next to a row that is, drawn in each way."""
+    """Logits, how to sample, and which rows are not sound: each case next to a row that is, sampled in each way."""
     cases = [(way, *case) for way in WAYS for case in UNSOUND.values()]
     logits, rows = random_logits(2 * len(cases)), [Params()] * (2 * len(cases))
-    for i, (way, values, forbidden) in enumerate(cases):
+    for i, (way, values, banned) in enumerate(cases):
         logits[2 * i + 1, list(values)] = list(values.values())
-        rows[2 * i], rows[2 * i + 1] = way, dataclasses.replace(way, forbidden=forbidden)
+        rows[2 * i], rows[2 * i + 1] = way, dataclasses.replace(way, banned=banned)
     return logits, rows, np.arange(2 * len(cases)) % 2 == 1
 
 
-@pytest.mark.parametrize("want_top", [False, True])
-def test_a_row_that_is_not_sound_says_so_and_names_a_token(want_top: bool) -> None:
+@pytest.mark.parametrize("want_top_logprobs", [False, True])
+def test_a_row_that_is_not_sound_says_so_and_names_a_token(want_top_logprobs: bool) -> None:
     logits, rows, is_unsound = unsound_rows()
-    drawn = _sample(logits, row_sampling(rows), want_top=want_top)
-    np.testing.assert_array_equal(np.isnan(drawn.logprobs_r), is_unsound)
-    assert ((np.asarray(drawn.token_ids_r) >= 0) & (np.asarray(drawn.token_ids_r) < V)).all()
+    sampled = _sample(logits, row_sampling(rows), want_top_logprobs=want_top_logprobs)
+    np.testing.assert_array_equal(np.isnan(sampled.logprobs_r), is_unsound)
+    assert ((np.asarray(sampled.token_ids_r) >= 0) & (np.asarray(sampled.token_ids_r) < V)).all()
     clean = np.where(is_unsound[:, None], random_logits(len(rows)), logits)
-    undisturbed = _sample(clean, row_sampling(rows), want_top=want_top)
-    for got, want in zip(jax.tree.leaves(drawn), jax.tree.leaves(undisturbed), strict=True):
+    undisturbed = _sample(clean, row_sampling(rows), want_top_logprobs=want_top_logprobs)
+    for got, want in zip(jax.tree.leaves(sampled), jax.tree.leaves(undisturbed), strict=True):
         np.testing.assert_array_equal(got[~is_unsound], want[~is_unsound])
 
 
-@pytest.mark.parametrize("want_top", [False, True])
-def test_minus_infinity_is_a_token_that_cannot_be(want_top: bool) -> None:
+@pytest.mark.parametrize("want_top_logprobs", [False, True])
+def test_minus_infinity_is_a_token_that_cannot_be(want_top_logprobs: bool) -> None:
     logits = np.full((9, V), -INF, np.float32)
     logits[:3, 5], logits[3:6, [2, 9]], logits[6:, [0, 1, 60]] = 3.0, 1.0, 2.0
-    forbidden = ((), (2, 30), (0, 1))
-    rows = [dataclasses.replace(way, forbidden=ids) for ids in forbidden for way in WAYS]
-    drawn = _sample(logits, row_sampling(rows), want_top=want_top)
-    assert np.asarray(drawn.token_ids_r).tolist() == [5] * 3 + [9] * 3 + [60] * 3
-    np.testing.assert_allclose(drawn.logprobs_r, -np.log(np.repeat([1, 2, 3], 3)), atol=1e-6)
-    assert np.asarray(drawn.ranks_r).tolist() == [1] * 9
+    banned = ((), (2, 30), (0, 1))
+    rows = [dataclasses.replace(way, banned=ids) for ids in banned for way in WAYS]
+    sampled = _sample(logits, row_sampling(rows), want_top_logprobs=want_top_logprobs)
+    assert np.asarray(sampled.token_ids_r).tolist() == [5] * 3 + [9] * 3 + [60] * 3
+    np.testing.assert_allclose(sampled.logprobs_r, -np.log(np.repeat([1, 2, 3], 3)), atol=1e-6)
+    assert np.asarray(sampled.ranks_r).tolist() == [1] * 9
 
 
 @pytest.mark.parametrize(
     "params",
-    [Params(), Params(temperature=0.5), Params(top_k=6), Params(top_p=0.7), Params(min_p=0.1), Params(forbidden=(0,))],
-    ids=["plain", "cold", "top_k", "top_p", "min_p", "forbidden"],
+    [Params(), Params(temperature=0.5), Params(top_k=6), Params(top_p=0.7), Params(min_p=0.1), Params(banned=(0,))],
+    ids=["plain", "cold", "top_k", "top_p", "min_p", "banned"],
 )
-def test_draws_follow_the_distribution(params: Params) -> None:
+def test_samples_follow_the_distribution(params: Params) -> None:
     """Chi-square over 8192 positions of one request; the limit is the 99.99 % quantile, the seeds are fixed."""
-    num_draws, vocab_size = 8192, 10
+    num_samples, vocab_size = 8192, 10
     logits = random_logits(1, 3, vocab_size) / 3
-    rows = [dataclasses.replace(params, seed=99, position=i) for i in range(num_draws)]
-    counts = np.bincount(draw(np.repeat(logits, num_draws, axis=0), rows), minlength=vocab_size)
+    rows = [dataclasses.replace(params, seed=99, position=i) for i in range(num_samples)]
+    counts = np.bincount(sample(np.repeat(logits, num_samples, axis=0), rows), minlength=vocab_size)
     scaled = oracle.allowed(logits[0], params) / params.temperature
     weights = np.where(oracle.kept(scaled, params)[0], np.exp(scaled), 0)
-    expected = weights / weights.sum() * num_draws
+    expected = weights / weights.sum() * num_samples
     is_possible = expected > 0
     assert counts[~is_possible].sum() == 0
     chi_square = ((counts - expected)[is_possible] ** 2 / expected[is_possible]).sum()
@@ -240,23 +242,23 @@ def test_noise_is_uncorrelated_between_neighbours(rows: list[Params]) -> None:
     assert abs(np.corrcoef(waits[:, :32].ravel(), waits[:, 32:].ravel())[0, 1]) < 0.035
 
 
-def test_a_draw_depends_on_its_own_row_alone() -> None:
+def test_a_sample_depends_on_its_own_row_alone() -> None:
     params = Params(temperature=0.9, top_p=0.95, seed=2**63 + 11, index=2, position=77)
     logits = random_logits(1, 8)
-    want = draw(logits, [params])[0]
-    others = [Params(), Params(temperature=0.0), Params(top_k=3), Params(min_p=0.2), Params(forbidden=(1,))]
+    want = sample(logits, [params])[0]
+    others = [Params(), Params(temperature=0.0), Params(top_k=3), Params(min_p=0.2), Params(banned=(1,))]
     for num_rows in (3, 8):
         for place in range(0, num_rows, 2):
             rows = [others[i % len(others)] for i in range(num_rows)]
             batch = random_logits(num_rows, num_rows)
             rows[place], batch[place] = params, logits[0]
-            assert draw(batch, rows)[place] == want
+            assert sample(batch, rows)[place] == want
 
 
 def test_each_part_of_the_noises_name_matters() -> None:
     logits = np.repeat(random_logits(1, 4) / 9, 5, axis=0)
     rows = [Params(seed=1), Params(seed=1 << 32), Params(index=1), Params(position=1), Params()]
-    assert len(set(draw(logits, rows))) > 1
+    assert len(set(sample(logits, rows))) > 1
     how = row_sampling(rows)
     waits = np.asarray(noise.exponentials(how.seeds_r2, how.sequence_indices_r, how.positions_r, V))
     assert len(np.unique(waits, axis=0)) == 5
@@ -291,20 +293,20 @@ def test_noise_is_the_oracles(vocab_size: int) -> None:
 def test_alternatives_are_the_likeliest_in_order() -> None:
     logits = random_logits(3)
     logits[1, 5] = logits[1, 9] = 20.0
-    drawn = _sample(logits, row_sampling([Params(forbidden=(2,))] * 3), want_top=True)
-    assert drawn.top_ids_rk is not None
-    assert drawn.top_logprobs_rk is not None
-    assert drawn.top_ids_rk.shape == (3, TOP_WIDTH)
+    sampled = _sample(logits, row_sampling([Params(banned=(2,))] * 3), want_top_logprobs=True)
+    assert sampled.top_ids_rk is not None
+    assert sampled.top_logprobs_rk is not None
+    assert sampled.top_ids_rk.shape == (3, TOP_WIDTH)
     for i in range(3):
         want = np.argsort(-logits[i], kind="stable")[:TOP_WIDTH]
-        np.testing.assert_array_equal(drawn.top_ids_rk[i], want)
-        np.testing.assert_allclose(drawn.top_logprobs_rk[i], oracle.logprobs(logits[i])[want], atol=1e-5)
+        np.testing.assert_array_equal(sampled.top_ids_rk[i], want)
+        np.testing.assert_allclose(sampled.top_logprobs_rk[i], oracle.logprobs(logits[i])[want], atol=1e-5)
 
 
 def test_alternatives_of_a_small_vocabulary_are_all_of_it() -> None:
-    drawn = _sample(random_logits(2, 0, 5), row_sampling([Params()] * 2, 5), want_top=True)
-    assert drawn.top_ids_rk is not None
-    assert drawn.top_ids_rk.shape == (2, 5)
+    sampled = _sample(random_logits(2, 0, 5), row_sampling([Params()] * 2, 5), want_top_logprobs=True)
+    assert sampled.top_ids_rk is not None
+    assert sampled.top_ids_rk.shape == (2, 5)
 
 
 def test_there_are_as_many_alternatives_as_a_request_may_ask_for() -> None:

@@ -1,4 +1,4 @@
-"""Sampling over a vocabulary that is split over devices: what one device draws, to the token."""
+"""Sampling over a vocabulary that is split over devices: what one device samples, to the token."""
 
 from __future__ import annotations
 
@@ -24,27 +24,31 @@ ROWS = [
     Params(temperature=0.7, top_k=5, seed=2**63, position=9),
     Params(temperature=1.3, top_p=0.8, seed=4, index=2),
     Params(temperature=1.0, min_p=0.1, seed=5),
-    Params(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=6, forbidden=(0, 30, V - 1)),
+    Params(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=6, banned=(0, 30, V - 1)),
     Params(temperature=2.5, top_p=0.01, seed=7),
-    Params(temperature=0.0, forbidden=(1, 2, 3)),
+    Params(temperature=0.0, banned=(1, 2, 3)),
 ]
 
 
-def sample_split(logits: np.ndarray, how: sampling.RowSampling, num_parts: int, *, want_top: bool) -> sampling.Drawn:
-    """The columns padded with what must never be drawn, and split."""
+def sample_split(
+    logits: np.ndarray, how: sampling.RowSampling, num_parts: int, *, want_top_logprobs: bool
+) -> sampling.Sampled:
+    """The columns padded with what must never be sampled, and split."""
     mesh = build_mesh(jax.devices()[:num_parts])
     vocabulary = Vocabulary(logits.shape[1], MODEL_AXIS)
     padded = np.pad(logits, ((0, 0), (0, -logits.shape[1] % num_parts)), constant_values=100.0)
-    run = functools.partial(sampling.sample, vocabulary=vocabulary, want_top=want_top)
+    run = functools.partial(sampling.sample, vocabulary=vocabulary, want_top_logprobs=want_top_logprobs)
     return jax.jit(on_shards(run, mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec()))(padded, how)
 
 
-def sample_whole(logits: np.ndarray, how: sampling.RowSampling, *, want_top: bool) -> sampling.Drawn:
-    run = functools.partial(sampling.sample, vocabulary=Vocabulary(logits.shape[1]), want_top=want_top)
+def sample_whole(logits: np.ndarray, how: sampling.RowSampling, *, want_top_logprobs: bool) -> sampling.Sampled:
+    run = functools.partial(
+        sampling.sample, vocabulary=Vocabulary(logits.shape[1]), want_top_logprobs=want_top_logprobs
+    )
     return jax.jit(run)(logits, how)
 
 
-def assert_same_draw(got: sampling.Drawn, want: sampling.Drawn) -> None:
+def assert_same_sample(got: sampling.Sampled, want: sampling.Sampled) -> None:
     np.testing.assert_array_equal(got.token_ids_r, want.token_ids_r)
     np.testing.assert_array_equal(got.ranks_r, want.ranks_r)
     np.testing.assert_allclose(got.logprobs_r, want.logprobs_r, atol=1e-5)
@@ -53,14 +57,14 @@ def assert_same_draw(got: sampling.Drawn, want: sampling.Drawn) -> None:
 
 
 @pytest.mark.parametrize("num_parts", NUM_PARTS)
-def test_a_split_vocabulary_draws_the_same_tokens(num_parts: int) -> None:
-    drawn = set()
+def test_a_split_vocabulary_samples_the_same_tokens(num_parts: int) -> None:
+    sampled = set()
     for seed in range(4):
         logits, how = random_logits(len(ROWS), seed), row_sampling(ROWS)
-        want = sample_whole(logits, how, want_top=True)
-        assert_same_draw(sample_split(logits, how, num_parts, want_top=True), want)
-        drawn |= set(np.asarray(want.token_ids_r).tolist())
-    assert len({token * num_parts // V for token in drawn}) > 1  # of several devices
+        want = sample_whole(logits, how, want_top_logprobs=True)
+        assert_same_sample(sample_split(logits, how, num_parts, want_top_logprobs=True), want)
+        sampled |= set(np.asarray(want.token_ids_r).tolist())
+    assert len({token * num_parts // V for token in sampled}) > 1  # of several devices
 
 
 @pytest.mark.parametrize("num_parts", NUM_PARTS)
@@ -69,18 +73,18 @@ def test_ties_between_devices_go_to_the_lowest_token(num_parts: int) -> None:
     logits[1, [20, 40, 60]] = 2.0
     logits[2] = np.tile(np.asarray([0, 1], np.float32), V)[:V]
     how = row_sampling([Params(temperature=0.0)] * 3)
-    got = sample_split(logits, how, num_parts, want_top=True)
+    got = sample_split(logits, how, num_parts, want_top_logprobs=True)
     assert np.asarray(got.token_ids_r).tolist() == [0, 20, 1]
-    assert_same_draw(got, sample_whole(logits, how, want_top=True))
+    assert_same_sample(got, sample_whole(logits, how, want_top_logprobs=True))
 
 
-@pytest.mark.parametrize("want_top", [False, True])
-def test_every_number_of_devices_sees_which_rows_are_not_sound(want_top: bool) -> None:
+@pytest.mark.parametrize("want_top_logprobs", [False, True])
+def test_every_number_of_devices_sees_which_rows_are_not_sound(want_top_logprobs: bool) -> None:
     logits, rows, is_unsound = unsound_rows()
     how = row_sampling(rows)
-    want = sample_whole(logits, how, want_top=want_top)
+    want = sample_whole(logits, how, want_top_logprobs=want_top_logprobs)
     for num_parts in NUM_PARTS:
-        got = sample_split(logits, how, num_parts, want_top=want_top)
+        got = sample_split(logits, how, num_parts, want_top_logprobs=want_top_logprobs)
         np.testing.assert_array_equal(np.isnan(np.asarray(got.logprobs_r)), is_unsound)
         np.testing.assert_array_equal(got.token_ids_r[~is_unsound], want.token_ids_r[~is_unsound])
         assert (np.asarray(got.token_ids_r) < V).all()

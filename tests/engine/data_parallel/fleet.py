@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
-from jpaged.engine.data_parallel.engine import Replicas, shares
+from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.engine.engine import Engine, EngineOptions
-from jpaged.service.input_processor import Intake
+from jpaged.service.input_processor import InputProcessor
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, VirtualClock
 from jpaged.types import SamplingParams
 
@@ -33,13 +33,13 @@ class Fleet:
                 **(engine_options or {}),
             )
             self.engines.append(Engine(one, ByteTokenizer(), options, clock=self.clock))
-        self.replicas = Replicas(self.engines)
-        self.intake = Intake(ByteTokenizer(), self.replicas.geometry)
+        self.replicas = DataParallelEngine(self.engines)
+        self.input_processor = InputProcessor(ByteTokenizer(), self.replicas.geometry)
         self.events = defaultdict(list)
 
     def submit(self, name, prompt, *, cache_tenant="", **sampling):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **sampling})
-        request = self.intake.make_request(request_id=name, sampling=params, prompt_token_ids=prompt)
+        request = self.input_processor.make_request(request_id=name, sampling=params, prompt_token_ids=prompt)
         request = dataclasses.replace(request, cache_tenant=cache_tenant)
         self.replicas.submit(request, self.events[name].append)
         return request

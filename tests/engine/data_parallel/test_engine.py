@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine.data_parallel.engine import Replicas, shares
+from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.engine.stats import BOUNDS_S, EngineLoad, total_load
 from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, QueueFull, Unavailable, Unsupported
 from jpaged.testing import Faults, expected_tokens
@@ -79,7 +79,7 @@ def test_a_limit_is_shared_out_to_the_last(total, parts, each):
 def test_replicas_that_are_not_alike_are_refused():
     fleets = Fleet(1), Fleet(1, num_blocks=32)
     with pytest.raises(InternalError, match="not alike"):
-        Replicas([fleet.engines[0] for fleet in fleets])
+        DataParallelEngine([fleet.engines[0] for fleet in fleets])
 
 
 # --- abort, drop ------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def start(fleet, names, **sampling):
     fleet.replicas.start()
     for i, name in enumerate(names):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 40, **sampling})
-        request = fleet.intake.make_request(request_id=name, sampling=params, prompt_token_ids=[i] * 5)
+        request = fleet.input_processor.make_request(request_id=name, sampling=params, prompt_token_ids=[i] * 5)
         fleet.replicas.submit(request, listener.take)
     return listener
 

@@ -22,7 +22,7 @@ def test_a_longer_request_counts_for_more():
     fleet.run()
 
 
-def test_samples_count_with_all_that_they_may_draw():
+def test_samples_count_with_all_that_they_may_sample():
     """4/8 of the rows and 83/300 of the slots against 1/8 and 3/300 each."""
     fleet = Fleet(2, num_blocks=75)
     assert fleet.place("four", [1] * 3, n=4, temperature=1.0, max_tokens=20) == 0
@@ -60,7 +60,7 @@ def test_the_longest_prefix_wins():
     assert fleet.ask("eight", [*PREFIX[:8], 1, 1, 1, 1, 7]) == 0  # twelve tokens here, eight there
 
 
-def test_a_prefix_that_is_still_computed_draws_its_like():
+def test_a_prefix_that_is_still_computed_samples_its_like():
     fleet = Fleet(2)
     assert fleet.place("first", [*PREFIX, 1]) == 0
     assert fleet.place("like it", [*PREFIX, 2]) == 0

@@ -32,7 +32,7 @@ def make(kv_policy, *, contiguous=True, num_blocks=64, **options):
 
 MIXED = {
     "greedy": {"temperature": 0.0},
-    "drawn": {"temperature": 1.0, "seed": 3},
+    "sampled": {"temperature": 1.0, "seed": 3},
     "samples": {"temperature": 1.0, "seed": 3, "n": 3},
     "beams": {"temperature": 0.0, "beam_width": 3, "n": 2},
 }
@@ -76,7 +76,7 @@ def test_a_region_is_taken_from_the_smallest_hole_that_holds_it():
 
 
 def test_what_is_reserved_and_what_is_stored_of_it():
-    # 4 tokens of prompt and 8 to draw: regions of three blocks of four, which are cut from holes of four.
+    # 4 tokens of prompt and 8 to sample: regions of three blocks of four, which are cut from holes of four.
     memory = ReservedMemory(num_blocks=8, block_size=4, max_model_len=32, policy="reserve-oracle")
     assert [memory.can_ever_fit(group_of(4, n=n)) for n in (1, 2, 3)] == [True, True, False]
     group = group_of(4)

@@ -198,7 +198,7 @@ def test_a_block_that_was_a_duplicate_when_it_was_filled_is_pinned_when_the_othe
     first, second = group_of(8), group_of(8)
     memory.release(computed(memory, first).live[0])
     computed(memory, second)  # shares the first block and copies the second, whose last token has to run
-    memory.settle(second.live[0])
+    memory.register_full_blocks(second.live[0])
     computed(memory, group_of(16, first=100))  # takes the first one's second block
     assert memory.pin("system", second.live[0]) == 8
     assert memory.num_pinned_blocks == 2

@@ -107,11 +107,11 @@ def test_generated_tokens_are_found_by_the_next_turn_of_a_chat(overlap):
     h = make(overlap=overlap)
     serve(h, "first", PROMPT, max_tokens=7)
     answer = h.tokens("first")
-    # 17 tokens, of which the last was drawn but never written: four full blocks.
+    # 17 tokens, of which the last was sampled but never written: four full blocks.
     assert serve(h, "second", [*PROMPT, *answer, 7, 8]) == 16
 
 
-def test_what_each_sample_has_drawn_is_found_by_the_next_turn():
+def test_what_each_sample_has_sampled_is_found_by_the_next_turn():
     h = make(num_blocks=20)
     h.submit("first", PROMPT, max_tokens=7, n=3, temperature=1.0, seed=5)
     h.run()
@@ -155,7 +155,7 @@ def test_two_salts_never_share():
     [{"n": 3, "temperature": 1.0}, {"best_of": 2, "temperature": 1.0}, {"beam_width": 2}],
     ids=["samples", "best of", "beams"],
 )
-def test_two_salts_never_share_however_many_sequences_draw(shape):
+def test_two_salts_never_share_however_many_sequences_sample(shape):
     h = make(num_blocks=24)
     cached = []
     for i, salt in enumerate(("x", "y", "", "x", "y")):
@@ -253,7 +253,7 @@ def test_a_block_that_came_back_is_found_in_its_place_alone():
     assert serve(h, "its place", [1, 2, 3, 4, 9, 9, 9, 7, 7]) == 7
 
 
-def test_who_is_computed_again_finds_what_it_has_drawn():
+def test_who_is_computed_again_finds_what_it_has_sampled():
     memory = PagedMemory(num_blocks=8, block_size=4)
     group = computed(memory, group_of(6))
     sequence = group.live[0]

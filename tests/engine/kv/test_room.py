@@ -4,7 +4,7 @@ import pytest
 
 from jpaged.engine.executor import DeviceRates
 from jpaged.engine.kv.paged import PagedMemory
-from jpaged.engine.scheduling.preemption import Exit, Preemption
+from jpaged.engine.scheduling.preemption import Preemption, PreemptionMode
 from jpaged.engine.sequence import Status
 from jpaged.errors import InternalError
 from jpaged.testing import FakeExecutor, expected_tokens
@@ -123,7 +123,7 @@ def test_nobody_is_let_in_by_a_step_that_somebody_had_to_leave():
 
 @pytest.mark.parametrize(("enable_prefix_caching", "num_recomputed_tokens"), [(False, 10), (True, 2)])
 def test_what_is_cached_is_not_counted_as_computed_again(enable_prefix_caching, num_recomputed_tokens):
-    # The same, without the others: "b" had nine tokens and one drawn, in two full blocks and a third.
+    # The same, without the others: "b" had nine tokens and one sampled, in two full blocks and a third.
     h = make(num_blocks=5, enable_prefix_caching=enable_prefix_caching)
     h.submit("a", [1, 9], max_tokens=2, n=3, temperature=1.0, seed=5)
     h.submit("b", [2] * 9, max_tokens=2)
@@ -193,7 +193,7 @@ def test_who_left_first_comes_back_last_whichever_way_they_left():
 @pytest.mark.parametrize(("num_tokens", "is_admitted"), [(188, True), (189, False)])
 @pytest.mark.parametrize("begins_together", [True, False])
 def test_blocks_that_were_promised_and_a_hundredth_of_the_pool_are_left(begins_together, num_tokens, is_admitted):
-    # Of 200 blocks "a" has 150 and is promised one more for the token that it has drawn; two are spare: 47 are left.
+    # Of 200 blocks "a" has 150 and is promised one more for the token that it has sampled; two are spare: 47 are left.
     h = make(num_blocks=200, max_model_len=800, max_num_batched_tokens=1024 if begins_together else 512)
     h.submit("a", [1] * 600, max_tokens=9)
     if not begins_together:
@@ -222,7 +222,7 @@ def test_a_step_without_tokens_left_lets_nobody_in():
 
 
 @pytest.mark.parametrize(
-    ("num_prompt_tokens", "num_drawn", "num_samples", "num_promised"),
+    ("num_prompt_tokens", "num_sampled", "num_samples", "num_outstanding_blocks"),
     [
         (6, 0, 1, 2),
         (6, 0, 3, 2 + 1 + 1),  # the second block is not full: each writes to one of its own
@@ -232,14 +232,14 @@ def test_a_step_without_tokens_left_lets_nobody_in():
     ],
 )
 def test_a_waiting_group_is_promised_what_all_of_its_samples_need(
-    num_prompt_tokens, num_drawn, num_samples, num_promised
+    num_prompt_tokens, num_sampled, num_samples, num_outstanding_blocks
 ):
     memory, group = PagedMemory(num_blocks=24, block_size=4), group_of(num_prompt_tokens, n=num_samples)
     for sequence in group.sequences:
-        sequence.token_ids += [200] * num_drawn
-    assert memory.num_promised(group) == num_promised
-    assert not PagedMemory(num_blocks=num_promised - 1, block_size=4).can_admit(group, 0)
-    assert PagedMemory(num_blocks=num_promised, block_size=4).can_admit(group, 0)
+        sequence.token_ids += [200] * num_sampled
+    assert memory.num_outstanding_blocks(group) == num_outstanding_blocks
+    assert not PagedMemory(num_blocks=num_outstanding_blocks - 1, block_size=4).can_admit(group, 0)
+    assert PagedMemory(num_blocks=num_outstanding_blocks, block_size=4).can_admit(group, 0)
 
 
 def grows(memory, shares):
@@ -301,7 +301,7 @@ def test_what_a_swapped_group_brings_back_is_found_by_its_prefix():
     assert not memory.has_prefix(key)
     memory.release(taken.live[0])
     memory.swap_in(group)
-    memory.settle(group.live[0])
+    memory.register_full_blocks(group.live[0])
     assert memory.has_prefix(key)
     assert memory.admit(group_of(9)) == 8
 
@@ -346,7 +346,7 @@ def test_auto_counts_a_shared_block_and_the_prompt_once():
     preemption = Preemption("auto", 100, rates)
     assert preemption.swap_s(group) == pytest.approx(400 / 1000 + 400 / 500)
     assert preemption.recompute_s(group) == pytest.approx(10 / 10)
-    assert preemption.choose(group) is Exit.RECOMPUTE
+    assert preemption.choose(group) is PreemptionMode.RECOMPUTE
     assert (
-        Preemption("auto", 80, rates).choose(group) is Exit.SWAP
+        Preemption("auto", 80, rates).choose(group) is PreemptionMode.SWAP
     )  # 0.96 s; six blocks, or no prompt, would say otherwise

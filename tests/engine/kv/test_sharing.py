@@ -24,7 +24,7 @@ def samples(prompt, n, max_tokens):
     return [expected_tokens(prompt, max_tokens, seed=5, sequence_index=i) for i in range(n)]
 
 
-def test_each_sequence_draws_its_own_from_one_prompt(overlap):
+def test_each_sequence_samples_its_own_from_one_prompt(overlap):
     h = make(overlap)
     h.submit("a", list(range(10)), max_tokens=9, n=4, **N_OF_SAMPLES)
     h.run()

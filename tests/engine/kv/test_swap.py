@@ -3,7 +3,7 @@
 import pytest
 
 from jpaged.engine.executor import DeviceRates, Move
-from jpaged.engine.scheduling.preemption import Exit, Preemption
+from jpaged.engine.scheduling.preemption import Preemption, PreemptionMode
 from jpaged.engine.sequence import Group
 from jpaged.testing import FakeExecutor, expected_tokens
 from jpaged.types import Request, SamplingParams
@@ -58,7 +58,7 @@ def test_blocks_that_a_group_shares_leave_once_and_are_shared_again(overlap):
         assert [h.tokens(name, i) for i in range(3)] == expected
     (out,) = h.executor.moved(Move.SWAP_OUT)
     (back,) = h.executor.moved(Move.SWAP_IN)
-    # Four blocks of prompt for all, and what each of the three had drawn: never three times the prompt.
+    # Four blocks of prompt for all, and what each of the three had sampled: never three times the prompt.
     assert len(set(out.sources)) == len(out.sources) == len(back.sources) <= 4 + 3 * 3
     assert sorted(back.sources) == sorted(out.destinations)
     # Sharing would be lost if a block came back once for every holder.
@@ -126,7 +126,7 @@ def test_blocks_leave_in_a_step_that_has_no_rows_too():
 
 @pytest.mark.parametrize(
     ("copy_bytes_per_s", "prefill_tokens_per_s", "way"),
-    [(1e9, 1e3, Exit.SWAP), (1e3, 1e9, Exit.RECOMPUTE)],
+    [(1e9, 1e3, PreemptionMode.SWAP), (1e3, 1e9, PreemptionMode.RECOMPUTE)],
 )
 def test_auto_takes_the_cheaper_way_out(copy_bytes_per_s, prefill_tokens_per_s, way):
     group = Group(Request("a", tuple(range(8)), SamplingParams(temperature=0.0)), 0, 0.0, print, 4)
@@ -136,5 +136,5 @@ def test_auto_takes_the_cheaper_way_out(copy_bytes_per_s, prefill_tokens_per_s, 
     assert preemption.swap_s(group) == pytest.approx(2 * 2 * 1000 / copy_bytes_per_s)
     assert preemption.recompute_s(group) == pytest.approx(8 / prefill_tokens_per_s)
     assert preemption.choose(group) is way
-    assert Preemption("swap", 1000, rates).choose(group) is Exit.SWAP
-    assert Preemption("recompute", 1000, rates).choose(group) is Exit.RECOMPUTE
+    assert Preemption("swap", 1000, rates).choose(group) is PreemptionMode.SWAP
+    assert Preemption("recompute", 1000, rates).choose(group) is PreemptionMode.RECOMPUTE

@@ -16,7 +16,7 @@ BAD = 200
 PREFIX = list(range(1, 13))
 WAYS = {
     "greedy": {},
-    "drawn": {"temperature": 1.0, "seed": 5},
+    "sampled": {"temperature": 1.0, "seed": 5},
     "alternatives": {"logprobs": 3},
     "samples": {"n": 3, "temperature": 1.0, "seed": 5},
     "best of": {"n": 1, "best_of": 3, "temperature": 1.0, "seed": 5},
@@ -173,7 +173,7 @@ def test_a_prefix_of_nan_is_not_pinned(overlap):
 
 
 def test_whether_it_fails_does_not_depend_on_how_its_prompt_is_cut(overlap):
-    """Only the last part of a prompt draws; NaN in what an earlier part has computed is in the logits of the last."""
+    """Only the last part of a prompt samples; NaN in what an earlier part has computed is in the logits of the last."""
     for others in (0, 3):
         h = make(overlap)
         for i in range(others):
@@ -197,7 +197,7 @@ def note_finishes(scheduler, statuses, monkeypatch):
 
 @pytest.mark.parametrize(("mode", "status"), [("recompute", Status.WAITING), ("swap", Status.SWAPPED)])
 def test_it_may_have_been_preempted_before_word_of_it_came(mode, status, monkeypatch):
-    """Each of its tokens in turn is the one, so that one is drawn in the step before it has to leave."""
+    """Each of its tokens in turn is the one, so that one is sampled in the step before it has to leave."""
     tokens = expected_tokens([9, 8, 7], 30)
     found: set[Status] = set()
     for token_id in tokens[:-1]:

@@ -4,7 +4,7 @@ import numpy as np
 
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.scheduling.batch import build_step_inputs
-from jpaged.engine.scheduling.policies import make_order
+from jpaged.engine.scheduling.policies import make_policy
 from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from jpaged.engine.sequence import Group
@@ -17,7 +17,7 @@ def packed(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset()
     geometry = executor.geometry
     scheduler = Scheduler(
         PagedMemory(num_blocks=geometry.num_blocks, block_size=geometry.block_size),
-        make_order("fcfs"),
+        make_policy("fcfs"),
         Preemption("recompute", geometry.bytes_per_block, executor.rates),
         SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens),
     )
@@ -50,7 +50,7 @@ def test_a_long_prompt_goes_in_chunks_and_leaves_room_for_decoding_rows():
 def test_a_token_in_flight_is_named_by_its_row():
     _, second = packed([[1, 2], [3], [4]], steps=2)
     assert second.is_fed_back_t.tolist() == [True] * 3 + [False] * 5
-    assert second.fed_back_rows_t.tolist()[:3] == [0, 1, 2]
+    assert second.prev_sampled_rows_t.tolist()[:3] == [0, 1, 2]
     assert second.positions_t.tolist()[:3] == [2, 1, 1]
 
 
@@ -77,13 +77,13 @@ def test_every_sampling_field_reaches_its_row():
     assert (row.temperature_r[0], row.top_k_r[0], row.top_p_r[0], row.min_p_r[0]) == (0.5, 7, 0.25, 0.125)
     assert row.seeds_r2[0].tolist() == [2**8, 5]
     assert row.positions_r[0] == 3
-    assert row.forbidden_ids_rx[0, :3].tolist() == [3, 9, 257]
-    assert row.want_top
+    assert row.banned_token_ids_rx[0, :3].tolist() == [3, 9, 257]
+    assert row.want_top_logprobs
     assert np.all(row.temperature_r[1:] == 0)
 
 
-def test_a_chunk_that_draws_nothing_is_greedy_and_forbids_nothing():
+def test_a_chunk_that_samples_nothing_is_greedy_and_forbids_nothing():
     sampling = SamplingParams(temperature=1.0, seed=1, min_tokens=1, stop_token_ids=(3,))
     (inputs,) = packed([list(range(20))], max_num_batched_tokens=8, sampling=sampling)
     assert inputs.sampling.temperature_r[0] == 0
-    assert np.all(inputs.sampling.forbidden_ids_rx == 257)
+    assert np.all(inputs.sampling.banned_token_ids_rx == 257)

@@ -184,12 +184,12 @@ def test_under_every_policy_a_lone_request_ends_among_a_flood_of_others(policy):
 
 
 def service(h, tenants):
-    """Weighted tokens that each tenant was served: prompts that were begun, and every drawn token."""
+    """Weighted tokens that each tenant was served: prompts that were begun, and every sampled token."""
     served = dict.fromkeys(tenants.values(), 0)
     for name, events in ((name, events) for name, events in h.events.items() if events):
         prompt_tokens = events[0].usage.prompt_tokens
-        num_drawn = sum(len(event.token_ids) for event in events)
-        served[tenants[name]] += PROMPT_TOKEN_WEIGHT * prompt_tokens + OUTPUT_TOKEN_WEIGHT * num_drawn
+        num_sampled = sum(len(event.token_ids) for event in events)
+        served[tenants[name]] += PROMPT_TOKEN_WEIGHT * prompt_tokens + OUTPUT_TOKEN_WEIGHT * num_sampled
     return served
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.engine.executor import CascadeCosts
-from jpaged.engine.scheduling.schedule import Run, Schedule, ScheduledRow
+from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, SharedPrefixGroup
 from jpaged.engine.scheduling.shared_prefixes import share_prefixes
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.testing import FakeExecutor
@@ -39,7 +39,9 @@ def schedule_of(tables: list[list[int]], starts: list[int] | None = None, lens: 
     return Schedule(rows=rows, num_tokens=sum(row.num_tokens for row in rows))
 
 
-def shared(tables: list[list[int]], costs: CascadeCosts = BYTES_ONLY, **how: Any) -> tuple[list[Run], list[int]]:
+def shared(
+    tables: list[list[int]], costs: CascadeCosts = BYTES_ONLY, **how: Any
+) -> tuple[list[SharedPrefixGroup], list[int]]:
     """The runs, and the rows in their new order."""
     schedule = schedule_of(tables, **how)
     share_prefixes(schedule, dataclasses.replace(GEOMETRY, cascade=costs))
@@ -47,7 +49,7 @@ def shared(tables: list[list[int]], costs: CascadeCosts = BYTES_ONLY, **how: Any
 
 
 def test_rows_that_begin_alike_make_a_run() -> None:
-    assert shared([[1, 2, 3], [1, 2, 4], [1, 2, 5]]) == ([Run(3, 8)], [0, 1, 2])
+    assert shared([[1, 2, 3], [1, 2, 4], [1, 2, 5]]) == ([SharedPrefixGroup(3, 8)], [0, 1, 2])
 
 
 def test_who_shares_nothing_has_no_runs() -> None:
@@ -58,7 +60,13 @@ def test_who_shares_nothing_has_no_runs() -> None:
 def test_members_move_to_the_first_of_them_and_the_others_keep_their_order() -> None:
     runs, order = shared([[9], [1, 2], [8], [5, 6], [1, 4], [7], [5, 6], [1, 3]])
     assert order == [0, 1, 4, 7, 2, 3, 6, 5]
-    assert runs == [Run(1, 0), Run(3, 4), Run(1, 0), Run(2, 8), Run(1, 0)]
+    assert runs == [
+        SharedPrefixGroup(1, 0),
+        SharedPrefixGroup(3, 4),
+        SharedPrefixGroup(1, 0),
+        SharedPrefixGroup(2, 8),
+        SharedPrefixGroup(1, 0),
+    ]
 
 
 def test_what_names_rows_by_place_follows_them() -> None:
@@ -68,53 +76,56 @@ def test_what_names_rows_by_place_follows_them() -> None:
     assert [row.sequence.index for row in schedule.rows] == [0, 2, 1, 3]
     assert [row.sequence.in_flight_row for row in schedule.rows] == [0, 1, 2, 3]
     assert [row.sample_row for row in schedule.rows] == [0, 1, 2, 1]
-    assert schedule.runs == [Run(2, 4), Run(2, 0)]
+    assert schedule.runs == [SharedPrefixGroup(2, 4), SharedPrefixGroup(2, 0)]
 
 
 def test_only_blocks_that_were_full_before_the_step_count() -> None:
-    assert shared([[1, 2, 3], [1, 2, 4]], starts=[7, 8])[0] == [Run(2, 4)]
+    assert shared([[1, 2, 3], [1, 2, 4]], starts=[7, 8])[0] == [SharedPrefixGroup(2, 4)]
     assert shared([[1, 2, 3], [1, 2, 4]], starts=[3, 8])[0] == []
 
 
 def test_equal_blocks_behind_different_ones_are_not_shared() -> None:
     """Two rows can have computed the same first block twice, and found the second in the cache."""
     assert shared([[1, 5, 6], [2, 5, 6]])[0] == []
-    assert shared([[1, 2, 6], [1, 3, 6], [1, 3, 6]])[0] == [Run(1, 0), Run(2, 12)]
+    assert shared([[1, 2, 6], [1, 3, 6], [1, 3, 6]])[0] == [SharedPrefixGroup(1, 0), SharedPrefixGroup(2, 12)]
 
 
 def test_of_nested_prefixes_the_split_that_saves_most() -> None:
     """Three beams of four blocks in common, of eight for two of them."""
-    assert shared([[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9]])[0] == [Run(2, 32), Run(1, 0)]
-    assert shared([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 9]])[0] == [Run(3, 16)]
+    assert shared([[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9]])[0] == [
+        SharedPrefixGroup(2, 32),
+        SharedPrefixGroup(1, 0),
+    ]
+    assert shared([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 9]])[0] == [SharedPrefixGroup(3, 16)]
 
 
 def test_a_system_prompt_is_left_to_those_who_have_nothing_better() -> None:
     """Two requests of four samples each with prompts of six blocks, and three alone, behind one common block."""
     first, second = [1, 2, 3, 4, 5, 6], [1, 12, 13, 14, 15, 16]
     tables = [*[first] * 4, *[second] * 4, [1, 21], [1, 22], [1, 23]]
-    assert shared(tables)[0] == [Run(4, 24), Run(4, 24), Run(3, 4)]
+    assert shared(tables)[0] == [SharedPrefixGroup(4, 24), SharedPrefixGroup(4, 24), SharedPrefixGroup(3, 4)]
 
 
 def test_what_a_second_pass_costs_is_weighed() -> None:
     tables = [[1, 2, i] for i in range(3, 6)]
-    assert shared(tables, dataclasses.replace(BYTES_ONLY, step_tokens=15.0))[0] == [Run(3, 8)]
+    assert shared(tables, dataclasses.replace(BYTES_ONLY, step_tokens=15.0))[0] == [SharedPrefixGroup(3, 8)]
     assert shared(tables, dataclasses.replace(BYTES_ONLY, step_tokens=16.0))[0] == []
-    assert shared(tables, dataclasses.replace(BYTES_ONLY, query_tokens=5.0))[0] == [Run(3, 8)]
+    assert shared(tables, dataclasses.replace(BYTES_ONLY, query_tokens=5.0))[0] == [SharedPrefixGroup(3, 8)]
     assert shared(tables, dataclasses.replace(BYTES_ONLY, query_tokens=5.4))[0] == []
-    assert shared(tables, dataclasses.replace(BYTES_ONLY, tile_tokens=2.5))[0] == [Run(3, 8)]
+    assert shared(tables, dataclasses.replace(BYTES_ONLY, tile_tokens=2.5))[0] == [SharedPrefixGroup(3, 8)]
     assert shared(tables, dataclasses.replace(BYTES_ONLY, query_share=0.25))[0] == []
     assert shared(tables, dataclasses.replace(BYTES_ONLY, tile_queries=1))[0] == []
 
 
 def test_a_prefix_is_shared_in_whole_granules() -> None:
     tables = [[1, 2, 3, 4], [1, 2, 3, 5]]
-    assert shared(tables, dataclasses.replace(BYTES_ONLY, granule_tokens=8))[0] == [Run(2, 8)]
+    assert shared(tables, dataclasses.replace(BYTES_ONLY, granule_tokens=8))[0] == [SharedPrefixGroup(2, 8)]
     assert shared(tables, dataclasses.replace(BYTES_ONLY, granule_tokens=16))[0] == []
 
 
 def test_chunks_of_prompts_take_part() -> None:
     runs, order = shared([[1, 2], [3], [1, 2]], lens=[10, 1, 1])
-    assert (runs, order) == ([Run(2, 8), Run(1, 0)], [0, 2, 1])
+    assert (runs, order) == ([SharedPrefixGroup(2, 8), SharedPrefixGroup(1, 0)], [0, 2, 1])
 
 
 def test_deep_nesting_takes_no_time() -> None:
@@ -181,7 +192,7 @@ def test_samples_read_their_prompt_together(overlap: bool) -> None:
     for index in range(4):
         assert harness.tokens("a", index) == expected_tokens(prompt, 6, seed=7, sequence_index=index)
     load = harness.engine.load()
-    assert load.num_cascade_steps == 5  # every step but those of the prompt, the last of which draws the first tokens
+    assert load.num_cascade_steps == 5  # every step but those of the prompt, the last of which samples the first tokens
     assert load.num_cascade_tokens == 5 * 3 * 20
 
 

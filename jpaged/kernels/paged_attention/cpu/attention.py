@@ -159,13 +159,13 @@ def update(
     return _loaded().update(q_thd, new_kv, pool, layer, rows, spec, scales_lk2)
 
 
-def refuses(spec: AttentionSpec, queries: Queries) -> str | None:
+def unsupported_reason(spec: AttentionSpec, queries: Queries) -> str | None:
     """Why the kernel cannot do this call: only when there is none, for it leaves nothing out."""
     found = kernel()
     return found if isinstance(found, str) else None
 
 
-def refuses_device(device: jax.Device) -> str | None:
+def unsupported_device_reason(device: jax.Device) -> str | None:
     """Why it does not run on this device."""
     if device.platform != "cpu":
         return f"it runs on CPUs, not on {device.platform}"

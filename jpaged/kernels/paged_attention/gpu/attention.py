@@ -33,7 +33,7 @@ _MAX_BLOCK_SIZE = 128
 _MAX_HEAD_DIM = 256
 
 
-def refuses(spec: AttentionSpec, queries: Queries) -> str | None:
+def unsupported_reason(spec: AttentionSpec, queries: Queries) -> str | None:
     """Why a call cannot run here, or None. Queries have to be of 16 bits, and of the pool's type where that is."""
     layout = spec.layout
     group, dtype = queries.num_heads // layout.num_kv_heads, queries.dtype.name
@@ -60,7 +60,7 @@ def refuses(spec: AttentionSpec, queries: Queries) -> str | None:
     return None
 
 
-def refuses_device(device: jax.Device) -> str | None:
+def unsupported_device_reason(device: jax.Device) -> str | None:
     """Why it does not run on this device, or None."""
     if device.platform != "gpu":
         return f"runs on Hopper GPUs (sm_90); this is a {device.platform}"

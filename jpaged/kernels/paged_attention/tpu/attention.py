@@ -33,7 +33,7 @@ _KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
 _MAX_HEAD_DIM = 256
 
 
-def refuses(spec: AttentionSpec, queries: Queries) -> str | None:
+def unsupported_reason(spec: AttentionSpec, queries: Queries) -> str | None:
     """Why there is no kernel for it, or None. Block tables lie in scalar memory, which is small."""
     layout = spec.layout
     if queries.dtype.name not in _QUERY_DTYPES:
@@ -49,7 +49,7 @@ def refuses(spec: AttentionSpec, queries: Queries) -> str | None:
     return sizing.refusal(layout, queries.num_heads) or sizing.tables_refusal(queries, layout.num_kv_heads)
 
 
-def refuses_device(device: jax.Device) -> str | None:
+def unsupported_device_reason(device: jax.Device) -> str | None:
     """Only TPUs run it."""
     return None if device.platform == "tpu" else f"needs a TPU; this device's platform is {device.platform}"
 
