@@ -64,7 +64,7 @@ def test_a_run_that_was_cut_short_goes_on_where_it_was(tmp_path, monkeypatch):
 def test_what_was_kept_is_of_one_state_of_the_package(changed, tmp_path, monkeypatch):
     for name in ("__init__.py", "types.py", "testing/virtual_clock.py", "engine/scheduling/scheduler.py"):
         path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x = 1\n")
     monkeypatch.setattr(jpaged, "__file__", str(tmp_path / "__init__.py"))
     digest = runner.code_digest.__wrapped__

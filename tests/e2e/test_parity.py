@@ -15,7 +15,7 @@ from jpaged.types import CompletionOutput, SamplingParams
 from tests.e2e.rig import chosen_logprobs, generate, open_llm, random_prompts, write_model
 from tests.models.tiny import tiny_cases
 
-GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
+GOLDENS = Path(__file__).parent.parent / "parity" / "goldens"
 BLOCK_SIZES = (1, 8, 16, 32)
 CASES = [case.name for case in tiny_cases()]
 CHUNK_SIZES = (8, 11, 16, 32)

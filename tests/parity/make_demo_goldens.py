@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-GOLDENS = Path(__file__).parent / "goldens" / "demo.json"
+GOLDENS = Path(__file__).parent / "demo_goldens.json"
 NUM_TOKENS = 64
 NUM_TOP = 8
 PROMPTS = (

@@ -14,7 +14,7 @@ from jpaged.llm import LLM
 from jpaged.types import CompletionOutput, SamplingParams
 from tests.e2e.rig import generate, only, open_llm, random_prompts
 
-GOLDENS = Path(__file__).parent / "goldens" / "demo.json"
+GOLDENS = Path(__file__).parent / "demo_goldens.json"
 OPTIONS = {"max_num_batched_tokens": 16, "max_model_len": 256, "num_blocks": 64}
 NUM_TOP = 8
 HOW = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=NUM_TOP)
