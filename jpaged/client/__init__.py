@@ -13,7 +13,8 @@ results.py    the file of its answers: locked, whole lines, taken up again
 
 from jpaged.client.aio import AsyncClient, AsyncGenerateStream
 from jpaged.client.sync import Client, GenerateStream
-from jpaged.client.wire import GenerateChunk, Load, ModelInfo, ReplicaLoad, ServerInfo
+from jpaged.client.wire import GenerateChunk, ModelInfo, ServerInfo
+from jpaged.load import Load, ReplicaLoad
 
 __all__ = [
     "AsyncClient",

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
+from google.protobuf.message import Message
+
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import InternalError, InvalidArgument
+from jpaged.load import Load, ReplicaLoad
 from jpaged.types import (
     CompletionOutput,
     FinishReason,
@@ -115,53 +118,6 @@ class ModelInfo:
     head_dim: int
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """What GetLoad says of one copy of the model; the proto explains each number."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_blocks_free: int
-    num_blocks_used: int
-    num_blocks_cached: int
-    num_prefix_query_tokens: int
-    num_prefix_hit_tokens: int
-    num_prompt_tokens: int
-    num_generation_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What GetLoad says; the proto explains each number."""
-
-    num_running: int
-    num_waiting: int
-    max_num_seqs: int
-    num_blocks: int
-    num_blocks_free: int
-    num_blocks_used: int
-    peak_blocks_used: int
-    slot_use: float
-    num_steps: int
-    num_preemptions: int
-    num_prompt_tokens: int
-    num_generation_tokens: int
-    num_compiles_after_warm_up: int
-    num_swapped: int
-    num_blocks_cached: int
-    num_copies_on_write: int
-    num_blocks_swapped_out: int
-    num_blocks_swapped_in: int
-    num_recomputed_tokens: int
-    num_prefix_query_tokens: int
-    num_prefix_hit_tokens: int
-    num_cascade_steps: int
-    num_cascade_tokens: int
-    num_nonfinite_requests: int
-    replicas: tuple[ReplicaLoad, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,17 +360,18 @@ def _server_info_of(message: control_pb2.GetServerInfoResponse) -> ServerInfo:
 
 
 def _model_info_of(message: control_pb2.GetModelInfoResponse) -> ModelInfo:
-    values = {name: getattr(message, name) for name in ModelInfo.__dataclass_fields__}
-    return replace(ModelInfo(**values), eos_token_ids=tuple(message.eos_token_ids))
+    return ModelInfo(**{**_fields_of(message), "eos_token_ids": tuple(message.eos_token_ids)})
 
 
 def _load_of(message: control_pb2.GetLoadResponse) -> Load:
-    values = {name: getattr(message, name) for name in Load.__dataclass_fields__}
-    return replace(Load(**values), replicas=tuple(_replica_load_of(replica) for replica in message.replicas))
+    return Load(**_fields_of(message), replicas=tuple(ReplicaLoad(**_fields_of(one)) for one in message.replicas))
 
 
-def _replica_load_of(message: control_pb2.ReplicaLoad) -> ReplicaLoad:
-    return ReplicaLoad(**{name: getattr(message, name) for name in ReplicaLoad.__dataclass_fields__})
+def _fields_of(message: Message) -> dict[str, Any]:
+    """What is taken over from a message by name: all of its fields but those that are messages."""
+    return {
+        field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.message_type is None
+    }
 
 
 def _chat_message(messages: Sequence[Mapping[str, str]]) -> inference_pb2.ChatPrompt:

@@ -37,7 +37,7 @@ from jpaged.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from jpaged.engine.scheduling.shared_prefixes import share_prefixes
 from jpaged.engine.sequence import Group, Sequence, Sink
 from jpaged.engine.soundness import Soundness
-from jpaged.engine.stats import DEADLINE, EngineLoad, StepStats
+from jpaged.engine.stats import DEADLINE, StepStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import (
     AlreadyExists,
@@ -50,6 +50,7 @@ from jpaged.errors import (
     RequestTooLong,
     Unavailable,
 )
+from jpaged.load import EngineLoad
 from jpaged.types import FinishReason, OutputEvent, Request
 
 logger = logging.getLogger(__name__)
@@ -241,7 +242,7 @@ class Engine:
         return (self.load(),)
 
     def histogram(self, name: str) -> HistogramSnapshot:
-        """Durations so far, by one of the names in `jpaged.engine.stats.BOUNDS_S`."""
+        """Durations so far, by one of the names in `jpaged.load.DURATIONS`."""
         return self._stats.histogram(name)
 
     def num_ended_by_reason(self) -> dict[str, int]:

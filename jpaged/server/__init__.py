@@ -5,8 +5,7 @@ servicer.py     one method for each RPC
 wire.py         proto <-> types
 status.py       errors -> status codes with details
 freed_memory.py memory of large requests, given back
-prometheus.py   the engine's counts in Prometheus' format
-metrics.py      what Prometheus is told of a loaded model
+metrics.py      a loaded model's numbers in Prometheus' format
 scrapes.py      the HTTP server that scrapes come to
 replica.py      a loaded model without a port, for a host with a server of its own
 health.py       grpc.health.v1, whose watches end with the server

@@ -30,9 +30,8 @@ from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
 from jpaged.server import wire
 from jpaged.server.health import HealthServicer
-from jpaged.server.metrics import metrics_source
+from jpaged.server.metrics import MetricsServer, serve_metrics
 from jpaged.server.port import make_server
-from jpaged.server.prometheus import MetricsServer, serve_metrics
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.stream import Bridge
@@ -257,8 +256,7 @@ class Server:
                 raise InvalidArgument("pin_prefix", f"{options.pin_prefix}: {error.problem}") from error
             self._note_progress(f"{num_tokens} tokens of {options.pin_prefix} pinned", 1, 1)
         if options.metrics_port is not None:
-            source = metrics_source(serving)
-            self._metrics = serve_metrics(source, host=options.host, port=options.metrics_port)
+            self._metrics = serve_metrics(serving, host=options.host, port=options.metrics_port)
 
     def _note_progress(self, what: str, done: int, total: int) -> None:
         self._startup = control_pb2.StartupProgress(what=what, done=done, total=max(total, 1))

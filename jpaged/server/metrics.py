@@ -1,25 +1,109 @@
-"""What Prometheus is told of a loaded model: its engine's counts under its name."""
+"""A loaded model's numbers in Prometheus' format, taken when somebody asks; `jpaged.load` declares them.
+
+Nothing here runs on the engine's path: a scrape reads one snapshot.
+"""
 
 from __future__ import annotations
 
-from jpaged.server.prometheus import MetricsSource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from jpaged.engine.histogram import HistogramSnapshot
+from jpaged.errors import InvalidArgument
+from jpaged.load import DURATIONS, metrics_of
+from jpaged.server.scrapes import ScrapeServer
 from jpaged.service.loaded_model import LoadedModel
 
 
-def metrics_source(serving: LoadedModel) -> MetricsSource:
-    """Where a scrape of this model reads; the labels of the cache are vLLM's, which gateways look for."""
-    cache, geometry = serving.config.cache, serving.engine.geometry
-    return MetricsSource(
-        load=serving.engine.load,
-        replica_loads=serving.engine.replica_loads,
-        latency=serving.engine,
-        ended=serving.engine.num_ended_by_reason,
-        model_name=serving.model.name,
-        cache_config={
+class EngineCollector(Collector):
+    """Makes a scrape of one snapshot; every metric carries the model's name."""
+
+    def __init__(self, serving: LoadedModel) -> None:
+        self._serving = serving
+
+    def collect(self) -> Iterator[Metric]:
+        engine, name = self._serving.engine, self._serving.model.name
+        load, replica_loads = engine.load(), engine.replica_loads()
+        for field, metric in metrics_of("gauge"):
+            gauge = GaugeMetricFamily(metric.name, metric.help, labels=("model_name",))
+            gauge.add_metric((name,), getattr(load, field))
+            yield gauge
+        for field, metric in metrics_of("replica"):
+            gauge = GaugeMetricFamily(metric.name, metric.help, labels=("model_name", "replica"))
+            for index, one in enumerate(replica_loads):
+                gauge.add_metric((name, str(index)), getattr(one, field))
+            yield gauge
+        # "perc" is vLLM's name; the value is a fraction from 0 to 1.
+        use = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", labels=("model_name",))
+        use.add_metric((name,), load.num_blocks_used / load.num_blocks)
+        yield use
+        for field, metric in metrics_of("counter"):
+            counter = CounterMetricFamily(metric.name, metric.help, labels=("model_name",))
+            counter.add_metric((name,), getattr(load, field))
+            yield counter
+        yield self._ended()
+        for field, durations in DURATIONS.items():
+            yield self._histogram(durations.metric.name, durations.metric.help, engine.histogram(field))
+        yield self._cache_config()
+
+    def _ended(self) -> Metric:
+        counter = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended, by reason.", labels=("model_name", "finished_reason")
+        )
+        for reason, count in self._serving.engine.num_ended_by_reason().items():
+            counter.add_metric((self._serving.model.name, reason), count)
+        return counter
+
+    def _histogram(self, name: str, help: str, snapshot: HistogramSnapshot) -> Metric:
+        histogram = HistogramMetricFamily(name, help, labels=("model_name",))
+        bounds = [*(str(bound) for bound in snapshot.bounds_s), "+Inf"]
+        buckets = list(zip(bounds, snapshot.cumulative_counts, strict=True))
+        histogram.add_metric((self._serving.model.name,), buckets, snapshot.sum_s)
+        return histogram
+
+    def _cache_config(self) -> Metric:
+        """The labels are vLLM's, which gateways look for."""
+        cache, geometry = self._serving.config.cache, self._serving.engine.geometry
+        info = InfoMetricFamily("vllm:cache_config", "Sizes of the KV cache.", labels=("model_name",))
+        sizes = {
             "block_size": str(geometry.block_size),
             "num_gpu_blocks": str(geometry.num_blocks),
             "num_cpu_blocks": str(geometry.num_host_blocks),
             "enable_prefix_caching": str(cache.enable_prefix_caching),
             "kv_policy": cache.kv_policy,
-        },
-    )
+        }
+        info.add_metric((self._serving.model.name,), sizes)
+        return info
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsServer:
+    """Answers scrapes until `stop` is called."""
+
+    port: int
+    stop: Callable[[], None]
+
+
+def serve_metrics(serving: LoadedModel, *, host: str, port: int) -> MetricsServer:
+    """Answers scrapes of a model on a port of their own, in threads.
+
+    Args:
+        serving: what is asked at each scrape.
+        host: the address to listen on.
+        port: 0 picks a free one.
+
+    Raises:
+        InvalidArgument: the port cannot be had.
+    """
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(serving))
+    try:
+        server = ScrapeServer(make_wsgi_app(registry), host, port)
+    except OSError as error:
+        raise InvalidArgument("metrics_port", f"{port} on {host} cannot be listened on: {error}") from error
+    return MetricsServer(server.server_port, server.stop)

@@ -19,8 +19,7 @@ from google.protobuf.message import Message
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import Unavailable
 from jpaged.server import wire
-from jpaged.server.metrics import metrics_source
-from jpaged.server.prometheus import MetricsServer, serve_metrics
+from jpaged.server.metrics import MetricsServer, serve_metrics
 from jpaged.server.servicer import InferenceServicer
 from jpaged.server.status import Trailers
 from jpaged.service.loaded_model import LoadedModel
@@ -121,7 +120,7 @@ class Replica:
 
     def serve_metrics(self, host: str, port: int) -> int:
         """Answers Prometheus until `stop`; returns the port. Port 0 picks a free one."""
-        self._metrics = serve_metrics(metrics_source(self._serving), host=host, port=port)
+        self._metrics = serve_metrics(self._serving, host=host, port=port)
         return self._metrics.port
 
     async def drain(self, timeout_s: float) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from google.protobuf.message import Message
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.config import EngineConfig
-from jpaged.engine.stats import EngineLoad
 from jpaged.errors import InvalidArgument
+from jpaged.load import EngineLoad
 from jpaged.service.loaded_model import BackendFacts, ModelFacts
 from jpaged.types import (
     MAX_CACHE_SALT_CHARS,
@@ -177,61 +179,19 @@ def response_of(
 
 def model_info_of(model: ModelFacts) -> control_pb2.GetModelInfoResponse:
     """The model's facts, as they are."""
-    return control_pb2.GetModelInfoResponse(
-        name=model.name,
-        architecture=model.architecture,
-        vocab_size=model.vocab_size,
-        max_model_len=model.max_model_len,
-        dtype=model.dtype,
-        num_layers=model.num_layers,
-        num_query_heads=model.num_query_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        eos_token_ids=model.eos_token_ids,
-        has_chat_template=model.has_chat_template,
-    )
+    return control_pb2.GetModelInfoResponse(**_fields_of(control_pb2.GetModelInfoResponse, model))
 
 
 def load_of(load: EngineLoad, replica_loads: Iterable[EngineLoad]) -> control_pb2.GetLoadResponse:
     """The load of the whole and of each replica, as they are."""
-    return control_pb2.GetLoadResponse(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        max_num_seqs=load.max_num_seqs,
-        num_blocks=load.num_blocks,
-        num_blocks_free=load.num_blocks_free,
-        num_blocks_used=load.num_blocks_used,
-        peak_blocks_used=load.peak_blocks_used,
-        slot_use=load.slot_use,
-        num_steps=load.num_steps,
-        num_preemptions=load.num_preemptions,
-        num_prompt_tokens=load.num_prompt_tokens,
-        num_generation_tokens=load.num_generation_tokens,
-        num_compiles_after_warm_up=load.num_compiles_after_warm_up,
-        num_swapped=load.num_swapped,
-        num_blocks_cached=load.num_blocks_cached,
-        num_copies_on_write=load.num_copies_on_write,
-        num_blocks_swapped_out=load.num_blocks_swapped_out,
-        num_blocks_swapped_in=load.num_blocks_swapped_in,
-        num_recomputed_tokens=load.num_recomputed_tokens,
-        num_prefix_query_tokens=load.num_prefix_query_tokens,
-        num_prefix_hit_tokens=load.num_prefix_hit_tokens,
-        num_cascade_steps=load.num_cascade_steps,
-        num_cascade_tokens=load.num_cascade_tokens,
-        num_nonfinite_requests=load.num_nonfinite_requests,
-        replicas=[_replica_load_of(replica) for replica in replica_loads],
-    )
+    kind = control_pb2.ReplicaLoad
+    replicas = [kind(**_fields_of(kind, replica)) for replica in replica_loads]
+    return control_pb2.GetLoadResponse(**_fields_of(control_pb2.GetLoadResponse, load), replicas=replicas)
 
 
 def backend_of(backend: BackendFacts) -> control_pb2.Backend:
     """The backend's facts, as they are."""
-    return control_pb2.Backend(
-        platform=backend.platform,
-        device_kind=backend.device_kind,
-        num_devices=backend.num_devices,
-        attention=backend.attention,
-        jax_version=backend.jax_version,
-    )
+    return control_pb2.Backend(**_fields_of(control_pb2.Backend, backend))
 
 
 def options_of(config: EngineConfig) -> list[control_pb2.Option]:
@@ -255,19 +215,9 @@ def _early_stopping_from(value: int) -> bool | Literal["never"]:
     return _EARLY_STOPPING[value]
 
 
-def _replica_load_of(load: EngineLoad) -> control_pb2.ReplicaLoad:
-    return control_pb2.ReplicaLoad(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_blocks=load.num_blocks,
-        num_blocks_free=load.num_blocks_free,
-        num_blocks_used=load.num_blocks_used,
-        num_blocks_cached=load.num_blocks_cached,
-        num_prefix_query_tokens=load.num_prefix_query_tokens,
-        num_prefix_hit_tokens=load.num_prefix_hit_tokens,
-        num_prompt_tokens=load.num_prompt_tokens,
-        num_generation_tokens=load.num_generation_tokens,
-    )
+def _fields_of(kind: type[Message], value: object) -> dict[str, Any]:
+    """What a message takes over by name: all of its fields but those that are messages."""
+    return {field.name: getattr(value, field.name) for field in kind.DESCRIPTOR.fields if field.message_type is None}
 
 
 def _position_of(position: PositionLogprobs) -> inference_pb2.PositionLogprobs:

@@ -12,10 +12,11 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 # What each top-level name of jpaged may import, besides itself. `engine.executor` opens one module of a package.
-VALUES = {"errors", "types", "launchers", "config", "version", "json_text"}
+VALUES = {"errors", "types", "launchers", "config", "version", "json_text", "load"}
 MAY_IMPORT = {
     "version": set(),
     "json_text": set(),
+    "load": set(),
     "errors": set(),
     "types": {"errors"},
     "launchers": {"errors"},

@@ -18,8 +18,8 @@ from jpaged.device.mesh import Placement, serving_meshes
 from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.executor import BlockMoves, CascadeCosts, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
-from jpaged.engine.stats import EngineLoad
 from jpaged.engine.tokenizer import NoTokenizer
+from jpaged.load import EngineLoad
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import model_for
 from jpaged.service.input_processor import InputProcessor

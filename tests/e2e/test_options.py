@@ -16,10 +16,10 @@ from jpaged.device.programs.saved import Target, save_programs
 from jpaged.device.programs.store import ProgramStore
 from jpaged.engine.executor import StepInputs, StepOutputs
 from jpaged.engine.sequence import Group
-from jpaged.engine.stats import EngineLoad
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
 from jpaged.llm import LLM, TokensPrompt
+from jpaged.load import EngineLoad
 from jpaged.types import SamplingParams
 from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts, write_model
 

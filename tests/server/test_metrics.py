@@ -12,8 +12,8 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.histogram import Histogram
 from jpaged.errors import InvalidArgument
-from jpaged.server.metrics import metrics_source
-from jpaged.server.prometheus import COUNTERS, GAUGES, HISTOGRAMS, REPLICA_GAUGES, serve_metrics
+from jpaged.load import DURATIONS, metrics_of
+from jpaged.server.metrics import serve_metrics
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
@@ -79,8 +79,8 @@ class Scraped:
         self.engine = Engine(executor, ByteTokenizer(), sizes, **timing)
         input_processor = InputProcessor(ByteTokenizer(), geometry)
         serving = LoadedModel(self.engine, input_processor, ByteTokenizer(), MODEL, BACKEND, EngineConfig.load({}))
-        self.source = metrics_source(serving)
-        self._server = serve_metrics(self.source, host="127.0.0.1", port=0)
+        self.serving = serving
+        self._server = serve_metrics(serving, host="127.0.0.1", port=0)
         self.port = self._server.port
         self.events: list[OutputEvent] = []
 
@@ -125,12 +125,14 @@ def scraped(executor: FakeExecutor | None = None, **options: Any) -> Iterator[Sc
 def test_these_metrics_and_no_others():
     with scraped() as engine:
         samples = {name.partition("{")[0] for name in engine.samples()}
-    histograms = {name for name in NAMES if name in HISTOGRAMS}
-    assert histograms == set(HISTOGRAMS)
+    histograms = {one.metric.name for one in DURATIONS.values()}
+    assert histograms < NAMES
     parts = {f"{name}_{part}" for name in histograms for part in ("bucket", "count", "sum")}
     assert samples == NAMES - histograms | parts
     own = {"vllm:kv_cache_usage_perc", "vllm:request_success_total", "vllm:cache_config_info"}
-    assert set(GAUGES) | set(REPLICA_GAUGES) | {f"{name}_total" for name in COUNTERS} | histograms | own == NAMES
+    gauges = {metric.name for kind in ("gauge", "replica") for _, metric in metrics_of(kind)}
+    counters = {f"{metric.name}_total" for _, metric in metrics_of("counter")}
+    assert gauges | counters | histograms | own == NAMES
 
 
 def test_what_runs_and_waits_is_seen():
@@ -289,7 +291,7 @@ def test_a_histograms_bounds_belong_to_their_bucket():
 
 def test_a_port_that_is_taken_is_named():
     with scraped() as engine, pytest.raises(InvalidArgument, match=f"metrics_port: {engine.port} on 127.0.0.1 cannot"):
-        serve_metrics(engine.source, host="127.0.0.1", port=engine.port)
+        serve_metrics(engine.serving, host="127.0.0.1", port=engine.port)
 
 
 async def test_the_server_answers_scrapes_while_it_serves():

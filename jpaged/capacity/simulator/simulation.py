@@ -21,9 +21,9 @@ from jpaged.capacity.simulator.executor import SimulatedExecutor
 from jpaged.capacity.simulator.steady import Step, Window, mean, queue_grows, requests_per_s, steady_window, window
 from jpaged.capacity.simulator.trace import TraceRequest
 from jpaged.engine.engine import Engine, EngineOptions
-from jpaged.engine.stats import EngineLoad
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InternalError
+from jpaged.load import EngineLoad
 from jpaged.testing.virtual_clock import VirtualClock
 from jpaged.types import OutputEvent, Request, SamplingParams
 

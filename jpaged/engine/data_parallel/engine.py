@@ -22,8 +22,8 @@ from jpaged.engine.executor import Geometry
 from jpaged.engine.histogram import HistogramSnapshot
 from jpaged.engine.kv.pinned import Pin
 from jpaged.engine.sequence import Sink
-from jpaged.engine.stats import EngineLoad, total_load
 from jpaged.errors import AlreadyExists, InternalError, QueueFull, Unavailable
+from jpaged.load import EngineLoad, total_load
 from jpaged.types import OutputEvent, Request
 
 

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
-from jpaged.engine.stats import BOUNDS_S, EngineLoad, total_load
 from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, QueueFull, Unavailable, Unsupported
+from jpaged.load import DURATIONS, EngineLoad, total_load
 from jpaged.testing import Faults, expected_tokens
 from jpaged.types import FinishReason, Request, SamplingParams
 from tests.engine.data_parallel.fleet import PREFIX, Fleet
@@ -173,7 +173,7 @@ def test_counts_are_sums_and_means_are_weighted():
     assert load.num_requests_ended == 5
     assert min(first.slot_use, second.slot_use) <= load.slot_use <= max(first.slot_use, second.slot_use)
     assert fleet.replicas.num_ended_by_reason()["length"] == 5
-    for name in BOUNDS_S:
+    for name in DURATIONS:
         parts = [engine.histogram(name) for engine in fleet.engines]
         whole = fleet.replicas.histogram(name)
         assert whole.bounds_s == parts[0].bounds_s

@@ -1,0 +1,204 @@
+"""What a server counts, each number once: its type, how it adds up, its metric and its help.
+
+    counted     engine/stats.py                      EngineLoad: a snapshot of one engine after a step
+    added up    total_load                           over the replicas of a server
+    sent        server/wire.py -> client/wire.py     ReplicaLoad and LoadTotals, by the names of the proto's fields
+    scraped     server/metrics.py                    whatever has a metric
+
+A new number is a field here, a field of the proto, and a line where it is counted. `vllm:*` names a metric whose
+meaning is vLLM's, so that dashboards, autoscalers and routers made for it read ours; `jpaged:*` what only we have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What Prometheus is told: the name, without the suffix of its kind, and the help."""
+
+    name: str
+    help: str
+
+
+def gauge(metric: Metric | None = None, replica: Metric | None = None) -> Any:
+    """A number that rises and falls; `replica` is its metric of each replica, beside the one of all together."""
+    return field(default=0, metadata={"gauge": metric, "replica": replica})
+
+
+def counter(metric: Metric | None = None) -> Any:
+    """A number that only rises."""
+    return field(default=0, metadata={"counter": metric})
+
+
+def mean(weight: str, metric: Metric | None = None) -> Any:
+    """A mean over what the field `weight` counts; 0 before the first."""
+    return field(default=0.0, metadata={"gauge": metric, "weight": weight})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """How busy one copy of the model is.
+
+    Attributes:
+        num_blocks_free: free blocks, cached ones included.
+    """
+
+    num_running: int = gauge(
+        Metric("vllm:num_requests_running", "Requests with rows in the current step."),
+        Metric("jpaged:replica_requests_running", "Requests with rows in the current step of a replica."),
+    )
+    num_waiting: int = gauge(
+        Metric("vllm:num_requests_waiting", "Requests that wait for rows or blocks, preempted ones included."),
+        Metric("jpaged:replica_requests_waiting", "Requests that wait at a replica, preempted ones included."),
+    )
+    num_blocks: int = gauge()
+    num_blocks_free: int = gauge()
+    num_blocks_used: int = gauge(
+        Metric("jpaged:blocks_referenced", "Blocks that sequences or pinned prefixes hold."),
+        Metric("jpaged:replica_blocks_referenced", "Blocks of a replica that sequences or pins hold."),
+    )
+    num_blocks_cached: int = gauge(
+        Metric("jpaged:blocks_cached", "Free blocks that still hold a cached prefix."),
+        Metric("jpaged:replica_blocks_cached", "Free blocks of a replica that still hold a prefix."),
+    )
+    num_prefix_query_tokens: int = counter(
+        Metric("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+    )
+    num_prefix_hit_tokens: int = counter(Metric("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."))
+    num_prompt_tokens: int = counter(Metric("vllm:prompt_tokens", "Tokens of admitted prompts."))
+    num_generation_tokens: int = counter(Metric("vllm:generation_tokens", "Tokens sampled."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTotals(ReplicaLoad):
+    """How busy all copies of the model are together. The peak is the sum of their peaks, a bound."""
+
+    max_num_seqs: int = gauge()
+    num_swapped: int = gauge(Metric("jpaged:num_requests_swapped", "Requests whose blocks are in host memory."))
+    peak_blocks_used: int = gauge()
+    slot_use: float = mean(
+        "sum_reserved_slots",
+        Metric("jpaged:slot_use_ratio", "Share of reserved slots that held a token, over all steps so far."),
+    )
+    num_steps: int = counter(Metric("jpaged:steps", "Steps dispatched."))
+    num_preemptions: int = counter(Metric("vllm:num_preemptions", "Groups that had to leave for others."))
+    num_recomputed_tokens: int = counter(
+        Metric("jpaged:recomputed_tokens", "Tokens of preempted groups that ran again.")
+    )
+    num_copies_on_write: int = counter(
+        Metric("jpaged:copies_on_write", "Shared blocks copied because a sequence wrote to them.")
+    )
+    num_blocks_swapped_out: int = counter(Metric("jpaged:blocks_swapped_out", "Blocks moved to host memory."))
+    num_blocks_swapped_in: int = counter(Metric("jpaged:blocks_swapped_in", "Blocks moved back from host memory."))
+    num_cascade_steps: int = counter(
+        Metric("jpaged:cascade_steps", "Steps in which rows read the blocks of a shared prefix together.")
+    )
+    num_cascade_tokens: int = counter(
+        Metric("jpaged:cascade_tokens", "Tokens of context that rows did not read again by it.")
+    )
+    num_nonfinite_requests: int = counter(
+        Metric("jpaged:nonfinite_requests", "Requests that ended: the model's logits were not finite.")
+    )
+    num_compiles_after_warm_up: int = counter(
+        Metric("jpaged:compiles_after_warm_up", "Programs compiled while serving; 0, or a bug.")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(LoadTotals):
+    """What GetLoad says: all copies of the model together, and each."""
+
+    replicas: tuple[ReplicaLoad, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad(LoadTotals):
+    """How busy an engine is, and what it has done since it started.
+
+    Attributes:
+        block_size: token slots in a block, alike in all replicas.
+        num_blocks_empty: free blocks without the cached ones.
+        sum_reserved_slots: slots that were reserved, added up over all steps so far.
+        num_first_tokens: requests that got one.
+        time_to_first_token_s: the mean of their times.
+        host_s: what the host spent deciding, packing and publishing steps.
+    """
+
+    block_size: int = field(metadata={"is_alike": True})
+    num_blocks_empty: int = gauge(Metric("jpaged:blocks_free", "Free blocks that hold no cached prefix."))
+    num_requests_ended: int = counter()
+    sum_reserved_slots: int = counter()
+    num_first_tokens: int = counter()
+    time_to_first_token_s: float = mean("num_first_tokens")
+    host_s: float = counter(
+        Metric("jpaged:host_seconds", "Seconds that the host spent deciding, packing and publishing steps.")
+    )
+
+
+def metrics_of(kind: str) -> list[tuple[str, Metric]]:
+    """The fields of an EngineLoad with a metric of a kind, "gauge", "counter" or "replica", and that metric."""
+    return [(one.name, one.metadata[kind]) for one in fields(EngineLoad) if one.metadata.get(kind)]
+
+
+def total_load(loads: Sequence[EngineLoad]) -> EngineLoad:
+    """The load of several engines as of one: numbers are added, means weighted."""
+    return EngineLoad(**{one.name: _total(one, loads) for one in fields(EngineLoad)})
+
+
+def _total(one: Field[Any], loads: Sequence[EngineLoad]) -> Any:
+    values = [getattr(load, one.name) for load in loads]
+    if one.metadata.get("is_alike"):
+        return values[0]
+    if "weight" not in one.metadata:
+        return sum(values)
+    weights = [getattr(load, one.metadata["weight"]) for load in loads]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(1, sum(weights))
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """A histogram of seconds.
+
+    Attributes:
+        bounds_s: upper bounds of its buckets; vLLM's where it has such a histogram, so that both add up in one query.
+    """
+
+    metric: Metric
+    bounds_s: tuple[float, ...]
+
+
+_REQUEST_BOUNDS_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+DURATIONS: Mapping[str, Durations] = MappingProxyType(
+    {
+        "time_to_first_token": Durations(
+            Metric("vllm:time_to_first_token_seconds", "From arrival to the first token."),
+            (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
+             2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+        ),
+        "inter_token": Durations(
+            Metric("vllm:inter_token_latency_seconds", "Between two tokens of a request's sequence."),
+            (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
+             2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+        ),
+        "end_to_end": Durations(
+            Metric("vllm:e2e_request_latency_seconds", "From arrival to the end, of requests that finished."),
+            _REQUEST_BOUNDS_S,
+        ),
+        "queue_time": Durations(
+            Metric("vllm:request_queue_time_seconds", "From arrival to the first step."), _REQUEST_BOUNDS_S
+        ),
+        "host_step": Durations(
+            Metric("jpaged:host_step_seconds", "Host work of one step."),
+            (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0),
+        ),
+    }
+)  # fmt: skip
+"""The histograms by the names that they are observed under."""
