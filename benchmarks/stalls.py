@@ -33,7 +33,7 @@ from grpc import aio
 from benchmarks.record import machine, save
 from jpaged import json_text
 from jpaged._proto.v1 import inference_pb2
-from jpaged.demo.checkpoint import FOLDER
+from jpaged.demo import FOLDER
 
 _READY = re.compile(r"^ready on \S*:(?P<port>\d+)")
 _SERVICE = "/jpaged.v1.InferenceService/"

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.checkpoints.hub import DEMO, find_folder, fingerprint, read_config
+from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
 from jpaged.checkpoints.weights import load_params, put_as, random_params
 from jpaged.config import EngineConfig, Environment
-from jpaged.demo import checkpoint
 from jpaged.device.backend import names_of
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, first_device, serving_meshes
@@ -155,8 +154,8 @@ def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
 
 
 def find_source(name: str, *, parse_special_tokens: bool = True) -> Source:
-    """The model of a name: `demo` is the packaged one, everything else a folder or a hub id."""
-    folder = checkpoint.FOLDER if name == DEMO else find_folder(name)
+    """Find the model of a name: `demo`, a folder or a hub id."""
+    folder = find_folder(name)
     config = read_config(folder)
     tokenizer = load_tokenizer(folder, vocab_size=config.vocab_size, parse_special_tokens=parse_special_tokens)
     return Source(name, folder, config, tokenizer)
@@ -245,9 +244,6 @@ def _load(model: Model, source: Source, options: EngineConfig, where: Placement,
     if options.model.load_format == "dummy":
         progress("random weights", 1, 1)
         return random_params(where.model, layer_mode, seed=options.model.seed, shardings=where.shardings)
-    if source.folder == checkpoint.FOLDER:
-        progress("weights", 1, 1)
-        return checkpoint.load_demo(model.dtype, layer_mode, put, num_parts=num_parts)[1]
 
     def tensor(done: int, total: int, name: str) -> None:
         progress(f"weights {name}", done, total)

@@ -21,7 +21,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks.demo_model.stories.grammar import ASSISTANT, USER
-from jpaged.demo.checkpoint import FOLDER, load_demo
+from jpaged.checkpoints.hub import read_config
+from jpaged.checkpoints.weights import load_params
+from jpaged.demo import FOLDER
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model, model_for
@@ -93,7 +95,8 @@ class Sampler:
 
 def open_sampler(temperature: float = 0.8, dtype: str = "float32") -> Sampler:
     """The packaged model, ready to sample."""
-    config, params = load_demo(jnp.dtype(dtype), "loop")
+    config = read_config(FOLDER)
+    params = load_params(model_for(config, jnp.dtype(dtype)), FOLDER, "loop")
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     return Sampler(config, params, tokenizer, jnp.dtype(dtype), temperature)
 

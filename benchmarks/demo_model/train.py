@@ -26,8 +26,10 @@ from benchmarks.demo_model.data import Batch, Lesson, batch
 from benchmarks.demo_model.muon import scale_by_muon
 from benchmarks.demo_model.stories.grammar import END
 from benchmarks.demo_model.tokenizer import MAX_LEN, save_tokenizer, train_tokenizer
-from jpaged.demo import checkpoint
-from jpaged.models.config import LlamaConfig
+from jpaged.checkpoints.conversion import ConversionOptions, save_params
+from jpaged.checkpoints.tensor_files import SINGLE_FILE
+from jpaged.demo import FOLDER
+from jpaged.models.config import LlamaConfig, ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.llama import Llama
 from jpaged.models.rope_config import RopeConfig
@@ -260,6 +262,12 @@ def train(
     return params
 
 
+def package(folder: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer) -> None:
+    """Write a checkpoint folder in Hugging Face layout, weights in bfloat16, in place of one that was there."""
+    save_params(params, config, folder, ConversionOptions("safetensors", "bfloat16", force=True))
+    save_tokenizer(tokenizer, folder)
+
+
 def _save_state(saver: ocp.StandardCheckpointer, work: Path, step: int, params: Params, state: optax.OptState) -> None:
     previous = _latest(work)
     saver.save(work / str(step), {"params": params, "state": state})
@@ -283,20 +291,21 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=settings.num_steps, help="optimizer steps, at most and by default all of them"
     )
-    parser.add_argument("--out", type=Path, default=checkpoint.FOLDER, help="folder of the packaged checkpoint")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the packaged checkpoint")
     parser.add_argument("--work", type=Path, help="folder that keeps the state of an interrupted run")
     parser.add_argument("--every", type=int, default=20, help="steps between two lines of progress")
     args = parser.parse_args()
     if not 0 < args.steps <= settings.num_steps:
         parser.error(f"--steps is {args.steps}; it must be from 1 to {settings.num_steps}")
+    if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / SINGLE_FILE).is_file():
+        parser.error(f"--out is {args.out}, which holds something else than a checkpoint")
     settings = TrainSettings(seed=args.seed)
     tokenizer = train_tokenizer(settings.seed)
     config = demo_config(tokenizer)
     work = args.work.resolve() if args.work else None
     params = train(config, settings, tokenizer, args.steps, work, args.every)
     print(f"held-out loss {held_out_loss(config, settings, tokenizer, params):.4f}")
-    save_tokenizer(tokenizer, args.out)
-    checkpoint.save(args.out, config, params)
+    package(args.out, config, params, tokenizer)
     print(f"saved in {args.out}")
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jpaged.capacity.known_models import KNOWN_MODELS, find_known
-from jpaged.checkpoints.hub import DEMO, find_folder, read_config, read_config_file
-from jpaged.demo import checkpoint
+from jpaged.checkpoints.hub import find_local, read_config, read_config_file
 from jpaged.errors import NotFound
 from jpaged.models.config import ModelConfig
 
@@ -21,11 +20,10 @@ def find_config(name: str) -> tuple[str, ModelConfig]:
         NotFound: there is nothing of that name; the message lists the well-known ones.
         InvalidArgument, Unsupported: its config.json cannot be read or served.
     """
+    folder = find_local(name)
+    if folder is not None:
+        return name, read_config(folder)
     path = Path(name).expanduser()
-    if name == DEMO:
-        return name, read_config(checkpoint.FOLDER)
-    if path.is_dir():
-        return name, read_config(find_folder(name))
     if path.is_file():
         return name, read_config_file(path)
     known = find_known(name)

@@ -10,10 +10,12 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from jpaged.checkpoints.orbax import refuse_other_orbax
+from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
 
-DEMO = "demo"  # the packaged checkpoint: jpaged.demo finds it, and it is never looked for here
+DEMO = "demo"
+"""Names the packaged checkpoint, whatever folder is here or model on the hub."""
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -26,7 +28,7 @@ _UNWANTED_FILES = ("*/*", "consolidated*")
 
 
 def find_folder(model: str) -> Path:
-    """The folder of a checkpoint: a local one as it is, or a snapshot of a hub id, downloaded when it is not cached.
+    """Find the folder of a checkpoint: a local one, or a snapshot of a hub id, downloaded when it is not cached.
 
     A name that exists as a folder, or that is written as a path (beginning with `.`, `/` or `~`), is local. Whatever
     the hub client reads from its environment (token, cache, offline mode) holds.
@@ -35,13 +37,10 @@ def find_folder(model: str) -> Path:
         InvalidArgument: a local folder without config.json, or an Orbax checkpoint of another program.
         NotFound: there is no such folder, or the hub does not give the model.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        if not (folder / CONFIG_FILE).is_file():
-            refuse_other_orbax(folder)
-            raise InvalidArgument("model", f"folder {model} has no {CONFIG_FILE}; it must be in Hugging Face layout")
+    folder = find_local(model)
+    if folder is not None:
         return folder
-    if model == DEMO or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise NotFound(f"model: there is no folder {model}")
     try:
         snapshot = snapshot_download(model, allow_patterns=list(_WANTED_FILES), ignore_patterns=list(_UNWANTED_FILES))
@@ -51,6 +50,23 @@ def find_folder(model: str) -> Path:
             f"model: {model} is no local folder, and the hub does not give it: {type(error).__name__}: {reason}"
         ) from error
     return Path(snapshot)
+
+
+def find_local(model: str) -> Path | None:
+    """Find the folder of a checkpoint that is on this machine: the packaged one, or one of that path; None without.
+
+    Raises:
+        InvalidArgument: it has no config.json, or is an Orbax checkpoint of another program.
+    """
+    if model == DEMO:
+        return FOLDER
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return None
+    if not (folder / CONFIG_FILE).is_file():
+        refuse_other_orbax(folder)
+        raise InvalidArgument("model", f"folder {model} has no {CONFIG_FILE}; it must be in Hugging Face layout")
+    return folder
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         require_whole_characters(name, text)  # as Orbax needs it
     size = None if arguments.max_shard_size is None else size_in_bytes(arguments.max_shard_size)
 
-    from jpaged.convert import ConversionOptions, convert, on_host  # imports jax
+    from jpaged.checkpoints.conversion import ConversionOptions, convert_folder, on_host  # imports jax
+    from jpaged.checkpoints.hub import find_folder
 
     dtype = None if arguments.dtype == "auto" else arguments.dtype
     report = StartupReport(sys.stderr)
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         options = ConversionOptions(arguments.to, dtype, size, arguments.force)
-        convert(arguments.source, arguments.destination, options, progress)
+        convert_folder(find_folder(arguments.source), arguments.destination, options, progress)
     except InvalidArgument as error:
         if error.field not in ("dtype", "max_shard_size"):
             raise

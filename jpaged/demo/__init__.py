@@ -1,4 +1,9 @@
-"""The embedded model.
+"""The embedded model: a checkpoint folder in Hugging Face layout, which the name `demo` stands for.
 
-checkpoint.py  where it lies, and how it is read and written
+checkpoint/    config, weights in bfloat16, tokenizer
+MODEL_CARD.md  what it is, and how it was made (benchmarks/demo_model)
 """
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "checkpoint"

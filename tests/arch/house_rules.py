@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "config": {"errors", "types", "launchers"},
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
-    "checkpoints": VALUES | {"models"},
+    "checkpoints": VALUES | {"models", "demo"},
     "device": VALUES | {"kernels", "models", "engine.executor", "engine.buckets"},
     "engine": VALUES,
     "_proto": set(),
@@ -31,20 +31,19 @@ MAY_IMPORT = {
     "service": VALUES | {"engine"},
     "server": VALUES | {"engine", "service", "_proto"},
     "testing": VALUES | {"engine"},
-    "demo": VALUES | {"models", "checkpoints"},
-    "capacity": VALUES | {"models", "checkpoints", "device", "engine", "testing", "demo"},
-    "assemble": VALUES | {"kernels", "models", "checkpoints", "device", "engine", "service", "demo", "testing"},
-    "convert": VALUES | {"models", "checkpoints", "demo"},
+    "demo": set(),
+    "capacity": VALUES | {"models", "checkpoints", "device", "engine", "testing"},
+    "assemble": VALUES | {"kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
     "llm": VALUES | {"engine", "service", "assemble", "client"},
     "cli": VALUES
-    | {"assemble", "convert", "client", "service", "server", "llm", "capacity", "engine.engine", "kernels"}
-    | {"device.multihost"},
+    | {"assemble", "client", "service", "server", "llm", "capacity", "engine.engine", "kernels"}
+    | {"checkpoints.conversion", "checkpoints.hub", "device.multihost"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }
 
 # Where a library may be imported; what is not listed may be imported anywhere.
-_ARRAYS = {"device", "models", "checkpoints", "kernels", "demo"}
+_ARRAYS = {"device", "models", "checkpoints", "kernels"}
 _WIRE = {"client", "server", "_proto"}
 LIBRARY_HOMES: dict[str, set[str]] = {
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "orbax"), _ARRAYS),

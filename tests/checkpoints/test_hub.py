@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from jpaged.checkpoints import hub
+from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, NotFound
 from tests.models.tiny import tiny_case, write_checkpoint
 
@@ -21,12 +22,23 @@ def test_a_folder_in_hugging_face_layout_is_taken_as_it_is(tmp_path: Path) -> No
     assert hub.read_config(tmp_path).eos_token_ids == (5, 6)
 
 
+def test_demo_is_the_packaged_model_whatever_folder_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    assert hub.find_folder("demo") == hub.find_local("demo") == FOLDER
+
+
+def test_a_model_of_the_hub_is_not_on_this_machine() -> None:
+    assert hub.find_local("someone/model") is None
+
+
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"model: folder .* has no config\.json"):
         hub.find_folder(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["./missing", "/missing", "~/missing", "a/b/c", "demo"])
+@pytest.mark.parametrize("name", ["./missing", "/missing", "~/missing", "a/b/c"])
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(NotFound, match=f"there is no folder {name}"):

@@ -15,7 +15,7 @@ from jpaged.capacity.simulator import simulation
 from jpaged.cli import health
 from jpaged.cli.main import main
 from jpaged.client.wire import sampling_message
-from jpaged.demo.checkpoint import FOLDER
+from jpaged.demo import FOLDER
 from jpaged.errors import InternalError
 from jpaged.types import SamplingParams
 from tests.models.tiny import tiny_case, write_checkpoint

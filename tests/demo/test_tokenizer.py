@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from benchmarks.demo_model.stories import lexicon
 from benchmarks.demo_model.stories.grammar import document
 from benchmarks.demo_model.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer
-from jpaged.demo.checkpoint import FOLDER
+from jpaged.demo import FOLDER
 
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 

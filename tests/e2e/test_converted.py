@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.convert import ConversionOptions, convert
+from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import local_bytes
 from jpaged.llm import LLM
@@ -26,7 +26,7 @@ def bytes_of_a_device(llm: LLM) -> int:
 
 def check_same(name: str, sizes: list[int], folder: Path) -> None:
     source = write_model(name, folder / "once", with_tokenizer=True)
-    convert(str(source), folder / "orbax", ConversionOptions("orbax"))
+    convert_folder(source, folder / "orbax", ConversionOptions("orbax"))
     prompts = random_prompts([5, 9, 30])
     with open_llm(source, num_blocks=40) as llm:
         want = generate(llm, prompts, GREEDY)

@@ -1,7 +1,6 @@
 """Writes goldens/demo.json with transformers and torch (needs torch, and neither jax nor jpaged).
 
-    python -m benchmarks.demo_model.export FOLDER
-    python -m tests.parity.make_demo_goldens FOLDER
+    python -m tests.parity.make_demo_goldens
 
 For each prompt the file holds its tokens, 64 greedy tokens of `generate`, the likeliest tokens at each of those places
 with their log-probabilities, and the smallest gap between the best and the second-best logit on the way.
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
+DEMO = Path(__file__).parents[2] / "jpaged" / "demo" / "checkpoint"
 GOLDENS = Path(__file__).parent / "demo_goldens.json"
 NUM_TOKENS = 64
 NUM_TOP = 8
@@ -72,10 +72,9 @@ def golden(folder: Path, asked: dict) -> dict[str, object]:
 def main() -> None:
     """Writes every prompt's answers."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity.make_demo_goldens")
-    parser.add_argument("folder", type=Path, help="where `python -m benchmarks.demo_model.export` wrote the model")
-    folder = parser.parse_args().folder
+    parser.parse_args()
     made_by = {"transformers": transformers.__version__, "torch": torch.__version__}
-    answers = [golden(folder, dict(asked)) for asked in PROMPTS]
+    answers = [golden(DEMO, dict(asked)) for asked in PROMPTS]
     GOLDENS.parent.mkdir(exist_ok=True)
     GOLDENS.write_text(json.dumps({**made_by, "answers": answers}) + "\n", encoding="utf-8")
 

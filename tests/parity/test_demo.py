@@ -1,4 +1,4 @@
-"""The packaged model answers as transformers does (goldens/demo.json, from its export in Hugging Face layout)."""
+"""The packaged model answers as transformers does (goldens/demo.json)."""
 
 from __future__ import annotations
 

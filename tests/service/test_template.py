@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from transformers import AutoTokenizer
 
-from jpaged.demo.checkpoint import FOLDER
+from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, RequestTooLong, Unavailable
 from jpaged.service.chat.process import TemplateProcess
 from jpaged.service.chat.template import ChatTemplate

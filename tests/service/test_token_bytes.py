@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from jpaged.demo.checkpoint import FOLDER
+from jpaged.demo import FOLDER
 from jpaged.service.token_bytes import _SHRINKING, GENEROUS_BYTES, max_token_bytes
 
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from jpaged.demo.checkpoint import FOLDER
+from jpaged.demo import FOLDER
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.hf_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from jpaged.service.literal_text import LiteralText
