@@ -10,7 +10,6 @@ Nothing is traced here: the verbs call executables that `warm_up` compiled, with
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from jpaged.device.mesh import (
     Placement,
     check_params,
     first_device,
-    local_bytes,
     replicated,
     serving_mesh,
 )
@@ -39,11 +37,11 @@ from jpaged.device.multihost.agreement import Agreement, Alone
 from jpaged.device.programs.compile import CompileWatch, ProgramSpec, least_programs, program_specs
 from jpaged.device.programs.compile import set_up_compile_cache as _set_up_compile_cache
 from jpaged.device.programs.compiler_errors import memory_refusals
-from jpaged.device.programs.lowering import plan, program_lowerings
-from jpaged.device.programs.memory import decisive_memory, program_memory, report_of
-from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory
+from jpaged.device.programs.lowering import plan
+from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, plan_memory
 from jpaged.device.programs.saved import SavedPrograms, Target
-from jpaged.device.programs.store import CompiledProgram, ProgramSource, ProgramStore
+from jpaged.device.programs.server_programs import ServerPrograms
+from jpaged.device.programs.store import CompiledProgram, ProgramStore
 from jpaged.device.step.forward import Step, forward_packing, sample_packing, unpack_outputs
 from jpaged.device.step.inputs import PackedStep
 from jpaged.device.transfers import BlockMover, move_sizes
@@ -70,16 +68,16 @@ class JaxExecutor:
 
     def __init__(
         self,
-        step: Step,
+        served: ServerPrograms,
         params: Params,
-        geometry: Geometry,
         memory_plan: MemoryPlan,
         *,
         agreement: Agreement,
         waits_for_all: bool = True,
-        saved: SavedPrograms | None = None,
     ) -> None:
         """Allocates the pool. `create` is the way in; this takes what it decided."""
+        step, geometry = served.step, served.geometry
+        self._served = served
         self._agreement = agreement
         self._geometry = geometry
         self._memory_plan = memory_plan
@@ -87,7 +85,7 @@ class JaxExecutor:
         self._params: Params | None = params
         self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
         self._waits_for_all = waits_for_all
-        self._programs = ProgramStore(_sources(step, params, geometry, saved), self._note_ready)
+        self._programs = ProgramStore(served.sources, self._note_ready)
         self._forward_packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
         self._sample_packings = {size: sample_packing(size) for size in geometry.buckets.rows}
         self._watch = CompileWatch()
@@ -145,31 +143,25 @@ class JaxExecutor:
         params = jax.device_put(params, where.shardings)
         if least_step.attention.layout.is_scaled:
             params = {**params, "kv_scales": measure_scales(least_step, params)}
-        request = PoolRequest(
-            bytes_per_block=least_step.attention.layout.local.bytes_per_block,
-            block_size=least.block_size,
-            max_num_seqs=least.max_num_seqs,
-            max_model_len=least.max_model_len,
-            memory_utilization=options.cache.memory_utilization,
-            weight_bytes=local_bytes(params),
-            num_blocks=options.cache.num_blocks,
-        )
-
+        request = ServerPrograms.of(least_step, least, params).pool_request(options.cache)
         agreement = agreement or Alone()
         memory = DeviceMemory.of(first_device(mesh), request.weight_bytes, mesh.size * num_pools)
         probe_blocks = agreement.least(request.probe_blocks(memory))
 
         def programs() -> ProgramMemory:
             # Those that were saved are for one size of the pool.
-            step, geometry = assemble(probe_blocks if saved is None else saved.target.num_blocks)
-            return decisive_memory(_sources(step, params, geometry, saved), step, geometry)
+            probe = ServerPrograms.of(
+                *assemble(probe_blocks if saved is None else saved.target.num_blocks), params, saved
+            )
+            with memory_refusals():
+                return probe.memory(probe.compile(probe.decisive_specs))
 
         memory_plan = plan_memory(request, memory, programs)
         memory_plan = dataclasses.replace(memory_plan, num_blocks=agreement.least(memory_plan.num_blocks))
-        step, geometry = assemble(memory_plan.num_blocks)
+        served = ServerPrograms.of(*assemble(memory_plan.num_blocks), params, saved)
         # Steps are padded to what process 0 has: the others need to have it too.
         waits_for_all = options.startup.wait_for_all_programs or jax.process_count() > 1
-        return cls(step, params, geometry, memory_plan, agreement=agreement, waits_for_all=waits_for_all, saved=saved)
+        return cls(served, params, memory_plan, agreement=agreement, waits_for_all=waits_for_all)
 
     @property
     def geometry(self) -> Geometry:
@@ -234,9 +226,7 @@ class JaxExecutor:
 
     def _verified_plan(self) -> MemoryPlan:
         """The plan, with what the programs take that there are so far."""
-        reports = {spec: report_of(program.executable) for spec, program in self._programs.ready.items()}
-        taken = program_memory(reports, self._programs.specs, self._step, self._geometry)
-        return self._memory_plan.verified(taken)
+        return self._memory_plan.verified(self._served.memory(self._programs.ready))
 
     def _note_ready(self) -> None:
         """A program landed: steps may have its shape from now on. A sample with alternatives does for one without."""
@@ -361,15 +351,3 @@ class JaxExecutor:
         return self._programs.find(
             plain if not want_top_logprobs and plain in self._programs.ready else plain.with_top_logprobs()
         )
-
-
-def _sources(
-    step: Step, params: Params, geometry: Geometry, saved: SavedPrograms | None
-) -> dict[ProgramSpec, ProgramSource]:
-    """For each program of the list, most needed first, how it is made: loaded where it was saved, else compiled."""
-    return {
-        spec: ProgramSource(functools.partial(saved.load, spec, step.mesh), is_saved=True)
-        if saved is not None and saved.has(spec)
-        else ProgramSource.of(lowering)
-        for spec, lowering in program_lowerings(step, params, geometry).items()
-    }

@@ -11,9 +11,9 @@ import jax
 import pytest
 
 from jpaged.client import Client
-from jpaged.device import executor
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import memory_plan
+from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.errors import InvalidArgument, QueueFull
 from jpaged.llm import LLM
@@ -97,8 +97,8 @@ def test_the_host_s_memory_is_that_of_all_copies(tmp_path: Path, monkeypatch: py
     folder = write_model("llama3_tied", tmp_path)
     available = [3 << 19, 3 << 19, 3 << 18]  # for the only pool; for the first of two, and what that leaves
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: available.pop(0))
-    for what in ("decisive_memory", "program_memory"):  # they would take more than there is
-        monkeypatch.setattr(executor, what, lambda *server: memory_plan.ProgramMemory())
+    # They would take more than there is.
+    monkeypatch.setattr(ServerPrograms, "memory", lambda *programs: memory_plan.ProgramMemory())
     with open_llm(folder, swap_space=0.01) as llm:
         one = llm._serving.engine.geometry
     with open_llm(folder, data_parallel_size=2, swap_space=0.01) as llm:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,25 +18,16 @@ import jax
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
-from jpaged.device.mesh import local_bytes
 from jpaged.device.programs.compile import ProgramSpec, set_up_compile_cache
 from jpaged.device.programs.compiler_errors import CompilerOutOfMemory
-from jpaged.device.programs.lowering import abstract_serving, program_lowerings
-from jpaged.device.programs.memory import decisive_specs, program_memory, report_of
-from jpaged.device.programs.memory_plan import (
-    DeviceMemory,
-    MemoryPlan,
-    PoolRequest,
-    ProgramMemory,
-    plan_memory,
-    too_large,
-)
+from jpaged.device.programs.lowering import abstract_serving
+from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, plan_memory, too_large
 from jpaged.device.programs.report import ProgramReport, collectives
 from jpaged.device.programs.saved import Target, save_programs
-from jpaged.device.programs.store import CompiledProgram, compile_all
-from jpaged.device.step.forward import Step
+from jpaged.device.programs.server_programs import ServerPrograms
+from jpaged.device.programs.store import CompiledProgram
 from jpaged.device.step_sizes import Attention
-from jpaged.engine.executor import Geometry, Progress
+from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.model import Model
 
@@ -122,8 +113,26 @@ def compile_deployment(
     """
     set_up_compile_cache(None)  # seconds are the compiler's, and what comes from a cache cannot be saved
     begin = time.perf_counter()
-    request, memory = _Server.of(model, options, mesh, 1, num_threads).request(options), DeviceMemory(hbm_bytes)
-    probe = _Server.of(model, options, mesh, request.probe_blocks(memory), num_threads)
+
+    def served(num_blocks: int) -> ServerPrograms:
+        cache = dataclasses.replace(options.cache, num_blocks=num_blocks)
+        return ServerPrograms.of(*abstract_serving(model, dataclasses.replace(options, cache=cache), mesh))
+
+    def compile_some(
+        server: ServerPrograms, specs: Collection[ProgramSpec]
+    ) -> tuple[Mapping[ProgramSpec, CompiledProgram], CompilerOutOfMemory | None]:
+        """Those that were compiled, and the compiler's word where it refused one for want of memory."""
+        try:
+            return server.compile(specs, progress, num_threads), None
+        except jax.errors.JaxRuntimeError as error:
+            refusal = CompilerOutOfMemory.of(error)
+            if refusal is None:
+                reason = str(error).strip().splitlines()[0]
+                raise Unsupported(f"the compiler fails for these devices: {reason}") from error
+            return {}, refusal
+
+    request, memory = served(1).pool_request(options.cache), DeviceMemory(hbm_bytes)
+    probe = served(request.probe_blocks(memory))
     passed_over = tuple(Attention.on(model, options, mesh).passed_over())
     wanted = request.num_blocks or request.blocks_per_seq
     plan = MemoryPlan(
@@ -143,10 +152,10 @@ def compile_deployment(
             refusal=None if refusal is None else refusal.message,
             needs_bytes=None if refusal is None else refusal.needs_bytes,
             programs=tuple(
-                PlannedProgram(str(program.spec), round(program.seconds, 2), report_of(program.executable))
+                PlannedProgram(str(program.spec), round(program.seconds, 2), ProgramReport.of(program.executable))
                 for program in programs
             ),
-            num_programs=len(probe.lowerings),
+            num_programs=len(probe.sources),
             seconds=time.perf_counter() - begin,
             max_model_len=probe.geometry.max_model_len,
             block_size=probe.geometry.block_size,
@@ -159,30 +168,30 @@ def compile_deployment(
 
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
         return result(plan, (), str(too_large(plan, request)))  # nothing need be compiled to say so
-    compiled, refusal = probe.compile(decisive_specs(list(probe.lowerings)), progress)
+    compiled, refusal = compile_some(probe, probe.decisive_specs)
     if refusal is not None:
-        return result(plan, compiled.values(), _refused(refusal), refusal)
-    taken = probe.taken(compiled)
+        return result(plan, compiled.values(), refusal.problem, refusal)
+    taken = probe.memory(compiled)
     plan = dataclasses.replace(plan, programs=taken)
     try:
         plan = plan_memory(request, memory, lambda: taken)
     except InvalidArgument as error:
-        server = _Server.of(model, options, mesh, wanted, num_threads)
-        _, refusal = server.compile(decisive_specs(list(server.lowerings))[:1], progress)
+        server = served(wanted)
+        _, refusal = compile_some(server, server.decisive_specs[:1])
         return result(plan, compiled.values(), str(error), refusal)
-    server = _Server.of(model, options, mesh, plan.num_blocks, num_threads)
-    specs = list(server.lowerings) if all_programs or save is not None else server.telling_specs()
+    server = served(plan.num_blocks)
+    specs = list(server.sources) if all_programs or save is not None else _telling_specs(server)
     # What samples knows nothing of the pool.
     known = {spec: program for spec, program in compiled.items() if spec.kind == "sample"}
-    compiled, refusal = server.compile([spec for spec in specs if spec not in known], progress)
+    compiled, refusal = compile_some(server, [spec for spec in specs if spec not in known])
     every = {**known, **compiled}
     compiled = {spec: every[spec] for spec in specs if spec in every}
     if refusal is not None:
-        return result(plan, compiled.values(), _refused(refusal), refusal)
+        return result(plan, compiled.values(), refusal.problem, refusal)
     if save is not None:
         num_bytes = save_programs(save, Target.of(server.step, server.geometry), compiled)
         progress(f"saved {num_bytes / (1 << 20):.1f} MiB of programs in {save}", len(specs), len(specs))
-    return result(dataclasses.replace(plan, programs=server.taken(compiled)), compiled.values(), None)
+    return result(dataclasses.replace(plan, programs=server.memory(compiled)), compiled.values(), None)
 
 
 def _number_bytes(programs: Collection[CompiledProgram]) -> float | None:
@@ -198,58 +207,7 @@ def _number_bytes(programs: Collection[CompiledProgram]) -> float | None:
     return num_bytes / num_numbers if num_numbers else None
 
 
-def _refused(refusal: CompilerOutOfMemory) -> str:
-    return (
-        f"the compiler refuses it: {refusal.message}: lower num_blocks, memory_utilization or max_num_batched_tokens, "
-        "or raise tensor_parallel_size"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """The programs of a server with a number of blocks, lowered on demand."""
-
-    step: Step
-    geometry: Geometry
-    lowerings: Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]]
-    weight_bytes: int
-    num_threads: int | None
-
-    @classmethod
-    def of(cls, model: Model, options: EngineConfig, mesh: Mesh, num_blocks: int, num_threads: int | None) -> _Server:
-        cache = dataclasses.replace(options.cache, num_blocks=num_blocks)
-        step, geometry, params = abstract_serving(model, dataclasses.replace(options, cache=cache), mesh)
-        return cls(step, geometry, program_lowerings(step, params, geometry), local_bytes(params), num_threads)
-
-    def request(self, options: EngineConfig) -> PoolRequest:
-        return PoolRequest(
-            bytes_per_block=self.step.attention.layout.local.bytes_per_block,
-            block_size=self.geometry.block_size,
-            max_num_seqs=self.geometry.max_num_seqs,
-            max_model_len=self.geometry.max_model_len,
-            memory_utilization=options.cache.memory_utilization,
-            weight_bytes=self.weight_bytes,
-            num_blocks=options.cache.num_blocks,
-        )
-
-    def telling_specs(self) -> list[ProgramSpec]:
-        """The decisive programs, and the step that decodes as many rows as there may be."""
-        decode = ProgramSpec("forward", self.geometry.buckets.num_tokens(self.geometry.max_num_seqs))
-        return [spec for spec in self.lowerings if spec in (decode, *decisive_specs(list(self.lowerings)))]
-
-    def taken(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:
-        reports = {spec: report_of(program.executable) for spec, program in compiled.items()}
-        return program_memory(reports, list(self.lowerings), self.step, self.geometry)
-
-    def compile(
-        self, specs: Collection[ProgramSpec], progress: Progress
-    ) -> tuple[Mapping[ProgramSpec, CompiledProgram], CompilerOutOfMemory | None]:
-        """Those that were compiled, and the compiler's word where it refused one for want of memory."""
-        try:
-            return compile_all({spec: self.lowerings[spec] for spec in specs}, progress, self.num_threads), None
-        except jax.errors.JaxRuntimeError as error:
-            refusal = CompilerOutOfMemory.of(error)
-            if refusal is None:
-                reason = str(error).strip().splitlines()[0]
-                raise Unsupported(f"the compiler fails for these devices: {reason}") from error
-            return {}, refusal
+def _telling_specs(server: ServerPrograms) -> list[ProgramSpec]:
+    """The decisive programs, and the step that decodes as many rows as there may be."""
+    decode = ProgramSpec("forward", server.geometry.buckets.num_tokens(server.geometry.max_num_seqs))
+    return [spec for spec in server.sources if spec in (decode, *server.decisive_specs)]

@@ -50,6 +50,14 @@ class CompilerOutOfMemory:
                 return cls(_bytes(found, "needs"), _bytes(found, "has"), message)
         return cls(None, None, message)
 
+    @property
+    def problem(self) -> str:
+        """What is wrong, and what to change."""
+        return (
+            f"the compiler finds no room on the device: {self.message}: lower num_blocks, memory_utilization or "
+            "max_num_batched_tokens, or raise tensor_parallel_size"
+        )
+
 
 @contextmanager
 def memory_refusals() -> Iterator[None]:
@@ -60,11 +68,7 @@ def memory_refusals() -> Iterator[None]:
         refusal = CompilerOutOfMemory.of(error)
         if refusal is None:
             raise
-        raise InvalidArgument(
-            "num_blocks",
-            f"the compiler finds no room on the device: {refusal.message}: lower num_blocks, memory_utilization or "
-            "max_num_batched_tokens, or raise tensor_parallel_size",
-        ) from error
+        raise InvalidArgument("num_blocks", refusal.problem) from error
 
 
 def _bytes(found: re.Match[str], name: str) -> int:

@@ -199,19 +199,6 @@ class ProgramStore:
             report(len(self._ready))
 
 
-def compile_all(
-    lowerings: Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]],
-    progress: Progress,
-    num_threads: int | None = None,
-) -> Mapping[ProgramSpec, CompiledProgram]:
-    """Compiles every program for those who look at them and run none. The first failure ends it."""
-    sources = {spec: ProgramSource.of(lowering) for spec, lowering in lowerings.items()}
-    store = ProgramStore(sources, num_threads=num_threads or NUM_THREADS)
-    store.compile(store.specs, progress)
-    store.close()
-    return store.ready
-
-
 def _compile(lowering: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
     return lowering().compile()
 

@@ -1,0 +1,120 @@
+"""The programs of a server with a pool of some size: how each is made, and what they take besides weights and pool.
+
+The largest program of each kind decides: working memory grows with tokens, rows and blocks. Where only those are
+compiled, the code of the others is taken to be as large as theirs, and an eighth and 16 MiB are added for what that
+misses: of a small model, a smaller program may take some MiB more than the largest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from jpaged.config import CacheOptions
+from jpaged.device.host_pool import MAX_ON_THE_WAY
+from jpaged.device.mesh import local_bytes
+from jpaged.device.programs.compile import ProgramSpec
+from jpaged.device.programs.lowering import program_lowerings
+from jpaged.device.programs.memory_plan import PoolRequest, ProgramMemory
+from jpaged.device.programs.report import ProgramReport
+from jpaged.device.programs.saved import SavedPrograms
+from jpaged.device.programs.store import NUM_THREADS, CompiledProgram, ProgramSource, ProgramStore
+from jpaged.device.step.forward import Step, forward_packing, sample_packing
+from jpaged.device.transfers import content_bytes
+from jpaged.engine.executor import Geometry, Progress
+from jpaged.models.layers import Params
+
+_MARGIN, _MARGIN_BYTES = 8, 16 << 20  # a part of so many, and bytes, for programs that are not compiled yet
+_OVERLAPPED = 2  # steps: one runs while the next one's inputs are made
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPrograms:
+    """The closed list of a server's programs.
+
+    Attributes:
+        step: whose programs they are.
+        geometry: their sizes.
+        sources: how each is made, most needed first.
+        weight_bytes: of the parameters of one device.
+    """
+
+    step: Step
+    geometry: Geometry
+    sources: Mapping[ProgramSpec, ProgramSource]
+    weight_bytes: int
+
+    @classmethod
+    def of(cls, step: Step, geometry: Geometry, params: Params, saved: SavedPrograms | None = None) -> ServerPrograms:
+        """Loads what was saved and compiles the rest, when they are made. `params` may be shapes alone."""
+        sources = {
+            spec: ProgramSource(functools.partial(saved.load, spec, step.mesh), is_saved=True)
+            if saved is not None and saved.has(spec)
+            else ProgramSource.of(lowering)
+            for spec, lowering in program_lowerings(step, params, geometry).items()
+        }
+        return cls(step, geometry, sources, local_bytes(params))
+
+    @property
+    def decisive_specs(self) -> list[ProgramSpec]:
+        """The largest program of each kind, of `sample` the one with alternatives; in the order of the list."""
+        return _decisive(self.sources)
+
+    def compile(
+        self, specs: Collection[ProgramSpec], progress: Progress | None = None, num_threads: int | None = None
+    ) -> Mapping[ProgramSpec, CompiledProgram]:
+        """Makes programs for those who look at them and run none. The first failure ends it."""
+        store = ProgramStore({spec: self.sources[spec] for spec in specs}, num_threads=num_threads or NUM_THREADS)
+        store.compile(store.specs, progress or _silent)
+        store.close()
+        return store.ready
+
+    def pool_request(self, cache: CacheOptions) -> PoolRequest:
+        """What decides how many blocks the pool has."""
+        return PoolRequest(
+            bytes_per_block=self.step.attention.layout.local.bytes_per_block,
+            block_size=self.geometry.block_size,
+            max_num_seqs=self.geometry.max_num_seqs,
+            max_model_len=self.geometry.max_model_len,
+            memory_utilization=cache.memory_utilization,
+            weight_bytes=self.weight_bytes,
+            num_blocks=cache.num_blocks,
+        )
+
+    def memory(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:
+        """What all programs take of one device; `compiled` has at least the decisive ones."""
+        reports = {spec: ProgramReport.of(program.executable) for spec, program in compiled.items()}
+        of_kind: dict[str, ProgramReport] = {spec.kind: reports[spec] for spec in _decisive(reports)}
+        temps = dict.fromkeys(of_kind, 0)
+        for spec, report in reports.items():
+            temps[spec.kind] = max(temps[spec.kind], report.temp_bytes)
+        # A step's forward and whatever the device runs next to it: its sample, or the moves of the step after.
+        temp_bytes = temps.pop("forward") + max(temps.values(), default=0)
+        code_bytes = sum((reports.get(spec) or of_kind[spec.kind]).code_bytes for spec in self.sources)
+        if len(reports) < len(self.sources):
+            temp_bytes += temp_bytes // _MARGIN + _MARGIN_BYTES
+            code_bytes += code_bytes // _MARGIN
+        return ProgramMemory(temp_bytes, self._kept_bytes(of_kind), code_bytes)
+
+    def _kept_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:
+        buckets, layout = self.geometry.buckets, self.step.attention.layout
+        outputs = sum(of_kind[kind].output_bytes - of_kind[kind].alias_bytes for kind in ("forward", "sample"))
+        words = forward_packing(buckets.tokens[-1], self.geometry).size + sample_packing(buckets.rows[-1]).size
+        # Some on their way to the host, one being read from the pool, one from the host.
+        moving = (MAX_ON_THE_WAY + 2) * (content_bytes(layout) // layout.num_shards)
+        last_tokens = 4 * self.step.num_places
+        return _OVERLAPPED * (outputs + 4 * words + last_tokens) + moving
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Reports nothing."""
+
+
+def _decisive(specs: Collection[ProgramSpec]) -> list[ProgramSpec]:
+    largest: dict[str, ProgramSpec] = {}
+    for spec in specs:
+        best = largest.setdefault(spec.kind, spec)
+        if (spec.size, spec.want_top_logprobs) > (best.size, best.want_top_logprobs):
+            largest[spec.kind] = spec
+    return [spec for spec in specs if largest[spec.kind] == spec]
