@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jpaged.engine.executor import BANNED_WIDTH, Geometry, SamplingInputs, StepInputs
+from jpaged.engine.executor import Geometry, SamplingInputs, StepInputs
 
 _NUM_RUNS = 3
 NO_RATE = 1.0
@@ -44,22 +44,8 @@ def null_prefill(geometry: Geometry) -> StepInputs:
         kv_begins_s=np.zeros(max_rows, np.int32),
         run_starts_s1=np.full(max_rows + 1, num_rows, np.int32),
         sample_tokens_s=np.maximum(starts_s1[1:] - 1, 0),
-        sampling=_greedy(geometry.buckets.num_rows(num_rows), geometry.vocab_size),
+        sampling=SamplingInputs.neutral(geometry.buckets.num_rows(num_rows)),
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_runs=0,
-    )
-
-
-def _greedy(num_rows: int, vocab_size: int) -> SamplingInputs:
-    return SamplingInputs(
-        temperature_r=np.zeros(num_rows, np.float32),
-        top_k_r=np.full(num_rows, vocab_size, np.int32),
-        top_p_r=np.ones(num_rows, np.float32),
-        min_p_r=np.zeros(num_rows, np.float32),
-        seeds_r2=np.zeros((num_rows, 2), np.uint32),
-        sequence_indices_r=np.zeros(num_rows, np.int32),
-        positions_r=np.zeros(num_rows, np.int32),
-        banned_token_ids_rx=np.full((num_rows, BANNED_WIDTH), vocab_size, np.int32),
-        want_top_logprobs=False,
     )

@@ -42,7 +42,7 @@ from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, Program
 from jpaged.device.programs.saved import SavedPrograms, Target
 from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.device.programs.store import CompiledProgram, ProgramStore
-from jpaged.device.step.forward import Step, forward_packing, sample_packing, unpack_outputs
+from jpaged.device.step.forward import Step, forward_packing, unpack_outputs
 from jpaged.device.step.inputs import PackedStep
 from jpaged.device.transfers import BlockMover, move_sizes
 from jpaged.engine.buckets import BucketTable
@@ -87,7 +87,6 @@ class JaxExecutor:
         self._waits_for_all = waits_for_all
         self._programs = ProgramStore(served.sources, self._note_ready)
         self._forward_packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
-        self._sample_packings = {size: sample_packing(size) for size in geometry.buckets.rows}
         self._watch = CompileWatch()
         self._rates: DeviceRates | None = None
         layout, mesh = step.attention.layout, step.mesh
@@ -268,13 +267,11 @@ class JaxExecutor:
         """
         self._require_alive()
         how = inputs.sampling
-        num_tokens, num_rows = len(inputs.token_ids_t), len(how.temperature_r)
+        num_tokens, num_rows = len(inputs.token_ids_t), len(how.rows_r)
         self._programs.find(ProgramSpec("forward", num_tokens))
         self._find_sample(num_rows, how.want_top_logprobs)
         forward = self._forward_packings[num_tokens].pack(inputs)
-        return PackedStep(
-            num_tokens, num_rows, how.want_top_logprobs, forward, self._sample_packings[num_rows].pack(how)
-        )
+        return PackedStep(num_tokens, num_rows, how.want_top_logprobs, forward, how.words)
 
     def dispatch_packed(self, step: PackedStep) -> JaxStepHandle:
         """Starts a step, which `pack` of an executor of the same geometry made; raises as `dispatch` does."""

@@ -12,17 +12,17 @@ sees a device array.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.buckets import BucketTable
+from jpaged.types import SamplingParams
 
 I32 = NDArray[np.int32]
-U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
@@ -138,31 +138,97 @@ class BlockMoves:
     destinations: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingInputs:
-    """How each row's next token is sampled: rows of arrays, never static arguments.
+class RowField(NamedTuple):
+    """One entry of the record that says how a row's next token is sampled.
 
     Attributes:
-        temperature_r: 0 is greedy.
-        top_k_r: vocab_size keeps all.
-        top_p_r: 1 keeps all.
-        min_p_r: 0 keeps all.
-        seeds_r2: the request's 64-bit seed as (high, low) words.
-        sequence_indices_r: which sequence of its request the row is.
-        positions_r: position in the sequence of the token that is sampled.
-        banned_token_ids_rx: tokens that this row cannot sample; vocab_size in unused places.
+        dtype: of 32 bits.
+        neutral: what it holds in padding, in rows that sample nothing, and where the request does not ask for it.
+        width: how many of them a row has; None is one, without an axis.
+    """
+
+    name: str
+    dtype: str
+    neutral: float
+    width: int | None = None
+
+
+BEYOND_TOKENS = (1 << 31) - 1
+"""Above every token id, and every number of them."""
+
+ROW_FIELDS = (
+    RowField("temperature_r", "float32", 0),  # 0 is greedy
+    RowField("top_k_r", "int32", BEYOND_TOKENS),  # the size of the vocabulary and more keep all
+    RowField("top_p_r", "float32", 1),  # 1 keeps all
+    RowField("min_p_r", "float32", 0),  # 0 keeps all
+    RowField("seeds_r2", "uint32", 0, width=2),  # the request's 64-bit seed as (high, low) words
+    RowField("sequence_indices_r", "int32", 0),  # which sequence of its request the row is
+    RowField("positions_r", "int32", 0),  # position in the sequence of the token that is sampled
+    RowField("banned_token_ids_rx", "int32", BEYOND_TOKENS, width=BANNED_WIDTH),  # cannot be sampled
+)
+"""Everything that a row of the sampler has. Records, padding, the buffer of a call and what is sent to other processes
+follow from it; `random_columns` and `row_lists` fill it, and `device.step.sampling.RowSampling` names it on the device.
+"""
+ROW_DTYPE = np.dtype([(field.name, field.dtype, field.width or ()) for field in ROW_FIELDS])
+_NEUTRAL_ROW = np.zeros(1, ROW_DTYPE)
+for _field in ROW_FIELDS:
+    _NEUTRAL_ROW[_field.name] = _field.neutral
+
+
+def random_columns(
+    params: Sequence[SamplingParams], sequence_indices: Sequence[int], positions: Sequence[int]
+) -> dict[str, Sequence[Any]]:
+    """The fields of rows that sample at random, an entry a row; those of greedy rows are neutral."""
+    return {
+        "temperature_r": [one.temperature for one in params],
+        "top_k_r": [min(one.top_k, BEYOND_TOKENS) if one.top_k > 0 else BEYOND_TOKENS for one in params],
+        "top_p_r": [one.top_p for one in params],
+        "min_p_r": [one.min_p for one in params],
+        "seeds_r2": [divmod(one.seed or 0, 1 << 32) for one in params],
+        "sequence_indices_r": sequence_indices,
+        "positions_r": positions,
+    }
+
+
+def row_lists(params: SamplingParams, eos_token_ids: frozenset[int], output_index: int) -> dict[str, Sequence[Any]]:
+    """The lists of one row, greedy or not, that hold something; the rest of each field stays neutral."""
+    if output_index < params.min_tokens:
+        return {"banned_token_ids_rx": sorted(params.ending_ids(eos_token_ids))}
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """How each row's next token is sampled: records of `ROW_FIELDS`, never static arguments.
+
+    Attributes:
+        rows_r: of ROW_DTYPE.
         want_top_logprobs: some row wants alternatives, so the sampler's larger variant runs.
     """
 
-    temperature_r: F32
-    top_k_r: I32
-    top_p_r: F32
-    min_p_r: F32
-    seeds_r2: U32
-    sequence_indices_r: I32
-    positions_r: I32
-    banned_token_ids_rx: I32
-    want_top_logprobs: bool
+    rows_r: NDArray[np.void]
+    want_top_logprobs: bool = False
+
+    @classmethod
+    def neutral(cls, num_rows: int, *, want_top_logprobs: bool = False) -> SamplingInputs:
+        """Rows that sample the likeliest token, whatever it is."""
+        return cls(_NEUTRAL_ROW.repeat(num_rows), want_top_logprobs)
+
+    @property
+    def words(self) -> I32:
+        """The same memory as a program takes it, row after row."""
+        return self.rows_r.view(np.int32)
+
+    def fill_columns(self, rows: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
+        """Writes fields of some rows, an entry a row."""
+        places = np.array(rows)
+        for name, values in columns.items():
+            self.rows_r[name][places] = values
+
+    def fill_lists(self, row: int, lists: Mapping[str, Sequence[Any]]) -> None:
+        """Writes the first entries of fields of one row."""
+        for name, values in lists.items():
+            self.rows_r[name][row, : len(values)] = values
 
 
 @dataclass(frozen=True, slots=True)

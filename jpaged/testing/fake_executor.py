@@ -30,7 +30,6 @@ from jpaged.engine.executor import (
     Geometry,
     Move,
     Progress,
-    SamplingInputs,
     StepInputs,
     StepOutputs,
 )
@@ -164,12 +163,12 @@ class FakeExecutor:
         for row in range(inputs.num_rows):
             self._write_digests(inputs, row)
         sampling = inputs.sampling
-        token_ids_r = np.zeros(len(sampling.temperature_r), np.int32)
+        token_ids_r = np.zeros(len(sampling.rows_r), np.int32)
         is_sound_r = np.ones(len(token_ids_r), np.bool_)
         for row in range(inputs.num_rows):
             context = self._context(inputs, row)
             is_sound_r[row] = context.max() < _NAN
-            token_ids_r[row] = self._sample(context % _NAN, sampling, row)
+            token_ids_r[row] = self._sample(context % _NAN, sampling.rows_r[row])
         self._last_tokens[: len(token_ids_r)] = token_ids_r[: len(self._last_tokens)]
         return self._outputs(token_ids_r, is_sound_r, sampling.want_top_logprobs)
 
@@ -237,12 +236,12 @@ class FakeExecutor:
             raise InternalError(f"row {row} is at {inputs.positions_t[begin]} and shares {shared} tokens")
         return int(first)
 
-    def _sample(self, context: NDArray[np.int64], sampling: SamplingInputs, row: int) -> int:
+    def _sample(self, context: NDArray[np.int64], row: np.void) -> int:
         token_id = _next_token(context, self._geometry.vocab_size)
-        if sampling.temperature_r[row] > 0:
-            high, low = (int(word) for word in sampling.seeds_r2[row])
-            token_id += _noise(high << 32 | low, int(sampling.sequence_indices_r[row]), int(sampling.positions_r[row]))
-        banned = set(sampling.banned_token_ids_rx[row].tolist())
+        if row["temperature_r"] > 0:
+            high, low = (int(word) for word in row["seeds_r2"])
+            token_id += _noise(high << 32 | low, int(row["sequence_indices_r"]), int(row["positions_r"]))
+        banned = set(row["banned_token_ids_rx"].tolist())
         token_id %= self._geometry.vocab_size
         while token_id in banned:
             token_id = (token_id + 1) % self._geometry.vocab_size

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jpaged.engine.executor import BANNED_WIDTH, Executor, Geometry, SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.executor import Executor, Geometry, SamplingInputs, StepInputs, StepOutputs
 
 
 @dataclass
@@ -97,18 +97,15 @@ class Driver:
         )
 
     def sampling(self, rows: list[Row], want_top_logprobs: bool) -> SamplingInputs:
-        vocab_size = self.geometry.vocab_size
-        num_empty = self.geometry.buckets.num_rows(len(rows)) - len(rows)
+        inputs = SamplingInputs.neutral(self.geometry.buckets.num_rows(len(rows)), want_top_logprobs=want_top_logprobs)
         sequences = [row.sequence for row in rows]
-        sampled_at = [row.sequence.num_computed + row.num_tokens for row in rows]
-        return SamplingInputs(
-            temperature_r=np.array([q.temperature for q in sequences] + [0] * num_empty, np.float32),
-            top_k_r=np.full(len(rows) + num_empty, vocab_size, np.int32),
-            top_p_r=np.array([q.top_p for q in sequences] + [1] * num_empty, np.float32),
-            min_p_r=np.zeros(len(rows) + num_empty, np.float32),
-            seeds_r2=np.array([divmod(q.seed, 2**32) for q in sequences] + [(0, 0)] * num_empty, np.uint32),
-            sequence_indices_r=np.zeros(len(rows) + num_empty, np.int32),
-            positions_r=np.array(sampled_at + [0] * num_empty, np.int32),
-            banned_token_ids_rx=np.full((len(rows) + num_empty, BANNED_WIDTH), vocab_size, np.int32),
-            want_top_logprobs=want_top_logprobs,
+        inputs.fill_columns(
+            range(len(rows)),
+            {
+                "temperature_r": [sequence.temperature for sequence in sequences],
+                "top_p_r": [sequence.top_p for sequence in sequences],
+                "seeds_r2": [divmod(sequence.seed, 2**32) for sequence in sequences],
+                "positions_r": [row.sequence.num_computed + row.num_tokens for row in rows],
+            },
         )
+        return inputs

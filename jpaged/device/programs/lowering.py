@@ -20,7 +20,8 @@ from jpaged.device.host_pool import num_host_blocks
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import POOL_SPEC, SCALES_SPEC, Placement, first_device, num_shards, replicated
 from jpaged.device.programs.compile import ProgramSpec, compiler_options, program_specs
-from jpaged.device.step.forward import Step, forward_packing, sample_packing
+from jpaged.device.step.forward import Step, forward_packing
+from jpaged.device.step.inputs import ROW_WORDS
 from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.engine.buckets import BucketTable
@@ -130,10 +131,9 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
         if spec.kind != "sample":
             return lower_move(spec, layout, step.mesh)
-        packing = sample_packing(spec.size)
-        sample = functools.partial(step.packed_sample, packing=packing, want_top_logprobs=spec.want_top_logprobs)
+        sample = functools.partial(step.packed_sample, want_top_logprobs=spec.want_top_logprobs)
         jitted = jax.jit(sample, out_shardings=whole, compiler_options=options)
-        return jitted.lower(head, hidden, shape((packing.size,), np.int32))
+        return jitted.lower(head, hidden, shape((spec.size * ROW_WORDS,), np.int32))
 
     def lower_for_devices(spec: ProgramSpec) -> jax.stages.Lowered:
         # Kernels ask what they are lowered for; the devices of a topology are not among those that jax has.

@@ -20,7 +20,8 @@ from jpaged.device.programs.memory_plan import PoolRequest, ProgramMemory
 from jpaged.device.programs.report import ProgramReport
 from jpaged.device.programs.saved import SavedPrograms
 from jpaged.device.programs.store import NUM_THREADS, CompiledProgram, ProgramSource, ProgramStore
-from jpaged.device.step.forward import Step, forward_packing, sample_packing
+from jpaged.device.step.forward import Step, forward_packing
+from jpaged.device.step.inputs import ROW_WORDS
 from jpaged.device.transfers import content_bytes
 from jpaged.engine.executor import Geometry, Progress
 from jpaged.models.layers import Params
@@ -100,7 +101,7 @@ class ServerPrograms:
     def _kept_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:
         buckets, layout = self.geometry.buckets, self.step.attention.layout
         outputs = sum(of_kind[kind].output_bytes - of_kind[kind].alias_bytes for kind in ("forward", "sample"))
-        words = forward_packing(buckets.tokens[-1], self.geometry).size + sample_packing(buckets.rows[-1]).size
+        words = forward_packing(buckets.tokens[-1], self.geometry).size + buckets.rows[-1] * ROW_WORDS
         # Some on their way to the host, one being read from the pool, one from the host.
         moving = (MAX_ON_THE_WAY + 2) * (content_bytes(layout) // layout.num_shards)
         last_tokens = 4 * self.step.num_places

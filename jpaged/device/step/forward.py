@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from jpaged.device.mesh import HEADS_SPEC, LOGITS_SPEC, MODEL_AXIS, POOL_SPEC, SCALES_SPEC, num_shards, on_shards
 from jpaged.device.step import sampling
-from jpaged.device.step.inputs import Packing
+from jpaged.device.step.inputs import Packing, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor import BANNED_WIDTH, Geometry, StepOutputs
+from jpaged.engine.executor import Geometry, StepOutputs
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
 from jpaged.models.model import Model
@@ -71,21 +71,6 @@ def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
         block_tables_sm=((geometry.max_num_seqs, geometry.max_blocks_per_seq), "int32"),
         num_rows=((), "int32"),
         **(runs if geometry.cascade is not None else {}),
-    )
-
-
-def sample_packing(num_rows: int) -> Packing:
-    """The buffer of a sample call with R rows: the fields of `SamplingInputs`."""
-    r = (num_rows,)
-    return Packing.of(
-        temperature_r=(r, "float32"),
-        top_k_r=(r, "int32"),
-        top_p_r=(r, "float32"),
-        min_p_r=(r, "float32"),
-        seeds_r2=((num_rows, 2), "uint32"),
-        sequence_indices_r=(r, "int32"),
-        positions_r=(r, "int32"),
-        banned_token_ids_rx=((num_rows, BANNED_WIDTH), "int32"),
     )
 
 
@@ -192,10 +177,10 @@ class Step:
         return self.forward(params, pool, last_tokens_s, ForwardInputs(rows=rows, **arrays))
 
     def packed_sample(
-        self, params: Params, hidden_se: jax.Array, buffer: jax.Array, *, packing: Packing, want_top_logprobs: bool
+        self, params: Params, hidden_se: jax.Array, words: jax.Array, *, want_top_logprobs: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """`sample` with its inputs in one buffer and its outputs in one array, which `unpack_outputs` takes apart."""
-        how = sampling.RowSampling(**packing.unpack(buffer))
+        """`sample` with its inputs as words and its outputs in one array, which `unpack_outputs` takes apart."""
+        how = sampling.RowSampling(**unpack_rows(words))
         last_tokens_s, sampled = self.sample(params, hidden_se, how, want_top_logprobs=want_top_logprobs)
         columns = [sampled.token_ids_r[:, None], _bits(sampled.logprobs_r)[:, None], sampled.ranks_r[:, None]]
         if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:

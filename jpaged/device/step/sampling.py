@@ -47,7 +47,7 @@ _ROWS = Layout((0, 1))  # XLA for TPUs would have a matrix product make columns,
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How each row is sampled; the fields of `engine.executor.SamplingInputs` on the device."""
+    """How each row is sampled: `engine.executor.ROW_FIELDS` on the device, where their meanings and limits are told."""
 
     temperature_r: Float[Array, "R"]
     top_k_r: Int[Array, "R"]

@@ -13,10 +13,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.executor import BANNED_WIDTH, Geometry, SamplingInputs, StepInputs
+from jpaged.engine.executor import Geometry, SamplingInputs, StepInputs, random_columns, row_lists
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 
-_SEED_WORD = 1 << 32
 _NOT_FED_BACK = -1
 
 
@@ -92,44 +91,17 @@ def _known_tokens(rows: list[ScheduledRow]) -> list[int]:
 def _build_sampling_inputs(
     rows: list[ScheduledRow], geometry: Geometry, eos_token_ids: frozenset[int]
 ) -> SamplingInputs:
-    num_padded, vocab_size = geometry.buckets.num_rows(len(rows)), geometry.vocab_size
-    greedy = (0.0, vocab_size, 1.0, 0.0, 0, 0, 0, 0)
-    samples: list[tuple[float, ...]] = []
-    banned_token_ids_rx = np.full((num_padded, BANNED_WIDTH), vocab_size, np.int32)
-    want_top_logprobs = False
-    for i, row in enumerate(rows):
-        params = row.group.request.sampling
-        if not row.samples_token:
-            samples.append(greedy)
-            continue
-        if params.logprobs or params.beam_width:
-            want_top_logprobs = True
-        samples.append(greedy if params.is_greedy else _sample(row, vocab_size))
-        if row.output_index < params.min_tokens:
-            banned = sorted(params.ending_ids(eos_token_ids))
-            banned_token_ids_rx[i, : len(banned)] = banned
-    samples += [greedy] * (num_padded - len(samples))
-    samples_r = np.array(samples, np.float64)  # exact for every column: none has more than 32 bits
-    return SamplingInputs(
-        temperature_r=samples_r[:, 0].astype(np.float32),
-        top_k_r=samples_r[:, 1].astype(np.int32),
-        top_p_r=samples_r[:, 2].astype(np.float32),
-        min_p_r=samples_r[:, 3].astype(np.float32),
-        seeds_r2=samples_r[:, 4:6].astype(np.uint32),
-        sequence_indices_r=samples_r[:, 6].astype(np.int32),
-        positions_r=samples_r[:, 7].astype(np.int32),
-        banned_token_ids_rx=banned_token_ids_rx,
-        want_top_logprobs=want_top_logprobs,
-    )
-
-
-def _sample(row: ScheduledRow, vocab_size: int) -> tuple[float, ...]:
-    """How a row's token is sampled, in the order of the fields of SamplingInputs."""
-    params = row.group.request.sampling
-    top_k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
-    high, low = divmod(params.seed or 0, _SEED_WORD)
-    position = row.start + row.num_tokens
-    return params.temperature, top_k, params.top_p, params.min_p, high, low, row.sequence.index, position
+    sampled = [(i, row, row.group.request.sampling) for i, row in enumerate(rows) if row.samples_token]
+    want_top_logprobs = any(params.logprobs or params.beam_width for _, _, params in sampled)
+    inputs = SamplingInputs.neutral(geometry.buckets.num_rows(len(rows)), want_top_logprobs=want_top_logprobs)
+    for i, row, params in sampled:
+        inputs.fill_lists(i, row_lists(params, eos_token_ids, row.output_index))
+    if random := [one for one in sampled if not one[2].is_greedy]:
+        places, random_rows, params_r = zip(*random, strict=True)
+        indices = [row.sequence.index for row in random_rows]
+        positions = [row.start + row.num_tokens for row in random_rows]
+        inputs.fill_columns(places, random_columns(params_r, indices, positions))
+    return inputs
 
 
 def _column(values: list[int]) -> NDArray[np.int32]:

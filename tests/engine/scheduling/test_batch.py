@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jpaged.engine.executor import BEYOND_TOKENS, SamplingInputs
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.scheduling.batch import build_step_inputs
 from jpaged.engine.scheduling.policies import make_policy
@@ -73,17 +74,18 @@ def test_every_sampling_field_reaches_its_row():
         logprobs=2,
     )
     (inputs,) = packed([[1, 2, 3]], sampling=sampling, eos=frozenset({9}))
-    row = inputs.sampling
-    assert (row.temperature_r[0], row.top_k_r[0], row.top_p_r[0], row.min_p_r[0]) == (0.5, 7, 0.25, 0.125)
-    assert row.seeds_r2[0].tolist() == [2**8, 5]
-    assert row.positions_r[0] == 3
-    assert row.banned_token_ids_rx[0, :3].tolist() == [3, 9, 257]
-    assert row.want_top_logprobs
-    assert np.all(row.temperature_r[1:] == 0)
+    rows, neutral = inputs.sampling.rows_r, SamplingInputs.neutral(len(inputs.sampling.rows_r)).rows_r
+    row = rows[0]
+    assert (row["temperature_r"], row["top_k_r"], row["top_p_r"], row["min_p_r"]) == (0.5, 7, 0.25, 0.125)
+    assert row["seeds_r2"].tolist() == [2**8, 5]
+    assert row["positions_r"] == 3
+    assert row["banned_token_ids_rx"][:3].tolist() == [3, 9, BEYOND_TOKENS]
+    assert inputs.sampling.want_top_logprobs
+    assert np.array_equal(rows[1:], neutral[1:])
 
 
 def test_a_chunk_that_samples_nothing_is_greedy_and_forbids_nothing():
     sampling = SamplingParams(temperature=1.0, seed=1, min_tokens=1, stop_token_ids=(3,))
     (inputs,) = packed([list(range(20))], max_num_batched_tokens=8, sampling=sampling)
-    assert inputs.sampling.temperature_r[0] == 0
-    assert np.all(inputs.sampling.banned_token_ids_rx == 257)
+    rows = inputs.sampling.rows_r
+    assert np.array_equal(rows, SamplingInputs.neutral(len(rows)).rows_r)
