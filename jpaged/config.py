@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.errors import InvalidArgument
-from jpaged.launchers import Cluster, find_cluster, split_address
+from jpaged.launchers import MultiHost, find_multihost, split_address
 from jpaged.types import require_whole_characters
 
 
@@ -330,20 +330,20 @@ class EngineConfig:
             )
         self.parallel.check()
 
-    def for_cluster(self, cluster: Cluster) -> EngineConfig:
+    def for_multihost(self, multihost: MultiHost) -> EngineConfig:
         """These options in one of several processes, with its place among them filled in.
 
         Raises:
             InvalidArgument: one of them is for one process alone.
         """
-        several = f"not with several processes (there are {cluster.num_processes}, from {cluster.source})"
+        several = f"not with several processes (there are {multihost.num_processes}, from {multihost.source})"
         if self.parallel.data_parallel_size > 1:
             raise InvalidArgument(
                 "data_parallel_size", f"{self.parallel.data_parallel_size} works in one process, {several}"
             )
         if self.startup.compiled is not None:
             raise InvalidArgument("compiled", f"{self.startup.compiled}: saved programs run in one process, {several}")
-        place = {name: getattr(cluster, name) for name in ("coordinator", "num_processes", "process_id")}
+        place = {name: getattr(multihost, name) for name in ("coordinator", "num_processes", "process_id")}
         return self.resolve(place)
 
     def resolve(self, found: Mapping[str, Any]) -> EngineConfig:
@@ -422,7 +422,7 @@ class Environment:
     compile_cache_dir: Path | None
 
     @classmethod
-    def cluster(cls, options: ParallelOptions) -> Cluster | None:
+    def multihost(cls, options: ParallelOptions) -> MultiHost | None:
         """The place of this process among several: the options', else a launcher's; None where it is alone.
 
         Raises:
@@ -431,8 +431,8 @@ class Environment:
         if options.num_processes == 1:
             return None
         if options.coordinator is None or options.num_processes is None or options.process_id is None:
-            return find_cluster(os.environ)
-        return Cluster(options.coordinator, options.num_processes, options.process_id, "the options")
+            return find_multihost(os.environ)
+        return MultiHost(options.coordinator, options.num_processes, options.process_id, "the options")
 
     @staticmethod
     def shows_traces() -> bool:

@@ -25,7 +25,7 @@ Variables = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class MultiHost:
     """A place among several processes.
 
     Attributes:
@@ -67,33 +67,33 @@ def split_address(field: str, text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def find_cluster(variables: Variables) -> Cluster | None:
+def find_multihost(variables: Variables) -> MultiHost | None:
     """What a launcher says; None where there is none, or where it started one process.
 
     Raises:
         InvalidArgument: a launcher's variables contradict each other; one is named.
     """
     for find in (_leader_worker_set, _gke_tpu, _slurm, _open_mpi):
-        cluster = find(variables)
-        if cluster is not None and cluster.num_processes > 1:
-            if not 0 <= cluster.process_id < cluster.num_processes:
-                problem = f"says process {cluster.process_id} of {cluster.num_processes}; they count from 0"
-                raise InvalidArgument(f"environment of {cluster.source}", problem)
-            return cluster
+        multihost = find(variables)
+        if multihost is not None and multihost.num_processes > 1:
+            if not 0 <= multihost.process_id < multihost.num_processes:
+                problem = f"says process {multihost.process_id} of {multihost.num_processes}; they count from 0"
+                raise InvalidArgument(f"environment of {multihost.source}", problem)
+            return multihost
     return None
 
 
-def _leader_worker_set(variables: Variables) -> Cluster | None:
+def _leader_worker_set(variables: Variables) -> MultiHost | None:
     names = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
     if not _has(variables, *names):
         return None
     host, size, index = names
-    return Cluster(
+    return MultiHost(
         _joined(variables[host], PORT), _number(variables, size), _number(variables, index), "LeaderWorkerSet"
     )
 
 
-def _gke_tpu(variables: Variables) -> Cluster | None:
+def _gke_tpu(variables: Variables) -> MultiHost | None:
     hosts = variables.get("TPU_PROCESS_ADDRESSES") or variables.get("TPU_WORKER_HOSTNAMES")
     if not hosts or not _has(variables, "TPU_WORKER_ID"):
         return None
@@ -105,16 +105,16 @@ def _gke_tpu(variables: Variables) -> Cluster | None:
         slice_id = _number(variables, "MEGASCALE_SLICE_ID") if variables.get("MEGASCALE_SLICE_ID") else 0
         first = variables.get("MEGASCALE_COORDINATOR_ADDRESS") or first
     process_id = _number(variables, "TPU_WORKER_ID") + slice_id * len(names)
-    return Cluster(_joined(first.partition(":")[0], PORT), len(names) * num_slices, process_id, "GKE TPU pods")
+    return MultiHost(_joined(first.partition(":")[0], PORT), len(names) * num_slices, process_id, "GKE TPU pods")
 
 
-def _slurm(variables: Variables) -> Cluster | None:
+def _slurm(variables: Variables) -> MultiHost | None:
     names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if not _has(variables, *names):
         return None
     num_processes = _number(variables, "SLURM_NTASKS")
     shares_host = _number(variables, "SLURM_STEP_NUM_NODES", default=num_processes) < num_processes
-    return Cluster(
+    return MultiHost(
         _joined(_first_node(variables["SLURM_STEP_NODELIST"]), _job_port(_number(variables, "SLURM_JOB_ID"))),
         num_processes,
         _number(variables, "SLURM_PROCID"),
@@ -123,7 +123,7 @@ def _slurm(variables: Variables) -> Cluster | None:
     )
 
 
-def _open_mpi(variables: Variables) -> Cluster | None:
+def _open_mpi(variables: Variables) -> MultiHost | None:
     names = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     if not _has(variables, *names):
         return None
@@ -133,7 +133,7 @@ def _open_mpi(variables: Variables) -> Cluster | None:
     if match is None:
         raise InvalidArgument(names[0], f"{uri!r} names no address")
     shares_host = _number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", default=1) > 1
-    return Cluster(
+    return MultiHost(
         # Job ids are multiples of 4096.
         _joined(match[2] or match[3], _job_port(int(match[1]) // _NUM_JOB_PORTS)),
         _number(variables, "OMPI_COMM_WORLD_SIZE"),

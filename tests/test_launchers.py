@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.config import EngineConfig, Environment
 from jpaged.errors import InvalidArgument
-from jpaged.launchers import Cluster, find_cluster, split_address
+from jpaged.launchers import MultiHost, find_multihost, split_address
 from jpaged.llm import LLM
 
 LWS = {"LWS_LEADER_ADDRESS": "m-0.m.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3"}
@@ -32,27 +32,27 @@ SLICES = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COO
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        (LWS, Cluster("m-0.m.default:8476", 4, 3, "LeaderWorkerSet")),
-        (GKE, Cluster("t-0.t:8476", 2, 1, "GKE TPU pods")),
-        ({**GKE, "TPU_PROCESS_ADDRESSES": "a:8471,b:8471,c:8471"}, Cluster("a:8476", 3, 1, "GKE TPU pods")),
-        ({**GKE, **SLICES}, Cluster("s-0.t:8476", 4, 3, "GKE TPU pods")),
-        ({**GKE, **LWS}, Cluster("m-0.m.default:8476", 4, 3, "LeaderWorkerSet")),
-        (SLURM, Cluster("node007:61444", 8, 5, "Slurm")),
-        ({**SLURM, "SLURM_STEP_NODELIST": "gpu1,gpu2"}, Cluster("gpu1:61444", 8, 5, "Slurm")),
-        ({**SLURM, "SLURM_STEP_NUM_NODES": "2"}, Cluster("node007:61444", 8, 5, "Slurm", local_device=1)),
-        (MPI, Cluster("10.96.0.1:62624", 2, 1, "Open MPI")),
+        (LWS, MultiHost("m-0.m.default:8476", 4, 3, "LeaderWorkerSet")),
+        (GKE, MultiHost("t-0.t:8476", 2, 1, "GKE TPU pods")),
+        ({**GKE, "TPU_PROCESS_ADDRESSES": "a:8471,b:8471,c:8471"}, MultiHost("a:8476", 3, 1, "GKE TPU pods")),
+        ({**GKE, **SLICES}, MultiHost("s-0.t:8476", 4, 3, "GKE TPU pods")),
+        ({**GKE, **LWS}, MultiHost("m-0.m.default:8476", 4, 3, "LeaderWorkerSet")),
+        (SLURM, MultiHost("node007:61444", 8, 5, "Slurm")),
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu1,gpu2"}, MultiHost("gpu1:61444", 8, 5, "Slurm")),
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "2"}, MultiHost("node007:61444", 8, 5, "Slurm", local_device=1)),
+        (MPI, MultiHost("10.96.0.1:62624", 2, 1, "Open MPI")),
         (
             {**MPI, "OMPI_MCA_orte_hnp_uri": "8192.0;tcp6://[fe80::1,2620::2]:43370"},
-            Cluster("[fe80::1]:61442", 2, 1, "Open MPI"),
+            MultiHost("[fe80::1]:61442", 2, 1, "Open MPI"),
         ),
         (
             {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-            Cluster("10.96.0.1:62624", 2, 1, "Open MPI", local_device=1),
+            MultiHost("10.96.0.1:62624", 2, 1, "Open MPI", local_device=1),
         ),
     ],
 )
 def test_a_launcher_tells(variables, expected):
-    assert find_cluster(variables) == expected
+    assert find_multihost(variables) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_launcher_tells(variables, expected):
     ],
 )
 def test_one_process_stays_alone(variables):
-    assert find_cluster(variables) is None
+    assert find_multihost(variables) is None
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_one_process_stays_alone(variables):
 )
 def test_a_launcher_that_contradicts_itself_is_named(variables, message):
     with pytest.raises(InvalidArgument, match=message):
-        find_cluster(variables)
+        find_multihost(variables)
 
 
 @pytest.mark.parametrize(
@@ -106,25 +106,25 @@ def test_options_come_before_the_environment(monkeypatch):
     for name, value in LWS.items():
         monkeypatch.setenv(name, value)
     given = EngineConfig.load({"coordinator": "[::1]:7000", "num_processes": 2, "process_id": 0}).parallel
-    cluster = Environment.cluster(given)
-    assert cluster == Cluster("[::1]:7000", 2, 0, "the options")
-    assert cluster.is_leader
-    assert cluster.address == ("::1", 7000)
-    assert Environment.cluster(EngineConfig.load({"num_processes": 1}).parallel) is None
-    found = Environment.cluster(EngineConfig().parallel)
+    multihost = Environment.multihost(given)
+    assert multihost == MultiHost("[::1]:7000", 2, 0, "the options")
+    assert multihost.is_leader
+    assert multihost.address == ("::1", 7000)
+    assert Environment.multihost(EngineConfig.load({"num_processes": 1}).parallel) is None
+    found = Environment.multihost(EngineConfig().parallel)
     assert found is not None
     assert found.source == "LeaderWorkerSet"
     for name in LWS:
         monkeypatch.delenv(name)
-    assert Environment.cluster(EngineConfig().parallel) is None
+    assert Environment.multihost(EngineConfig().parallel) is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("data_parallel_size", 2), ("compiled", "programs")])
 def test_what_works_in_one_process_alone_is_refused_by_name(name, value):
-    cluster = Cluster("a:1", 2, 1, "Slurm")
+    multihost = MultiHost("a:1", 2, 1, "Slurm")
     with pytest.raises(InvalidArgument, match=f"{name}: {value}.* not with several processes .there are 2, from Slurm"):
-        EngineConfig.load({name: value}).for_cluster(cluster)
-    place = EngineConfig().for_cluster(cluster).parallel
+        EngineConfig.load({name: value}).for_multihost(multihost)
+    place = EngineConfig().for_multihost(multihost).parallel
     assert (place.coordinator, place.num_processes, place.process_id) == ("a:1", 2, 1)
 
 

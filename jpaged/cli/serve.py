@@ -8,12 +8,12 @@ import logging
 import os
 import sys
 
-from jpaged.cli.cluster import Leading, follow
+from jpaged.cli.multihost import Leading, follow
 from jpaged.cli.options import add_config_flags, config_from, flag_of
 from jpaged.cli.startup import Progress, StartupReport
 from jpaged.config import EngineConfig, Environment
 from jpaged.errors import InvalidArgument
-from jpaged.launchers import Cluster
+from jpaged.launchers import MultiHost
 from jpaged.server.lifecycle import Server
 from jpaged.service.loaded_model import LoadedModel
 
@@ -40,17 +40,17 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     # force: a library that was imported before may have set its own format
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    cluster = Environment.cluster(config.parallel)
-    if cluster is None:
+    multihost = Environment.multihost(config.parallel)
+    if multihost is None:
         return asyncio.run(_serve(config, None))
     try:
-        config = config.for_cluster(cluster)
+        config = config.for_multihost(multihost)
     except InvalidArgument as error:
         raise InvalidArgument(flag_of(error.field), error.problem) from error
-    return asyncio.run(_serve(config, cluster)) if cluster.is_leader else follow(config, cluster)
+    return asyncio.run(_serve(config, multihost)) if multihost.is_leader else follow(config, multihost)
 
 
-async def _serve(config: EngineConfig, cluster: Cluster | None) -> int:
+async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
     report = StartupReport(sys.stderr)
     host = config.server.host
 
@@ -71,7 +71,7 @@ async def _serve(config: EngineConfig, cluster: Cluster | None) -> int:
         report.line(f"ready on {host}:{port}")
 
     server = Server(config, load, on_progress=report.progress, on_serving=on_serving)
-    leading = None if cluster is None else Leading(config, cluster, server)
+    leading = None if multihost is None else Leading(config, multihost, server)
     try:
         port = await server.start()
     except InvalidArgument as error:

@@ -19,7 +19,7 @@ import yaml
 
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
-from jpaged.launchers import Cluster
+from jpaged.launchers import MultiHost
 from tests.deploy import dockerfile
 from tests.deploy.command_lines import parse, serve_config
 
@@ -232,7 +232,7 @@ def group_problems(document: Document) -> list[str]:
     assert config is not None
     found = []
     try:
-        config.for_cluster(Cluster(f"leader:{config.server.port}", template["size"], 0, "LeaderWorkerSet"))
+        config.for_multihost(MultiHost(f"leader:{config.server.port}", template["size"], 0, "LeaderWorkerSet"))
     except InvalidArgument as error:
         found.append(str(error))
     if num_devices != _num_used(config):

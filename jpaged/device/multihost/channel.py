@@ -55,10 +55,16 @@ _KINDS = frozenset(int(kind) for kind in Kind)
 
 
 class Channel:
-    """One end. Any thread may send; one receives."""
+    """One end. Any thread may send; one receives.
 
-    def __init__(self, end: socket.socket) -> None:
+    Args:
+        end: a connected socket, which is closed here.
+        peer: HOST:PORT of the other end, for errors.
+    """
+
+    def __init__(self, end: socket.socket, peer: str) -> None:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step is small, and waited for
+        self.peer = peer
         self._socket = end
         self._lock = threading.Lock()
 
@@ -66,12 +72,15 @@ class Channel:
         """Sends a message whose payload is the parts, one after the other.
 
         Raises:
-            OSError: the other end is gone.
+            ConnectionError: the other end is gone; names it.
         """
         size = sum(len(part) for part in parts)
         message = b"".join((_HEADER.pack(size, kind), *parts))
-        with self._lock:
-            self._socket.sendall(message)
+        try:
+            with self._lock:
+                self._socket.sendall(message)
+        except OSError as error:
+            raise ConnectionError(f"nothing can be sent to {self.peer}: {error}") from error
 
     def send_json(self, kind: Kind, value: Mapping[str, Any]) -> None:
         """Sends a message of plain values."""
@@ -81,12 +90,12 @@ class Channel:
         """Waits for a message.
 
         Raises:
-            EOFError: the other end is gone, or what comes is no message.
+            EOFError: the other end is gone, or what comes is no message; names it.
             TimeoutError: nothing came within the time that was set.
         """
         size, kind = _HEADER.unpack(self._read(_HEADER.size))
         if size > _MAX_BYTES or kind not in _KINDS:
-            raise EOFError("what arrives is no message of ours")
+            raise EOFError(f"what arrives from {self.peer} is no message of ours")
         return Kind(kind), self._read(size)
 
     def receive_json(self, kind: Kind) -> dict[str, Any]:
@@ -104,7 +113,7 @@ class Channel:
         return values_of(payload)
 
     def set_timeout(self, timeout_s: float | None) -> None:
-        """Of whatever waits from here on; None waits for as long as it takes."""
+        """Wait so long for the next message; None waits for ever."""
         self._socket.settimeout(timeout_s)
 
     def close(self) -> None:
@@ -122,9 +131,9 @@ class Channel:
             except TimeoutError:
                 raise
             except OSError as error:
-                raise EOFError(str(error)) from error
+                raise EOFError(f"nothing comes from {self.peer}: {error}") from error
             if count == 0:
-                raise EOFError("the connection ended")
+                raise EOFError(f"the connection with {self.peer} ended")
             begin += count
         return buffer
 
@@ -142,6 +151,11 @@ def values_of(payload: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise EOFError("what arrived is no JSON object")
     return values
+
+
+def joined(host: str, port: int) -> str:
+    """Write an address as HOST:PORT, or [HOST]:PORT where the host is one of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -189,8 +203,10 @@ def connect(host: str, port: int, timeout_s: float) -> Channel:
             end = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
         except OSError as error:
             if time.monotonic() >= until_s:
-                raise Unavailable(f"process 0 did not answer at {host}:{port} for {timeout_s:g} s: {error}") from error
+                raise Unavailable(
+                    f"process 0 did not answer at {joined(host, port)} for {timeout_s:g} s: {error}"
+                ) from error
             time.sleep(_RETRY_S)
             continue
         end.settimeout(None)
-        return Channel(end)
+        return Channel(end, joined(host, port))

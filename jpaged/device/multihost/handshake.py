@@ -10,6 +10,7 @@ Whatever is lost or differs ends all.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -24,10 +25,11 @@ from typing import Any, Protocol
 import jax
 import jaxlib.version
 
+from jpaged import json_text
 from jpaged.config import EngineConfig
-from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, interface_for, listen, values_of
+from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, interface_for, joined, listen, values_of
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
-from jpaged.launchers import Cluster
+from jpaged.launchers import MultiHost
 from jpaged.version import __version__
 
 _LOG = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ END_GRACE_S = 10.0
 _HELLO_TIMEOUT_S = 10.0
 _DEVICES_TIMEOUT_S = 300
 _BLAME_S = 1.0
-"""When one process is lost, collectives break in all: the others wait so long for process 0 to name it."""
+"""When one process is lost, collectives and connections break in all: so long they wait for a word that names it."""
 _TOGETHER = ("model", "cache", "scheduler", "parallel")
 _OWN = ("coordinator", "process_id", "join_timeout")
 """Options of these sections that each process may spell in its own way."""
@@ -54,19 +56,19 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def facts_of(config: EngineConfig, cluster: Cluster) -> dict[str, str]:
+def facts_of(config: EngineConfig, multihost: MultiHost) -> dict[str, str]:
     """What has to be the same in all processes before anything is loaded."""
     facts = {
         "jpaged version": __version__,
         "jax version": jax.__version__,
         "jaxlib version": jaxlib.version.__version__,
-        "num_processes": str(cluster.num_processes),
+        "num_processes": str(multihost.num_processes),
     }
     for section in _TOGETHER:
         options = getattr(config, section)
         names = [name for name in options.__slots__ if name not in _OWN]
         facts |= {name: str(getattr(options, name)) for name in names}
-    facts["num_processes"] = str(cluster.num_processes)
+    facts["num_processes"] = str(multihost.num_processes)
     return facts
 
 
@@ -132,10 +134,16 @@ class Leader:
         """To every other process.
 
         Raises:
-            OSError: one is gone; its watcher says which.
+            JpagedError: why all have to end, since one is gone; names it.
         """
-        for channel in self._channels.values():
-            channel.send(kind, *parts)
+        for process, channel in self._channels.items():
+            try:
+                channel.send(kind, *parts)
+            except OSError as error:
+                self.wait_for_failure(_BLAME_S)  # its last word may come yet
+                lost = _lost(process, self.num_processes, error)
+                self.fail(lost)
+                raise self.failure or lost from error
 
     def least(self, value: int) -> int:
         """Implements `Agreement`."""
@@ -204,7 +212,7 @@ class Leader:
             try:
                 kind, payload = channel.receive()
             except EOFError as error:
-                self.fail(Unavailable(f"process {process} of {self.num_processes} is lost: {error}"))
+                self.fail(_lost(process, self.num_processes, error))
                 return
             match kind:
                 case Kind.DIGEST:
@@ -232,12 +240,12 @@ class Follower:
         on_end: called by the watching thread with the exit code and what to say, when this process has to end at once.
     """
 
-    def __init__(self, channel: Channel, cluster: Cluster, on_end: Callable[[int, str], None]) -> None:
+    def __init__(self, channel: Channel, multihost: MultiHost, on_end: Callable[[int, str], None]) -> None:
         self.messages: queue.SimpleQueue[tuple[Kind, bytearray]] = queue.SimpleQueue()
         self.on_end = on_end
         self.is_following = False
         self._channel = channel
-        self._name = f"process {cluster.process_id} of {cluster.num_processes}"
+        self._name = f"process {multihost.process_id} of {multihost.num_processes}"
         self._settled: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
         self._is_ending = False
         self._is_told = threading.Event()
@@ -257,7 +265,7 @@ class Follower:
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Has process 0 compare these facts; returns when they are the same, and ends the process otherwise."""
-        self._channel.send_json(Kind.FACTS, facts)
+        self.send(Kind.FACTS, json_text.dumps(facts).encode())
         self._settled.get()
 
     def wish_to_stop(self) -> None:
@@ -295,59 +303,66 @@ class Follower:
                     self.messages.put((kind, payload))
 
 
-def lead(config: EngineConfig, cluster: Cluster, say: Callable[[str], None], owner: Owner) -> Leader:
+def lead(config: EngineConfig, multihost: MultiHost, say: Callable[[str], None], owner: Owner) -> Leader:
     """Waits for all processes as process 0, and joins them.
 
     Raises:
         InvalidArgument: the address cannot be had, or a process has other options or versions.
         Unavailable: some did not come in time; they are named.
     """
-    host, port = cluster.address
+    host, port = multihost.address
     try:
         listener = listen(host, port)
     except OSError as error:
-        raise InvalidArgument("coordinator", f"{cluster.coordinator} cannot be bound: {error}") from error
+        raise InvalidArgument("coordinator", f"{multihost.coordinator} cannot be bound: {error}") from error
     with listener:
         port = listener.getsockname()[1]
         say(
-            f"process 0 of {cluster.num_processes} waits for the others at {_joined(host, port)} "
-            f"(from {cluster.source})"
+            f"process 0 of {multihost.num_processes} waits for the others at {joined(host, port)} "
+            f"(from {multihost.source})"
         )
-        channels = gather(listener, facts_of(config, cluster), cluster, config.parallel.join_timeout)
+        channels = gather(listener, facts_of(config, multihost), multihost, config.parallel.join_timeout)
     holder = hold_port(host)
     jax_port = holder.getsockname()[1]
-    for channel in channels.values():
-        channel.send_json(Kind.WELCOME, {"port": jax_port})
+    for process, channel in channels.items():
+        try:
+            channel.send_json(Kind.WELCOME, {"port": jax_port})
+        except OSError as error:
+            raise _lost(process, multihost.num_processes, error) from error
         channel.set_timeout(None)
     leader = Leader(channels, owner, holder)
-    _join_devices(cluster, jax_port)
+    _join_devices(multihost, jax_port)
     return leader
 
 
 def follow(
-    config: EngineConfig, cluster: Cluster, say: Callable[[str], None], on_end: Callable[[int, str], None]
+    config: EngineConfig, multihost: MultiHost, say: Callable[[str], None], on_end: Callable[[int, str], None]
 ) -> Follower:
     """Joins process 0 as another one.
 
     Raises:
         Unavailable: process 0 did not answer in time, or refused; says why.
     """
-    host, port = cluster.address
+    host, port = multihost.address
     say(
-        f"process {cluster.process_id} of {cluster.num_processes} follows {cluster.coordinator} (from {cluster.source})"
+        f"process {multihost.process_id} of {multihost.num_processes} follows {multihost.coordinator} "
+        f"(from {multihost.source})"
     )
     channel = connect(host, port, config.parallel.join_timeout)
-    channel.send_json(Kind.HELLO, {"process_id": cluster.process_id, "facts": facts_of(config, cluster)})
     try:
+        channel.send_json(Kind.HELLO, {"process_id": multihost.process_id, "facts": facts_of(config, multihost)})
         welcome = channel.receive_json(Kind.WELCOME)
-    except EOFError as error:
-        raise Unavailable(f"process 0 at {cluster.coordinator} ended before all were there: {error}") from error
-    follower = Follower(channel, cluster, on_end)
-    _join_devices(cluster, int(welcome["port"]))
+    except (EOFError, OSError) as error:
+        channel.close()
+        raise Unavailable(f"process 0 at {multihost.coordinator} ended before all were there: {error}") from error
+    follower = Follower(channel, multihost, on_end)
+    _join_devices(multihost, int(welcome["port"]))
     return follower
 
 
-def gather(listener: socket.socket, facts: Mapping[str, str], cluster: Cluster, timeout_s: float) -> dict[int, Channel]:
+def gather(
+    listener: socket.socket, facts: Mapping[str, str], multihost: MultiHost, timeout_s: float
+) -> dict[int, Channel]:
     """Waits until every other process has said hello, and is like this one.
 
     Raises:
@@ -357,23 +372,23 @@ def gather(listener: socket.socket, facts: Mapping[str, str], cluster: Cluster, 
     channels: dict[int, Channel] = {}
     until_s = time.monotonic() + timeout_s
     try:
-        while len(channels) < cluster.num_processes - 1:
+        while len(channels) < multihost.num_processes - 1:
             listener.settimeout(max(0.01, until_s - time.monotonic()))
             try:
-                end, _ = listener.accept()
+                end, address = listener.accept()
             except TimeoutError:
-                missing = sorted(set(range(1, cluster.num_processes)) - channels.keys())
+                missing = sorted(set(range(1, multihost.num_processes)) - channels.keys())
                 raise Unavailable(
-                    f"of {cluster.num_processes} processes, {', '.join(map(str, missing))} did not come in "
+                    f"of {multihost.num_processes} processes, {', '.join(map(str, missing))} did not come in "
                     f"{timeout_s:g} s (join_timeout)"
                 ) from None
-            channel = Channel(end)
+            channel = Channel(end, joined(*address[:2]))
             channel.set_timeout(_HELLO_TIMEOUT_S)
             try:
                 hello = channel.receive_json(Kind.HELLO)
                 process, theirs = int(hello["process_id"]), dict(hello["facts"])
             except (EOFError, TimeoutError, KeyError, TypeError, ValueError, JpagedError) as error:
-                _LOG.warning("a connection that was none of our processes was closed: %s", error)
+                _LOG.warning("%s is none of our processes and was turned away: %s", channel.peer, error)
                 channel.close()
                 continue
             _admit(channels, channel, process)
@@ -391,29 +406,30 @@ def gather(listener: socket.socket, facts: Mapping[str, str], cluster: Cluster, 
 
 def _admit(channels: dict[int, Channel], channel: Channel, process: int) -> None:
     if process in channels:
-        channel.send(Kind.FAILED, f"process_id: there are two processes {process}".encode())
+        with contextlib.suppress(OSError):  # it is gone already
+            channel.send(Kind.FAILED, f"process_id: there are two processes {process}".encode())
         channel.close()
         raise InvalidArgument("process_id", f"{process} came twice; every process needs a number of its own")
     channels[process] = channel
 
 
-def _join_devices(cluster: Cluster, port: int) -> None:
+def _join_devices(multihost: MultiHost, port: int) -> None:
     """Makes the devices of all processes those of one jax."""
-    host = cluster.address[0]
+    host = multihost.address[0]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Its handler of SIGTERM would take the place of ours, which drains.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        _joined(host, port),
-        cluster.num_processes,
-        cluster.process_id,
-        local_device_ids=None if cluster.local_device is None else [cluster.local_device],
+        joined(host, port),
+        multihost.num_processes,
+        multihost.process_id,
+        local_device_ids=None if multihost.local_device is None else [multihost.local_device],
         cluster_detection_method="deactivate",
         initialization_timeout=_DEVICES_TIMEOUT_S,
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
-        coordinator_bind_address=_joined(interface_for(host), port),
+        coordinator_bind_address=joined(interface_for(host), port),
     )
 
 
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def _lost(process: int, num_processes: int, error: Exception) -> Unavailable:
+    return Unavailable(f"process {process} of {num_processes} is lost: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from jpaged.config import EngineConfig
 from jpaged.device.mesh import CONTENTS_SPEC, serving_mesh
+from jpaged.device.multihost import handshake
 from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, listen
 from jpaged.device.multihost.executor import (
     DigestCheck,
@@ -21,22 +23,22 @@ from jpaged.device.multihost.executor import (
     encode_moves,
     encode_step,
 )
-from jpaged.device.multihost.handshake import Leader, facts_of, gather, require_same
+from jpaged.device.multihost.handshake import Leader, facts_of, follow, gather, require_same
 from jpaged.device.multihost.shards import AddressableShards
 from jpaged.device.step.inputs import PackedStep
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
-from jpaged.launchers import Cluster
+from jpaged.launchers import MultiHost
 
 TOKENS = np.asarray([3, 1, 4], np.int32)
-CLUSTER = Cluster("127.0.0.1:0", 3, 0, "a test")
+MULTIHOST = MultiHost("127.0.0.1:0", 3, 0, "a test")
 
 
 def pair() -> tuple[Channel, Channel]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
-    return Channel(accepted), Channel(ours)
+    return Channel(accepted, "b:2"), Channel(ours, "a:1")
 
 
 class Owner:
@@ -80,16 +82,18 @@ def test_messages_keep_their_order_and_their_ends():
     assert b.receive() == (Kind.STEP, bytearray(b"onetwo"))
     assert b.receive() == (Kind.END, bytearray())
     a.close()
-    with pytest.raises(EOFError):
+    with pytest.raises(EOFError, match="the connection with a:1 ended"):
         b.receive()
     b.close()
+    with pytest.raises(ConnectionError, match="nothing can be sent to a:1: "):
+        b.send(Kind.END)
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x01\x00\x00\x00\xffx"])
 def test_what_is_no_message_ends_the_line(garbage):
     a, b = pair()
     a._socket.sendall(garbage)
-    with pytest.raises(EOFError, match="no message of ours"):
+    with pytest.raises(EOFError, match="what arrives from a:1 is no message of ours"):
         b.receive()
     a.close()
     b.close()
@@ -152,9 +156,9 @@ def test_a_difference_names_the_step_and_the_process(is_own_first, wrong):
 
 
 def test_facts_are_those_that_have_to_be_alike():
-    mine = facts_of(EngineConfig.load({"block_size": 8, "port": 1}), CLUSTER)
-    require_same(mine, facts_of(EngineConfig.load({"block_size": 8, "port": 2}), CLUSTER), 1)
-    other = facts_of(EngineConfig.load({"block_size": 32}), CLUSTER)
+    mine = facts_of(EngineConfig.load({"block_size": 8, "port": 1}), MULTIHOST)
+    require_same(mine, facts_of(EngineConfig.load({"block_size": 8, "port": 2}), MULTIHOST), 1)
+    other = facts_of(EngineConfig.load({"block_size": 32}), MULTIHOST)
     with pytest.raises(InvalidArgument, match="block_size: is 8 in process 0 and 32 in process 1"):
         require_same(mine, other, 1)
     assert {"jax version", "jaxlib version", "jpaged version", "num_processes", "seed", "model"} <= mine.keys()
@@ -175,11 +179,11 @@ def test_strangers_are_turned_away_and_the_missing_are_named(caplog):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         first = hello(address, 2, facts)
         with pytest.raises(Unavailable, match=r"of 3 processes, 1 did not come in 0\.5 s"):
-            gather(listener, facts, CLUSTER, 0.5)
+            gather(listener, facts, MULTIHOST, 0.5)
         kind, why = first.receive()
         assert kind is Kind.FAILED
         assert b"1 did not come" in why
-        assert "none of our processes" in caplog.text
+        assert f"127.0.0.1:{stranger.getsockname()[1]} is none of our processes" in caplog.text
         stranger.close()
         first.close()
 
@@ -188,7 +192,7 @@ def test_all_processes_come_in_any_order():
     facts = {"x": "1"}
     with listen("127.0.0.1", 0) as listener:
         others = [hello(listener.getsockname(), process, facts) for process in (2, 1)]
-        channels = gather(listener, facts, CLUSTER, 10.0)
+        channels = gather(listener, facts, MULTIHOST, 10.0)
     assert sorted(channels) == [1, 2]
     for channel in (*others, *channels.values()):
         channel.close()
@@ -202,10 +206,21 @@ def test_processes_that_cannot_be_together_are_all_told(second, facts, message):
     with listen("127.0.0.1", 0) as listener:
         others = [hello(listener.getsockname(), 1, {"x": "1"}), hello(listener.getsockname(), second, facts)]
         with pytest.raises(InvalidArgument, match=message):
-            gather(listener, {"x": "1"}, CLUSTER, 10.0)
+            gather(listener, {"x": "1"}, MULTIHOST, 10.0)
         assert [other.receive()[0] for other in others] == [Kind.FAILED] * 2
     for other in others:
         other.close()
+
+
+def test_a_process_that_process_0_hangs_up_on_is_told_its_address():
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        place = MultiHost(f"127.0.0.1:{port}", 2, 1, "a test")
+        with ThreadPoolExecutor(1) as pool:
+            end = pool.submit(follow, EngineConfig(), place, lambda line: None, lambda code, why: None)
+            listener.accept()[0].close()
+            with pytest.raises(Unavailable, match=rf"process 0 at 127\.0\.0\.1:{port} ended before all were there: "):
+                end.result(10.0)
 
 
 # --- the leader -------------------------------------------------------------------------------------------------------
@@ -229,6 +244,54 @@ def test_a_leader_settles_for_the_least_and_ends_the_others_well():
     assert leader.end(10.0)
     thread.join()
     assert owner.failures == []
+    a.close()
+
+
+@pytest.fixture
+def has_ended_anyway(monkeypatch) -> threading.Event:
+    """Set where a leader would end the process, which it does at once."""
+    event = threading.Event()
+    monkeypatch.setattr(handshake, "END_GRACE_S", 0.0)
+    monkeypatch.setattr(Leader, "_end_anyway", lambda leader: event.set())
+    return event
+
+
+def test_a_process_that_is_gone_is_named_with_its_address(has_ended_anyway):
+    (a, other), owner = pair(), Owner()
+    Leader({1: a}, owner)
+    other.close()
+    assert owner.has_heard.wait(10.0)
+    assert [str(failure) for failure in owner.failures] == ["process 1 of 2 is lost: the connection with b:2 ended"]
+    assert has_ended_anyway.wait(10.0)
+    a.close()
+
+
+def test_nothing_can_be_sent_to_a_process_whose_last_word_is_not_lost(has_ended_anyway):
+    (a, other), owner = pair(), Owner()
+    leader = Leader({1: a}, owner)
+    a._socket.shutdown(socket.SHUT_WR)
+    threading.Timer(0.1, other.send, (Kind.FAILED, b"a fault")).start()
+    with pytest.raises(Unavailable, match="process 1 of 2 failed: a fault"):
+        leader.send(Kind.STEP)
+    assert owner.has_heard.wait(10.0)
+    assert [str(failure) for failure in owner.failures] == ["process 1 of 2 failed: a fault"]
+    assert has_ended_anyway.wait(10.0)
+    other.close()
+    assert leader.end(10.0)
+    a.close()
+
+
+def test_nothing_can_be_sent_to_a_process_that_says_nothing(has_ended_anyway, monkeypatch):
+    (a, other), owner = pair(), Owner()
+    monkeypatch.setattr(handshake, "_BLAME_S", 0.01)
+    leader = Leader({1: a}, owner)
+    a._socket.shutdown(socket.SHUT_WR)
+    with pytest.raises(Unavailable, match="process 1 of 2 is lost: nothing can be sent to b:2: "):
+        leader.send(Kind.STEP)
+    assert owner.failures == [leader.failure]
+    assert has_ended_anyway.wait(10.0)
+    other.close()
+    assert leader.end(10.0)
     a.close()
 
 

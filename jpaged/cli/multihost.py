@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jpaged.cli.startup import Progress, StartupReport
 from jpaged.config import EngineConfig, Environment
 from jpaged.errors import JpagedError, sentence_of
-from jpaged.launchers import Cluster
+from jpaged.launchers import MultiHost
 from jpaged.server.lifecycle import Server
 from jpaged.service.loaded_model import LoadedModel
 
@@ -26,9 +26,9 @@ _LOG = logging.getLogger(__name__)
 class Leading:
     """Process 0's part, around a server; made on the server's event loop. It is what the leader calls its owner."""
 
-    def __init__(self, config: EngineConfig, cluster: Cluster, server: Server) -> None:
+    def __init__(self, config: EngineConfig, multihost: MultiHost, server: Server) -> None:
         self._config = config
-        self._cluster = cluster
+        self._multihost = multihost
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._leader: Leader | None = None
@@ -38,7 +38,7 @@ class Leading:
         from jpaged import assemble
         from jpaged.device.multihost.handshake import lead
 
-        self._leader = lead(self._config, self._cluster, lambda line: progress(line, 1, 1), self)
+        self._leader = lead(self._config, self._multihost, lambda line: progress(line, 1, 1), self)
         try:
             return assemble.build(self._config, progress, self._leader)
         except JpagedError as error:
@@ -70,7 +70,7 @@ class Leading:
         return code
 
 
-def follow(config: EngineConfig, cluster: Cluster) -> int:
+def follow(config: EngineConfig, multihost: MultiHost) -> int:
     """Follows process 0 to its end. A signal to end is passed on to it, as a wish to drain, which ends all."""
     report = StartupReport(sys.stderr)
     ends: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -89,16 +89,16 @@ def follow(config: EngineConfig, cluster: Cluster) -> int:
         from jpaged.device.multihost import handshake
 
         try:
-            follower = handshake.follow(config, cluster, report.line, lambda code, why: ends.put((code, why)))
+            follower = handshake.follow(config, multihost, report.line, lambda code, why: ends.put((code, why)))
             following.append(follower)
             assemble.follow(config, report.progress, follower)
             ends.put((0, "stopped"))
         except Exception as error:  # the top of a follower: process 0 must hear of whatever happened
             if not isinstance(error, JpagedError) and Environment.shows_traces():
-                _LOG.exception("process %d failed", cluster.process_id)
+                _LOG.exception("process %d failed", multihost.process_id)
             if following:
                 following[0].report(error)
-            ends.put((1, f"process {cluster.process_id} of {cluster.num_processes} failed: {sentence_of(error)}"))
+            ends.put((1, f"process {multihost.process_id} of {multihost.num_processes} failed: {sentence_of(error)}"))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
