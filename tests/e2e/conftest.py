@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.device.executor import JaxExecutor
-from tests.e2e.sharing_rig import make_executor
-from tests.parity.beam_cases import CHECKPOINT
+from tests.e2e.sharing_rig import CHECKPOINT, make_executor
 
 
 @pytest.fixture(scope="session")

@@ -24,12 +24,16 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.model import model_for
 from jpaged.service.input_processor import InputProcessor
 from jpaged.types import OutputEvent, SamplingParams
-from tests.models.tiny import TinyCase, write_checkpoint
+from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
 
 VOCAB_SIZE = 131
 BLOCK_SIZE = 8
 MAX_TOKENS = 32
 """Tokens of a step at most."""
+CHECKPOINT = TinyCase(
+    "sharing", {**tiny_case("llama_mha").config, "num_hidden_layers": 2, "max_position_embeddings": 1280}, 24
+)
+"""Small, and with room for a prompt of 1 000 tokens."""
 ANY_SHARING = CascadeCosts(
     granule_tokens=BLOCK_SIZE, tile_queries=64, tile_tokens=1.0, query_share=0.0, query_tokens=0.0, step_tokens=0.0
 )

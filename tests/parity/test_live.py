@@ -1,0 +1,128 @@
+"""The same comparisons with transformers in this process: lengths, configs and searches that no golden holds."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged import demo
+from jpaged.checkpoints.conversion import ConversionOptions, save_params
+from jpaged.checkpoints.hub import read_config
+from jpaged.checkpoints.weights import load_params
+from jpaged.device.executor import JaxExecutor
+from jpaged.engine.output.beam import EarlyStopping
+from jpaged.models.config import ModelConfig
+from jpaged.models.llama import Llama
+from jpaged.models.model import model_for
+from jpaged.types import SamplingParams
+from tests.e2e.rig import generate, only, open_llm
+from tests.models import dense
+from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
+from tests.parity import cases
+from tests.parity.cases import BeamCase, check_search
+
+torch = pytest.importorskip("torch")
+make: Any = importlib.import_module("tests.parity.make")
+FLOAT32 = np.dtype(jnp.float32)
+
+
+def random_ids(num_tokens: int, vocab_size: int = 131) -> np.ndarray:
+    return np.random.default_rng(num_tokens).integers(0, vocab_size, num_tokens).astype(np.int32)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", cases.MODELS.values(), ids=lambda case: case.name)
+def test_logits_equal_those_of_transformers_at_any_length(case: TinyCase, tmp_path: Path) -> None:
+    """At 131 tokens after each of them, and where the length itself turns positions at short ones, too."""
+    write_checkpoint(case, tmp_path)
+    model = model_for(read_config(tmp_path), FLOAT32)
+    params = load_params(model, tmp_path, "loop")
+    for num_tokens in (2, 63, 131) if "dynamic" in case.name else (131,):
+        token_ids = random_ids(num_tokens)
+        logits = dense.logits(model, params, token_ids, num_tokens)
+        np.testing.assert_allclose(logits, make.logits(make.load(tmp_path), token_ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama_gqa_bias", "mistral_yarn", "qwen2_tied_yarn", "qwen3_tied", "opt_post_norm"])
+def test_a_checkpoint_that_we_write_is_read_by_transformers_to_the_same_logits(name: str, tmp_path: Path) -> None:
+    case = tiny_case(name)
+    model = model_for(ModelConfig.from_hf(case.config), FLOAT32)
+    params = load_params(model, write_checkpoint(case, tmp_path / "theirs"), "loop")
+    save_params(params, model.config, tmp_path / "ours", ConversionOptions("safetensors"))
+    token_ids = np.array(case.prompt(), np.int32)
+    expected = dense.logits(model, params, token_ids, len(token_ids))
+    np.testing.assert_allclose(make.logits(make.load(tmp_path / "ours"), token_ids), expected, rtol=0, atol=1e-4)
+
+
+def test_positions_far_out_keep_their_frequencies(tmp_path: Path) -> None:
+    """At position 100 000 a rounding of the frequencies in another way would turn heads by hundredths of a radian."""
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    write_checkpoint(tiny_case("llama3_new_style"), tmp_path)
+    positions = np.arange(99_000, 100_000, dtype=np.int32)
+    cos, sin = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))(
+        torch.zeros(1), torch.tensor(positions[None].astype(np.int64))
+    )
+    half = cos.shape[-1] // 2
+    model = model_for(read_config(tmp_path), FLOAT32)
+    assert isinstance(model, Llama)
+    ours = model.rope(jnp.asarray(positions), jnp.asarray(positions) + 1)
+    np.testing.assert_allclose(ours[0], cos[0, :, :half].numpy(), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(ours[1], sin[0, :, :half].numpy(), rtol=0, atol=1e-5)
+
+
+# --- the packaged model -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 384])
+def test_logits_of_the_packaged_model_equal_those_of_transformers(num_tokens: int) -> None:
+    config = read_config(demo.FOLDER)
+    model = model_for(config, FLOAT32)
+    token_ids = random_ids(num_tokens, config.vocab_size)
+    logits = dense.logits(model, load_params(model, demo.FOLDER, "loop"), token_ids, num_tokens)
+    np.testing.assert_allclose(logits, make.logits(make.load(demo.FOLDER), token_ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.long
+def test_the_name_the_folder_and_transformers_are_one_model_to_their_ends() -> None:
+    """By its name, by its folder, and as transformers tells it, the story ends at the same token."""
+    messages = [{"role": "user", "content": "Please tell me a bedtime story about a little star."}]
+    how = SamplingParams(temperature=0.0, max_tokens=200, logprobs=0)
+    options = {"max_model_len": 256, "num_blocks": 32}
+    with open_llm("demo", **options) as llm:
+        (output,) = llm.chat(messages, how)
+    by_name, prompt = only(output), list(output.prompt_token_ids)
+    with open_llm(demo.FOLDER, **options) as llm:
+        by_folder = generate(llm, [prompt], how)[0]
+    assert (by_folder.token_ids, by_folder.text) == (by_name.token_ids, by_name.text)
+    theirs, _ = make.continue_greedily(make.load(demo.FOLDER), prompt, 200, ignore_eos=False)
+    assert theirs == list(by_name.token_ids)
+
+
+# --- beam searches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_search_finds_what_transformers_finds_now(executor: JaxExecutor, seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    width = int(rng.integers(2, 7))
+    rules: list[EarlyStopping] = [True, False, "never"]
+    case = BeamCase(
+        prompt_seed=int(rng.integers(3, 20)),
+        width=width,
+        n=int(rng.integers(1, width + 1)),
+        max_tokens=int(rng.integers(2, 25)),
+        eos_token_ids=tuple(sorted(rng.choice(np.arange(3, 131), 3, replace=False).tolist())),
+        length_penalty=float(rng.choice([-1.0, 0.0, 0.7, 1.0, 2.0])),
+        early_stopping=rules[seed % 3],
+    )
+    check_search(executor, case, make.search(make.load_for_beams(tmp_path), case))
