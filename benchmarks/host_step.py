@@ -24,15 +24,14 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from benchmarks.record import machine, save
+from jpaged.config import EngineConfig, SchedulerOptions
 from jpaged.engine.buckets import BucketTable
-from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.engine.engine import Engine
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.batch import build_step_inputs
-from jpaged.engine.scheduling.policies import make_policy
-from jpaged.engine.scheduling.preemption import Preemption
-from jpaged.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import StepStats
 from jpaged.engine.tokenizer import NoTokenizer
@@ -111,9 +110,8 @@ class Loop:
         self._executor = executor
         geometry = executor.geometry
         self._memory = PagedMemory(num_blocks=geometry.num_blocks, block_size=geometry.block_size)
-        limits = SchedulerLimits(geometry.max_num_seqs, geometry.buckets.tokens[-1])
-        preemption = Preemption("recompute", geometry.bytes_per_block, executor.rates)
-        self._scheduler = Scheduler(self._memory, make_policy("fcfs"), preemption, limits)
+        options = SchedulerOptions(preemption_mode="recompute")
+        self._scheduler = Scheduler(self._memory, options, geometry, executor.rates)
         self._publisher = OutputProcessor(NoTokenizer(VOCAB_SIZE), frozenset())
         self._stats = StepStats(geometry, time.monotonic)
         for request in _requests(geometry.max_num_seqs):
@@ -153,8 +151,7 @@ def _time_parts(executor: NullExecutor) -> list[float]:
 
 def _time_engine(executor: NullExecutor) -> float:
     geometry = executor.geometry
-    options = EngineOptions(max_num_seqs=geometry.max_num_seqs, max_num_batched_tokens=geometry.buckets.tokens[-1])
-    engine = Engine(executor, NoTokenizer(VOCAB_SIZE), options)
+    engine = Engine(executor, NoTokenizer(VOCAB_SIZE), EngineConfig())
     for request in _requests(geometry.max_num_seqs):
         engine.submit(request, _ignore)
 

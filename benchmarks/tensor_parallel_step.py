@@ -29,7 +29,7 @@ from jpaged.checkpoints.weights import random_params
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor, JaxStepHandle
 from jpaged.device.mesh import Placement, serving_mesh
-from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.engine.engine import Engine
 from jpaged.engine.executor import StepInputs, StepOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.models.config import LlamaConfig
@@ -115,7 +115,7 @@ def make_executor(num_devices: int, num_rows: int, cache: Path) -> JaxExecutor:
 def measure(executor: JaxExecutor, num_devices: int, num_rows: int) -> StepCost:
     """One run: all rows are admitted, then decode; the first two steps are left out."""
     watch = Stopwatch(executor)
-    options = EngineOptions(max_num_seqs=num_rows, max_num_batched_tokens=num_rows * PROMPT_LEN)
+    options = EngineConfig().replace(max_num_seqs=num_rows, max_num_batched_tokens=num_rows * PROMPT_LEN)
     engine = Engine(watch, NoTokenizer(CONFIG.vocab_size), options)
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS + 4, ignore_eos=True)
     for i in range(num_rows):

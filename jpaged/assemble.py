@@ -27,7 +27,7 @@ from jpaged.device.multihost.executor import follow as run_steps
 from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.device.step_sizes import Attention
 from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
-from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Executor, Progress
 from jpaged.engine.kv.pinned import pin_limit
 from jpaged.engine.tokenizer import Tokenizer
@@ -82,24 +82,31 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         one.warm_up(_progress_of(index, len(runs), progress))
     for line in executor.memory_plan.lines():
         progress(line, 1, 1)
-    queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
-    engines = [_make_engine(one, source, options, queue) for one, queue in zip(runs, queues, strict=True)]
     names = names_of(device)
-    resolved = options.resolve(
-        {
-            "max_model_len": geometry.max_model_len,
-            "num_blocks": geometry.num_blocks,
-            "max_pinned_blocks": pin_limit(options.server.max_pinned_blocks, geometry),
-            "block_size": geometry.block_size,
-            "max_num_seqs": geometry.max_num_seqs,
-            "max_num_batched_tokens": geometry.max_num_batched_tokens,
-            "dtype": model.dtype.name,
-            "tensor_parallel_size": places[0].num_parts,
-            "attention_backend": executor.attention_backend,
-            "kv_cache_dtype": executor.kv_cache_dtype,
-            "served_model_name": options.server.served_model_name or source.name,
-        }
+    resolved = options.replace(
+        max_model_len=geometry.max_model_len,
+        num_blocks=geometry.num_blocks,
+        max_pinned_blocks=pin_limit(options.server.max_pinned_blocks, geometry),
+        block_size=geometry.block_size,
+        max_num_seqs=geometry.max_num_seqs,
+        max_num_batched_tokens=geometry.max_num_batched_tokens,
+        dtype=model.dtype.name,
+        tensor_parallel_size=places[0].num_parts,
+        attention_backend=executor.attention_backend,
+        kv_cache_dtype=executor.kv_cache_dtype,
+        served_model_name=options.server.served_model_name or source.name,
     )
+    queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
+    engines = [
+        Engine(
+            one,
+            source.tokenizer,
+            resolved.replace(max_num_queued_reqs=queue),
+            max_cached_tokens=source.config.max_prefix_len,
+            eos_token_ids=source.eos_token_ids,
+        )
+        for one, queue in zip(runs, queues, strict=True)
+    ]
     return LoadedModel(
         engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
         input_processor=InputProcessor(
@@ -189,7 +196,7 @@ def _make_executors(
             agreement=agreement,
         )
         _tell(executor, _progress_of(index, len(places), progress))
-        options = options.resolve({"num_blocks": executor.geometry.num_blocks})
+        options = options.replace(num_blocks=executor.geometry.num_blocks)
         executors.append(executor)
     return executors
 
@@ -206,28 +213,6 @@ def _progress_of(index: int, num_replicas: int, progress: Progress) -> Progress:
     if num_replicas == 1:
         return progress
     return lambda what, done, total: progress(f"replica {index}: {what}", done, total)
-
-
-def _make_engine(executor: Executor[Any], source: Source, options: EngineConfig, max_num_queued_reqs: int) -> Engine:
-    scheduler = options.scheduler
-    return Engine(
-        executor,
-        source.tokenizer,
-        EngineOptions(
-            max_num_seqs=executor.geometry.max_num_seqs,
-            max_num_batched_tokens=executor.geometry.max_num_batched_tokens,
-            max_num_queued_reqs=max_num_queued_reqs,
-            overlap=scheduler.overlap,
-            policy=scheduler.policy,
-            batching=scheduler.batching,
-            preemption_mode=scheduler.preemption_mode,
-            kv_policy=options.cache.kv_policy,
-            enable_prefix_caching=options.cache.enable_prefix_caching,
-            max_cached_tokens=source.config.max_prefix_len,
-            max_pinned_blocks=options.server.max_pinned_blocks,
-        ),
-        eos_token_ids=source.eos_token_ids,
-    )
 
 
 def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:

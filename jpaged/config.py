@@ -1,7 +1,7 @@
 """The options, once: name, limits, help, default. The only reader of the environment.
 
     options as written      EngineConfig.load(...)     names and limits are checked, nothing is guessed
-    -> resolved             .resolve(facts)            what depends on the model and the device is filled in
+    -> resolved             .replace(num_blocks=9)     what depends on the model and the device is filled in
     -> explained            .explain()                 printed at start-up, line by line
 
 A section is a frozen dataclass whose fields carry their own help and limits, so that the command line, `LLM(...)` and
@@ -15,11 +15,16 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InternalError, InvalidArgument
 from jpaged.launchers import MultiHost, find_multihost, split_address
 from jpaged.types import require_whole_characters
+
+Policy = Literal["fcfs", "priority", "fair"]
+PreemptionOption = Literal["auto", "recompute", "swap"]
+Batching = Literal["continuous", "static"]
+KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
 
 
 def option(
@@ -104,10 +109,10 @@ class CacheOptions:
     enable_cascade_attention: bool = option(
         True, "read the blocks that several rows of a step begin with once for all of them, where that is quicker"
     )
-    kv_policy: str = option(
+    kv_policy: KVPolicy = option(
         "paged",
         "paged gives blocks as tokens come; reserve-* keep contiguous room for a sequence's whole life: baselines",
-        choices=("paged", "reserve-max", "reserve-pow2", "reserve-oracle"),
+        choices=get_args(KVPolicy),
     )
 
 
@@ -130,16 +135,16 @@ class SchedulerOptions:
         high=1 << 20,
         by_platform={"cpu": 512, "gpu": 1024, "tpu": 1024},
     )
-    policy: str = option("fcfs", "order of admission", choices=("fcfs", "priority", "fair"))
-    preemption_mode: str = option(
+    policy: Policy = option("fcfs", "order of admission", choices=get_args(Policy))
+    preemption_mode: PreemptionOption = option(
         "auto",
         "when blocks run out: swap moves them to host memory, recompute runs the tokens again, auto is the quicker",
-        choices=("auto", "recompute", "swap"),
+        choices=get_args(PreemptionOption),
     )
-    batching: str = option(
+    batching: Batching = option(
         "continuous",
         "continuous admits at every step; static only when the whole batch has ended: a baseline",
-        choices=("continuous", "static"),
+        choices=get_args(Batching),
     )
     overlap: bool = option(True, "prepare a step while the device still runs the one before")
     max_num_queued_reqs: int = option(4096, "waiting requests before new ones are refused", low=1, high=1 << 20)
@@ -288,7 +293,7 @@ SECTIONS: dict[str, type] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every option, in its section. Frozen; `resolve` gives a new one in which nothing is None."""
+    """Every option, in its section. Frozen; `replace` gives another."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
@@ -344,14 +349,16 @@ class EngineConfig:
         if self.startup.compiled is not None:
             raise InvalidArgument("compiled", f"{self.startup.compiled}: saved programs run in one process, {several}")
         place = {name: getattr(multihost, name) for name in ("coordinator", "num_processes", "process_id")}
-        return self.resolve(place)
+        return self.replace(**place)
 
-    def resolve(self, found: Mapping[str, Any]) -> EngineConfig:
-        """Fills in what only the model and the device could tell: option names and their final values."""
+    def replace(self, **values: Any) -> EngineConfig:
+        """Return these options with other values, unchecked: what only the model and the device could tell."""
         sections = {}
         for section, kind in SECTIONS.items():
-            values = {name: found[name] for name in field_names(kind) if name in found}
-            sections[section] = dataclasses.replace(getattr(self, section), **values)
+            mine = {name: values.pop(name) for name in field_names(kind) if name in values}
+            sections[section] = dataclasses.replace(getattr(self, section), **mine)
+        if values:
+            raise InternalError(f"there are no options {', '.join(values)}")
         return EngineConfig(**sections)
 
     def explain(self) -> list[tuple[str, str, str]]:
@@ -386,6 +393,8 @@ def field_names(section: type) -> tuple[str, ...]:
 
 def option_type(spec: dataclasses.Field[Any]) -> type:
     """The scalar type of an option: `int | None` is an int that may be left out."""
+    if spec.metadata["choices"]:
+        return str
     return {"str": str, "int": int, "float": float, "bool": bool}[str(spec.type).removesuffix(" | None")]
 
 

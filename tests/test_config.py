@@ -11,10 +11,6 @@ from jpaged.config import (
     option_type,
     platform_default,
 )
-from jpaged.engine.kv.contiguous import RESERVE_POLICIES
-from jpaged.engine.scheduling.policies import POLICIES
-from jpaged.engine.scheduling.preemption import PREEMPTION_MODES
-from jpaged.engine.scheduling.scheduler import BATCHINGS
 from jpaged.errors import InvalidArgument
 
 
@@ -89,12 +85,7 @@ def test_every_option_has_help_and_a_name_of_its_own():
         assert option_type(spec) in {str, int, float, bool}
 
 
-def test_choices_are_those_that_the_engine_knows():
-    choices = {spec.name: spec.metadata["choices"] for name, section, spec in iter_options()}
-    assert choices["policy"] == POLICIES
-    assert choices["preemption_mode"] == PREEMPTION_MODES
-    assert choices["batching"] == BATCHINGS
-    assert choices["kv_policy"] == ("paged", *RESERVE_POLICIES)
+def test_the_engine_serves_as_a_plain_server_by_default():
     cache, scheduler = CacheOptions(), SchedulerOptions()
     assert (cache.kv_policy, cache.enable_prefix_caching, cache.swap_space) == ("paged", True, 1.0)
     assert (scheduler.policy, scheduler.preemption_mode, scheduler.batching) == ("fcfs", "auto", "continuous")
@@ -102,8 +93,8 @@ def test_choices_are_those_that_the_engine_knows():
 
 def test_resolving_leaves_nothing_open():
     sizes = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 8}
-    config = EngineConfig().resolve(
-        {"max_model_len": 64, "num_blocks": 9, "served_model_name": "demo", "max_pinned_blocks": 2, **sizes}
+    config = EngineConfig().replace(
+        max_model_len=64, num_blocks=9, served_model_name="demo", max_pinned_blocks=2, **sizes
     )
     assert (config.model.max_model_len, config.cache.num_blocks) == (64, 9)
     left_out = {name for name, value, _ in config.explain() if value == "None"}

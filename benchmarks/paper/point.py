@@ -17,7 +17,7 @@ from jpaged.capacity.model_cost import MODELS
 from jpaged.capacity.simulator.simulation import Served, Simulation, simulate
 from jpaged.capacity.simulator.steady import FILLING_SHARE, mean
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, chat_rounds, synthesize, with_sampling
-from jpaged.engine.engine import EngineOptions
+from jpaged.config import EngineConfig
 
 SEEDS = (0, 1, 2)
 """Of the traces; the systems of a comparison serve traces of the same seeds."""
@@ -28,7 +28,7 @@ LEAST_BATCHES = 20.0
 _DRAINING_SHARE = 0.1
 _NUM_DRAWN_FOR_SIZE = 2000
 
-_PAPER = EngineOptions(
+_PAPER = EngineConfig().replace(
     max_num_seqs=256,
     max_num_batched_tokens=2560,
     max_num_queued_reqs=1_000_000,
@@ -38,14 +38,14 @@ _PAPER = EngineOptions(
 )
 """FCFS, no prefix cache, prompts whole: the paper's system; the others change the two options that they are."""
 
-SYSTEMS: dict[str, EngineOptions] = {
+SYSTEMS: dict[str, EngineConfig] = {
     "paged": _PAPER,
-    "oracle": replace(_PAPER, kv_policy="reserve-oracle"),
-    "pow2": replace(_PAPER, kv_policy="reserve-pow2"),
-    "max": replace(_PAPER, kv_policy="reserve-max"),
-    "static": replace(_PAPER, kv_policy="reserve-max", batching="static"),
-    "shared": replace(_PAPER, enable_prefix_caching=True),
-    "jpaged": replace(_PAPER, enable_prefix_caching=True, max_num_batched_tokens=512),
+    "oracle": _PAPER.replace(kv_policy="reserve-oracle"),
+    "pow2": _PAPER.replace(kv_policy="reserve-pow2"),
+    "max": _PAPER.replace(kv_policy="reserve-max"),
+    "static": _PAPER.replace(kv_policy="reserve-max", batching="static"),
+    "shared": _PAPER.replace(enable_prefix_caching=True),
+    "jpaged": _PAPER.replace(enable_prefix_caching=True, max_num_batched_tokens=512),
 }
 LABELS = {
     "paged": "paged (the paper's vLLM)",
@@ -147,7 +147,7 @@ def measure(point: Point) -> Measured:
         mean_batched_requests=batched,
         normalized_latency_s=steady_latency_s(result.served),
         queue_grows=result.queue_grows,
-        pool_shares=_pool_shares(result, deployment, options.kv_policy) if shares_nothing else None,
+        pool_shares=_pool_shares(result, deployment, options.cache.kv_policy) if shares_nothing else None,
         shared_share=result.shared_share,
         flops_bound_share=mean(steps, lambda step: step.is_flops_bound),
         swap_s=result.swap_s,
@@ -159,7 +159,7 @@ def measure(point: Point) -> Measured:
 
 def trace(point: Point) -> list[TraceRequest]:
     """The requests of a point: as many as make its batches."""
-    pool, kv_policy = _pool(point), _options(point).kv_policy
+    pool, kv_policy = _pool(point), _options(point).cache.kv_policy
     whole = replace(point, rate_per_s=AT_ONCE, seed=0)
     num_requests = math.ceil(point.num_batches * batch_size(_draw(whole, _NUM_DRAWN_FOR_SIZE), kv_policy, pool))
     return _draw(point, num_requests)
@@ -195,9 +195,9 @@ def _pool_shares(result: Simulation, deployment: Deployment, kv_policy: str) -> 
     return PoolShares(*((part / num_slots) for part in (tokens, final - tokens, asked - final, num_slots - asked)))
 
 
-def _options(point: Point) -> EngineOptions:
+def _options(point: Point) -> EngineConfig:
     options = SYSTEMS[point.system]
-    return replace(options, preemption_mode=point.preemption) if point.preemption else options
+    return options.replace(preemption_mode=point.preemption) if point.preemption else options
 
 
 @cache
@@ -209,8 +209,9 @@ def _deployment(point: Point) -> Deployment:
 
 
 def _pool(point: Point) -> Pool:
-    slots, model = _deployment(point).num_kv_slots, MODELS[point.model]
-    return Pool(slots, point.block_size, SYSTEMS[point.system].max_num_seqs, model.max_model_len)
+    deployment, max_num_seqs = _deployment(point), SYSTEMS[point.system].scheduler.max_num_seqs
+    assert max_num_seqs is not None
+    return Pool(deployment.num_kv_slots, point.block_size, max_num_seqs, deployment.model.max_model_len)
 
 
 def _draw(point: Point, num_requests: int) -> list[TraceRequest]:

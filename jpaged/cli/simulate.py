@@ -16,8 +16,7 @@ from jpaged.capacity.model_cost import MODELS
 from jpaged.capacity.simulator.simulation import Served, Simulation, simulate
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
 from jpaged.capacity.simulator.trace_file import read_trace
-from jpaged.config import iter_options
-from jpaged.engine.engine import EngineOptions
+from jpaged.config import EngineConfig, iter_options
 from jpaged.errors import InvalidArgument
 from jpaged.types import MAX_SEED
 
@@ -70,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulates and prints."""
     deployment = _deployment(arguments)
     trace = _trace(arguments)
-    options = EngineOptions(
+    options = EngineConfig().replace(
         max_num_seqs=_at_least_one(arguments, "max_num_seqs"),
         max_num_batched_tokens=_at_least_one(arguments, "max_num_batched_tokens"),
         max_num_queued_reqs=len(trace),
@@ -81,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         kv_policy=arguments.kv_policy,
         enable_prefix_caching=arguments.enable_prefix_caching,
     )
-    _check_rows(trace, options)
+    _check_rows(trace, arguments.max_num_seqs)
     numbers = measures(simulate(trace, deployment, options))
     if arguments.json:
         print(json_text.dumps({"model": deployment.model.name, "num_blocks": deployment.num_blocks, **numbers}))
@@ -187,10 +186,10 @@ def _at_least_one(arguments: argparse.Namespace, name: str) -> int:
     return value
 
 
-def _check_rows(trace: list[TraceRequest], options: EngineOptions) -> None:
+def _check_rows(trace: list[TraceRequest], max_num_seqs: int) -> None:
     """A request that needs more rows than a step has would wait for ever."""
     for request in trace:
         num_rows = max(request.n, request.beam_width)
-        if num_rows > options.max_num_seqs:
-            text = f"{options.max_num_seqs} is below the {num_rows} sequences of a request in the trace"
+        if num_rows > max_num_seqs:
+            text = f"{max_num_seqs} is below the {num_rows} sequences of a request in the trace"
             raise InvalidArgument("--max-num-seqs", text)

@@ -202,7 +202,7 @@ class Attention:
         return runs
 
     def _with(self, **changes: Any) -> Attention:
-        return dataclasses.replace(self, options=self.options.resolve(changes))
+        return dataclasses.replace(self, options=self.options.replace(**changes))
 
 
 def _flag(name: str) -> str:

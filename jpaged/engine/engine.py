@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
+from jpaged.config import EngineConfig
 from jpaged.engine.deadlines import Deadlines, is_over
 from jpaged.engine.executor import Executor, Geometry, StepOutputs
 from jpaged.engine.histogram import HistogramSnapshot
@@ -30,10 +30,8 @@ from jpaged.engine.kv.prefix_cache import Key
 from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.batch import build_step_inputs
-from jpaged.engine.scheduling.policies import make_policy
-from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.shared_prefixes import share_prefixes
 from jpaged.engine.sequence import Group, Sequence, Sink
 from jpaged.engine.soundness import Soundness
@@ -61,40 +59,25 @@ _ABANDONED_JOIN_S = 1.0
 """For a loop that may hang in its executor."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How the loop runs; the options of the same names, see `jpaged.config`.
-
-    Attributes:
-        max_cached_tokens: positions from here on are never shared by prefix; None is no limit.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_num_queued_reqs: int = 4096
-    overlap: bool = True
-    policy: str = "fcfs"
-    batching: str = "continuous"
-    preemption_mode: str = "auto"
-    kv_policy: str = "paged"
-    enable_prefix_caching: bool = True
-    max_cached_tokens: int | None = None
-    max_pinned_blocks: int | None = None
-
-
 class Engine:
     """Runs requests to their end.
 
     Callers' methods may be called from any thread; events come from the engine's own: the thread that `start` makes, or
     whoever calls `step`.
+
+    Args:
+        config: scheduler, cache and `max_pinned_blocks` are read; sizes that are left out are the executor's.
+        max_cached_tokens: positions from here on are never shared by prefix; None is no limit.
+        eos_token_ids: every token that ends a sequence of this model.
     """
 
     def __init__(
         self,
         executor: Executor[Any],
         tokenizer: Tokenizer,
-        options: EngineOptions,
+        config: EngineConfig,
         *,
+        max_cached_tokens: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Clock = time.monotonic,
     ) -> None:
@@ -102,21 +85,12 @@ class Engine:
         self.clock = clock
         self.failure: Exception | None = None
         self._executor = executor
-        self._options = options
+        self._config = config
         self._eos_token_ids = eos_token_ids
-        prefix = PrefixOptions(is_enabled=options.enable_prefix_caching, max_tokens=options.max_cached_tokens)
-        self._memory = make_memory(geometry, options.kv_policy, prefix)
-        self._scheduler = Scheduler(
-            self._memory,
-            make_policy(options.policy),
-            Preemption(options.preemption_mode, geometry.bytes_per_block, executor.rates),
-            SchedulerLimits(
-                max_num_seqs=min(options.max_num_seqs, geometry.max_num_seqs),
-                max_num_batched_tokens=options.max_num_batched_tokens,
-                batching=options.batching,
-            ),
-        )
-        self._pins = PinnedPrefixes(self._memory, geometry, pin_limit(options.max_pinned_blocks, geometry))
+        prefix = PrefixOptions(is_enabled=config.cache.enable_prefix_caching, max_tokens=max_cached_tokens)
+        self._memory = make_memory(geometry, config.cache.kv_policy, prefix)
+        self._scheduler = Scheduler(self._memory, config.scheduler, geometry, executor.rates)
+        self._pins = PinnedPrefixes(self._memory, geometry, pin_limit(config.server.max_pinned_blocks, geometry))
         self._publisher = OutputProcessor(tokenizer, eos_token_ids)
         self._stats = StepStats(geometry, clock)
         self._soundness = Soundness(self._memory, self._publisher, self._stats)
@@ -144,7 +118,7 @@ class Engine:
     @property
     def max_num_in_flight(self) -> int:
         """Requests that are accepted at one time: those that run, and the queue in front of them."""
-        return self._options.max_num_queued_reqs + self._options.max_num_seqs
+        return self._config.scheduler.max_num_queued_reqs + self._scheduler.max_num_seqs
 
     @property
     def is_full(self) -> bool:
@@ -171,7 +145,7 @@ class Engine:
             if len(self._accepted) >= self.max_num_in_flight:
                 raise QueueFull(
                     f"{len(self._accepted)} requests are in flight, the limit is {self.max_num_in_flight} "
-                    f"(max_num_queued_reqs {self._options.max_num_queued_reqs})",
+                    f"(max_num_queued_reqs {self._config.scheduler.max_num_queued_reqs})",
                     retry_after_s=self._stats.seconds_per_request(),
                 )
             self._accepted.add(request.request_id)
@@ -296,7 +270,7 @@ class Engine:
         self._expire()
         schedule = self._scheduler.schedule()
         dispatched = self._dispatch(schedule)
-        if self._options.overlap:
+        if self._config.scheduler.overlap:
             dispatched, self._in_flight = self._in_flight, dispatched
         if dispatched is not None:
             self._collect(*dispatched)

@@ -9,10 +9,10 @@ from jpaged.capacity.hardware import HARDWARE
 from jpaged.capacity.model_cost import MODELS
 from jpaged.capacity.simulator.simulation import Simulation, simulate
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize, with_sampling
-from jpaged.engine.engine import EngineOptions
+from jpaged.config import EngineConfig
 from jpaged.errors import RequestTooLong
 
-PAPER = EngineOptions(
+PAPER = EngineConfig().replace(
     max_num_seqs=256,
     max_num_batched_tokens=2560,
     overlap=False,
@@ -29,7 +29,7 @@ def serve(trace, *, num_kv_slots=None, block_size=16, num_host_blocks=0, **chang
         block_size=block_size,
         num_host_blocks=num_host_blocks,
     )
-    return simulate(trace, deployment, replace(PAPER, **changes))
+    return simulate(trace, deployment, PAPER.replace(**changes))
 
 
 def sample(name="sharegpt", rate=2.0, count=40):

@@ -11,10 +11,10 @@ from jpaged.capacity.simulator import steady
 from jpaged.capacity.simulator.simulation import simulate
 from jpaged.capacity.simulator.steady import Step, Window
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
-from jpaged.engine.engine import EngineOptions
+from jpaged.config import EngineConfig
 
 STEP = Step(0.0, 1.0, 2, 0, 0, 2, 100, 8, 0, False)
-OPTIONS = EngineOptions(
+OPTIONS = EngineConfig().replace(
     max_num_seqs=256,
     max_num_batched_tokens=2560,
     overlap=False,
@@ -83,7 +83,7 @@ def test_a_window_without_steps_has_no_queue():
 def test_equal_requests_are_served_at_the_rate_of_one_batch(batching):
     # Regions of 64 tokens in a pool of 128: two at a time, together from beginning to end.
     deployment = deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"], num_kv_slots=128)
-    options = replace(OPTIONS, kv_policy="reserve-oracle", batching=batching)
+    options = OPTIONS.replace(kv_policy="reserve-oracle", batching=batching)
     result = simulate([TraceRequest(0.0, 40, 24)] * 20, deployment, options)
     contiguous = replace(deployment, is_contiguous=True)
     batch_s = contiguous.step_s(80, 80, 2 * 820)
@@ -95,7 +95,7 @@ def test_equal_requests_are_served_at_the_rate_of_one_batch(batching):
 
 def test_a_rate_above_what_is_sustained_grows_a_queue_and_one_below_does_not():
     deployment = deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"])
-    options = replace(OPTIONS, kv_policy="reserve-max")
+    options = OPTIONS.replace(kv_policy="reserve-max")
 
     def serve(rate):
         trace = synthesize(WORKLOADS["alpaca"], rate_per_s=rate, num_requests=140, seed=0, max_model_len=2048)

@@ -16,7 +16,7 @@ from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, serving_meshes
 from jpaged.engine.data_parallel.engine import DataParallelEngine
-from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.engine.engine import Engine
 from jpaged.engine.executor import BlockMoves, CascadeCosts, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.load import EngineLoad
@@ -144,7 +144,7 @@ class Rig:
             Engine(
                 Share(one, num_blocks, num_host_blocks, cascade),
                 tokenizer,
-                EngineOptions(**settings),
+                EngineConfig().replace(**settings),
                 eos_token_ids=eos_token_ids,
             )
             for one in executors

@@ -62,10 +62,10 @@ def test_beams_come_best_first(llm: LLM) -> None:
 
 
 def test_options_reach_the_engine(llm: LLM) -> None:
-    options = engine_of(llm)._options
-    assert (options.policy, options.preemption_mode, options.batching) == ("priority", "swap", "continuous")
-    assert (options.kv_policy, options.enable_prefix_caching) == ("paged", True)
-    assert options.max_cached_tokens == 64
+    config = engine_of(llm)._config
+    scheduler, cache = config.scheduler, config.cache
+    assert (scheduler.policy, scheduler.preemption_mode, scheduler.batching) == ("priority", "swap", "continuous")
+    assert (cache.kv_policy, cache.enable_prefix_caching) == ("paged", True)
     assert llm._serving.engine.geometry.num_host_blocks == int(0.001 * 2**30) // (3 * 8 * 2 * 2 * 32 * 4)
 
 

@@ -6,7 +6,8 @@ import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.config import EngineConfig
+from jpaged.engine.engine import Engine
 from jpaged.service.input_processor import InputProcessor
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
 from jpaged.types import OutputEvent, SamplingParams
@@ -35,9 +36,7 @@ class Harness:
     def __post_init__(self):
         self.clock = VirtualClock()
         self.tokenizer = ByteTokenizer()
-        options = EngineOptions(
-            max_num_seqs=self.executor.geometry.max_num_seqs,
-            max_num_batched_tokens=self.executor.geometry.buckets.tokens[-1],
+        config = EngineConfig().replace(
             max_num_queued_reqs=self.max_num_queued_reqs,
             overlap=self.overlap,
             policy=self.policy,
@@ -45,10 +44,16 @@ class Harness:
             preemption_mode=self.preemption_mode,
             kv_policy=self.kv_policy,
             enable_prefix_caching=self.enable_prefix_caching,
-            max_cached_tokens=self.max_cached_tokens,
             max_pinned_blocks=self.max_pinned_blocks,
         )
-        self.engine = Engine(self.executor, self.tokenizer, options, eos_token_ids=self.eos_token_ids, clock=self.clock)
+        self.engine = Engine(
+            self.executor,
+            self.tokenizer,
+            config,
+            max_cached_tokens=self.max_cached_tokens,
+            eos_token_ids=self.eos_token_ids,
+            clock=self.clock,
+        )
         self.input_processor = InputProcessor(self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids)
         self.events: dict[str, list[OutputEvent]] = defaultdict(list)
         self.num_steps = self.num_idle_steps = 0

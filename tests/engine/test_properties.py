@@ -1,12 +1,13 @@
 """Random lives of many requests against what a pool may do and what every token must be."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from jpaged.engine.scheduling.policies import POLICIES
-from jpaged.engine.scheduling.preemption import PREEMPTION_MODES
+from jpaged.config import Policy, PreemptionOption
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.testing import FakeExecutor
 from jpaged.types import FinishReason
@@ -62,8 +63,8 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(8, 24),
         num_host_blocks=st.sampled_from([0, 3, 24]),
         overlap=st.booleans(),
-        preemption_mode=st.sampled_from(PREEMPTION_MODES),
-        policy=st.sampled_from(POLICIES),
+        preemption_mode=st.sampled_from(get_args(PreemptionOption)),
+        policy=st.sampled_from(get_args(Policy)),
         batching=st.sampled_from(["continuous", "continuous", "static"]),
         enable_prefix_caching=st.booleans(),
         max_cached_tokens=st.sampled_from([None, None, 7]),

@@ -77,7 +77,7 @@ POLICY_FAULTS = (
     Fault(
         "a static batch is open",
         "scheduling/scheduler.py",
-        'is_batch_open = self._limits.batching == "continuous" or not self._running',
+        "is_batch_open = not self._is_static or not self._running",
         "is_batch_open = True",
         ROOM,
     ),
@@ -210,7 +210,7 @@ POLICY_FAULTS = (
     Fault(
         "an urgent one makes room in a static batch",
         "scheduling/scheduler.py",
-        'while self._running and self._limits.batching == "continuous":',
+        "while self._running and not self._is_static:",
         "while self._running:",
         ROOM,
     ),

@@ -11,7 +11,7 @@ from grpc import aio
 
 from jpaged._proto.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.config import EngineConfig
-from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Progress
 from jpaged.server.lifecycle import Server
 from jpaged.service.input_processor import InputProcessor
@@ -75,15 +75,7 @@ class Harness:
 def make_serving(executor: FakeExecutor, config: EngineConfig, tokenizer: ByteTokenizer | None = None) -> LoadedModel:
     """An engine with all that the server needs beside it."""
     tokenizer = tokenizer or ByteTokenizer()
-    options = EngineOptions(
-        max_num_seqs=executor.geometry.max_num_seqs,
-        max_num_batched_tokens=executor.geometry.buckets.tokens[-1],
-        max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
-        policy=config.scheduler.policy,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        max_pinned_blocks=config.server.max_pinned_blocks,
-    )
-    engine = Engine(executor, tokenizer, options, eos_token_ids=frozenset({EOS}))
+    engine = Engine(executor, tokenizer, config, eos_token_ids=frozenset({EOS}))
     input_processor = InputProcessor(tokenizer, executor.geometry, eos_token_ids=frozenset({EOS}))
     return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config)
 

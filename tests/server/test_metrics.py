@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jpaged.config import EngineConfig
-from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.engine.engine import Engine
 from jpaged.engine.histogram import Histogram
 from jpaged.errors import InvalidArgument
 from jpaged.load import DURATIONS, metrics_of
@@ -74,11 +74,11 @@ class Scraped:
     def __init__(self, executor: FakeExecutor, clock: Callable[[], float] | None = None, **options: Any) -> None:
         self.executor = executor
         geometry = executor.geometry
-        sizes = EngineOptions(geometry.max_num_seqs, geometry.buckets.tokens[-1], **options)
+        config = EngineConfig().replace(**options)
         timing: dict[str, Any] = {} if clock is None else {"clock": clock}
-        self.engine = Engine(executor, ByteTokenizer(), sizes, **timing)
+        self.engine = Engine(executor, ByteTokenizer(), config, **timing)
         input_processor = InputProcessor(ByteTokenizer(), geometry)
-        serving = LoadedModel(self.engine, input_processor, ByteTokenizer(), MODEL, BACKEND, EngineConfig.load({}))
+        serving = LoadedModel(self.engine, input_processor, ByteTokenizer(), MODEL, BACKEND, config)
         self.serving = serving
         self._server = serve_metrics(serving, host="127.0.0.1", port=0)
         self.port = self._server.port

@@ -20,7 +20,8 @@ from jpaged.capacity.cost import Deployment
 from jpaged.capacity.simulator.executor import SimulatedExecutor
 from jpaged.capacity.simulator.steady import Step, Window, mean, queue_grows, requests_per_s, steady_window, window
 from jpaged.capacity.simulator.trace import TraceRequest
-from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.config import EngineConfig
+from jpaged.engine.engine import Engine
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InternalError
 from jpaged.load import EngineLoad
@@ -122,13 +123,14 @@ class Simulation:
         return self.load.num_generation_tokens / self.elapsed_s
 
 
-def simulate(trace: Sequence[TraceRequest], deployment: Deployment, options: EngineOptions) -> Simulation:
+def simulate(trace: Sequence[TraceRequest], deployment: Deployment, options: EngineConfig) -> Simulation:
     """Serves a trace to its end.
 
     Args:
         trace: by arrival, at least one request.
         deployment: what it is served on.
-        options: the engine's; `overlap` must be off, as the executor's steps end when they are dispatched.
+        options: the engine's, with both sizes of a step; `overlap` must be off, as the executor's steps end when they
+            are dispatched.
 
     Raises:
         RequestTooLong: a request can never fit into the pool.
@@ -142,15 +144,18 @@ def simulate(trace: Sequence[TraceRequest], deployment: Deployment, options: Eng
 class _Run:
     """The loop around the engine: arrivals in, times and gauges out."""
 
-    def __init__(self, trace: Sequence[TraceRequest], deployment: Deployment, options: EngineOptions) -> None:
+    def __init__(self, trace: Sequence[TraceRequest], deployment: Deployment, options: EngineConfig) -> None:
         # Regions are read as they lie; blocks are gathered.
-        deployment = replace(deployment, is_contiguous=options.kv_policy != "paged")
+        deployment = replace(deployment, is_contiguous=options.cache.kv_policy != "paged")
+        scheduler = options.scheduler
+        assert scheduler.max_num_seqs is not None
+        assert scheduler.max_num_batched_tokens is not None
         self._clock = VirtualClock()
         self._executor = SimulatedExecutor(
             deployment,
             self._clock,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
             counts_sharing=any(request.n > 1 or request.beam_width or request.prefix_id for request in trace),
         )
         tokenizer = NoTokenizer(deployment.model.vocab_size)

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
+from jpaged.config import KVPolicy
 from jpaged.engine.executor import Geometry, Move
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.paged import MemoryCounts, PagedMemory, PrefixOptions
@@ -24,7 +26,7 @@ from jpaged.engine.kv.transfers import MemoryOps
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
 
-RESERVE_POLICIES = ("reserve-max", "reserve-pow2", "reserve-oracle")
+RESERVE_POLICIES = tuple(policy for policy in get_args(KVPolicy) if policy != "paged")
 
 
 class BuddyAllocator:
@@ -269,7 +271,7 @@ class ReservedMemory:
                 self._buddies.release(*spare)
 
 
-def make_memory(geometry: Geometry, kv_policy: str, prefix: PrefixOptions) -> PagedMemory | ReservedMemory:
+def make_memory(geometry: Geometry, kv_policy: KVPolicy, prefix: PrefixOptions) -> PagedMemory | ReservedMemory:
     """The memory of a policy: paged, or one of the baselines."""
     if kv_policy == "paged":
         return PagedMemory(

@@ -16,16 +16,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from jpaged.config import Policy
 from jpaged.engine.sequence import Group
-from jpaged.errors import InternalError
 
 MAX_OVERTAKES = 256
 PROMPT_TOKEN_WEIGHT = 1
 OUTPUT_TOKEN_WEIGHT = 2
 MAX_TENANTS = 4096
 """Whose counters are kept at least; names are the callers' to choose, so there is no end of them."""
-
-POLICIES = ("fcfs", "priority", "fair")
 
 
 class SchedulingPolicy(Protocol):
@@ -117,7 +115,7 @@ class FairByTenant(FirstComeFirstServed):
             self._forgotten = max(self._forgotten, self._served.pop(tenant))
 
 
-def make_policy(policy: str) -> SchedulingPolicy:
+def make_policy(policy: Policy) -> SchedulingPolicy:
     """The order of that name."""
     match policy:
         case "fcfs":
@@ -126,5 +124,3 @@ def make_policy(policy: str) -> SchedulingPolicy:
             return ByPriority()
         case "fair":
             return FairByTenant()
-        case _:
-            raise InternalError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")

@@ -11,11 +11,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from jpaged.config import PreemptionOption
 from jpaged.engine.executor import DeviceRates
 from jpaged.engine.sequence import Group
-from jpaged.errors import InternalError
-
-PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
 class PreemptionMode(enum.Enum):
@@ -29,13 +27,9 @@ class PreemptionMode(enum.Enum):
 class Preemption:
     """Chooses the way out of a group; swapping also needs room in host memory, which is the memory's to say."""
 
-    mode: str
+    mode: PreemptionOption
     bytes_per_block: int
     rates: DeviceRates
-
-    def __post_init__(self) -> None:
-        if self.mode not in PREEMPTION_MODES:
-            raise InternalError(f"preemption mode {self.mode!r} is not one of {', '.join(PREEMPTION_MODES)}")
 
     def choose(self, group: Group) -> PreemptionMode:
         if self.mode == "recompute":

@@ -13,41 +13,30 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
+from jpaged.config import SchedulerOptions
+from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
-from jpaged.engine.scheduling.policies import SchedulingPolicy
+from jpaged.engine.scheduling.policies import make_policy
 from jpaged.engine.scheduling.preemption import Preemption, PreemptionMode
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 from jpaged.engine.sequence import Group, Sequence, Status
 
-BATCHINGS = ("continuous", "static")
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What bounds a step, and how groups are batched.
-
-    Attributes:
-        batching: "continuous" admits at every step; "static" admits a batch and the next one when all of it has ended,
-            as request-level servers do.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    batching: str = "continuous"
-
 
 class Scheduler:
-    """Owns the queues, and is the only one that asks for blocks."""
+    """Owns the queues, and is the only one that asks for blocks.
 
-    def __init__(
-        self, memory: KVMemory, order: SchedulingPolicy, preemption: Preemption, limits: SchedulerLimits
-    ) -> None:
+    Attributes:
+        max_num_seqs: rows of a step.
+    """
+
+    def __init__(self, memory: KVMemory, options: SchedulerOptions, geometry: Geometry, rates: DeviceRates) -> None:
         self._memory = memory
-        self._order = order
-        self._preemption = preemption
-        self._limits = limits
+        self._order = make_policy(options.policy)
+        self._preemption = Preemption(options.preemption_mode, geometry.bytes_per_block, rates)
+        self.max_num_seqs = min(options.max_num_seqs or geometry.max_num_seqs, geometry.max_num_seqs)
+        self._max_num_batched_tokens = options.max_num_batched_tokens or geometry.max_num_batched_tokens
+        self._is_static = options.batching == "static"  # as request-level servers do
         self._waiting: dict[Group, None] = {}
         self._running: list[Group] = []
         self._swapped: list[Group] = []
@@ -120,7 +109,7 @@ class Scheduler:
     def finish_sequence(self, group: Group, sequence: Sequence) -> None:
         """Ends one sequence of a group whose others go on."""
         sequence.move_to(Status.FINISHED)
-        if self._limits.batching == "continuous" or group.status is not Status.RUNNING:
+        if not self._is_static or group.status is not Status.RUNNING:
             self._memory.release(sequence)
 
     def drop_beam(self, sequence: Sequence) -> None:
@@ -136,7 +125,7 @@ class Scheduler:
 
     def _release_ended(self) -> None:
         """Gives back what ended groups kept: at once, or with the last of their static batch."""
-        if self._limits.batching == "continuous" or not self._running:
+        if not self._is_static or not self._running:
             for ended in self._ended:
                 self._num_rows -= ended.num_rows
                 self._release(ended)
@@ -150,7 +139,7 @@ class Scheduler:
 
     def _make_way(self, schedule: Schedule) -> None:
         """Preempts running groups, from the end of the order, for one that they yield to and that finds no room."""
-        while self._running and self._limits.batching == "continuous":
+        while self._running and not self._is_static:
             group = self._next_group()
             if group is None or not self._order.yields_to(self._running[-1], group):
                 return
@@ -162,7 +151,7 @@ class Scheduler:
         """Tokens for the sequences of each running group in this step, and how many are left for others."""
         parts: dict[Group, Shares] = {}
         prefilling = []
-        budget = self._limits.max_num_batched_tokens
+        budget = self._max_num_batched_tokens
         for group in self._running:
             wanted = parts[group] = self._wanted(group)
             if all(num_tokens == 1 for _, num_tokens in wanted):
@@ -210,9 +199,9 @@ class Scheduler:
         """Brings groups back and admits new ones while rows, tokens and blocks are there."""
         if not self._waiting and not self._swapped:
             return
-        is_batch_open = self._limits.batching == "continuous" or not self._running
+        is_batch_open = not self._is_static or not self._running
         # With every row taken blocks are not the question, and a full queue need not cost a step anything.
-        promised = self._num_outstanding_blocks() if self._num_rows < self._limits.max_num_seqs else 0
+        promised = self._num_outstanding_blocks() if self._num_rows < self.max_num_seqs else 0
         while budget > 0 and is_batch_open:
             group = self._next_group()
             if group is None:
@@ -247,7 +236,7 @@ class Scheduler:
 
     def _has_room(self, group: Group, promised: int) -> bool:
         """Rows and blocks for all of a group that is not running, besides what running groups were promised."""
-        if self._num_rows + group.num_rows > self._limits.max_num_seqs:
+        if self._num_rows + group.num_rows > self.max_num_seqs:
             return False
         spare = promised + (self._num_spare_blocks if self._running else 0)
         if group.status is Status.SWAPPED:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
+from jpaged.config import EngineConfig
 from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
-from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.engine.engine import Engine
 from jpaged.service.input_processor import InputProcessor
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, VirtualClock
 from jpaged.types import SamplingParams
@@ -25,14 +26,10 @@ class Fleet:
         self.clock = VirtualClock()
         self.engines = []
         for one, queue in zip(executors, shares(max_num_queued_reqs, count), strict=True):
-            options = EngineOptions(
-                sizes["max_num_seqs"],
-                sizes["max_num_batched_tokens"],
-                max_num_queued_reqs=queue,
-                preemption_mode="recompute",
-                **(engine_options or {}),
+            config = EngineConfig().replace(
+                max_num_queued_reqs=queue, preemption_mode="recompute", **(engine_options or {})
             )
-            self.engines.append(Engine(one, ByteTokenizer(), options, clock=self.clock))
+            self.engines.append(Engine(one, ByteTokenizer(), config, clock=self.clock))
         self.replicas = DataParallelEngine(self.engines)
         self.input_processor = InputProcessor(ByteTokenizer(), self.replicas.geometry)
         self.events = defaultdict(list)

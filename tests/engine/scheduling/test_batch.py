@@ -2,12 +2,11 @@
 
 import numpy as np
 
+from jpaged.config import SchedulerOptions
 from jpaged.engine.executor import BEYOND_TOKENS, SamplingInputs
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.scheduling.batch import build_step_inputs
-from jpaged.engine.scheduling.policies import make_policy
-from jpaged.engine.scheduling.preemption import Preemption
-from jpaged.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams
@@ -18,9 +17,9 @@ def packed(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset()
     geometry = executor.geometry
     scheduler = Scheduler(
         PagedMemory(num_blocks=geometry.num_blocks, block_size=geometry.block_size),
-        make_policy("fcfs"),
-        Preemption("recompute", geometry.bytes_per_block, executor.rates),
-        SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens),
+        SchedulerOptions(max_num_batched_tokens=max_num_batched_tokens, preemption_mode="recompute"),
+        geometry,
+        executor.rates,
     )
     for i, prompt in enumerate(prompts):
         request = Request(str(i), tuple(prompt), sampling or SamplingParams(temperature=0.0))

@@ -1,12 +1,14 @@
 """Who goes first, who yields, and that everybody's turn comes."""
 
+from typing import get_args
+
 import pytest
 
+from jpaged.config import Policy
 from jpaged.engine.scheduling import policies
 from jpaged.engine.scheduling.policies import (
     MAX_OVERTAKES,
     OUTPUT_TOKEN_WEIGHT,
-    POLICIES,
     PROMPT_TOKEN_WEIGHT,
     ByPriority,
     FairByTenant,
@@ -168,7 +170,7 @@ def test_only_who_came_before_is_overtaken():
     h.run()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", get_args(Policy))
 def test_under_every_policy_a_lone_request_ends_among_a_flood_of_others(policy):
     h = make(policy, max_num_seqs=2)
     for i in range(50):
