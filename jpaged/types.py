@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeGuard
 from jpaged.errors import InvalidArgument
 
 MAX_LOGPROBS = 20
-"""Most alternatives a request may ask for at each position."""
+"""Most top log-probabilities that a request may ask for at each position."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 32

@@ -126,8 +126,8 @@ def _engine(model: str, **options: object) -> tuple[EngineClient, InputProcessor
         "preemption_mode": "recompute",
         "overlap": False,
     }
-    serving = build(EngineConfig.load({**fixed, "wait_for_all_programs": True, **options}))
-    return serving.engine, serving.input_processor
+    loaded = build(EngineConfig.load({**fixed, "wait_for_all_programs": True, **options}))
+    return loaded.engine, loaded.input_processor
 
 
 def _run(engine: EngineClient, processor: InputProcessor, samplings: Sequence[SamplingParams]) -> None:

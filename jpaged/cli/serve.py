@@ -59,11 +59,11 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
 
         return assemble.build(config, progress) if leading is None else leading.build(progress)
 
-    def on_serving(port: int, serving: LoadedModel) -> None:
-        for name, value, source in serving.config.explain():
+    def on_serving(port: int, loaded: LoadedModel) -> None:
+        for name, value, source in loaded.config.explain():
             report.line(f"  {name} = {value} ({source})")
-        backend = serving.backend
-        num_replicas = serving.config.parallel.data_parallel_size
+        backend = loaded.backend
+        num_replicas = loaded.config.parallel.data_parallel_size
         copies = f" in {num_replicas} replicas" if num_replicas > 1 else ""
         report.line(f"  {backend.num_devices} x {backend.device_kind}{copies}, attention {backend.attention}")
         if server.metrics_port is not None:

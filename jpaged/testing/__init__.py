@@ -6,7 +6,7 @@ virtual_clock.py   a clock that moves when it is told to
 """
 
 from jpaged.testing.byte_tokenizer import ByteTokenizer
-from jpaged.testing.fake_executor import FakeExecutor, Faults, alternatives, expected_tokens
+from jpaged.testing.fake_executor import FakeExecutor, Faults, expected_tokens, top_logprobs
 from jpaged.testing.virtual_clock import VirtualClock
 
-__all__ = ["ByteTokenizer", "FakeExecutor", "Faults", "VirtualClock", "alternatives", "expected_tokens"]
+__all__ = ["ByteTokenizer", "FakeExecutor", "Faults", "VirtualClock", "expected_tokens", "top_logprobs"]

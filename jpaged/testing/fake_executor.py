@@ -272,8 +272,8 @@ def _noise(seed: int, sequence_index: int, position: int) -> int:
     return (seed * 31 + sequence_index * 17 + position * 7) % 101
 
 
-def alternatives(token_id: int, vocab_size: int = 257) -> list[tuple[int, float]]:
-    """The (token, log-probability) pairs that a row reports when it would sample token_id, the likeliest first."""
+def top_logprobs(token_id: int, vocab_size: int = 257) -> list[tuple[int, float]]:
+    """Return the (token, log-probability) pairs of a row that would sample token_id, the likeliest first."""
     return [((token_id + i) % vocab_size, (i + 1) * _LOGPROB_STEP) for i in range(min(TOP_WIDTH, vocab_size))]
 
 

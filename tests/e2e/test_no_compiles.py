@@ -103,7 +103,7 @@ def check_logprobs(output: RequestOutput, params: SamplingParams) -> None:
     assert completion.cumulative_logprob == pytest.approx(sum(p.chosen.logprob for p in completion.logprobs), abs=1e-4)
     for position in completion.logprobs:
         assert len(position.top) == params.logprobs
-        values = [alternative.logprob for alternative in position.top]
+        values = [token.logprob for token in position.top]
         assert values == sorted(values, reverse=True)
         rank = position.chosen.rank
         assert rank is not None
@@ -147,7 +147,9 @@ def test_a_second_start_loads_every_program_from_the_cache(folder: Path) -> None
         assert done.returncode == 0, done.stderr
         starts.append(json.loads(done.stdout))
     first, second = starts
-    num_programs = 3 + 2 * 2  # forwards of 8, 16 and 20 tokens; samples of 8 and 12 rows, with alternatives or without
+    num_programs = (
+        3 + 2 * 2
+    )  # forwards of 8, 16 and 20 tokens; samples of 8 and 12 rows, with top log-probabilities or without
     assert second["hits"] >= num_programs
     assert (second["misses"], second["compiled"]) == (0, 0)
     assert second["tokens"] == first["tokens"]

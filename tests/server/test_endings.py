@@ -147,7 +147,7 @@ async def test_a_slow_reader_stalls_nobody_and_loses_nothing():
     async with running(executor=executor) as harness:
         slow = harness.inference.Generate(request("slow", max_tokens=4000, logprobs=20))
         first = await slow.read()
-        # 4000 tokens with 20 alternatives each are megabytes: more than the connection holds for a reader that waits.
+        # 4000 tokens with 20 top log-probabilities each are megabytes: more than a connection holds for a slow reader.
         quick = await collect(harness.inference.Generate(request("quick", max_tokens=50)))
         assert quick[-1].usage.completion_tokens == 50
         await eventually(lambda: harness.num_blocks_used == 0)

@@ -1,6 +1,6 @@
 """An executor that computes no tokens: it moves a clock forward by what each step would take.
 
-Sampled tokens are all 0. Where alternatives are wanted (beam search), each row reports a geometric distribution,
+Sampled tokens are all 0. Where top log-probabilities are wanted (beam search), each row's are a geometric distribution,
 log p_k = log p + k log(1 - p) for the k-th likeliest from k = 0, with p from 0.05 to 0.95 by a hash of step, row and
 context length: some positions are nearly certain and others wide open, so that beams die and fork all the time, as they
 do on text.
@@ -124,7 +124,7 @@ class SimulatedExecutor:
             num_kv_tokens
         )
         self.seen = Seen(num_kv_tokens, *self._count_blocks(inputs), is_flops_bound)
-        return self._alternatives(inputs.kv_lens_s[:num_rows]) if inputs.sampling.want_top_logprobs else self._plain
+        return self._top_logprobs(inputs.kv_lens_s[:num_rows]) if inputs.sampling.want_top_logprobs else self._plain
 
     def collect(self, handle: StepOutputs) -> StepOutputs:
         return handle
@@ -142,7 +142,7 @@ class SimulatedExecutor:
         is_named_sm = np.arange(block_tables_sm.shape[1]) < num_blocks_s[:, None]
         return num_table_blocks, int(np.unique(block_tables_sm[is_named_sm]).size)
 
-    def _alternatives(self, kv_lens: NDArray[np.int32]) -> StepOutputs:
+    def _top_logprobs(self, kv_lens: NDArray[np.int32]) -> StepOutputs:
         num_rows = len(kv_lens)
         place = np.uint64(self._num_steps) << np.uint64(32)
         hashed = (kv_lens.astype(np.uint64) + np.arange(num_rows, dtype=np.uint64) * np.uint64(65537) + place) * _HASH

@@ -24,14 +24,14 @@ MoveKind = Literal["copy", "swap_out", "swap_in"]
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """One program: `forward` for T tokens, `sample` for R rows, with alternatives or without, or a move of C blocks."""
+    """One program: `forward` for T tokens, `sample` for R rows, with or without top log-probabilities, or a move."""
 
     kind: Literal["forward", "sample"] | MoveKind
     size: int
     want_top_logprobs: bool = False
 
     def with_top_logprobs(self) -> ProgramSpec:
-        """The sample that reports alternatives, too."""
+        """The sample that reports top log-probabilities, too."""
         return ProgramSpec(self.kind, self.size, want_top_logprobs=True)
 
     def __str__(self) -> str:

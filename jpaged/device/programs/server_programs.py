@@ -59,7 +59,7 @@ class ServerPrograms:
 
     @property
     def decisive_specs(self) -> list[ProgramSpec]:
-        """The largest program of each kind, of `sample` the one with alternatives; in the order of the list."""
+        """The largest program of each kind, of `sample` the one with top log-probabilities; in the list's order."""
         return _decisive(self.sources)
 
     def compile(

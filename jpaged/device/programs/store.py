@@ -4,8 +4,8 @@
     compile_rest()     returns at once; the others follow      a failure is logged; steps are padded to what there is
 
 The order is that of need. `least_programs`, one of each kind, runs any step: the largest forward, the largest
-sample with alternatives, and the smallest move of each kind, of which a large move needs many. After those come the
-shapes of a lone request that decodes, of a full batch that decodes, and everything between.
+sample with top log-probabilities, and the smallest move of each kind, of which a large move needs many. After those
+come the shapes of a lone request that decodes, of a full batch that decodes, and everything between.
 """
 
 from __future__ import annotations

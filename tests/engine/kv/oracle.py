@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jpaged.engine.output.beam import BeamRules, BeamSearch
-from jpaged.testing import alternatives, expected_tokens
+from jpaged.testing import expected_tokens, top_logprobs
 from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
 
 
@@ -42,5 +42,5 @@ def expected_beams(prompt, sampling: SamplingParams, eos_token_ids=frozenset(), 
 
 def _top(context, count, vocab_size):
     (token_id,) = expected_tokens(context, 1, vocab_size=vocab_size)
-    pairs = alternatives(token_id, vocab_size)[:count]
+    pairs = top_logprobs(token_id, vocab_size)[:count]
     return [PositionLogprobs(TokenLogprob(i, logprob)) for i, logprob in pairs]

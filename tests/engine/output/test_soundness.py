@@ -17,7 +17,7 @@ PREFIX = list(range(1, 13))
 WAYS = {
     "greedy": {},
     "sampled": {"temperature": 1.0, "seed": 5},
-    "alternatives": {"logprobs": 3},
+    "top_logprobs": {"logprobs": 3},
     "samples": {"n": 3, "temperature": 1.0, "seed": 5},
     "best of": {"n": 1, "best_of": 3, "temperature": 1.0, "seed": 5},
     "beams": {"beam_width": 3},
