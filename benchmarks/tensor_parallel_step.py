@@ -32,8 +32,8 @@ from jpaged.device.mesh import Placement, serving_mesh
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import StepInputs, StepOutputs
 from jpaged.engine.tokenizer import NoTokenizer
-from jpaged.models.config import LlamaConfig
-from jpaged.models.model import model_for
+from jpaged.models.llama.config import LlamaConfig
+from jpaged.models.model import Model
 from jpaged.models.rope_config import RopeConfig
 from jpaged.types import OutputEvent, Request, SamplingParams
 
@@ -104,7 +104,7 @@ def make_executor(num_devices: int, num_rows: int, cache: Path) -> JaxExecutor:
             "wait_for_all_programs": True,
         }
     )
-    model = model_for(CONFIG, jax.numpy.dtype("float32"))
+    model = Model(CONFIG, jax.numpy.dtype("float32"))
     where = Placement.of(model, serving_mesh(num_devices))
     params = random_params(where.model, where.layer_mode, seed=0, shardings=where.shardings)
     executor = JaxExecutor.create(model, params, options, mesh=where.mesh, compile_cache_dir=cache)

@@ -35,7 +35,7 @@ from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.device.programs.report import Collective, MadeArray, ProgramReport, collectives, made_arrays
 from jpaged.device.step.forward import Step
 from jpaged.models.layers import Params
-from jpaged.models.model import model_for
+from jpaged.models.model import Model
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 32}
@@ -151,7 +151,7 @@ def compile_cell(cell: str) -> list[ProgramResult]:
 def _serving(model_name: str, topology_name: str, backend: str | None) -> tuple[Step, Params, Lowerings]:
     topology = find_topology(topology_name)
     mesh = build_mesh(compile_only_devices(topology))
-    model = model_for(known_config(model_name), jnp.dtype("bfloat16"))
+    model = Model(known_config(model_name), jnp.dtype("bfloat16"))
     options = {**OPTIONS, "tensor_parallel_size": mesh.size, "attention_backend": backend or "auto"}
     least, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
     free = 0.9 * topology.generation.hbm_bytes - local_bytes(params)

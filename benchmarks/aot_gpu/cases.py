@@ -20,8 +20,8 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu.tiling import choose_tiling
-from jpaged.models.config import LlamaConfig
-from jpaged.models.llama import Llama
+from jpaged.models.llama.config import LlamaConfig
+from jpaged.models.model import Model
 from jpaged.models.rope_config import RopeConfig
 
 
@@ -168,7 +168,7 @@ class StepCase:
         return f"step-{self.model}-t{self.num_tokens}-kv-{self.kv_cache_dtype}"
 
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
-        model = Llama(MODELS[self.model], jnp.dtype("bfloat16"))
+        model = Model(MODELS[self.model], jnp.dtype("bfloat16"))
         options = EngineConfig.load(
             {
                 "attention_backend": "pallas-gpu",

@@ -30,7 +30,7 @@ _Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array, list[jax.Array]]
 def attend(
     mask_bst: jax.Array, q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: Any, layer_index: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """Attention as `Llama.run` takes it, once the mask is bound.
+    """Attention as `Model.run` takes it, once the mask is bound.
 
     Args:
         mask_bst: whether key s of row b is seen by query t; never where s comes after t.

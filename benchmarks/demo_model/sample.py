@@ -26,7 +26,8 @@ from jpaged.checkpoints.weights import load_params
 from jpaged.demo import FOLDER
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.model import Model, model_for
+from jpaged.models.model import Model
+from jpaged.models.tokens import TokenBatch
 
 # Prompts of the model card; a prompt that starts with "user: " goes through the chat template.
 CARD_PROMPTS = (
@@ -75,9 +76,7 @@ class Sampler:
             self.config.head_dim,
         )
         cache = (jnp.zeros(cache_shape, self.dtype), jnp.zeros(cache_shape, self.dtype))
-        step = jax.jit(
-            functools.partial(_step, model_for(self.config, self.dtype), self.temperature), donate_argnums=(1,)
-        )
+        step = jax.jit(functools.partial(_step, Model(self.config, self.dtype), self.temperature), donate_argnums=(1,))
         keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
         rows, done = [list(ids) for ids in encoded], [False] * num_rows
         for position in range(self.max_num_tokens - 1):
@@ -96,7 +95,7 @@ class Sampler:
 def open_sampler(temperature: float = 0.8, dtype: str = "float32") -> Sampler:
     """The packaged model, ready to sample."""
     config = read_config(FOLDER)
-    params = load_params(model_for(config, jnp.dtype(dtype)), FOLDER, "loop")
+    params = load_params(Model(config, jnp.dtype(dtype)), FOLDER, "loop")
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     return Sampler(config, params, tokenizer, jnp.dtype(dtype), temperature)
 
@@ -118,7 +117,7 @@ def _step(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     positions_r = jnp.full_like(token_ids_r, position)
     attend = functools.partial(_attend, position)
-    hidden, cache = model.run(params, token_ids_r, positions_r, positions_r + 1, attend, cache, "loop")
+    hidden, cache = model.run(params, TokenBatch(token_ids_r, positions_r, positions_r + 1), attend, cache, "loop")
     logits = model.logits(params, hidden)
     if temperature == 0:
         return logits.argmax(axis=-1), cache

@@ -29,10 +29,12 @@ from benchmarks.demo_model.tokenizer import MAX_LEN, save_tokenizer, train_token
 from jpaged.checkpoints.conversion import ConversionOptions, save_params
 from jpaged.checkpoints.tensor_files import SINGLE_FILE
 from jpaged.demo import FOLDER
-from jpaged.models.config import LlamaConfig, ModelConfig
+from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.llama import Llama
+from jpaged.models.llama.config import LlamaConfig
+from jpaged.models.model import Model
 from jpaged.models.rope_config import RopeConfig
+from jpaged.models.tokens import TokenBatch
 
 Step = Callable[[Params, optax.OptState, Batch], tuple[Params, optax.OptState, jax.Array]]
 
@@ -118,21 +120,14 @@ def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
     )
 
 
-def loss_sum(model: Llama, params: Params, rows: Batch) -> tuple[jax.Array, jax.Array]:
+def loss_sum(model: Model, params: Params, rows: Batch) -> tuple[jax.Array, jax.Array]:
     """Summed cross entropy of the learnt tokens, and their number."""
     segments = jnp.asarray(rows.segments)
     row_len = segments.shape[1]
     mask_bst = (segments[:, :, None] == segments[:, None, :]) & jnp.triu(jnp.ones((row_len, row_len), bool))
     positions_t = jnp.asarray(rows.positions).reshape(-1)
-    hidden, _ = model.run(
-        params,
-        jnp.asarray(rows.token_ids).reshape(-1),
-        positions_t,
-        jnp.full_like(positions_t, row_len),
-        functools.partial(attend, mask_bst),
-        (),
-        "loop",
-    )
+    tokens = TokenBatch(jnp.asarray(rows.token_ids).reshape(-1), positions_t, jnp.full_like(positions_t, row_len))
+    hidden, _ = model.run(params, tokens, functools.partial(attend, mask_bst), (), "loop")
     logits = model.logits(params, hidden)
     losses = cross_entropy(logits, jnp.asarray(rows.targets).reshape(-1))
     weights = rows.weights.reshape(-1)
@@ -189,7 +184,7 @@ def _kinds(params: optax.Params) -> optax.Params:
 def make_step(config: LlamaConfig, settings: TrainSettings) -> Step:
     """One jitted optimizer step; parameters and optimizer state are donated."""
     dtype = jnp.dtype(settings.dtype)
-    model, optimizer = Llama(config, dtype), make_optimizer(settings)
+    model, optimizer = Model(config, dtype), make_optimizer(settings)
 
     def mean_loss(params: Params, rows: Batch) -> jax.Array:
         total, count = loss_sum(model, jax.tree.map(lambda a: a.astype(dtype), params), rows)
@@ -205,7 +200,7 @@ def make_step(config: LlamaConfig, settings: TrainSettings) -> Step:
 
 def held_out_loss(config: LlamaConfig, settings: TrainSettings, tokenizer: Tokenizer, params: Params) -> float:
     """Mean cross entropy over eight batches of documents that no training step sees."""
-    evaluate = jax.jit(functools.partial(loss_sum, Llama(config, jnp.dtype(jnp.float32))))
+    evaluate = jax.jit(functools.partial(loss_sum, Model(config, jnp.dtype(jnp.float32))))
     total = count = 0.0
     for step in range(8):
         rows = batch(tokenizer, settings.seed + 1, step, (settings.num_rows, settings.row_len), Lesson())
@@ -233,7 +228,7 @@ def train(
         every: steps between two lines of progress; the state is saved five times less often.
     """
     step_fn = make_step(config, settings)
-    params = Llama(config, jnp.dtype(jnp.float32)).init_params(jax.random.key(settings.seed), "loop")
+    params = Model(config, jnp.dtype(jnp.float32)).init_params(jax.random.key(settings.seed), "loop")
     state = make_optimizer(settings).init(params)
     first = 0
     with ocp.StandardCheckpointer() as saver:

@@ -23,7 +23,7 @@ from jpaged.device.mesh import build_mesh
 from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
-from jpaged.models.model import model_for
+from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split, pad_for_sharding
 
 _SERVED = ("float32", "bfloat16")
@@ -97,7 +97,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         dtype = config.checkpoint_dtype if config.checkpoint_dtype in _SERVED else "bfloat16"
         if config.checkpoint_dtype not in (None, dtype):
             notes.append(f"the checkpoint is {config.checkpoint_dtype}: planned as with --dtype {dtype}")
-    model = model_for(config, np.dtype(dtype))
+    model = Model(config, np.dtype(dtype))
     devices = (
         compile_only_devices(find_topology(target.name))
         if target.platform == "tpu"

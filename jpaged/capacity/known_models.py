@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from jpaged.checkpoints.names import num_params
 from jpaged.errors import NotFound
 from jpaged.models.config import ModelConfig
+from jpaged.models.hf_config import from_hf
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class KnownModel:
     @property
     def config(self) -> ModelConfig:
         """The fields, parsed."""
-        return ModelConfig.from_hf(self.fields)
+        return from_hf(self.fields)
 
     @property
     def num_params(self) -> int:

@@ -1,7 +1,7 @@
 """Weights in files: found, read, checked, written, converted.
 
 hub.py                 a model's name -> its folder -> its config
-names.py               tensors of a Hugging Face checkpoint <-> leaves of our tree
+names.py               which tensors a checkpoint of a model holds
 weights.py             files -> parameters on devices, a leaf at a time
 finite.py              whether they are numbers
 tensor_source.py       what tensors are read from

@@ -29,6 +29,7 @@ from jpaged.checkpoints.tensor_source import DTYPES, TensorSource
 from jpaged.checkpoints.weights import check_tensors, no_progress, open_tensors
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
 from jpaged.models.config import ModelConfig
+from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.layers import Params
 from jpaged.version import __version__
 
@@ -102,7 +103,7 @@ def convert_folder(
     _check_apart(source, destination)
     config_json = read_json(source / CONFIG_FILE)
     generation = source / GENERATION_CONFIG_FILE
-    config = ModelConfig.from_hf(config_json, read_json(generation) if generation.is_file() else None)
+    config = from_hf(config_json, read_json(generation) if generation.is_file() else None)
     with open_tensors(source) as tensors:
         check_tensors(tensors, config)
         with _new_folder(destination, options.force) as folder:
@@ -144,7 +145,7 @@ def save_params(
     with _new_folder(destination, options.force) as folder:
         if companions is not None:
             copy_companions(companions, folder)
-        _write_config(config.to_hf() | {"dtype": dtype}, folder)
+        _write_config(to_hf(config) | {"dtype": dtype}, folder)
         _write(tensors, config, folder, options, progress)
 
 

@@ -13,6 +13,7 @@ from jpaged.checkpoints.orbax import refuse_other_orbax
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
+from jpaged.models.hf_config import from_hf
 
 DEMO = "demo"
 """Names the packaged checkpoint, whatever folder is here or model on the hub."""
@@ -77,7 +78,7 @@ def read_config(folder: Path) -> ModelConfig:
         Unsupported: the model needs something that is not computed here.
     """
     generation = folder / GENERATION_CONFIG_FILE
-    return ModelConfig.from_hf(read_json(folder / CONFIG_FILE), read_json(generation) if generation.is_file() else None)
+    return from_hf(read_json(folder / CONFIG_FILE), read_json(generation) if generation.is_file() else None)
 
 
 def read_config_file(path: Path) -> ModelConfig:
@@ -86,7 +87,7 @@ def read_config_file(path: Path) -> ModelConfig:
     Raises:
         InvalidArgument, Unsupported: as in `read_config`.
     """
-    return ModelConfig.from_hf(read_json(path))
+    return from_hf(read_json(path))
 
 
 def fingerprint(folder: Path) -> str:

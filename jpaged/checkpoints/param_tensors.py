@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.checkpoints.names import Leaf, layer_leaves, name_prefix, outer_leaves
+from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.tensor_source import DTYPES, check_shape, unsupported_dtype
 from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
+from jpaged.models.leaves import Leaf
 from jpaged.models.sharding import padded_axis
 
 
@@ -38,10 +39,9 @@ class ParamTensors:
         self._num_parts = num_parts
         self._places: dict[str, tuple[int | None, Leaf, int]] = {}
         self._kept: tuple[tuple[int | None, tuple[str, ...]], list[np.ndarray]] | None = None
-        prefix = name_prefix(config)
-        places: list[tuple[int | None, Leaf]] = [(None, leaf) for leaf in outer_leaves(config, prefix)]
-        for index in range(config.num_layers):
-            places += [(index, leaf) for leaf in layer_leaves(config, index, prefix)]
+        leaves = model_leaves(config)
+        places: list[tuple[int | None, Leaf]] = [(None, leaf) for leaf in leaves.outer]
+        places += [(index, leaf) for index, layer in enumerate(leaves.layers) for leaf in layer]
         for layer, leaf in places:
             for number, (name, _) in enumerate(leaf.tensors):
                 self._places[name] = layer, leaf, number
@@ -91,5 +91,5 @@ class ParamTensors:
         array = self._array(layer, leaf)
         if layer is not None and not isinstance(self._params["layers"], list):
             array = array[layer]
-        split = padded_axis(leaf.path, leaf.shape, self._num_parts)
+        split = padded_axis(leaf.axes, leaf.shape, self._num_parts)
         return np.asarray(array) if split is None else split.narrowed(np.asarray(array))

@@ -15,13 +15,14 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpaged.checkpoints.finite import all_here, is_finite, refuse_tensor
-from jpaged.checkpoints.names import LM_HEAD, Leaf, is_ignored, layer_leaves, name_prefix, outer_leaves
+from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
 from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.tensor_source import TensorSource, check_shape
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params, normal
+from jpaged.models.leaves import LM_HEAD, Leaf
 from jpaged.models.model import Model
 from jpaged.models.sharding import PaddedAxis, padded_axis
 from jpaged.models.stack import LayerMode
@@ -133,11 +134,12 @@ def load_params(
     flags: list[tuple[jax.Array, Sequence[Leaf]]] = []
     params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
     with open_tensors(folder) as files:
-        groups = _leaf_groups(config, name_prefix(config, files.names), layer_mode)
+        groups = _leaf_groups(config, files, layer_mode)
         _check_names(files, [name for _, leaves in groups for leaf in leaves for name, _ in leaf.tensors], config)
         for done, (path, leaves) in enumerate(groups, start=1):
             is_stacked = layer_mode == "scan" and path[0] == "layers"
-            source = _Source(files, leaves, is_stacked, model.dtype, padded_axis(path, leaves[0].shape, num_parts))
+            split = padded_axis(leaves[0].axes, leaves[0].shape, num_parts)
+            source = _Source(files, leaves, is_stacked, model.dtype, split)
             array = put(path, source.shape, source.read)
             _insert(params, path, array)
             flags.append((is_finite(array), leaves))
@@ -168,7 +170,7 @@ def check_tensors(tensors: TensorSource, config: ModelConfig) -> None:
     Raises:
         InvalidArgument: a tensor is missing, left over, misshapen or not tied as promised.
     """
-    groups = _leaf_groups(config, name_prefix(config, tensors.names), "loop")
+    groups = _leaf_groups(config, tensors, "loop")
     wanted = [tensor for _, leaves in groups for leaf in leaves for tensor in leaf.tensors]
     _check_names(tensors, [name for name, _ in wanted], config)
     for name, shape in wanted:
@@ -176,13 +178,15 @@ def check_tensors(tensors: TensorSource, config: ModelConfig) -> None:
     _check_tie(tensors, config)
 
 
-def _leaf_groups(config: ModelConfig, prefix: str, layer_mode: LayerMode) -> list[tuple[LeafPath, Sequence[Leaf]]]:
+def _leaf_groups(
+    config: ModelConfig, tensors: TensorSource, layer_mode: LayerMode
+) -> list[tuple[LeafPath, Sequence[Leaf]]]:
     """The leaves of the tree by their places; in scan mode a place in the layers stands for that leaf of each."""
-    layers = [layer_leaves(config, layer_index, prefix) for layer_index in range(config.num_layers)]
-    groups: list[tuple[LeafPath, Sequence[Leaf]]] = [(leaf.path, [leaf]) for leaf in outer_leaves(config, prefix)]
+    leaves = model_leaves(config, tensors.names)
+    groups: list[tuple[LeafPath, Sequence[Leaf]]] = [(leaf.path, [leaf]) for leaf in leaves.outer]
     if layer_mode == "scan":
-        return groups + [(("layers", *stack[0].path), stack) for stack in zip(*layers, strict=True)]
-    return groups + [(("layers", index, *leaf.path), [leaf]) for index, leaves in enumerate(layers) for leaf in leaves]
+        return groups + [(("layers", *stack[0].path), stack) for stack in zip(*leaves.layers, strict=True)]
+    return groups + [(("layers", index, *leaf.path), [leaf]) for index, of in enumerate(leaves.layers) for leaf in of]
 
 
 def _check_names(files: TensorSource, wanted: list[str], config: ModelConfig) -> None:
@@ -197,7 +201,7 @@ def _check_names(files: TensorSource, wanted: list[str], config: ModelConfig) ->
 def _check_tie(files: TensorSource, config: ModelConfig) -> None:
     if not config.tie_word_embeddings or LM_HEAD not in files.names:
         return
-    embedding, *_ = outer_leaves(config, name_prefix(config, files.names))
+    embedding = model_leaves(config, files.names).outer[0]
     ((name, shape),) = embedding.tensors
     if not np.array_equal(files.read(LM_HEAD, shape), files.read(name, shape)):
         raise InvalidArgument(

@@ -20,6 +20,7 @@ from jpaged.device.mesh import SCALES_SPEC
 from jpaged.device.step.forward import Step
 from jpaged.kernels.kv_layout import MAX_NUMBER
 from jpaged.models.layers import Params
+from jpaged.models.tokens import TokenBatch
 
 MARGIN = 1.25
 PROBE_LEN = 256
@@ -63,5 +64,5 @@ def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
 
     positions_t = jnp.arange(num_tokens, dtype=jnp.int32)
     carry = jnp.zeros((layout.num_layers, layout.num_kv_heads, 2))
-    lens_t = jnp.full_like(positions_t, num_tokens)
-    return step.model.run(params, token_ids_t, positions_t, lens_t, attend, carry, step.layer_mode)[1]
+    tokens = TokenBatch(token_ids_t, positions_t, jnp.full_like(positions_t, num_tokens))
+    return step.model.run(params, tokens, attend, carry, step.layer_mode)[1]

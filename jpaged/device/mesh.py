@@ -20,8 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.errors import InvalidArgument
 from jpaged.models.layers import Params
-from jpaged.models.model import Model, model_for
-from jpaged.models.sharding import LogicalAxes, logical_axes, pad_for_sharding
+from jpaged.models.leaves import LogicalAxes
+from jpaged.models.model import Model
+from jpaged.models.sharding import logical_axes, pad_for_sharding
 from jpaged.models.stack import LayerMode
 
 MODEL_AXIS = "model"
@@ -143,7 +144,7 @@ def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
         order = (*range(num_stacked), *range(num_stacked + 1, last), num_stacked, last)
         return Format(Layout(order), sharding)
 
-    axes = logical_axes(model.abstract_params(layer_mode), layer_mode)
+    axes = logical_axes(model.config, layer_mode)
     shardings: Params = jax.tree_util.tree_map_with_path(sharding, axes, is_leaf=lambda axes: isinstance(axes, tuple))
     return shardings
 
@@ -172,7 +173,7 @@ class Placement:
             InvalidArgument: it cannot be split so; the numbers that work are named.
         """
         layer_mode = layer_mode or layer_mode_for(first_device(mesh))
-        wide = model_for(pad_for_sharding(model.config, num_shards(mesh)), model.dtype)
+        wide = Model(pad_for_sharding(model.config, num_shards(mesh)), model.dtype)
         return cls(mesh, wide, layer_mode, param_shardings(wide, layer_mode, mesh))
 
     @property

@@ -33,7 +33,7 @@ from jpaged.device.mesh import first_device, num_shards
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Choice, Queries, choose
-from jpaged.models.model import Model, model_for
+from jpaged.models.model import Model
 from jpaged.models.sharding import pad_for_sharding
 
 _LARGER_BLOCKS = {"tpu": (128,)}
@@ -189,7 +189,7 @@ class Attention:
                 yield f"{words}, with {_BFLOAT16},", other._in_bfloat16()
 
     def _in_bfloat16(self) -> Attention:
-        return dataclasses.replace(self, model=model_for(self.model.config, jnp.dtype("bfloat16")))
+        return dataclasses.replace(self, model=Model(self.model.config, jnp.dtype("bfloat16")))
 
     def _highest(self, name: str, value: int) -> int:
         """The largest value of an option, up to its own, with which the backend runs; the least where with none."""

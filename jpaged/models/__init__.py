@@ -1,15 +1,19 @@
-"""Model families as pure functions over plain parameter trees.
+"""Models as pure functions over plain parameter trees, and families of them as rooms.
 
 model.py        what every model is to those who run it
+tokens.py       what a token brings
 registry.py     architecture names -> families
-config.py       the shape of a model, read from a config.json
+family.py       what a family is to the others
+config.py       the shape of a model
+hf_config.py    the same, read from a config.json and written to one
 json_fields.py  a JSON object of which every key is read or refused
 rope_config.py  rotary embedding as a checkpoint describes it
 rope.py         rotary embedding, computed
-layers.py       matrices, norms, projections
+layers.py       matrices, norms, projections, embeddings
 matmul.py       the matrix product, accumulated in float32
 stack.py        the one way through a stack of layers
+leaves.py       leaves of a parameter tree <-> tensors of a Hugging Face checkpoint
 sharding.py     how parameters are split over devices
-llama.py        the Llama family
-opt.py          the OPT family
+llama/          the Llama family
+opt/            the OPT family
 """

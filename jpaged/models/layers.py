@@ -1,8 +1,7 @@
-"""What models are made of: matrices, norms, the grouped query/key/value projection, and their random beginnings."""
+"""What models are made of: matrices, norms, the grouped query/key/value projection, embeddings, all random at first."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.matmul import dot
-from jpaged.models.stack import LayerMode
+from jpaged.models.tokens import TokenBatch
 
 # Attention over whatever the carry holds: (q_thd, k_tkd, v_tkd, carry, layer index) -> (o_thd, carry).
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
@@ -111,41 +109,60 @@ class QKVLinear(Linear):
         return q.reshape(num_tokens, num_groups * (rows - 2), head_dim), k.squeeze(2), v.squeeze(2)
 
 
-# Makes the module of one layer: (config, dtype, rngs).
-LayerClass = Callable[[Any, np.dtype, nnx.Rngs], nnx.Module]
+# The keys of what is before the layers, and of what is behind them.
+EndsKeys = tuple[jax.Array, jax.Array]
 
 
-@functools.lru_cache(maxsize=32)
-def layer_graph(layer_class: LayerClass, config: ModelConfig, dtype: np.dtype) -> nnx.GraphDef:
-    """The structure of a layer without its arrays; parameters are merged into it while tracing only."""
-    layer = nnx.eval_shape(lambda: layer_class(config, dtype, nnx.Rngs(0)))
-    return nnx.split(layer)[0]
+class Embedding(nnx.Module):
+    """A row of a matrix for each id."""
+
+    def __init__(self, size: int, width: int, dtype: np.dtype, key: jax.Array) -> None:
+        self.embedding = nnx.Param(normal(key, (size, width), dtype))
+
+    def __call__(self, ids_t: jax.Array) -> jax.Array:
+        """`[T]` to `[T, width]`."""
+        return self.embedding[...][ids_t]
+
+    def logits(self, hidden_re: jax.Array) -> jax.Array:
+        """What an `OutputMatrix` of the same numbers gives."""
+        return dot(hidden_re, self.embedding[...], 1)
 
 
-def init_layers(
-    layer_class: LayerClass, config: ModelConfig, dtype: np.dtype, key: jax.Array, layer_mode: LayerMode
-) -> Any:
-    """Random parameters of all layers, as `run_layers` takes them; both layer modes sample the same numbers."""
+class OutputMatrix(nnx.Module):
+    """Hidden states to float32 logits, with a row for each token as an `Embedding` has it."""
 
-    def init_layer(key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(layer_class(config, dtype, nnx.Rngs(key))))
+    def __init__(self, vocab_size: int, width: int, dtype: np.dtype, key: jax.Array) -> None:
+        self.kernel = nnx.Param(normal(key, (vocab_size, width), dtype))
 
-    keys, init = jax.random.split(key, config.num_layers), jax.jit(init_layer)
-    return jax.vmap(init)(keys) if layer_mode == "scan" else [init(key) for key in keys]
+    def logits(self, hidden_re: jax.Array) -> jax.Array:
+        """`[R, width]` to `[R, V]`."""
+        return dot(hidden_re, self.kernel[...], 1)
+
+
+class Ends(nnx.Module):
+    """What is around the layers: the embedding before them and the output matrix behind them, which may be one.
+
+    Each family has its own, which adds what else it has there.
+    """
+
+    def __init__(self, config: ModelConfig, width: int, dtype: np.dtype, keys: EndsKeys) -> None:
+        self.embed = Embedding(config.vocab_size, width, dtype, keys[0])
+        is_tied = config.tie_word_embeddings
+        self.lm_head = None if is_tied else OutputMatrix(config.vocab_size, width, dtype, keys[1])
+
+    def begin(self, tokens: TokenBatch) -> tuple[jax.Array, Any]:
+        """The hidden states `[T, E]` before the first layer, and what all layers share: a tree of arrays."""
+        raise NotImplementedError
+
+    def finish(self, x_te: jax.Array) -> jax.Array:
+        """The last layer's hidden states after the final norm."""
+        raise NotImplementedError
+
+    def logits(self, hidden_re: jax.Array) -> jax.Array:
+        """Hidden states `[R, E]` to float32 logits `[R, V]`."""
+        return (self.lm_head or self.embed).logits(hidden_re)
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     """Random parameters with a standard deviation of 0.02."""
     return (jax.random.normal(key, shape) * _INIT_STD).astype(dtype)
-
-
-def check_dtype(dtype: np.dtype) -> np.dtype:
-    """The type that a model computes in.
-
-    Raises:
-        InvalidArgument: it is neither float32 nor bfloat16.
-    """
-    dtype = np.dtype(dtype)
-    if dtype not in (np.dtype(jnp.float32), np.dtype(jnp.bfloat16)):
-        raise InvalidArgument("dtype", f"is {dtype.name}; it must be float32 or bfloat16")
-    return dtype

@@ -1,53 +1,70 @@
-"""What every model is to those who run it, and which one a config means."""
+"""A model, as those who run it see it: random parameters, tokens to hidden states, hidden states to logits."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from jpaged.errors import InternalError
-from jpaged.models.config import LlamaConfig, ModelConfig, OptConfig
-from jpaged.models.layers import Attend, Params
-from jpaged.models.llama import Llama
-from jpaged.models.opt import Opt
-from jpaged.models.stack import LayerMode
+from jpaged.errors import InvalidArgument
+from jpaged.models.config import ModelConfig
+from jpaged.models.layers import Attend, Ends, Params
+from jpaged.models.registry import find_family
+from jpaged.models.stack import LayerMode, run_layers
+from jpaged.models.tokens import TokenBatch
 
 
-class Model(Protocol):
+@dataclass(frozen=True, slots=True)
+class Model:
     """A model as a description: hashable, without arrays, static under jit.
 
     It knows nothing of blocks, batches or sampling: tokens come packed in one axis T, and attention is injected.
     T is at least 2 in bfloat16, where a product with one row is ten times slower on CPUs than one with two.
+
+    Attributes:
+        config: the shape of the model.
+        dtype: type of parameters and activations, float32 or bfloat16.
+
+    Raises:
+        InvalidArgument: dtype is another.
     """
 
-    @property
-    def config(self) -> ModelConfig:
-        """The shape of the model."""
+    config: ModelConfig
+    dtype: np.dtype
 
-    @property
-    def dtype(self) -> np.dtype:
-        """Type of parameters and activations, float32 or bfloat16."""
+    def __post_init__(self) -> None:
+        dtype = np.dtype(self.dtype)
+        if dtype not in (np.dtype(jnp.float32), np.dtype(jnp.bfloat16)):
+            raise InvalidArgument("dtype", f"is {dtype.name}; it must be float32 or bfloat16")
+        object.__setattr__(self, "dtype", dtype)
 
     def abstract_params(self, layer_mode: LayerMode) -> Params:
         """Shapes and types of the parameter tree."""
+        return jax.eval_shape(functools.partial(self.init_params, layer_mode=layer_mode), jax.random.key(0))
 
     def init_params(self, key: jax.Array, layer_mode: LayerMode) -> Params:
         """Random parameters: normal with a standard deviation of 0.02, norms of one, biases of zero.
 
         Both layer modes sample the same numbers.
         """
+        config, dtype, modules = self.config, self.dtype, find_family(self.config.architecture).modules()
+        begin_key, end_key, layers_key = jax.random.split(key, 3)
+
+        @jax.jit
+        def init_layer(key: jax.Array) -> Params:
+            return _arrays(modules.layer(config, dtype, nnx.Rngs(key)))
+
+        keys = jax.random.split(layers_key, config.num_layers)
+        layers = jax.vmap(init_layer)(keys) if layer_mode == "scan" else [init_layer(key) for key in keys]
+        return {**_arrays(modules.ends(config, dtype, (begin_key, end_key))), "layers": layers}
 
     def run(
-        self,
-        params: Params,
-        token_ids_t: jax.Array,
-        positions_t: jax.Array,
-        rope_lens_t: jax.Array,
-        attend: Attend,
-        carry: Any,
-        layer_mode: LayerMode,
+        self, params: Params, tokens: TokenBatch, attend: Attend, carry: Any, layer_mode: LayerMode
     ) -> tuple[jax.Array, Any]:
         """Tokens to hidden states after the final norm.
 
@@ -55,9 +72,7 @@ class Model(Protocol):
 
         Args:
             params: the tree of `abstract_params(layer_mode)`.
-            token_ids_t: int32 `[T]`, all below vocab_size.
-            positions_t: int32 `[T]`, the token's place in its sequence.
-            rope_lens_t: int32 `[T]`, see `jpaged.models.rope.cos_sin`; learned positions do not depend on it.
+            tokens: what each token brings.
             attend: attention. It stores k and v where the carry keeps them, scales scores by 1 / sqrt(D) itself,
                 and masks; query head h reads key/value head h // (H / K).
             carry: what attend threads through the layers: the KV pool when serving, `()` when training.
@@ -66,20 +81,43 @@ class Model(Protocol):
         Returns:
             hidden states `[T, E]` in the model's type, and the carry.
         """
+        ends, graph = self._ends(params), _layer_graph(self.config, self.dtype)
+        x_te, shared = ends.begin(tokens)
+
+        def layer(params: Params, x_te: jax.Array, carry: Any, layer_index: jax.Array) -> tuple[jax.Array, Any]:
+            return nnx.merge(graph, nnx.State(params))(x_te, shared, attend, carry, layer_index)
+
+        x_te, carry = run_layers(layer, params["layers"], x_te, carry, mode=layer_mode)
+        return ends.finish(x_te), carry
 
     def logits(self, params: Params, hidden_re: jax.Array) -> jax.Array:
         """Hidden states `[R, E]` to float32 logits `[R, V]`. Reads no parameters of layers."""
+        return self._ends(params).logits(hidden_re)
+
+    def _ends(self, params: Params) -> Ends:
+        graph, names = _ends_graph(self.config, self.dtype)
+        return nnx.merge(graph, nnx.State({name: params[name] for name in names}))
 
 
-def model_for(config: ModelConfig, dtype: np.dtype) -> Model:
-    """The model that a config describes.
+def _arrays(module: nnx.Module) -> Params:
+    return nnx.to_pure_dict(nnx.state(module))
 
-    Raises:
-        InvalidArgument: dtype is neither float32 nor bfloat16.
-    """
-    match config:
-        case LlamaConfig():
-            return Llama(config, dtype)
-        case OptConfig():
-            return Opt(config, dtype)
-    raise InternalError(f"no model for a {type(config).__name__}")
+
+# The structure of modules without their arrays; parameters are merged into it while tracing only.
+@functools.lru_cache(maxsize=32)
+def _layer_graph(config: ModelConfig, dtype: np.dtype) -> nnx.GraphDef:
+    layer = find_family(config.architecture).modules().layer
+    return nnx.split(nnx.eval_shape(lambda: layer(config, dtype, nnx.Rngs(0))))[0]
+
+
+@functools.lru_cache(maxsize=32)
+def _ends_graph(config: ModelConfig, dtype: np.dtype) -> tuple[nnx.GraphDef, tuple[str, ...]]:
+    """The structure, and the names of the trees that belong in it."""
+    ends = find_family(config.architecture).modules().ends
+
+    def make() -> Ends:
+        begin_key, end_key = jax.random.split(jax.random.key(0))
+        return ends(config, dtype, (begin_key, end_key))
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    return graph, tuple(state)

@@ -13,67 +13,37 @@ sizes all divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
-import jax
 import numpy as np
 
-from jpaged.errors import InternalError, InvalidArgument
+from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
+from jpaged.models.leaves import LogicalAxes
+from jpaged.models.registry import find_family
 from jpaged.models.stack import LayerMode
 
-LogicalAxes = tuple[str | None, ...]
 
-_WHOLE: LogicalAxes = ("embed",)
+def logical_axes(config: ModelConfig, layer_mode: LayerMode) -> Params:
+    """The parameter tree with the names of each leaf's axes in its place.
 
-_AXES: Mapping[tuple[str, str], LogicalAxes] = {
-    ("embed", "embedding"): ("vocab", "embed"),
-    ("lm_head", "kernel"): ("vocab", "embed"),
-    ("positions", "embedding"): (None, "embed"),
-    ("project_in", "kernel"): (None, "embed"),
-    ("project_out", "kernel"): ("embed", None),
-    ("qkv", "kernel"): ("embed", "kv_heads", None, None),
-    ("qkv", "bias"): ("kv_heads", None, None),
-    ("out", "kernel"): ("heads", "embed"),
-    ("gate_up", "kernel"): ("embed", None, "feed_forward"),
-    ("gate_up", "bias"): (None, "feed_forward"),
-    ("up", "kernel"): ("embed", "feed_forward"),
-    ("up", "bias"): ("feed_forward",),
-    ("down", "kernel"): ("feed_forward", "embed"),
-    # Added to the sum of all parts' products, once.
-    ("out", "bias"): _WHOLE,
-    ("down", "bias"): _WHOLE,
-    ("norm", "scale"): _WHOLE,
-    ("norm", "bias"): _WHOLE,
-    ("attention_norm", "scale"): _WHOLE,
-    ("attention_norm", "bias"): _WHOLE,
-    ("mlp_norm", "scale"): _WHOLE,
-    ("mlp_norm", "bias"): _WHOLE,
-    ("q_norm", "scale"): (None,),
-    ("k_norm", "scale"): (None,),
-}
-
-
-def logical_axes(params: Params, layer_mode: LayerMode) -> Params:
-    """The tree with the names of each leaf's axes, a tuple, in its place.
-
-    Args:
-        params: arrays or their shapes.
-        layer_mode: in `scan` the leaves of layers have an axis of layers first.
+    In `scan` the leaves of layers have an axis of layers first.
     """
+    family = find_family(config.architecture)
+    prefix = family.name_prefix(())
+    layer: Params = {}
+    for leaf in family.layer_leaves(config, prefix):
+        _insert(layer, leaf.path, ("layers", *leaf.axes) if layer_mode == "scan" else leaf.axes)
+    axes: Params = {"layers": layer if layer_mode == "scan" else [layer] * config.num_layers}
+    for leaf in family.outer_leaves(config, prefix):
+        _insert(axes, leaf.path, leaf.axes)
+    return axes
 
-    def axes_of(path: tuple[jax.tree_util.KeyEntry, ...], leaf: jax.Array) -> LogicalAxes:
-        keys = [key.key if isinstance(key, jax.tree_util.DictKey) else None for key in path]
-        axes = _AXES.get((str(keys[-2]), str(keys[-1])))
-        if axes is not None and layer_mode == "scan" and keys[0] == "layers":
-            axes = ("layers", *axes)
-        if axes is None or len(axes) != leaf.ndim:
-            raise InternalError(f"the axes of {jax.tree_util.keystr(path)} {leaf.shape} have no names")
-        return axes
 
-    named: Params = jax.tree_util.tree_map_with_path(axes_of, params)
-    return named
+def _insert(tree: Params, path: tuple[str, ...], axes: LogicalAxes) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = axes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,16 +101,15 @@ class PaddedAxis:
         return array
 
 
-def padded_axis(path: tuple[str | int, ...], shape: tuple[int, ...], num_parts: int) -> PaddedAxis | None:
+def padded_axis(axes: LogicalAxes, shape: tuple[int, ...], num_parts: int) -> PaddedAxis | None:
     """How a leaf of the published model is split; None if it is whole everywhere.
 
     Args:
-        path: its keys.
-        shape: without the axis of layers.
+        axes: the names of its axes, without that of layers.
+        shape: likewise.
         num_parts: parts of a copy of the model.
     """
-    names = _AXES[str(path[-2]), str(path[-1])]
-    for axis, (name, size) in enumerate(zip(names, shape, strict=True)):
+    for axis, (name, size) in enumerate(zip(axes, shape, strict=True)):
         if name == "kv_heads":
             return PaddedAxis(axis, name, size, max(size, num_parts))
         if name == "vocab":

@@ -24,7 +24,7 @@ from jpaged.device.aot.tpu import GENERATIONS
 from jpaged.device.mesh import MESH_AXES, build_mesh
 from jpaged.device.programs.lowering import abstract_serving
 from jpaged.device.step.forward import forward_packing
-from jpaged.models.model import model_for
+from jpaged.models.model import Model
 
 NUM_TOKENS = 16
 OPTIONS = {
@@ -39,7 +39,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", GENERATIONS)
 def test_the_forward_lowers_with_its_attention_kernel(name: str) -> None:
-    model = model_for(known_config("llama-3-8b"), jnp.dtype("bfloat16"))
+    model = Model(known_config("llama-3-8b"), jnp.dtype("bfloat16"))
     step, geometry, _ = abstract_serving(model, EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:1]))
     layout = dataclasses.replace(step.attention.layout, form="tpu")
     attention = dataclasses.replace(step.attention, layout=layout)

@@ -7,7 +7,7 @@ import pytest
 from jpaged.capacity.known_models import KNOWN_MODELS, find_known, known_config
 from jpaged.checkpoints.names import num_params
 from jpaged.errors import NotFound
-from jpaged.models.config import ModelConfig
+from jpaged.models.hf_config import from_hf
 from tests.models.tiny import tensors, tiny_cases
 
 # As the hub counts the tensors of the repository that each is of (a tied output matrix once); OPT-175B is in no
@@ -51,7 +51,7 @@ def test_every_model_has_the_published_number_of_parameters() -> None:
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
 def test_parameters_are_counted_as_a_checkpoint_holds_them(case) -> None:
-    assert num_params(ModelConfig.from_hf(case.config)) == sum(tensor.size for tensor in tensors(case).values())
+    assert num_params(from_hf(case.config)) == sum(tensor.size for tensor in tensors(case).values())
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from jpaged.checkpoints.safetensors_writer import StoredTensor
 from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.weights import load_params, put_as
 from jpaged.errors import InvalidArgument, Unavailable, Unsupported
-from jpaged.models.config import ModelConfig
+from jpaged.models.hf_config import from_hf, to_hf
 from tests.device.sharded import model_of, place
 from tests.models.tiny import TinyCase, tensors, tiny_case, tiny_cases, write_checkpoint
 
@@ -233,7 +233,7 @@ def test_what_one_mesh_saves_is_the_published_model(name, layer_mode, to, tmp_pa
     save_params(params, model.config, tmp_path / "saved", ConversionOptions(to), num_parts=size)
     convert_folder(tmp_path / "saved", tmp_path / "again", TO_SAFETENSORS)
     assert_same_bits(load_file(tmp_path / "again" / "model.safetensors"), tensors(case))
-    assert hub.read_config(tmp_path / "saved").to_hf() == model.config.to_hf() | {"dtype": "float32"}
+    assert to_hf(hub.read_config(tmp_path / "saved")) == to_hf(model.config) | {"dtype": "float32"}
     one = place(model, 1, layer_mode)
     restored = load_params(model, tmp_path / "saved", layer_mode, put=put_as(one.shardings))
     jax.tree.map(
@@ -466,4 +466,4 @@ def test_a_config_that_is_not_served_is_not_converted(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(Unsupported, match="architecture 'GPT2LMHeadModel' is not supported"):
         convert_folder(source, tmp_path / "new", TO_ORBAX)
-    assert ModelConfig.from_hf(config).architecture == "LlamaForCausalLM"
+    assert from_hf(config).architecture == "LlamaForCausalLM"

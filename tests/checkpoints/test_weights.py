@@ -18,8 +18,8 @@ from jpaged.checkpoints.conversion import ConversionOptions, save_params
 from jpaged.checkpoints.weights import LeafPath, Read, load_params, put_as
 from jpaged.device.mesh import Placement, build_mesh
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.models.config import ModelConfig
-from jpaged.models.model import Model, model_for
+from jpaged.models.hf_config import from_hf
+from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 from tests.models.tiny import TinyCase, tensors, tiny_case, tiny_cases, write_checkpoint
 
@@ -27,7 +27,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def model_of(case: TinyCase, dtype: DTypeLike = jnp.float32) -> Model:
-    return model_for(ModelConfig.from_hf(case.config), np.dtype(dtype))
+    return Model(from_hf(case.config), np.dtype(dtype))
 
 
 def rewrite(case: TinyCase, folder: Path, change: Callable[[Tensors], object]) -> Path:

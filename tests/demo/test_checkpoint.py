@@ -12,20 +12,20 @@ from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument
-from jpaged.models.model import model_for
+from jpaged.models.model import Model
 
 FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
 def load(dtype="bfloat16", layer_mode="loop", folder=FOLDER):
-    return load_params(model_for(read_config(folder), jnp.dtype(dtype)), folder, layer_mode)
+    return load_params(Model(read_config(folder), jnp.dtype(dtype)), folder, layer_mode)
 
 
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_loads_with_the_shapes_of_its_config(dtype, layer_mode):
     params = load(dtype, layer_mode)
-    want = model_for(read_config(FOLDER), jnp.dtype(dtype)).abstract_params(layer_mode)
+    want = Model(read_config(FOLDER), jnp.dtype(dtype)).abstract_params(layer_mode)
     described = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
     assert described == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), want)
 

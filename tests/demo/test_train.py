@@ -12,7 +12,7 @@ import pytest
 from benchmarks.demo_model.data import Lesson, batch, encode
 from benchmarks.demo_model.tokenizer import train_tokenizer
 from benchmarks.demo_model.train import PHASES, Phase, TrainSettings, demo_config, loss_sum, train
-from jpaged.models.llama import Llama
+from jpaged.models.model import Model
 
 SETTINGS = TrainSettings(
     seed=3, num_rows=1, row_len=512, num_warmup_steps=4, phases=(Phase(20, 1e-2, Lesson()),), dtype="float32"
@@ -33,7 +33,7 @@ def config(tokenizer):
 
 
 def mean_loss(config, params, rows):
-    total, count = loss_sum(Llama(config, jnp.dtype(jnp.float32)), params, rows)
+    total, count = loss_sum(Model(config, jnp.dtype(jnp.float32)), params, rows)
     return float(total / count)
 
 
@@ -53,7 +53,7 @@ def plain_attend(mask_bst, q_thd, k_tkd, v_tkd, carry, layer_index):
 
 def test_a_few_steps_reduce_the_loss(config, tokenizer):
     rows = batch(tokenizer, 99, 0, (1, 512), Lesson())
-    before = Llama(config, jnp.dtype(jnp.float32)).init_params(jax.random.key(SETTINGS.seed), "loop")
+    before = Model(config, jnp.dtype(jnp.float32)).init_params(jax.random.key(SETTINGS.seed), "loop")
     after = train(config, SETTINGS, tokenizer, SETTINGS.num_steps)
     assert mean_loss(config, before, rows) == pytest.approx(np.log(512), rel=0.02)
     assert mean_loss(config, after, rows) < 5.5
@@ -63,13 +63,12 @@ def test_the_gradient_is_that_of_plain_float32_operations(config, tokenizer, mon
     rows = batch(tokenizer, 5, 0, (2, 384), Lesson(emphasis=2.0))
 
     def gradient(dtype):
-        model = Llama(config, jnp.dtype(dtype))
+        model = Model(config, jnp.dtype(dtype))
         params = model.init_params(jax.random.key(1), "loop")
         return jax.jit(jax.grad(lambda params: loss_sum(model, params, rows)[0] / 100))(params)
 
     ours, low = gradient("float32"), gradient("bfloat16")
     monkeypatch.setattr("jpaged.models.layers.dot", plain_dot)
-    monkeypatch.setattr("jpaged.models.llama.dot", plain_dot)
     monkeypatch.setattr("benchmarks.demo_model.train.attend", plain_attend)
     monkeypatch.setattr("benchmarks.demo_model.train.cross_entropy", optax.softmax_cross_entropy_with_integer_labels)
     want = gradient("float32")
@@ -148,7 +147,7 @@ def test_documents_lie_in_rows_whole_and_only_answers_are_learnt(tokenizer):
 
 
 def test_attention_stays_inside_a_document(config, tokenizer):
-    model = Llama(config, jnp.dtype(jnp.float32))
+    model = Model(config, jnp.dtype(jnp.float32))
     params = model.init_params(jax.random.key(0), "loop")
     rows = batch(tokenizer, 1, 0, (1, 2048), Lesson())
     is_second = rows.segments == 2

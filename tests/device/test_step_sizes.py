@@ -17,7 +17,7 @@ from jpaged.device.aot.tpu import TOPOLOGIES, Topology
 from jpaged.device.step_sizes import Attention, StepSizes
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig
-from jpaged.models.model import model_for
+from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split
 
 OWN = {"tpu": "pallas-tpu", "gpu": "pallas-gpu"}
@@ -34,7 +34,7 @@ def attention(
     name: str = "llama-3.1-8b", platform: str = "tpu", num_parts: int = 1, dtype: str = "bfloat16", **options: Any
 ) -> Attention:
     device: Any = Device(platform)
-    return Attention(model_for(known_config(name), jnp.dtype(dtype)), EngineConfig.load(options), device, num_parts)
+    return Attention(Model(known_config(name), jnp.dtype(dtype)), EngineConfig.load(options), device, num_parts)
 
 
 def sizes(*arguments: Any, **options: Any) -> tuple[int, int, int]:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jpaged.config import EngineConfig, StartupOptions
 from jpaged.device.executor import JaxExecutor
-from jpaged.models.config import LlamaConfig
 from jpaged.models.layers import Params
-from jpaged.models.llama import Llama
+from jpaged.models.llama.config import LlamaConfig
+from jpaged.models.model import Model
 from jpaged.models.rope_config import RopeConfig
 from jpaged.models.stack import LayerMode
 
@@ -45,8 +45,8 @@ OPTIONS = EngineConfig.load(
 WITHOUT_WAITING = dataclasses.replace(OPTIONS, startup=StartupOptions(wait_for_all_programs=False))
 
 
-def model(dtype: str = "float32") -> Llama:
-    return Llama(CONFIG, jnp.dtype(dtype))
+def model(dtype: str = "float32") -> Model:
+    return Model(CONFIG, jnp.dtype(dtype))
 
 
 @functools.cache

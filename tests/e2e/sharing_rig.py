@@ -20,8 +20,8 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.executor import BlockMoves, CascadeCosts, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.load import EngineLoad
-from jpaged.models.config import ModelConfig
-from jpaged.models.model import model_for
+from jpaged.models.hf_config import from_hf
+from jpaged.models.model import Model
 from jpaged.service.input_processor import InputProcessor
 from jpaged.types import OutputEvent, SamplingParams
 from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
@@ -56,7 +56,7 @@ def make_executors(case: TinyCase, folder: Path, **options: Any) -> list[JaxExec
 
 def cold_executors(case: TinyCase, folder: Path, **options: Any) -> list[JaxExecutor]:
     """With parameters and pools, and no program yet."""
-    model = model_for(ModelConfig.from_hf(case.config), np.dtype(np.float32))
+    model = Model(from_hf(case.config), np.dtype(np.float32))
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_TOKENS, "block_size": BLOCK_SIZE, "num_blocks": 200}
     config = EngineConfig.load({**defaults, "swap_space": 0.005, "wait_for_all_programs": True, **options})
     meshes = serving_meshes(config.parallel.tensor_parallel_size, config.parallel.data_parallel_size)

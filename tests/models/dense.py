@@ -11,6 +11,7 @@ import numpy as np
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
+from jpaged.models.tokens import TokenBatch
 
 
 def attend(q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: tuple, layer_index: jax.Array):
@@ -28,7 +29,7 @@ def logits(model: Model, params: Params, token_ids_t: jax.Array, prompt_len: jax
     """Float32 logits `[T, V]` after every token, of which the first `prompt_len` are the prompt."""
     positions_t = jnp.arange(token_ids_t.shape[0], dtype=jnp.int32)
     rope_lens_t = jnp.maximum(positions_t + 1, prompt_len)
-    hidden_te, _ = model.run(params, token_ids_t, positions_t, rope_lens_t, attend, (), layer_mode)
+    hidden_te, _ = model.run(params, TokenBatch(token_ids_t, positions_t, rope_lens_t), attend, (), layer_mode)
     return model.logits(params, hidden_te)
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.models.config import LlamaConfig, ModelConfig, OptConfig
+from jpaged.models.hf_config import from_hf, to_hf
+from jpaged.models.llama.config import LlamaConfig
+from jpaged.models.opt.config import OptConfig
 from jpaged.models.rope_config import RopeConfig
 from tests.models.tiny import TinyCase, tiny_case, tiny_cases
 
@@ -77,7 +79,7 @@ def config(settings: Mapping[str, object], family: str = "Llama") -> Mapping[str
 
 
 def test_a_published_config_is_read_whole() -> None:
-    assert ModelConfig.from_hf(SMOLLM2) == LlamaConfig(
+    assert from_hf(SMOLLM2) == LlamaConfig(
         architecture="LlamaForCausalLM",
         vocab_size=49152,
         hidden_size=576,
@@ -97,7 +99,7 @@ def test_a_published_config_is_read_whole() -> None:
 
 
 def test_a_published_config_of_opt_is_read_whole() -> None:
-    assert ModelConfig.from_hf(OPT_13B) == OptConfig(
+    assert from_hf(OPT_13B) == OptConfig(
         architecture="OPTForCausalLM",
         vocab_size=50272,
         hidden_size=5120,
@@ -133,7 +135,7 @@ def test_a_published_config_of_opt_is_read_whole() -> None:
 )
 def test_what_opt_does_not_compute_is_refused_by_name(settings: Mapping[str, object], named: str) -> None:
     with pytest.raises(Unsupported) as refusal:
-        ModelConfig.from_hf({**OPT_13B, **settings})
+        from_hf({**OPT_13B, **settings})
     assert named in str(refusal.value)
 
 
@@ -149,21 +151,21 @@ def test_what_opt_does_not_compute_is_refused_by_name(settings: Mapping[str, obj
 )
 def test_a_malformed_value_of_opt_is_refused(settings: Mapping[str, object], named: str) -> None:
     with pytest.raises(InvalidArgument) as refusal:
-        ModelConfig.from_hf({**OPT_13B, **settings})
+        from_hf({**OPT_13B, **settings})
     assert named in str(refusal.value)
 
 
 def test_only_a_dynamic_rope_limits_shared_prefixes() -> None:
     dynamic = config({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
-    assert ModelConfig.from_hf(dynamic).max_prefix_len == 256
-    assert ModelConfig.from_hf(config({})).max_prefix_len is None
-    assert ModelConfig.from_hf(OPT_13B).max_prefix_len is None
+    assert from_hf(dynamic).max_prefix_len == 256
+    assert from_hf(config({})).max_prefix_len is None
+    assert from_hf(OPT_13B).max_prefix_len is None
 
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
 def test_a_config_survives_being_written_and_read(case: TinyCase) -> None:
-    read = ModelConfig.from_hf(case.config)
-    again = ModelConfig.from_hf(read.to_hf())
+    read = from_hf(case.config)
+    again = from_hf(to_hf(read))
     assert again == read
     assert hash(again) == hash(read)
 
@@ -172,7 +174,7 @@ def test_both_styles_of_rope_settings_are_the_same_model() -> None:
     scaling = {"factor": 4.0, "original_max_position_embeddings": 64}
     old = config({"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **scaling}})
     new = config({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **scaling}})
-    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
+    assert from_hf(old) == from_hf(new)
 
 
 @pytest.mark.parametrize(
@@ -187,14 +189,14 @@ def test_both_styles_of_rope_settings_are_the_same_model() -> None:
     ],
 )
 def test_the_rope_sets_the_longest_sequence(rope: Mapping[str, object], max_model_len: int) -> None:
-    assert ModelConfig.from_hf(config({"rope_parameters": rope})).max_model_len == max_model_len
+    assert from_hf(config({"rope_parameters": rope})).max_model_len == max_model_len
 
 
 def test_generation_config_names_the_tokens_that_end_a_sequence() -> None:
-    assert ModelConfig.from_hf(config({"eos_token_id": [5, 6]})).eos_token_ids == (5, 6)
-    assert ModelConfig.from_hf(config({"eos_token_id": 5}), {"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
-    assert ModelConfig.from_hf(config({"eos_token_id": 5}), {"temperature": 0.6}).eos_token_ids == (5,)
-    assert ModelConfig.from_hf(config({"eos_token_id": None})).eos_token_ids == ()
+    assert from_hf(config({"eos_token_id": [5, 6]})).eos_token_ids == (5, 6)
+    assert from_hf(config({"eos_token_id": 5}), {"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
+    assert from_hf(config({"eos_token_id": 5}), {"temperature": 0.6}).eos_token_ids == (5,)
+    assert from_hf(config({"eos_token_id": None})).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_generation_config_names_the_tokens_that_end_a_sequence() -> None:
 )
 def test_what_the_model_code_does_not_compute_is_refused_by_name(settings: Mapping[str, object], named: str) -> None:
     with pytest.raises(Unsupported) as refusal:
-        ModelConfig.from_hf(config(settings))
+        from_hf(config(settings))
     assert named in str(refusal.value)
 
 
@@ -251,9 +253,9 @@ def test_a_sliding_window_is_refused_exactly_where_it_would_hide_a_token(
     window = theirs.sliding_window if "sliding_attention" in layer_types else None
     if window is not None and window < 256:
         with pytest.raises(Unsupported, match="sliding_window is 64"):
-            ModelConfig.from_hf(hf)
+            from_hf(hf)
     else:
-        assert ModelConfig.from_hf(hf).max_model_len == 256
+        assert from_hf(hf).max_model_len == 256
 
 
 @pytest.mark.parametrize(
@@ -305,14 +307,14 @@ def test_a_malformed_value_is_refused_with_its_field_value_and_limit(
     settings: Mapping[str, object], named: str
 ) -> None:
     with pytest.raises(InvalidArgument) as refusal:
-        ModelConfig.from_hf(config(settings))
+        from_hf(config(settings))
     assert named in str(refusal.value)
 
 
 @pytest.mark.parametrize(("family", "bias"), [("Qwen2", False), ("Mistral", True)])
 def test_a_family_with_fixed_biases_refuses_a_config_that_says_otherwise(family: str, bias: bool) -> None:
     with pytest.raises(Unsupported, match="attention_bias is"):
-        ModelConfig.from_hf(config({"attention_bias": bias, "sliding_window": None}, family))
+        from_hf(config({"attention_bias": bias, "sliding_window": None}, family))
 
 
 def test_a_rope_that_starts_from_the_length_of_pretraining_must_be_told_it() -> None:

@@ -12,11 +12,13 @@ from numpy.typing import DTypeLike
 
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument
-from jpaged.models.config import ModelConfig
+from jpaged.models.hf_config import from_hf
 from jpaged.models.layers import Params
-from jpaged.models.llama import Llama
-from jpaged.models.model import Model, model_for
+from jpaged.models.llama.config import LlamaConfig
+from jpaged.models.model import Model
+from jpaged.models.rope import cos_sin
 from jpaged.models.stack import LayerMode, run_layers
+from jpaged.models.tokens import TokenBatch
 from tests.models import dense
 from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
 
@@ -25,7 +27,7 @@ TOKENS = np.random.default_rng(0).integers(0, 131, 12).astype(np.int32)
 
 
 def model_of(case: TinyCase, dtype: DTypeLike = jnp.float32) -> Model:
-    return model_for(ModelConfig.from_hf(case.config), np.dtype(dtype))
+    return Model(from_hf(case.config), np.dtype(dtype))
 
 
 def params_of(case: TinyCase, folder: Path, layer_mode: LayerMode = "loop") -> Params:
@@ -33,8 +35,8 @@ def params_of(case: TinyCase, folder: Path, layer_mode: LayerMode = "loop") -> P
 
 
 def rope_of(model: Model, positions: np.ndarray, rope_lens: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    assert isinstance(model, Llama)
-    return model.rope(jnp.asarray(positions), jnp.asarray(rope_lens))
+    assert isinstance(model.config, LlamaConfig)
+    return cos_sin(model.config.rope, model.config.head_dim, jnp.asarray(positions), jnp.asarray(rope_lens))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_a_loop_traces_and_lowers_its_layer_once() -> None:
 
     def run(params):
         positions = jnp.arange(12)
-        return model.run(params, jnp.asarray(TOKENS), positions, positions + 1, attend, (), "loop")[0]
+        return model.run(params, TokenBatch(jnp.asarray(TOKENS), positions, positions + 1), attend, (), "loop")[0]
 
     text = jax.jit(run).lower(model.abstract_params("loop")).as_text()
     assert num_traces == 1

@@ -80,7 +80,7 @@ def test_groups_are_repeated_with_their_share_of_the_queries() -> None:
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
 def test_every_leaf_has_a_name_for_every_axis(case, layer_mode) -> None:
     params = model_of(case.name).abstract_params(layer_mode)
-    axes = logical_axes(params, layer_mode)
+    axes = logical_axes(model_of(case.name).config, layer_mode)
     jax.tree.map(lambda leaf, names: None if leaf.ndim == len(names) else pytest.fail(str(names)), params, axes)
 
 

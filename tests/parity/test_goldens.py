@@ -14,8 +14,8 @@ import pytest
 from jpaged.checkpoints.weights import load_params
 from jpaged.device.executor import JaxExecutor
 from jpaged.llm import LLM
-from jpaged.models.config import ModelConfig
-from jpaged.models.model import model_for
+from jpaged.models.hf_config import from_hf
+from jpaged.models.model import Model
 from jpaged.types import CompletionOutput, SamplingParams
 from tests.e2e.rig import chosen_logprobs, generate, only, open_llm, random_prompts, write_model
 from tests.models import dense
@@ -43,7 +43,7 @@ def read_model(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", cases.MODELS.values(), ids=lambda case: case.name)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(case: TinyCase, tmp_path: Path) -> None:
     golden = read_model(case.name)
-    model = model_for(ModelConfig.from_hf(case.config), np.dtype(jnp.float32))
+    model = Model(from_hf(case.config), np.dtype(jnp.float32))
     params = load_params(model, write_checkpoint(case, tmp_path), "loop")
     prompt = case.prompt()
     assert prompt == golden["prompt"]

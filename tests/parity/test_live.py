@@ -16,9 +16,10 @@ from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine.output.beam import EarlyStopping
-from jpaged.models.config import ModelConfig
-from jpaged.models.llama import Llama
-from jpaged.models.model import model_for
+from jpaged.models.hf_config import from_hf
+from jpaged.models.llama.config import LlamaConfig
+from jpaged.models.model import Model
+from jpaged.models.rope import cos_sin
 from jpaged.types import SamplingParams
 from tests.e2e.rig import generate, only, open_llm
 from tests.models import dense
@@ -42,7 +43,7 @@ def random_ids(num_tokens: int, vocab_size: int = 131) -> np.ndarray:
 def test_logits_equal_those_of_transformers_at_any_length(case: TinyCase, tmp_path: Path) -> None:
     """At 131 tokens after each of them, and where the length itself turns positions at short ones, too."""
     write_checkpoint(case, tmp_path)
-    model = model_for(read_config(tmp_path), FLOAT32)
+    model = Model(read_config(tmp_path), FLOAT32)
     params = load_params(model, tmp_path, "loop")
     for num_tokens in (2, 63, 131) if "dynamic" in case.name else (131,):
         token_ids = random_ids(num_tokens)
@@ -53,7 +54,7 @@ def test_logits_equal_those_of_transformers_at_any_length(case: TinyCase, tmp_pa
 @pytest.mark.parametrize("name", ["llama_gqa_bias", "mistral_yarn", "qwen2_tied_yarn", "qwen3_tied", "opt_post_norm"])
 def test_a_checkpoint_that_we_write_is_read_by_transformers_to_the_same_logits(name: str, tmp_path: Path) -> None:
     case = tiny_case(name)
-    model = model_for(ModelConfig.from_hf(case.config), FLOAT32)
+    model = Model(from_hf(case.config), FLOAT32)
     params = load_params(model, write_checkpoint(case, tmp_path / "theirs"), "loop")
     save_params(params, model.config, tmp_path / "ours", ConversionOptions("safetensors"))
     token_ids = np.array(case.prompt(), np.int32)
@@ -72,9 +73,9 @@ def test_positions_far_out_keep_their_frequencies(tmp_path: Path) -> None:
         torch.zeros(1), torch.tensor(positions[None].astype(np.int64))
     )
     half = cos.shape[-1] // 2
-    model = model_for(read_config(tmp_path), FLOAT32)
-    assert isinstance(model, Llama)
-    ours = model.rope(jnp.asarray(positions), jnp.asarray(positions) + 1)
+    config = read_config(tmp_path)
+    assert isinstance(config, LlamaConfig)
+    ours = cos_sin(config.rope, config.head_dim, jnp.asarray(positions), jnp.asarray(positions) + 1)
     np.testing.assert_allclose(ours[0], cos[0, :, :half].numpy(), rtol=0, atol=1e-5)
     np.testing.assert_allclose(ours[1], sin[0, :, :half].numpy(), rtol=0, atol=1e-5)
 
@@ -85,7 +86,7 @@ def test_positions_far_out_keep_their_frequencies(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 100, 384])
 def test_logits_of_the_packaged_model_equal_those_of_transformers(num_tokens: int) -> None:
     config = read_config(demo.FOLDER)
-    model = model_for(config, FLOAT32)
+    model = Model(config, FLOAT32)
     token_ids = random_ids(num_tokens, config.vocab_size)
     logits = dense.logits(model, load_params(model, demo.FOLDER, "loop"), token_ids, num_tokens)
     np.testing.assert_allclose(logits, make.logits(make.load(demo.FOLDER), token_ids), rtol=0, atol=1e-4)

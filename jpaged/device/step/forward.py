@@ -29,6 +29,7 @@ from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, p
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
+from jpaged.models.tokens import TokenBatch
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -115,10 +116,9 @@ class Step:
             return self._attend(q_thd, (k_tkd, v_tkd, inputs.slots_t), pool, layer_index, inputs.rows, scales_lk2)
 
         fed_back_t = last_tokens_s[inputs.prev_sampled_rows_t]
-        token_ids_t = jnp.where(inputs.is_fed_back_t, fed_back_t, inputs.token_ids_t)
-        hidden_te, pool = self.model.run(
-            dict(params), token_ids_t, inputs.positions_t, inputs.rope_lens_t, attend, pool, self.layer_mode
-        )
+        ids_t = jnp.where(inputs.is_fed_back_t, fed_back_t, inputs.token_ids_t)
+        tokens = TokenBatch(ids_t, inputs.positions_t, inputs.rope_lens_t)
+        hidden_te, pool = self.model.run(dict(params), tokens, attend, pool, self.layer_mode)
         num_missing = self.num_places - inputs.sample_tokens_s.shape[0]
         return pool, hidden_te[jnp.pad(inputs.sample_tokens_s, (0, num_missing))]
 

@@ -13,7 +13,7 @@ from jpaged.config import EngineConfig
 from jpaged.device.mesh import Placement, build_mesh
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import plan, program_lowerings
-from jpaged.models.llama import Llama
+from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
 from tests.device.programs.hlo import pool_sized_operations
@@ -55,7 +55,7 @@ def test_a_sample_copies_no_logits(want_top_logprobs: bool, num_devices: int) ->
     """Of a size that nothing but logits has: no weight, and no top log-probabilities."""
     num_rows, options = 24, EngineConfig.load({"max_num_seqs": 24, "max_num_batched_tokens": 24, "max_model_len": 64})
     mesh, config = build_mesh(jax.devices()[:num_devices]), dataclasses.replace(tiny_model.CONFIG, vocab_size=397)
-    model = Placement.of(Llama(config, jnp.dtype("float32")), mesh, "loop").model
+    model = Placement.of(Model(config, jnp.dtype("float32")), mesh, "loop").model
     step, geometry = plan(model, options, "loop", 64, mesh)
     params = Placement.of(model, mesh, "loop").abstract_params()
     spec = ProgramSpec("sample", num_rows, want_top_logprobs=want_top_logprobs)

@@ -1,0 +1,137 @@
+"""A model's config, read from a Hugging Face config.json and written to one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jpaged.errors import Unsupported
+from jpaged.models.config import ModelConfig
+from jpaged.models.json_fields import JsonFields
+from jpaged.models.registry import find_family
+
+# Keys that say nothing about what the model computes in inference.
+_HARMLESS = (
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_commit_hash",
+    "_name_or_path",
+    "name_or_path",
+    "activation_dropout",
+    "architectures",
+    "attention_dropout",
+    "attn_implementation",
+    "dropout",
+    "finetuning_task",
+    "id2label",
+    "init_std",
+    "initializer_range",
+    "is_llama_config",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "layerdrop",
+    "model_type",
+    "num_labels",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "task_specific_params",
+    "tokenizer_class",
+    "transformers.js_config",
+    "transformers_version",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+)
+
+# Sampling defaults of old checkpoints: a request states its own.
+_GENERATION_DEFAULTS = (
+    "do_sample",
+    "max_length",
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+)
+
+
+def from_hf(config: Mapping[str, object], generation: Mapping[str, object] | None = None) -> ModelConfig:
+    """Reads a Hugging Face config.json; the result is of the architecture's subclass.
+
+    Args:
+        config: the parsed file.
+        generation: the parsed generation_config.json beside it. Only its `eos_token_id` is read, which wins
+            over that of config.json, as in transformers' generate; its sampling defaults belong to requests.
+
+    Raises:
+        Unsupported: an architecture or a setting that this model code does not compute.
+        InvalidArgument: a missing or malformed value.
+    """
+    fields = JsonFields(config, "config.json")
+    architecture = _architecture(fields)
+    family = find_family(architecture)
+    fields.ignore(_HARMLESS + _GENERATION_DEFAULTS)
+    _refuse_other_forms(fields)
+    eos = fields.token_ids("eos_token_id")
+    generation_eos = JsonFields(generation or {}, "generation_config.json").token_ids("eos_token_id")
+    result: ModelConfig = replace(
+        family.read(fields, architecture),
+        eos_token_ids=generation_eos or eos,
+        bos_token_id=fields.integer("bos_token_id", minimum=0) if fields.has("bos_token_id") else None,
+        checkpoint_dtype=_checkpoint_dtype(fields),
+    )
+    fields.finish()
+    return result
+
+
+def to_hf(config: ModelConfig) -> dict[str, object]:
+    """The config.json that `from_hf` reads back to an equal value (transformers 5 layout)."""
+    family = find_family(config.architecture)
+    return {
+        "architectures": [config.architecture],
+        "model_type": family.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "bos_token_id": config.bos_token_id,
+        "dtype": config.checkpoint_dtype,
+    } | family.to_hf(config)
+
+
+def _architecture(fields: JsonFields) -> str:
+    names = fields.value("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise fields.bad("architectures", f"is {names!r}; it must be a list of one name")
+    return names[0]
+
+
+def _checkpoint_dtype(fields: JsonFields) -> str | None:
+    old, new = (fields.value(key) for key in ("torch_dtype", "dtype"))
+    value = old if new is None else new
+    if value is None:
+        return None
+    name = str(value).removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise Unsupported(f"config.json: dtype is {value!r}; supported: float32, bfloat16, float16")
+    return name
+
+
+def _refuse_other_forms(fields: JsonFields) -> None:
+    fields.only("quantization_config", why="quantised checkpoints are not supported; take the original weights")
+    fields.only("auto_map", why="model code that comes with a checkpoint is never run")
+    fields.only("pretraining_tp", 0, 1, why="split projections are not supported; only 1 is")
+    fields.only("rope_interleaved", False, why="only half-split rotary embedding is supported")
+    fields.only("use_mrope", False, why="multimodal rotary embedding is not supported")
+    fields.only("chunk_size_feed_forward", 0, why="a chunked feed-forward is not supported; only 0 is")
+    for key in ("num_experts", "num_local_experts"):
+        fields.only(key, 0, why="mixtures of experts are not supported")
+    for key in ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "torchscript"):
+        fields.only(key, False, why="only decoder-only models are supported")

@@ -1,0 +1,21 @@
+"""The OPT family (Zhang et al. 2022): learned positions, layer norms, a plain feed-forward.
+
+config.py   what it reads of a config.json
+modules.py  one layer, and what is around the layers
+leaves.py   the leaves of its parameters: axes, and tensors in a checkpoint
+"""
+
+from jpaged.models.family import Family, Modules
+from jpaged.models.opt.config import OptConfig, read, to_hf
+from jpaged.models.opt.leaves import layer_leaves, name_prefix, outer_leaves
+
+
+def _modules() -> Modules[OptConfig]:
+    from jpaged.models.opt.modules import OptEnds, OptLayer
+
+    return Modules(OptEnds, OptLayer)
+
+
+ARCHITECTURES = {
+    "OPTForCausalLM": Family("opt", read, to_hf, _modules, outer_leaves, layer_leaves, name_prefix),
+}

@@ -1,0 +1,105 @@
+"""The modules of the OPT family: one layer, and what is around the layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jpaged.models.layers import Attend, Embedding, Ends, EndsKeys, LayerNorm, Linear, QKVLinear
+from jpaged.models.opt.config import POSITION_OFFSET, Activation, OptConfig
+from jpaged.models.tokens import TokenBatch
+
+_NORM_EPS = 1e-5
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """The activation in float32, returned in x's type; gelu is the exact one."""
+    x32 = x.astype(jnp.float32)
+    return (jax.nn.relu(x32) if activation == "relu" else jax.nn.gelu(x32, approximate=False)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Projections around an injected attention."""
+
+    def __init__(self, config: OptConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+        self.qkv = QKVLinear(config, config.use_bias, dtype, rngs)
+        self.out = Linear(config.hidden_size, (config.hidden_size,), config.use_bias, dtype, rngs)
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, config: OptConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+        self.up = Linear(config.hidden_size, (config.intermediate_size,), config.use_bias, dtype, rngs)
+        self.down = Linear(config.intermediate_size, (config.hidden_size,), config.use_bias, dtype, rngs)
+        self.activation = config.activation
+
+    def __call__(self, x_te: jax.Array) -> jax.Array:
+        """`[T, E]` to `[T, E]`."""
+        return self.down(activate(self.up(x_te), self.activation))
+
+
+class OptLayer(nnx.Module):
+    """Attention and feed-forward, each with a residual sum and a norm.
+
+    norm_first      x + f(norm(x))       all sizes but one
+    otherwise       norm(x + f(x))       350M
+    """
+
+    def __init__(self, config: OptConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+        self.attention_norm = LayerNorm(config.hidden_size, _NORM_EPS, config.norm_affine, dtype)
+        self.attention = Attention(config, dtype, rngs)
+        self.mlp_norm = LayerNorm(config.hidden_size, _NORM_EPS, config.norm_affine, dtype)
+        self.mlp = MLP(config, dtype, rngs)
+        self.norm_first = config.norm_first
+
+    def __call__(
+        self, x_te: jax.Array, shared: None, attend: Attend, carry: Any, layer_index: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """One layer over packed tokens; attend and carry as in `Model.run`."""
+        normed_te = self.attention_norm(x_te) if self.norm_first else x_te
+        o_thd, carry = attend(*self.attention.qkv.project(normed_te), carry, layer_index)
+        x_te = x_te + self.attention.out(o_thd.astype(x_te.dtype).reshape(x_te.shape[0], -1))
+        if self.norm_first:
+            return x_te + self.mlp(self.mlp_norm(x_te)), carry
+        x_te = self.attention_norm(x_te)
+        return self.mlp_norm(x_te + self.mlp(x_te)), carry
+
+
+class OptEnds(Ends):
+    """The embeddings of tokens and positions, a norm where there is one, and the output matrix.
+
+    Where the embedding is narrower than the layers, matrices lead into them and out of them.
+    """
+
+    def __init__(self, config: OptConfig, dtype: np.dtype, keys: EndsKeys) -> None:
+        (embed_key, position_key, in_key), (out_key, head_key) = (
+            jax.random.split(key, num) for key, num in zip(keys, (3, 2), strict=True)
+        )
+        width, embed_size = config.hidden_size, config.embed_size
+        super().__init__(config, embed_size, dtype, (embed_key, head_key))
+        num_positions = config.max_position_embeddings + POSITION_OFFSET
+        self.positions = Embedding(num_positions, width, dtype, position_key)
+        is_narrow = embed_size != width
+        self.project_in = Linear(embed_size, (width,), False, dtype, nnx.Rngs(in_key)) if is_narrow else None
+        self.project_out = Linear(width, (embed_size,), False, dtype, nnx.Rngs(out_key)) if is_narrow else None
+        self.norm = LayerNorm(width, _NORM_EPS, config.norm_affine, dtype) if config.final_norm else None
+
+    def begin(self, tokens: TokenBatch) -> tuple[jax.Array, None]:
+        """See `Ends`; layers share nothing."""
+        x_te = self.embed(tokens.ids_t)
+        if self.project_in is not None:
+            x_te = self.project_in(x_te)
+        return x_te + self.positions(tokens.positions_t + POSITION_OFFSET), None
+
+    def finish(self, x_te: jax.Array) -> jax.Array:
+        """See `Ends`."""
+        return x_te if self.norm is None else self.norm(x_te)
+
+    def logits(self, hidden_re: jax.Array) -> jax.Array:
+        """See `Ends`."""
+        return super().logits(hidden_re if self.project_out is None else self.project_out(hidden_re))

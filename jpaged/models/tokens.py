@@ -1,0 +1,23 @@
+"""What packed tokens bring to a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The tokens of a call, packed in one axis T.
+
+    Attributes:
+        ids_t: int32 `[T]`, all below vocab_size.
+        positions_t: int32 `[T]`, the token's place in its sequence.
+        rope_lens_t: int32 `[T]`, see `jpaged.models.rope.cos_sin`; learned positions do not depend on it.
+    """
+
+    ids_t: jax.Array
+    positions_t: jax.Array
+    rope_lens_t: jax.Array
