@@ -117,7 +117,7 @@ class Loop:
         for request in _requests(geometry.max_num_seqs):
             group = Group(request, len(request.request_id), 0.0, _ignore, geometry.max_blocks_per_seq)
             self._publisher.open(group)
-            self._scheduler.add(group)
+            self._scheduler.queues.add(group)
 
     def step(self) -> tuple[float, float, float]:
         """Runs one step; the seconds of its parts."""

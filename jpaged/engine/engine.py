@@ -23,10 +23,10 @@ from jpaged.config import EngineConfig
 from jpaged.engine.deadlines import Deadlines, is_over
 from jpaged.engine.executor import Executor, Geometry, StepOutputs
 from jpaged.engine.histogram import HistogramSnapshot
-from jpaged.engine.kv.contiguous import make_memory
-from jpaged.engine.kv.paged import PrefixOptions
+from jpaged.engine.kv.blocks import Key
 from jpaged.engine.kv.pinned import Pin, PinnedPrefixes, pin_limit
-from jpaged.engine.kv.prefix_cache import Key
+from jpaged.engine.kv.policy import make_memory
+from jpaged.engine.kv.prefixes import PrefixOptions
 from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.batch import build_step_inputs
@@ -90,7 +90,9 @@ class Engine:
         prefix = PrefixOptions(is_enabled=config.cache.enable_prefix_caching, max_tokens=max_cached_tokens)
         self._memory = make_memory(geometry, config.cache.kv_policy, prefix)
         self._scheduler = Scheduler(self._memory, config.scheduler, geometry, executor.rates)
-        self._pins = PinnedPrefixes(self._memory, geometry, pin_limit(config.server.max_pinned_blocks, geometry))
+        self._pins = PinnedPrefixes(
+            self._memory.prefixes, geometry, pin_limit(config.server.max_pinned_blocks, geometry)
+        )
         self._publisher = OutputProcessor(tokenizer, eos_token_ids)
         self._stats = StepStats(geometry, clock)
         self._soundness = Soundness(self._memory, self._publisher, self._stats)
@@ -201,11 +203,13 @@ class Engine:
 
     def has_prefix(self, key: Key) -> bool:
         """A block with this key is cached, as far as another thread can know."""
-        return self._memory.has_prefix(key)
+        prefixes = self._memory.prefixes
+        return prefixes is not None and prefixes.has_prefix(key)
 
     def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
         """Full blocks of a prompt that are cached once it is computed."""
-        return self._memory.num_cacheable_blocks(num_prompt_tokens)
+        prefixes = self._memory.prefixes
+        return 0 if prefixes is None else prefixes.num_cacheable_blocks(num_prompt_tokens)
 
     def load(self) -> EngineLoad:
         """A snapshot of the last step's counts."""
@@ -276,12 +280,12 @@ class Engine:
             self._collect(*dispatched)
         if schedule.rows or dispatched is not None:
             self._stats.count_host(self.clock() - start_s - self._device_wait_s)
-        self._stats.end_step(self._memory, self._scheduler)
-        return bool(schedule.rows) or dispatched is not None or self._scheduler.has_work
+        self._stats.end_step(self._memory, self._scheduler.queues)
+        return bool(schedule.rows) or dispatched is not None or self._scheduler.queues.has_work
 
     def check(self) -> None:
         """Raises InternalError when a block is lost, shared by mistake, or free and in use."""
-        self._memory.check(self._scheduler.groups())
+        self._memory.check(self._scheduler.queues.groups())
 
     def _run(self) -> None:
         try:
@@ -353,7 +357,7 @@ class Engine:
             return
         self._groups[request.request_id] = group
         self._publisher.open(group)
-        self._scheduler.add(group)
+        self._scheduler.queues.add(group)
         self._deadlines.add(group)
 
     def _compute_prefix(self, pin: Pin, request: Request, future: Future[int]) -> None:
@@ -400,9 +404,8 @@ class Engine:
     def _forget(self, request_id: str, dropped_s: float) -> None:
         group = self._groups.get(request_id)
         if group is not None and self.failure is None:
-            group.ended_by = (
-                DEADLINE if is_over(group.request, group.arrival_s, dropped_s) else FinishReason.ABORT.value
-            )
+            is_late = is_over(group.request, group.arrival_s, dropped_s)
+            group.ended(DEADLINE if is_late else FinishReason.ABORT.value)
             self._release(group)
 
     def _release(self, group: Group) -> None:

@@ -14,6 +14,8 @@ in flight; two are between the dispatch of that step and the collection of the o
 
 A group of several sequences computes its prompt once: only its leader runs until the prompt is in the pool. Then the
 others fork from it, sharing every block, and each samples its own first token from the same logits.
+
+Fields are read by many and written here alone, by verbs that say what happened.
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from jpaged.engine.kv.block_pool import BlockTable
-from jpaged.engine.kv.prefix_cache import Key, root_key
+from jpaged.engine.kv.blocks import Key, KVHandle, root_key
 from jpaged.errors import InternalError
 from jpaged.types import OutputEvent, Request
 
@@ -54,24 +55,17 @@ class Sequence:
         num_computed_tokens: tokens whose keys and values are in the pool once every dispatched step has run.
         num_in_flight_tokens: tokens sampled by dispatched steps that were not collected yet.
         in_flight_row: the sequence's row in the last step that drew a token for it; used while that is in flight.
-        host_table: the sequence's blocks in host memory while it is swapped out.
-        root_key: what the chain of its block keys begins with; None when it takes no part in the prefix cache.
-        block_keys: the prefix cache's keys of its first full blocks, as far as they were needed.
-        num_registered_blocks: how many of its blocks were offered to the prefix cache.
+        kv: what the memory keeps of it.
     """
 
     __slots__ = (
-        "block_keys",
-        "block_table",
         "cumulative_logprob",
-        "host_table",
         "in_flight_row",
         "index",
+        "kv",
         "num_computed_tokens",
         "num_in_flight_tokens",
         "num_prompt_tokens",
-        "num_registered_blocks",
-        "root_key",
         "status",
         "token_ids",
     )
@@ -80,16 +74,12 @@ class Sequence:
         self.index = index
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.block_table = BlockTable(max_blocks)
-        self.host_table = BlockTable(max_blocks)
+        self.kv = KVHandle(max_blocks, root)
         self.status = Status.WAITING
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.in_flight_row = 0
         self.cumulative_logprob = 0.0
-        self.root_key = root
-        self.block_keys: list[Key] = []
-        self.num_registered_blocks = 0
 
     @property
     def num_tokens(self) -> int:
@@ -110,9 +100,54 @@ class Sequence:
     def is_live(self) -> bool:
         return self.status is not Status.FINISHED
 
+    def resume_at(self, num_tokens: int) -> None:
+        """The memory holds the keys and values of the first num_tokens, and of no other."""
+        self.num_computed_tokens = num_tokens
+
+    def dispatched(self, num_tokens: int, row: int, *, samples_token: bool) -> None:
+        """A step will compute the next num_tokens, and may sample the token after them, in that row."""
+        self.num_computed_tokens += num_tokens
+        if samples_token:
+            self.num_in_flight_tokens += 1
+            self.in_flight_row = row
+
+    def moved_to_row(self, row: int) -> None:
+        """The step that is put together has the sequence in another row."""
+        self.in_flight_row = row
+
+    def append(self, token_id: int, logprob: float) -> None:
+        """The oldest token in flight is collected."""
+        self.num_in_flight_tokens -= 1
+        self.token_ids.append(token_id)
+        self.cumulative_logprob += logprob
+
+    def discard_in_flight(self) -> None:
+        """The oldest token in flight is collected, and means nothing: a beam goes on with tokens that are chosen."""
+        self.num_in_flight_tokens -= 1
+
+    def become(self, index: int, token_id: int, cumulative_logprob: float) -> None:
+        """Goes on as the beam of that index, with a token that was chosen for it."""
+        self.index = index
+        self.token_ids.append(token_id)
+        self.cumulative_logprob = cumulative_logprob
+
+    def rewind(self, num_tokens: int) -> None:
+        """Goes back to its first num_tokens; the memory follows with a `rewind` of its own.
+
+        Raises:
+            InternalError: that would take back a part of the prompt, or tokens whose values the host does not know.
+        """
+        if not self.num_prompt_tokens <= num_tokens <= len(self.token_ids) or self.num_in_flight_tokens:
+            raise InternalError(
+                f"{self.num_prompt_tokens} prompt tokens, {len(self.token_ids)} in all and {self.num_in_flight_tokens} "
+                f"in flight cannot go back to {num_tokens}"
+            )
+        del self.token_ids[num_tokens:]
+        self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
+
     def branch(self, index: int) -> Sequence:
         """A sequence with the same tokens, in the same state, and without blocks."""
-        twin = Sequence(index, (), len(self.block_table.ids_m), self.root_key)
+        twin = Sequence(index, (), len(self.kv.table.ids_m), self.kv.root)
         twin.token_ids = list(self.token_ids)
         twin.num_prompt_tokens = self.num_prompt_tokens
         twin.cumulative_logprob = self.cumulative_logprob
@@ -202,9 +237,54 @@ class Group:
         leader = self.live[0]
         return self.status is Status.RUNNING and leader.num_computed_tokens >= leader.num_prompt_tokens
 
-    @property
-    def is_finished(self) -> bool:
-        return self.status is Status.FINISHED
+    def admitted(self, num_cached_tokens: int) -> bool:
+        """It runs, with so many tokens of its prompt in the pool; True the first time."""
+        is_first = self.num_cached_tokens is None
+        if is_first:
+            self.num_cached_tokens = num_cached_tokens
+        return is_first
+
+    def overtaken(self) -> None:
+        """A later arrival was admitted before it."""
+        self.num_overtaken += 1
+
+    def preempted(self) -> None:
+        """It had to make room."""
+        self.num_preemptions += 1
+
+    def forked(self) -> None:
+        """Every sequence of it has its own table."""
+        self.is_forked = True
+
+    def starts_over(self) -> None:
+        """Nothing of it is in the pool: its leader runs the prompt again before the others."""
+        self.is_forked = len(self.live) == 1
+
+    def continues_as(self, beams: list[Sequence]) -> None:
+        """The beams that live on take the place of those that were."""
+        self.sequences = beams
+        if self.status is Status.WAITING:  # it was preempted meanwhile, and runs its prompt first
+            self.starts_over()
+
+    def scheduled(self, now_s: float) -> None:
+        """Its first step is dispatched."""
+        self.first_scheduled_s = now_s
+
+    def sampled(self, num_tokens: int) -> None:
+        """A step sampled so many tokens for it."""
+        self.num_sampled_tokens += num_tokens
+
+    def collected(self, now_s: float) -> None:
+        """The results of a step with tokens for it are here."""
+        if self.last_token_s is None:
+            self.first_token_s = now_s
+        else:
+            self.token_gap_s = now_s - self.last_token_s
+        self.last_token_s = now_s
+
+    def ended(self, reason: str) -> None:
+        """Its last event is known, or nobody wants to have it."""
+        self.ended_by = reason
 
     def move_to(self, status: Status) -> None:
         """Moves the group and every live sequence of it."""

@@ -22,7 +22,7 @@ from jpaged.engine.executor import StepOutputs
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
-from jpaged.engine.sequence import Group
+from jpaged.engine.sequence import Group, Sequence
 from jpaged.engine.stats import StepStats
 from jpaged.errors import InternalError
 
@@ -44,7 +44,7 @@ class Soundness:
         for row in np.flatnonzero(~outputs.is_sound_r[: len(schedule.rows)]).tolist():
             scheduled = schedule.rows[row]
             if not scheduled.sequence.is_live:
-                self._memory.forget(scheduled.sequence)
+                self._forget(scheduled.sequence)
             elif scheduled.samples_token and scheduled.group not in failed:
                 failed[scheduled.group] = None
                 self._fail(scheduled)
@@ -60,6 +60,10 @@ class Soundness:
             self._has_told = True
             logger.error("request %r: %s; more of these are only counted", group.request.request_id, error)
         for sequence in group.sequences:
-            self._memory.forget(sequence)
+            self._forget(sequence)
         self._stats.count_not_finite()
         self._publisher.fail(group, error)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if self._memory.prefixes is not None:
+            self._memory.prefixes.forget(sequence)

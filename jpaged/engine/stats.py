@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 from jpaged.engine.executor import Geometry
 from jpaged.engine.histogram import Histogram, HistogramSnapshot
-from jpaged.engine.kv.contiguous import ReservedMemory
-from jpaged.engine.kv.paged import PagedMemory
+from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler import Queues
 from jpaged.engine.sequence import Group
 from jpaged.load import DURATIONS, EngineLoad
 from jpaged.types import FinishReason
@@ -52,8 +51,9 @@ class StepStats:
             self._counts.num_cascade_tokens += schedule.num_tokens_shared
         for group in schedule.admitted:
             if group.first_scheduled_s is None:
-                group.first_scheduled_s = self._clock()
-                self._histograms["queue_time"].observe(group.first_scheduled_s - group.arrival_s)
+                now_s = self._clock()
+                group.scheduled(now_s)
+                self._histograms["queue_time"].observe(now_s - group.arrival_s)
                 self._counts.num_prompt_tokens += len(group.request.prompt_token_ids)
 
     def count_token(self, group: Group, now_s: float) -> None:
@@ -81,19 +81,19 @@ class StepStats:
         self._counts.host_s += seconds
         self._histograms["host_step"].observe(seconds)
 
-    def end_step(self, memory: PagedMemory | ReservedMemory, scheduler: Scheduler) -> None:
+    def end_step(self, memory: KVMemory, queues: Queues) -> None:
         """Takes the gauges and makes the step visible to `snapshot`."""
         for gap_s, count in self._token_gaps_s.items():
             self._histograms["inter_token"].observe(gap_s, count)
         self._token_gaps_s.clear()
         use, done, now = memory.use(), memory.counts, self._counts
-        self._sum_stored_tokens += memory.num_stored_tokens(scheduler.holders)
+        self._sum_stored_tokens += memory.num_stored_tokens(queues.holders)
         now.sum_reserved_slots += memory.num_reserved_slots()
         now.slot_use = self._sum_stored_tokens / max(1, now.sum_reserved_slots)
         now.time_to_first_token_s = self._sum_first_token_s / max(1, now.num_first_tokens)
-        now.num_running = scheduler.num_running
-        now.num_waiting = scheduler.num_waiting
-        now.num_swapped = scheduler.num_swapped
+        now.num_running = len(queues.running)
+        now.num_waiting = queues.num_waiting
+        now.num_swapped = len(queues.swapped)
         now.num_blocks_free = use.num_free + use.num_cached
         now.num_blocks_empty = use.num_free
         now.num_blocks_cached = use.num_cached
@@ -108,14 +108,11 @@ class StepStats:
 
     def _note_sample(self, group: Group, now_s: float) -> None:
         """The first token that a step drew for a group."""
-        if group.last_token_s is None:
-            group.first_token_s = now_s
+        group.collected(now_s)
+        if group.token_gap_s is None:
             self._sum_first_token_s += now_s - group.arrival_s
             self._counts.num_first_tokens += 1
             self._histograms["time_to_first_token"].observe(now_s - group.arrival_s)
-        else:
-            group.token_gap_s = now_s - group.last_token_s
-        group.last_token_s = now_s
 
     def snapshot(self, num_compiles_after_warm_up: int) -> EngineLoad:
         return replace(self._load, num_compiles_after_warm_up=num_compiles_after_warm_up)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.sequence import Group, Status
 from jpaged.types import Request, SamplingParams
 
@@ -18,10 +19,15 @@ def computed(memory, group):
     num_cached = memory.admit(group)
     group.move_to(Status.RUNNING)
     memory.grow(leader, leader.num_prompt_tokens - num_cached)
-    leader.num_computed_tokens = leader.num_prompt_tokens
+    leader.resume_at(leader.num_prompt_tokens)
     for other in others:
         memory.fork(leader, other)
-    group.is_forked = True
+    group.forked()
     for sequence in group.live:
         sequence.token_ids.append(200)
     return group
+
+
+def num_swapped_blocks(memory: KVMemory) -> int:
+    """Blocks of host memory that groups hold."""
+    return 0 if memory.swapping is None else memory.swapping._host_pool.num_used

@@ -95,12 +95,12 @@ class Harness:
 
     def state(self):
         """What everybody holds and waits for."""
-        lines = [f"{self.engine._memory.use()}, {self.engine._scheduler._num_rows} rows taken"]
-        for group in self.engine._scheduler.groups():
+        lines = [f"{self.engine._memory.use()}, {self.engine._scheduler.queues.num_rows} rows taken"]
+        for group in self.engine._scheduler.queues.groups():
             lines.append(f"{group.request.request_id} {group.status.value}, {group.num_preemptions} preemptions:")
             lines += [
                 f"    {sequence.status.value}: {sequence.num_computed_tokens} of {sequence.num_tokens} tokens computed,"
-                f" blocks {sequence.block_table.block_ids()}, in host memory {sequence.host_table.block_ids()}"
+                f" blocks {sequence.kv.table.block_ids()}, in host memory {sequence.kv.host_table.block_ids()}"
                 for sequence in group.sequences
             ]
         return "\n".join(lines)

@@ -15,6 +15,7 @@ from typing import Any
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.testing import FakeExecutor
 from jpaged.types import FinishReason
+from tests.engine.groups import num_swapped_blocks
 from tests.engine.harness import CheckedHarness
 from tests.engine.kv.oracle import expected_outputs
 
@@ -155,7 +156,7 @@ class Life:
         self.unpin()
         self.h.step()
         use = self.h.engine._memory.use()
-        assert (use.num_referenced, use.num_host_referenced) == (0, 0)
+        assert (use.num_referenced, num_swapped_blocks(self.h.engine._memory)) == (0, 0)
         assert not self.pins
         publisher = self.h.engine._publisher
         assert not (publisher._states or publisher._held or publisher._searches or publisher._last_events)

@@ -15,7 +15,7 @@ FAULTS = (*MEMORY_FAULTS, *POLICY_FAULTS)
 
 NO_FAULT = Fault(
     "nothing is planted",
-    "kv/block_pool.py",
+    "kv/blocks.py",
     "class BlockPool:",
     "class BlockPool:",
     tuple(sorted({name for fault in FAULTS for name in fault.tests})),

@@ -44,61 +44,61 @@ POLICY_FAULTS = (
         "sequence.py",
         "root_key(sampling.cache_salt, request.cache_tenant) if",
         'root_key(sampling.cache_salt if num_sequences == 1 else "", request.cache_tenant) if',
-        ("kv/test_prefix_cache.py",),
+        ("kv/test_prefixes.py",),
     ),
     Fault(
         "the salt has no part in the keys of beams",
         "sequence.py",
         "root_key(sampling.cache_salt, request.cache_tenant) if",
         'root_key("" if sampling.beam_width else sampling.cache_salt, request.cache_tenant) if',
-        ("kv/test_prefix_cache.py",),
+        ("kv/test_prefixes.py",),
     ),
     Fault(
         "the next in order makes room and not the last",
         "scheduling/scheduler.py",
-        "                self._preempt(self._running[-1], schedule)",
-        "                self._preempt(self._running[min(position + 1, len(self._running) - 1)], schedule)",
+        "                self._preempt(running[-1], schedule)",
+        "                self._preempt(running[min(position + 1, len(running) - 1)], schedule)",
         ROOM,
     ),
     Fault(
         "the first in order makes room for an urgent one",
         "scheduling/scheduler.py",
-        "            self._preempt(self._running[-1], schedule)\n\n    def _share",
-        "            self._preempt(self._running[0], schedule)\n\n    def _share",
+        "            self._preempt(queues.running[-1], schedule)\n\n    def _share",
+        "            self._preempt(queues.running[0], schedule)\n\n    def _share",
         ROOM,
     ),
     Fault(
         "a preempted group keeps its rows",
         "scheduling/scheduler.py",
-        "        self._num_rows -= group.num_rows\n        group.num_preemptions += 1",
-        "        group.num_preemptions += 1",
+        "        self.running.remove(group)\n        self.num_rows -= group.num_rows\n",
+        "        self.running.remove(group)\n",
         LIVES,
     ),
     Fault(
         "a static batch is open",
         "scheduling/scheduler.py",
-        "is_batch_open = not self._is_static or not self._running",
+        "is_batch_open = not self._is_static or not queues.running",
         "is_batch_open = True",
         ROOM,
     ),
     Fault(
         "a shared block costs a swap for each holder",
         "scheduling/preemption.py",
-        "{block_id for sequence in group.live for block_id in sequence.block_table.block_ids()}",
-        "[block_id for sequence in group.live for block_id in sequence.block_table.block_ids()]",
+        "{block_id for sequence in group.live for block_id in sequence.kv.table.block_ids()}",
+        "[block_id for sequence in group.live for block_id in sequence.kv.table.block_ids()]",
         ROOM,
     ),
     Fault(
         "what running groups were promised is given away",
         "scheduling/scheduler.py",
-        "sum(self._memory.num_outstanding_blocks(group) for group in self._running)",
+        "sum(self._memory.num_outstanding_blocks(group) for group in self.queues.running)",
         "0",
         ROOM,
     ),
     Fault(
         "what the last to be admitted was promised is given away",
         "scheduling/scheduler.py",
-        "            promised += self._memory.num_outstanding_blocks(group)\n",
+        "            outstanding += self._memory.num_outstanding_blocks(group)\n",
         "",
         ROOM,
     ),
@@ -112,14 +112,14 @@ POLICY_FAULTS = (
     Fault(
         "a swapped group comes before an earlier one that is computed again",
         "scheduling/scheduler.py",
-        "return waiting if is_earlier or self._order",
-        "return waiting if self._order",
+        "return waiting if is_earlier or self._policy",
+        "return waiting if self._policy",
         ROOM,
     ),
     Fault(
         "a swapped group comes before an urgent one",
         "scheduling/scheduler.py",
-        "return waiting if is_earlier or self._order.yields_to(swapped, waiting) else swapped",
+        "return waiting if is_earlier or self._policy.yields_to(swapped, waiting) else swapped",
         "return waiting if is_earlier else swapped",
         ROOM,
     ),
@@ -146,9 +146,10 @@ POLICY_FAULTS = (
     ),
     Fault(
         "beams that left do not share their prompt again",
-        "output/beam_rows.py",
-        "            group.is_forked = len(chosen) == 1",
-        "            pass",
+        "sequence.py",
+        "        if self.status is Status.WAITING:  # it was preempted meanwhile, and runs its prompt first\n"
+        "            self.starts_over()\n",
+        "",
         ("output/test_beam.py",),
     ),
     Fault(
@@ -210,8 +211,8 @@ POLICY_FAULTS = (
     Fault(
         "an urgent one makes room in a static batch",
         "scheduling/scheduler.py",
-        "while self._running and not self._is_static:",
-        "while self._running:",
+        "while queues.running and not self._is_static:",
+        "while queues.running:",
         ROOM,
     ),
     Fault(
@@ -224,11 +225,11 @@ POLICY_FAULTS = (
     Fault(
         "who is computed again is charged again",
         "scheduling/scheduler.py",
-        "        self._take_place(group)\n        schedule.admitted",
+        "        for other in self.queues.waiting:\n            if other.arrival",
         "        if group.num_preemptions:\n"
-        "            self._order.served(group, len(group.request.prompt_token_ids), 0)\n"
-        "        self._take_place(group)\n"
-        "        schedule.admitted",
+        "            self._policy.served(group, len(group.request.prompt_token_ids), 0)\n"
+        "        for other in self.queues.waiting:\n"
+        "            if other.arrival",
         POLICIES,
     ),
     Fault(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jpaged.engine.executor import Geometry
-from jpaged.engine.kv.prefix_cache import Key, block_key, root_key
+from jpaged.engine.kv.blocks import Key, block_key, root_key
 from jpaged.types import Request
 
 HALF_A_REPLICA = 0.5

@@ -1,10 +1,12 @@
 """KV memory as the engine sees it: blocks by number; their contents are the device's.
 
 interface.py     what the scheduler asks of any memory
-block_pool.py    which blocks are free, and who holds the others
-prefix_cache.py  which blocks hold which prefix
-paged.py         paged memory: blocks on demand, shared, found again, swapped
-contiguous.py    the baselines that reserve a run of blocks
+policy.py        which memory an option names
+paged.py         paged memory: blocks on demand, shared, copied when written
+blocks.py        which blocks are free, who holds the others, and what is kept of a sequence
+prefixes.py      which blocks hold which prefix, here and in host memory
+swapping.py      groups in host memory
 pinned.py        prefixes that stay, by name
+contiguous.py    the baselines that reserve a run of blocks
 transfers.py     what the device has to move before a step
 """

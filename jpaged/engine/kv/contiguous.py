@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from typing import get_args
 
 from jpaged.config import KVPolicy
-from jpaged.engine.executor import Geometry, Move
+from jpaged.engine.executor import Move
 from jpaged.engine.kv.interface import MemoryUse, Shares
-from jpaged.engine.kv.paged import MemoryCounts, PagedMemory, PrefixOptions
-from jpaged.engine.kv.prefix_cache import Key
-from jpaged.engine.kv.transfers import MemoryOps
+from jpaged.engine.kv.transfers import MemoryCounts, MemoryOps
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
 
@@ -41,12 +39,16 @@ class BuddyAllocator:
             start += 1 << order
         self._arenas = {start: order for order, starts in self._free.items() for start in starts}
 
-    def allocate(self, num_blocks: int) -> int | None:
-        """First block of a region that holds so many; None when there is no such hole."""
+    def allocate(self, num_blocks: int) -> int:
+        """First block of a region that holds so many.
+
+        Raises:
+            InternalError: there is no such hole; the caller asks `num_holes` first.
+        """
         order = _order(num_blocks)
         fitting = [k for k, starts in self._free.items() if k >= order and starts]
         if not fitting:
-            return None
+            raise InternalError(f"there is no hole for {num_blocks} blocks")
         k = min(fitting)
         start = min(self._free[k])
         self._free[k].remove(start)
@@ -54,6 +56,11 @@ class BuddyAllocator:
             k -= 1
             self._free.setdefault(k, set()).add(start + (1 << k))
         return start + 1
+
+    def num_holes(self, num_blocks: int) -> int:
+        """How many regions of so many blocks there is room for."""
+        order = _order(num_blocks)
+        return sum(len(starts) << (k - order) for k, starts in self._free.items() if k >= order)
 
     def release(self, first_block: int, num_blocks: int) -> None:
         """Gives a region back and merges it with its free neighbours."""
@@ -96,6 +103,8 @@ class ReservedMemory:
         if policy not in RESERVE_POLICIES:
             raise InternalError(f"{policy!r} is not one of {', '.join(RESERVE_POLICIES)}")
         self.counts = MemoryCounts()
+        self.prefixes = None
+        self.swapping = None
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._max_model_len = max_model_len
@@ -110,10 +119,6 @@ class ReservedMemory:
     def num_blocks(self) -> int:
         return self._num_blocks
 
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
     def num_region_blocks(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Blocks that a sequence reserves."""
         if self._policy == "reserve-max":
@@ -125,41 +130,34 @@ class ReservedMemory:
         return -(-num_tokens // self._block_size)
 
     def can_admit(self, group: Group, num_spare_blocks: int) -> bool:
-        """Reserves right away when it can; a group that was told yes is admitted in the same step."""
-        if all(sequence in self._regions for sequence in group.sequences):
-            return True
-        num_blocks = self.num_region_blocks(len(group.request.prompt_token_ids), group.request.sampling.max_tokens)
-        regions: list[Region] = []
-        for _ in range(group.num_rows):
-            first = self._buddies.allocate(num_blocks)
-            if first is None:
-                for region in regions:
-                    self._buddies.release(*region)
-                return False
-            regions.append((first, num_blocks))
+        return self._buddies.num_holes(self._num_group_blocks(group)) >= group.num_rows
+
+    def admit(self, group: Group) -> int:
+        num_blocks = self._num_group_blocks(group)
+        regions = [(self._buddies.allocate(num_blocks), num_blocks) for _ in range(group.num_rows)]
         family = _Family(regions[len(group.sequences) :], len(group.sequences))
         for sequence, region in zip(group.sequences, regions, strict=False):
             self._regions[sequence] = region
             if group.request.sampling.beam_width:
                 self._families[sequence] = family
-        return True
-
-    def admit(self, group: Group) -> int:
         return 0
 
     def num_outstanding_blocks(self, group: Group) -> int:
         return 0
 
-    def is_being_computed(self, group: Group, running: Iterable[Group]) -> bool:
-        return False
-
     def can_grow(self, shares: Shares) -> bool:
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """A sequence that was forked in an earlier step moves into its own region."""
         end = sequence.num_computed_tokens + num_tokens
         first, num_blocks = self._regions[sequence]
-        table = sequence.block_table
+        table = sequence.kv.table
+        if sequence in self._visitors:
+            self._visitors.remove(sequence)
+            for i, source in enumerate(table.block_ids()):
+                self._ops.add(Move.COPY, source, first + i)
+                table.replace(i, first + i)
         needed = -(-end // self._block_size)
         if needed > num_blocks:
             raise InternalError(f"{end} tokens do not fit into a region of {num_blocks} blocks")
@@ -174,48 +172,18 @@ class ReservedMemory:
             self._regions[child] = family.spares.pop()
             family.num_beams += 1
         # Copies run before a step, and the step that is being put together may still write what is to be copied.
-        child.block_table.extend(parent.block_table.block_ids())
+        child.kv.table.extend(parent.kv.table.block_ids())
         self._visitors.add(child)
-        child.num_computed_tokens = parent.num_computed_tokens
+        child.resume_at(parent.num_computed_tokens)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Nothing is cached."""
-
-    def register_full_blocks(self, sequence: Sequence) -> None:
-        """Nothing is cached; a sequence that was forked since the last time moves into its own region."""
-        if sequence not in self._visitors:
-            return
-        self._visitors.remove(sequence)
-        first, _ = self._regions[sequence]
-        for i, source in enumerate(sequence.block_table.block_ids()):
-            self._ops.add(Move.COPY, source, first + i)
-            sequence.block_table.replace(i, first + i)
+    def rewind(self, sequence: Sequence) -> None:
+        sequence.kv.table.truncate(-(-sequence.num_computed_tokens // self._block_size))
 
     def release(self, sequence: Sequence) -> None:
         self._visitors.discard(sequence)
-        sequence.block_table.clear()
-        sequence.num_computed_tokens = 0
+        sequence.kv.table.truncate()
+        sequence.resume_at(0)
         self._give_back(sequence)
-
-    def can_swap_out(self, group: Group) -> bool:
-        return False
-
-    def swap_out(self, group: Group) -> None:
-        raise InternalError("reserved memory is never swapped")
-
-    def can_swap_in(self, group: Group, num_spare_blocks: int) -> bool:
-        return False
-
-    def swap_in(self, group: Group) -> None:
-        raise InternalError("reserved memory is never swapped")
-
-    def has_prefix(self, key: Key) -> bool:
-        """Nothing is found by its prefix here."""
-        return False
-
-    def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
-        """None: regions are not shared."""
-        return 0
 
     def num_reserved_slots(self) -> int:
         return sum(1 << _order(num_blocks) for _, num_blocks in self._reserved()) * self._block_size
@@ -225,17 +193,14 @@ class ReservedMemory:
 
     def can_ever_fit(self, group: Group) -> bool:
         """The group's regions fit into an empty pool."""
-        empty = BuddyAllocator(self._num_blocks)
-        num_blocks = self.num_region_blocks(len(group.request.prompt_token_ids), group.request.sampling.max_tokens)
-        return all(empty.allocate(num_blocks) is not None for _ in range(group.num_rows))
+        return BuddyAllocator(self._num_blocks).num_holes(self._num_group_blocks(group)) >= group.num_rows
 
     def use(self) -> MemoryUse:
         num_free = self._buddies.num_free
         return MemoryUse(self._num_blocks, num_free, 0, self._num_blocks - num_free)
 
     def take_ops(self) -> MemoryOps:
-        ops, self._ops = self._ops, MemoryOps()
-        return ops
+        return self._ops.take()
 
     def check(self, groups: Iterable[Group]) -> None:
         live = {sequence for group in groups for sequence in group.sequences}
@@ -250,6 +215,10 @@ class ReservedMemory:
             taken |= region
         if len(taken) + self._buddies.num_free != self._num_blocks:
             raise InternalError(f"{len(taken)} reserved + {self._buddies.num_free} free are not {self._num_blocks}")
+
+    def _num_group_blocks(self, group: Group) -> int:
+        """Blocks that each sequence of a group reserves."""
+        return self.num_region_blocks(len(group.request.prompt_token_ids), group.request.sampling.max_tokens)
 
     def _reserved(self) -> Iterator[Region]:
         yield from self._regions.values()
@@ -269,20 +238,3 @@ class ReservedMemory:
         if not family.num_beams:
             for spare in family.spares:
                 self._buddies.release(*spare)
-
-
-def make_memory(geometry: Geometry, kv_policy: KVPolicy, prefix: PrefixOptions) -> PagedMemory | ReservedMemory:
-    """The memory of a policy: paged, or one of the baselines."""
-    if kv_policy == "paged":
-        return PagedMemory(
-            num_blocks=geometry.num_blocks,
-            block_size=geometry.block_size,
-            num_host_blocks=geometry.num_host_blocks,
-            prefix=prefix,
-        )
-    return ReservedMemory(
-        num_blocks=geometry.num_blocks,
-        block_size=geometry.block_size,
-        max_model_len=geometry.max_model_len,
-        policy=kv_policy,
-    )

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from jpaged.engine.kv.prefix_cache import Key
-from jpaged.engine.kv.transfers import MemoryOps
+from jpaged.engine.kv.prefixes import Prefixes
+from jpaged.engine.kv.swapping import Swapping
+from jpaged.engine.kv.transfers import MemoryCounts, MemoryOps
 from jpaged.engine.sequence import Group, Sequence
 
 Shares = list[tuple[Sequence, int]]
@@ -22,8 +23,6 @@ class MemoryUse:
     num_free: int
     num_cached: int
     num_referenced: int
-    num_host_blocks: int = 0
-    num_host_referenced: int = 0
 
 
 class KVMemory(Protocol):
@@ -33,7 +32,17 @@ class KVMemory(Protocol):
     def num_blocks(self) -> int: ...
 
     @property
-    def block_size(self) -> int: ...
+    def counts(self) -> MemoryCounts: ...
+
+    @property
+    def prefixes(self) -> Prefixes | None:
+        """What is found again of earlier requests; None in memory that finds nothing."""
+        ...
+
+    @property
+    def swapping(self) -> Swapping | None:
+        """The way to host memory and back; None where there is none."""
+        ...
 
     def can_admit(self, group: Group, num_spare_blocks: int) -> bool:
         """The whole prompt of a waiting group (and what it drew before) finds blocks, and so many are left free."""
@@ -59,28 +68,12 @@ class KVMemory(Protocol):
         """Gives the child everything that the parent has computed, shared."""
         ...
 
+    def rewind(self, sequence: Sequence) -> None:
+        """Takes back what a sequence holds of tokens after its computed ones, which it has just been rewound to."""
+        ...
+
     def release(self, sequence: Sequence) -> None:
         """Takes back everything a sequence holds, on the device and in host memory."""
-        ...
-
-    def register_full_blocks(self, sequence: Sequence) -> None:
-        """Notes the blocks that the sequence has filled since the last time."""
-        ...
-
-    def forget(self, sequence: Sequence) -> None:
-        """Sees to it that nobody finds the sequence's prefix any more, nor what it fills from here on."""
-        ...
-
-    def can_swap_out(self, group: Group) -> bool: ...
-
-    def swap_out(self, group: Group) -> None: ...
-
-    def can_swap_in(self, group: Group, num_spare_blocks: int) -> bool: ...
-
-    def swap_in(self, group: Group) -> None: ...
-
-    def is_being_computed(self, group: Group, running: Iterable[Group]) -> bool:
-        """A running group is about to compute the next block of this waiting group's prompt: it is worth waiting."""
         ...
 
     def num_reserved_slots(self) -> int:
@@ -89,14 +82,6 @@ class KVMemory(Protocol):
 
     def num_stored_tokens(self, holders: Iterable[Group]) -> int:
         """Tokens in those slots, one that several sequences share counted once; of all groups that hold blocks."""
-        ...
-
-    def has_prefix(self, key: Key) -> bool:
-        """A block with this key of the prefix cache is here. Any thread may ask; the answer may be out of date."""
-        ...
-
-    def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
-        """Full blocks of a prompt that may be cached. Any thread may ask."""
         ...
 
     def can_ever_fit(self, group: Group) -> bool:

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Iterable
 
 from jpaged.engine.executor import Geometry
-from jpaged.engine.kv.contiguous import ReservedMemory
-from jpaged.engine.kv.paged import PagedMemory
+from jpaged.engine.kv.blocks import num_blocks_alone
+from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.sequence import Group
 from jpaged.errors import AlreadyExists, InvalidArgument, Unsupported
 from jpaged.types import Request, SamplingParams
@@ -48,11 +48,12 @@ class PinnedPrefixes:
     """Whose prefix is pinned or being computed. `request`, `give_up` and `take` may be called from any thread.
 
     Args:
+        prefixes: where they are; None where nothing can be pinned.
         max_blocks: what `pin_limit` says.
     """
 
-    def __init__(self, memory: PagedMemory | ReservedMemory, geometry: Geometry, max_blocks: int) -> None:
-        self._memory = memory
+    def __init__(self, prefixes: Prefixes | None, geometry: Geometry, max_blocks: int) -> None:
+        self._prefixes = prefixes
         self._geometry = geometry
         self._max_blocks = max_blocks
         self._numbers = itertools.count()
@@ -105,12 +106,12 @@ class PinnedPrefixes:
         Raises:
             InvalidArgument: too few blocks would be left.
         """
-        assert isinstance(self._memory, PagedMemory)
-        num_tokens = self._memory.pin(pin, group.live[0])
+        assert self._prefixes is not None
+        num_tokens = self._prefixes.pin(pin, group.live[0])
         try:
-            self._check_room_left(self._memory, self._memory.num_pinned_blocks, others)
+            self._check_room_left(len(self._prefixes.pinned_blocks), others)
         except InvalidArgument:
-            self._memory.unpin(pin)
+            self._prefixes.unpin(pin)
             raise
         with self._lock:
             self._pinned.add(pin)
@@ -127,12 +128,12 @@ class PinnedPrefixes:
 
     def release(self, pin: Pin) -> None:
         """Lets the blocks be evicted again."""
-        assert isinstance(self._memory, PagedMemory)
-        self._memory.unpin(pin)
+        assert self._prefixes is not None
+        self._prefixes.unpin(pin)
 
     def _check(self, token_ids: tuple[int, ...]) -> int:
         """Holds a prefix to what can be pinned at all; the blocks that it fills."""
-        if not isinstance(self._memory, PagedMemory) or not self._memory.can_cache:
+        if self._prefixes is None:
             raise Unsupported("a prefix cannot be pinned: the prefix cache is off (enable_prefix_caching, kv_policy)")
         geometry, count = self._geometry, len(token_ids)
         for token_id in token_ids:
@@ -142,20 +143,24 @@ class PinnedPrefixes:
                 )
         if count >= geometry.max_model_len:
             raise InvalidArgument("token_ids", f"{count} tokens are not below max_model_len ({geometry.max_model_len})")
-        num_blocks = self._memory.num_cacheable_blocks(count)
+        num_blocks = self._prefixes.num_cacheable_blocks(count)
         if num_blocks == 0:
             cause = f"fill no block of {geometry.block_size}"
             if count >= geometry.block_size:
-                cause = f"are over max_cached_tokens ({self._memory.max_cached_tokens})"
+                cause = f"are over max_cached_tokens ({self._prefixes.max_tokens})"
             raise InvalidArgument("token_ids", f"{count} tokens {cause}: there is nothing to pin")
         return num_blocks
 
-    def _check_room_left(self, memory: PagedMemory, num_pinned: int, others: Iterable[Group]) -> None:
+    def _check_room_left(self, num_pinned: int, others: Iterable[Group]) -> None:
         num_left = self._geometry.num_blocks - num_pinned
-        needed = max((memory.num_blocks_alone(group) for group in others), default=0)
+        needed = max((self._num_blocks_alone(group) for group in others), default=0)
         if num_left < needed:
             raise InvalidArgument(
                 "token_ids",
                 f"{num_pinned} pinned blocks would leave {num_left} of {self._geometry.num_blocks}; a request in "
                 f"flight may need {needed}",
             )
+
+    def _num_blocks_alone(self, group: Group) -> int:
+        prompt, sampling = group.request.prompt_token_ids, group.request.sampling
+        return num_blocks_alone(len(prompt), sampling.max_tokens, group.num_rows, self._geometry.block_size)

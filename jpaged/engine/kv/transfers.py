@@ -34,6 +34,17 @@ class _Batch:
 
 
 @dataclass(slots=True)
+class MemoryCounts:
+    """What memory did since the start, in tokens and blocks."""
+
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_copies_on_write: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+
+
+@dataclass(slots=True)
 class MemoryOps:
     """The moves of one step."""
 
@@ -41,6 +52,11 @@ class MemoryOps:
 
     def add(self, move: Move, source: int, destination: int) -> None:
         self._moves.append((move, source, destination))
+
+    def take(self) -> MemoryOps:
+        """The moves so far, which are not among these any more."""
+        taken, self._moves = MemoryOps(self._moves), []
+        return taken
 
     def __len__(self) -> int:
         return len(self._moves)

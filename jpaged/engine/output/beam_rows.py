@@ -10,7 +10,7 @@ from jpaged.engine.executor import StepOutputs
 from jpaged.engine.output.beam import BeamSearch, Candidate
 from jpaged.engine.output.processor import top_logprobs
 from jpaged.engine.scheduling.scheduler import Scheduler
-from jpaged.engine.sequence import Group, Sequence, Status
+from jpaged.engine.sequence import Group, Sequence
 from jpaged.types import PositionLogprobs
 
 
@@ -30,15 +30,13 @@ def advance_beams(
     num_top = search.rules.num_candidates
     tops = []
     for sequence in beams:
-        sequence.num_in_flight_tokens -= 1
+        sequence.discard_in_flight()
         top = top_logprobs(outputs, rows[sequence], num_top)
         tops.append([PositionLogprobs(token, top) for token in top])
-    group.num_sampled_tokens += len(beams)
+    group.sampled(len(beams))
     chosen = search.advance(tops)
     if not search.is_done:
-        group.sequences = _children(beams, chosen, scheduler)
-        if group.status is Status.WAITING:  # it was preempted meanwhile, and runs its prompt first
-            group.is_forked = len(chosen) == 1
+        group.continues_as(_children(beams, chosen, scheduler))
 
 
 def _children(beams: list[Sequence], chosen: list[Candidate], scheduler: Scheduler) -> list[Sequence]:
@@ -54,7 +52,5 @@ def _children(beams: list[Sequence], chosen: list[Candidate], scheduler: Schedul
         heirs.add(candidate.parent)
         children.append((child, candidate))
     for index, (child, candidate) in enumerate(children):
-        child.index = index
-        child.token_ids.append(candidate.token_id)
-        child.cumulative_logprob = candidate.cumulative_logprob
+        child.become(index, candidate.token_id, candidate.cumulative_logprob)
     return [child for child, _ in children]

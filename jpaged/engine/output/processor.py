@@ -79,10 +79,8 @@ class OutputProcessor:
     def publish(self, group: Group, sequence: Sequence, outputs: StepOutputs, row: int) -> bool:
         """Appends the token that a row drew and shows what it adds; True when the sequence ended with it."""
         token_id = int(outputs.token_ids_r[row])
-        sequence.token_ids.append(token_id)
-        sequence.num_in_flight_tokens -= 1
-        sequence.cumulative_logprob += float(outputs.logprobs_r[row])
-        group.num_sampled_tokens += 1
+        sequence.append(token_id, float(outputs.logprobs_r[row]))
+        group.sampled(1)
         delta = self._states[sequence].push(token_id)
         num_top = group.request.sampling.logprobs
         logprobs = () if num_top is None else (_position_logprobs(outputs, row, num_top),)
@@ -166,7 +164,7 @@ class OutputProcessor:
         )
         if is_last:
             failed = DEADLINE if isinstance(error, DeadlineExceeded) else ERROR
-            group.ended_by = failed if piece.finish is None else piece.finish.reason.value
+            group.ended(failed if piece.finish is None else piece.finish.reason.value)
             self._last_events[group] = event
         else:
             group.sink(event)

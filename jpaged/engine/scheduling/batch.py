@@ -27,7 +27,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: fro
     starts, lens = _column([row.start for row in rows]), _column([row.num_tokens for row in rows])
     ends = np.cumsum(lens, dtype=np.int32)
     block_tables_sm = np.zeros((max_rows, geometry.max_blocks_per_seq), np.int32)
-    np.stack([row.sequence.block_table.ids_m for row in rows], out=block_tables_sm[:num_rows])
+    np.stack([row.sequence.kv.table.ids_m for row in rows], out=block_tables_sm[:num_rows])
 
     rows_t = np.repeat(np.arange(num_rows), lens)
     positions_t = np.arange(num_tokens, dtype=np.int32) + (starts + lens - ends)[rows_t]

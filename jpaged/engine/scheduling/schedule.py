@@ -63,6 +63,31 @@ class Schedule:
     swapped_in: list[Group] = field(default_factory=list)
     num_recomputed_tokens: int = 0
 
+    def add_row(
+        self, group: Group, sequence: Sequence, num_tokens: int, *, sample_row: int | None = None
+    ) -> ScheduledRow:
+        """Enters the next tokens of a sequence, and advances it past the step.
+
+        Args:
+            sample_row: where the last token is that is sampled from; None is the row itself.
+        """
+        place, start = len(self.rows), sequence.num_computed_tokens
+        samples_token = start + num_tokens == sequence.num_tokens
+        is_fed_back = num_tokens > 0 and samples_token and sequence.num_in_flight_tokens > 0
+        row = ScheduledRow(
+            group=group,
+            sequence=sequence,
+            start=start,
+            num_tokens=num_tokens,
+            samples_token=samples_token,
+            sample_row=place if sample_row is None else sample_row,
+            prev_sampled_row=sequence.in_flight_row if is_fed_back else None,
+            output_index=sequence.num_output_tokens,
+        )
+        self.rows.append(row)
+        sequence.dispatched(num_tokens, place, samples_token=samples_token)
+        return row
+
     def reorder(self, order: list[int]) -> None:
         """Puts the rows in another order, `order[new] = old`, and corrects what names them by place."""
         self.rows = [self.rows[old] for old in order]
@@ -70,7 +95,7 @@ class Schedule:
         for row in self.rows:
             row.sample_row = new_places[row.sample_row]
             if row.samples_token:
-                row.sequence.in_flight_row = new_places[row.sequence.in_flight_row]
+                row.sequence.moved_to_row(new_places[row.sequence.in_flight_row])
 
     @property
     def num_tokens_shared(self) -> int:

@@ -17,66 +17,124 @@ from collections.abc import Iterable, Iterator
 from jpaged.config import SchedulerOptions
 from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
-from jpaged.engine.scheduling.policies import make_policy
+from jpaged.engine.scheduling.policies import SchedulingPolicy, make_policy
 from jpaged.engine.scheduling.preemption import Preemption, PreemptionMode
-from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
+from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Group, Sequence, Status
 
 
+class Queues:
+    """Where every group is that has not been forgotten. A verb moves a group, and its status with it."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self.waiting: dict[Group, None] = {}  # in order of arrival
+        self.running: list[Group] = []  # in the policy's order
+        self.swapped: list[Group] = []
+        # Running groups that have ended; in a static batch they keep rows and blocks until all of it has.
+        self.ended: list[Group] = []
+        self.num_rows = 0
+        self._policy = policy
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that wait for rows or blocks, wherever they are."""
+        return len(self.waiting) + len(self.swapped)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self.swapped)
+
+    @property
+    def holders(self) -> Iterable[Group]:
+        """Every group that holds blocks on the device."""
+        return [*self.running, *self.ended]
+
+    def groups(self) -> Iterator[Group]:
+        yield from self.holders
+        yield from self.swapped
+        yield from self.waiting
+
+    def next_group(self) -> Group | None:
+        """Who comes next: one that is swapped out, but for a waiting one that left before it or that it yields to."""
+        waiting = self._policy.first_waiting(self.waiting) if self.waiting else None
+        if not self.swapped:
+            return waiting
+        swapped = min(self.swapped, key=self._policy.running_key)
+        if waiting is None:
+            return swapped
+        is_earlier = waiting.num_preemptions and self._policy.running_key(waiting) < self._policy.running_key(swapped)
+        return waiting if is_earlier or self._policy.yields_to(swapped, waiting) else swapped
+
+    def add(self, group: Group) -> None:
+        self._policy.arrived(group, self.waiting)
+        self.waiting[group] = None
+
+    def run(self, group: Group) -> None:
+        """A waiting or swapped group gets its rows."""
+        if group.status is Status.SWAPPED:
+            self.swapped.remove(group)
+        else:
+            del self.waiting[group]
+        group.move_to(Status.RUNNING)
+        insort(self.running, group, key=self._policy.running_key)
+        self.num_rows += group.num_rows
+
+    def stop_running(self, group: Group) -> None:
+        """A running group loses its rows; `put_back` or `put_aside` follows."""
+        self.running.remove(group)
+        self.num_rows -= group.num_rows
+
+    def put_aside(self, group: Group) -> None:
+        """A group that ran is in host memory now."""
+        group.move_to(Status.SWAPPED)
+        self.swapped.append(group)
+
+    def put_back(self, group: Group) -> None:
+        """A group that ran waits again, in its place by arrival."""
+        group.move_to(Status.WAITING)
+        later = [other for other in self.waiting if other.arrival > group.arrival]
+        self.waiting[group] = None
+        for other in later:
+            del self.waiting[other]
+            self.waiting[other] = None
+
+    def end(self, group: Group) -> bool:
+        """Ends a group in whatever state it is; True when it ran, and is kept until `forget_ended`."""
+        was_running = group.status is Status.RUNNING
+        if was_running:
+            self.running.remove(group)
+            self.ended.append(group)
+        elif group.status is Status.SWAPPED:
+            self.swapped.remove(group)
+        else:
+            del self.waiting[group]
+        group.move_to(Status.FINISHED)
+        return was_running
+
+    def forget_ended(self) -> list[Group]:
+        """Running groups that have ended lose their rows."""
+        ended, self.ended = self.ended, []
+        self.num_rows -= sum(group.num_rows for group in ended)
+        return ended
+
+
 class Scheduler:
-    """Owns the queues, and is the only one that asks for blocks.
+    """Decides each step, and is the only one that asks for blocks.
 
     Attributes:
         max_num_seqs: rows of a step.
     """
 
     def __init__(self, memory: KVMemory, options: SchedulerOptions, geometry: Geometry, rates: DeviceRates) -> None:
-        self._memory = memory
-        self._order = make_policy(options.policy)
-        self._preemption = Preemption(options.preemption_mode, geometry.bytes_per_block, rates)
         self.max_num_seqs = min(options.max_num_seqs or geometry.max_num_seqs, geometry.max_num_seqs)
         self._max_num_batched_tokens = options.max_num_batched_tokens or geometry.max_num_batched_tokens
         self._is_static = options.batching == "static"  # as request-level servers do
-        self._waiting: dict[Group, None] = {}
-        self._running: list[Group] = []
-        self._swapped: list[Group] = []
-        # Running groups that have ended; in a static batch they keep rows and blocks until all of it has.
-        self._ended: list[Group] = []
-        self._num_rows = 0
+        self._memory = memory
+        self._policy = make_policy(options.policy)
+        self._preemption = Preemption(options.preemption_mode, geometry.bytes_per_block, rates)
+        self.queues = Queues(self._policy)
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._swapped)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._swapped)
-
-    @property
-    def num_swapped(self) -> int:
-        return len(self._swapped)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def holders(self) -> Iterable[Group]:
-        """Every group that holds blocks on the device."""
-        return [*self._running, *self._ended]
-
-    def groups(self) -> Iterator[Group]:
-        """Every group that is not forgotten."""
-        yield from self.holders
-        yield from self._swapped
-        yield from self._waiting
-
-    def add(self, group: Group) -> None:
-        """Takes a new group."""
-        self._order.arrived(group, self._waiting)
-        self._waiting[group] = None
 
     def schedule(self) -> Schedule:
         """Decides the next step and enters it into the sequences: what it returns must be dispatched."""
@@ -93,17 +151,8 @@ class Scheduler:
 
     def finish(self, group: Group) -> None:
         """Ends a group in whatever state it is; its blocks are free at once (steps run in order of dispatch)."""
-        match group.status:
-            case Status.RUNNING:
-                self._running.remove(group)
-                self._ended.append(group)
-            case Status.SWAPPED:
-                self._swapped.remove(group)
-                self._release(group)
-            case _:
-                del self._waiting[group]
-                self._release(group)
-        group.move_to(Status.FINISHED)
+        if not self.queues.end(group):
+            self._release(group)
         self._release_ended()
 
     def finish_sequence(self, group: Group, sequence: Sequence) -> None:
@@ -125,11 +174,9 @@ class Scheduler:
 
     def _release_ended(self) -> None:
         """Gives back what ended groups kept: at once, or with the last of their static batch."""
-        if not self._is_static or not self._running:
-            for ended in self._ended:
-                self._num_rows -= ended.num_rows
+        if not self._is_static or not self.queues.running:
+            for ended in self.queues.forget_ended():
                 self._release(ended)
-            self._ended.clear()
 
     def _release(self, group: Group) -> None:
         for sequence in group.sequences:
@@ -139,20 +186,21 @@ class Scheduler:
 
     def _make_way(self, schedule: Schedule) -> None:
         """Preempts running groups, from the end of the order, for one that they yield to and that finds no room."""
-        while self._running and not self._is_static:
-            group = self._next_group()
-            if group is None or not self._order.yields_to(self._running[-1], group):
+        queues = self.queues
+        while queues.running and not self._is_static:
+            group = queues.next_group()
+            if group is None or not self._policy.yields_to(queues.running[-1], group):
                 return
             if self._has_room(group, self._num_outstanding_blocks()):
                 return
-            self._preempt(self._running[-1], schedule)
+            self._preempt(queues.running[-1], schedule)
 
     def _share_tokens(self) -> tuple[dict[Group, Shares], int]:
         """Tokens for the sequences of each running group in this step, and how many are left for others."""
         parts: dict[Group, Shares] = {}
         prefilling = []
         budget = self._max_num_batched_tokens
-        for group in self._running:
+        for group in self.queues.running:
             wanted = parts[group] = self._wanted(group)
             if all(num_tokens == 1 for _, num_tokens in wanted):
                 budget -= len(wanted)
@@ -165,136 +213,101 @@ class Scheduler:
 
     def _wanted(self, group: Group) -> Shares:
         """Every token that waits to go through the model, of the sequences that may run."""
-        wanted = []
+        wanted, prefixes = [], self._memory.prefixes
         for sequence in group.runnable:
-            self._memory.register_full_blocks(sequence)
-            num_tokens = self._num_to_run(group, sequence)
+            if prefixes is not None:
+                prefixes.register_full_blocks(sequence)
+            num_tokens = _num_to_run(group, sequence)
             if num_tokens:
                 wanted.append((sequence, num_tokens))
         return wanted
 
-    def _num_to_run(self, group: Group, sequence: Sequence) -> int:
-        """Tokens of a sequence that wait to go through the model."""
-        sampling = group.request.sampling
-        if sampling.beam_width and sequence.num_in_flight_tokens:
-            return 0  # which beams go on is decided when all of them have been seen
-        if not group.is_forked:
-            return sequence.num_prompt_tokens - sequence.num_computed_tokens
-        if sequence.num_output_tokens >= sampling.max_tokens:
-            return 0  # its last token is in flight
-        return sequence.num_uncomputed_tokens
-
     def _grow_running(self, parts: dict[Group, Shares], schedule: Schedule) -> None:
         """Finds blocks for every running row, in the policy's order, by preempting from its end."""
-        position = 0
-        while position < len(self._running):
-            group = self._running[position]
-            while not self._memory.can_grow(parts[group]) and len(self._running) > position:
-                self._preempt(self._running[-1], schedule)
-            if len(self._running) > position:
+        position, running = 0, self.queues.running
+        while position < len(running):
+            group = running[position]
+            while not self._memory.can_grow(parts[group]) and len(running) > position:
+                self._preempt(running[-1], schedule)
+            if len(running) > position:
                 self._enter(group, parts[group], schedule)
             position += 1
 
     def _resume_and_admit(self, budget: int, schedule: Schedule) -> None:
         """Brings groups back and admits new ones while rows, tokens and blocks are there."""
-        if not self._waiting and not self._swapped:
+        queues, prefixes = self.queues, self._memory.prefixes
+        if not queues.num_waiting:
             return
-        is_batch_open = not self._is_static or not self._running
+        is_batch_open = not self._is_static or not queues.running
         # With every row taken blocks are not the question, and a full queue need not cost a step anything.
-        promised = self._num_outstanding_blocks() if self._num_rows < self.max_num_seqs else 0
+        outstanding = self._num_outstanding_blocks() if queues.num_rows < self.max_num_seqs else 0
         while budget > 0 and is_batch_open:
-            group = self._next_group()
-            if group is None:
-                return
-            if not self._has_room(group, promised):
+            group = queues.next_group()
+            if group is None or not self._has_room(group, outstanding):
                 return
             if group.status is Status.SWAPPED:
                 self._swap_in(group, schedule)
-            elif self._memory.is_being_computed(group, self._running):
+            elif prefixes is not None and prefixes.is_being_computed(group, queues.running):
                 return
             else:
                 self._admit(group, schedule)
             parts = _within(budget, group, self._wanted(group))
             budget -= _num_tokens(parts)
             self._enter(group, parts, schedule)
-            promised += self._memory.num_outstanding_blocks(group)
-
-    def _next_group(self) -> Group | None:
-        """Who comes next: one that is swapped out, but for a waiting one that left before it or that it yields to."""
-        waiting = self._order.first_waiting(self._waiting) if self._waiting else None
-        if not self._swapped:
-            return waiting
-        swapped = min(self._swapped, key=self._order.running_key)
-        if waiting is None:
-            return swapped
-        is_earlier = waiting.num_preemptions and self._order.running_key(waiting) < self._order.running_key(swapped)
-        return waiting if is_earlier or self._order.yields_to(swapped, waiting) else swapped
+            outstanding += self._memory.num_outstanding_blocks(group)
 
     def _num_outstanding_blocks(self) -> int:
         """Blocks that running groups will still take for tokens that they have."""
-        return sum(self._memory.num_outstanding_blocks(group) for group in self._running)
+        return sum(self._memory.num_outstanding_blocks(group) for group in self.queues.running)
 
-    def _has_room(self, group: Group, promised: int) -> bool:
-        """Rows and blocks for all of a group that is not running, besides what running groups were promised."""
-        if self._num_rows + group.num_rows > self.max_num_seqs:
+    def _has_room(self, group: Group, outstanding: int) -> bool:
+        """Rows and blocks for all of a group that is not running, besides those that running groups will take."""
+        if self.queues.num_rows + group.num_rows > self.max_num_seqs:
             return False
-        spare = promised + (self._num_spare_blocks if self._running else 0)
-        if group.status is Status.SWAPPED:
-            return self._memory.can_swap_in(group, spare)
+        spare = outstanding + (self._num_spare_blocks if self.queues.running else 0)
+        if group.status is Status.SWAPPED and self._memory.swapping is not None:
+            return self._memory.swapping.can_swap_in(group, spare)
         return self._memory.can_admit(group, spare)
 
     def _admit(self, group: Group, schedule: Schedule) -> None:
-        del self._waiting[group]
-        group.move_to(Status.RUNNING)
+        self.queues.run(group)
         num_cached = self._memory.admit(group)
-        if group.num_cached_tokens is None:
-            group.num_cached_tokens = num_cached
-            self._order.served(group, len(group.request.prompt_token_ids), 0)
+        if group.admitted(num_cached):
+            self._policy.served(group, len(group.request.prompt_token_ids), 0)
         else:
             num_tokens = group.live[0].num_prompt_tokens + sum(s.num_output_tokens for s in group.live)
             schedule.num_recomputed_tokens += num_tokens - num_cached
-        for other in self._waiting:
+        for other in self.queues.waiting:
             if other.arrival > group.arrival:
                 break
-            other.num_overtaken += 1
-        self._take_place(group)
+            other.overtaken()
         schedule.admitted.append(group)
 
     def _swap_in(self, group: Group, schedule: Schedule) -> None:
-        self._swapped.remove(group)
-        group.move_to(Status.RUNNING)
-        self._memory.swap_in(group)
-        self._take_place(group)
+        assert self._memory.swapping is not None
+        self.queues.run(group)
+        self._memory.swapping.swap_in(group)
         schedule.swapped_in.append(group)
-
-    def _take_place(self, group: Group) -> None:
-        insort(self._running, group, key=self._order.running_key)
-        self._num_rows += group.num_rows
 
     def _preempt(self, group: Group, schedule: Schedule) -> None:
         """Takes a running group's blocks: to host memory, or to be computed again."""
-        self._running.remove(group)
-        self._num_rows -= group.num_rows
-        group.num_preemptions += 1
+        swapping = self._memory.swapping
+        self.queues.stop_running(group)
+        group.preempted()
         self._release_ended()
         for sequence in group.sequences:
             if not sequence.is_live:  # of a static batch
                 self._memory.release(sequence)
-        if self._preemption.choose(group) is PreemptionMode.SWAP and self._memory.can_swap_out(group):
-            self._memory.swap_out(group)
-            group.move_to(Status.SWAPPED)
-            self._swapped.append(group)
+        is_swapped = self._preemption.choose(group) is PreemptionMode.SWAP
+        if is_swapped and swapping is not None and swapping.can_swap_out(group):
+            swapping.swap_out(group)
+            self.queues.put_aside(group)
             schedule.swapped_out.append(group)
             return
         for sequence in group.live:
             self._memory.release(sequence)
-        group.is_forked = len(group.live) == 1
-        group.move_to(Status.WAITING)
-        later = [other for other in self._waiting if other.arrival > group.arrival]
-        self._waiting[group] = None
-        for other in later:  # keeps the queue in order of arrival
-            del self._waiting[other]
-            self._waiting[other] = None
+        group.starts_over()
+        self.queues.put_back(group)
         schedule.recomputed.append(group)
 
     # --- rows -------------------------------------------------------------------------------------------------------
@@ -303,7 +316,8 @@ class Scheduler:
         """Gives a group's sequences their blocks and rows, and advances them past the step."""
         for sequence, num_tokens in parts:
             self._memory.grow(sequence, num_tokens)
-            self._add_row(group, sequence, num_tokens, schedule)
+            if schedule.add_row(group, sequence, num_tokens).samples_token:
+                self._policy.served(group, 0, 1)
         if not group.is_forked and group.live[0].num_computed_tokens == group.live[0].num_prompt_tokens:
             self._fork(group, schedule)
 
@@ -311,36 +325,24 @@ class Scheduler:
         """The prompt is computed: the others share it and sample their first token from the leader's row."""
         leader, *others = group.live
         leader_row = len(schedule.rows) - 1
-        group.is_forked = True
+        group.forked()
         for sequence in others:
             self._memory.fork(leader, sequence)
             if sequence.num_output_tokens == 0:
-                self._add_row(group, sequence, 0, schedule, sample_row=leader_row)
+                schedule.add_row(group, sequence, 0, sample_row=leader_row)
+                self._policy.served(group, 0, 1)
 
-    def _add_row(
-        self, group: Group, sequence: Sequence, num_tokens: int, schedule: Schedule, *, sample_row: int | None = None
-    ) -> None:
-        row = len(schedule.rows)
-        start = sequence.num_computed_tokens
-        samples_token = start + num_tokens == sequence.num_tokens
-        is_fed_back = num_tokens > 0 and samples_token and sequence.num_in_flight_tokens > 0
-        schedule.rows.append(
-            ScheduledRow(
-                group=group,
-                sequence=sequence,
-                start=start,
-                num_tokens=num_tokens,
-                samples_token=samples_token,
-                sample_row=row if sample_row is None else sample_row,
-                prev_sampled_row=sequence.in_flight_row if is_fed_back else None,
-                output_index=sequence.num_output_tokens,
-            )
-        )
-        sequence.num_computed_tokens = start + num_tokens
-        if samples_token:
-            sequence.num_in_flight_tokens += 1
-            sequence.in_flight_row = row
-            self._order.served(group, 0, 1)
+
+def _num_to_run(group: Group, sequence: Sequence) -> int:
+    """Tokens of a sequence that wait to go through the model."""
+    sampling = group.request.sampling
+    if sampling.beam_width and sequence.num_in_flight_tokens:
+        return 0  # which beams go on is decided when all of them have been seen
+    if not group.is_forked:
+        return sequence.num_prompt_tokens - sequence.num_computed_tokens
+    if sequence.num_output_tokens >= sampling.max_tokens:
+        return 0  # its last token is in flight
+    return sequence.num_uncomputed_tokens
 
 
 def _within(budget: int, group: Group, wanted: Shares) -> Shares:

@@ -75,7 +75,7 @@ def _rows_by_prefix(rows: list[ScheduledRow], granule_tokens: int, block_size: i
     places: dict[int, Places] = {}
     for place, row in enumerate(rows):
         if row.start >= granule_tokens and row.num_tokens:
-            block_id = row.sequence.block_table.block_id(last)
+            block_id = row.sequence.kv.table.block_id(last)
             if block_id in places:
                 places[block_id].append(place)
             else:
@@ -136,7 +136,7 @@ class _Finder:
 
     def _tables(self, places: Places, num_granules: int) -> NDArray[np.int32]:
         end = num_granules * self._granule_blocks
-        return np.stack([self._rows[place].sequence.block_table.ids_m[:end] for place in places])
+        return np.stack([self._rows[place].sequence.kv.table.ids_m[:end] for place in places])
 
     def _common_granules(self, tables: NDArray[np.int32], depth: int, limit: int) -> int:
         """Granules that all tables have in common, at least `depth` (as is known) and at most `limit`."""

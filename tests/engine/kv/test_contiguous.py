@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from jpaged.engine.executor import NULL_BLOCK
 from jpaged.engine.kv.contiguous import RESERVE_POLICIES, BuddyAllocator, ReservedMemory
 from jpaged.engine.sequence import Status
+from jpaged.errors import InternalError
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.engine.groups import group_of
 from tests.engine.harness import Harness
@@ -81,9 +82,11 @@ def test_what_is_reserved_and_what_is_stored_of_it():
     assert [memory.can_ever_fit(group_of(4, n=n)) for n in (1, 2, 3)] == [True, True, False]
     group = group_of(4)
     assert memory.can_admit(group, 0)
+    assert memory.num_reserved_slots() == 0  # it was a question
+    memory.admit(group)
     (sequence,) = group.sequences
     memory.grow(sequence, 4)
-    sequence.num_computed_tokens = 4
+    sequence.resume_at(4)
     assert (memory.num_reserved_slots(), memory.num_stored_tokens([group])) == (16, 4)
     group.move_to(Status.FINISHED)
     assert memory.num_stored_tokens([group]) == 4  # of a static batch: it keeps its region
@@ -151,8 +154,10 @@ def test_regions_never_overlap_and_merge_again(num_blocks, sizes):
     largest = 1 << (num_blocks.bit_length() - 1)
     held: list[tuple[int, int, set[int]]] = []
     for size, releases in sizes:
-        first = buddies.allocate(size)
-        if first is not None:
+        num_holes = buddies.num_holes(size)
+        if num_holes:
+            first = buddies.allocate(size)
+            assert buddies.num_holes(size) == num_holes - 1
             rounded = 1 << (size - 1).bit_length()
             region = set(range(first, first + rounded))
             assert region <= set(range(1, num_blocks + 1))
@@ -166,6 +171,8 @@ def test_regions_never_overlap_and_merge_again(num_blocks, sizes):
         buddies.release(begin, count)
     assert buddies.num_free == num_blocks
     assert buddies.allocate(largest) == 1
+    with pytest.raises(InternalError, match=f"no hole for {largest} blocks"):
+        buddies.allocate(largest)
 
 
 @given(

@@ -195,13 +195,14 @@ def test_a_prefix_that_lost_its_blocks_with_its_token_in_flight_is_computed_agai
 
 def test_a_block_that_was_a_duplicate_when_it_was_filled_is_pinned_when_the_other_is_gone():
     memory = PagedMemory(num_blocks=6, block_size=4)
+    assert memory.prefixes is not None
     first, second = group_of(8), group_of(8)
     memory.release(computed(memory, first).live[0])
     computed(memory, second)  # shares the first block and copies the second, whose last token has to run
-    memory.register_full_blocks(second.live[0])
+    memory.prefixes.register_full_blocks(second.live[0])
     computed(memory, group_of(16, first=100))  # takes the first one's second block
-    assert memory.pin("system", second.live[0]) == 8
-    assert memory.num_pinned_blocks == 2
+    assert memory.prefixes.pin("system", second.live[0]) == 8
+    assert len(memory.prefixes.pinned_blocks) == 2
 
 
 def test_no_error_names_a_request_of_somebody_else():

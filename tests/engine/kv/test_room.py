@@ -8,7 +8,7 @@ from jpaged.engine.scheduling.preemption import Preemption, PreemptionMode
 from jpaged.engine.sequence import Status
 from jpaged.errors import InternalError
 from jpaged.testing import FakeExecutor, expected_tokens
-from tests.engine.groups import computed, group_of
+from tests.engine.groups import computed, group_of, num_swapped_blocks
 from tests.engine.harness import Harness
 
 # --- who leaves -------------------------------------------------------------------------------------------------------
@@ -26,7 +26,7 @@ def make(policy="fcfs", max_num_seqs=8, preemption_mode="recompute", enable_pref
 
 
 def running(h):
-    return [group.request.request_id for group in h.engine._scheduler._running]
+    return [group.request.request_id for group in h.engine._scheduler.queues.running]
 
 
 def preempted(h):
@@ -161,7 +161,7 @@ def test_a_sample_that_ends_while_its_static_batch_is_out_leaves_nothing_behind(
         h.step()
     assert preempted(h) == {"b": 1}
     assert h.tokens("b", 1) == second[:2]
-    assert h.engine._memory.use().num_host_referenced == 2  # of the three that left, one was its own
+    assert num_swapped_blocks(h.engine._memory) == 2  # of the three that left, one was its own
     h.run()
     assert h.tokens("b", 0) == first
 
@@ -176,13 +176,13 @@ def test_who_left_first_comes_back_last_whichever_way_they_left():
     h.submit("urgent", [7] * 20, max_tokens=2, priority=0)
     h.step()
     scheduler = h.engine._scheduler
-    assert [group.request.request_id for group in scheduler._swapped] == ["r2"]
-    assert [group.request.request_id for group in scheduler._waiting] == ["r1"]
-    assert scheduler._next_group().request.request_id == "r1"
+    assert [group.request.request_id for group in scheduler.queues.swapped] == ["r2"]
+    assert [group.request.request_id for group in scheduler.queues.waiting] == ["r1"]
+    assert scheduler.queues.next_group().request.request_id == "r1"
     h.submit("urgent too", [1] * 20, max_tokens=1, priority=1)
     h.engine.abort("r1")
     h.step()
-    assert scheduler._next_group().request.request_id == "urgent too"  # "r2" would leave for it again
+    assert scheduler.queues.next_group().request.request_id == "urgent too"  # "r2" would leave for it again
     h.run()
     assert h.tokens("r2") == expected_tokens([2, 9, 9], 5)
 
@@ -280,29 +280,32 @@ def test_a_swapped_group_comes_back_when_its_blocks_and_its_next_ones_are_there(
     num_prompt_tokens, num_needed, num_spare
 ):
     memory = PagedMemory(num_blocks=12, block_size=4, num_host_blocks=2)
+    assert memory.swapping is not None
     group = computed(memory, group_of(num_prompt_tokens, n=2))
-    assert memory.can_swap_out(group)
-    memory.swap_out(group)
+    assert memory.swapping.can_swap_out(group)
+    memory.swapping.swap_out(group)
     group.move_to(Status.SWAPPED)
-    assert (memory.use().num_referenced, memory.use().num_host_referenced) == (0, 2)
+    assert (memory.use().num_referenced, num_swapped_blocks(memory)) == (0, 2)
     memory._pool.allocate(12 - num_needed - num_spare)
-    assert memory.can_swap_in(group, num_spare)
+    assert memory.swapping.can_swap_in(group, num_spare)
     memory._pool.allocate(1)
-    assert not memory.can_swap_in(group, num_spare)
+    assert not memory.swapping.can_swap_in(group, num_spare)
 
 
 def test_what_a_swapped_group_brings_back_is_found_by_its_prefix():
     memory = PagedMemory(num_blocks=6, block_size=4, num_host_blocks=2)
+    assert memory.swapping is not None
+    assert memory.prefixes is not None
     group = computed(memory, group_of(8))
-    memory.swap_out(group)
-    key = group.live[0].block_keys[1]
-    assert memory.has_prefix(key)  # it left its blocks behind, until they are reissued
+    memory.swapping.swap_out(group)
+    key = group.live[0].kv.keys(group.live[0].token_ids, 2, 4)[1]
+    assert memory.prefixes.has_prefix(key)  # it left its blocks behind, until they are reissued
     taken = computed(memory, group_of(24, first=100))  # host memory is full of the group itself
-    assert not memory.has_prefix(key)
+    assert not memory.prefixes.has_prefix(key)
     memory.release(taken.live[0])
-    memory.swap_in(group)
-    memory.register_full_blocks(group.live[0])
-    assert memory.has_prefix(key)
+    memory.swapping.swap_in(group)
+    memory.prefixes.register_full_blocks(group.live[0])
+    assert memory.prefixes.has_prefix(key)
     assert memory.admit(group_of(9)) == 8
 
 
@@ -340,7 +343,7 @@ def test_auto_counts_a_shared_block_and_the_prompt_once():
     # Two blocks of prompt that both share, and one of each: four. Eight tokens of prompt, and one of each: ten.
     group = group_of(8, n=2)
     for sequence, own in zip(group.sequences, (3, 4), strict=True):
-        sequence.block_table.extend([1, 2, own])
+        sequence.kv.table.extend([1, 2, own])
         sequence.token_ids.append(200)
     rates = DeviceRates(swap_out_bytes_per_s=1000.0, swap_in_bytes_per_s=500.0, prefill_tokens_per_s=10.0)
     preemption = Preemption("auto", 100, rates)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jpaged.engine.kv.prefix_cache import root_key
+from jpaged.engine.kv.blocks import root_key
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.engine.data_parallel.fleet import PREFIX, Fleet
 from tests.engine.harness import Harness

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from jpaged.engine.kv.prefix_cache import block_key, root_key
+from jpaged.engine.kv.blocks import block_key, root_key
 from jpaged.engine.sequence import Status
 from jpaged.errors import InternalError
 from jpaged.testing import FakeExecutor, Faults, expected_tokens

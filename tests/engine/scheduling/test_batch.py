@@ -23,7 +23,7 @@ def packed(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset()
     )
     for i, prompt in enumerate(prompts):
         request = Request(str(i), tuple(prompt), sampling or SamplingParams(temperature=0.0))
-        scheduler.add(Group(request, i, 0.0, lambda event: None, geometry.max_blocks_per_seq))
+        scheduler.queues.add(Group(request, i, 0.0, lambda event: None, geometry.max_blocks_per_seq))
     return [build_step_inputs(scheduler.schedule(), geometry, eos) for _ in range(steps)]
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.engine.executor import NULL_BLOCK
-from jpaged.engine.kv.block_pool import BlockPool, BlockTable
+from jpaged.engine.kv.blocks import BlockPool, BlockTable
 from jpaged.errors import InternalError
 
 

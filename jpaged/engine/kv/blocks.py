@@ -8,19 +8,43 @@
     fork          a [ 7 8 9 ]   b [ 7 8 9 ]       every block of the parent is shared
     copy on write a [ 7 8 9 ]   b [ 7 8 4 ]       b wrote: one copy 9 -> 4, and block 9 is a's alone
 
-Knows nothing of tokens, requests or devices. Block 0 is the null block: it is never allocated and never counted.
+    keys        root ── a b c d ── e f g h    a full block is keyed by SHA-256 over its parent's key and its tokens
+
+Knows nothing of requests or devices. Block 0 is the null block: it is never allocated and never counted.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import NULL_BLOCK
 from jpaged.errors import InternalError
+
+Key = bytes
+
+
+def root_key(salt: str, tenant: str = "") -> Key:
+    """The parent of a sequence's first block; no two pairs of salt and tenant have the same."""
+    if not tenant:
+        return hashlib.sha256(b"jpaged/prefix/1\0" + salt.encode()).digest()
+    named = tenant.encode()
+    return hashlib.sha256(b"jpaged/prefix/2\0" + len(named).to_bytes(4, "big") + named + salt.encode()).digest()
+
+
+def block_key(parent: Key, token_ids: Sequence[int]) -> Key:
+    """The key of a full block that comes after `parent`."""
+    return hashlib.sha256(parent + np.asarray(token_ids, np.int32).tobytes()).digest()
+
+
+def num_blocks_alone(num_prompt_tokens: int, max_tokens: int, num_rows: int, block_size: int) -> int:
+    """Blocks that a request takes at most when it runs alone: its prompt's once, and what each row adds."""
+    num_shared = num_prompt_tokens // block_size
+    return num_shared + num_rows * (-(-(num_prompt_tokens + max_tokens) // block_size) - num_shared)
 
 
 class BlockTable:
@@ -52,12 +76,62 @@ class BlockTable:
     def block_ids(self) -> list[int]:
         return list(self._ids)
 
-    def clear(self) -> list[int]:
-        """Empties the table and returns what it held, for the pool to release."""
-        block_ids, self._ids = self._ids, []
-        self.ids_m[: self.num_blocks] = NULL_BLOCK
-        self.num_blocks = 0
+    def truncate(self, num_blocks: int = 0) -> list[int]:
+        """Keeps the first num_blocks and returns the others, for the pool to release."""
+        block_ids, self._ids = self._ids[num_blocks:], self._ids[:num_blocks]
+        self.ids_m[num_blocks : self.num_blocks] = NULL_BLOCK
+        self.num_blocks = len(self._ids)
         return block_ids
+
+
+class KVHandle:
+    """What the memory keeps of one sequence; nobody else writes it.
+
+    Attributes:
+        table: the sequence's blocks on the device.
+        host_table: its blocks in host memory while it is swapped out.
+        root: the parent of its first block; None when it takes no part in the prefix cache.
+        num_registered_blocks: how many of its blocks were offered to the prefix cache.
+    """
+
+    __slots__ = ("_keys", "host_table", "num_registered_blocks", "root", "table")
+
+    def __init__(self, max_blocks: int, root: Key | None) -> None:
+        self.table = BlockTable(max_blocks)
+        self.host_table = BlockTable(max_blocks)
+        self.root = root
+        self.num_registered_blocks = 0
+        self._keys: list[Key] = []
+
+    def keys(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> list[Key]:
+        """The chain of the first num_blocks full blocks of token_ids, each computed once."""
+        keys = self._keys
+        while len(keys) < num_blocks and self.root is not None:
+            i = len(keys)
+            keys.append(block_key(keys[-1] if keys else self.root, token_ids[i * block_size : (i + 1) * block_size]))
+        return keys
+
+    def parent(self, index: int) -> Key:
+        """The key that the block at `index` comes after; the keys before it are known."""
+        return self._keys[index - 1] if index else self.root or b""
+
+    def registered(self, num_blocks: int) -> None:
+        """Notes that the first num_blocks were offered to the prefix cache, and none after them."""
+        self.num_registered_blocks = num_blocks
+
+    def share(self, parent: KVHandle) -> None:
+        """Takes over what is known of the parent's blocks, which this one's sequence holds too."""
+        self._keys = list(parent._keys)
+        self.num_registered_blocks = parent.num_registered_blocks
+
+    def rewind(self, num_blocks: int) -> None:
+        """Forgets the keys of all blocks but the first num_blocks."""
+        del self._keys[num_blocks:]
+        self.num_registered_blocks = min(self.num_registered_blocks, num_blocks)
+
+    def leave_cache(self) -> None:
+        """Takes no part in the prefix cache any more."""
+        self.root = None
 
 
 class BlockPool:
@@ -65,14 +139,21 @@ class BlockPool:
 
     Args:
         on_reissue: called with a block of the free list just before it is given to somebody else.
+        on_release: called with the blocks that a release has freed.
     """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, on_reissue: Callable[[int], None] = lambda block_id: None
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        on_reissue: Callable[[int], None] = lambda block_id: None,
+        on_release: Callable[[list[int]], None] = lambda block_ids: None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._on_reissue = on_reissue
+        self._on_release = on_release
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self._ref_counts = [0] * (num_blocks + 1)
 
@@ -138,17 +219,24 @@ class BlockPool:
         table.replace(index, destination)
         return source, destination
 
-    def release(self, table: BlockTable) -> list[int]:
-        """Drops one reference to every block of a table, last block first, and empties it.
+    def num_copies(self, writers: Iterable[tuple[BlockTable, int]]) -> int:
+        """Copies that are made when each table's next token, so many in, is written: the last holder keeps a block."""
+        shared: dict[int, int] = {}
+        for table, num_tokens in writers:
+            index = num_tokens // self.block_size
+            if index < table.num_blocks and self._ref_counts[table.block_id(index)] > 1:
+                block_id = table.block_id(index)
+                shared[block_id] = shared.get(block_id, 0) + 1
+        return sum(min(count, self._ref_counts[block_id] - 1) for block_id, count in shared.items())
 
-        Returns:
-            the blocks that are free now.
+    def release(self, table: BlockTable, num_kept: int = 0) -> None:
+        """Drops one reference to each block of a table but the first num_kept, last block first, and takes it out.
 
         Raises:
             InternalError: a block is free already.
         """
         freed = []
-        for block_id in reversed(table.clear()):
+        for block_id in reversed(table.truncate(num_kept)):
             count = self._ref_counts[block_id]
             if count <= 0:
                 raise InternalError(f"block {block_id} is released but has {count} references")
@@ -156,7 +244,7 @@ class BlockPool:
             if count == 1:
                 self._free[block_id] = None
                 freed.append(block_id)
-        return freed
+        self._on_release(freed)
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """The invariant: free + referenced = N, counts match the tables, no table names a free block.

@@ -2,8 +2,9 @@
 
 import pytest
 
+from jpaged.engine.kv.blocks import block_key, root_key
 from jpaged.engine.kv.paged import PagedMemory
-from jpaged.engine.kv.prefix_cache import PrefixCache, block_key, root_key
+from jpaged.engine.kv.prefixes import PrefixCache
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.engine.groups import computed, group_of
 from tests.engine.harness import Harness

@@ -1,0 +1,91 @@
+"""Groups in host memory: their blocks go there when the pool is short, and come back.
+
+swap out   tables  [ 7 8 9 ] [ 7 8 4 ]   homes  7>h1 8>h2 9>h3 4>h4      a shared block has one home
+swap in    the same the other way, into whatever blocks are free by then
+"""
+
+from __future__ import annotations
+
+from jpaged.engine.executor import Move
+from jpaged.engine.kv.blocks import BlockPool, BlockTable
+from jpaged.engine.kv.prefixes import Prefixes
+from jpaged.engine.kv.transfers import MemoryCounts, MemoryOps
+from jpaged.engine.sequence import Group
+
+
+class Swapping:
+    """Moves whole groups between the pool of the device and that of the host.
+
+    Args:
+        prefixes: told of full blocks before they leave; None where nothing is cached.
+    """
+
+    def __init__(
+        self, pool: BlockPool, host_pool: BlockPool, ops: MemoryOps, counts: MemoryCounts, prefixes: Prefixes | None
+    ) -> None:
+        self._pool = pool
+        self._host_pool = host_pool
+        self._ops = ops
+        self._counts = counts
+        self._prefixes = prefixes
+
+    def can_swap_out(self, group: Group) -> bool:
+        """Host memory has room for all blocks of a running group."""
+        blocks = {block_id for sequence in group.live for block_id in sequence.kv.table.block_ids()}
+        return self._host_pool.can_allocate(len(blocks))
+
+    def swap_out(self, group: Group) -> None:
+        """Moves a group's blocks to host memory; those on the device are free."""
+        homes: dict[int, int] = {}
+        for sequence in group.live:
+            if self._prefixes is not None:
+                self._prefixes.register_full_blocks(sequence)
+            _move(sequence.kv.table, sequence.kv.host_table, self._host_pool, homes)
+        for source, destination in homes.items():
+            self._ops.add(Move.SWAP_OUT, source, destination)
+        self._counts.num_swapped_out += len(homes)
+        for sequence in group.live:
+            self._pool.release(sequence.kv.table)
+
+    def can_swap_in(self, group: Group, num_spare_blocks: int) -> bool:
+        """A swapped group finds blocks for all that it has and the tokens it waits for, and so many are left free."""
+        tables = [sequence.kv.host_table for sequence in group.live]
+        needed = len({block_id for table in tables for block_id in table.block_ids()})
+        needed += num_missing(group, tables, self._pool)
+        next_tokens = [sequence.num_computed_tokens for sequence in group.live]
+        needed += self._host_pool.num_copies(list(zip(tables, next_tokens, strict=True)))
+        return self._pool.can_allocate(needed + num_spare_blocks)
+
+    def swap_in(self, group: Group) -> None:
+        """Moves a group's blocks back; those in host memory are free."""
+        homes: dict[int, int] = {}
+        for sequence in group.live:
+            _move(sequence.kv.host_table, sequence.kv.table, self._pool, homes)
+            sequence.kv.registered(0)
+        for source, destination in homes.items():
+            self._ops.add(Move.SWAP_IN, source, destination)
+        self._counts.num_swapped_in += len(homes)
+        for sequence in group.live:
+            self._host_pool.release(sequence.kv.host_table)
+
+
+def num_missing(group: Group, tables: list[BlockTable], pool: BlockPool) -> int:
+    """Blocks that the tables of a group's sequences lack for the tokens that these have."""
+    missing = 0
+    for i, (sequence, table) in enumerate(zip(group.live, tables, strict=True)):
+        needed = pool.num_blocks_for(sequence.num_tokens)
+        if group.is_forked or i == 0:
+            missing += max(0, needed - table.num_blocks)
+        else:  # it will share the leader's full blocks
+            missing += needed - sequence.num_prompt_tokens // pool.block_size
+    return missing
+
+
+def _move(source: BlockTable, target: BlockTable, pool: BlockPool, homes: dict[int, int]) -> None:
+    """Fills a table with new homes for the blocks of another; shared blocks keep one home."""
+    for block_id in source.block_ids():
+        if block_id in homes:
+            pool.acquire(homes[block_id])
+        else:
+            (homes[block_id],) = pool.allocate(1)
+        target.extend([homes[block_id]])
