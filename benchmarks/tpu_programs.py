@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from jpaged import json_text
 from jpaged.capacity.known_models import known_config
+from jpaged.capacity.target import find_target
 from jpaged.config import EngineConfig
 from jpaged.device.aot.tpu import compile_only_devices, compiler_environment, find_topology
 from jpaged.device.mesh import build_mesh, local_bytes
@@ -154,7 +155,7 @@ def _serving(model_name: str, topology_name: str, backend: str | None) -> tuple[
     model = Model(known_config(model_name), jnp.dtype("bfloat16"))
     options = {**OPTIONS, "tensor_parallel_size": mesh.size, "attention_backend": backend or "auto"}
     least, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
-    free = 0.9 * topology.generation.hbm_bytes - local_bytes(params)
+    free = 0.9 * find_target(topology_name).hardware.usable_bytes - local_bytes(params)
     num_blocks = max(2 * geometry.num_blocks, int(free // least.attention.layout.local.bytes_per_block) - 1)
     step, geometry, params = abstract_serving(model, EngineConfig.load({**options, "num_blocks": num_blocks}), mesh)
     return step, params, program_lowerings(step, params, geometry)

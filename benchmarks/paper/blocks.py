@@ -9,9 +9,9 @@ from benchmarks.paper.rates import at_share, by_seed, saturated
 from benchmarks.paper.runner import Runner
 from benchmarks.paper.spread import Spread
 from benchmarks.paper.table import Table
-from jpaged.capacity.cost import deploy
 from jpaged.capacity.hardware import HARDWARE
-from jpaged.capacity.model_cost import MODELS
+from jpaged.capacity.simulator.deployment import deploy
+from jpaged.capacity.simulator.models import MODELS
 
 _SIZES = (1, 8, 16, 32, 64, 128, 256)
 _PREEMPTION_SIZES = (1, 4, 16, 64, 256)

@@ -11,9 +11,9 @@ from functools import cache
 import numpy as np
 
 from benchmarks.paper.batches import Pool, batch_size, region_tokens
-from jpaged.capacity.cost import Deployment, deploy
 from jpaged.capacity.hardware import HARDWARE
-from jpaged.capacity.model_cost import MODELS
+from jpaged.capacity.simulator.deployment import Deployment, deploy
+from jpaged.capacity.simulator.models import MODELS
 from jpaged.capacity.simulator.simulation import Served, Simulation, simulate
 from jpaged.capacity.simulator.steady import FILLING_SHARE, mean
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, chat_rounds, synthesize, with_sampling
@@ -189,7 +189,7 @@ def _pool_shares(result: Simulation, deployment: Deployment, kv_policy: str) -> 
     if kv_policy == "paged":
         final = asked = mean(result.steady_steps, lambda step: step.num_table_blocks) * deployment.block_size
     else:
-        longest = deployment.model.max_model_len
+        longest = deployment.model.config.max_model_len
         final = in_batch(result, lambda one: one.request.prompt_tokens + one.request.output_tokens)
         asked = in_batch(result, lambda one: region_tokens(kv_policy, one.request, longest))
     return PoolShares(*((part / num_slots) for part in (tokens, final - tokens, asked - final, num_slots - asked)))
@@ -211,7 +211,7 @@ def _deployment(point: Point) -> Deployment:
 def _pool(point: Point) -> Pool:
     deployment, max_num_seqs = _deployment(point), SYSTEMS[point.system].scheduler.max_num_seqs
     assert max_num_seqs is not None
-    return Pool(deployment.num_kv_slots, point.block_size, max_num_seqs, deployment.model.max_model_len)
+    return Pool(deployment.num_kv_slots, point.block_size, max_num_seqs, deployment.model.config.max_model_len)
 
 
 def _draw(point: Point, num_requests: int) -> list[TraceRequest]:
@@ -223,6 +223,6 @@ def _draw(point: Point, num_requests: int) -> list[TraceRequest]:
         rate_per_s=point.rate_per_s,
         num_requests=num_requests,
         seed=point.seed,
-        max_model_len=MODELS[point.model].max_model_len,
+        max_model_len=MODELS[point.model].config.max_model_len,
     )
     return with_sampling(drawn, n=point.n, beam_width=point.beam_width)

@@ -1,11 +1,10 @@
 """`jpaged plan`: what a model needs on devices that are not here, and what it would do there.
 
+hardware.py      what each accelerator has, and how fast it is
 target.py        a slice of TPUs or some GPUs
-hardware.py      accelerators by their data sheets
 known_models.py  the configurations of well-known models
-model_cost.py    what a step of a model reads and computes
-cost.py          how long a simulated step takes
-roofline.py      how long a planned step takes
+cost.py          what a step reads and computes, and how long devices take for that
+step_times.py    how long a planned step takes
 named_model.py   the model that a plan is for
 compiled.py      it, compiled for a target
 process.py       each target in a child of its own

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.capacity.cost import Roofline, Shape
 from jpaged.capacity.named_model import find_config
-from jpaged.capacity.roofline import Shape
+from jpaged.capacity.step_times import StepTimes
 from jpaged.capacity.target import Target, find_target
 from jpaged.checkpoints.names import num_params
 from jpaged.config import EngineConfig
@@ -62,7 +63,7 @@ class CompiledPlan:
         kv_dtype: of the pool.
         notes: what was decided that was not asked for.
         deployment: memory and programs.
-        shape: for the roofline.
+        step_times: how long the steps of a copy take.
         versions: of what compiled.
     """
 
@@ -73,7 +74,7 @@ class CompiledPlan:
     kv_dtype: str
     notes: tuple[str, ...]
     deployment: Deployment
-    shape: Shape
+    step_times: StepTimes
     versions: Mapping[str, str]
 
     @property
@@ -107,7 +108,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         model,
         options,
         build_mesh(devices[:num_devices]),
-        target.hbm_bytes,
+        target.hardware.usable_bytes,
         all_programs=question.all_programs,
         progress=progress,
         save=None if question.save is None else Path(question.save),
@@ -121,7 +122,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
         notes=tuple(notes),
         deployment=deployment,
-        shape=_shape(config, model.dtype, num_devices, deployment),
+        step_times=_step_times(config, model.dtype, target, num_devices, deployment),
         versions={name: version(name) for name in ("jax", "jaxlib")},
     )
 
@@ -143,15 +144,18 @@ def _num_devices(config: ModelConfig, target: Target, chosen: int | None) -> tup
     ]
 
 
-def _shape(config: ModelConfig, dtype: np.dtype, num_devices: int, deployment: Deployment) -> Shape:
+def _step_times(
+    config: ModelConfig, dtype: np.dtype, target: Target, num_devices: int, deployment: Deployment
+) -> StepTimes:
+    """Of an embedding that is only looked up, next to nothing is read and nothing multiplied with."""
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     memory, block_size = deployment.memory, deployment.block_size
-    return Shape(
+    shape = Shape(
         num_params=num_params(config) - looked_up,
         num_layers=config.num_layers,
         query_width=config.num_heads * config.head_dim,
-        hidden_size=config.hidden_size,
-        weight_bytes=memory.weight_bytes - looked_up * dtype.itemsize // num_devices,
-        kv_bytes_per_token=memory.bytes_per_block / block_size,
-        number_bytes=deployment.number_bytes or dtype.itemsize,
+        weight_bytes=memory.weight_bytes * num_devices - looked_up * dtype.itemsize,
+        kv_bytes_per_token=memory.bytes_per_block * num_devices / block_size,
     )
+    roofline = Roofline(shape, target.hardware, num_devices)
+    return StepTimes(roofline, target, config.hidden_size, deployment.number_bytes or dtype.itemsize)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jpaged.capacity.roofline import Roofline
+from jpaged.capacity.step_times import StepTimes
 
 MAX_LOAD = 0.8
 """Share of the estimated tokens a second that a load may take: above it, waiting times grow without bound."""
@@ -58,14 +58,14 @@ class Pool:
     max_num_batched_tokens: int
 
 
-def estimate(lengths: Lengths, pool: Pool, roofline: Roofline) -> Estimate:
+def estimate(lengths: Lengths, pool: Pool, times: StepTimes) -> Estimate:
     """The numbers of one copy of the model."""
     input_len, output_len = lengths.input_len, lengths.output_len
     num_fitting = pool.num_blocks // math.ceil((input_len + output_len) / pool.block_size)
     num_running = min(num_fitting, pool.max_num_seqs)
     num_rows = max(1, num_running)
-    decode_s = roofline.decode_s(num_rows, input_len + output_len / 2)
-    prefill_s = roofline.prefill_s(pool.max_num_batched_tokens, input_len)
+    decode_s = times.decode_s(num_rows, input_len + output_len / 2)
+    prefill_s = times.prefill_s(pool.max_num_batched_tokens, input_len)
     batch_s = num_rows * input_len / pool.max_num_batched_tokens * prefill_s + output_len * decode_s
     return Estimate(lengths, num_fitting, num_running, decode_s, prefill_s, num_running * output_len / batch_s)
 

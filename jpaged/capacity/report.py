@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpaged.capacity.compiled import CompiledPlan
+from jpaged.capacity.cost import ASSUMED
 from jpaged.capacity.estimate import (
     MAX_LOAD,
     Estimate,
@@ -20,8 +21,7 @@ from jpaged.capacity.estimate import (
     serve,
     usd_per_million,
 )
-from jpaged.capacity.hardware import Assumptions
-from jpaged.capacity.roofline import LINK_EFFICIENCY, Roofline
+from jpaged.capacity.step_times import LINK_EFFICIENCY
 
 _GIB = 1 << 30
 
@@ -73,13 +73,12 @@ def assess(plan: CompiledPlan, workload: Workload) -> Assessment:
         deployment.max_num_seqs,
         deployment.max_num_batched_tokens,
     )
-    roofline = Roofline(plan.shape, plan.target, plan.num_devices)
-    mix = estimate(mean_lengths(workload.lengths), pool, roofline)
+    mix = estimate(mean_lengths(workload.lengths), pool, plan.step_times)
     tokens_per_s = mix.tokens_per_s * plan.num_copies
     num_chips, load = plan.target.num_chips, workload.tokens_per_s
     return Assessment(
         plan,
-        tuple(estimate(lengths, pool, roofline) for lengths in workload.lengths),
+        tuple(estimate(lengths, pool, plan.step_times) for lengths in workload.lengths),
         price,
         tokens_per_s,
         None if price is None else usd_per_million(price, num_chips, tokens_per_s),
@@ -243,9 +242,8 @@ def _estimate_lines(found: Assessment) -> list[str]:
 
 
 def _assumptions() -> str:
-    assumed = Assumptions()
     return (
-        f"a roofline at {assumed.bandwidth_efficiency:.0%} of the HBM's bandwidth, {assumed.flops_efficiency:.0%} of "
+        f"a roofline at {ASSUMED.bandwidth_efficiency:.0%} of the HBM's bandwidth, {ASSUMED.flops_efficiency:.0%} of "
         f"the bfloat16 peak and {LINK_EFFICIENCY:.0%} of the links between devices"
     )
 

@@ -4,25 +4,23 @@
 |---|---|---|
 | TPU | all of a slice; jax counts two on a chip of tpu7x | as libtpu has them: `v6e:2x4` |
 | H200 | GPUs of one machine, joined by NVLink | `h200`, `h200:8` |
-
-TPU numbers are those of `jpaged.device.aot.tpu`, H200's of NVIDIA's data sheet: 4.8 TB/s, 989 TFLOP/s in bfloat16
-without sparsity, and 900 GB/s of NVLink in both directions together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jpaged.device.aot.gpu import H200_HBM_BYTES
+from jpaged.capacity.hardware import HARDWARE, Hardware
 from jpaged.device.aot.tpu import TOPOLOGIES
 from jpaged.errors import InvalidArgument
 
 _MAX_GPUS = 8
+_FAMILIES = {name.removeprefix("tpu-"): device for name, device in HARDWARE.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Devices of one kind; rates are of one of them.
+    """Devices of one kind.
 
     Attributes:
         name: as the user writes it.
@@ -30,10 +28,7 @@ class Target:
         platform: whose compiler it takes, `tpu` or `cuda`.
         num_devices: as jax counts them.
         num_chips: as they are paid for.
-        hbm_bytes: that programs may use.
-        hbm_bytes_per_s: peak.
-        flops: peak of bfloat16 products.
-        link_bytes_per_s: to the other devices, one way.
+        hardware: what each device has.
         shape: devices along each axis; a message passes all of an axis.
     """
 
@@ -42,10 +37,7 @@ class Target:
     platform: str
     num_devices: int
     num_chips: int
-    hbm_bytes: int
-    hbm_bytes_per_s: float
-    flops: float
-    link_bytes_per_s: float
+    hardware: Hardware
     shape: tuple[int, ...]
 
 
@@ -59,23 +51,12 @@ def find_target(name: str) -> Target:
     if topology is not None:
         chip = topology.generation
         return Target(
-            name=name,
-            family=chip.name,
-            platform="tpu",
-            num_devices=topology.num_devices,
-            num_chips=topology.num_chips,
-            hbm_bytes=chip.hbm_bytes,
-            hbm_bytes_per_s=chip.hbm_bytes_per_s,
-            flops=chip.flops,
-            link_bytes_per_s=chip.link_bytes_per_s,
-            shape=topology.shape,
+            name, chip.name, "tpu", topology.num_devices, topology.num_chips, _FAMILIES[chip.name], topology.shape
         )
     family, _, count = name.partition(":")
     if family == "h200" and (count or "1") in map(str, range(1, _MAX_GPUS + 1)):
         num_devices = int(count or "1")
-        return Target(
-            name, family, "cuda", num_devices, num_devices, H200_HBM_BYTES, 4800e9, 989e12, 450e9, (num_devices,)
-        )
+        return Target(name, family, "cuda", num_devices, num_devices, _FAMILIES[family], (num_devices,))
     raise InvalidArgument(
         "topology", f"{name!r} is not known; known are h200, h200:1 to h200:{_MAX_GPUS}, {', '.join(TOPOLOGIES)}"
     )

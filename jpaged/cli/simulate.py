@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jpaged import json_text
-from jpaged.capacity.cost import Deployment, deploy
 from jpaged.capacity.hardware import HARDWARE
-from jpaged.capacity.model_cost import MODELS
+from jpaged.capacity.simulator.deployment import Deployment, deploy
+from jpaged.capacity.simulator.models import MODELS
 from jpaged.capacity.simulator.simulation import Served, Simulation, simulate
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
 from jpaged.capacity.simulator.trace_file import read_trace
@@ -85,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json_text.dumps({"model": deployment.model.name, "num_blocks": deployment.num_blocks, **numbers}))
         return 0
-    what = f"{deployment.model.name} on {deployment.num_devices} x {deployment.hardware.name}"
+    roofline = deployment.roofline
+    what = f"{deployment.model.name} on {roofline.num_devices} x {roofline.hardware.name}"
     table = Table(title=f"{what}: {deployment.num_blocks} blocks of {deployment.block_size}", show_header=False)
     for name, value in numbers.items():
         table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
@@ -144,7 +145,7 @@ def _deployment(arguments: argparse.Namespace) -> Deployment:
 
 
 def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
-    max_model_len = MODELS[arguments.model].max_model_len
+    max_model_len = MODELS[arguments.model].config.max_model_len
     given = {name: getattr(arguments, name) for name in ("rate", "num_requests", "duration", "seed")}
     if arguments.trace not in ("sharegpt", "alpaca"):
         for name, value in given.items():

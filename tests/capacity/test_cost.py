@@ -5,21 +5,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jpaged.capacity.cost import Deployment, deploy
-from jpaged.capacity.hardware import HARDWARE, Assumptions, Hardware
-from jpaged.capacity.model_cost import MODELS, ModelShape
+from jpaged.capacity.cost import Assumptions
+from jpaged.capacity.hardware import HARDWARE, Hardware
+from jpaged.capacity.simulator.deployment import Deployment, deploy
 from jpaged.capacity.simulator.executor import SimulatedExecutor
+from jpaged.capacity.simulator.models import MODELS, SimulatedModel
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InvalidArgument
 from jpaged.testing.virtual_clock import VirtualClock
 
-MODEL = ModelShape("toy", 1e9, 10, 100, 50, 50, 1000, 128)
-DEVICE = Hardware("toy", 8e9, 1e12, 1e14, 1e10)
+CONFIG = replace(
+    MODELS["llama-2-7b"].config, num_layers=10, num_heads=2, num_kv_heads=1, head_dim=50, max_position_embeddings=128
+)
+MODEL = SimulatedModel("toy", CONFIG, 1e9)
+DEVICE = Hardware("toy", 8e9, 8_000_000_000, 1e12, 1e14, 1e10, 1e10)
 EXACT = Assumptions(1.0, 1.0, 1.0, 0.001, 1e-5, 1e-6, 0.0, 1.0)
 
 
 def toy(num_devices: int = 1, assumptions: Assumptions = EXACT) -> Deployment:
-    return Deployment(MODEL, DEVICE, num_devices, 1600, 16, 0, assumptions)
+    return deploy(MODEL, DEVICE, num_devices=num_devices, num_kv_slots=1600, assumptions=assumptions)
 
 
 def test_a_small_step_takes_the_time_of_its_bytes():
@@ -40,15 +44,15 @@ def test_devices_divide_a_step_and_add_their_all_reduces():
 def test_short_runs_of_memory_are_gathered_slower():
     # 16 slots * 50 * 2 bytes = 1600 bytes; with 400 at half rate, 80 percent of the bandwidth are left.
     slow = toy(assumptions=replace(EXACT, half_rate_run_bytes=400.0))
-    assert slow.gather_efficiency == pytest.approx(0.8)
+    assert slow.roofline.gather_efficiency == pytest.approx(0.8)
     assert slow.step_s(1, 100_000, 1) == pytest.approx(0.002 + 0.0002 / 0.8 + 0.001)
 
 
 def test_paged_attention_costs_what_the_paper_measured_and_contiguous_memory_nothing_more():
     paged = deploy_paper()
-    assert 1 / paged.gather_efficiency == pytest.approx(1.23, abs=0.001)  # the paper: 20 to 26 percent
-    assert replace(paged, is_contiguous=True).gather_efficiency == 1.0
-    assert 1 / deploy_paper(block_size=128).gather_efficiency < 1.03
+    assert 1 / paged.roofline.gather_efficiency == pytest.approx(1.23, abs=0.001)  # the paper: 20 to 26 percent
+    assert paged.contiguous().roofline.gather_efficiency == 1.0
+    assert 1 / deploy_paper(block_size=128).roofline.gather_efficiency < 1.03
 
 
 def test_a_copy_reads_and_writes_and_a_swap_pays_for_every_transfer():
@@ -62,8 +66,8 @@ def test_the_same_bytes_in_smaller_blocks_swap_slower():
     assert one.swap_s(16) > 5 * sixteen.swap_s(1)
 
 
-def deploy_paper(**options: int) -> Deployment:
-    return deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"], **options)
+def deploy_paper(block_size: int = 16) -> Deployment:
+    return deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"], block_size=block_size)
 
 
 @pytest.mark.parametrize(
@@ -75,16 +79,16 @@ def deploy_paper(**options: int) -> Deployment:
     ],
 )
 def test_the_papers_pools_are_what_its_bytes_hold(model, hardware, kv_bytes, gib, tolerance):
-    shape = MODELS[model]
-    assert shape.kv_bytes_per_token == kv_bytes
-    assert deploy(shape, HARDWARE[hardware]).num_kv_slots == pytest.approx(gib * 2**30 / kv_bytes, rel=tolerance)
+    found = MODELS[model]
+    assert found.shape.kv_bytes_per_token == kv_bytes
+    assert deploy(found, HARDWARE[hardware]).num_kv_slots == pytest.approx(gib * 2**30 / kv_bytes, rel=tolerance)
 
 
 def test_the_models_of_the_paper_weigh_what_it_says():
-    weights = {name: MODELS[name].weight_bytes / 1e9 for name in ("opt-13b", "opt-66b", "opt-175b")}
+    weights = {name: MODELS[name].shape.weight_bytes / 1e9 for name in ("opt-13b", "opt-66b", "opt-175b")}
     assert weights == {"opt-13b": 26, "opt-66b": 132, "opt-175b": 346}
-    assert MODELS["llama-13b"].max_model_len == 2048
-    assert MODELS["llama-3.1-405b"].weight_bytes == 2 * 405_853_388_800
+    assert MODELS["llama-13b"].config.max_model_len == 2048
+    assert MODELS["llama-3.1-405b"].shape.weight_bytes == 2 * 405_853_388_800
 
 
 def test_elsewhere_the_pool_is_what_the_weights_leave():

@@ -1,12 +1,10 @@
 """Small traces through the real engine: the paper's order of policies, and what limits the share of used slots."""
 
-from dataclasses import replace
-
 import pytest
 
-from jpaged.capacity.cost import deploy
 from jpaged.capacity.hardware import HARDWARE
-from jpaged.capacity.model_cost import MODELS
+from jpaged.capacity.simulator.deployment import deploy
+from jpaged.capacity.simulator.models import MODELS
 from jpaged.capacity.simulator.simulation import Simulation, simulate
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize, with_sampling
 from jpaged.config import EngineConfig
@@ -56,7 +54,7 @@ def test_one_request_alone_takes_the_sum_of_its_steps():
 
 def test_regions_are_read_without_gathering_and_blocks_are_not():
     deployment = deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"])
-    contiguous = replace(deployment, is_contiguous=True)
+    contiguous = deployment.contiguous()
     for policy, read in (("paged", deployment), ("reserve-oracle", contiguous)):
         result = serve([TraceRequest(0.0, 1500, 2)], kv_policy=policy)
         decode_s = read.step_s(1, 1501, 1501)

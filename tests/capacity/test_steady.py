@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from jpaged.capacity.cost import deploy
 from jpaged.capacity.hardware import HARDWARE
-from jpaged.capacity.model_cost import MODELS
 from jpaged.capacity.simulator import steady
+from jpaged.capacity.simulator.deployment import deploy
+from jpaged.capacity.simulator.models import MODELS
 from jpaged.capacity.simulator.simulation import simulate
 from jpaged.capacity.simulator.steady import Step, Window
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
@@ -85,7 +85,7 @@ def test_equal_requests_are_served_at_the_rate_of_one_batch(batching):
     deployment = deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"], num_kv_slots=128)
     options = OPTIONS.replace(kv_policy="reserve-oracle", batching=batching)
     result = simulate([TraceRequest(0.0, 40, 24)] * 20, deployment, options)
-    contiguous = replace(deployment, is_contiguous=True)
+    contiguous = deployment.contiguous()
     batch_s = contiguous.step_s(80, 80, 2 * 820)
     batch_s += sum(contiguous.step_s(2, 2 * length, 2 * length) for length in range(41, 64))
     assert result.sustained_requests_per_s == pytest.approx(2 / batch_s)

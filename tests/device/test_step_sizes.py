@@ -48,15 +48,19 @@ def needed_bytes(config: ModelConfig, num_devices: int) -> float:
     return (2 * num_params(config) + token_bytes * config.max_model_len) / num_devices
 
 
+def usable_bytes(target: str) -> int:
+    return find_target(target).hardware.usable_bytes
+
+
 def smallest_slice(config: ModelConfig) -> Topology:
     """Of those that can hold it, the one with the fewest chips, and of these with the least memory."""
 
     def size(topology: Topology) -> tuple[int, int]:
-        return topology.num_chips, topology.generation.hbm_bytes
+        return topology.num_chips, usable_bytes(topology.name)
 
     def holds(topology: Topology) -> bool:
         num_devices = largest_split(config, topology.num_devices)
-        return needed_bytes(config, num_devices) < 0.85 * topology.generation.hbm_bytes
+        return needed_bytes(config, num_devices) < 0.85 * usable_bytes(topology.name)
 
     return min((topology for topology in TOPOLOGIES.values() if holds(topology)), key=size)
 
@@ -73,8 +77,8 @@ def test_every_model_has_its_devices_own_kernel_on_a_slice_that_holds_it(name: s
 @pytest.mark.parametrize("name", [name for name, model in KNOWN_MODELS.items() if model.num_params < 4e11])
 def test_every_model_that_h200s_hold_has_the_hopper_kernel(name: str) -> None:
     config = known_config(name)
-    hbm_bytes = find_target("h200").hbm_bytes
-    num_devices = next(n for n in (1, 2, 4, 8) if needed_bytes(config, largest_split(config, n)) < 0.85 * hbm_bytes)
+    usable = usable_bytes("h200")
+    num_devices = next(n for n in (1, 2, 4, 8) if needed_bytes(config, largest_split(config, n)) < 0.85 * usable)
     found = attention(name, "gpu", largest_split(config, num_devices))
     assert (found.choose(found.sizes()).backend, found.passed_over()) == (OWN["gpu"], [])
     assert sizes(name, "gpu") == (32, 128, 1024)

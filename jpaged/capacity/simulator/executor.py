@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.capacity.cost import Deployment
+from jpaged.capacity.simulator.deployment import Deployment
 from jpaged.engine.buckets import BucketTable
 from jpaged.engine.executor import (
     TOP_WIDTH,
@@ -57,7 +57,7 @@ class SimulatedExecutor:
         max_num_batched_tokens: int,
         counts_sharing: bool = False,
     ) -> None:
-        model = deployment.model
+        config = deployment.model.config
         self.seen = Seen(0, 0, 0, False)
         self._counts_sharing = counts_sharing
         self.copy_s = 0.0
@@ -69,8 +69,8 @@ class SimulatedExecutor:
             num_blocks=deployment.num_blocks,
             block_size=deployment.block_size,
             max_num_seqs=max_num_seqs,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
             bytes_per_block=deployment.bytes_per_block,
             buckets=BucketTable.build(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs),
             num_host_blocks=deployment.num_host_blocks,
@@ -120,9 +120,8 @@ class SimulatedExecutor:
         seconds = self._deployment.step_s(inputs.num_tokens, num_kv_tokens, num_pairs)
         self._clock.advance(seconds)
         self._num_steps += 1
-        is_flops_bound = self._deployment.flops_s(inputs.num_tokens, num_pairs) > self._deployment.bytes_s(
-            num_kv_tokens
-        )
+        roofline = self._deployment.roofline
+        is_flops_bound = roofline.flops_s(inputs.num_tokens, num_pairs) > roofline.bytes_s(num_kv_tokens)
         self.seen = Seen(num_kv_tokens, *self._count_blocks(inputs), is_flops_bound)
         return self._top_logprobs(inputs.kv_lens_s[:num_rows]) if inputs.sampling.want_top_logprobs else self._plain
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.capacity.cost import Deployment
+from jpaged.capacity.simulator.deployment import Deployment
 from jpaged.capacity.simulator.executor import SimulatedExecutor
 from jpaged.capacity.simulator.steady import Step, Window, mean, queue_grows, requests_per_s, steady_window, window
 from jpaged.capacity.simulator.trace import TraceRequest
@@ -146,7 +146,7 @@ class _Run:
 
     def __init__(self, trace: Sequence[TraceRequest], deployment: Deployment, options: EngineConfig) -> None:
         # Regions are read as they lie; blocks are gathered.
-        deployment = replace(deployment, is_contiguous=options.cache.kv_policy != "paged")
+        deployment = deployment if options.cache.kv_policy == "paged" else deployment.contiguous()
         scheduler = options.scheduler
         assert scheduler.max_num_seqs is not None
         assert scheduler.max_num_batched_tokens is not None
@@ -158,14 +158,13 @@ class _Run:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             counts_sharing=any(request.n > 1 or request.beam_width or request.prefix_id for request in trace),
         )
-        tokenizer = NoTokenizer(deployment.model.vocab_size)
+        tokenizer = NoTokenizer(deployment.model.config.vocab_size)
         self._engine = Engine(self._executor, tokenizer, options, clock=self._clock)
         self._trace = trace
         self._deployment = deployment
         self._coming = deque(enumerate(trace))
         self._first_token_s: dict[int, float] = {}
         self._end_s: dict[int, float] = {}
-        self._num_submitted = 0
         self._num_ended_in_step = 0
         self._num_sampled = 0
         self._num_first_tokens = 0
@@ -231,7 +230,7 @@ class _Run:
 
         request = Request(
             request_id=str(index),
-            prompt_token_ids=_prompt_token_ids(index, coming, self._deployment.model.vocab_size),
+            prompt_token_ids=_prompt_token_ids(index, coming, self._deployment.model.config.vocab_size),
             sampling=_sampling_params(coming),
             tenant=coming.tenant,
         )

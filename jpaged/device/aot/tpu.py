@@ -1,16 +1,14 @@
-"""Accelerators that programs are compiled for without having them: libtpu compiles on any Linux machine.
+"""TPUs that programs are compiled for without having them: libtpu compiles on any Linux machine.
 
-| generation | jax calls it | devices a chip | HBM for programs | VMEM | peak bf16 | HBM bandwidth |
-|---|---|---|---|---|---|---|
-| v5e | TPU v5 lite | 1 | 15.75 GiB | 128 MiB | 197 TFLOP/s | 819 GB/s |
-| v5p | TPU v5 | 1 | 95.74 GiB | 64 MiB | 459 TFLOP/s | 2765 GB/s |
-| v6e | TPU v6 lite | 1 | 31.25 GiB | 128 MiB | 918 TFLOP/s | 1638 GB/s |
-| tpu7x | TPU7x | 2 | 94.75 GiB | 64 MiB | 1153.5 TFLOP/s | 3690 GB/s |
+| generation | jax calls it | devices a chip |
+|---|---|---|
+| v5e | TPU v5 lite | 1 |
+| v5p | TPU v5 | 1 |
+| v6e | TPU v6 lite | 1 |
+| tpu7x | TPU7x | 2 |
 
-All numbers are of one device as jax counts them: a TPU7x chip is two. HBM is what libtpu's compiler says that a program
-may use (its out-of-memory error; the chip has a little more), VMEM what jax.experimental.pallas.tpu.get_tpu_info knows,
-peak and bandwidth are of Cloud TPU's documentation. A topology is named as libtpu names it: `v6e:2x4`, chips along each
-axis. Nothing here needs a device; only `compile_only_devices` needs libtpu.
+A topology is named as libtpu names it: `v6e:2x4`, chips along each axis. Nothing here needs a device; only
+`compile_only_devices` needs libtpu.
 """
 
 from __future__ import annotations
@@ -27,44 +25,31 @@ from jax.experimental import topologies
 
 from jpaged.errors import InvalidArgument, Unsupported
 
-_GIB, _MIB = 1 << 30, 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A kind of TPU; every number is of one device, in bytes, bytes per second and FLOP per second.
+    """A kind of TPU.
 
     Attributes:
         name: as topologies begin.
         device_kind: as `jax.Device.device_kind` has it.
         devices_per_chip: jax devices on one chip.
-        hbm_bytes: what programs may use.
-        vmem_bytes: memory beside the compute units.
-        flops: peak of bfloat16 products.
-        hbm_bytes_per_s: peak.
         max_host_chips: chips of the largest machine that is one host.
-        link_bytes_per_s: over all links between chips together, one way: half of what Cloud TPU's documentation gives
-            as a chip's bandwidth in both directions (v5e 400, v5p 1200, v6e 800, tpu7x 1200 GB/s).
     """
 
     name: str
     device_kind: str
     devices_per_chip: int
-    hbm_bytes: int
-    vmem_bytes: int
-    flops: float
-    hbm_bytes_per_s: float
     max_host_chips: int
-    link_bytes_per_s: float
 
 
 GENERATIONS: Mapping[str, Generation] = {
     generation.name: generation
     for generation in (
-        Generation("v5e", "TPU v5 lite", 1, int(15.75 * _GIB), 128 * _MIB, 197e12, 819e9, 8, 200e9),
-        Generation("v5p", "TPU v5", 1, int(95.74 * _GIB), 64 * _MIB, 459e12, 2765e9, 4, 600e9),
-        Generation("v6e", "TPU v6 lite", 1, int(31.25 * _GIB), 128 * _MIB, 918e12, 1638e9, 8, 400e9),
-        Generation("tpu7x", "TPU7x", 2, int(94.75 * _GIB), 64 * _MIB, 2307e12 / 2, 7380e9 / 2, 4, 600e9 / 2),
+        Generation("v5e", "TPU v5 lite", 1, 8),
+        Generation("v5p", "TPU v5", 1, 4),
+        Generation("v6e", "TPU v6 lite", 1, 8),
+        Generation("tpu7x", "TPU7x", 2, 4),
     )
 }
 

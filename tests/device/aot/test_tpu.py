@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.capacity.hardware import HARDWARE
-from jpaged.device.aot.tpu import GENERATIONS, TOPOLOGIES, compile_only_devices, compiler_environment, find_topology
+from jpaged.device.aot.tpu import TOPOLOGIES, compile_only_devices, compiler_environment, find_topology
 from jpaged.errors import InvalidArgument, Unsupported
 
 
@@ -43,11 +42,5 @@ def test_a_process_that_compiles_is_a_cpus() -> None:
     assert environment["JAX_PLATFORMS"] == "cpu"
 
 
-def test_names_are_unique_and_numbers_agree_with_the_simulators() -> None:
+def test_names_are_unique() -> None:
     assert all(TOPOLOGIES[name].name == name for name in TOPOLOGIES)
-    for name, generation in GENERATIONS.items():
-        simulated = HARDWARE.get(f"tpu-{name}")
-        if simulated is not None:
-            assert (generation.flops, generation.hbm_bytes_per_s) == (simulated.flops, simulated.hbm_bytes_per_s)
-            assert 0.85 * simulated.hbm_bytes < generation.hbm_bytes < 1.1 * simulated.hbm_bytes
-    assert sum(f"tpu-{name}" in HARDWARE for name in GENERATIONS) == 3

@@ -1,0 +1,100 @@
+"""A model on devices with a pool of blocks, in a system like the one that the paper measured: what its steps take.
+
+step   = the roofline's (`jpaged.capacity.cost`) + overhead + all-reduces
+copy   = 2 * bytes / (devices * bandwidth * eff)                                  a read and a write
+swap   = blocks * 2 * layers * latency + bytes / (devices * link * eff)           small blocks swap badly
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from jpaged.capacity.cost import ASSUMED, Assumptions, Roofline
+from jpaged.capacity.hardware import Hardware
+from jpaged.capacity.simulator.models import SimulatedModel
+from jpaged.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A model on devices, with a pool of KV blocks.
+
+    Attributes:
+        roofline: of the model on the devices.
+        num_kv_slots: tokens that the pool holds.
+        block_size: token slots in a block.
+        num_host_blocks: blocks in host memory to swap out to.
+    """
+
+    model: SimulatedModel
+    roofline: Roofline
+    num_kv_slots: int
+    block_size: int
+    num_host_blocks: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_kv_slots // self.block_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.block_size * int(self.roofline.shape.kv_bytes_per_token)
+
+    def contiguous(self) -> Deployment:
+        """The same with each sequence's KV in one piece, so that nothing is gathered."""
+        return replace(self, roofline=replace(self.roofline, gather_efficiency=1.0))
+
+    def step_s(self, num_tokens: int, num_kv_tokens: int, num_pairs: int) -> float:
+        """Seconds of a step; the arguments are the roofline's."""
+        return self.roofline.step_s(num_tokens, num_kv_tokens, num_pairs) + self.overhead_s
+
+    @property
+    def overhead_s(self) -> float:
+        """What every step costs besides bytes and FLOPs."""
+        a = self.roofline.assumptions
+        all_reduces = 2 * self.roofline.shape.num_layers if self.roofline.num_devices > 1 else 0
+        return a.step_overhead_s + all_reduces * a.all_reduce_s
+
+    def copy_s(self, num_blocks: int) -> float:
+        return 2 * num_blocks * self.bytes_per_block / self.roofline.bytes_per_s
+
+    def swap_s(self, num_blocks: int) -> float:
+        """Seconds to move blocks one way over the host links."""
+        roofline, a = self.roofline, self.roofline.assumptions
+        rate = roofline.num_devices * roofline.hardware.host_bytes_per_s * a.host_link_efficiency
+        latency_s = 2 * roofline.shape.num_layers * a.transfer_latency_s
+        return num_blocks * (latency_s + self.bytes_per_block / rate)
+
+
+def deploy(
+    model: SimulatedModel,
+    hardware: Hardware,
+    *,
+    num_devices: int | None = None,
+    num_kv_slots: int | None = None,
+    block_size: int = 16,
+    num_host_blocks: int = 0,
+    assumptions: Assumptions = ASSUMED,
+) -> Deployment:
+    """A deployment with the paper's pool where the paper has one, else with what the weights leave of the memory.
+
+    Raises:
+        InvalidArgument: nothing is left for one sequence of the model's full length.
+    """
+    devices, shape, max_model_len = num_devices or model.num_devices, model.shape, model.config.max_model_len
+    if num_kv_slots is None and hardware.name == model.paper_hardware and devices == model.num_devices:
+        num_kv_slots = model.num_kv_slots
+    if num_kv_slots is None:
+        usable = devices * hardware.hbm_bytes * assumptions.memory_utilization
+        num_kv_slots = int((usable - shape.weight_bytes) / shape.kv_bytes_per_token)
+        if num_kv_slots < max_model_len:
+            raise InvalidArgument(
+                "num_devices",
+                f"{devices} x {hardware.name} leave {usable / 1e9:.1f} GB for {shape.weight_bytes / 1e9:.1f} GB of "
+                f"weights and the KV of {max_model_len} tokens "
+                f"({max_model_len * shape.kv_bytes_per_token / 1e9:.1f} GB): take more devices",
+            )
+    run_bytes = block_size * model.config.head_dim * 2
+    gather_efficiency = run_bytes / (run_bytes + assumptions.half_rate_run_bytes)
+    roofline = Roofline(shape, hardware, devices, assumptions, gather_efficiency)
+    return Deployment(model, roofline, num_kv_slots, block_size, num_host_blocks)
