@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from jpaged import json_text
-from jpaged.checkpoints.tensor_files import FORMAT_DTYPES, INDEX_FILE, SINGLE_FILE
+from jpaged.checkpoints.tensor_files import FORMAT_DTYPES, INDEX_FILE
 
 _NAME_OF = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
 
@@ -58,33 +59,19 @@ def write_tensor_files(tensors: Sequence[StoredTensor], folder: Path, max_shard_
     Raises:
         OSError: a file could not be written.
     """
-    shards = _shards(tensors, max_shard_bytes)
-    if len(shards) == 1:
-        _write_file(shards[0], folder / SINGLE_FILE)
-        return
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(shard, folder / file_name)
-        weight_map |= {tensor.name: file_name for tensor in shard}
-    metadata = {
-        "total_parameters": sum(tensor.size for tensor in tensors),
-        "total_size": sum(tensor.nbytes for tensor in tensors),
-    }
-    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_FILE).write_text(json_text.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _shards(tensors: Sequence[StoredTensor], max_shard_bytes: int) -> list[list[StoredTensor]]:
-    shards: list[list[StoredTensor]] = [[]]
-    used = 0
-    for tensor in tensors:
-        if shards[-1] and used + tensor.nbytes > max_shard_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(tensor)
-        used += tensor.nbytes
-    return shards
+    by_name = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file_name, names in split.filename_to_tensors.items():
+        _write_file([by_name[name] for name in names], folder / file_name)
+    if split.is_sharded:
+        metadata = {"total_parameters": sum(tensor.size for tensor in tensors), **split.metadata}
+        index = {"metadata": metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        (folder / INDEX_FILE).write_text(json_text.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_file(tensors: Sequence[StoredTensor], path: Path) -> None:
