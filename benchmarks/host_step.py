@@ -1,7 +1,7 @@
 """What the host spends on a step: deciding it, packing it, telling its tokens. No device: the executor does nothing.
 
     schedule   who runs, and which blocks they get (Scheduler and PagedMemory)
-    pack       the schedule as padded arrays (build_step_inputs)
+    pack       the schedule as padded arrays (build_step_inputs, build_sampling_inputs)
     publish    tokens to stop rules and events, and the step's counts
     step       all of it, as Engine.step does it
 
@@ -27,10 +27,10 @@ from benchmarks.record import machine, save
 from jpaged.config import EngineConfig, SchedulerOptions
 from jpaged.engine.buckets import BucketTable
 from jpaged.engine.engine import Engine
-from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
+from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Progress, SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.batch import build_step_inputs
+from jpaged.engine.scheduling.batch import build_sampling_inputs, build_step_inputs
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import StepStats
@@ -72,8 +72,8 @@ class NullExecutor:
             bytes_per_block=1,
             buckets=BucketTable.build(max_num_batched_tokens=num_rows * PROMPT_LEN, max_num_seqs=num_rows),
         )
-        sampled = np.ones(num_rows, np.int32)
-        self._outputs = StepOutputs(sampled, np.zeros(num_rows, np.float32), sampled)
+        sampled = np.ones((num_rows, 1), np.int32)
+        self._outputs = StepOutputs(sampled, np.zeros((num_rows, 1), np.float32), sampled)
 
     @property
     def geometry(self) -> Geometry:
@@ -93,7 +93,10 @@ class NullExecutor:
     def move_blocks(self, moves: BlockMoves) -> None:
         pass
 
-    def dispatch(self, inputs: StepInputs) -> StepOutputs:
+    def forward(self, inputs: StepInputs) -> None:
+        pass
+
+    def sample(self, hidden: None, inputs: SamplingInputs) -> StepOutputs:
         return self._outputs
 
     def collect(self, handle: StepOutputs) -> StepOutputs:
@@ -124,9 +127,12 @@ class Loop:
         begin = time.thread_time()
         schedule = self._scheduler.schedule()
         decided = time.thread_time()
-        inputs = build_step_inputs(schedule, self._executor.geometry, frozenset())
+        geometry = self._executor.geometry
+        inputs = build_step_inputs(schedule, geometry)
+        sampling = build_sampling_inputs(schedule, geometry, frozenset())
         packed = time.thread_time()
-        outputs = self._executor.collect(self._executor.dispatch(inputs))
+        self._executor.forward(inputs)
+        outputs = self._executor.collect(self._executor.sample(None, sampling))
         self._stats.count_step(schedule)
         for row, scheduled in enumerate(schedule.rows):
             self._stats.count_token(scheduled.group, packed)

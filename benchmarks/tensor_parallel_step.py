@@ -27,10 +27,10 @@ from benchmarks.host_step import NUM_STEPS
 from benchmarks.record import machine, save
 from jpaged.checkpoints.weights import random_params
 from jpaged.config import EngineConfig
-from jpaged.device.executor import JaxExecutor, JaxStepHandle
+from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, serving_mesh
 from jpaged.engine.engine import Engine
-from jpaged.engine.executor import StepInputs, StepOutputs
+from jpaged.engine.executor import SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.models.llama.config import LlamaConfig
 from jpaged.models.model import Model
@@ -66,7 +66,7 @@ class StepCost:
 
 
 class Stopwatch:
-    """A JaxExecutor whose two verbs of a step are timed. What it does not name is the executor's own."""
+    """A JaxExecutor whose verbs of a step are timed. What it does not name is the executor's own."""
 
     def __init__(self, executor: JaxExecutor) -> None:
         self._executor = executor
@@ -79,13 +79,19 @@ class Stopwatch:
     def num_compiles_after_warm_up(self) -> int:
         return self._executor.num_compiles_after_warm_up
 
-    def dispatch(self, inputs: StepInputs) -> JaxStepHandle:
+    def forward(self, inputs: StepInputs) -> jax.Array:
         begin = time.thread_time()
-        handle = self._executor.dispatch(inputs)
+        hidden = self._executor.forward(inputs)
         self.dispatch_s.append(time.thread_time() - begin)
+        return hidden
+
+    def sample(self, hidden: jax.Array, inputs: SamplingInputs) -> jax.Array:
+        begin = time.thread_time()
+        handle = self._executor.sample(hidden, inputs)
+        self.dispatch_s[-1] += time.thread_time() - begin
         return handle
 
-    def collect(self, handle: JaxStepHandle) -> StepOutputs:
+    def collect(self, handle: jax.Array) -> StepOutputs:
         begin = time.thread_time()
         outputs = self._executor.collect(handle)
         self.collect_s.append(time.thread_time() - begin)

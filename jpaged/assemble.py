@@ -74,7 +74,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     device = first_device(places[0].mesh)
     executors = _make_executors(source, model, options, places, progress, leader)
     executor, geometry = executors[0], executors[0].geometry
-    runs: list[Executor[Any]] = [*executors]
+    runs: list[Executor[Any, Any]] = [*executors]
     if leader is not None:
         leader.agree(_findings(source, executor))
         runs = [MultiHostExecutor(executor, leader)]

@@ -9,6 +9,7 @@ host_pool.py     blocks in host memory
 host_memory.py   host memory that this process may still have
 calibration.py   what the device does in a second, timed at the start
 cascade_costs.py what reading a shared prefix once costs
+step_runner.py   calls the programs of a step
 step_sizes.py    sizes of a step that nobody chose
 backend.py       what a device is called
 step/            the programs of a step

@@ -7,14 +7,39 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jpaged.engine.executor import Geometry, SamplingInputs, StepInputs
+from jpaged.device.programs.store import ProgramStore
+from jpaged.device.step_runner import StepRunner
+from jpaged.device.transfers import BlockMover
+from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, SamplingInputs, StepInputs
 
 _NUM_RUNS = 3
 NO_RATE = 1.0
 """Bytes a second of swapping where there is no host memory to swap to: the other way is always quicker."""
 
 
-def seconds_of(act: Callable[[], object]) -> float:
+def measure_rates(runner: StepRunner, mover: BlockMover, programs: ProgramStore, geometry: Geometry) -> DeviceRates:
+    """Times a prefill, and swaps of blocks that nobody uses yet."""
+    inputs = null_prefill(geometry)
+    sampling = SamplingInputs.neutral(geometry.buckets.num_rows(inputs.num_rows))
+    prefill_s = _seconds_of(lambda: np.asarray(runner.sample(runner.forward(runner.pack(inputs)), sampling)))
+    swap_out = swap_in = NO_RATE
+    swap_sizes = programs.sizes(Move.SWAP_IN.value)
+    if swap_sizes:
+        count = min(geometry.num_host_blocks, geometry.num_blocks, swap_sizes[-1])
+        ids = list(range(1, count + 1))
+
+        def rate_of(move: Move) -> float:
+            def swap() -> None:
+                mover.run(BlockMoves(move, ids, ids), programs)
+                mover.wait()
+
+            return count * geometry.bytes_per_block / _seconds_of(swap)
+
+        swap_out, swap_in = rate_of(Move.SWAP_OUT), rate_of(Move.SWAP_IN)  # in what is there already
+    return DeviceRates(swap_out, swap_in, inputs.num_tokens / prefill_s)
+
+
+def _seconds_of(act: Callable[[], object]) -> float:
     """The quickest of a few runs: the first one also touches memory for the first time."""
     quickest = float("inf")
     for _ in range(_NUM_RUNS):
@@ -33,7 +58,7 @@ def null_prefill(geometry: Geometry) -> StepInputs:
     positions_t = (np.arange(num_padded) % geometry.max_model_len).astype(np.int32)
     return StepInputs(
         token_ids_t=np.zeros(num_padded, np.int32),
-        is_fed_back_t=np.zeros(num_padded, np.bool_),
+        is_prev_sampled_t=np.zeros(num_padded, np.bool_),
         prev_sampled_rows_t=np.zeros(num_padded, np.int32),
         positions_t=positions_t,
         rope_lens_t=positions_t + 1,
@@ -44,7 +69,6 @@ def null_prefill(geometry: Geometry) -> StepInputs:
         kv_begins_s=np.zeros(max_rows, np.int32),
         run_starts_s1=np.full(max_rows + 1, num_rows, np.int32),
         sample_tokens_s=np.maximum(starts_s1[1:] - 1, 0),
-        sampling=SamplingInputs.neutral(geometry.buckets.num_rows(num_rows)),
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_runs=0,

@@ -1,7 +1,8 @@
 """JaxExecutor: owns the parameters, the KV pool and the compiled programs, and runs steps in order of dispatch.
 
-    move_blocks  BlockMoves -> copy[C], swap_out[C] or swap_in[C]                                returns at once
-    dispatch     StepInputs -> two buffers -> forward[T] -> sample[R] -> copy to host begins      returns at once
+    move_blocks  BlockMoves -> copy[C], swap_out[C] or swap_in[C]                            returns at once
+    forward      StepInputs -> one buffer -> forward[T] -> hidden states                     returns at once
+    sample       hidden states, SamplingInputs -> sample[R] -> copy to host begins           returns at once
     collect      waits for that copy -> StepOutputs; lands what has been swapped out
 
 Nothing is traced here: the verbs call executables that `warm_up` compiled, with numpy buffers as they are.
@@ -11,8 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
-from jpaged.device.calibration import NO_RATE, null_prefill, seconds_of
+from jpaged.device.calibration import measure_rates
 from jpaged.device.host_pool import HostPool
 from jpaged.device.kv_cache import KVPool
 from jpaged.device.kv_scales import measure_scales, name_of_kv_dtype
@@ -30,7 +31,6 @@ from jpaged.device.mesh import (
     Placement,
     check_params,
     first_device,
-    replicated,
     serving_mesh,
 )
 from jpaged.device.multihost.agreement import Agreement, Alone
@@ -42,11 +42,12 @@ from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, Program
 from jpaged.device.programs.saved import SavedPrograms, Target
 from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.device.programs.store import CompiledProgram, ProgramStore
-from jpaged.device.step.forward import Step, forward_packing, unpack_outputs
-from jpaged.device.step.inputs import PackedStep
+from jpaged.device.step.forward import Step, unpack_outputs
+from jpaged.device.step.inputs import PackedForward
+from jpaged.device.step_runner import StepRunner
 from jpaged.device.transfers import BlockMover, move_sizes
 from jpaged.engine.buckets import BucketTable
-from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Progress, StepInputs, StepOutputs
+from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Progress, SamplingInputs, StepInputs, StepOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.paged_attention import Backend
 from jpaged.models.layers import Params
@@ -54,13 +55,6 @@ from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class JaxStepHandle:
-    """A dispatched step: its outputs as one device array that is on its way to the host."""
-
-    outputs_rc: jax.Array
 
 
 class JaxExecutor:
@@ -82,18 +76,16 @@ class JaxExecutor:
         self._geometry = geometry
         self._memory_plan = memory_plan
         self._step = step
-        self._params: Params | None = params
-        self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
         self._waits_for_all = waits_for_all
         self._programs = ProgramStore(served.sources, self._note_ready)
-        self._forward_packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
         self._watch = CompileWatch()
         self._rates: DeviceRates | None = None
         layout, mesh = step.attention.layout, step.mesh
         self._pool = KVPool(layout, NamedSharding(mesh, POOL_SPEC))
         self._host = HostPool(layout, geometry.num_host_blocks, NamedSharding(mesh, CONTENTS_SPEC))
         self._mover = BlockMover(layout, self._pool, self._host)
-        self._last_tokens = jax.device_put(np.zeros(step.num_places, np.int32), replicated(mesh))
+        self._runner = StepRunner(step, params, geometry, self._pool, self._programs)
+        self._is_shut_down = False
 
     @classmethod
     def create(
@@ -183,7 +175,7 @@ class JaxExecutor:
 
     @property
     def num_compiles_after_warm_up(self) -> int:
-        """Programs that dispatch and collect had to compile."""
+        """Programs that calls of the engine had to compile."""
         return self._watch.num_compiles
 
     @property
@@ -218,14 +210,11 @@ class JaxExecutor:
         make = program_specs if self._waits_for_all else least_programs
         with memory_refusals():
             self._programs.compile(make(buckets, move_sizes(layout), has_host_blocks=has_host_blocks), progress)
-        self._memory_plan = self._verified_plan()
+        self._memory_plan = self._memory_plan.verified(self._served.memory(self._programs.ready))
         self._agreement.least(0)  # what runs from here on waits inside of collectives
-        self._rates = self._measure_rates()
+        with self._calling("measuring rates failed"):
+            self._rates = measure_rates(self._runner, self._mover, self._programs, self._geometry)
         self._programs.compile_rest(progress)
-
-    def _verified_plan(self) -> MemoryPlan:
-        """The plan, with what the programs take that there are so far."""
-        return self._memory_plan.verified(self._served.memory(self._programs.ready))
 
     def _note_ready(self) -> None:
         """A program landed: steps may have its shape from now on. A sample with alternatives does for one without."""
@@ -234,7 +223,7 @@ class JaxExecutor:
             self._geometry = dataclasses.replace(self._geometry, buckets=BucketTable(tokens, rows))
         if len(self._programs.ready) == self._programs.num_programs:
             try:
-                self._memory_plan = self._verified_plan()
+                self._memory_plan = self._memory_plan.verified(self._served.memory(self._programs.ready))
             except InternalError as error:  # requests are running: they may yet end well
                 _LOG.error("%s", error)
 
@@ -244,107 +233,69 @@ class JaxExecutor:
         Raises:
             InternalError: an id names no block, or a fault of the device, after which the pool is spent.
         """
-        self._require_alive()
-        with self._watch.watching():
-            try:
-                self._mover.run(moves, self._programs)
-            except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
-                raise InternalError(f"{moves.move.value} of {len(moves.sources)} blocks failed: {error}") from error
+        with self._calling(f"{moves.move.value} of {len(moves.sources)} blocks failed"):
+            self._mover.run(moves, self._programs)
 
-    def dispatch(self, inputs: StepInputs) -> JaxStepHandle:
-        """Starts a step; the arrays of `inputs` are copied before it returns.
+    def forward(self, inputs: StepInputs) -> jax.Array:
+        """Starts a forward; the arrays of `inputs` are copied before it returns.
 
         Raises:
             InternalError: shapes of no compiled program, or a fault of the device, after which the pool is spent.
         """
-        return self.dispatch_packed(self.pack(inputs))
+        return self.forward_packed(self.pack(inputs))
 
-    def pack(self, inputs: StepInputs) -> PackedStep:
-        """A step in fresh buffers.
+    def pack(self, inputs: StepInputs) -> PackedForward:
+        """A step's inputs in a fresh buffer.
 
         Raises:
             InternalError: shapes of no compiled program.
         """
         self._require_alive()
-        how = inputs.sampling
-        num_tokens, num_rows = len(inputs.token_ids_t), len(how.rows_r)
-        self._programs.find(ProgramSpec("forward", num_tokens))
-        self._find_sample(num_rows, how.want_top_logprobs)
-        forward = self._forward_packings[num_tokens].pack(inputs)
-        return PackedStep(num_tokens, num_rows, how.want_top_logprobs, forward, how.words)
+        return self._runner.pack(inputs)
 
-    def dispatch_packed(self, step: PackedStep) -> JaxStepHandle:
-        """Starts a step, which `pack` of an executor of the same geometry made; raises as `dispatch` does."""
-        params = self._require_alive()
-        forward = self._programs.find(ProgramSpec("forward", step.num_tokens))
-        sample = self._find_sample(step.num_rows, step.want_top_logprobs)
-        with self._watch.watching():
-            pool = self._pool.take()
-            try:
-                pool, hidden_se = forward(params, pool, self._last_tokens, step.forward)
-                self._last_tokens, outputs_rc = sample(self._head_params, hidden_se, step.sample)
-                outputs_rc.copy_to_host_async()
-            except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
-                sizes = f"{step.num_tokens} tokens and {step.num_rows} rows"
-                raise InternalError(f"a step of {sizes} failed: {error}") from error
-            self._pool.put(pool)
-        return JaxStepHandle(outputs_rc)
+    def forward_packed(self, packed: PackedForward) -> jax.Array:
+        """Starts a forward, which `pack` of an executor of the same geometry made; raises as `forward` does."""
+        with self._calling(f"a forward of {packed.num_tokens} tokens failed"):
+            return self._runner.forward(packed)
 
-    def collect(self, handle: JaxStepHandle) -> StepOutputs:
-        """Waits for a step.
+    def sample(self, hidden: jax.Array, inputs: SamplingInputs) -> jax.Array:
+        """Starts sampling from what a forward left, and the copy of the tokens to the host.
+
+        Raises:
+            InternalError: a number of rows of no compiled program, or a fault of the device.
+        """
+        with self._calling(f"a sample of {len(inputs.rows_r)} rows failed"):
+            return self._runner.sample(hidden, inputs)
+
+    def collect(self, handle: jax.Array) -> StepOutputs:
+        """Waits for a step, and lands what has been swapped out.
 
         Raises:
             InternalError: the device failed in it.
         """
-        self._require_alive()
-        with self._watch.watching():
-            try:
-                outputs = unpack_outputs(np.asarray(handle.outputs_rc))
-                self._host.land_ready()
-                return outputs
-            except (jax.errors.JaxRuntimeError, ValueError) as error:  # collectives of CPUs raise ValueError
-                raise InternalError(f"the device failed in a step: {error}") from error
+        with self._calling("the device failed in a step"):
+            outputs = unpack_outputs(np.asarray(handle))
+            self._host.land_ready()
+            return outputs
 
     def shutdown(self) -> None:
         """Frees parameters, pool and programs; steps that were not collected are lost. Idempotent."""
+        self._is_shut_down = True
         self._pool.release()
         self._host.release()
-        self._params = None
-        self._head_params = {}
+        self._runner.release()
         self._programs.release()
 
-    def _measure_rates(self) -> DeviceRates:
-        inputs = null_prefill(self._geometry)
-        prefill_s = seconds_of(lambda: self.collect(self.dispatch(inputs)))
-        swap_out = swap_in = NO_RATE
-        swap_sizes = self._programs.sizes(Move.SWAP_IN.value)
-        if swap_sizes:
-            count = min(self._geometry.num_host_blocks, self._geometry.num_blocks, swap_sizes[-1])
-            ids = list(range(1, count + 1))
-            num_bytes = count * self._geometry.bytes_per_block
-
-            def out() -> None:
-                self.move_blocks(BlockMoves(Move.SWAP_OUT, ids, ids))
-                self._host.land_all()
-
-            def back() -> None:  # what is there already
-                self.move_blocks(BlockMoves(Move.SWAP_IN, ids, ids))
-                self._pool.wait()
-
-            swap_out, swap_in = num_bytes / seconds_of(out), num_bytes / seconds_of(back)
-        return DeviceRates(
-            swap_out_bytes_per_s=swap_out,
-            swap_in_bytes_per_s=swap_in,
-            prefill_tokens_per_s=inputs.num_tokens / prefill_s,
-        )
-
-    def _require_alive(self) -> Params:
-        if self._params is None:
+    def _require_alive(self) -> None:
+        if self._is_shut_down:
             raise InternalError("the executor is shut down")
-        return self._params
 
-    def _find_sample(self, num_rows: int, want_top_logprobs: bool) -> jax.stages.Compiled:
-        plain = ProgramSpec("sample", num_rows)
-        return self._programs.find(
-            plain if not want_top_logprobs and plain in self._programs.ready else plain.with_top_logprobs()
-        )
+    @contextmanager
+    def _calling(self, failure: str) -> Iterator[None]:
+        """Counts the compiles of a call of programs, and raises an error of the device as ours, with what failed."""
+        self._require_alive()
+        with self._watch.watching():
+            try:
+                yield
+            except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:  # collectives of CPUs raise ValueError
+                raise InternalError(f"{failure}: {error}") from error

@@ -90,6 +90,11 @@ class BlockMover:
                 case Move.SWAP_IN:
                     self._swap_in(executable, self._host.read(sources, size), _padded(destinations, size))
 
+    def wait(self) -> None:
+        """Returns when every move has run, and what left for the host is there."""
+        self._host.land_all()
+        self._pool.wait()
+
     def _copy(self, executable: jax.stages.Compiled, sources_c: Ids, destinations_c: Ids) -> None:
         self._pool.put(executable(self._pool.take(), np.stack((sources_c, destinations_c))))
 

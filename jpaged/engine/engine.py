@@ -29,7 +29,7 @@ from jpaged.engine.kv.policy import make_memory
 from jpaged.engine.kv.prefixes import PrefixOptions
 from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.batch import build_step_inputs
+from jpaged.engine.scheduling.batch import build_sampling_inputs, build_step_inputs
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.shared_prefixes import share_prefixes
@@ -73,7 +73,7 @@ class Engine:
 
     def __init__(
         self,
-        executor: Executor[Any],
+        executor: Executor[Any, Any],
         tokenizer: Tokenizer,
         config: EngineConfig,
         *,
@@ -307,8 +307,9 @@ class Engine:
             self._executor.move_blocks(moves)
         if not schedule.rows:
             return None
-        inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)
-        return schedule, self._executor.dispatch(inputs)
+        hidden = self._executor.forward(build_step_inputs(schedule, self.geometry))
+        sampling = build_sampling_inputs(schedule, self.geometry, self._eos_token_ids)
+        return schedule, self._executor.sample(hidden, sampling)
 
     def _collect(self, schedule: Schedule, handle: Any) -> None:
         waiting_since_s = self.clock()

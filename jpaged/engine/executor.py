@@ -1,12 +1,15 @@
-"""What the engine asks of a device: the shapes of one step, and five verbs. Owned by the engine, implemented below it.
+"""What the engine asks of a device: the shapes of one step, and its verbs. Owned by the engine, implemented below it.
 
-The engine decides, the executor computes. A step goes down as one `StepInputs` of padded numpy arrays and comes back as
-one `StepOutputs`; in between it is a handle. The executor never changes what it was told to run, and the engine never
+    forward(StepInputs) ── hidden ──> sample(hidden, SamplingInputs) ── handle ──> collect(handle) ──> StepOutputs
+
+The engine decides, the executor computes. Padded numpy arrays go down and come back; what is in between stays on the
+device, and nothing waits before `collect`. The executor never changes what it was told to run, and the engine never
 sees a device array.
 
     T  tokens packed in the step, padded to a bucket       S  rows of a step, always max_num_seqs
     M  width of a block-table row                          R  rows that the sampler runs on, padded to a bucket
-    X  token ids that a row may ban                     K  alternatives reported with log-probabilities
+    X  token ids that a row may ban                        K  alternatives reported with log-probabilities
+    n  tokens that a row samples in a step: 1
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.buckets import BucketTable
-from jpaged.types import SamplingParams
+from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
@@ -236,9 +239,9 @@ class StepInputs:
     """One step, padded. Row i owns tokens query_starts[i] to query_starts[i + 1] of the packed axis.
 
     Attributes:
-        token_ids_t: input tokens; ignored where is_fed_back_t.
-        is_fed_back_t: the token is what the previous dispatched step drew for row prev_sampled_rows_t, and has not been
-            seen by the host.
+        token_ids_t: input tokens; ignored where is_prev_sampled_t.
+        is_prev_sampled_t: the token is what the previous dispatched step sampled for row prev_sampled_rows_t, and the
+            host has not seen it.
         prev_sampled_rows_t: a row of the previous step; 0 where not used.
         positions_t: position of each token in its sequence.
         rope_lens_t: max(position + 1, prompt length), for position embeddings that depend on the sequence's length.
@@ -256,7 +259,7 @@ class StepInputs:
     """
 
     token_ids_t: I32
-    is_fed_back_t: Bool
+    is_prev_sampled_t: Bool
     prev_sampled_rows_t: I32
     positions_t: I32
     rope_lens_t: I32
@@ -267,7 +270,6 @@ class StepInputs:
     kv_begins_s: I32
     run_starts_s1: I32
     sample_tokens_s: I32
-    sampling: SamplingInputs
     num_rows: int
     num_tokens: int
     num_runs: int
@@ -275,29 +277,44 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What one step drew, one entry a row, in host memory.
+    """What one step sampled, n tokens a row in their order, in host memory.
 
     Attributes:
-        token_ids_r: the sampled tokens.
-        logprobs_r: their log-probabilities under the model's own distribution (before temperature and truncation); NaN
+        token_ids_rn: the sampled tokens.
+        logprobs_rn: their log-probabilities under the model's own distribution (before temperature and truncation); NaN
             in the rows that are not sound, see `is_sound_r`.
-        ranks_r: 1 for the likeliest token.
-        top_ids_rk: the likeliest tokens in order; None unless want_top_logprobs.
-        top_logprobs_rk: theirs.
+        ranks_rn: 1 for the likeliest token.
+        top_ids_rnk: the likeliest tokens in order; None unless want_top_logprobs.
+        top_logprobs_rnk: theirs.
     """
 
-    token_ids_r: I32
-    logprobs_r: F32
-    ranks_r: I32
-    top_ids_rk: I32 | None = None
-    top_logprobs_rk: F32 | None = None
+    token_ids_rn: I32
+    logprobs_rn: F32
+    ranks_rn: I32
+    top_ids_rnk: I32 | None = None
+    top_logprobs_rnk: F32 | None = None
 
     @property
     def is_sound_r(self) -> Bool:
         """False where a token means nothing: the logits hold NaN or plus infinity, or nothing is left to sample."""
-        return ~np.isnan(self.logprobs_r)
+        return np.all(~np.isnan(self.logprobs_rn), axis=1)
+
+    def token(self, row: int, place: int = 0) -> tuple[int, float]:
+        """The token that a row sampled in a place, and its log-probability."""
+        return int(self.token_ids_rn[row, place]), float(self.logprobs_rn[row, place])
+
+    def position(self, row: int, num_top: int, place: int = 0) -> PositionLogprobs:
+        """That token with its rank, and the num_top likeliest in order; none where the step did not report them."""
+        chosen = TokenLogprob(*self.token(row, place), int(self.ranks_rn[row, place]))
+        if not num_top or self.top_ids_rnk is None or self.top_logprobs_rnk is None:
+            return PositionLogprobs(chosen)
+        ids, values = self.top_ids_rnk[row, place, :num_top], self.top_logprobs_rnk[row, place, :num_top]
+        pairs = enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1)
+        return PositionLogprobs(chosen, tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs))
 
 
+Hidden = TypeVar("Hidden")
+"""What a forward leaves for its sample. Opaque to the engine, and good until the next forward."""
 Handle = TypeVar("Handle")
 """A dispatched step whose results may not exist yet. Opaque to the engine; collected once, in order of dispatch."""
 
@@ -305,7 +322,7 @@ Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while the executor starts."""
 
 
-class Executor(Protocol[Handle]):
+class Executor(Protocol[Hidden, Handle]):
     """A device, or many, or a fake: holds the weights and the pool, runs steps in the order of their dispatch.
 
     Because steps run in that order, a block may be given to another sequence as soon as the host lets it go, even while
@@ -336,8 +353,15 @@ class Executor(Protocol[Handle]):
         """
         ...
 
-    def dispatch(self, inputs: StepInputs) -> Handle:
-        """Starts a step; returns before it is done."""
+    def forward(self, inputs: StepInputs) -> Hidden:
+        """Starts the model over a step's tokens; returns before it is done."""
+        ...
+
+    def sample(self, hidden: Hidden, inputs: SamplingInputs) -> Handle:
+        """Starts sampling from what the last forward leaves; returns before it is done.
+
+        The next forward finds the sampled tokens on the device, see `StepInputs.prev_sampled_rows_t`.
+        """
         ...
 
     def collect(self, handle: Handle) -> StepOutputs:

@@ -30,6 +30,7 @@ from jpaged.engine.executor import (
     Geometry,
     Move,
     Progress,
+    SamplingInputs,
     StepInputs,
     StepOutputs,
 )
@@ -48,7 +49,7 @@ class Faults:
     """What goes wrong, and when.
 
     Attributes:
-        fail_at_step: the dispatch of this step (counted from 0) raises, as a device that was lost would.
+        fail_at_step: the forward of this step (counted from 0) raises, as a device that was lost would.
         nan_token_ids: what is written for these tokens is NaN, and so are the logits of a row that reads it.
         gate: collect waits until it is set, so that a test can hold the engine inside a step.
     """
@@ -149,28 +150,30 @@ class FakeExecutor:
         }[moves.move]
         destination[self._slots(moves.destinations)] = source[self._slots(moves.sources)]
 
-    def dispatch(self, inputs: StepInputs) -> StepOutputs:
-        """Runs the step at once; the handle is the result."""
+    def forward(self, inputs: StepInputs) -> list[NDArray[np.int64]]:
+        """Runs it at once: what each row may look at when it samples."""
         if self._is_shut_down:
             raise InternalError("the executor was shut down")
         if self.num_steps == self.faults.fail_at_step:
             raise RuntimeError(f"injected fault at step {self.num_steps}")
         self.num_steps += 1
-        tokens_t = np.where(inputs.is_fed_back_t, self._last_tokens[inputs.prev_sampled_rows_t], inputs.token_ids_t)
+        tokens_t = np.where(inputs.is_prev_sampled_t, self._last_tokens[inputs.prev_sampled_rows_t], inputs.token_ids_t)
         used = slice(0, inputs.num_tokens)
         is_nan_t = np.isin(tokens_t, list(self.faults.nan_token_ids))
         self._pool[inputs.slots_t[used], 0] = (tokens_t + is_nan_t * _NAN)[used]
         for row in range(inputs.num_rows):
             self._write_digests(inputs, row)
-        sampling = inputs.sampling
-        token_ids_r = np.zeros(len(sampling.rows_r), np.int32)
+        return [self._context(inputs, row) for row in range(inputs.num_rows)]
+
+    def sample(self, hidden: list[NDArray[np.int64]], inputs: SamplingInputs) -> StepOutputs:
+        """Samples at once; the handle is the result."""
+        token_ids_r = np.zeros(len(inputs.rows_r), np.int32)
         is_sound_r = np.ones(len(token_ids_r), np.bool_)
-        for row in range(inputs.num_rows):
-            context = self._context(inputs, row)
+        for row, context in enumerate(hidden):
             is_sound_r[row] = context.max() < _NAN
-            token_ids_r[row] = self._sample(context % _NAN, sampling.rows_r[row])
+            token_ids_r[row] = self._sample(context % _NAN, inputs.rows_r[row])
         self._last_tokens[: len(token_ids_r)] = token_ids_r[: len(self._last_tokens)]
-        return self._outputs(token_ids_r, is_sound_r, sampling.want_top_logprobs)
+        return self._outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.want_top_logprobs)
 
     def collect(self, handle: StepOutputs) -> StepOutputs:
         self.faults.wait()
@@ -248,18 +251,18 @@ class FakeExecutor:
         return token_id
 
     def _outputs(
-        self, token_ids_r: NDArray[np.int32], is_sound_r: NDArray[np.bool_], want_top_logprobs: bool
+        self, token_ids_rn: NDArray[np.int32], is_sound_rn: NDArray[np.bool_], want_top_logprobs: bool
     ) -> StepOutputs:
-        logprobs_r = np.where(is_sound_r, _LOGPROB_STEP, np.nan).astype(np.float32)
+        logprobs_rn = np.where(is_sound_rn, _LOGPROB_STEP, np.nan).astype(np.float32)
         offsets = np.arange(TOP_WIDTH, dtype=np.int32)
-        top_ids = (token_ids_r[:, None] + offsets) % self._geometry.vocab_size
-        top_logprobs = (offsets + 1) * logprobs_r[:, None]
+        top_ids = (token_ids_rn[..., None] + offsets) % self._geometry.vocab_size
+        top_logprobs = (offsets + 1) * logprobs_rn[..., None]
         return StepOutputs(
-            token_ids_r=token_ids_r,
-            logprobs_r=logprobs_r,
-            ranks_r=np.ones(len(token_ids_r), np.int32),
-            top_ids_rk=top_ids.astype(np.int32) if want_top_logprobs else None,
-            top_logprobs_rk=top_logprobs.astype(np.float32) if want_top_logprobs else None,
+            token_ids_rn=token_ids_rn,
+            logprobs_rn=logprobs_rn,
+            ranks_rn=np.ones(token_ids_rn.shape, np.int32),
+            top_ids_rnk=top_ids.astype(np.int32) if want_top_logprobs else None,
+            top_logprobs_rnk=top_logprobs.astype(np.float32) if want_top_logprobs else None,
         )
 
 

@@ -112,8 +112,9 @@ def test_the_clock_moves_by_what_steps_and_moves_take():
 
 def test_alternatives_are_distributions_that_differ_by_row():
     executor = SimulatedExecutor(toy(), VirtualClock(), max_num_seqs=64, max_num_batched_tokens=64)
-    top = executor._top_logprobs(np.arange(1, 65, dtype=np.int32)).top_logprobs_rk
+    top = executor._top_logprobs(np.arange(1, 65, dtype=np.int32)).top_logprobs_rnk
     assert top is not None
+    top = top[:, 0]
     assert np.all(np.exp(top).sum(axis=1) <= 1 + 1e-6)
     assert np.all(np.diff(top, axis=1) < 0)
     first = np.exp(top[:, 0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -51,17 +52,21 @@ class Driver:
         self.free += sequence.blocks
 
     def run(self, rows: list[Row], *, want_top_logprobs: bool = False) -> StepOutputs:
-        outputs = self.executor.collect(self.executor.dispatch(self.inputs(rows, want_top_logprobs=want_top_logprobs)))
+        outputs = self.executor.collect(self.start(rows, want_top_logprobs=want_top_logprobs))
         for row in rows:
             row.sequence.num_computed += row.num_tokens
         return outputs
 
-    def inputs(self, rows: list[Row], *, want_top_logprobs: bool = False) -> StepInputs:
+    def start(self, rows: list[Row], *, want_top_logprobs: bool = False) -> Any:
+        hidden = self.executor.forward(self.inputs(rows))
+        return self.executor.sample(hidden, self.sampling(rows, want_top_logprobs=want_top_logprobs))
+
+    def inputs(self, rows: list[Row]) -> StepInputs:
         geometry, block_size = self.geometry, self.geometry.block_size
         num_tokens = sum(row.num_tokens for row in rows)
         t, s = geometry.buckets.num_tokens(num_tokens), geometry.max_num_seqs
         ids, positions, lens, slots, feeds = (np.zeros(t, np.int32) for _ in range(5))
-        is_fed_back = np.zeros(t, np.bool_)
+        is_prev_sampled = np.zeros(t, np.bool_)
         starts, kv_lens = np.full(s + 1, num_tokens, np.int32), np.zeros(s, np.int32)
         tables = np.zeros((s, geometry.max_blocks_per_seq), np.int32)
         begin = 0
@@ -72,14 +77,14 @@ class Driver:
             for position in range(sequence.num_computed, kv_lens[i]):
                 place = begin + position - sequence.num_computed
                 if row.prev_sampled_row is not None and position == kv_lens[i] - 1:
-                    is_fed_back[place], feeds[place] = True, row.prev_sampled_row
-                ids[place] = 0 if is_fed_back[place] else sequence.tokens[position]
+                    is_prev_sampled[place], feeds[place] = True, row.prev_sampled_row
+                ids[place] = 0 if is_prev_sampled[place] else sequence.tokens[position]
                 positions[place], lens[place] = position, max(position + 1, sequence.prompt_len)
                 slots[place] = sequence.blocks[position // block_size] * block_size + position % block_size
             begin += row.num_tokens
         return StepInputs(
             token_ids_t=ids,
-            is_fed_back_t=is_fed_back,
+            is_prev_sampled_t=is_prev_sampled,
             prev_sampled_rows_t=feeds,
             positions_t=positions,
             rope_lens_t=lens,
@@ -90,13 +95,12 @@ class Driver:
             kv_begins_s=np.zeros(s, np.int32),
             run_starts_s1=np.full(s + 1, len(rows), np.int32),
             sample_tokens_s=np.maximum(starts[1:] - 1, 0),
-            sampling=self.sampling(rows, want_top_logprobs),
             num_rows=len(rows),
             num_tokens=num_tokens,
             num_runs=0,
         )
 
-    def sampling(self, rows: list[Row], want_top_logprobs: bool) -> SamplingInputs:
+    def sampling(self, rows: list[Row], *, want_top_logprobs: bool = False) -> SamplingInputs:
         inputs = SamplingInputs.neutral(self.geometry.buckets.num_rows(len(rows)), want_top_logprobs=want_top_logprobs)
         sequences = [row.sequence for row in rows]
         inputs.fill_columns(

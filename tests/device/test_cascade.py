@@ -10,6 +10,7 @@ import pytest
 
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.executor import JaxExecutor
+from jpaged.engine.executor import StepInputs, StepOutputs
 from jpaged.kernels.kv_layout import KVForm, KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Backend
 from tests.device import tiny_model
@@ -47,14 +48,19 @@ def test_sampled_tokens_and_probabilities_are_the_same(executor: JaxExecutor) ->
     kv_begins_s = np.array([SHARED] * 3 + [0], np.int32)
     run_starts_s1 = np.array([0, 3, 3, 3, 3], np.int32)
     together = dataclasses.replace(plain, kv_begins_s=kv_begins_s, run_starts_s1=run_starts_s1, num_runs=1)
-    want, got = (executor.collect(executor.dispatch(inputs)) for inputs in (plain, together))
-    np.testing.assert_array_equal(got.token_ids_r[:3], want.token_ids_r[:3])
-    np.testing.assert_allclose(got.logprobs_r[:3], want.logprobs_r[:3], rtol=0, atol=1e-5)
+    sampling = driver.sampling(rows)
+
+    def run(inputs: StepInputs) -> StepOutputs:
+        return executor.collect(executor.sample(executor.forward(inputs), sampling))
+
+    want, got = run(plain), run(together)
+    np.testing.assert_array_equal(got.token_ids_rn[:3, 0], want.token_ids_rn[:3, 0])
+    np.testing.assert_allclose(got.logprobs_rn[:3, 0], want.logprobs_rn[:3, 0], rtol=0, atol=1e-5)
     # The prefix is read through the first row: what the others' tables name there does not matter.
     tables = together.block_tables_sm.copy()
     tables[1:3, : SHARED // BLOCK_SIZE] = 0
-    again = executor.collect(executor.dispatch(dataclasses.replace(together, block_tables_sm=tables)))
-    np.testing.assert_array_equal(again.logprobs_r[:3], got.logprobs_r[:3])
+    again = run(dataclasses.replace(together, block_tables_sm=tables))
+    np.testing.assert_array_equal(again.logprobs_rn[:3, 0], got.logprobs_rn[:3, 0])
     assert executor.num_compiles_after_warm_up == 0
 
 

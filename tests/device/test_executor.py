@@ -56,9 +56,9 @@ def step_randomly(driver: Driver, sequences: list[Sequence], rng: np.random.Gene
     for i, row in enumerate(rows):
         sequence = row.sequence
         want = dense_logprobs(sequence)[sequence.num_computed - 1]
-        token = int(outputs.token_ids_r[i])
-        assert outputs.logprobs_r[i] == pytest.approx(want[token], abs=1e-4)
-        assert outputs.ranks_r[i] == 1
+        token = int(outputs.token_ids_rn[i, 0])
+        assert outputs.logprobs_rn[i, 0] == pytest.approx(want[token], abs=1e-4)
+        assert outputs.ranks_rn[i, 0] == 1
         assert want[token] >= want.max() - 1e-4
         if sequence.num_computed == len(sequence.tokens) < driver.geometry.max_model_len:
             sequence.tokens.append(token)
@@ -93,22 +93,22 @@ def test_nothing_is_compiled_while_serving(driver: Driver, executor: JaxExecutor
     for i in range(30):
         rows = [Row(s, int(rng.integers(1, min(4, len(s.tokens) - s.num_computed) + 1))) for s in sequences[:4]]
         outputs = driver.run(rows, want_top_logprobs=i % 3 == 0)
-        for row, token in zip(rows, outputs.token_ids_r, strict=False):
+        for row, token in zip(rows, outputs.token_ids_rn[:, 0], strict=False):
             if not is_alive(row.sequence):
                 row.sequence.tokens.append(int(token))
         sequences = [*sequences[1:], sequences[0]]
     assert executor.num_compiles_after_warm_up == 0
 
 
-def test_fed_back_tokens_are_those_that_were_sampled(driver: Driver) -> None:
+def test_tokens_that_stay_on_the_device_are_those_that_were_sampled(driver: Driver) -> None:
     """Three sequences decode without the host; their rows change places, and each names its place before."""
     by_host = [driver.sequence(prompt(n), temperature=1.0, seed=n) for n in (5, 3, 7)]
     by_device = [driver.sequence(prompt(n), temperature=1.0, seed=n) for n in (5, 3, 7)]
-    sampled = driver.run([Row(s, s.prompt_len) for s in by_host]).token_ids_r[:3].tolist()
+    sampled = driver.run([Row(s, s.prompt_len) for s in by_host]).token_ids_rn[:3, 0].tolist()
     for _ in range(6):
         for sequence, token in zip(by_host, sampled, strict=True):
             sequence.tokens.append(token)
-        sampled = driver.run([Row(s, 1) for s in by_host]).token_ids_r[:3].tolist()
+        sampled = driver.run([Row(s, 1) for s in by_host]).token_ids_rn[:3, 0].tolist()
 
     driver.run([Row(s, s.prompt_len) for s in by_device])
     places = [0, 1, 2]
@@ -117,17 +117,17 @@ def test_fed_back_tokens_are_those_that_were_sampled(driver: Driver) -> None:
         rows = [Row(by_device[i], 1, prev_sampled_row=places[i]) for i in order]
         outputs = driver.run(rows)
         places = [order.index(i) for i in range(3)]
-    assert [int(outputs.token_ids_r[places[i]]) for i in range(3)] == sampled
+    assert [int(outputs.token_ids_rn[places[i], 0]) for i in range(3)] == sampled
 
 
 def test_a_step_can_be_dispatched_before_the_last_is_collected(driver: Driver, executor: JaxExecutor) -> None:
     sequence = driver.sequence(prompt(6))
-    handles = [executor.dispatch(driver.inputs([Row(sequence, 6)]))]
+    handles = [driver.start([Row(sequence, 6)])]
     sequence.num_computed = 6
     for _ in range(5):
-        handles.append(executor.dispatch(driver.inputs([Row(sequence, 1, prev_sampled_row=0)])))
+        handles.append(driver.start([Row(sequence, 1, prev_sampled_row=0)]))
         sequence.num_computed += 1
-    tokens = [int(executor.collect(handle).token_ids_r[0]) for handle in handles]
+    tokens = [int(executor.collect(handle).token_ids_rn[0, 0]) for handle in handles]
     assert tokens == dense.greedy(tiny_model.model(), tiny_model.params(), prompt(6), 6)
 
 
@@ -137,7 +137,7 @@ def test_tokens_do_not_depend_on_the_batch(driver: Driver) -> None:
         others = [driver.sequence(prompt(3, i), temperature=1.0, seed=i) for i in range(num_others)]
         while len(sequence.tokens) < 20:
             rows = [Row(s, min(chunk, len(s.tokens) - s.num_computed)) for s in [*others, sequence]]
-            for row, token in zip(rows, driver.run(rows).token_ids_r, strict=False):
+            for row, token in zip(rows, driver.run(rows).token_ids_rn[:, 0], strict=False):
                 if not is_alive(row.sequence):
                     row.sequence.tokens.append(int(token))
         for s in [*others, sequence]:
@@ -153,13 +153,13 @@ def test_alternatives_come_in_order_and_with_the_dense_logprobs(driver: Driver) 
     sequence = driver.sequence(prompt(10))
     outputs = driver.run([Row(sequence, 10)], want_top_logprobs=True)
     want = dense_logprobs(sequence)[-1]
-    assert outputs.top_ids_rk is not None
-    assert outputs.top_logprobs_rk is not None
+    assert outputs.top_ids_rnk is not None
+    assert outputs.top_logprobs_rnk is not None
     np.testing.assert_allclose(
-        outputs.top_logprobs_rk[0], np.sort(want)[::-1][: outputs.top_ids_rk.shape[1]], atol=1e-4
+        outputs.top_logprobs_rnk[0, 0], np.sort(want)[::-1][: outputs.top_ids_rnk.shape[2]], atol=1e-4
     )
-    np.testing.assert_allclose(outputs.top_logprobs_rk[0], want[outputs.top_ids_rk[0]], atol=1e-4)
-    assert driver.run([Row(driver.sequence(prompt(3)), 3)]).top_ids_rk is None
+    np.testing.assert_allclose(outputs.top_logprobs_rnk[0, 0], want[outputs.top_ids_rnk[0, 0]], atol=1e-4)
+    assert driver.run([Row(driver.sequence(prompt(3)), 3)]).top_ids_rnk is None
 
 
 def test_padding_writes_nothing_but_the_null_block(executor: JaxExecutor, driver: Driver) -> None:
@@ -173,7 +173,7 @@ def test_padding_writes_nothing_but_the_null_block(executor: JaxExecutor, driver
         driver.release(other)
     kept.tokens.append(5)
     outputs = driver.run([Row(kept, 1)])
-    assert outputs.logprobs_r[0] == pytest.approx(dense_logprobs(kept)[-1].max(), abs=1e-4)
+    assert outputs.logprobs_rn[0, 0] == pytest.approx(dense_logprobs(kept)[-1].max(), abs=1e-4)
 
 
 def _change(inputs: StepInputs, **changes: object) -> StepInputs:
@@ -194,7 +194,7 @@ def test_a_row_whose_keys_are_nan_is_not_sound_and_the_others_are_as_ever(
     executor._pool.put(pool.at[sequences[1].blocks[0]].set(np.nan))
     disturbed = driver.run([Row(sequence, 1) for sequence in sequences], want_top_logprobs=want_top_logprobs)
     assert disturbed.is_sound_r[:3].tolist() == [True, False, True]
-    assert disturbed.token_ids_r[[0, 2]].tolist() == undisturbed.token_ids_r[[0, 2]].tolist()
+    assert disturbed.token_ids_rn[[0, 2], 0].tolist() == undisturbed.token_ids_rn[[0, 2], 0].tolist()
     for sequence in sequences:
         driver.release(sequence)
 
@@ -203,24 +203,24 @@ def test_inputs_of_no_compiled_shape_are_refused_and_harm_nothing(driver: Driver
     sequence = driver.sequence(prompt(6))
     good = driver.inputs([Row(sequence, 6)])
     with pytest.raises(InternalError, match=r"no program forward\[5\] is compiled; there are forward\["):
-        executor.dispatch(_change(good, token_ids_t=np.zeros(5, np.int32)))
+        executor.forward(_change(good, token_ids_t=np.zeros(5, np.int32)))
     with pytest.raises(InternalError, match=r"slots_t is int64\(8,\); the program takes int32\(8,\)"):
-        executor.dispatch(_change(good, slots_t=np.zeros(8, np.int64)))
+        executor.forward(_change(good, slots_t=np.zeros(8, np.int64)))
     with pytest.raises(InternalError, match=r"block_tables_sm is int32\(4, 3\)"):
-        executor.dispatch(_change(good, block_tables_sm=np.zeros((4, 3), np.int32)))
+        executor.forward(_change(good, block_tables_sm=np.zeros((4, 3), np.int32)))
     outputs = driver.run([Row(sequence, 6)])
-    assert outputs.logprobs_r[0] == pytest.approx(dense_logprobs(sequence)[-1].max(), abs=1e-4)
+    assert outputs.logprobs_rn[0, 0] == pytest.approx(dense_logprobs(sequence)[-1].max(), abs=1e-4)
 
 
 def test_a_spent_executor_refuses_everything(driver: Driver) -> None:
     executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.OPTIONS)
     inputs = driver.inputs([Row(driver.sequence([1]), 1)])
     with pytest.raises(InternalError, match="none: warm_up has not run"):
-        executor.dispatch(inputs)
+        executor.forward(inputs)
     executor.shutdown()
     executor.shutdown()
     with pytest.raises(InternalError, match="shut down"):
-        executor.dispatch(inputs)
+        executor.forward(inputs)
     with pytest.raises(InternalError, match="shut down"):
         executor.warm_up(tiny_model.quiet)
 
@@ -235,10 +235,10 @@ def test_a_failed_step_is_an_internal_error_and_spends_the_pool(
 
     monkeypatch.setattr(executor._programs, "find", lambda spec: fail)
     inputs = driver.inputs([Row(driver.sequence([1]), 1)])
-    with pytest.raises(InternalError, match="a step of 8 tokens and 8 rows failed: RESOURCE_EXHAUSTED"):
-        executor.dispatch(inputs)
+    with pytest.raises(InternalError, match="a forward of 8 tokens failed: RESOURCE_EXHAUSTED"):
+        executor.forward(inputs)
     with pytest.raises(InternalError, match="the KV pool is spent"):
-        executor.dispatch(inputs)
+        executor.forward(inputs)
     executor.shutdown()
 
 

@@ -34,7 +34,7 @@ def as_on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def greedy(executor: JaxExecutor) -> tuple[np.ndarray, np.ndarray]:
     driver = Driver(executor)
     outputs = driver.run([Row(driver.sequence([5, 17, 42, 8, 9]), 5), Row(driver.sequence([3, 1]), 2)])
-    return outputs.token_ids_r[:2], outputs.logprobs_r[:2]
+    return outputs.token_ids_rn[:2, 0], outputs.logprobs_rn[:2, 0]
 
 
 def order_of(format: Format) -> tuple[int, ...]:
@@ -82,8 +82,7 @@ def test_a_step_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     plain.shutdown()
     monkeypatch.setattr(mesh, "first_device", lambda mesh: _Tpu())
     executor = tiny_model.warm_executor(layer_mode="scan")
-    assert executor._params is not None
-    kernel: Any = executor._params["layers"]["mlp"]["gate_up"]["kernel"]
+    kernel: Any = executor._runner._params["layers"]["mlp"]["gate_up"]["kernel"]
     assert order_of(kernel.format) == (0, 2, 1, 3)
     found_ids_r, found_logprobs_r = greedy(executor)
     executor.shutdown()

@@ -15,7 +15,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device import host_pool
-from jpaged.device.calibration import NO_RATE
+from jpaged.device.calibration import NO_RATE, measure_rates
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
 from jpaged.device.mesh import build_mesh, replicated
@@ -166,11 +166,11 @@ def test_a_block_leaves_with_what_it_held_before_the_next_step(executor: JaxExec
     driver = Driver(executor)
     sequence = driver.sequence([5, 7, 11, 13, 17, 19, 23, 29])
     block = sequence.blocks[0]
-    executor.collect(executor.dispatch(driver.inputs([Row(sequence, 8)])))
+    executor.collect(driver.start([Row(sequence, 8)]))
     before = contents(executor)
     executor.move_blocks(BlockMoves(Move.SWAP_OUT, [block], [1]))
     sequence.tokens = [2, 3, 5, 7, 2, 3, 5, 7]
-    handle = executor.dispatch(driver.inputs([Row(sequence, 8)]))
+    handle = driver.start([Row(sequence, 8)])
     executor.move_blocks(BlockMoves(Move.SWAP_IN, [1], [sequence.blocks[1]]))
     executor.collect(handle)
     after = contents(executor)
@@ -182,7 +182,7 @@ def test_collecting_a_step_lands_what_has_arrived(executor: JaxExecutor) -> None
     driver = Driver(executor)
     executor.move_blocks(BlockMoves(Move.SWAP_OUT, [1, 2], [1, 2]))
     assert executor._host.num_on_the_way == 1
-    executor.collect(executor.dispatch(driver.inputs([Row(driver.sequence([1]), 1)])))
+    executor.collect(driver.start([Row(driver.sequence([1]), 1)]))
     assert executor._host.num_on_the_way == 0
 
 
@@ -225,9 +225,9 @@ def test_without_host_memory_only_copies_are_compiled(monkeypatch: pytest.Monkey
     executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), options)
     assert executor.geometry.num_host_blocks == 0
     assert {spec.kind for spec in executor._programs._sources} == {"forward", "sample", "copy"}
-    monkeypatch.setattr(executor, "dispatch", lambda inputs: None)
-    monkeypatch.setattr(executor, "collect", lambda handle: None)
-    rates = executor._measure_rates()
+    for verb in ("pack", "forward", "sample"):
+        monkeypatch.setattr(executor._runner, verb, lambda *arguments: None)
+    rates = measure_rates(executor._runner, executor._mover, executor._programs, executor.geometry)
     assert rates.swap_out_bytes_per_s == rates.swap_in_bytes_per_s == NO_RATE
     with pytest.raises(InternalError, match="swap_out destinations"):
         executor.move_blocks(BlockMoves(Move.SWAP_OUT, [1], [1]))

@@ -17,7 +17,16 @@ from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, serving_meshes
 from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.engine.engine import Engine
-from jpaged.engine.executor import BlockMoves, CascadeCosts, DeviceRates, Geometry, Progress, StepInputs, StepOutputs
+from jpaged.engine.executor import (
+    BlockMoves,
+    CascadeCosts,
+    DeviceRates,
+    Geometry,
+    Progress,
+    SamplingInputs,
+    StepInputs,
+    StepOutputs,
+)
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.load import EngineLoad
 from jpaged.models.hf_config import from_hf
@@ -88,8 +97,11 @@ class Share:
     def move_blocks(self, moves: BlockMoves) -> None:
         self._executor.move_blocks(moves)
 
-    def dispatch(self, inputs: StepInputs) -> Any:
-        return self._executor.dispatch(inputs)
+    def forward(self, inputs: StepInputs) -> Any:
+        return self._executor.forward(inputs)
+
+    def sample(self, hidden: Any, inputs: SamplingInputs) -> Any:
+        return self._executor.sample(hidden, inputs)
 
     def collect(self, handle: Any) -> StepOutputs:
         return self._executor.collect(handle)

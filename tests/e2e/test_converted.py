@@ -20,8 +20,7 @@ def bytes_of_a_device(llm: LLM) -> int:
     """What of the parameters one device holds."""
     executor = engine_of(llm)._executor
     assert isinstance(executor, JaxExecutor)
-    assert executor._params is not None
-    return local_bytes(executor._params)
+    return local_bytes(executor._runner._params)
 
 
 def check_same(name: str, sizes: list[int], folder: Path) -> None:

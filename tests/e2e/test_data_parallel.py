@@ -52,7 +52,7 @@ def test_any_number_of_copies_samples_what_one_device_samples(
 def bytes_of_devices(one: JaxExecutor) -> dict[int, int]:
     """Device -> bytes of parameters, pool and last tokens that it holds."""
     held: Counter[int] = Counter()
-    for leaf in jax.tree.leaves((one._params, one._pool._array, one._last_tokens)):
+    for leaf in jax.tree.leaves((one._runner._params, one._pool._array, one._runner._last_tokens)):
         for shard in leaf.addressable_shards:
             held[shard.device.id] += shard.data.nbytes
     return dict(held)

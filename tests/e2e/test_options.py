@@ -14,7 +14,7 @@ from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import memory_plan
 from jpaged.device.programs.saved import Target, save_programs
 from jpaged.device.programs.store import ProgramStore
-from jpaged.engine.executor import StepInputs, StepOutputs
+from jpaged.engine.executor import SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.sequence import Group
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
@@ -432,20 +432,25 @@ def test_overlap_dispatches_a_step_before_it_collects_the_last(
     calls: list[str] = []
     with open_llm(folder, overlap=overlap, **BASE) as llm:
         executor = engine_of(llm)._executor
-        dispatch, collect = executor.dispatch, executor.collect
+        forward, sample, collect = executor.forward, executor.sample, executor.collect
 
-        def spied_dispatch(inputs: StepInputs) -> Any:
-            calls.append("d")
-            return dispatch(inputs)
+        def spied_forward(inputs: StepInputs) -> Any:
+            calls.append("f")
+            return forward(inputs)
+
+        def spied_sample(hidden: Any, inputs: SamplingInputs) -> Any:
+            calls.append("s")
+            return sample(hidden, inputs)
 
         def spied_collect(handle: Any) -> StepOutputs:
             calls.append("c")
             return collect(handle)
 
-        monkeypatch.setattr(executor, "dispatch", spied_dispatch)
+        monkeypatch.setattr(executor, "forward", spied_forward)
+        monkeypatch.setattr(executor, "sample", spied_sample)
         monkeypatch.setattr(executor, "collect", spied_collect)
         generate(llm, [[5]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
-    assert "".join(calls) == ("ddcdcc" if overlap else "dcdcdc")
+    assert "".join(calls) == ("fsfscfscc" if overlap else "fscfscfsc")
 
 
 @flips("max_num_queued_reqs")

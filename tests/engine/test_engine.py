@@ -324,15 +324,22 @@ def test_overlap_reaches_the_device_before_the_last_results_are_read():
     order = []
 
     class Recording(FakeExecutor):
-        def dispatch(self, inputs):
-            order.append("dispatch")
-            return super().dispatch(inputs)
+        def forward(self, inputs):
+            order.append("forward")
+            return super().forward(inputs)
+
+        def sample(self, hidden, inputs):
+            order.append("sample")
+            return super().sample(hidden, inputs)
 
         def collect(self, handle):
             order.append("collect")
             return super().collect(handle)
 
-    for overlap, want in ((False, ["dispatch", "collect"] * 3), (True, ["dispatch", "dispatch", "collect"])):
+    for overlap, want in (
+        (False, ["forward", "sample", "collect"] * 3),
+        (True, ["forward", "sample"] * 2 + ["collect"]),
+    ):
         order.clear()
         h = Harness(executor=Recording(), overlap=overlap)
         h.submit("a", [1], max_tokens=3)

@@ -11,14 +11,16 @@ import dataclasses
 import os
 import sys
 
+import jax
+
 from jpaged.cli.main import main
-from jpaged.device.executor import JaxExecutor, JaxStepHandle
+from jpaged.device.executor import JaxExecutor
 from jpaged.device.multihost import handshake
-from jpaged.device.step.inputs import PackedStep
+from jpaged.device.step.inputs import PackedForward
 from jpaged.engine.executor import StepOutputs
 
 NUM_GOOD = 30
-"""Steps before the fault: those that measure rates come first."""
+"""Steps before the fault."""
 
 
 class Planted(JaxExecutor):
@@ -26,16 +28,16 @@ class Planted(JaxExecutor):
 
     num_steps = 0
 
-    def dispatch_packed(self, step: PackedStep) -> JaxStepHandle:
+    def forward_packed(self, packed: PackedForward) -> jax.Array:
         self.num_steps += 1
         if os.environ["PLANTED"] == "step" and self.num_steps > NUM_GOOD:
             raise RuntimeError("a fault was planted here")
-        return super().dispatch_packed(step)
+        return super().forward_packed(packed)
 
-    def collect(self, handle: JaxStepHandle) -> StepOutputs:
+    def collect(self, handle: jax.Array) -> StepOutputs:
         outputs = super().collect(handle)
         if os.environ["PLANTED"] == "token" and self.num_steps > NUM_GOOD:
-            return dataclasses.replace(outputs, token_ids_r=outputs.token_ids_r ^ 1)
+            return dataclasses.replace(outputs, token_ids_rn=outputs.token_ids_rn ^ 1)
         return outputs
 
 

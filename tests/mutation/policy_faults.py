@@ -14,13 +14,11 @@ POLICY_FAULTS = (
         "engine.py",
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
         "        if not schedule.rows:\n            return None\n"
-        "        inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)\n"
-        "        return schedule, self._executor.dispatch(inputs)\n",
-        "        handle = None\n        if schedule.rows:\n"
-        "            inputs = build_step_inputs(schedule, self.geometry, self._eos_token_ids)\n"
-        "            handle = self._executor.dispatch(inputs)\n"
+        "        hidden = self._executor.forward(build_step_inputs(schedule, self.geometry))\n",
+        "        if schedule.rows:\n"
+        "            hidden = self._executor.forward(build_step_inputs(schedule, self.geometry))\n"
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
-        "        return (schedule, handle) if schedule.rows else None\n",
+        "        if not schedule.rows:\n            return None\n",
         ("kv/test_sharing.py",),
     ),
     Fault(

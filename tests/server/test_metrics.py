@@ -262,9 +262,9 @@ def test_the_hosts_time_is_without_the_wait_for_the_device():
     clock = VirtualClock()
 
     class Slow(FakeExecutor):
-        def dispatch(self, inputs):
+        def forward(self, inputs):
             clock.advance(0.002)
-            return super().dispatch(inputs)
+            return super().forward(inputs)
 
         def collect(self, handle):
             clock.advance(5.0)

@@ -22,6 +22,7 @@ from jpaged.engine.executor import (
     Geometry,
     Move,
     Progress,
+    SamplingInputs,
     StepInputs,
     StepOutputs,
 )
@@ -76,9 +77,9 @@ class SimulatedExecutor:
             num_host_blocks=deployment.num_host_blocks,
         )
         self._plain = StepOutputs(
-            token_ids_r=np.zeros(max_num_seqs, np.int32),
-            logprobs_r=np.zeros(max_num_seqs, np.float32),
-            ranks_r=np.ones(max_num_seqs, np.int32),
+            token_ids_rn=np.zeros((max_num_seqs, 1), np.int32),
+            logprobs_rn=np.zeros((max_num_seqs, 1), np.float32),
+            ranks_rn=np.ones((max_num_seqs, 1), np.int32),
         )
 
     @property
@@ -110,8 +111,8 @@ class SimulatedExecutor:
             self.swap_s += seconds
         self._clock.advance(seconds)
 
-    def dispatch(self, inputs: StepInputs) -> StepOutputs:
-        """Runs the step: the clock is past it when this returns."""
+    def forward(self, inputs: StepInputs) -> NDArray[np.int32]:
+        """Takes the time of the whole step; the lengths of the rows' contexts."""
         num_rows = inputs.num_rows
         query_lens = np.diff(inputs.query_starts_s1[: num_rows + 1]).astype(np.int64)
         kv_lens = np.where(query_lens > 0, inputs.kv_lens_s[:num_rows], 0).astype(np.int64)
@@ -123,7 +124,10 @@ class SimulatedExecutor:
         roofline = self._deployment.roofline
         is_flops_bound = roofline.flops_s(inputs.num_tokens, num_pairs) > roofline.bytes_s(num_kv_tokens)
         self.seen = Seen(num_kv_tokens, *self._count_blocks(inputs), is_flops_bound)
-        return self._top_logprobs(inputs.kv_lens_s[:num_rows]) if inputs.sampling.want_top_logprobs else self._plain
+        return inputs.kv_lens_s[:num_rows]
+
+    def sample(self, hidden: NDArray[np.int32], inputs: SamplingInputs) -> StepOutputs:
+        return self._top_logprobs(hidden) if inputs.want_top_logprobs else self._plain
 
     def collect(self, handle: StepOutputs) -> StepOutputs:
         return handle
@@ -150,9 +154,9 @@ class SimulatedExecutor:
         logprobs_rk = np.log(p_r)[:, None] + np.arange(TOP_WIDTH) * np.log1p(-p_r)[:, None]
         ids_rk = np.broadcast_to(np.arange(TOP_WIDTH, dtype=np.int32), (num_rows, TOP_WIDTH))
         return StepOutputs(
-            token_ids_r=self._plain.token_ids_r,
-            logprobs_r=self._plain.logprobs_r,
-            ranks_r=self._plain.ranks_r,
-            top_ids_rk=ids_rk,
-            top_logprobs_rk=logprobs_rk.astype(np.float32),
+            token_ids_rn=self._plain.token_ids_rn,
+            logprobs_rn=self._plain.logprobs_rn,
+            ranks_rn=self._plain.ranks_rn,
+            top_ids_rnk=ids_rk[:, None],
+            top_logprobs_rnk=logprobs_rk[:, None].astype(np.float32),
         )

@@ -39,15 +39,16 @@ class Kind(enum.IntEnum):
     SETTLED = 4
     """What that came to, for all."""
     STEP = 5
-    MOVES = 6
-    COLLECT = 7
-    DIGEST = 8
-    """Of a step that was collected: what went into it and what it drew."""
-    SHUTDOWN_REQUEST = 9
+    SAMPLE = 6
+    MOVES = 7
+    COLLECT = 8
+    DIGEST = 9
+    """What went into a step that was collected, and what it sampled."""
+    SHUTDOWN_REQUEST = 10
     """A process was asked to end: please drain."""
-    FAILED = 10
+    FAILED = 11
     """Why the sender ends."""
-    END = 11
+    END = 12
     """Nothing more will come; end well."""
 
 

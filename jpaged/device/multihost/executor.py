@@ -1,17 +1,16 @@
 """One executor in several processes: process 0 says each verb before it runs it, the others run what they hear.
 
-    process 0   engine ─ dispatch n+1 ─ collect n ─ ...          compares digests as they come, beside the steps
-                           │ STEP        │ COLLECT       ↑ DIGEST n
-    process i              └ dispatch    └ collect ──────┘
+    process 0   engine ─ forward n+1 ─ sample n+1 ─ collect n ─ ...     compares digests as they come, beside the steps
+                           │ STEP        │ SAMPLE     │ COLLECT     ↑ DIGEST n
+    process i              └ forward     └ sample     └ collect ────┘
 
-A step travels as the two packed buffers that its programs take, a move as its block ids. A digest is of what was
-dispatched since the one before, and of the tokens that the step drew. A process that differs ends all.
+A step travels as the two buffers that its programs take, a move as its block ids. A digest is of what was dispatched
+since the one before, and of the tokens that the step sampled. A process that differs ends all.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,87 +19,71 @@ from dataclasses import dataclass, field
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
-from jpaged.device.executor import JaxExecutor, JaxStepHandle
+from jpaged.device.executor import JaxExecutor
 from jpaged.device.multihost.channel import Kind
 from jpaged.device.multihost.handshake import Follower, Leader
-from jpaged.device.step.inputs import PackedStep
-from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Progress, StepInputs, StepOutputs
+from jpaged.device.multihost.messages import HEADS, decode, encode
+from jpaged.device.step.inputs import PackedForward
+from jpaged.engine.executor import (
+    ROW_DTYPE,
+    BlockMoves,
+    DeviceRates,
+    Geometry,
+    Move,
+    Progress,
+    SamplingInputs,
+    StepInputs,
+    StepOutputs,
+)
 from jpaged.errors import InternalError, Unavailable
 
 MAX_UNCONFIRMED = 256
-"""Steps that may be collected before every process has said what it drew in the first of them."""
+"""Steps that may be collected before every process has said what it sampled in the first of them."""
 _CONFIRM_TIMEOUT_S = 120.0
 _LOSS_TIMEOUT_S = 5.0
 """A collective breaks a moment before the line to whom it broke with; then the line says who that was."""
 
-_STEP = struct.Struct("<QIIBI")
-_MOVES = struct.Struct("<BI")
-_NUMBER = struct.Struct("<Q")
 _DIGEST_BYTES = 16
-_MOVE_CODES = {Move.COPY: 0, Move.SWAP_OUT: 1, Move.SWAP_IN: 2}
-_MOVES_BY_CODE = {code: move for move, code in _MOVE_CODES.items()}
-
-Parts = tuple[bytes, ...]
-
-
-def encode_step(number: int, step: PackedStep) -> Parts:
-    """A step as parts of a message."""
-    head = _STEP.pack(number, step.num_tokens, step.num_rows, step.want_top_logprobs, step.forward.nbytes)
-    return head, step.forward.tobytes(), step.sample.tobytes()
-
-
-def decode_step(payload: bytearray) -> tuple[int, PackedStep]:
-    """The inverse of `encode_step`; the buffers are views of the payload."""
-    number, num_tokens, num_rows, want_top_logprobs, num_bytes = _STEP.unpack_from(payload)
-    middle = _STEP.size + num_bytes
-    forward = np.frombuffer(payload, np.int32, num_bytes // 4, _STEP.size)
-    sample = np.frombuffer(payload, np.int32, -1, middle)
-    return number, PackedStep(num_tokens, num_rows, bool(want_top_logprobs), forward, sample)
-
-
-def encode_moves(moves: BlockMoves) -> Parts:
-    """Moves as parts of a message."""
-    head = _MOVES.pack(_MOVE_CODES[moves.move], len(moves.sources))
-    return head, np.asarray([*moves.sources, *moves.destinations], np.int32).tobytes()
-
-
-def decode_moves(payload: bytearray) -> BlockMoves:
-    """The inverse of `encode_moves`."""
-    code, count = _MOVES.unpack_from(payload)
-    ids = np.frombuffer(payload, np.int32, -1, _MOVES.size).tolist()
-    return BlockMoves(_MOVES_BY_CODE[code], ids[:count], ids[count:])
+_MOVES = tuple(Move)
 
 
 def sampled_of(outputs: StepOutputs) -> np.ndarray:
     """What every process has to have sampled: tokens, and where there is none."""
-    return np.where(outputs.is_sound_r, outputs.token_ids_r, -1)
+    return np.where(outputs.is_sound_r[:, None], outputs.token_ids_rn, -1)
 
 
-def digest_of(told: Sequence[bytes | bytearray], token_ids_r: np.ndarray) -> bytes:
-    """Of what was dispatched, and what it drew."""
+def digest_of(told: Sequence[bytes | bytearray], token_ids_rn: np.ndarray) -> bytes:
+    """The digest of what was dispatched, and of what it sampled."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for part in told:
         digest.update(part)
-    digest.update(np.asarray(token_ids_r, np.int32).tobytes())
+    digest.update(np.asarray(token_ids_rn, np.int32).tobytes())
     return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)
 class MultiHostHandle:
-    """A step that every process has been told of."""
+    """A forward, or a step that samples from it, that every process has been told of.
+
+    Attributes:
+        number: the step's.
+        array: what `JaxExecutor` has of it.
+        told: what was dispatched since the step before.
+    """
 
     number: int
-    told: Parts
-    own: JaxStepHandle
+    array: jax.Array
+    told: Sequence[bytes | bytearray] = ()
 
 
 @dataclass(slots=True)
 class _Step:
     """What is known of a collected step: process 0's part of it, and the digests that came."""
 
-    told: Parts = ()
-    token_ids_r: np.ndarray | None = None
+    told: Sequence[bytes | bytearray] = ()
+    token_ids_rn: np.ndarray | None = None
     digest: bytes = b""
     theirs: dict[int, bytes] = field(default_factory=dict)
     confirmed: set[int] = field(default_factory=set)
@@ -114,15 +97,15 @@ class DigestCheck:
         self._steps: dict[int, _Step] = {}
         self._news = threading.Condition()
 
-    def add_own(self, number: int, told: Parts, token_ids_r: np.ndarray) -> None:
-        """Takes what process 0 dispatched and drew.
+    def add_own(self, number: int, told: Sequence[bytes | bytearray], token_ids_rn: np.ndarray) -> None:
+        """Takes what process 0 dispatched and sampled.
 
         Raises:
-            InternalError: another process drew something else.
+            InternalError: another process sampled something else.
         """
         with self._news:
             step = self._steps.setdefault(number, _Step())
-            step.told, step.token_ids_r = told, token_ids_r
+            step.told, step.token_ids_rn = told, token_ids_rn
             theirs = dict(step.theirs)
         for process, digest in theirs.items():
             self._compare(number, process, digest)
@@ -133,12 +116,12 @@ class DigestCheck:
         Raises:
             InternalError: it differs.
         """
-        (number,) = _NUMBER.unpack_from(payload)
-        digest = bytes(payload[_NUMBER.size :])
+        (number,), words = decode(Kind.DIGEST, payload)
+        digest = words.tobytes()
         with self._news:
             step = self._steps.setdefault(number, _Step())
             step.theirs[process] = digest
-            is_collected = step.token_ids_r is not None
+            is_collected = step.token_ids_rn is not None
         if is_collected:
             self._compare(number, process, digest)
 
@@ -155,9 +138,9 @@ class DigestCheck:
     def _compare(self, number: int, process: int, digest: bytes) -> None:
         with self._news:
             step = self._steps.get(number)
-        if step is None or step.token_ids_r is None:
+        if step is None or step.token_ids_rn is None:
             return
-        own = step.digest or digest_of(step.told, step.token_ids_r)
+        own = step.digest or digest_of(step.told, step.token_ids_rn)
         if own != digest:
             raise InternalError(
                 f"step {number}: process {process} ran or drew something else than process 0 "
@@ -180,7 +163,7 @@ class MultiHostExecutor:
         self._check = DigestCheck(leader.num_processes - 1)
         self._told: deque[bytes] = deque()
         self._num_steps = 0
-        leader.on_digest = self._confirm
+        leader.take_digests(self._confirm)
 
     @property
     def geometry(self) -> Geometry:
@@ -207,24 +190,31 @@ class MultiHostExecutor:
             InternalError: as `JaxExecutor.move_blocks`.
         """
         with self._naming_the_lost():
-            self._tell(Kind.MOVES, encode_moves(moves))
+            block_ids = np.array([moves.sources, moves.destinations], np.int32)
+            self._tell(Kind.MOVES, _MOVES.index(moves.move), words=block_ids)
             self._executor.move_blocks(moves)
 
-    def dispatch(self, inputs: StepInputs) -> MultiHostHandle:
+    def forward(self, inputs: StepInputs) -> MultiHostHandle:
         """As every executor's; raises as `move_blocks` does."""
         with self._naming_the_lost():
-            step = self._executor.pack(inputs)
+            packed = self._executor.pack(inputs)
             self._num_steps += 1
-            self._tell(Kind.STEP, encode_step(self._num_steps, step))
+            self._tell(Kind.STEP, self._num_steps, packed.num_tokens, words=packed.words)
+            return MultiHostHandle(self._num_steps, self._executor.forward_packed(packed))
+
+    def sample(self, hidden: MultiHostHandle, inputs: SamplingInputs) -> MultiHostHandle:
+        """As every executor's; raises as `move_blocks` does."""
+        with self._naming_the_lost():
+            self._tell(Kind.SAMPLE, hidden.number, inputs.want_top_logprobs, words=inputs.words)
             told = tuple(self._told)
             self._told.clear()
-            return MultiHostHandle(self._num_steps, told, self._executor.dispatch_packed(step))
+            return MultiHostHandle(hidden.number, self._executor.sample(hidden.array, inputs), told)
 
     def collect(self, handle: MultiHostHandle) -> StepOutputs:
-        """As every executor's; raises as `move_blocks` does, and when another process drew other tokens."""
+        """As every executor's; raises as `move_blocks` does, and when another process sampled other tokens."""
         with self._naming_the_lost():
-            self._leader.send(Kind.COLLECT, _NUMBER.pack(handle.number))
-            outputs = self._executor.collect(handle.own)
+            self._leader.send(Kind.COLLECT, *encode(Kind.COLLECT, handle.number))
+            outputs = self._executor.collect(handle.array)
             try:
                 self._check.add_own(handle.number, handle.told, sampled_of(outputs))
             except InternalError as error:
@@ -235,7 +225,7 @@ class MultiHostExecutor:
             return outputs
 
     def shutdown(self) -> None:
-        """Lets the others end, and holds them to what they drew last.
+        """Lets the others end, and holds them to what they sampled last.
 
         Raises:
             InternalError: some steps were not confirmed. The memory is given back all the same.
@@ -250,7 +240,8 @@ class MultiHostExecutor:
         if isinstance(self._leader.failure, InternalError):
             raise self._leader.failure
 
-    def _tell(self, kind: Kind, parts: Parts) -> None:
+    def _tell(self, kind: Kind, *head: int, words: NDArray[np.int32]) -> None:
+        parts = encode(kind, *head, words=words)
         self._leader.send(kind, *parts)
         self._told.extend(parts)
 
@@ -278,30 +269,41 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
     """Runs what process 0 says until it says END.
 
     Raises:
-        InternalError: a fault of a device, or steps that are collected in another order.
+        InternalError: a fault of a device, or steps that are sampled or collected in another order.
         Unavailable: what arrived cannot be run.
     """
-    follower.is_following = True
     told: list[bytearray] = []
-    in_flight: deque[tuple[int, list[bytearray], JaxStepHandle]] = deque()
-    while True:
-        kind, payload = follower.messages.get()
+    forwards: deque[MultiHostHandle] = deque(maxlen=1)
+    in_flight: deque[MultiHostHandle] = deque()
+    for kind, payload in follower.follow():
+        if kind not in HEADS:
+            raise Unavailable(f"process 0 sent {kind.name}")
+        head, words = decode(kind, payload)
         match kind:
-            case Kind.STEP:
-                number, step = decode_step(payload)
-                told.append(payload)
-                in_flight.append((number, told, executor.dispatch_packed(step)))
-                told = []
             case Kind.MOVES:
                 told.append(payload)
-                executor.move_blocks(decode_moves(payload))
+                sources, destinations = words.reshape(2, -1).tolist()
+                executor.move_blocks(BlockMoves(_MOVES[head[0]], sources, destinations))
+            case Kind.STEP:
+                told.append(payload)
+                number, num_tokens = head
+                forwards.append(MultiHostHandle(number, executor.forward_packed(PackedForward(num_tokens, words))))
+            case Kind.SAMPLE:
+                told.append(payload)
+                forward = _next(forwards, "sampled", head[0])
+                inputs = SamplingInputs(words.view(ROW_DTYPE), want_top_logprobs=bool(head[1]))
+                in_flight.append(MultiHostHandle(forward.number, executor.sample(forward.array, inputs), told))
+                told = []
             case Kind.COLLECT:
-                number, parts, handle = in_flight.popleft()
-                if payload != _NUMBER.pack(number):
-                    raise InternalError(f"step {_NUMBER.unpack(payload)[0]} is collected before step {number}")
-                outputs = executor.collect(handle)
-                follower.send(Kind.DIGEST, _NUMBER.pack(number), digest_of(parts, sampled_of(outputs)))
+                step = _next(in_flight, "collected", head[0])
+                digest = digest_of(step.told, sampled_of(executor.collect(step.array)))
+                follower.send(Kind.DIGEST, *encode(Kind.DIGEST, step.number, words=np.frombuffer(digest, np.int32)))
             case Kind.END:
                 return
-            case _:
-                raise Unavailable(f"process 0 sent {kind.name}")
+
+
+def _next(steps: deque[MultiHostHandle], act: str, number: int) -> MultiHostHandle:
+    """The first of some steps, which has to be the one that process 0 means."""
+    if not steps or steps[0].number != number:
+        raise InternalError(f"step {number} is {act} before {[step.number for step in steps]}")
+    return steps.popleft()

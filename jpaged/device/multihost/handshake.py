@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -106,13 +106,12 @@ class Leader:
 
     Attributes:
         failure: why all have to end; None as long as they do not.
-        on_digest: takes the digests of the others, as (process, payload), on their threads.
     """
 
     def __init__(self, channels: Mapping[int, Channel], owner: Owner, port_holder: socket.socket | None = None) -> None:
         self.failure: JpagedError | None = None
         self._owner = owner
-        self.on_digest: Callable[[int, bytearray], None] = lambda process, payload: None
+        self._on_digest: Callable[[int, bytearray], None] = lambda process, payload: None
         self._channels = dict(sorted(channels.items()))
         self._port_holder = port_holder
         self._facts: dict[int, queue.SimpleQueue[bytearray]] = {i: queue.SimpleQueue() for i in channels}
@@ -144,6 +143,10 @@ class Leader:
                 lost = _lost(process, self.num_processes, error)
                 self.fail(lost)
                 raise self.failure or lost from error
+
+    def take_digests(self, on_digest: Callable[[int, bytearray], None]) -> None:
+        """Has the digests of the others told from here on, as (process, payload), on their threads."""
+        self._on_digest = on_digest
 
     def least(self, value: int) -> int:
         """Implements `Agreement`."""
@@ -216,7 +219,7 @@ class Leader:
                 return
             match kind:
                 case Kind.DIGEST:
-                    self.on_digest(process, payload)
+                    self._on_digest(process, payload)
                 case Kind.FACTS:
                     self._facts[process].put(payload)
                 case Kind.SHUTDOWN_REQUEST:
@@ -235,15 +238,14 @@ class Leader:
 class Follower:
     """The side of every other process. What comes from process 0 waits in a queue, in order.
 
-    Attributes:
-        messages: STEP, MOVES, COLLECT and END.
+    Args:
         on_end: called by the watching thread with the exit code and what to say, when this process has to end at once.
     """
 
     def __init__(self, channel: Channel, multihost: MultiHost, on_end: Callable[[int, str], None]) -> None:
-        self.messages: queue.SimpleQueue[tuple[Kind, bytearray]] = queue.SimpleQueue()
-        self.on_end = on_end
-        self.is_following = False
+        self._messages: queue.SimpleQueue[tuple[Kind, bytearray]] = queue.SimpleQueue()
+        self._on_end = on_end
+        self._is_following = False
         self._channel = channel
         self._name = f"process {multihost.process_id} of {multihost.num_processes}"
         self._settled: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
@@ -268,6 +270,12 @@ class Follower:
         self.send(Kind.FACTS, json_text.dumps(facts).encode())
         self._settled.get()
 
+    def follow(self) -> Iterator[tuple[Kind, bytearray]]:
+        """What process 0 says, in order: from here on its END is for the caller."""
+        self._is_following = True
+        while True:
+            yield self._messages.get()
+
     def wish_to_stop(self) -> None:
         """Asks process 0 to drain and end all."""
         self.send(Kind.SHUTDOWN_REQUEST)
@@ -286,21 +294,21 @@ class Follower:
             except EOFError as error:
                 self._is_told.set()
                 if not self._is_ending:
-                    self.on_end(1, f"{self._name} ends: process 0 is lost: {error}")
+                    self._on_end(1, f"{self._name} ends: process 0 is lost: {error}")
                 return
             match kind:
                 case Kind.SETTLED:
                     self._settled.put(payload)
                 case Kind.FAILED:
                     self._is_told.set()
-                    self.on_end(1, f"{self._name} ends: {payload.decode(errors='replace')}")
+                    self._on_end(1, f"{self._name} ends: {payload.decode(errors='replace')}")
                 case Kind.END:
                     self._is_ending = True
-                    self.messages.put((kind, payload))
-                    if not self.is_following:
-                        self.on_end(0, f"{self._name} ends before it began")
+                    self._messages.put((kind, payload))
+                    if not self._is_following:
+                        self._on_end(0, f"{self._name} ends before it began")
                 case _:
-                    self.messages.put((kind, payload))
+                    self._messages.put((kind, payload))
 
 
 def lead(config: EngineConfig, multihost: MultiHost, say: Callable[[str], None], owner: Owner) -> Leader:

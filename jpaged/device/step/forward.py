@@ -43,7 +43,7 @@ class ForwardInputs:
     """What the model runs on; the fields of `engine.executor.StepInputs` on the device."""
 
     token_ids_t: Int[Array, "T"]
-    is_fed_back_t: Bool[Array, "T"]
+    is_prev_sampled_t: Bool[Array, "T"]
     prev_sampled_rows_t: Int[Array, "T"]
     positions_t: Int[Array, "T"]
     rope_lens_t: Int[Array, "T"]
@@ -61,7 +61,7 @@ def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
     runs = {"kv_begins_s": (s, "int32"), "run_starts_s1": (s1, "int32"), "num_runs": ((), "int32")}
     return Packing.of(
         token_ids_t=(t, "int32"),
-        is_fed_back_t=(t, "bool"),
+        is_prev_sampled_t=(t, "bool"),
         prev_sampled_rows_t=(t, "int32"),
         positions_t=(t, "int32"),
         rope_lens_t=(t, "int32"),
@@ -115,8 +115,8 @@ class Step:
         ) -> tuple[jax.Array, jax.Array]:
             return self._attend(q_thd, (k_tkd, v_tkd, inputs.slots_t), pool, layer_index, inputs.rows, scales_lk2)
 
-        fed_back_t = last_tokens_s[inputs.prev_sampled_rows_t]
-        ids_t = jnp.where(inputs.is_fed_back_t, fed_back_t, inputs.token_ids_t)
+        sampled_t = last_tokens_s[inputs.prev_sampled_rows_t]
+        ids_t = jnp.where(inputs.is_prev_sampled_t, sampled_t, inputs.token_ids_t)
         tokens = TokenBatch(ids_t, inputs.positions_t, inputs.rope_lens_t)
         hidden_te, pool = self.model.run(dict(params), tokens, attend, pool, self.layer_mode)
         num_missing = self.num_places - inputs.sample_tokens_s.shape[0]
@@ -197,9 +197,9 @@ def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
     num_top = (outputs_rc.shape[1] - 3) // 2
     logprobs_rc = outputs_rc.view(np.float32)
     return StepOutputs(
-        token_ids_r=outputs_rc[:, 0],
-        logprobs_r=logprobs_rc[:, 1],
-        ranks_r=outputs_rc[:, 2],
-        top_ids_rk=outputs_rc[:, 3 : 3 + num_top] if num_top else None,
-        top_logprobs_rk=logprobs_rc[:, 3 + num_top :] if num_top else None,
+        token_ids_rn=outputs_rc[:, :1],
+        logprobs_rn=logprobs_rc[:, 1:2],
+        ranks_rn=outputs_rc[:, 2:3],
+        top_ids_rnk=outputs_rc[:, None, 3 : 3 + num_top] if num_top else None,
+        top_logprobs_rnk=logprobs_rc[:, None, 3 + num_top :] if num_top else None,
     )

@@ -95,11 +95,8 @@ def unpack_rows(words: jax.Array) -> dict[str, jax.Array]:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedStep:
-    """A step as its two programs take it: what tells them, and one buffer for each."""
+class PackedForward:
+    """A step's inputs as the forward of so many tokens takes them."""
 
     num_tokens: int
-    num_rows: int
-    want_top_logprobs: bool
-    forward: NDArray[np.int32]
-    sample: NDArray[np.int32]
+    words: NDArray[np.int32]

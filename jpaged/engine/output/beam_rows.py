@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from jpaged.engine.executor import StepOutputs
 from jpaged.engine.output.beam import BeamSearch, Candidate
-from jpaged.engine.output.processor import top_logprobs
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.types import PositionLogprobs
@@ -31,7 +30,7 @@ def advance_beams(
     tops = []
     for sequence in beams:
         sequence.discard_in_flight()
-        top = top_logprobs(outputs, rows[sequence], num_top)
+        top = outputs.position(rows[sequence], num_top).top
         tops.append([PositionLogprobs(token, top) for token in top])
     group.sampled(len(beams))
     chosen = search.advance(tops)

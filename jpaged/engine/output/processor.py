@@ -22,7 +22,6 @@ from jpaged.types import (
     PositionLogprobs,
     SamplingParams,
     SequenceFinish,
-    TokenLogprob,
     Usage,
 )
 
@@ -77,13 +76,13 @@ class OutputProcessor:
         return self._searches[group]
 
     def publish(self, group: Group, sequence: Sequence, outputs: StepOutputs, row: int) -> bool:
-        """Appends the token that a row drew and shows what it adds; True when the sequence ended with it."""
-        token_id = int(outputs.token_ids_r[row])
-        sequence.append(token_id, float(outputs.logprobs_r[row]))
+        """Appends the token that a row sampled and shows what it adds; True when the sequence ended with it."""
+        token_id, logprob = outputs.token(row)
+        sequence.append(token_id, logprob)
         group.sampled(1)
         delta = self._states[sequence].push(token_id)
         num_top = group.request.sampling.logprobs
-        logprobs = () if num_top is None else (_position_logprobs(outputs, row, num_top),)
+        logprobs = () if num_top is None else (outputs.position(row, num_top),)
         piece = _Piece(delta.text, (token_id,), logprobs, delta.finish, sequence.cumulative_logprob)
         if group in self._held:
             self._held[group][sequence].append(piece)
@@ -184,21 +183,3 @@ def _joined(pieces: list[_Piece]) -> _Piece:
         finish=pieces[-1].finish,
         cumulative_logprob=pieces[-1].cumulative_logprob,
     )
-
-
-def _position_logprobs(outputs: StepOutputs, row: int, num_top: int) -> PositionLogprobs:
-    chosen = TokenLogprob(
-        token_id=int(outputs.token_ids_r[row]),
-        logprob=float(outputs.logprobs_r[row]),
-        rank=int(outputs.ranks_r[row]),
-    )
-    return PositionLogprobs(chosen, top_logprobs(outputs, row, num_top))
-
-
-def top_logprobs(outputs: StepOutputs, row: int, num_top: int) -> tuple[TokenLogprob, ...]:
-    """The num_top likeliest tokens of a row, in order; none where the step did not report them."""
-    if not num_top or outputs.top_ids_rk is None or outputs.top_logprobs_rk is None:
-        return ()
-    ids, values = outputs.top_ids_rk[row, :num_top].tolist(), outputs.top_logprobs_rk[row, :num_top].tolist()
-    pairs = enumerate(zip(ids, values, strict=True), start=1)
-    return tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs)

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from jpaged.engine.executor import Geometry, SamplingInputs, StepInputs, random_columns, row_lists
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 
-_NOT_FED_BACK = -1
+_KNOWN = -1
 
 
-def build_step_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: frozenset[int]) -> StepInputs:
+def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
     """Packs the rows of a schedule in their order; every field is described at `StepInputs`."""
     rows, block_size, max_rows = schedule.rows, geometry.block_size, geometry.max_num_seqs
     num_rows, num_tokens = len(rows), schedule.num_tokens
@@ -34,10 +34,10 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: fro
     prompt_lens = _column([row.sequence.num_prompt_tokens for row in rows])
     blocks_t = block_tables_sm[rows_t, positions_t // block_size]
 
-    fed_back = _column([_NOT_FED_BACK if row.prev_sampled_row is None else row.prev_sampled_row for row in rows])
-    is_fed_back = fed_back != _NOT_FED_BACK
-    fed_back_t = _padded([], num_padded, _NOT_FED_BACK)
-    fed_back_t[ends[is_fed_back] - 1] = fed_back[is_fed_back]
+    prev_rows = _column([_KNOWN if row.prev_sampled_row is None else row.prev_sampled_row for row in rows])
+    is_prev_sampled = prev_rows != _KNOWN
+    prev_rows_t = _padded([], num_padded, _KNOWN)
+    prev_rows_t[ends[is_prev_sampled] - 1] = prev_rows[is_prev_sampled]
 
     query_starts_s1 = _padded(ends - lens, max_rows + 1, num_tokens)
     last_tokens_s = np.maximum(query_starts_s1[1:] - 1, 0)
@@ -45,8 +45,8 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: fro
     sample_rows = _column([row.sample_row for row in rows])
     return StepInputs(
         token_ids_t=_padded(_known_tokens(rows), num_padded),
-        is_fed_back_t=fed_back_t != _NOT_FED_BACK,
-        prev_sampled_rows_t=np.maximum(fed_back_t, 0),
+        is_prev_sampled_t=prev_rows_t != _KNOWN,
+        prev_sampled_rows_t=np.maximum(prev_rows_t, 0),
         positions_t=_padded(positions_t, num_padded),
         rope_lens_t=_padded(np.maximum(positions_t + 1, prompt_lens[rows_t]), num_padded, 1),
         slots_t=_padded(blocks_t * block_size + positions_t % block_size, num_padded),
@@ -56,11 +56,25 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: fro
         kv_begins_s=kv_begins_s,
         run_starts_s1=run_starts_s1,
         sample_tokens_s=np.concatenate([last_tokens_s[sample_rows], last_tokens_s[num_rows:]]),
-        sampling=_build_sampling_inputs(rows, geometry, eos_token_ids),
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_runs=len(schedule.runs),
     )
+
+
+def build_sampling_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: frozenset[int]) -> SamplingInputs:
+    """How the rows of a schedule are sampled, in their order."""
+    sampled = [(i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows) if row.samples_token]
+    want_top_logprobs = any(params.logprobs or params.beam_width for _, _, params in sampled)
+    inputs = SamplingInputs.neutral(geometry.buckets.num_rows(len(schedule.rows)), want_top_logprobs=want_top_logprobs)
+    for i, row, params in sampled:
+        inputs.fill_lists(i, row_lists(params, eos_token_ids, row.output_index))
+    if random := [one for one in sampled if not one[2].is_greedy]:
+        places, random_rows, params_r = zip(*random, strict=True)
+        indices = [row.sequence.index for row in random_rows]
+        positions = [row.start + row.num_tokens for row in random_rows]
+        inputs.fill_columns(places, random_columns(params_r, indices, positions))
+    return inputs
 
 
 def _runs(schedule: Schedule, max_rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -86,22 +100,6 @@ def _known_tokens(rows: list[ScheduledRow]) -> list[int]:
             token_ids += known[row.start : stop]
             token_ids += [0] * (stop - max(row.start, len(known)))
     return token_ids
-
-
-def _build_sampling_inputs(
-    rows: list[ScheduledRow], geometry: Geometry, eos_token_ids: frozenset[int]
-) -> SamplingInputs:
-    sampled = [(i, row, row.group.request.sampling) for i, row in enumerate(rows) if row.samples_token]
-    want_top_logprobs = any(params.logprobs or params.beam_width for _, _, params in sampled)
-    inputs = SamplingInputs.neutral(geometry.buckets.num_rows(len(rows)), want_top_logprobs=want_top_logprobs)
-    for i, row, params in sampled:
-        inputs.fill_lists(i, row_lists(params, eos_token_ids, row.output_index))
-    if random := [one for one in sampled if not one[2].is_greedy]:
-        places, random_rows, params_r = zip(*random, strict=True)
-        indices = [row.sequence.index for row in random_rows]
-        positions = [row.start + row.num_tokens for row in random_rows]
-        inputs.fill_columns(places, random_columns(params_r, indices, positions))
-    return inputs
 
 
 def _column(values: list[int]) -> NDArray[np.int32]:

@@ -15,18 +15,10 @@ from jpaged.config import EngineConfig
 from jpaged.device.mesh import CONTENTS_SPEC, serving_mesh
 from jpaged.device.multihost import handshake
 from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, listen
-from jpaged.device.multihost.executor import (
-    DigestCheck,
-    decode_moves,
-    decode_step,
-    digest_of,
-    encode_moves,
-    encode_step,
-)
+from jpaged.device.multihost.executor import DigestCheck, digest_of
 from jpaged.device.multihost.handshake import Leader, facts_of, follow, gather, require_same
+from jpaged.device.multihost.messages import HEADS, decode, encode
 from jpaged.device.multihost.shards import AddressableShards
-from jpaged.device.step.inputs import PackedStep
-from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
 from jpaged.launchers import MultiHost
 
@@ -59,20 +51,16 @@ class Owner:
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_arrives_as_it_was_sent():
-    step = PackedStep(16, 8, True, np.arange(40, dtype=np.int32), np.arange(9, dtype=np.int32) - 4)
-    number, got = decode_step(bytearray(b"".join(encode_step(2**40, step))))
-    assert number == 2**40
-    assert (got.num_tokens, got.num_rows, got.want_top_logprobs) == (16, 8, True)
-    np.testing.assert_array_equal(got.forward, step.forward)
-    np.testing.assert_array_equal(got.sample, step.sample)
-    assert got.forward.dtype == got.sample.dtype == np.int32
-
-
-@pytest.mark.parametrize("move", list(Move))
-def test_moves_arrive_as_they_were_sent(move):
-    moves = BlockMoves(move, [5, 1, 9], [2, 8, 3])
-    assert decode_moves(bytearray(b"".join(encode_moves(moves)))) == moves
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("num_words", [0, 1, 40])
+def test_a_message_arrives_as_it_was_sent(kind, num_words):
+    head = tuple(2**40 + i for i in range(len(HEADS[kind])))
+    words = np.arange(num_words, dtype=np.int32) - 4
+    payload = bytearray(b"".join(encode(kind, *head, words=words)))
+    got_head, got = decode(kind, payload)
+    assert got_head == head
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, words)
 
 
 def test_messages_keep_their_order_and_their_ends():

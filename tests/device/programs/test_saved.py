@@ -42,9 +42,11 @@ def without_num_blocks(options: EngineConfig) -> EngineConfig:
 def some_tokens(executor: JaxExecutor) -> list[int]:
     driver = Driver(executor)
     first, second = driver.sequence([5, 6, 7, 8, 9]), driver.sequence([1, 2], temperature=1.0, seed=3)
-    sampled: list[int] = driver.run([Row(first, 5), Row(second, 2)], want_top_logprobs=True).token_ids_r[:2].tolist()
+    sampled: list[int] = (
+        driver.run([Row(first, 5), Row(second, 2)], want_top_logprobs=True).token_ids_rn[:2, 0].tolist()
+    )
     first.tokens.append(sampled[0])
-    return sampled + driver.run([Row(first, 1)]).token_ids_r[:1].tolist()
+    return sampled + driver.run([Row(first, 1)]).token_ids_rn[:1, 0].tolist()
 
 
 @pytest.fixture(scope="module")

@@ -155,7 +155,7 @@ def tokens_of(executor: JaxExecutor, *, want_top_logprobs: bool) -> list[int]:
     """Two sequences: prefill of one, then both at once, one of their blocks out to the host, copied, and in again."""
     driver = Driver(executor)
     first, second = driver.sequence([5, 6, 7, 8, 9, 10, 11, 12, 13]), driver.sequence([3, 4])
-    sampled: list[int] = driver.run([Row(first, 9)], want_top_logprobs=want_top_logprobs).token_ids_r[:1].tolist()
+    sampled: list[int] = driver.run([Row(first, 9)], want_top_logprobs=want_top_logprobs).token_ids_rn[:1, 0].tolist()
     first.tokens += sampled
     executor.move_blocks(BlockMoves(Move.SWAP_OUT, list(range(1, 12)), list(range(1, 12))))
     executor.move_blocks(BlockMoves(Move.SWAP_IN, list(range(1, 12)), list(range(1, 12))))
@@ -164,7 +164,7 @@ def tokens_of(executor: JaxExecutor, *, want_top_logprobs: bool) -> list[int]:
     first.blocks = copies[: len(first.blocks)]
     return (
         sampled
-        + driver.run([Row(first, 1), Row(second, 2)], want_top_logprobs=want_top_logprobs).token_ids_r[:2].tolist()
+        + driver.run([Row(first, 1), Row(second, 2)], want_top_logprobs=want_top_logprobs).token_ids_rn[:2, 0].tolist()
     )
 
 

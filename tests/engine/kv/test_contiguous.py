@@ -18,11 +18,11 @@ from tests.engine.kv.oracle import expected_outputs
 class TablesExecutor(FakeExecutor):
     """Refuses a step in which a sequence's blocks are not consecutive."""
 
-    def dispatch(self, inputs):
+    def forward(self, inputs):
         for table in inputs.block_tables_sm[: inputs.num_rows]:
             block_ids = table[table != NULL_BLOCK]
             assert np.all(np.diff(block_ids) == 1), block_ids
-        return super().dispatch(inputs)
+        return super().forward(inputs)
 
 
 def make(kv_policy, *, contiguous=True, num_blocks=64, **options):

@@ -5,14 +5,22 @@ import numpy as np
 from jpaged.config import SchedulerOptions
 from jpaged.engine.executor import BEYOND_TOKENS, SamplingInputs
 from jpaged.engine.kv.paged import PagedMemory
-from jpaged.engine.scheduling.batch import build_step_inputs
+from jpaged.engine.scheduling.batch import build_sampling_inputs, build_step_inputs
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams
 
 
-def packed(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset(), steps=1):
+def packed(*arguments, **options):
+    return [inputs for inputs, _ in both(*arguments, **options)]
+
+
+def sampled(*arguments, **options):
+    return [sampling for _, sampling in both(*arguments, **options)]
+
+
+def both(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset(), steps=1):
     executor = FakeExecutor(block_size=4, num_blocks=32, max_num_seqs=4, max_model_len=32)
     geometry = executor.geometry
     scheduler = Scheduler(
@@ -24,7 +32,9 @@ def packed(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset()
     for i, prompt in enumerate(prompts):
         request = Request(str(i), tuple(prompt), sampling or SamplingParams(temperature=0.0))
         scheduler.queues.add(Group(request, i, 0.0, lambda event: None, geometry.max_blocks_per_seq))
-    return [build_step_inputs(scheduler.schedule(), geometry, eos) for _ in range(steps)]
+    for _ in range(steps):
+        schedule = scheduler.schedule()
+        yield build_step_inputs(schedule, geometry), build_sampling_inputs(schedule, geometry, eos)
 
 
 def test_rows_are_packed_in_order_and_padded_with_the_null_block():
@@ -43,13 +53,13 @@ def test_a_long_prompt_goes_in_chunks_and_leaves_room_for_decoding_rows():
     first, second, third = packed([[7], list(range(20))], max_num_batched_tokens=8, steps=3)
     assert first.query_starts_s1.tolist() == [0, 1, 8, 8, 8]
     assert second.token_ids_t.tolist() == [0, 7, 8, 9, 10, 11, 12, 13]
-    assert second.is_fed_back_t.tolist() == [True] + [False] * 7
+    assert second.is_prev_sampled_t.tolist() == [True] + [False] * 7
     assert third.kv_lens_s.tolist() == [3, 20, 0, 0]
 
 
 def test_a_token_in_flight_is_named_by_its_row():
     _, second = packed([[1, 2], [3], [4]], steps=2)
-    assert second.is_fed_back_t.tolist() == [True] * 3 + [False] * 5
+    assert second.is_prev_sampled_t.tolist() == [True] * 3 + [False] * 5
     assert second.prev_sampled_rows_t.tolist()[:3] == [0, 1, 2]
     assert second.positions_t.tolist()[:3] == [2, 1, 1]
 
@@ -72,19 +82,19 @@ def test_every_sampling_field_reaches_its_row():
         stop_token_ids=(3,),
         logprobs=2,
     )
-    (inputs,) = packed([[1, 2, 3]], sampling=sampling, eos=frozenset({9}))
-    rows, neutral = inputs.sampling.rows_r, SamplingInputs.neutral(len(inputs.sampling.rows_r)).rows_r
+    (inputs,) = sampled([[1, 2, 3]], sampling=sampling, eos=frozenset({9}))
+    rows, neutral = inputs.rows_r, SamplingInputs.neutral(len(inputs.rows_r)).rows_r
     row = rows[0]
     assert (row["temperature_r"], row["top_k_r"], row["top_p_r"], row["min_p_r"]) == (0.5, 7, 0.25, 0.125)
     assert row["seeds_r2"].tolist() == [2**8, 5]
     assert row["positions_r"] == 3
     assert row["banned_token_ids_rx"][:3].tolist() == [3, 9, BEYOND_TOKENS]
-    assert inputs.sampling.want_top_logprobs
+    assert inputs.want_top_logprobs
     assert np.array_equal(rows[1:], neutral[1:])
 
 
 def test_a_chunk_that_samples_nothing_is_greedy_and_forbids_nothing():
     sampling = SamplingParams(temperature=1.0, seed=1, min_tokens=1, stop_token_ids=(3,))
-    (inputs,) = packed([list(range(20))], max_num_batched_tokens=8, sampling=sampling)
-    rows = inputs.sampling.rows_r
+    (inputs,) = sampled([list(range(20))], max_num_batched_tokens=8, sampling=sampling)
+    rows = inputs.rows_r
     assert np.array_equal(rows, SamplingInputs.neutral(len(rows)).rows_r)
