@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
@@ -227,6 +227,20 @@ class SamplingParams:
     def num_samples(self) -> int:
         """Sequences that are generated when nothing is searched for."""
         return self.best_of or self.n
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to run on, as a caller sends it: exactly one is set."""
+
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, str]] | None = None
+
+    @property
+    def size(self) -> int:
+        """Characters or token ids."""
+        return len(self.text or self.token_ids or ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from jpaged._proto.v1 import inference_pb2
 from jpaged.client import wire
 from jpaged.client.channel import CHANNEL_OPTIONS, NOT_READY, NOT_READY_PAUSE_S, Attempts, require_target
 from jpaged.client.failures import error_of
-from jpaged.client.wire import Assembler, Call, GenerateChunk, ModelInfo, Prompt, ServerInfo
+from jpaged.client.wire import Assembler, Call, GenerateChunk, ModelInfo, ServerInfo
 from jpaged.errors import Cancelled, DeadlineExceeded, JpagedError
 from jpaged.load import Load
-from jpaged.types import RequestOutput, SamplingParams
+from jpaged.types import Prompt, RequestOutput, SamplingParams
 
 _T = TypeVar("_T")
 
@@ -116,7 +116,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> GenerateStream:
         """Begins a request and returns its stream at once. Exactly one of the three prompts is given."""
-        return self._begin(Prompt.of(prompt, prompt_token_ids, messages), sampling, request_id, timeout_s)
+        return self._begin(wire.prompt_of(prompt, prompt_token_ids, messages), sampling, request_id, timeout_s)
 
     def complete(
         self,
@@ -129,7 +129,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> RequestOutput:
         """Runs a request to its end and returns all of it."""
-        what = Prompt.of(prompt, prompt_token_ids, messages)
+        what = wire.prompt_of(prompt, prompt_token_ids, messages)
         assembler = Assembler(what, sampling is not None and sampling.logprobs is not None)
         with self._begin(what, sampling, request_id, timeout_s) as stream:
             for chunk in stream:
@@ -144,7 +144,7 @@ class Client:
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
         """The ids that a text or a conversation becomes."""
-        prompt = Prompt.of(text, None, messages)
+        prompt = wire.prompt_of(text, None, messages)
         return self._run(wire.tokenize_call(prompt, add_special_tokens=add_special_tokens, model=self._model))
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -186,7 +186,7 @@ class Client:
             InvalidArgument: there is nothing to pin, or no room.
             Unsupported: the server has no prefix cache.
         """
-        prefix = Prompt.of(text, prompt_token_ids)
+        prefix = wire.prompt_of(text, prompt_token_ids)
         return self._run(wire.pin_prefix_call(name, prefix, cache_salt))
 
     def unpin_prefix(self, name: str) -> None:

@@ -20,6 +20,7 @@ from jpaged.types import (
     CompletionOutput,
     FinishReason,
     PositionLogprobs,
+    Prompt,
     RequestOutput,
     SamplingParams,
     SequenceFinish,
@@ -130,29 +131,23 @@ class Call(Generic[_T]):
     read: Callable[[Any], _T]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What to run on: exactly one is set."""
+def prompt_of(
+    prompt: str | None,
+    prompt_token_ids: Sequence[int] | None = None,
+    messages: Sequence[Mapping[str, str]] | None = None,
+) -> Prompt:
+    """The one that is given.
 
-    text: str | None = None
-    token_ids: tuple[int, ...] | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        prompt: str | None,
-        prompt_token_ids: Sequence[int] | None = None,
-        messages: Sequence[Mapping[str, str]] | None = None,
-    ) -> Prompt:
-        """Raises InvalidArgument unless exactly one is given."""
-        if sum(given is not None for given in (prompt, prompt_token_ids, messages)) != 1:
-            raise InvalidArgument("prompt", "give exactly one of prompt, prompt_token_ids and messages")
-        return cls(
-            prompt,
-            None if prompt_token_ids is None else tuple(prompt_token_ids),
-            None if messages is None else tuple(messages),
-        )
+    Raises:
+        InvalidArgument: none is, or several.
+    """
+    if sum(given is not None for given in (prompt, prompt_token_ids, messages)) != 1:
+        raise InvalidArgument("prompt", "give exactly one of prompt, prompt_token_ids and messages")
+    return Prompt(
+        prompt,
+        None if prompt_token_ids is None else tuple(prompt_token_ids),
+        None if messages is None else tuple(messages),
+    )
 
 
 def generate_request(
@@ -224,7 +219,7 @@ class Assembler:
     def __init__(self, prompt: Prompt, has_logprobs: bool) -> None:
         self._prompt = prompt
         self._has_logprobs = has_logprobs
-        self._prompt_token_ids = prompt.token_ids or ()
+        self._prompt_token_ids = tuple(prompt.token_ids or ())
         self._chunks: dict[int, list[GenerateChunk]] = {}
         self._last: GenerateChunk | None = None
 

@@ -11,7 +11,6 @@ outside of SERVING are answered with UNAVAILABLE; the port is open all the while
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import signal
 import socket
@@ -20,7 +19,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from google.protobuf import timestamp_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -28,18 +26,16 @@ from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, infer
 from jpaged.config import EngineConfig, Environment
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
-from jpaged.server import wire
 from jpaged.server.health import HealthServicer
 from jpaged.server.metrics import MetricsServer, serve_metrics
 from jpaged.server.port import make_server
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.stream import Bridge
-from jpaged.version import __version__
+from jpaged.service.service import Service
+from jpaged.service.state import ServiceState, Stage
 
 _LOG = logging.getLogger(__name__)
 
-API_VERSION = "v1"
 PIN_NAME = "pin-prefix"
 """What UnpinPrefix calls the prefix of the option of that name."""
 SERVICE_NAMES = (
@@ -53,15 +49,6 @@ _FLUSH_TIMEOUT_S = 2.0
 """At the end, for statuses on their way to clients that read."""
 
 
-class State(enum.Enum):
-    """Where a server is in its life; the value is the proto's."""
-
-    STARTING = control_pb2.SERVER_STATE_STARTING
-    SERVING = control_pb2.SERVER_STATE_SERVING
-    DRAINING = control_pb2.SERVER_STATE_DRAINING
-    FAILED = control_pb2.SERVER_STATE_FAILED
-
-
 class Server:
     """One gRPC server around one model. Lives on one event loop: `start`, then `run`.
 
@@ -72,6 +59,7 @@ class Server:
         on_serving: told the port once requests are taken.
 
     Attributes:
+        state: where it is in its life.
         is_load_abandoned: a stop came while `load` was running; its thread goes on, and would hold the process up.
     """
 
@@ -83,59 +71,18 @@ class Server:
         on_progress: Progress = lambda what, done, total: None,
         on_serving: Callable[[int, LoadedModel], None] = lambda port, serving: None,
     ) -> None:
+        self.state = ServiceState(config)
+        self._service = Service(self.state)
         self._config = config
         self._load = load
         self._on_progress = on_progress
         self._on_serving = on_serving
-        self._serving: LoadedModel | None = None
-        self._state = State.STARTING
-        self._startup = control_pb2.StartupProgress(what="starting", done=0, total=1)
-        self._start_time = timestamp_pb2.Timestamp()
-        self._start_time.GetCurrentTime()
-        self._failure: Exception | None = None
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jpaged-load")
         self.is_load_abandoned = False
         self._port = 0
         self._prefix: str | None = None
         self._metrics: MetricsServer | None = None
-
-    # --- what the servicers ask ---------------------------------------------------------------------------------------
-
-    def serving(self) -> LoadedModel:
-        """The loaded model, to run requests on; raises Unavailable in every state but SERVING."""
-        serving = self.loaded()
-        if self._state is State.DRAINING:
-            raise Unavailable("the server is draining: it takes no new requests")
-        if self._state is State.FAILED:
-            raise Unavailable(f"the engine has died: {self._failure}")
-        return serving
-
-    def loaded(self) -> LoadedModel:
-        """The loaded model, to ask about it; raises Unavailable before it is loaded."""
-        if self._serving is None:
-            startup = self._startup
-            raise Unavailable(f"the server is starting: {startup.what}, {startup.done} of {startup.total}")
-        return self._serving
-
-    def describe(self) -> control_pb2.GetServerInfoResponse:
-        """What GetServerInfo answers, in every state."""
-        serving = self._serving
-        return control_pb2.GetServerInfoResponse(
-            server_version=__version__,
-            api_version=API_VERSION,
-            state=self._state.value,
-            start_time=self._start_time,
-            startup=self._startup if self._state is State.STARTING else None,
-            backend=None if serving is None else wire.backend_of(serving.backend),
-            options=wire.options_of(self._config if serving is None else serving.config),
-        )
-
-    # --- life ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> State:
-        return self._state
 
     @property
     def metrics_port(self) -> int | None:
@@ -149,19 +96,16 @@ class Server:
             InvalidArgument: the host or the port cannot be bound, or the prefix to pin cannot be read.
         """
         self._prefix = _text_of(self._config.server.pin_prefix)
-        self._bridge = Bridge(asyncio.get_running_loop())
         max_bytes = int(self._config.server.max_request_size * 2**20)
         self._grpc = make_server(self._config.server, max_bytes)
-        self._inference = InferenceServicer(self, self._bridge)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, self._grpc)
-        control = ControlServicer(self, self._inference)
-        control_pb2_grpc.add_ControlServiceServicer_to_server(control, self._grpc)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._service), self._grpc)
+        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._service), self._grpc)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         if self._config.server.enable_reflection:
             names = (*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._grpc)
-        await self._enter(State.STARTING)
+        await self._enter(Stage.STARTING)
         self._port = self._bind()
         await self._grpc.start()
         self._loading = asyncio.create_task(self._load_model())
@@ -170,9 +114,9 @@ class Server:
     async def run(self) -> int:
         """Serves until `request_stop` or until the engine dies; then ends everything and returns the exit code."""
         await self._loading
-        while self._failure is None and not self._stop.is_set():
+        while self.state.failure is None and not self._stop.is_set():
             await _wait(self._stop, _WATCH_INTERVAL_S)
-            self._note_failure()
+            self.state.note_failure()
         return await self._end()
 
     def request_stop(self) -> None:
@@ -188,9 +132,9 @@ class Server:
 
         The engine is not waited for, and neither is the thread that loads: see `is_load_abandoned`.
         """
-        self._failure = self._failure or error
-        if self._serving is not None:
-            self._serving.engine.abandon(error)
+        self.state.note_failure(error)
+        if self.state.model is not None:
+            self.state.model.engine.abandon(error)
         self._stop.set()
 
     def stop_on_signals(self) -> None:
@@ -212,9 +156,9 @@ class Server:
             raise InvalidArgument("port", f"{host}:{options.port} cannot be bound")
         return port
 
-    async def _enter(self, state: State) -> None:
-        self._state = state
-        is_serving = state is State.SERVING
+    async def _enter(self, stage: Stage) -> None:
+        self.state.enter(stage)
+        is_serving = stage is Stage.SERVING
         status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in _HEALTH_NAMES:
             await self._health.set(name, status)
@@ -231,18 +175,19 @@ class Server:
             return
         error = loading.exception()
         if error is not None:
-            self._failure = error if isinstance(error, Exception) else InternalError(str(error))
+            self.state.note_failure(error if isinstance(error, Exception) else InternalError(str(error)))
             return
-        self._serving = loading.result()
-        self._serving.engine.start()
+        model = loading.result()
+        self.state.note_loaded(model)
+        model.engine.start()
         try:
-            await self._prepare(self._serving)
+            await self._prepare(model)
         except JpagedError as failure:
-            self._failure = failure
+            self.state.note_failure(failure)
             return
         if not self._stop.is_set():
-            await self._enter(State.SERVING)
-            self._on_serving(self._port, self._serving)
+            await self._enter(Stage.SERVING)
+            self._on_serving(self._port, model)
 
     async def _prepare(self, serving: LoadedModel) -> None:
         """What the options ask for before the first request: a pinned prefix, metrics."""
@@ -259,56 +204,50 @@ class Server:
             self._metrics = serve_metrics(serving, host=options.host, port=options.metrics_port)
 
     def _note_progress(self, what: str, done: int, total: int) -> None:
-        self._startup = control_pb2.StartupProgress(what=what, done=done, total=max(total, 1))
+        self.state.note_progress(what, done, total)
         self._on_progress(what, done, total)
 
-    def _note_failure(self) -> None:
-        if self._failure is None and self._serving is not None:
-            self._failure = self._serving.engine.failure
-
     async def _end(self) -> int:
-        if self._failure is None:
-            await self._enter(State.DRAINING)
+        if self.state.failure is None:
+            await self._enter(Stage.DRAINING)
             await self._drain()
-        if self._failure is not None:
-            await self._enter(State.FAILED)
-            _LOG.error("the server ends: %s", sentence_of(self._failure), exc_info=self._trace())
-            died = InternalError(f"the engine has died: {self._failure}")
-            self._inference.end_open_calls(self._failure if isinstance(self._failure, Unavailable) else died)
+        if (failure := self.state.failure) is not None:
+            await self._enter(Stage.FAILED)
+            # The trace of an error that nobody foresaw while the model was loaded; the engine has logged its own.
+            is_told = self.state.model is not None or isinstance(failure, JpagedError)
+            trace = None if is_told or not Environment.shows_traces() else failure
+            _LOG.error("the server ends: %s", sentence_of(failure), exc_info=trace)
+            died = InternalError(f"the engine has died: {failure}")
+            self._service.end_open_calls(failure if isinstance(failure, Unavailable) else died)
         await self._close()
-        return 0 if self._failure is None else 1
-
-    def _trace(self) -> Exception | None:
-        """Of an error that nobody foresaw while the model was loaded; the engine has logged its own."""
-        is_told = self._serving is not None or isinstance(self._failure, JpagedError)
-        return None if is_told or not Environment.shows_traces() else self._failure
+        return 0 if failure is None else 1
 
     async def _drain(self) -> None:
         """Waits until all requests have ended and been sent, up to the timeout or a second stop.
 
         Those that are left are told UNAVAILABLE.
         """
-        if self._serving is None:
+        if self.state.model is None:
             return
         until_s = time.monotonic() + self._config.server.shutdown_timeout
-        while self._failure is None:
+        while self.state.failure is None:
             remaining_s = until_s - time.monotonic()
             slice_s = max(0.0, min(_WATCH_INTERVAL_S, remaining_s))
-            is_drained = await asyncio.to_thread(self._serving.engine.drain, slice_s)
-            if is_drained and await _wait(self._inference.is_idle, slice_s):
+            is_drained = await asyncio.to_thread(self.state.model.engine.drain, slice_s)
+            if is_drained and await _wait(self._service.is_idle, slice_s):
                 return
             if remaining_s <= 0 or self._hurry.is_set():
-                self._inference.end_open_calls(Unavailable("the server shut down before the request finished"))
+                self._service.end_open_calls(Unavailable("the server shut down before the request finished"))
                 return
-            self._note_failure()
+            self.state.note_failure()
 
     async def _close(self) -> None:
-        if not await _wait(self._inference.is_idle, _FLUSH_TIMEOUT_S):
+        if not await _wait(self._service.is_idle, _FLUSH_TIMEOUT_S):
             _LOG.warning("clients that do not read their streams were cut off")
         self._health.end_watches()
         await self._grpc.stop(grace=_FLUSH_TIMEOUT_S)
-        if self._serving is not None:
-            await asyncio.to_thread(self._serving.engine.stop)
+        if self.state.model is not None:
+            await asyncio.to_thread(self.state.model.engine.stop)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.stop)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable
@@ -12,7 +13,9 @@ from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from jpaged.errors import InvalidArgument, JpagedError, QueueFull
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull
+
+_LOG = logging.getLogger(__name__)
 
 ERROR_DOMAIN = "jpaged"
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -25,7 +28,7 @@ Trailers = tuple[tuple[str, str | bytes], ...]
 
 
 class CallContext(Protocol):
-    """What the servicers ask of a call: gRPC's own context, or that of a host which brings its own server."""
+    """What the servicers ask of gRPC's context of a call."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
@@ -63,13 +66,25 @@ def status_of(error: JpagedError) -> status_pb2.Status:
     return status
 
 
+def trailers_of(error: JpagedError) -> Trailers:
+    """The trailing metadata of the status that `error` becomes."""
+    details = _DETAILS_KEY, status_of(error).SerializeToString()
+    if isinstance(error, QueueFull):
+        return details, (_PUSHBACK_KEY, str(math.ceil(error.retry_after_s * 1000)))
+    return (details,)
+
+
+def error_for(error: Exception) -> JpagedError:
+    """What a call is told of an error: itself, or that it is one that nobody foresaw, which is logged."""
+    if isinstance(error, JpagedError):
+        return error
+    _LOG.error("a call failed", exc_info=error)
+    return InternalError(f"{type(error).__name__}: {error}")
+
+
 async def refuse(context: CallContext, error: JpagedError) -> NoReturn:
     """Ends the call with the status that `error` becomes."""
-    status = status_of(error)
-    trailers: list[tuple[str, str | bytes]] = [(_DETAILS_KEY, status.SerializeToString())]
-    if isinstance(error, QueueFull):
-        trailers.append((_PUSHBACK_KEY, str(math.ceil(error.retry_after_s * 1000))))
-    await context.abort(grpc.StatusCode[error.grpc_status], status.message, tuple(trailers))
+    await context.abort(grpc.StatusCode[error.grpc_status], status_of(error).message, trailers_of(error))
 
 
 def _attach(status: status_pb2.Status, detail: Message) -> None:

@@ -6,9 +6,7 @@ out, everything that a type holds has its field.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from google.protobuf.message import Message
@@ -18,21 +16,24 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
 from jpaged.service.loaded_model import BackendFacts, ModelFacts
+from jpaged.service.service import Call, require_name
+from jpaged.service.state import ServiceState, Stage
 from jpaged.types import (
-    MAX_CACHE_SALT_CHARS,
     MAX_CHAT_MESSAGES,
     FinishReason,
     OutputEvent,
     PositionLogprobs,
+    Prompt,
     SamplingParams,
     SequenceFinish,
     TokenLogprob,
     Usage,
 )
+from jpaged.version import __version__
 
 TENANT_KEY = "x-jpaged-tenant"
 """The metadata key that names whose request it is."""
-_NAME = re.compile(r"[\x20-\x7e]{1,128}")
+API_VERSION = "v1"
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
@@ -46,27 +47,6 @@ _EARLY_STOPPING: dict[int, bool | Literal["never"]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What to run on, as the caller sent it: exactly one is set."""
-
-    text: str | None = None
-    token_ids: Sequence[int] | None = None
-    messages: tuple[dict[str, str], ...] | None = None
-
-    @property
-    def size(self) -> int:
-        """Characters or token ids."""
-        return len(self.text or self.token_ids or ())
-
-
-def request_id_from(message: inference_pb2.GenerateRequest) -> str | None:
-    """The caller's id, or None when it left that to the server."""
-    if not message.HasField("request_id"):
-        return None
-    return _checked_name("request_id", message.request_id)
-
-
 def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     """Whose request it is; "" when the call does not say. A call that says it twice names no one."""
     named = [value for key, value in metadata if key == TENANT_KEY]
@@ -75,18 +55,13 @@ def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     if len(named) > 1:
         raise InvalidArgument(TENANT_KEY, f"is there {len(named)} times: a request has one tenant")
     tenant = named[0]
-    return _checked_name(TENANT_KEY, tenant.decode(errors="replace") if isinstance(tenant, bytes) else tenant)
-
-
-def pin_name_from(message: control_pb2.PinPrefixRequest | control_pb2.UnpinPrefixRequest) -> str:
-    """The name of a pinned prefix."""
-    return _checked_name("name", message.name)
+    name = tenant.decode(errors="replace") if isinstance(tenant, bytes) else tenant
+    require_name(TENANT_KEY, name)
+    return name
 
 
 def prefix_from(message: control_pb2.PinPrefixRequest) -> Prompt:
-    """The prefix to pin, in the form in which it was sent; its salt is `message.cache_salt`."""
-    if len(message.cache_salt) > MAX_CACHE_SALT_CHARS:
-        raise InvalidArgument("cache_salt", f"{len(message.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS}")
+    """The prefix to pin, in the form in which it was sent."""
     match message.WhichOneof("prefix"):
         case "text":
             return Prompt(text=message.text)
@@ -96,6 +71,27 @@ def prefix_from(message: control_pb2.PinPrefixRequest) -> Prompt:
             raise InvalidArgument("prefix", "is missing: set text or token_ids")
 
 
+def call_from(
+    message: inference_pb2.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]], remaining_s: float | None
+) -> Call:
+    """What is asked of the service; the prompt is read later."""
+    return Call(
+        read=lambda: (prompt_from(message), sampling_from(message.sampling)),
+        size=prompt_size(message),
+        request_id=message.request_id if message.HasField("request_id") else None,
+        model=model_from(message),
+        tenant=tenant_from(metadata),
+        remaining_s=remaining_s,
+    )
+
+
+def model_from(
+    message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
+) -> str | None:
+    """The name of the model that must answer; None where any may."""
+    return message.model if message.HasField("model") else None
+
+
 def prompt_size(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> int | None:
     """Characters or token ids to work on, told without a look at them; None for a conversation, which is laid out."""
     if message.HasField("chat"):
@@ -103,6 +99,19 @@ def prompt_size(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeR
     if isinstance(message, inference_pb2.GenerateRequest) and message.HasField("token_ids"):
         return len(message.token_ids.ids)
     return len(message.text)
+
+
+def text_or_chat_from(message: inference_pb2.TokenizeRequest) -> Prompt:
+    """What to tokenise, in the form in which it was sent."""
+    match message.WhichOneof("input"):
+        case "text":
+            return Prompt(text=message.text)
+        case "chat":
+            if message.HasField("add_special_tokens"):
+                raise InvalidArgument("add_special_tokens", "goes with text only: a chat template brings its own")
+            return Prompt(messages=messages_from(message.chat))
+        case _:
+            raise InvalidArgument("input", "is missing: set text or chat")
 
 
 def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
@@ -194,6 +203,22 @@ def backend_of(backend: BackendFacts) -> control_pb2.Backend:
     return control_pb2.Backend(**_fields_of(control_pb2.Backend, backend))
 
 
+def server_info_of(state: ServiceState) -> control_pb2.GetServerInfoResponse:
+    """What a server is and where in its life."""
+    startup, model = state.startup, state.model
+    return control_pb2.GetServerInfoResponse(
+        server_version=__version__,
+        api_version=API_VERSION,
+        state=f"SERVER_STATE_{state.stage.name}",
+        start_time=state.start_time,
+        startup=control_pb2.StartupProgress(what=startup.what, done=startup.done, total=startup.total)
+        if state.stage is Stage.STARTING
+        else None,
+        backend=None if model is None else backend_of(model.backend),
+        options=options_of(state.config),
+    )
+
+
 def options_of(config: EngineConfig) -> list[control_pb2.Option]:
     """Every option that has a value."""
     return [
@@ -201,12 +226,6 @@ def options_of(config: EngineConfig) -> list[control_pb2.Option]:
         for name, value, source in config.explain()
         if value != "None"
     ]
-
-
-def _checked_name(field: str, name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise InvalidArgument(field, f"{name!r} is not 1 to 128 printable ASCII characters")
-    return name
 
 
 def _early_stopping_from(value: int) -> bool | Literal["never"]:

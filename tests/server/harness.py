@@ -69,7 +69,7 @@ class Harness:
     @property
     def num_open_calls(self) -> int:
         """Generate calls that the server has not ended."""
-        return len(self.server._inference._open)
+        return len(self.server._service._open)
 
 
 def make_serving(executor: FakeExecutor, config: EngineConfig, tokenizer: ByteTokenizer | None = None) -> LoadedModel:

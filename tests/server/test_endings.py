@@ -65,7 +65,7 @@ async def test_an_id_is_free_once_its_request_has_ended_whether_or_not_its_reade
         harness.faults.hold_after(3)
         call = harness.inference.Generate(request(request_id="again", max_tokens=100))
         first = await call.read()
-    await eventually(lambda: harness.server._inference._num_calls == 1)
+    await eventually(lambda: harness.server._service._num_calls == 1)
     await harness.control.Abort(control_pb2.AbortRequest(request_id="again"))  # the one that left took no id with it
     harness.faults.release()
     messages = [first, *await collect(call)]
@@ -84,7 +84,7 @@ async def test_answers_that_nobody_reads_are_bounded():
             error = await failure_of(harness.inference.Generate(request()))
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "6 calls are open, the limit is 6" in error.details()
-        await eventually(lambda: harness.server._inference._num_calls == 0)
+        await eventually(lambda: harness.server._service._num_calls == 0)
         assert len(await collect(harness.inference.Generate(request()))) > 0
 
 
@@ -273,12 +273,12 @@ async def test_an_abort_that_comes_just_when_the_text_is_tokenised_keeps_the_req
     async with running(executor=FakeExecutor(), tokenizer=Prompt()) as harness:
 
         def abort():
-            return harness.server._inference.abort(harness.serving, "", "doomed")
+            harness.server._service.abort("doomed")
 
         monkeypatch.setattr(harness.serving.engine, "submit", lambda request, sink: submitted.append(request))
         (last,) = await collect(harness.inference.Generate(request("doomed", request_id="doomed")))
         assert last.finish.reason == inference_pb2.FINISH_REASON_ABORT
-        assert (aborts, submitted) == ([True], [])
+        assert (aborts, submitted) == ([None], [])
 
 
 async def test_a_drain_past_its_time_ends_a_call_whose_text_is_still_tokenised():

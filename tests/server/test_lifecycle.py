@@ -13,7 +13,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, Unavailable
-from jpaged.server.lifecycle import SERVICE_NAMES, Server, State
+from jpaged.server.lifecycle import SERVICE_NAMES, Server
+from jpaged.service.state import Stage
 from jpaged.testing import FakeExecutor, Faults
 from tests.server.harness import collect, details_of, eventually, failure_of, make_serving, request, running
 
@@ -237,7 +238,7 @@ async def test_a_wish_to_drain_that_comes_twice_hurries_nobody(harness):
     first = await call.read()
     harness.server.drain()
     harness.server.drain()
-    await eventually(lambda: harness.server.state is State.DRAINING)
+    await eventually(lambda: harness.server.state.stage is Stage.DRAINING)
     harness.faults.release()
     messages = [first, *await collect(call)]
     assert messages[-1].usage.completion_tokens == 60

@@ -9,7 +9,8 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client import AsyncClient, Client
 from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
-from jpaged.server.lifecycle import PIN_NAME, Server, State
+from jpaged.server.lifecycle import PIN_NAME, Server
+from jpaged.service.state import Stage
 from jpaged.testing import FakeExecutor
 from jpaged.types import SamplingParams
 from tests.server.harness import details_of, eventually, failure_of, make_serving, running
@@ -114,4 +115,4 @@ async def test_a_prefix_that_cannot_be_pinned_ends_the_server(tmp_path):
     server = Server(config, lambda progress: make_serving(FakeExecutor(), config))
     await server.start()
     assert await server.run() == 1
-    assert server.state is State.FAILED
+    assert server.state.stage is Stage.FAILED

@@ -1,0 +1,317 @@
+"""Answers requests of a loaded model, whatever protocol they come by: a face decodes, asks here, and encodes.
+
+    face ──Call──> Service.generate ──Request──> engine
+         <─event── Generation       <──event───┘
+
+Admission is here: whose request it is, whose id, how many calls are open; so is what becomes of a request whose reader
+leaves. Whatever grows with a request runs on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import re
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from jpaged.errors import AlreadyExists, InvalidArgument, JpagedError, NotFound, PermissionDenied, QueueFull
+from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.state import ServiceState
+from jpaged.service.stream import Bridge, OutputStream
+from jpaged.service.workers import Workers
+from jpaged.types import (
+    MAX_CACHE_SALT_CHARS,
+    FinishReason,
+    OutputEvent,
+    Prompt,
+    Request,
+    SamplingParams,
+    SequenceFinish,
+)
+
+_NAME = re.compile(r"[\x20-\x7e]{1,128}")
+_RETRY_S = 1.0
+"""When to come back, where no request's end is waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A request as a face hands it over.
+
+    Attributes:
+        read: decodes prompt and parameters; called on a thread where they are large.
+        size: characters or token ids of the prompt; None for a conversation.
+        request_id: the caller's; None leaves it to the service.
+        model: the name of the model that must be served; None is whichever there is.
+        tenant: whose request it is; "" is nobody's in particular.
+        remaining_s: time that the caller gives it; None is no limit.
+    """
+
+    read: Callable[[], tuple[Prompt, SamplingParams]]
+    size: int | None
+    request_id: str | None = None
+    model: str | None = None
+    tenant: str = ""
+    remaining_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One call that was let in: its events, each taken once by `async for`.
+
+    The engine knows a request by a name of ours, which is never used twice: an id that a caller uses again at once must
+    not meet the end of its first request.
+
+    Attributes:
+        request_id: as the caller knows it.
+        cache_tenant: whose id it is, and whose prefixes it may share.
+        prompt_token_ids: none where the call was ended before they were known.
+        preparing: makes the engine's request of the call; None once the engine has it.
+        is_over: the last event was taken.
+    """
+
+    request_id: str
+    engine_id: str
+    cache_tenant: str
+    stream: OutputStream
+    forget: Callable[[Generation], None]
+    prompt_token_ids: tuple[int, ...] = ()
+    preparing: asyncio.Task[Request] | None = None
+    is_over: bool = False
+
+    def end(self, finish: SequenceFinish | None = None, error: JpagedError | None = None) -> None:
+        """End the stream for its reader, after what has come so far; it need not wait for its request to be made."""
+        self.stream.add(OutputEvent(self.engine_id, finish=finish, is_last=True, error=error))
+        if self.preparing is not None:
+            self.preparing.cancel()
+
+    def __aiter__(self) -> AsyncIterator[OutputEvent]:
+        return self
+
+    async def __anext__(self) -> OutputEvent:
+        if self.is_over:
+            raise StopAsyncIteration
+        event = await self.stream.read()
+        if event.is_last:
+            self.is_over = True
+            self.forget(self)
+        return event
+
+
+class Service:
+    """The verbs of a service. Lives on the event loop of its first call.
+
+    Attributes:
+        state: what runs, or why nothing does.
+        is_idle: set while no `generate` is open; for a host to wait on, never to set.
+    """
+
+    def __init__(self, state: ServiceState) -> None:
+        self.state = state
+        self.is_idle = asyncio.Event()
+        self.is_idle.set()
+        self._bridge: Bridge | None = None
+        self._workers = Workers()
+        self._counter = itertools.count()
+        self._open: dict[tuple[str, str], Generation] = {}
+        self._num_calls = 0
+
+    @contextlib.asynccontextmanager
+    async def generate(self, call: Call) -> AsyncIterator[Generation]:
+        """Run a request while the context is open; its blocks are free within a step, however that ends.
+
+        Raises:
+            JpagedError: it cannot run; while its events are taken: it has failed.
+        """
+        self._num_calls += 1
+        self.is_idle.clear()
+        try:
+            model = self._model(call.model)
+            generation = self._admit(model, call)
+            try:
+                request = await self._prepare(model, generation, call)
+                if request is not None:
+                    model.engine.submit(request, generation.stream.put)
+                    generation.prompt_token_ids = request.prompt_token_ids
+                try:
+                    yield generation
+                finally:
+                    if not generation.is_over:
+                        model.engine.drop(generation.engine_id)
+            finally:
+                self._forget(generation)
+        finally:
+            self._num_calls -= 1
+            if self._num_calls == 0:
+                self.is_idle.set()
+
+    async def tokenize(
+        self,
+        read: Callable[[], Prompt],
+        size: int | None,
+        *,
+        add_special_tokens: bool = True,
+        model: str | None = None,
+    ) -> list[int]:
+        """Return the ids of a text or a conversation, which may be longer than a prompt; see `Call` for the rest."""
+        processor = self._model(model).input_processor
+
+        def tokenize() -> list[int]:
+            prompt = read()
+            if prompt.messages is not None:
+                return processor.tokenize_chat(prompt.messages)
+            return processor.tokenize(prompt.text or "", add_special_tokens=add_special_tokens)
+
+        return await self._workers.run(tokenize, size)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str | None = None
+    ) -> str:
+        """Return the text of ids, which may be more than a sequence has."""
+        processor = self._model(model).input_processor
+        detokenize = functools.partial(processor.detokenize, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._workers.run(detokenize, len(token_ids))
+
+    def abort(self, request_id: str, tenant: str = "") -> None:
+        """End a request by its caller's id; its own stream says what was generated.
+
+        Raises:
+            NotFound: the tenant has none of that id in flight.
+        """
+        model = self._controlled("Abort", self.state.loaded())
+        if not request_id:
+            raise InvalidArgument("request_id", "is empty")
+        generation = self._open.get((_cache_tenant(model, tenant), request_id))
+        is_known = generation is not None
+        if generation is not None and generation.preparing is None:
+            is_known = model.engine.abort(generation.engine_id)
+        elif generation is not None:
+            generation.end(SequenceFinish(FinishReason.ABORT))
+        if not is_known:
+            raise NotFound(f"request_id: no request {request_id!r} is in flight")
+
+    async def pin_prefix(self, name: str, prefix: Prompt, cache_salt: str = "", tenant: str = "") -> int:
+        """Keep a prefix computed under a name, also when the caller goes away; return how many of its tokens."""
+        model = self._controlled("PinPrefix", self.state.serving())
+        require_name("name", name)
+        if len(cache_salt) > MAX_CACHE_SALT_CHARS:
+            raise InvalidArgument("cache_salt", f"{len(cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS}")
+
+        def pin() -> Future[int]:
+            token_ids = model.input_processor.prefix(text=prefix.text, token_ids=prefix.token_ids)
+            return model.engine.pin_prefix(name, token_ids, cache_salt, _cache_tenant(model, tenant))
+
+        return await asyncio.shield(asyncio.wrap_future(await self._workers.run(pin, prefix.size)))
+
+    def unpin_prefix(self, name: str, tenant: str = "") -> None:
+        """Let a pinned prefix go; requests that share it go on.
+
+        Raises:
+            NotFound: the tenant has pinned none of that name.
+        """
+        model = self._controlled("UnpinPrefix", self.state.serving())
+        require_name("name", name)
+        if not model.engine.unpin_prefix(name, _cache_tenant(model, tenant)):
+            raise NotFound(f"name: no prefix {name!r} is pinned")
+
+    def end_open_calls(self, error: JpagedError) -> None:
+        """End every `generate` that is open with an error, after what it already has to send."""
+        for generation in self._open.values():
+            generation.end(error=error)
+
+    def _model(self, name: str | None) -> LoadedModel:
+        model = self.state.serving()
+        if name is not None and name != model.model.name:
+            raise NotFound(f"model: {name!r} is not served here; {model.model.name!r} is")
+        return model
+
+    def _controlled(self, method: str, model: LoadedModel) -> LoadedModel:
+        """Return the model, for a call that acts on it by name."""
+        if model.config.server.disable_control:
+            raise PermissionDenied(f"{method} is turned off on this server (disable_control)")
+        return model
+
+    def _admit(self, model: LoadedModel, call: Call) -> Generation:
+        if call.request_id is not None:
+            require_name("request_id", call.request_id)
+        request_id, cache_tenant = call.request_id or uuid.uuid4().hex, _cache_tenant(model, call.tenant)
+        other = self._open.get((cache_tenant, request_id))
+        if other is not None and not other.stream.is_ended:  # one that has ended may not be read yet
+            raise AlreadyExists(f"request_id: a request {request_id!r} is in flight")
+        self._require_readers(model)
+        if self._bridge is None:
+            self._bridge = Bridge(asyncio.get_running_loop())
+        generation = Generation(
+            request_id=request_id,
+            engine_id=f"{next(self._counter)}/{request_id}",
+            cache_tenant=cache_tenant,
+            stream=self._bridge.open(),
+            forget=self._forget,
+        )
+        self._open[cache_tenant, request_id] = generation
+        return generation
+
+    def _require_readers(self, model: LoadedModel) -> None:
+        """Bound the calls whose requests have ended and whose answers, which are kept, nobody reads.
+
+        Raises:
+            QueueFull: there are more open calls than requests in flight, by as many again.
+        """
+        limit = 2 * model.engine.max_num_in_flight
+        if self._num_calls > limit:
+            raise QueueFull(
+                f"{self._num_calls - 1} calls are open, the limit is {limit}; at least half are answered and not read",
+                retry_after_s=_RETRY_S,
+            )
+
+    def _forget(self, generation: Generation) -> None:
+        """Set an id free; a second time it may be someone else's."""
+        key = generation.cache_tenant, generation.request_id
+        if self._open.get(key) is generation:
+            del self._open[key]
+
+    async def _prepare(self, model: LoadedModel, generation: Generation, call: Call) -> Request | None:
+        """Make the engine's request; None when the stream was ended meanwhile."""
+        deadline_s = None if call.remaining_s is None else model.engine.clock() + call.remaining_s
+
+        def make() -> Request:
+            prompt, sampling = call.read()
+            request = model.input_processor.make_request(
+                request_id=generation.engine_id,
+                sampling=sampling,
+                prompt=prompt.text,
+                prompt_token_ids=prompt.token_ids,
+                messages=prompt.messages,
+                deadline_s=deadline_s,
+                tenant=call.tenant,
+            )
+            return dataclasses.replace(request, cache_tenant=generation.cache_tenant)
+
+        generation.preparing = asyncio.create_task(self._workers.run(make, call.size))
+        try:
+            request = await generation.preparing
+            return None if generation.stream.is_ended else request
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not generation.stream.is_ended or (task is not None and task.cancelling()):
+                raise  # it is the call that was cancelled
+            return None
+        finally:
+            generation.preparing = None
+
+
+def _cache_tenant(model: LoadedModel, tenant: str) -> str:
+    """Return whose ids, names and prefixes a call speaks of; "" for everybody's where tenants are not kept apart."""
+    return tenant if model.config.server.isolate_tenants else ""
+
+
+def require_name(field: str, name: str) -> None:
+    """Refuse a name that cannot be an id, a tenant or a prefix's."""
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument(field, f"{name!r} is not 1 to 128 printable ASCII characters")

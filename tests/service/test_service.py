@@ -1,0 +1,106 @@
+"""The service without a protocol: what it lets in, and what becomes of a request whose reader leaves."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unavailable
+from jpaged.service.service import Call, Service
+from jpaged.service.state import ServiceState, Stage
+from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, expected_tokens
+from jpaged.types import FinishReason, Prompt, SamplingParams
+from tests.server.harness import eventually, make_serving
+
+
+def call(text: str = "hello", *, max_tokens: int = 8, **fields) -> Call:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Call(read=lambda: (Prompt(text=text), sampling), size=len(text), **fields)
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+async def service(faults: Faults) -> AsyncIterator[Service]:
+    config = EngineConfig.load({})
+    model = make_serving(FakeExecutor(faults=faults), config)
+    model.engine.start()
+    yield Service(ServiceState(config, model))
+    faults.release()
+    model.engine.stop()
+
+
+async def test_events_come_one_by_one_until_the_last(service):
+    async with service.generate(call()) as generation:
+        assert not service.is_idle.is_set()
+        events = [event async for event in generation]
+    token_ids = [token_id for event in events for token_id in event.token_ids]
+    assert token_ids == list(expected_tokens(ByteTokenizer().encode("hello"), 8))
+    assert [event.is_last for event in events] == [False] * (len(events) - 1) + [True]
+    assert service.is_idle.is_set()
+
+
+async def test_a_reader_that_leaves_takes_its_request_along(service, faults):
+    engine = service.state.loaded().engine
+    faults.hold_after(3)
+    async with service.generate(call(max_tokens=100)) as generation:
+        await anext(generation)
+    faults.release()
+    await eventually(lambda: engine.num_ended_by_reason()["abort"] == 1)
+    assert engine.load().num_blocks_used == 0
+
+
+async def test_an_id_is_a_tenants_own_and_in_flight_once(service, faults):
+    faults.hold_after(3)
+    async with service.generate(call(max_tokens=100, request_id="r", tenant="a")) as generation:
+        await anext(generation)
+        async with service.generate(call(max_tokens=1, request_id="r", tenant="b")):
+            with pytest.raises(AlreadyExists, match="request_id: a request 'r' is in flight"):
+                await service.generate(call(request_id="r", tenant="a")).__aenter__()
+        with pytest.raises(NotFound):
+            service.abort("r")
+        service.abort("r", "a")
+        faults.release()
+        events = [event async for event in generation]
+    assert events[-1].finish is not None
+    assert events[-1].finish.reason is FinishReason.ABORT
+
+
+@pytest.mark.parametrize(
+    ("name", "salt", "message"),
+    [("", "", "name: '' is not 1 to 128"), ("n" * 129, "", "name: "), ("n", "x" * 257, "cache_salt: 257 characters")],
+)
+async def test_a_pin_has_a_name_and_a_bounded_salt(service, name, salt, message):
+    with pytest.raises(InvalidArgument, match=message):
+        await service.pin_prefix(name, Prompt(text="x" * 40), salt)
+
+
+async def test_what_is_not_served_here_is_refused(service):
+    with pytest.raises(NotFound, match="model: 'other' is not served here; 'fake' is"):
+        await service.detokenize([1], model="other")
+    with pytest.raises(InvalidArgument, match="request_id"):
+        async with service.generate(call(request_id="é")):
+            raise AssertionError
+
+
+async def test_a_service_says_why_it_does_not_serve():
+    config = EngineConfig.load({"disable_control": True})
+    state = ServiceState(config)
+    service = Service(state)
+    state.note_progress("weights", 1, 3)
+    with pytest.raises(Unavailable, match="the server is starting: weights, 1 of 3"):
+        await service.detokenize([1])
+    state.note_loaded(make_serving(FakeExecutor(), config))
+    with pytest.raises(PermissionDenied, match="Abort is turned off"):
+        service.abort("r")
+    state.enter(Stage.DRAINING)
+    with pytest.raises(Unavailable, match="is draining"):
+        await service.detokenize([1])
+    state.note_failure(ValueError("first"))
+    state.note_failure(ValueError("second"))
+    state.enter(Stage.FAILED)
+    with pytest.raises(Unavailable, match="the engine has died: first"):
+        await service.detokenize([1])
