@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.record import save
 from jpaged import json_text
-from jpaged.capacity.known_models import KNOWN_MODELS, known_config
+from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.kernels.paged_attention.measure import measure_limits
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.types import SamplingParams
@@ -56,7 +56,9 @@ def main() -> None:
         description="A whole model decoding with random weights: tokens a second, against the device's bandwidth.",
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", default="llama-3-8b", help="a built-in configuration (default: llama-3-8b)")
+    parser.add_argument(
+        "--model", choices=KNOWN_MODELS, default="llama-3-8b", help="a built-in configuration (default: llama-3-8b)"
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256], metavar="N", help="rows")
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="tokens of a prompt (default: 1024)")
     parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
@@ -69,7 +71,6 @@ def main() -> None:
     is_cpu = device.platform == "cpu"
     limits = measure_limits(jnp.dtype(arguments.dtype), num_bytes=1 << (28 if is_cpu else 31), width=1024)
     with tempfile.TemporaryDirectory() as folder:
-        known_config(arguments.model)  # refused by name before anything is loaded
         fields = dict(KNOWN_MODELS[arguments.model].fields)
         (Path(folder) / "config.json").write_text(json_text.dumps(fields))
         rows, facts = measure(folder, arguments, limits.bytes_per_s)

@@ -25,15 +25,17 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from benchmarks.made_arrays import MadeArray, made_arrays
 from jpaged import json_text
-from jpaged.capacity.known_models import known_config
+from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.capacity.target import find_target
 from jpaged.config import EngineConfig
+from jpaged.device.aot.hlo import Collective, collectives
 from jpaged.device.aot.tpu import compile_only_devices, compiler_environment, find_topology
 from jpaged.device.mesh import build_mesh, local_bytes
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
-from jpaged.device.programs.report import Collective, MadeArray, ProgramReport, collectives, made_arrays
+from jpaged.device.programs.report import ProgramReport
 from jpaged.device.step.forward import Step
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -152,7 +154,7 @@ def compile_cell(cell: str) -> list[ProgramResult]:
 def _serving(model_name: str, topology_name: str, backend: str | None) -> tuple[Step, Params, Lowerings]:
     topology = find_topology(topology_name)
     mesh = build_mesh(compile_only_devices(topology))
-    model = Model(known_config(model_name), jnp.dtype("bfloat16"))
+    model = Model(KNOWN_MODELS[model_name].config, jnp.dtype("bfloat16"))
     options = {**OPTIONS, "tensor_parallel_size": mesh.size, "attention_backend": backend or "auto"}
     least, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
     free = 0.9 * find_target(topology_name).hardware.usable_bytes - local_bytes(params)

@@ -1,9 +1,9 @@
 """The configurations of well-known models, in the fields of their config.json on the Hugging Face hub.
 
-They are for planning, compiling and simulating without a checkpoint at hand: `known_config("opt-13b")` is what reading
-the hub's config.json gives. Sources: the OPT paper's table 1 (arXiv 2205.01068), the Llama 2 and Llama 3 papers' tables
-of architectures (arXiv 2307.09288, 2407.21783), Qwen2.5's and Qwen3's reports (arXiv 2412.15115, 2505.09388), and the
-repository that each one names.
+They are for planning, compiling and simulating without a checkpoint at hand: `KNOWN_MODELS["opt-13b"].config` is what
+reading the hub's config.json gives. Sources: the OPT paper's table 1 (arXiv 2205.01068), the Llama 2 and Llama 3
+papers' tables of architectures (arXiv 2307.09288, 2407.21783), Qwen2.5's and Qwen3's reports (arXiv 2412.15115,
+2505.09388), and the repository that each one names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jpaged.checkpoints.names import num_params
-from jpaged.errors import NotFound
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_config import from_hf
 
@@ -41,17 +40,6 @@ class KnownModel:
     def num_params(self) -> int:
         """Numbers that its parameters are; a tied embedding counts once."""
         return num_params(self.config)
-
-
-def known_config(name: str) -> ModelConfig:
-    """The configuration of a well-known model.
-
-    Raises:
-        NotFound: there is none of that name; the message lists those there are.
-    """
-    if name not in KNOWN_MODELS:
-        raise NotFound(f"model: no configuration of {name!r} is built in; there are {', '.join(KNOWN_MODELS)}")
-    return KNOWN_MODELS[name].config
 
 
 _SAME_SHAPE = {"hf", "instruct", "chat", "base", "meta"}

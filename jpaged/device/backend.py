@@ -16,11 +16,6 @@ class BackendNames:
     jax_version: str
 
 
-def default_device() -> jax.Device:
-    """The first device of jax's default backend."""
-    return jax.devices()[0]
-
-
 def names_of(device: jax.Device) -> BackendNames:
     """What the device and its software are called."""
     return BackendNames(device.platform, device.device_kind, jax.__version__)

@@ -51,11 +51,6 @@ class HostPool:
             raise InvalidArgument("swap_space", f"{num_bytes / _GIB:.2f} GiB of host memory are refused") from error
         self._on_the_way: deque[_Transfer] = deque()
 
-    @property
-    def num_on_the_way(self) -> int:
-        """Transfers that have not landed."""
-        return len(self._on_the_way)
-
     def receive(self, contents: jax.Array, block_ids: list[int]) -> None:
         """Starts the copy of device blocks to the host blocks of these ids; padding behind them is left out."""
         while len(self._on_the_way) >= MAX_ON_THE_WAY:

@@ -21,10 +21,6 @@ class KVPool:
         zeros = jax.jit(lambda: jnp.zeros(layout.shape, layout.storage_dtype), out_shardings=sharding)
         self._array: jax.Array | None = zeros()
 
-    @property
-    def is_spent(self) -> bool:
-        return self._array is None
-
     def take(self) -> jax.Array:
         """Hands the array out to be donated.
 

@@ -204,13 +204,13 @@ class KVLayout:
 
     def read_blocks(self, pool: Shaped[Array, "P B ..."], block_ids_c: Int[Array, "C"]) -> Shaped[Array, "C L B ..."]:
         """What the named blocks hold in all layers, as it is stored. Every id names a block, the null block or not."""
-        return pool[self._places(block_ids_c)]
+        return pool[_places(self, block_ids_c)]
 
     def write_blocks(
         self, pool: Shaped[Array, "P B ..."], block_ids_c: Int[Array, "C"], contents: Shaped[Array, "C L B ..."]
     ) -> Shaped[Array, "P B ..."]:
         """Stores what `read_blocks` gave, in place when the pool is donated; nothing is written to the null block."""
-        places, *slots = self._places(block_ids_c)
+        places, *slots = _places(self, block_ids_c)
         is_block_c = (block_ids_c > 0).reshape(-1, *(1,) * (places.ndim - 1))
         # One axis of places, not two: for two, XLA would copy all contents into another order first. The barrier keeps
         # that away, and the read of a copy within the pool out of the write's loop: fused, it could not be in place.
@@ -231,15 +231,17 @@ class KVLayout:
         """What the pool holds -> numbers; the inverse of `encode`."""
         return stored if self.storage_dtype == self.dtype else jax.lax.bitcast_convert_type(stored, self.dtype)
 
-    def split(self, rows: Float[Array, "... 2K D"]) -> tuple[jax.Array, jax.Array]:
-        """Rows as `gather` returns them -> keys [..., K, D] and values [..., K, D]."""
-        pairs = rows.reshape(*rows.shape[:-2], self.num_kv_heads, 2, self.head_dim)
-        return pairs[..., 0, :], pairs[..., 1, :]
 
-    def _places(self, block_ids_c: Int[Array, "C"]) -> tuple[Int[Array, "C L ..."], ...]:
-        """Where each block lies in each layer: the index of the pool's first axis, or of its first two."""
-        places_cl = block_ids_c[:, None] + jnp.arange(self.num_layers) * self.blocks_per_layer
-        if self.form == "tpu" and self.shape[2] == self.num_shards:
-            # One row of tiles a token: XLA would drop its axis, and copy the whole pool into another order and back.
-            return places_cl[..., None], jnp.arange(self.block_size)
-        return (places_cl,)
+def split_rows(rows: Float[Array, "... 2K D"]) -> tuple[jax.Array, jax.Array]:
+    """Rows as `KVLayout.gather` returns them -> keys [..., K, D] and values [..., K, D]."""
+    pairs = rows.reshape(*rows.shape[:-2], -1, 2, rows.shape[-1])
+    return pairs[..., 0, :], pairs[..., 1, :]
+
+
+def _places(layout: KVLayout, block_ids_c: Int[Array, "C"]) -> tuple[Int[Array, "C L ..."], ...]:
+    """Where each block lies in each layer: the index of the pool's first axis, or of its first two."""
+    places_cl = block_ids_c[:, None] + jnp.arange(layout.num_layers) * layout.blocks_per_layer
+    if layout.form == "tpu" and layout.shape[2] == layout.num_shards:
+        # One row of tiles a token: XLA would drop its axis, and copy the whole pool into another order and back.
+        return places_cl[..., None], jnp.arange(layout.block_size)
+    return (places_cl,)

@@ -18,7 +18,7 @@ from jax import export
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh
 
-from jpaged.capacity.known_models import known_config
+from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.config import EngineConfig
 from jpaged.device.aot.tpu import GENERATIONS
 from jpaged.device.mesh import MESH_AXES, build_mesh
@@ -39,7 +39,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", GENERATIONS)
 def test_the_forward_lowers_with_its_attention_kernel(name: str) -> None:
-    model = Model(known_config("llama-3-8b"), jnp.dtype("bfloat16"))
+    model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
     step, geometry, _ = abstract_serving(model, EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:1]))
     layout = dataclasses.replace(step.attention.layout, form="tpu")
     attention = dataclasses.replace(step.attention, layout=layout)

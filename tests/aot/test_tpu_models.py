@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tpu_programs import ProgramResult, compile_cells, library
-from jpaged.capacity.known_models import known_config
+from jpaged.capacity.known_models import KNOWN_MODELS
 
 pytestmark = pytest.mark.long
 
@@ -42,7 +42,7 @@ def check_exchanges(result: ProgramResult) -> None:
     if result.num_devices == 1 or result.program.startswith(("copy", "swap")):
         assert result.collectives == ()
     elif result.program.startswith("forward"):
-        config = known_config(result.cell.partition("@")[0])
+        config = KNOWN_MODELS[result.cell.partition("@")[0]].config
         assert {one.opcode for one in result.collectives} == {"all-reduce"}
         sums = [(one.loop_trips, dims) for one in result.collectives for dims in one.dims]
         of_layer, outside = ((config.num_layers,), (rows, config.hidden_size)), ((), (rows, config.hidden_size))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jpaged.capacity.known_models import KNOWN_MODELS, find_known, known_config
+from jpaged.capacity.known_models import KNOWN_MODELS, find_known
 from jpaged.checkpoints.names import num_params
-from jpaged.errors import NotFound
 from jpaged.models.hf_config import from_hf
 from tests.models.tiny import tensors, tiny_cases
 
@@ -66,14 +65,9 @@ def test_parameters_are_counted_as_a_checkpoint_holds_them(case) -> None:
     ],
 )
 def test_a_known_model_has_its_heads_and_its_length(name: str, heads: tuple[int, int, int], max_model_len: int) -> None:
-    config = known_config(name)
+    config = KNOWN_MODELS[name].config
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == heads
     assert config.max_model_len == max_model_len
-
-
-def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(NotFound, match=r"no configuration of 'gpt-4' is built in; there are llama-2-7b, .*opt-175b"):
-        known_config("gpt-4")
 
 
 @pytest.mark.parametrize(

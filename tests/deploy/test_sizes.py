@@ -5,7 +5,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jpaged.capacity.known_models import known_config
+from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.checkpoints.names import num_params
 from jpaged.kernels.kv_layout import KVForm, KVLayout
 
@@ -23,7 +23,7 @@ GIB = 1 << 30
     ],
 )
 def test_a_block_costs_what_the_runbook_says(model, dtype, form: KVForm, num_devices, of_a_block, on_a_device):
-    config = known_config(model)
+    config = KNOWN_MODELS[model].config
     num_heads = max(config.num_kv_heads, num_devices)  # fewer heads than devices: they are repeated
     layout = KVLayout(config.num_layers, 100, 16, num_heads, config.head_dim, jnp.dtype(dtype), form, num_devices)
     assert layout.local.bytes_per_block == on_a_device
@@ -39,7 +39,7 @@ def test_a_block_costs_what_the_runbook_says(model, dtype, form: KVForm, num_dev
     ],
 )
 def test_the_number_of_blocks_follows(model, num_devices, memory_gib, bytes_per_block, line):
-    weights_gib = num_params(known_config(model)) * 2 / num_devices / GIB
+    weights_gib = num_params(KNOWN_MODELS[model].config) * 2 / num_devices / GIB
     left_gib = memory_gib * 0.9 - weights_gib - 1
     text = next(each for each in RUNBOOK.splitlines() if line in each)
     assert f"{left_gib:.1f} GiB" == line.partition(" / ")[0]

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jpaged.capacity.known_models import KNOWN_MODELS, known_config
+from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.capacity.target import find_target
 from jpaged.checkpoints.names import num_params
 from jpaged.config import EngineConfig
@@ -34,7 +34,7 @@ def attention(
     name: str = "llama-3.1-8b", platform: str = "tpu", num_parts: int = 1, dtype: str = "bfloat16", **options: Any
 ) -> Attention:
     device: Any = Device(platform)
-    return Attention(Model(known_config(name), jnp.dtype(dtype)), EngineConfig.load(options), device, num_parts)
+    return Attention(Model(KNOWN_MODELS[name].config, jnp.dtype(dtype)), EngineConfig.load(options), device, num_parts)
 
 
 def sizes(*arguments: Any, **options: Any) -> tuple[int, int, int]:
@@ -67,7 +67,7 @@ def smallest_slice(config: ModelConfig) -> Topology:
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_every_model_has_its_devices_own_kernel_on_a_slice_that_holds_it(name: str) -> None:
-    config = known_config(name)
+    config = KNOWN_MODELS[name].config
     topology = smallest_slice(config)
     found = attention(name, "tpu", largest_split(config, topology.num_devices))
     assert (found.choose(found.sizes()).backend, found.passed_over()) == (OWN["tpu"], []), topology.name
@@ -76,7 +76,7 @@ def test_every_model_has_its_devices_own_kernel_on_a_slice_that_holds_it(name: s
 
 @pytest.mark.parametrize("name", [name for name, model in KNOWN_MODELS.items() if model.num_params < 4e11])
 def test_every_model_that_h200s_hold_has_the_hopper_kernel(name: str) -> None:
-    config = known_config(name)
+    config = KNOWN_MODELS[name].config
     usable = usable_bytes("h200")
     num_devices = next(n for n in (1, 2, 4, 8) if needed_bytes(config, largest_split(config, n)) < 0.85 * usable)
     found = attention(name, "gpu", largest_split(config, num_devices))

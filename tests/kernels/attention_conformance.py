@@ -151,8 +151,8 @@ _update = jax.jit(paged_attention_update, static_argnames=("spec", "backend"), d
 _write = jax.jit(KVLayout.write, static_argnames=("self", "layer"))
 
 
-class PagedAttentionPromises:
-    """One method a promise, whatever the heads and types are."""
+class BackendUnderTest:
+    """Runs cases through a backend, and holds what comes out to the oracle."""
 
     backend: Backend
     form: KVForm = "cpu"
@@ -221,6 +221,10 @@ class PagedAttentionPromises:
         tolerance = TOLERANCE[shape.dtype]
         np.testing.assert_allclose(o_thd, want_o_thd, rtol=tolerance, atol=tolerance)
         np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
+
+
+class PagedAttentionPromises(BackendUnderTest):
+    """One method a promise, whatever the heads and types are."""
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("name", RAGGED)

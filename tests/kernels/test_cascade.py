@@ -13,7 +13,7 @@ import pytest
 
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, paged_attention
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
-from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention, cascade_attention_update, merge
+from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update, merge
 from tests.device.programs.hlo import pool_sized_operations
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import (
@@ -39,7 +39,15 @@ CASES: dict[str, tuple[list[tuple[int, int]], list[Run]]] = {
     "more_queries_than_a_tile": ([(50, 80), (50, 90), (50, 82)], [(3, 16)]),
 }
 
-_cascade = jax.jit(cascade_attention, static_argnames=("spec", "backend"))
+
+@functools.partial(jax.jit, static_argnames=("spec", "backend"))
+def _cascade(q, pool, layer, cascade, spec, scales=None, *, backend):
+    """Attention alone: the new keys have slots outside of the layer, which are dropped."""
+    k_tkd = jnp.zeros((q.shape[0], spec.layout.num_kv_heads, spec.layout.head_dim), q.dtype)
+    new_kv = k_tkd, k_tkd, jnp.full(q.shape[0], -1)
+    return cascade_attention_update(q, new_kv, pool, layer, cascade, spec, scales, backend=backend)[:2]
+
+
 _plain = jax.jit(paged_attention, static_argnames=("spec", "backend"))
 
 

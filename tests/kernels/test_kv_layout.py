@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.errors import InvalidArgument
-from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.kv_layout import KVLayout, split_rows
 
 LAYOUT = KVLayout(num_layers=3, num_blocks=5, block_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.dtype("float32"))
 SLOTS_PER_LAYER = 6 * 4
@@ -38,7 +38,7 @@ def test_what_is_written_is_read(dtype: str) -> None:
     layout = KVLayout(3, 5, 4, 2, 8, jnp.dtype(dtype))
     k, v = _rows(4)
     pool = layout.write(layout.encode(jnp.zeros(layout.shape)), jnp.int32(1), k, v, jnp.asarray([4, 23, 9, 6]))
-    keys, values = layout.split(layout.gather(pool, jnp.int32(1), jnp.asarray([1, 5, 2])))
+    keys, values = split_rows(layout.gather(pool, jnp.int32(1), jnp.asarray([1, 5, 2])))
     for token, (block, offset) in enumerate([(0, 0), (1, 3), (2, 1), (0, 2)]):
         np.testing.assert_array_equal(keys[block, offset], k[token].astype(dtype))
         np.testing.assert_array_equal(values[block, offset], v[token].astype(dtype))
@@ -116,7 +116,7 @@ def test_the_tiles_of_a_tpu(heads: int, head_dim: int, dtype: str, shards: int, 
     assert layout.num_bytes == layout.local.num_bytes * shards
     k, v = (jnp.asarray(np.random.default_rng(i).integers(-9, 9, (5, heads, head_dim)), "float32") for i in (0, 1))
     slots = jnp.asarray([4, 15, 9, 6, 99])
-    keys, values = layout.split(layout.gather(layout.write(pool, 1, k, v, slots), 1, jnp.asarray([1, 3, 2, 7])))
+    keys, values = split_rows(layout.gather(layout.write(pool, 1, k, v, slots), 1, jnp.asarray([1, 3, 2, 7])))
     for token, (block, offset) in enumerate([(0, 0), (1, 3), (2, 1), (0, 2)]):
         np.testing.assert_array_equal(keys[block, offset].astype("float32"), k[token])
         np.testing.assert_array_equal(values[block, offset].astype("float32"), v[token])

@@ -18,11 +18,12 @@ import jax
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
+from jpaged.device.aot.hlo import collectives
 from jpaged.device.programs.compile import ProgramSpec, set_up_compile_cache
 from jpaged.device.programs.compiler_errors import CompilerOutOfMemory
 from jpaged.device.programs.lowering import abstract_serving
 from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, plan_memory, too_large
-from jpaged.device.programs.report import ProgramReport, collectives
+from jpaged.device.programs.report import ProgramReport
 from jpaged.device.programs.saved import Target, save_programs
 from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.device.programs.store import CompiledProgram

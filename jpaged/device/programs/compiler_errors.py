@@ -17,10 +17,10 @@ from jpaged.errors import InvalidArgument
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = r"(?P<{0}>[\d.]+)(?P<{0}_unit>[KMGT]?)i?B?"
+_SIZE = r"(?P<needs>[\d.]+)(?P<unit>[KMGT]?)i?B?"
 _SIZES = (
-    re.compile(rf"\({_SIZE.format('needs')}\) exceeds available HBM \({_SIZE.format('has')}\)"),
-    re.compile(rf"Used {_SIZE.format('needs')} of {_SIZE.format('has')} hbm"),
+    re.compile(rf"\({_SIZE}\) exceeds available HBM \("),
+    re.compile(rf"Used {_SIZE} of \S+ hbm"),
 )
 
 
@@ -30,12 +30,10 @@ class CompilerOutOfMemory:
 
     Attributes:
         needs_bytes: of the program; None where the message has no number that is understood.
-        has_bytes: of the device.
         message: its first line.
     """
 
     needs_bytes: int | None
-    has_bytes: int | None
     message: str
 
     @classmethod
@@ -47,8 +45,8 @@ class CompilerOutOfMemory:
         message = text.splitlines()[0]
         for sizes in _SIZES:
             if found := sizes.search(text):
-                return cls(_bytes(found, "needs"), _bytes(found, "has"), message)
-        return cls(None, None, message)
+                return cls(int(float(found["needs"]) * _UNITS[found["unit"]]), message)
+        return cls(None, message)
 
     @property
     def problem(self) -> str:
@@ -69,7 +67,3 @@ def memory_refusals() -> Iterator[None]:
         if refusal is None:
             raise
         raise InvalidArgument("num_blocks", refusal.problem) from error
-
-
-def _bytes(found: re.Match[str], name: str) -> int:
-    return int(float(found[name]) * _UNITS[found[f"{name}_unit"]])

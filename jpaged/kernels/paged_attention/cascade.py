@@ -67,30 +67,6 @@ class CascadeRows:
         return cls(rows, prefixes)
 
 
-def cascade_attention(
-    q_thd: Float[Array, "T H D"],
-    pool: Shaped[Array, "P B ..."],
-    layer: Int[Array, ""] | int,
-    cascade: CascadeRows,
-    spec: AttentionSpec,
-    scales_lk2: Float[Array, "L K 2"] | None = None,
-    *,
-    backend: Backend,
-) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
-    """`paged_attention` of `cascade.rows` from the beginning of their contexts, reading each shared prefix once.
-
-    Not for a sliding window, which ends at another key for every query: nothing would be common to all.
-
-    Returns:
-        what `paged_attention` returns, up to rounding: each part comes in the queries' type, the sum is in float32.
-
-    Raises:
-        Unsupported, InternalError: as `paged_attention` does.
-    """
-    own = paged_attention(q_thd, pool, layer, cascade.rows, spec, scales_lk2, backend=backend)
-    return _with_prefixes(own, q_thd, pool, layer, cascade.prefixes, spec, scales_lk2, backend=backend)
-
-
 def cascade_attention_update(
     q_thd: Float[Array, "T H D"],
     new_kv: tuple[Float[Array, "T K D"], Float[Array, "T K D"], Int[Array, "T"]],
@@ -102,10 +78,20 @@ def cascade_attention_update(
     *,
     backend: Backend,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T H"], Shaped[Array, "P B ..."]]:
-    """`paged_attention_update`, as `cascade_attention` is `paged_attention`. Donate the pool: it is updated in place.
+    """`paged_attention_update` of `cascade.rows` from the beginning of their contexts, reading each shared prefix once.
+
+    Donate the pool: it is updated in place. Not for a sliding window, which ends at another key for every query:
+    nothing would be common to all.
 
     The keys of the step are stored with the rows' own part. The prefixes are older, so that they could be read before
     or after; after, the pool is an input of the condition and no output, which XLA would have to copy.
+
+    Returns:
+        what `paged_attention_update` returns, up to rounding: each part comes in the queries' type, the sum is in
+        float32.
+
+    Raises:
+        Unsupported, InternalError: as `paged_attention_update` does.
     """
     o_thd, lse_th, pool = paged_attention_update(
         q_thd, new_kv, pool, layer, cascade.rows, spec, scales_lk2, backend=backend

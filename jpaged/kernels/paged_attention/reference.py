@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpaged.kernels.kv_layout import split_rows
 from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _read_chunk(c: jax.Array, context: _Context, spec: AttentionSpec) -> tuple[j
     rows_wkd = rows_nbkd.reshape(-1, *rows_nbkd.shape[2:])
     places_w = c * rows_wkd.shape[0] + jnp.arange(rows_wkd.shape[0])
     is_context_w = (places_w >= context.begin) & (places_w < context.end)
-    k_wkd, v_wkd = layout.split(jnp.where(is_context_w[:, None, None], rows_wkd, 0))
+    k_wkd, v_wkd = split_rows(jnp.where(is_context_w[:, None, None], rows_wkd, 0))
     if context.scales_k2 is None:
         return k_wkd, v_wkd
     return k_wkd * context.scales_k2[:, :1], v_wkd * context.scales_k2[:, 1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jpaged.device.programs.report import made_arrays
+from benchmarks.made_arrays import made_arrays
 
 
 def pool_sized_operations(executable: jax.stages.Compiled, num_elements: int) -> set[str]:

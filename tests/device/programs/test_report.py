@@ -6,15 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpaged.device.programs.report import (
-    Collective,
-    MadeArray,
-    ProgramReport,
-    collectives,
-    collectives_in,
-    made_arrays,
-    made_arrays_in,
-)
+from benchmarks.made_arrays import MadeArray, made_arrays, made_arrays_in
+from jpaged.device.aot.hlo import Collective, collectives, collectives_in
+from jpaged.device.programs.report import ProgramReport
 
 POOL = jax.ShapeDtypeStruct((100, 8), jnp.float32)
 

@@ -12,11 +12,11 @@ import pytest
 
 from jpaged.checkpoints.weights import random_params
 from jpaged.config import EngineConfig
+from jpaged.device.aot.hlo import collectives
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
-from jpaged.device.programs.report import collectives
 from jpaged.device.transfers import lower_move
 from jpaged.models.stack import LayerMode
 from tests.device.programs.hlo import pool_sized_operations

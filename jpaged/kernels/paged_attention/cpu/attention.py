@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 NUMBERS = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 """Of the pool, in the order of `Number` in numbers.h."""
-QUERY_NUMBERS = ("float32", "bfloat16", "float16")
 MAX_WIDTH = 16
 
 

@@ -1,0 +1,144 @@
+"""What devices exchange in a compiled program, and in which loops, read off its text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+
+_INSTRUCTION = re.compile(
+    r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\("
+)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*)?\{$")
+_OPERANDS = re.compile(r"%([\w.\-]+)")
+_TYPED_ARRAY = re.compile(r"(?P<kind>[a-z]+)(?P<bits>\d*)\w*\[(?P<dims>[\d,]*)\]")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|true_computation|false_computation|called_computations|branch_computations)"
+    r"=\{?(?P<names>%[\w.\-]+(?:, ?%[\w.\-]+)*)"
+)
+_COLLECTIVES = {
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "reduce-scatter",
+    "collective-permute",
+    "collective-broadcast",
+    "send",
+    "recv",
+}
+_KNOWN_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_CONSTANT = re.compile(r" constant\((\d+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A place in a program where devices exchange arrays.
+
+    The compiler may combine several exchanges into one instruction: each of its arrays is one that the model asks for.
+
+    Attributes:
+        opcode: such as `all-reduce`; that of an asynchronous one is without `-start`.
+        dims: the shape of each array that comes of it.
+        num_bytes: of those arrays together, on one device.
+        loop_trips: how often each loop around it runs, outermost first; None for one that does not say.
+        instruction: its name in the program's text.
+    """
+
+    opcode: str
+    dims: tuple[tuple[int, ...], ...]
+    num_bytes: int
+    loop_trips: tuple[int | None, ...]
+    instruction: str
+
+
+def collectives(executable: jax.stages.Compiled) -> list[Collective]:
+    """Every exchange between devices in a program, those in loops, branches and fusions included."""
+    return list(collectives_in(executable.as_text() or ""))
+
+
+def collectives_in(text: str) -> Iterator[Collective]:
+    """`collectives` of a program's text. What is called from two places is there twice."""
+    computations = computations_of(text)
+    called = {name for body in computations.values() for found in body for name in found.all_called}
+    for name in computations:
+        if name not in called:
+            yield from _collectives_from(name, computations, ())
+
+
+def _collectives_from(
+    name: str, computations: Mapping[str, Sequence[Instruction]], loop_trips: tuple[int | None, ...]
+) -> Iterator[Collective]:
+    for found in computations.get(name, ()):
+        opcode = found.opcode.removesuffix("-start")
+        if opcode in _COLLECTIVES:
+            arrays = _exchanged(found)
+            dims = tuple(dims for dims, _ in arrays)
+            yield Collective(opcode, dims, sum(size for _, size in arrays), loop_trips, found.name)
+        inner = (*loop_trips, _trips(found, computations)) if found.opcode == "while" else loop_trips
+        for callee in found.all_called:
+            yield from _collectives_from(callee, computations, inner)
+
+
+def _exchanged(instruction: Instruction) -> list[tuple[tuple[int, ...], int]]:
+    """Shape and bytes of each result; what starts an exchange may give its operands before, and counters after."""
+    arrays = []
+    for array in _TYPED_ARRAY.finditer(instruction.type):
+        dims = tuple(int(size) for size in array["dims"].split(",") if size)
+        bits = 8 if array["kind"] == "pred" else int(array["bits"] or 0)
+        arrays.append((dims, array["kind"], -(-math.prod(dims) * bits // 8)))
+    if instruction.opcode in ("all-gather-start", "collective-permute-start", "all-to-all-start"):
+        arrays = [array for array in arrays if array[:2] != ((), "u")]
+        arrays = arrays[len(arrays) // 2 :]
+    return [(dims, size) for dims, kind, size in arrays if kind != "token"]
+
+
+def _trips(loop: Instruction, computations: Mapping[str, Sequence[Instruction]]) -> int | None:
+    """As the compiler notes it, or the one constant that the counter is compared with."""
+    if known := _KNOWN_TRIPS.search(loop.line.replace("\\", "")):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", loop.line)
+    lines = [found.line for found in computations.get(condition[1], ())] if condition else []
+    limits = [constant[1] for line in lines if (constant := _CONSTANT.search(line))]
+    counts_up = any("direction=LT" in line for line in lines)
+    return int(limits[0]) if counts_up and len(limits) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """A line of a program's text; `is_root` where its result is the computation's."""
+
+    name: str
+    opcode: str
+    type: str
+    line: str
+    is_root: bool
+
+    @property
+    def operands(self) -> list[str]:
+        return _OPERANDS.findall(self.line.partition(f" {self.opcode}(")[2])
+
+    @property
+    def all_called(self) -> list[str]:
+        """Every computation that it runs, a reduction's operator included."""
+        return [name for match in _CALLED.finditer(self.line) for name in _OPERANDS.findall(match["names"])]
+
+    @property
+    def called(self) -> str | None:
+        match = re.search(r"calls=%?([\w.\-]+)", self.line)
+        return match[1] if match else None
+
+
+def computations_of(text: str) -> dict[str, list[Instruction]]:
+    """The instructions of each computation of a program's text."""
+    computations: dict[str, list[Instruction]] = {}
+    body: list[Instruction] = []
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            body = computations.setdefault(header["name"], [])
+        elif found := _INSTRUCTION.match(line):
+            body.append(Instruction(found["name"], found["opcode"], found["type"], line, found["root"] is not None))
+    return computations
