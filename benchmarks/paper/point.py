@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,8 +15,8 @@ from jpaged.capacity.hardware import HARDWARE
 from jpaged.capacity.simulator.deployment import Deployment, deploy
 from jpaged.capacity.simulator.models import MODELS
 from jpaged.capacity.simulator.simulation import Served, Simulation, simulate
-from jpaged.capacity.simulator.steady import FILLING_SHARE, mean
-from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, chat_rounds, synthesize, with_sampling
+from jpaged.capacity.simulator.steady import FILLING_SHARE, mean, requests_per_s
+from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, arrivals, draw_lengths, synthesize
 from jpaged.config import EngineConfig
 
 SEEDS = (0, 1, 2)
@@ -27,6 +27,7 @@ NUM_BATCHES = 27.0
 LEAST_BATCHES = 20.0
 _DRAINING_SHARE = 0.1
 _NUM_DRAWN_FOR_SIZE = 2000
+_CHAT_TOKENS = 1024
 
 _PAPER = EngineConfig().replace(
     max_num_seqs=256,
@@ -140,10 +141,11 @@ def measure(point: Point) -> Measured:
     result = simulate(trace(point), deployment, options)
     steps, batched = result.steady_steps, result.mean_batched_requests
     shares_nothing = not any(step.num_used_blocks for step in steps)
+    sustained_per_s = sustained_requests_per_s(result)
     return Measured(
         num_requests=len(result.served),
-        num_batches=result.sustained_requests_per_s * result.window.seconds / batched,
-        sustained_per_s=result.sustained_requests_per_s,
+        num_batches=sustained_per_s * result.window.seconds / batched,
+        sustained_per_s=sustained_per_s,
         mean_batched_requests=batched,
         normalized_latency_s=steady_latency_s(result.served),
         queue_grows=result.queue_grows,
@@ -163,6 +165,11 @@ def trace(point: Point) -> list[TraceRequest]:
     whole = replace(point, rate_per_s=AT_ONCE, seed=0)
     num_requests = math.ceil(point.num_batches * batch_size(_draw(whole, _NUM_DRAWN_FOR_SIZE), kv_policy, pool))
     return _draw(point, num_requests)
+
+
+def sustained_requests_per_s(result: Simulation) -> float:
+    """The rate within the window: what the system sustains, if it always had a queue."""
+    return requests_per_s(result.steps, result.window, len(result.served))
 
 
 def steady_latency_s(served: Sequence[Served]) -> float:
@@ -226,3 +233,38 @@ def _draw(point: Point, num_requests: int) -> list[TraceRequest]:
         max_model_len=MODELS[point.model].config.max_model_len,
     )
     return with_sampling(drawn, n=point.n, beam_width=point.beam_width)
+
+
+def chat_rounds(*, rate_per_s: float, num_requests: int, seed: int, max_model_len: int = 2048) -> list[TraceRequest]:
+    """ShareGPT's conversations as a chatbot sees them: the prompt is the last 1024 tokens, the output at most 1024.
+
+    A request is one round of a conversation that began 0 to 5 rounds before (the number is assumed); what was said in
+    the earlier rounds is drawn from ShareGPT's lengths. The rounds of one conversation come one after another, and
+    share a prefix while the prompt is not cut.
+    """
+    generator = np.random.default_rng(seed)
+    prompts, outputs = draw_lengths(WORKLOADS["sharegpt"], num_requests, max_model_len, generator)
+    arrivals_s = arrivals(rate_per_s, num_requests, generator)
+    history = [0] * max(1, num_requests // 6)
+    requests = []
+    for i in range(num_requests):
+        conversation = i % len(history)
+        said = history[conversation] + int(prompts[i])
+        prompt, output = min(_CHAT_TOKENS, said), min(_CHAT_TOKENS, int(outputs[i]))
+        is_whole = said <= _CHAT_TOKENS
+        requests.append(
+            TraceRequest(
+                arrival_s=float(arrivals_s[i]),
+                prompt_tokens=prompt,
+                output_tokens=output,
+                prefix_id=f"conversation {conversation}" if is_whole else "",
+                prefix_tokens=prompt if is_whole else 0,
+            )
+        )
+        history[conversation] = said + output
+    return requests
+
+
+def with_sampling(trace: Iterable[TraceRequest], *, n: int = 1, beam_width: int = 0) -> list[TraceRequest]:
+    """The same requests, each for n samples or for a beam search."""
+    return [replace(request, n=n, beam_width=beam_width) for request in trace]

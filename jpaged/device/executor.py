@@ -37,7 +37,7 @@ from jpaged.device.multihost.agreement import Agreement, Alone
 from jpaged.device.programs.compile import CompileWatch, ProgramSpec, least_programs, program_specs
 from jpaged.device.programs.compile import set_up_compile_cache as _set_up_compile_cache
 from jpaged.device.programs.compiler_errors import memory_refusals
-from jpaged.device.programs.lowering import plan
+from jpaged.device.programs.lowering import sized_step
 from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, plan_memory
 from jpaged.device.programs.saved import SavedPrograms, Target
 from jpaged.device.programs.server_programs import ServerPrograms
@@ -124,7 +124,7 @@ class JaxExecutor:
         layer_mode: LayerMode = "loop" if isinstance(params["layers"], list) else "scan"
 
         def assemble(num_blocks: int) -> tuple[Step, Geometry]:
-            return plan(model, options, layer_mode, num_blocks, mesh)
+            return sized_step(model, options, layer_mode, num_blocks, mesh)
 
         if saved is not None:
             saved.check(Target.of(*assemble(options.cache.num_blocks or saved.target.num_blocks)))

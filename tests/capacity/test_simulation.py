@@ -2,11 +2,12 @@
 
 import pytest
 
+from benchmarks.paper.point import with_sampling
 from jpaged.capacity.hardware import HARDWARE
 from jpaged.capacity.simulator.deployment import deploy
 from jpaged.capacity.simulator.models import MODELS
 from jpaged.capacity.simulator.simulation import Simulation, simulate
-from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize, with_sampling
+from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestTooLong
 

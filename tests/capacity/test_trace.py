@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from jpaged.capacity.simulator.trace import WORKLOADS, Lengths, TraceRequest, Workload, chat_rounds, synthesize
+from benchmarks.paper.point import chat_rounds
+from jpaged.capacity.simulator.trace import WORKLOADS, Lengths, TraceRequest, Workload, synthesize
 from jpaged.capacity.simulator.trace_file import read_trace
 from jpaged.errors import InvalidArgument
 

@@ -12,7 +12,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.device.kv_scales import MARGIN, kv_dtype, measure_scales, name_of_kv_dtype
 from jpaged.device.mesh import build_mesh
-from jpaged.device.programs.lowering import plan
+from jpaged.device.programs.lowering import sized_step
 from jpaged.kernels.kv_layout import MAX_NUMBER
 from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
@@ -51,7 +51,7 @@ def test_logits_follow_the_dense_ones_as_closely_as_the_type_can(name: str) -> N
 @pytest.mark.parametrize(("name", "times"), [("bfloat16", 2), ("int8", 4), ("fp8", 4)])
 def test_smaller_types_make_cheaper_blocks(name: str, times: int) -> None:
     def bytes_per_block(kv: str) -> int:
-        return plan(tiny_model.model(), with_kv(kv), "loop", 5, build_mesh(jax.devices()[:1]))[1].bytes_per_block
+        return sized_step(tiny_model.model(), with_kv(kv), "loop", 5, build_mesh(jax.devices()[:1]))[1].bytes_per_block
 
     assert bytes_per_block("float32") == bytes_per_block("auto") == times * bytes_per_block(name)
 
@@ -59,7 +59,7 @@ def test_smaller_types_make_cheaper_blocks(name: str, times: int) -> None:
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
 def test_scales_let_the_probe_fill_the_range(name: str, layer_mode: LayerMode) -> None:
-    step, _ = plan(tiny_model.model(), with_kv(name), layer_mode, 5, build_mesh(jax.devices()[:1]))
+    step, _ = sized_step(tiny_model.model(), with_kv(name), layer_mode, 5, build_mesh(jax.devices()[:1]))
     params = tiny_model.params(layer_mode)
     scales = np.asarray(measure_scales(step, params))
     layout = step.attention.layout

@@ -18,7 +18,7 @@ import numpy as np
 
 from jpaged.capacity.simulator.deployment import Deployment
 from jpaged.capacity.simulator.executor import SimulatedExecutor
-from jpaged.capacity.simulator.steady import Step, Window, mean, queue_grows, requests_per_s, steady_window, window
+from jpaged.capacity.simulator.steady import Step, Window, mean, queue_grows, steady_window, window
 from jpaged.capacity.simulator.trace import TraceRequest
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
@@ -106,11 +106,6 @@ class Simulation:
         counted = [step for step in self.steady_steps if step.num_used_blocks]
         num_table_blocks = mean(counted, lambda step: step.num_table_blocks)
         return 1 - mean(counted, lambda step: step.num_used_blocks) / num_table_blocks if counted else 0.0
-
-    @property
-    def sustained_requests_per_s(self) -> float:
-        """The rate within the window: what the system sustains, if it always had a queue."""
-        return requests_per_s(self.steps, self.window, len(self.served))
 
     @property
     def queue_grows(self) -> bool:

@@ -10,8 +10,7 @@ sampling   stratified: of n requests one length falls into each n-th of its dist
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
 
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 from jpaged.errors import InvalidArgument
 
 _GRID = 512
-_CHAT_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +91,8 @@ def synthesize(
     """
     generator = np.random.default_rng(seed)
     room = max_model_len - workload.prefix_tokens
-    prompts, outputs = _lengths(workload, num_requests, room, generator)
-    arrivals = _arrivals(rate_per_s, num_requests, generator)
+    prompts, outputs = draw_lengths(workload, num_requests, room, generator)
+    arrivals_s = arrivals(rate_per_s, num_requests, generator)
     prefix_id = "shared" if workload.prefix_tokens else ""
     return [
         TraceRequest(
@@ -104,53 +102,20 @@ def synthesize(
             prefix_id=prefix_id,
             prefix_tokens=workload.prefix_tokens,
         )
-        for arrival_s, prompt, output in zip(arrivals, prompts, outputs, strict=True)
+        for arrival_s, prompt, output in zip(arrivals_s, prompts, outputs, strict=True)
     ]
 
 
-def chat_rounds(*, rate_per_s: float, num_requests: int, seed: int, max_model_len: int = 2048) -> list[TraceRequest]:
-    """ShareGPT's conversations as a chatbot sees them: the prompt is the last 1024 tokens, the output at most 1024.
-
-    A request is one round of a conversation that began 0 to 5 rounds before (the number is assumed); what was said in
-    the earlier rounds is drawn from ShareGPT's lengths. The rounds of one conversation come one after another, and
-    share a prefix while the prompt is not cut.
-    """
-    generator = np.random.default_rng(seed)
-    prompts, outputs = _lengths(WORKLOADS["sharegpt"], num_requests, max_model_len, generator)
-    arrivals = _arrivals(rate_per_s, num_requests, generator)
-    history = [0] * max(1, num_requests // 6)
-    requests = []
-    for i in range(num_requests):
-        conversation = i % len(history)
-        said = history[conversation] + int(prompts[i])
-        prompt, output = min(_CHAT_TOKENS, said), min(_CHAT_TOKENS, int(outputs[i]))
-        is_whole = said <= _CHAT_TOKENS
-        requests.append(
-            TraceRequest(
-                arrival_s=float(arrivals[i]),
-                prompt_tokens=prompt,
-                output_tokens=output,
-                prefix_id=f"conversation {conversation}" if is_whole else "",
-                prefix_tokens=prompt if is_whole else 0,
-            )
-        )
-        history[conversation] = said + output
-    return requests
-
-
-def with_sampling(trace: Iterable[TraceRequest], *, n: int = 1, beam_width: int = 0) -> list[TraceRequest]:
-    """The same requests, each for n samples or for a beam search."""
-    return [replace(request, n=n, beam_width=beam_width) for request in trace]
-
-
-def _arrivals(rate_per_s: float, count: int, generator: np.random.Generator) -> NDArray[np.float64]:
+def arrivals(rate_per_s: float, count: int, generator: np.random.Generator) -> NDArray[np.float64]:
+    """Poisson arrivals in seconds, the last at count / rate."""
     times: NDArray[np.float64] = np.cumsum(generator.exponential(1.0, count))
     return times * (count / rate_per_s / times[-1])
 
 
-def _lengths(
+def draw_lengths(
     workload: Workload, count: int, room: int, generator: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens of prompts and of outputs, which together are no more than the room."""
     scales = _scales(workload.prompt, workload.output, room)
     normals = [NormalDist().inv_cdf(float(u)) for _ in range(2) for u in _stratified(count, generator)]
     prompt, output = np.array(normals[:count]), np.array(normals[count:])

@@ -35,7 +35,7 @@ from jpaged.models.stack import LayerMode
 Lowering = Callable[[], jax.stages.Lowered]
 
 
-def plan(
+def sized_step(
     model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
 ) -> tuple[Step, Geometry]:
     """What runs, and its sizes, for a number of blocks. Allocates and compiles nothing.
@@ -95,11 +95,11 @@ def abstract_serving(
     needs: only a device can tell how many it holds.
 
     Raises:
-        InvalidArgument, Unsupported: as in `plan`.
+        InvalidArgument, Unsupported: as in `sized_step`.
     """
     where = Placement.of(model, mesh, layer_mode)
     num_blocks = options.cache.num_blocks or Attention.on(model, options, mesh).sizes().blocks_per_seq
-    step, geometry = plan(model, options, where.layer_mode, num_blocks, mesh)
+    step, geometry = sized_step(model, options, where.layer_mode, num_blocks, mesh)
     params = where.abstract_params()
     layout = step.attention.layout
     if layout.is_scaled:

@@ -12,7 +12,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.device.mesh import Placement, build_mesh
 from jpaged.device.programs.compile import ProgramSpec
-from jpaged.device.programs.lowering import plan, program_lowerings
+from jpaged.device.programs.lowering import program_lowerings, sized_step
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
@@ -38,7 +38,7 @@ def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: s
     )
     num_blocks = 32_000 // block_size
     mesh = build_mesh(jax.devices()[:1])
-    step, geometry = plan(tiny_model.model(dtype), options, layer_mode, num_blocks, mesh)
+    step, geometry = sized_step(tiny_model.model(dtype), options, layer_mode, num_blocks, mesh)
     layout = step.attention.layout
     params = Placement.of(tiny_model.model(dtype), mesh, layer_mode).abstract_params()
     executable = program_lowerings(step, params, geometry)[ProgramSpec("forward", num_tokens)]().compile()
@@ -56,7 +56,7 @@ def test_a_sample_copies_no_logits(want_top_logprobs: bool, num_devices: int) ->
     num_rows, options = 24, EngineConfig.load({"max_num_seqs": 24, "max_num_batched_tokens": 24, "max_model_len": 64})
     mesh, config = build_mesh(jax.devices()[:num_devices]), dataclasses.replace(tiny_model.CONFIG, vocab_size=397)
     model = Placement.of(Model(config, jnp.dtype("float32")), mesh, "loop").model
-    step, geometry = plan(model, options, "loop", 64, mesh)
+    step, geometry = sized_step(model, options, "loop", 64, mesh)
     params = Placement.of(model, mesh, "loop").abstract_params()
     spec = ProgramSpec("sample", num_rows, want_top_logprobs=want_top_logprobs)
     executable = program_lowerings(step, params, geometry)[spec]().compile()
