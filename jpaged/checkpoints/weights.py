@@ -231,7 +231,7 @@ class _Source:
     def shape(self) -> tuple[int, ...]:
         shape = self.leaves[0].shape
         if self.split is not None:
-            shape = self.split.widened_shape(shape)
+            shape = self.split.padded_shape(shape)
         return (len(self.leaves), *shape) if self.is_stacked else shape
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:

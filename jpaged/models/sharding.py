@@ -62,7 +62,7 @@ class PaddedAxis:
     size: int
     wide_size: int
 
-    def widened_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def padded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the leaf in the padded model; the queries of a repeated head are dealt out to its copies."""
         sizes = list(shape)
         sizes[self.axis] = self.wide_size

@@ -21,7 +21,7 @@ def advance_beams(
     Args:
         group: all its live sequences drew in the step.
         rows: the row of each of them.
-        outputs: of the step; with alternatives.
+        outputs: of the step; with top log-probabilities.
         search: the request's.
         scheduler: forks and releases.
     """

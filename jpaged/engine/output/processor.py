@@ -26,7 +26,7 @@ from jpaged.types import (
 )
 
 _MAX_TOKENS_PER_EVENT = 512
-"""Of what is sent at the end. With 20 alternatives each they are 120 kB, and take 13 ms of the loop that sends them."""
+"""Tokens of an event at the end. With 20 top log-probabilities each they are 120 kB: 13 ms of the sending loop."""
 
 
 @dataclass(slots=True)
