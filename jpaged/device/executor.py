@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,14 +34,14 @@ from jpaged.device.mesh import (
     serving_mesh,
 )
 from jpaged.device.multihost.agreement import Agreement, Alone
-from jpaged.device.programs.compile import CompileWatch, ProgramSpec, least_programs, program_specs
+from jpaged.device.programs.compile import CompileWatch, least_programs, program_specs
 from jpaged.device.programs.compile import set_up_compile_cache as _set_up_compile_cache
 from jpaged.device.programs.compiler_errors import memory_refusals
 from jpaged.device.programs.lowering import sized_step
 from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, plan_memory
 from jpaged.device.programs.saved import SavedPrograms, Target
 from jpaged.device.programs.server_programs import ServerPrograms
-from jpaged.device.programs.store import CompiledProgram, ProgramStore
+from jpaged.device.programs.store import ProgramStore
 from jpaged.device.step.forward import Step, unpack_outputs
 from jpaged.device.step.inputs import PackedForward
 from jpaged.device.step_runner import StepRunner
@@ -184,16 +184,6 @@ class JaxExecutor:
         if self._rates is None:
             raise InternalError("rates are measured by warm_up, which has not run")
         return self._rates
-
-    @property
-    def programs(self) -> Mapping[ProgramSpec, CompiledProgram]:
-        """Every program that can run, with what it cost; empty before `warm_up`, and growing after it."""
-        return self._programs.ready
-
-    @property
-    def num_programs(self) -> int:
-        """Of the whole list, compiled or not."""
-        return self._programs.num_programs
 
     def warm_up(self, progress: Progress) -> None:
         """Compiles what any step can be padded to, times some of it, and has the rest compiled in the background.

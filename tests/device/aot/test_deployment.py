@@ -85,7 +85,7 @@ def test_a_server_starts_with_what_a_plan_saved_and_compiles_nothing(tmp_path: P
     options = dataclasses.replace(tiny_model.OPTIONS, cache=cache, startup=startup)
     executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), options)
     executor.warm_up(tiny_model.quiet)
-    assert {program.origin for program in executor.programs.values()} == {"saved"}
+    assert {program.origin for program in executor._programs.ready.values()} == {"saved"}
     assert executor.memory_plan.num_blocks == found.memory.num_blocks
     assert executor.memory_plan.programs is not None
     executor.shutdown()

@@ -22,7 +22,7 @@ from tests.device.driver import Driver, Row
 
 
 def save(folder: Path, executor: JaxExecutor, target: Target) -> None:
-    save_programs(folder, target, executor.programs)
+    save_programs(folder, target, executor._programs.ready)
 
 
 def target_of(options: EngineConfig = tiny_model.OPTIONS) -> Target:
@@ -66,9 +66,10 @@ def test_saved_programs_run_as_those_that_were_compiled(warm: JaxExecutor, folde
     said: list[str] = []
     executor = from_folder(folder, without_num_blocks(tiny_model.OPTIONS))
     executor.warm_up(lambda what, done, total: said.append(what))
-    assert {program.origin for program in executor.programs.values()} == {"saved"}
-    assert set(executor.programs) == set(warm.programs)
-    assert said[-1] == f"{executor.num_programs} programs: {executor.num_programs} from the folder of saved programs"
+    assert {program.origin for program in executor._programs.ready.values()} == {"saved"}
+    assert set(executor._programs.ready) == set(warm._programs.ready)
+    num_programs = executor._programs.num_programs
+    assert said[-1] == f"{num_programs} programs: {num_programs} from the folder of saved programs"
     assert executor.geometry.num_blocks == 56
     assert some_tokens(executor) == some_tokens(warm)
     executor.shutdown()
@@ -76,10 +77,10 @@ def test_saved_programs_run_as_those_that_were_compiled(warm: JaxExecutor, folde
 
 def test_what_was_not_saved_is_compiled(warm: JaxExecutor, tmp_path: Path) -> None:
     only = ProgramSpec("forward", 8)
-    save_programs(tmp_path / "one", target_of(), {only: warm.programs[only]})
+    save_programs(tmp_path / "one", target_of(), {only: warm._programs.ready[only]})
     executor = from_folder(tmp_path / "one")
     executor.warm_up(tiny_model.quiet)
-    assert {spec for spec, program in executor.programs.items() if program.origin == "saved"} == {only}
+    assert {spec for spec, program in executor._programs.ready.items() if program.origin == "saved"} == {only}
     executor.shutdown()
 
 

@@ -175,11 +175,11 @@ def test_steps_run_on_the_least_set_as_on_all(gate: threading.Event, want_top_lo
     early.warm_up(report)
     least = early.geometry.buckets
     assert (least.tokens, least.rows) == ((16,), (8,))
-    assert len(early.programs) == 5 < early.num_programs
+    assert len(early._programs.ready) == 5 < early._programs.num_programs
     on_least = tokens_of(early, want_top_logprobs=want_top_logprobs)
     gate.set()
     assert report.is_complete.wait(TIMEOUT_S)
-    assert (early.geometry.buckets.tokens, len(early.programs)) == ((8, 16), early.num_programs)
+    assert (early.geometry.buckets.tokens, len(early._programs.ready)) == ((8, 16), early._programs.num_programs)
     assert tokens_of(early, want_top_logprobs=want_top_logprobs) == on_least
     assert early.num_compiles_after_warm_up == 0
     early.shutdown()
