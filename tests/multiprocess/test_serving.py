@@ -146,7 +146,7 @@ def test_a_signal_to_any_process_drains_all(tmp_path: Path, programs: Path) -> N
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("token", r"step \d+: process 1 ran or drew something else than process 0"),
+        ("token", r"step \d+: process 1 ran or sampled something else than process 0"),
         ("step", r"process 1 of 2 failed: RuntimeError: a fault was planted here"),
     ],
 )

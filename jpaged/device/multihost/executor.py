@@ -143,7 +143,7 @@ class DigestCheck:
         own = step.digest or digest_of(step.told, step.token_ids_rn)
         if own != digest:
             raise InternalError(
-                f"step {number}: process {process} ran or drew something else than process 0 "
+                f"step {number}: process {process} ran or sampled something else than process 0 "
                 f"(digests {digest.hex()} and {own.hex()})"
             )
         with self._news:

@@ -17,8 +17,8 @@ class ScheduledRow:
     Attributes:
         samples_token: the step samples the sequence's next token in this row.
         sample_row: the row whose last token the sample reads; the row itself, but for a fresh fork.
-        prev_sampled_row: the last input token is in flight: it is what the step before drew in this row. None when the
-            host knows it.
+        prev_sampled_row: the last input token is in flight: it is what the step before sampled in this row. None when
+            the host knows it.
         output_index: which output token of the sequence is sampled; 0 is the first.
     """
 

@@ -128,7 +128,7 @@ def test_a_step_is_confirmed_when_all_have_sampled_the_same(is_own_first):
 @pytest.mark.parametrize("wrong", [payload(7, TOKENS + 1), payload(7, told=b"another step")])
 def test_a_difference_names_the_step_and_the_process(is_own_first, wrong):
     check = DigestCheck(2)
-    message = "step 7: process 2 ran or drew something else than process 0"
+    message = "step 7: process 2 ran or sampled something else than process 0"
     check.add(1, payload(7))
     if is_own_first:
         check.add_own(7, (b"step",), TOKENS)

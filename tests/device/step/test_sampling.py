@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.device.step import noise, sampling
+from jpaged.device.step.inputs import unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH
+from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, TOP_WIDTH, SamplingInputs
 from jpaged.types import MAX_LOGPROBS
 from tests.device.step import sampling_oracle as oracle
 from tests.device.step.sampling_oracle import Params
@@ -32,26 +34,26 @@ def _floor(scaled: jax.Array, how: sampling.RowSampling) -> jax.Array:
     return sampling.truncation_floor(scaled, how, Vocabulary(scaled.shape[1]))
 
 
-def row_sampling(rows: list[Params], vocab_size: int = V) -> sampling.RowSampling:
-    banned = np.full((len(rows), BANNED_WIDTH), vocab_size, np.int32)
+def row_sampling(rows: list[Params]) -> sampling.RowSampling:
+    """What the device finds of rows that the host has filled."""
+    inputs = SamplingInputs.neutral(len(rows))
+    columns: dict[str, list[Any]] = {
+        "temperature_r": [row.temperature for row in rows],
+        "top_k_r": [row.top_k or BEYOND_TOKENS for row in rows],
+        "top_p_r": [row.top_p for row in rows],
+        "min_p_r": [row.min_p for row in rows],
+        "seeds_r2": [divmod(row.seed, 2**32) for row in rows],
+        "sequence_indices_r": [row.index for row in rows],
+        "positions_r": [row.position for row in rows],
+    }
+    inputs.fill_columns(range(len(rows)), columns)
     for i, row in enumerate(rows):
-        banned[i, : len(row.banned)] = row.banned
-    return sampling.RowSampling(
-        temperature_r=jnp.asarray([row.temperature for row in rows], np.float32),
-        top_k_r=jnp.asarray([row.top_k or vocab_size for row in rows], np.int32),
-        top_p_r=jnp.asarray([row.top_p for row in rows], np.float32),
-        min_p_r=jnp.asarray([row.min_p for row in rows], np.float32),
-        seeds_r2=jnp.asarray([divmod(row.seed, 2**32) for row in rows], np.uint32),
-        sequence_indices_r=jnp.asarray([row.index for row in rows], np.int32),
-        positions_r=jnp.asarray([row.position for row in rows], np.int32),
-        banned_token_ids_rx=jnp.asarray(banned),
-    )
+        inputs.fill_lists(i, {"banned_token_ids_rx": row.banned})
+    return sampling.RowSampling(**unpack_rows(jnp.asarray(inputs.words)))
 
 
 def sample(logits: np.ndarray, rows: list[Params]) -> list[int]:
-    return np.asarray(
-        _sample(logits, row_sampling(rows, logits.shape[1]), want_top_logprobs=False).token_ids_r
-    ).tolist()
+    return np.asarray(_sample(logits, row_sampling(rows), want_top_logprobs=False).token_ids_r).tolist()
 
 
 def random_logits(num_rows: int, seed: int = 0, vocab_size: int = V) -> np.ndarray:
@@ -304,7 +306,7 @@ def test_alternatives_are_the_likeliest_in_order() -> None:
 
 
 def test_alternatives_of_a_small_vocabulary_are_all_of_it() -> None:
-    sampled = _sample(random_logits(2, 0, 5), row_sampling([Params()] * 2, 5), want_top_logprobs=True)
+    sampled = _sample(random_logits(2, 0, 5), row_sampling([Params()] * 2), want_top_logprobs=True)
     assert sampled.top_ids_rk is not None
     assert sampled.top_ids_rk.shape == (2, 5)
 
