@@ -14,10 +14,11 @@ from types import TracebackType
 from typing import Any, TypedDict
 
 from jpaged.assemble import build
+from jpaged.completions import Completions
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.types import CompletionOutput, OutputEvent, PositionLogprobs, Request, RequestOutput, SamplingParams
+from jpaged.types import OutputEvent, Request, RequestOutput, SamplingParams
 
 
 class TextPrompt(TypedDict):
@@ -118,13 +119,18 @@ class LLM:
         )
 
     def _run(self, requests: list[Request]) -> list[RequestOutput]:
-        gathered = {request.request_id: _Gathered(request) for request in requests}
+        completions = {
+            request.request_id: Completions(has_logprobs=request.sampling.logprobs is not None) for request in requests
+        }
+        failures: dict[str, Exception] = {}
         engine = self._serving.engine
         waiting = deque(requests)
         in_flight: set[str] = set()
 
         def take(event: OutputEvent) -> None:
-            gathered[event.request_id].add(event)
+            completions[event.request_id].add(event)
+            if event.error is not None:
+                failures[event.request_id] = event.error
             if event.is_last:
                 in_flight.remove(event.request_id)
 
@@ -140,66 +146,12 @@ class LLM:
             for request_id in in_flight:
                 engine.drop(request_id)
             raise
-        return [gathered[request.request_id].output() for request in requests]
-
-
-class _Gathered:
-    """The events of one request, folded as they come: one completion an index."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._completions: dict[int, _Completion] = {}
-        self._last: OutputEvent | None = None
-
-    def add(self, event: OutputEvent) -> None:
-        self._completions.setdefault(event.index, _Completion()).add(event)
-        if event.is_last:
-            self._last = event
-
-    def output(self) -> RequestOutput:
-        last, request = self._last, self._request
-        if last is None or last.error is not None:
-            raise (last.error if last is not None else None) or InternalError(f"{request.request_id} has no end")
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=tuple(
-                completion.output(index, has_logprobs=request.sampling.logprobs is not None)
-                for index, completion in sorted(self._completions.items())
-            ),
-            usage=last.usage,
-        )
-
-
-class _Completion:
-    """What came of one sequence so far."""
-
-    def __init__(self) -> None:
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[PositionLogprobs] = []
-        self._last: OutputEvent | None = None
-
-    def add(self, event: OutputEvent) -> None:
-        self._text.append(event.text)
-        self._token_ids += event.token_ids
-        self._logprobs += event.logprobs
-        self._last = event
-
-    def output(self, index: int, *, has_logprobs: bool) -> CompletionOutput:
-        last = self._last
-        if last is None or last.finish is None:
-            raise InternalError(f"sequence {index} has no end")
-        return CompletionOutput(
-            index=index,
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
-            cumulative_logprob=last.cumulative_logprob,
-            logprobs=tuple(self._logprobs) if has_logprobs else None,
-            finish_reason=last.finish.reason.value,
-            matched_stop=last.finish.matched_stop,
-        )
+        outputs = []
+        for request in requests:
+            if (name := request.request_id) in failures:
+                raise failures[name]
+            outputs.append(completions[name].output(name, request.prompt, request.prompt_token_ids))
+        return outputs
 
 
 def _prompt_fields(prompt: Prompt) -> dict[str, Any]:

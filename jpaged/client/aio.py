@@ -140,7 +140,7 @@ class AsyncClient:
     ) -> RequestOutput:
         """Runs a request to its end and returns all of it."""
         what = wire.prompt_of(prompt, prompt_token_ids, messages)
-        assembler = Assembler(what, sampling is not None and sampling.logprobs is not None)
+        assembler = Assembler(what, sampling)
         async with self._begin(what, sampling, request_id, timeout_s) as stream:
             async for chunk in stream:
                 assembler.add(chunk)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from jpaged.client.aio import AsyncClient
-from jpaged.client.channel import require_target
+from jpaged.client.channel import Backoff, require_target
 from jpaged.client.openai import BadLine, Job, Line, failure_line, job_of, parse_file, success_line
 from jpaged.client.results import Results
 from jpaged.errors import Cancelled, InvalidArgument, JpagedError, NotFound, QueueFull, Unavailable
@@ -213,20 +212,19 @@ class _Batch:
 
     async def _retried(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """Tries until it works: as long as the queue is full, and a few times when the server is not there."""
-        backoff_s, num_unavailable = _FIRST_BACKOFF_S, 0
+        backoff, num_unavailable = Backoff(_FIRST_BACKOFF_S, 2.0, _MAX_BACKOFF_S), 0
         while True:
             try:
                 return await attempt()
             except QueueFull as error:
-                wait_s = max(backoff_s, error.retry_after_s)
+                wait_s = backoff.next_s(error.retry_after_s)
             except (Unavailable, Cancelled):  # a server that ends cuts calls in either way
                 num_unavailable += 1
                 if num_unavailable == _MAX_UNAVAILABLE_TRIES:
                     raise
-                wait_s = backoff_s
+                wait_s = backoff.next_s()
             self._count(num_retries=1)
-            await asyncio.sleep(wait_s * random.uniform(0.75, 1.25))  # else all come back at once
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            await asyncio.sleep(wait_s)
 
     def _write(
         self,

@@ -7,6 +7,7 @@ which means that nothing was done.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import time
@@ -19,6 +20,7 @@ from jpaged.types import require_whole_characters
 MAX_ATTEMPTS = 4
 _FIRST_BACKOFF_S = 0.1
 _BACKOFF_FACTOR = 3.0
+_JITTER = 0.2
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_retries", 0),
@@ -60,12 +62,26 @@ def require_target(field: str, target: str) -> None:
         raise InvalidArgument(field, f"{target!r} is not HOST:PORT with a port from 1 to {_MAX_PORT}")
 
 
+class Backoff:
+    """Waits that grow by a factor, up to a limit."""
+
+    def __init__(self, first_s: float, factor: float, max_s: float = math.inf) -> None:
+        self._wait_s, self._factor, self._max_s = first_s, factor, max_s
+
+    def next_s(self, at_least_s: float = 0.0) -> float:
+        """Return the next wait, with jitter: the clients of a server that went away do not all come back at once."""
+        wait_s = max(self._wait_s, at_least_s) * random.uniform(1 - _JITTER, 1 + _JITTER)
+        self._wait_s = min(self._factor * self._wait_s, self._max_s)
+        return wait_s
+
+
 class Attempts:
     """The tries of one call: what time each has, and whether another follows."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._num_failed = 0
+        self._backoff = Backoff(_FIRST_BACKOFF_S, _BACKOFF_FACTOR)
 
     @property
     def remaining_s(self) -> float | None:
@@ -77,7 +93,5 @@ class Attempts:
         self._num_failed += 1
         if code is not grpc.StatusCode.UNAVAILABLE or self._num_failed == MAX_ATTEMPTS:
             return None
-        # Jitter, so that the clients of a server that went away do not all come back at once.
-        backoff_s = _FIRST_BACKOFF_S * _BACKOFF_FACTOR ** (self._num_failed - 1) * random.uniform(0.8, 1.2)
-        remaining_s = self.remaining_s
+        backoff_s, remaining_s = self._backoff.next_s(), self.remaining_s
         return backoff_s if remaining_s is None or backoff_s < remaining_s else None

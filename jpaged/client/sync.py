@@ -130,7 +130,7 @@ class Client:
     ) -> RequestOutput:
         """Runs a request to its end and returns all of it."""
         what = wire.prompt_of(prompt, prompt_token_ids, messages)
-        assembler = Assembler(what, sampling is not None and sampling.logprobs is not None)
+        assembler = Assembler(what, sampling)
         with self._begin(what, sampling, request_id, timeout_s) as stream:
             for chunk in stream:
                 assembler.add(chunk)

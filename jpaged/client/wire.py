@@ -14,10 +14,10 @@ from typing import Any, Generic, TypeVar
 from google.protobuf.message import Message
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged.completions import Completions
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.load import Load, ReplicaLoad
 from jpaged.types import (
-    CompletionOutput,
     FinishReason,
     PositionLogprobs,
     Prompt,
@@ -214,52 +214,23 @@ def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:
 
 
 class Assembler:
-    """Folds the chunks of one stream into a RequestOutput: one completion an index."""
+    """Folds the chunks of one stream into a RequestOutput."""
 
-    def __init__(self, prompt: Prompt, has_logprobs: bool) -> None:
+    def __init__(self, prompt: Prompt, sampling: SamplingParams | None) -> None:
+        self._completions = Completions(has_logprobs=sampling is not None and sampling.logprobs is not None)
         self._prompt = prompt
-        self._has_logprobs = has_logprobs
         self._prompt_token_ids = tuple(prompt.token_ids or ())
-        self._chunks: dict[int, list[GenerateChunk]] = {}
-        self._last: GenerateChunk | None = None
+        self._request_id = ""
 
     def add(self, chunk: GenerateChunk) -> None:
         """Takes the next chunk."""
-        self._chunks.setdefault(chunk.index, []).append(chunk)
+        self._completions.add(chunk)
         self._prompt_token_ids = chunk.prompt_token_ids or self._prompt_token_ids
-        self._last = chunk
+        self._request_id = chunk.request_id
 
     def output(self) -> RequestOutput:
-        """Everything, the sequences in the order of their indices.
-
-        Raises:
-            InternalError: the stream ended without its last message, or a sequence without a finish.
-        """
-        last = self._last
-        if last is None or not last.is_last:
-            raise InternalError("the server ended the stream without its last message")
-        return RequestOutput(
-            request_id=last.request_id,
-            prompt=self._prompt.text,
-            prompt_token_ids=self._prompt_token_ids,
-            outputs=tuple(self._completion(index) for index in sorted(self._chunks)),
-            usage=last.usage,
-        )
-
-    def _completion(self, index: int) -> CompletionOutput:
-        chunks = self._chunks[index]
-        last = chunks[-1]
-        if last.finish is None or last.cumulative_logprob is None:
-            raise InternalError(f"the server ended the stream without a finish of sequence {index}")
-        return CompletionOutput(
-            index=index,
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
-            cumulative_logprob=last.cumulative_logprob,
-            logprobs=tuple(p for chunk in chunks for p in chunk.logprobs) if self._has_logprobs else None,
-            finish_reason=last.finish.reason.value,
-            matched_stop=last.finish.matched_stop,
-        )
+        """Everything; raises InternalError when a part of it never came."""
+        return self._completions.output(self._request_id, self._prompt.text, self._prompt_token_ids)
 
 
 def tokenize_call(prompt: Prompt, *, add_special_tokens: bool | None, model: str | None) -> Call[tuple[int, ...]]:

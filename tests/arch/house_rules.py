@@ -12,13 +12,14 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 # What each top-level name of jpaged may import, besides itself. `engine.executor` opens one module of a package.
-VALUES = {"errors", "types", "launchers", "config", "version", "json_text", "load"}
+VALUES = {"errors", "types", "launchers", "config", "version", "json_text", "load", "completions"}
 MAY_IMPORT = {
     "version": set(),
     "json_text": set(),
     "load": set(),
     "errors": set(),
     "types": {"errors"},
+    "completions": {"errors", "types"},
     "launchers": {"errors"},
     "config": {"errors", "types", "launchers"},
     "kernels": VALUES,
