@@ -34,6 +34,7 @@ from rich.table import Table
 
 from benchmarks.record import save
 from jpaged import json_text
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import reference
 from jpaged.kernels.paged_attention.cpu import attention as cpu
@@ -92,7 +93,7 @@ def measure(shape_name: str, kind: str, dtype: str, num_rows: int, context: int)
     num_queries = 1 if kind == "decode" else min(context, PREFILL_TOKENS // num_rows)
     width = context // BLOCK_SIZE
     layout = KVLayout(1, num_rows * width, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, jnp.dtype(dtype))
-    spec = AttentionSpec(layout, shape.head_dim**-0.5)
+    spec = AttentionSpec(layout, AttentionKind(shape.head_dim**-0.5))
     rng = np.random.default_rng(0)
     some = np.asarray(layout.encode(jnp.asarray(rng.standard_normal(1 << 20, np.float32))))
     pool = jnp.asarray(np.resize(some, layout.shape))

@@ -158,7 +158,7 @@ def _serving(model_name: str, topology_name: str, backend: str | None) -> tuple[
     options = {**OPTIONS, "tensor_parallel_size": mesh.size, "attention_backend": backend or "auto"}
     least, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
     free = 0.9 * find_target(topology_name).hardware.usable_bytes - local_bytes(params)
-    num_blocks = max(2 * geometry.num_blocks, int(free // least.attention.layout.local.bytes_per_block) - 1)
+    num_blocks = max(2 * geometry.num_blocks, int(free // least.layout.local.bytes_per_block) - 1)
     step, geometry, params = abstract_serving(model, EngineConfig.load({**options, "num_blocks": num_blocks}), mesh)
     return step, params, program_lowerings(step, params, geometry)
 
@@ -182,7 +182,7 @@ def _compile(
         if _OUT_OF_MEMORY not in str(error):
             raise
         out_of_memory = str(error).splitlines()[0]
-    layout = step.attention.layout.local
+    layout = step.layout.local
     return ProgramResult(
         cell=cell,
         program=str(spec),
@@ -206,7 +206,7 @@ def _sizes(step: Step, params: Params, spec: ProgramSpec) -> set[int]:
 
     A program that moves blocks has no weights.
     """
-    layout, config = step.attention.layout.local, step.model.config
+    layout, config = step.layout.local, step.model.config
     pool = math.prod(layout.shape)
     sizes = {pool, pool // layout.num_layers}
     if spec.kind not in ("forward", "sample"):

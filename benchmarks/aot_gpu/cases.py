@@ -16,6 +16,7 @@ from jpaged.device.mesh import replicated
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.device.transfers import lower_move, move_sizes
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.gpu import attention as gpu
@@ -94,7 +95,7 @@ class AttentionCase:
         """The static side of the call."""
         dtype = jnp.dtype(self.kv_dtype or self.dtype)
         layout = KVLayout(4, 65_536 // self.block_size, self.block_size, self.num_kv_heads, self.head_dim, dtype, "gpu")
-        return AttentionSpec(layout, self.head_dim**-0.5, self.sliding_window, self.soft_cap)
+        return AttentionSpec(layout, AttentionKind(self.head_dim**-0.5, self.sliding_window, self.soft_cap))
 
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
         sharding = replicated(mesh)
@@ -185,7 +186,7 @@ class StepCase:
             lowered = lowerings[ProgramSpec("forward", self.num_tokens)]()
         leaves = jax.tree.leaves(params["layers"])
         shapes = frozenset(tuple(sorted(leaf.shape)) for leaf in leaves if leaf.size >= 1 << 20)
-        layout = step.attention.layout
+        layout = step.layout
         wide = max(model.config.intermediate_size * 2, model.config.num_heads * 64 * model.config.head_dim)
         return Program(
             lowered, layout.num_bytes, layout.shape, shapes, (32 << 20) + 8 * self.num_tokens * wide, num_kernels=1

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.models.matmul import accumulate, transposed
+from jpaged.models.stack import LayerPlace
 
 _BLOCK_LEN = 128
 
@@ -28,7 +29,7 @@ _Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array, list[jax.Array]]
 
 
 def attend(
-    mask_bst: jax.Array, q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: Any, layer_index: jax.Array
+    mask_bst: jax.Array, q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: Any, place: LayerPlace
 ) -> tuple[jax.Array, Any]:
     """Attention as `Model.run` takes it, once the mask is bound.
 
@@ -38,7 +39,7 @@ def attend(
         k_tkd: keys, likewise.
         v_tkd: values, likewise.
         carry: handed through.
-        layer_index: not used.
+        place: not used: the demo's layers are all alike.
     """
     num_rows, row_len, _ = mask_bst.shape
     num_heads, head_dim = q_thd.shape[1:]

@@ -27,6 +27,7 @@ from jpaged.demo import FOLDER
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
+from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import TokenBatch
 
 # Prompts of the model card; a prompt that starts with "user: " goes through the chat template.
@@ -129,16 +130,16 @@ def _step(
 
 
 def _attend(
-    position: jax.Array, q_rhd: jax.Array, k_rkd: jax.Array, v_rkd: jax.Array, cache: Any, layer_index: jax.Array
+    position: jax.Array, q_rhd: jax.Array, k_rkd: jax.Array, v_rkd: jax.Array, cache: Any, place: LayerPlace
 ) -> tuple[jax.Array, Any]:
     k_cache, v_cache = (
-        jax.lax.dynamic_update_slice(old, new[None, :, None].astype(old.dtype), (layer_index, 0, position, 0, 0))
+        jax.lax.dynamic_update_slice(old, new[None, :, None].astype(old.dtype), (place.index, 0, position, 0, 0))
         for old, new in zip(cache, (k_rkd, v_rkd), strict=True)
     )
     num_rows, num_heads, head_dim = q_rhd.shape
     q = q_rhd.reshape(num_rows, k_rkd.shape[1], -1, head_dim).astype(jnp.float32)
     k, v = (
-        jax.lax.dynamic_index_in_dim(x, layer_index, keepdims=False).astype(jnp.float32) for x in (k_cache, v_cache)
+        jax.lax.dynamic_index_in_dim(x, place.index, keepdims=False).astype(jnp.float32) for x in (k_cache, v_cache)
     )
     scores = jnp.einsum("rkgd,rskd->rkgs", q, k) / math.sqrt(head_dim)
     scores = jnp.where(jnp.arange(k.shape[1]) <= position, scores, -jnp.inf)

@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.paper.table import Table
 from benchmarks.record import machine
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.cpu import attention as cpu
 from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
@@ -60,7 +61,7 @@ def attention_latency() -> Table:
 def _attention(num_rows: int, context: int, block_size: int) -> Callable[[], object]:
     width = context // block_size
     layout = KVLayout(1, num_rows * width, block_size, _NUM_HEADS, _HEAD_DIM, jnp.dtype("bfloat16"))
-    spec = AttentionSpec(layout, _HEAD_DIM**-0.5)
+    spec = AttentionSpec(layout, AttentionKind(_HEAD_DIM**-0.5))
     rng = np.random.default_rng(0)
     some = np.asarray(layout.encode(jnp.asarray(rng.standard_normal(1 << 20, np.float32))))
     pool = jnp.asarray(np.resize(some, layout.shape))

@@ -15,18 +15,23 @@ step, and one long row on a few processors is slower than many rows on all, befo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jpaged.engine.executor import CascadeCosts
-from jpaged.kernels.paged_attention import AttentionSpec, Backend
+from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import Backend
 from jpaged.kernels.paged_attention.reference import CHUNK_TOKENS, TILE_QUERIES
 
 _TPU_START_BYTES = 4e6
 
 
-def cascade_costs(backend: Backend, spec: AttentionSpec, num_heads: int) -> CascadeCosts | None:
+def cascade_costs(
+    backend: Backend, layout: KVLayout, kinds: Sequence[AttentionKind], num_heads: int
+) -> CascadeCosts | None:
     """Of a backend and its calls; None on GPUs, and for a sliding window: no key is then common to all queries."""
-    layout = spec.layout
     block_size = layout.block_size
-    if spec.sliding_window is not None or layout.form == "gpu":
+    if any(kind.sliding_window is not None for kind in kinds) or layout.form == "gpu":
         return None
     if backend == "cpu":
         return CascadeCosts(

@@ -80,7 +80,7 @@ class JaxExecutor:
         self._programs = ProgramStore(served.sources, self._note_ready)
         self._watch = CompileWatch()
         self._rates: DeviceRates | None = None
-        layout, mesh = step.attention.layout, step.mesh
+        layout, mesh = step.layout, step.mesh
         self._pool = KVPool(layout, NamedSharding(mesh, POOL_SPEC))
         self._host = HostPool(layout, geometry.num_host_blocks, NamedSharding(mesh, CONTENTS_SPEC))
         self._mover = BlockMover(layout, self._pool, self._host)
@@ -132,7 +132,7 @@ class JaxExecutor:
         where = Placement.of(model, mesh, layer_mode)
         check_params(params, where.abstract_params())
         params = jax.device_put(params, where.shardings)
-        if least_step.attention.layout.is_scaled:
+        if least_step.layout.is_scaled:
             params = {**params, "kv_scales": measure_scales(least_step, params)}
         request = ServerPrograms.of(least_step, least, params).pool_request(options.cache)
         agreement = agreement or Alone()
@@ -171,7 +171,7 @@ class JaxExecutor:
     @property
     def kv_cache_dtype(self) -> str:
         """How keys and values are kept, as the option is spelled."""
-        return name_of_kv_dtype(self._step.attention.layout.dtype)
+        return name_of_kv_dtype(self._step.layout.dtype)
 
     @property
     def num_compiles_after_warm_up(self) -> int:
@@ -195,7 +195,7 @@ class JaxExecutor:
             InternalError: together they take more memory than the plan has.
         """
         self._require_alive()
-        buckets, layout = self._geometry.buckets, self._step.attention.layout
+        buckets, layout = self._geometry.buckets, self._step.layout
         has_host_blocks = self._geometry.num_host_blocks > 0
         make = program_specs if self._waits_for_all else least_programs
         with memory_refusals():

@@ -20,6 +20,7 @@ from jpaged.device.mesh import SCALES_SPEC
 from jpaged.device.step.forward import Step
 from jpaged.kernels.kv_layout import MAX_NUMBER
 from jpaged.models.layers import Params
+from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import TokenBatch
 
 MARGIN = 1.25
@@ -44,23 +45,23 @@ def measure_scales(step: Step, params: Params) -> jax.Array:
     token_ids = np.random.default_rng(0).integers(0, step.vocab_size, probe_len, dtype=np.int32)
     sharding = NamedSharding(step.mesh, SCALES_SPEC)
     largest_lk2 = jax.jit(functools.partial(_largest, step), out_shardings=sharding)(params, token_ids)
-    return jnp.maximum(largest_lk2, 1e-6) * (MARGIN / MAX_NUMBER[step.attention.layout.dtype.name])
+    return jnp.maximum(largest_lk2, 1e-6) * (MARGIN / MAX_NUMBER[step.layout.dtype.name])
 
 
 def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
     """Largest magnitudes `[L, K, 2]` of keys and values while the model reads the tokens."""
-    num_tokens, attention, layout = token_ids_t.shape[0], step.attention, step.attention.layout
+    num_tokens, layout = token_ids_t.shape[0], step.layout
     is_seen_qk = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
 
     def attend(
-        q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, largest_lk2: Any, layer_index: jax.Array
+        q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, largest_lk2: Any, place: LayerPlace
     ) -> tuple[jax.Array, jax.Array]:
         q_tkgd = q_thd.reshape(num_tokens, layout.num_kv_heads, -1, layout.head_dim)
-        s_kgqt = jnp.einsum("qkgd,tkd->kgqt", q_tkgd, k_tkd, preferred_element_type=jnp.float32) * attention.scale
+        s_kgqt = jnp.einsum("qkgd,tkd->kgqt", q_tkgd, k_tkd, preferred_element_type=jnp.float32) * place.attention.scale
         p_kgqt = jax.nn.softmax(jnp.where(is_seen_qk, s_kgqt, -jnp.inf)).astype(v_tkd.dtype)
         o_thd = jnp.einsum("kgqt,tkd->qkgd", p_kgqt, v_tkd).reshape(q_thd.shape)
         found_k2 = jnp.stack([jnp.abs(x.astype(jnp.float32)).max(axis=(0, 2)) for x in (k_tkd, v_tkd)], axis=-1)
-        return o_thd, largest_lk2.at[layer_index].set(found_k2)
+        return o_thd, largest_lk2.at[place.index].set(found_k2)
 
     positions_t = jnp.arange(num_tokens, dtype=jnp.int32)
     carry = jnp.zeros((layout.num_layers, layout.num_kv_heads, 2))

@@ -32,7 +32,7 @@ from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import first_device, num_shards
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Choice, Queries, choose
+from jpaged.kernels.paged_attention import Choice, Queries, choose
 from jpaged.models.model import Model
 from jpaged.models.sharding import pad_for_sharding
 
@@ -148,8 +148,7 @@ class Attention:
             sizes.blocks_per_seq,
             sizes.max_num_batched_tokens,
         )
-        spec = AttentionSpec(layout, config.head_dim**-0.5)
-        return choose(self.options.model.attention_backend, self.device, spec, queries)
+        return choose(self.options.model.attention_backend, self.device, layout, queries)
 
     def _runs(self, sizes: StepSizes) -> bool:
         """Whether the backend that was named runs, or of `auto` the one that is made for the platform."""

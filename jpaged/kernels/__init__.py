@@ -1,5 +1,6 @@
 """Operations on device arrays, one folder each; the XLA version of an operation is its specification.
 
-kv_layout.py      where keys and values lie in the pool
-paged_attention/  attention over blocks
+attention_kind.py  what attention computes in a layer
+kv_layout.py       where keys and values lie in the pool
+paged_attention/   attention over blocks
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jpaged.errors import InvalidArgument
+from jpaged.kernels.attention_kind import AttentionKind
 
 MAX_LAYERS = 2**12
 MAX_WIDTH = 2**20
@@ -65,6 +66,11 @@ class ModelConfig:
     def max_model_len(self) -> int:
         """Longest sequence, in tokens, that the model is meant for."""
         return self.max_position_embeddings
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """What attention computes in each layer."""
+        return (AttentionKind(self.head_dim**-0.5),) * self.num_layers
 
     @property
     def max_prefix_len(self) -> int | None:

@@ -31,7 +31,7 @@ class Modules(Generic[ConfigT]):
 
     Attributes:
         ends: makes the module of what is around the layers.
-        layer: makes the module of one layer, called with (x, what all layers share, attend, carry, layer index).
+        layer: makes the module of one layer, called with (x, what all layers share, attend, carry, which layer).
     """
 
     ends: Callable[[ConfigT, np.dtype, EndsKeys], Ends]

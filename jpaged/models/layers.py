@@ -12,10 +12,11 @@ from flax import nnx
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.matmul import dot
+from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import TokenBatch
 
-# Attention over whatever the carry holds: (q_thd, k_tkd, v_tkd, carry, layer index) -> (o_thd, carry).
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
+# Attention over whatever the carry holds: (q_thd, k_tkd, v_tkd, carry, which layer) -> (o_thd, carry).
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, LayerPlace], tuple[jax.Array, Any]]
 
 # Nested dictionaries of arrays; under "layers" a list of them in loop mode, one stacked in scan mode.
 Params = dict[str, Any]

@@ -15,7 +15,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Attend, Ends, Params
 from jpaged.models.registry import find_family
-from jpaged.models.stack import LayerMode, run_layers
+from jpaged.models.stack import LayerMode, LayerPlace, run_layers
 from jpaged.models.tokens import TokenBatch
 
 
@@ -73,8 +73,8 @@ class Model:
         Args:
             params: the tree of `abstract_params(layer_mode)`.
             tokens: what each token brings.
-            attend: attention. It stores k and v where the carry keeps them, scales scores by 1 / sqrt(D) itself,
-                and masks; query head h reads key/value head h // (H / K).
+            attend: attention. It stores k and v where the carry keeps them, and computes what the layer's kind says;
+                query head h reads key/value head h // (H / K).
             carry: what attend threads through the layers: the KV pool when serving, `()` when training.
             layer_mode: how the layers run; see `run_layers`.
 
@@ -84,10 +84,10 @@ class Model:
         ends, graph = self._ends(params), _layer_graph(self.config, self.dtype)
         x_te, shared = ends.begin(tokens)
 
-        def layer(params: Params, x_te: jax.Array, carry: Any, layer_index: jax.Array) -> tuple[jax.Array, Any]:
-            return nnx.merge(graph, nnx.State(params))(x_te, shared, attend, carry, layer_index)
+        def layer(params: Params, x_te: jax.Array, carry: Any, place: LayerPlace) -> tuple[jax.Array, Any]:
+            return nnx.merge(graph, nnx.State(params))(x_te, shared, attend, carry, place)
 
-        x_te, carry = run_layers(layer, params["layers"], x_te, carry, mode=layer_mode)
+        x_te, carry = run_layers(layer, params["layers"], x_te, carry, self.config.attention_kinds, mode=layer_mode)
         return ends.finish(x_te), carry
 
     def logits(self, params: Params, hidden_re: jax.Array) -> jax.Array:

@@ -1,20 +1,42 @@
-"""The one way through a stack of layers: rolled up in a scan, or unrolled over a layer that is traced once."""
+"""The one way through a stack of layers: rolled up in a scan, or unrolled over a layer that is traced once a kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jpaged.kernels.attention_kind import AttentionKind
+
 LayerMode = Literal["scan", "loop"]
 
-# One layer: (its parameters, x, carry, layer index as an int32 scalar) -> (x, carry).
-Layer = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Which layer of the stack it is.
+
+    Attributes:
+        index: int32 scalar.
+        attention: its kind; static.
+    """
+
+    index: jax.Array
+    attention: AttentionKind = dataclasses.field(metadata={"static": True})
 
 
-def run_layers(layer: Layer, layer_params: Any, x: jax.Array, carry: Any, *, mode: LayerMode) -> tuple[jax.Array, Any]:
+# One layer: (its parameters, x, carry, its place) -> (x, carry).
+Layer = Callable[[Any, jax.Array, Any, LayerPlace], tuple[jax.Array, Any]]
+
+
+def run_layers(
+    layer: Layer, layer_params: Any, x: jax.Array, carry: Any, kinds: Sequence[AttentionKind], *, mode: LayerMode
+) -> tuple[jax.Array, Any]:
     """Runs x and the carry through every layer in order.
 
     The carry (the whole KV pool when serving) stays one donated value in both modes: it is never sliced by layer.
@@ -24,20 +46,22 @@ def run_layers(layer: Layer, layer_params: Any, x: jax.Array, carry: Any, *, mod
         layer_params: `scan`: one tree whose leaves are stacked on axis 0; `loop`: a list with one tree a layer.
         x: the hidden states.
         carry: any tree; its shapes must not change.
+        kinds: of attention, one a layer.
         mode: `scan` compiles one layer whatever the depth, but XLA copies each slice of the weights on CPU and GPU
-            (2 to 3 times the traffic, measured); `loop` gives every layer its own arrays, and the jitted layer is
-            traced and lowered once.
+            (2 to 3 times the traffic, measured), and layers of several kinds are unrolled all the same; `loop` gives
+            every layer its own arrays, and the jitted layer is traced and lowered once for each kind.
     """
-    if mode == "scan":
+    if mode == "scan" and len(set(kinds)) == 1:
 
         def body(state: tuple[jax.Array, Any], step: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
             params, layer_index = step
-            return layer(params, *state, layer_index), None
+            return layer(params, *state, LayerPlace(layer_index, kinds[0])), None
 
-        num_layers = jax.tree.leaves(layer_params)[0].shape[0]
-        state, _ = jax.lax.scan(body, (x, carry), (layer_params, jnp.arange(num_layers, dtype=jnp.int32)))
+        state, _ = jax.lax.scan(body, (x, carry), (layer_params, jnp.arange(len(kinds), dtype=jnp.int32)))
         return state
+    if mode == "scan":
+        layer_params = [jax.tree.map(operator.itemgetter(index), layer_params) for index in range(len(kinds))]
     jitted = jax.jit(layer)
-    for layer_index, params in enumerate(layer_params):
-        x, carry = jitted(params, x, carry, jnp.int32(layer_index))
+    for layer_index, (params, kind) in enumerate(zip(layer_params, kinds, strict=True)):
+        x, carry = jitted(params, x, carry, LayerPlace(jnp.int32(layer_index), kind))
     return x, carry

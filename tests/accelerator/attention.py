@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Queries, choose
+from jpaged.kernels.paged_attention import Queries, choose
 from jpaged.kernels.paged_attention.shapes import SHAPES
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case, real_shape
@@ -22,7 +22,7 @@ from tests.kernels.tpu_interpreter import Interpreted as InterpretedTpu
 
 DEVICE = jax.devices()[0]
 BFLOAT16 = jnp.dtype("bfloat16")
-CHOICE = choose("auto", DEVICE, AttentionSpec(KVLayout(1, 8, 16, 2, 128, BFLOAT16), 1.0), Queries(4, BFLOAT16, 8, 8, 8))
+CHOICE = choose("auto", DEVICE, KVLayout(1, 8, 16, 2, 128, BFLOAT16), Queries(4, BFLOAT16, 8, 8, 8))
 
 
 def test_this_is_an_accelerator() -> None:
@@ -36,7 +36,7 @@ class TestXlaHere(PagedAttentionConformance):
 
 class TestOwnKernelHere(PagedAttentionConformance):
     backend = CHOICE.backend
-    form = CHOICE.spec.layout.form
+    form = CHOICE.layout.form
     supports = {"pallas-gpu": GPU_SUPPORT, "pallas-tpu": InterpretedTpu.supports}.get(
         CHOICE.backend, PagedAttentionConformance.supports
     )

@@ -22,6 +22,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.tpu import attention as tpu
@@ -59,7 +60,7 @@ class Case:
         """What our own check says."""
         num_heads = self.num_kv_heads * self.group
         queries = Queries(num_heads, jnp.dtype(self.dtype), self.num_rows, self.table_width, self.num_tokens)
-        return tpu.unsupported_reason(AttentionSpec(self.layout, 1.0), queries)
+        return tpu.unsupported_reason(self.layout, queries)
 
     @property
     def query_bytes(self) -> int:
@@ -102,7 +103,7 @@ def compiled(topology: str, case: Case) -> dict[str, object]:
     """What the program for the topology's first device needs."""
     devices = topologies.get_topology_desc(topology, platform="tpu").devices
     mesh, replicated = Mesh(np.array(devices[:1]), ("x",)), PartitionSpec()
-    spec = AttentionSpec(case.layout, case.head_dim**-0.5, case.sliding_window, case.soft_cap)
+    spec = AttentionSpec(case.layout, AttentionKind(case.head_dim**-0.5, case.sliding_window, case.soft_cap))
 
     def array(shape: tuple[int, ...], dtype: str = "int32") -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, replicated))

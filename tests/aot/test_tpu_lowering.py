@@ -41,9 +41,8 @@ OPTIONS = {
 def test_the_forward_lowers_with_its_attention_kernel(name: str) -> None:
     model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
     step, geometry, _ = abstract_serving(model, EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:1]))
-    layout = dataclasses.replace(step.attention.layout, form="tpu")
-    attention = dataclasses.replace(step.attention, layout=layout)
-    step = dataclasses.replace(step, attention=attention, backend="pallas-tpu", layer_mode="scan")
+    layout = dataclasses.replace(step.layout, form="tpu")
+    step = dataclasses.replace(step, layout=layout, backend="pallas-tpu", layer_mode="scan")
     packing = forward_packing(NUM_TOKENS, geometry)
     arguments = (
         step.model.abstract_params("scan"),

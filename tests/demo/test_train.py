@@ -41,7 +41,7 @@ def plain_dot(x, matrix, axis):
     return jnp.tensordot(x, matrix, ((x.ndim - 1,), (axis,)), precision="highest")
 
 
-def plain_attend(mask_bst, q_thd, k_tkd, v_tkd, carry, layer_index):
+def plain_attend(mask_bst, q_thd, k_tkd, v_tkd, carry, place):
     num_rows, row_len, _ = mask_bst.shape
     num_shares = q_thd.shape[1] // k_tkd.shape[1]
     k_thd, v_thd = (x.repeat(num_shares, axis=1) for x in (k_tkd, v_tkd))

@@ -11,8 +11,9 @@ import pytest
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine.executor import StepInputs, StepOutputs
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVForm, KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Backend
+from jpaged.kernels.paged_attention import Backend
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 
@@ -68,8 +69,8 @@ def test_sampled_tokens_and_probabilities_are_the_same(executor: JaxExecutor) ->
 @pytest.mark.parametrize("block_size", [1, 8, 48, 256])
 def test_a_granule_is_whole_blocks(block_size: int, backend: Backend) -> None:
     form: KVForm = "tpu" if backend == "pallas-tpu" else "cpu"
-    spec = AttentionSpec(KVLayout(1, 4, block_size, 2, 16, np.dtype("float32"), form), 1.0)
-    costs = cascade_costs(backend, spec, 4)
+    layout, kind = KVLayout(1, 4, block_size, 2, 16, np.dtype("float32"), form), AttentionKind(1.0)
+    costs = cascade_costs(backend, layout, [kind, kind], 4)
     assert costs is not None
     assert costs.granule_tokens % block_size == 0
-    assert cascade_costs(backend, dataclasses.replace(spec, sliding_window=64), 4) is None
+    assert cascade_costs(backend, layout, [kind, AttentionKind(1.0, sliding_window=64)], 4) is None

@@ -62,7 +62,7 @@ def test_scales_let_the_probe_fill_the_range(name: str, layer_mode: LayerMode) -
     step, _ = sized_step(tiny_model.model(), with_kv(name), layer_mode, 5, build_mesh(jax.devices()[:1]))
     params = tiny_model.params(layer_mode)
     scales = np.asarray(measure_scales(step, params))
-    layout = step.attention.layout
+    layout = step.layout
     assert scales.shape == (layout.num_layers, layout.num_kv_heads, 2)
     assert len(np.unique(scales)) == scales.size
     largest = scales * MAX_NUMBER[layout.dtype.name] / MARGIN

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import Unsupported
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVForm, KVLayout
 from jpaged.kernels.paged_attention import (
     AttentionSpec,
@@ -169,7 +170,8 @@ class BackendUnderTest:
         return KVLayout(num_layers, blocks - 1, block_size, num_kv_heads, head_dim, jnp.dtype(dtype), self.form)
 
     def spec(self, case: oracle.Case, shape: Shape) -> AttentionSpec:
-        return AttentionSpec(self.layout(case, shape.stored_dtype), case.scale, case.sliding_window, case.soft_cap)
+        kind = AttentionKind(case.scale, case.sliding_window, case.soft_cap)
+        return AttentionSpec(self.layout(case, shape.stored_dtype), kind)
 
     def pool(self, case: oracle.Case, layout: KVLayout, scales: np.ndarray | None) -> jax.Array:
         """The case's keys and values, stored through the layout's own `write`."""

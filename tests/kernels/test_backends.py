@@ -11,13 +11,13 @@ import pytest
 
 from jpaged.config import ModelOptions
 from jpaged.errors import Unsupported
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, choose
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS, Implementation, implementation
 
-SPEC = AttentionSpec(KVLayout(1, 4, 16, 2, 64, jnp.dtype("float32")), 0.125)
-
-
+LAYOUT = KVLayout(1, 4, 16, 2, 64, jnp.dtype("float32"))
+SPEC = AttentionSpec(LAYOUT, AttentionKind(0.125))
 QUERIES = Queries(4, jnp.dtype("float32"), 8, 4, 16)
 
 
@@ -30,7 +30,7 @@ class Device:
 
 def choose_on(platform: str, name: str = "auto") -> Any:
     device: Any = Device(platform)
-    return choose(name, device, SPEC, QUERIES)
+    return choose(name, device, LAYOUT, QUERIES)
 
 
 def _agrees(*arguments: object) -> None:
@@ -54,13 +54,13 @@ def test_xla_runs_everywhere_and_comes_last() -> None:
     assert list(IMPLEMENTATIONS)[-1] == "xla"
     for platform, form in (("cpu", "cpu"), ("gpu", "gpu"), ("tpu", "gpu")):
         chosen = choose_on(platform, "xla")
-        assert (chosen.backend, chosen.spec.layout.form, chosen.passed_over) == ("xla", form, ())
+        assert (chosen.backend, chosen.layout.form, chosen.passed_over) == ("xla", form, ())
 
 
 def test_auto_takes_the_first_that_can_in_its_own_form(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch)
     chosen = choose_on("gpu")
-    assert (chosen.backend, chosen.spec.layout.form) == ("planted", "tpu")
+    assert (chosen.backend, chosen.layout.form) == ("planted", "tpu")
 
 
 def test_auto_says_why_it_passed_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,27 +95,27 @@ def test_a_pool_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_this_machine_has_a_backend() -> None:
-    assert choose("auto", jax.devices()[0], SPEC, QUERIES).backend in IMPLEMENTATIONS
+    assert choose("auto", jax.devices()[0], LAYOUT, QUERIES).backend in IMPLEMENTATIONS
 
 
 def test_a_float32_model_over_a_pool_of_16_bits_is_passed_over_before_it_is_traced() -> None:
     hopper: Any = Device("gpu", compute_capability="9.0")
-    spec = dataclasses.replace(SPEC, layout=dataclasses.replace(SPEC.layout, dtype=jnp.dtype("bfloat16")))
-    chosen = choose("auto", hopper, spec, QUERIES)
+    layout = dataclasses.replace(LAYOUT, dtype=jnp.dtype("bfloat16"))
+    chosen = choose("auto", hopper, layout, QUERIES)
     assert chosen.backend == "xla"
     ((backend, reason),) = chosen.passed_over
     assert (backend, reason[:52]) == ("pallas-gpu", "queries are float32 and the pool holds bfloat16; que")
     same = dataclasses.replace(QUERIES, dtype=jnp.dtype("bfloat16"))
-    assert choose("auto", hopper, spec, same).backend == "pallas-gpu"
+    assert choose("auto", hopper, layout, same).backend == "pallas-gpu"
 
 
 def test_tables_beyond_a_tpus_scalar_memory_are_refused_before_they_are_traced() -> None:
     tpu: Any = Device("tpu")
-    layout = dataclasses.replace(SPEC.layout, num_kv_heads=8, head_dim=128)
-    spec, queries = dataclasses.replace(SPEC, layout=layout), dataclasses.replace(QUERIES, num_heads=32)
-    assert choose("pallas-tpu", tpu, spec, queries).backend == "pallas-tpu"
+    layout = dataclasses.replace(LAYOUT, num_kv_heads=8, head_dim=128)
+    queries = dataclasses.replace(QUERIES, num_heads=32)
+    assert choose("pallas-tpu", tpu, layout, queries).backend == "pallas-tpu"
     large = dataclasses.replace(queries, num_rows=256, table_width=2048)
     with pytest.raises(
         Unsupported, match=r"pallas-tpu cannot run here: block tables of 256 rows x 2048 .* need 20\d\d KiB"
     ):
-        choose("pallas-tpu", tpu, spec, large)
+        choose("pallas-tpu", tpu, layout, large)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cpu import attention as cpu
@@ -65,7 +66,7 @@ class TestCpu(PagedAttentionConformance):
         rows = RaggedRows(counts, jnp.ones_like(counts[1:]), counts[1:, None], counts[-1])
         scales = jnp.ones((1, 1, 2)) if layout.is_scaled else None
         q_thd = jnp.zeros((len(numbers), 1, 256))
-        o_thd, _ = self.attend(q_thd, pool, jnp.int32(0), rows, AttentionSpec(layout, 1.0), scales)
+        o_thd, _ = self.attend(q_thd, pool, jnp.int32(0), rows, AttentionSpec(layout, AttentionKind(1.0)), scales)
         np.testing.assert_allclose(np.asarray(o_thd)[:, 0], numbers.astype(np.float32), rtol=0, atol=2e-38)
 
     def test_queries_of_float16(self) -> None:

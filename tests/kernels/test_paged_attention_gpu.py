@@ -13,6 +13,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jpaged.errors import Unsupported
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention
 from jpaged.kernels.paged_attention.gpu import attention as gpu
@@ -145,7 +146,7 @@ def _uncommitted(jaxpr: Any, dirty: frozenset[str]) -> frozenset[str]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_what_is_written_is_committed_before_it_is_read_or_copied_over(dtype: str) -> None:
     layout = KVLayout(2, 8, 16, 2, 64, jnp.dtype(dtype), "gpu")
-    spec = AttentionSpec(layout, 0.125)
+    spec = AttentionSpec(layout, AttentionKind(0.125))
     rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((5,), (4,), (4, 32), ())))
     q, pool = jax.ShapeDtypeStruct((24, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct(layout.shape, layout.dtype)
     scales = jax.ShapeDtypeStruct((2, 2, 2), jnp.float32) if layout.is_scaled else None
@@ -166,7 +167,7 @@ def test_every_query_is_in_one_tile_at_its_place(seed: int) -> None:
     used = int(rng.integers(0, num_rows + 1))
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     kv_lens = (counts + rng.integers(0, 50, num_rows)).astype(np.int32)
-    spec = AttentionSpec(KVLayout(1, 8, 16, 2, 64, jnp.dtype("bfloat16"), "gpu"), 1.0)
+    spec = AttentionSpec(KVLayout(1, 8, 16, 2, 64, jnp.dtype("bfloat16"), "gpu"), AttentionKind(1.0))
     tiling = choose_tiling(spec, 14, num_tokens, num_rows, 8)
     rows = RaggedRows(jnp.array(starts), jnp.array(kv_lens), jnp.zeros((num_rows, 8), jnp.int32), jnp.int32(used))
     tiles, places = gpu.plan(rows, spec, tiling, num_tokens)
@@ -197,7 +198,7 @@ def test_every_query_is_in_one_tile_at_its_place(seed: int) -> None:
 
 @pytest.mark.parametrize(("num_tokens", "num_rows", "splits"), [(1, 1, 33), (8, 8, 4), (64, 64, 1), (2048, 64, 1)])
 def test_contexts_are_cut_until_the_chip_is_full(num_tokens: int, num_rows: int, splits: int) -> None:
-    spec = AttentionSpec(KVLayout(1, 8, 16, 8, 128, jnp.dtype("bfloat16"), "gpu"), 1.0)
+    spec = AttentionSpec(KVLayout(1, 8, 16, 8, 128, jnp.dtype("bfloat16"), "gpu"), AttentionKind(1.0))
     tiling = choose_tiling(spec, 32, num_tokens, num_rows, 1024)
     assert tiling.splits == splits
     assert tiling.splits == 1 or tiling.num_tiles(num_tokens, num_rows) * 8 * splits <= 2 * NUM_PROCESSORS
@@ -205,9 +206,9 @@ def test_contexts_are_cut_until_the_chip_is_full(num_tokens: int, num_rows: int,
 
 def test_short_contexts_are_not_cut() -> None:
     layout = KVLayout(1, 8, 16, 8, 128, jnp.dtype("bfloat16"), "gpu")
-    assert choose_tiling(AttentionSpec(layout, 1.0), 32, 1, 1, 512 // 16).splits == 2
-    assert choose_tiling(AttentionSpec(layout, 1.0), 32, 1, 1, 256 // 16).splits == 1
-    assert choose_tiling(AttentionSpec(layout, 1.0, sliding_window=512), 32, 1, 1, 1024).splits == 2
+    assert choose_tiling(AttentionSpec(layout, AttentionKind(1.0)), 32, 1, 1, 512 // 16).splits == 2
+    assert choose_tiling(AttentionSpec(layout, AttentionKind(1.0)), 32, 1, 1, 256 // 16).splits == 1
+    assert choose_tiling(AttentionSpec(layout, AttentionKind(1.0, sliding_window=512)), 32, 1, 1, 1024).splits == 2
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -228,14 +229,14 @@ def test_short_contexts_are_not_cut() -> None:
 def test_what_the_kernel_cannot_do_is_refused_with_numbers(
     dtype: str, block_size: int, head_dim: int, num_heads: int, reason: str
 ) -> None:
-    spec = AttentionSpec(KVLayout(1, 4, block_size, 2, head_dim, jnp.dtype(dtype), "gpu"), 1.0)
+    spec = AttentionSpec(KVLayout(1, 4, block_size, 2, head_dim, jnp.dtype(dtype), "gpu"), AttentionKind(1.0))
     with pytest.raises(Unsupported, match=f"attention backend pallas-gpu: .*{reason}"):
         _call(spec, num_heads, "bfloat16")
 
 
 @pytest.mark.parametrize(("pool", "queries"), [("bfloat16", "float16"), ("bfloat16", "float32"), ("int8", "float32")])
 def test_queries_of_another_type_are_refused(pool: str, queries: str) -> None:
-    spec = AttentionSpec(KVLayout(1, 4, 16, 2, 64, jnp.dtype(pool), "gpu"), 1.0)
+    spec = AttentionSpec(KVLayout(1, 4, 16, 2, 64, jnp.dtype(pool), "gpu"), AttentionKind(1.0))
     with pytest.raises(Unsupported, match=f"queries are {queries} and the pool holds {pool}"):
         _call(spec, 4, queries)
 
@@ -253,11 +254,11 @@ def test_what_is_not_refused_fits_into_shared_memory() -> None:
     for dtype in ("bfloat16", "int8"):
         for block_size in range(8, 129, 8):
             for head_dim in range(16, 257, 16):
-                spec = AttentionSpec(KVLayout(1, 4, block_size, 2, head_dim, jnp.dtype(dtype), "gpu"), 1.0)
-                if gpu.unsupported_reason(spec, Queries(8, jnp.dtype("bfloat16"), 64, 64, 64)) is None:
-                    tiling = choose_tiling(spec, 8, 64, 64, 64)
+                layout = KVLayout(1, 4, block_size, 2, head_dim, jnp.dtype(dtype), "gpu")
+                if gpu.unsupported_reason(layout, Queries(8, jnp.dtype("bfloat16"), 64, 64, 64)) is None:
+                    tiling = choose_tiling(AttentionSpec(layout, AttentionKind(1.0)), 8, 64, 64, 64)
                     assert tiling.stages >= 2
-                    assert fixed_bytes(spec) + tiling.stages * stage_bytes(spec) <= SHARED_BYTES
+                    assert fixed_bytes(layout) + tiling.stages * stage_bytes(layout) <= SHARED_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import InternalError, Unsupported
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention
 from jpaged.kernels.paged_attention.tpu import attention as tpu
@@ -98,7 +99,7 @@ def queries(num_heads: int, num_rows: int = 8, table_width: int = 8, num_tokens:
 )
 def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
     layout = dataclasses.replace(LLAMA, **changes)
-    refusal = tpu.unsupported_reason(AttentionSpec(layout, 1.0), queries(max(32, layout.num_kv_heads)))
+    refusal = tpu.unsupported_reason(layout, queries(max(32, layout.num_kv_heads)))
     assert re.search(reason, str(refusal))
 
 
@@ -110,7 +111,7 @@ def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
 )
 def test_real_shapes_have_sizes(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> None:
     layout = KVLayout(2, 9, block_size, num_kv_heads, head_dim, jnp.dtype(dtype), "tpu")
-    assert tpu.unsupported_reason(AttentionSpec(layout, 1.0), queries(num_heads)) is None
+    assert tpu.unsupported_reason(layout, queries(num_heads)) is None
     for is_decode in (True, False):
         sizes = sizing.rule(layout, num_heads, is_decode=is_decode)
         assert sizes.fetch_blocks * block_size % 128 == 0
@@ -124,8 +125,7 @@ def test_real_shapes_have_sizes(num_heads: int, num_kv_heads: int, head_dim: int
 def test_tables_and_steps_beyond_the_scalar_memory_are_refused(
     num_rows: int, table_width: int, num_tokens: int, kib: int
 ) -> None:
-    spec = AttentionSpec(LLAMA, 1.0)
-    assert tpu.unsupported_reason(spec, queries(32, num_rows, table_width, num_tokens)) == (
+    assert tpu.unsupported_reason(LLAMA, queries(32, num_rows, table_width, num_tokens)) == (
         f"block tables of {num_rows} rows x {table_width} blocks, in steps of {num_tokens} tokens, need {kib} KiB of "
         "scalar memory; the limit is 1016 KiB"
     )
@@ -135,7 +135,7 @@ def test_tables_and_steps_beyond_the_scalar_memory_are_refused(
     ("num_rows", "table_width", "num_tokens"), [(1000, 129, 512), (256, 512, 65536 - 4096), (128, 1024, 1024)]
 )
 def test_tables_are_stored_without_padding(num_rows: int, table_width: int, num_tokens: int) -> None:
-    assert tpu.unsupported_reason(AttentionSpec(LLAMA, 1.0), queries(32, num_rows, table_width, num_tokens)) is None
+    assert tpu.unsupported_reason(LLAMA, queries(32, num_rows, table_width, num_tokens)) is None
 
 
 def test_the_lists_of_a_segment_are_counted() -> None:
@@ -147,7 +147,12 @@ def test_a_call_with_too_large_tables_is_refused() -> None:
     rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((257,), (256,), (256, 1013), ())))
     with pytest.raises(Unsupported, match="attention backend pallas-tpu: block tables of 256 rows x 1013 blocks"):
         paged_attention(
-            jnp.zeros((8, 2, 64)), jnp.zeros(layout.shape), 0, rows, AttentionSpec(layout, 1.0), backend="pallas-tpu"
+            jnp.zeros((8, 2, 64)),
+            jnp.zeros(layout.shape),
+            0,
+            rows,
+            AttentionSpec(layout, AttentionKind(1.0)),
+            backend="pallas-tpu",
         )
 
 
@@ -156,7 +161,9 @@ def test_queries_of_another_type_are_refused() -> None:
     rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((3,), (2,), (2, 4), ())))
     q = jnp.zeros((8, 2, 64), jnp.float16)
     with pytest.raises(Unsupported, match="queries of float16 are none of float32, bfloat16"):
-        paged_attention(q, jnp.zeros(layout.shape), 0, rows, AttentionSpec(layout, 1.0), backend="pallas-tpu")
+        paged_attention(
+            q, jnp.zeros(layout.shape), 0, rows, AttentionSpec(layout, AttentionKind(1.0)), backend="pallas-tpu"
+        )
 
 
 def test_only_tpus_run_it() -> None:

@@ -105,7 +105,9 @@ FAULTS = (
     Fault("the layer is not counted", "pool_ref.at[first_block + block_id]", "pool_ref.at[block_id]", decodes, Late()),
     Fault("a key too few", "(key_1w <= position_r1)", "(key_1w < position_r1)", decodes, Late()),
     Fault("a key too many", "(key_1w <= position_r1)", "(key_1w <= position_r1 + 1)", chunks, Late()),
-    Fault("the window is one too wide", "< spec.sliding_window\n", "<= spec.sliding_window\n", window, Late()),
+    Fault(
+        "the window is one too wide", "< spec.kind.sliding_window\n", "<= spec.kind.sliding_window\n", window, Late()
+    ),
     Fault("a stale maximum", "fade_r1 = jnp.exp(m_r1 - m_new_r1)", "fade_r1 = jnp.ones_like(m_r1)", two_chunks, Late()),
     Fault("values are not masked", "jnp.where(is_filled_w1, v_wd, 0.0)", "v_wd", decodes, Late()),
     Fault(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention
 from jpaged.kernels.paged_attention.shapes import SHAPES
@@ -24,7 +25,7 @@ class TestXla(PagedAttentionConformance):
 
 
 def _call(backend: str = "xla", *, pool_dtype: str = "float32", num_heads: int = 4) -> None:
-    spec = AttentionSpec(KVLayout(1, 4, 8, 2, 16, jnp.dtype("float32")), 1.0)
+    spec = AttentionSpec(KVLayout(1, 4, 8, 2, 16, jnp.dtype("float32")), AttentionKind(1.0))
     pool = jnp.zeros(spec.layout.shape, pool_dtype)
     rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((3,), (2,), (2, 4), ())))
     paged_attention(jnp.zeros((8, num_heads, 16)), pool, 0, rows, spec, backend=cast(Backend, backend))
@@ -49,4 +50,4 @@ def test_query_heads_must_be_a_multiple_of_key_heads() -> None:
 def test_limits_of_the_spec(window: int | None, cap: float | None, field: str) -> None:
     layout = KVLayout(1, 4, 8, 2, 16, jnp.dtype("float32"))
     with pytest.raises(InvalidArgument, match=field):
-        AttentionSpec(layout, 1.0, window, cap)
+        AttentionSpec(layout, AttentionKind(1.0, window, cap))

@@ -10,17 +10,20 @@ import numpy as np
 
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from jpaged.models.stack import LayerMode
+from jpaged.models.stack import LayerMode, LayerPlace
 from jpaged.models.tokens import TokenBatch
 
 
-def attend(q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: tuple, layer_index: jax.Array):
-    """Every token sees itself and those before it; nothing is kept."""
-    num_tokens, num_heads, head_dim = q_thd.shape
-    group = num_heads // k_tkd.shape[1]
+def attend(q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: tuple, place: LayerPlace):
+    """Every token sees itself and those before it, as far as the layer's window goes; nothing is kept."""
+    kind, (queries, keys) = place.attention, jnp.indices((len(q_thd), len(k_tkd)))
+    is_seen = (keys <= queries) & (queries - keys < (kind.sliding_window or len(k_tkd)))
+    group = q_thd.shape[1] // k_tkd.shape[1]
     k_thd, v_thd = jnp.repeat(k_tkd, group, axis=1), jnp.repeat(v_tkd, group, axis=1)
-    scores = jnp.einsum("thd,shd->hts", q_thd, k_thd, preferred_element_type=jnp.float32) / np.sqrt(head_dim)
-    weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((num_tokens, num_tokens), bool)), scores, -jnp.inf), axis=-1)
+    scores = jnp.einsum("thd,shd->hts", q_thd, k_thd, preferred_element_type=jnp.float32) * kind.scale
+    if kind.soft_cap is not None:
+        scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
+    weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("hts,shd->thd", weights, v_thd.astype(jnp.float32)).astype(q_thd.dtype), carry
 
 

@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike
 
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.models.hf_config import from_hf
 from jpaged.models.layers import Params
 from jpaged.models.llama.config import LlamaConfig
@@ -60,27 +61,28 @@ def test_random_parameters_are_the_same_numbers_in_both_layer_modes() -> None:
 
 
 def test_the_carry_passes_every_layer_in_order_with_its_index() -> None:
-    def layer(params, x, carry, layer_index):
-        assert layer_index.dtype == jnp.int32
-        return x + params, carry.at[layer_index].set(x[0])
+    """Of one kind they are rolled up where that is asked for, of several never."""
 
-    params = jnp.array([1.0, 10.0, 100.0])
-    for mode, layer_params in (("loop", list(params)), ("scan", params)):
-        x, carry = jax.jit(run_layers, static_argnums=0, static_argnames="mode")(
-            layer, layer_params, jnp.zeros(2), jnp.zeros(3), mode=mode
-        )
-        assert x.tolist() == [111.0, 111.0]
-        assert carry.tolist() == [0.0, 1.0, 11.0]
+    def layer(params, x, carry, place):
+        assert place.index.dtype == jnp.int32
+        return x + params * place.attention.scale, carry.at[place.index].set(x[0])
+
+    params, run = jnp.array([1.0, 10.0, 100.0]), jax.jit(run_layers, static_argnums=(0, 4), static_argnames="mode")
+    for scales, sums in (((1.0, 1.0, 1.0), [0.0, 1.0, 11.0, 111.0]), ((1.0, 2.0, 1.0), [0.0, 1.0, 21.0, 121.0])):
+        kinds = tuple(AttentionKind(scale) for scale in scales)
+        for mode, layer_params in (("loop", list(params)), ("scan", params)):
+            x, carry = run(layer, layer_params, jnp.zeros(2), jnp.zeros(3), kinds, mode=mode)
+            assert [*carry.tolist(), x[0]] == sums
 
 
 def test_a_loop_traces_and_lowers_its_layer_once() -> None:
     model = model_of(tiny_case("llama_mha"))
     num_traces = 0
 
-    def attend(q_thd, k_tkd, v_tkd, carry, layer_index):
+    def attend(q_thd, k_tkd, v_tkd, carry, place):
         nonlocal num_traces
         num_traces += 1
-        return dense.attend(q_thd, k_tkd, v_tkd, carry, layer_index)
+        return dense.attend(q_thd, k_tkd, v_tkd, carry, place)
 
     def run(params):
         positions = jnp.arange(12)

@@ -112,8 +112,8 @@ FAULTS = (
     Fault(
         "keys take the scale of values",
         _KERNEL,
-        "spec.scale * _scale(0, memory, work, static)",
-        "spec.scale * _scale(1, memory, work, static)",
+        "spec.kind.scale * _scale(0, memory, work, static)",
+        "spec.kind.scale * _scale(1, memory, work, static)",
         ("int8",),
     ),
     Fault(

@@ -5,7 +5,6 @@ Nothing here allocates or compiles, and the devices need not be there: those of 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,6 @@ from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.engine.buckets import BucketTable
 from jpaged.engine.executor import Geometry
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
@@ -57,12 +55,14 @@ def sized_step(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype),
-        form=chosen.spec.layout.form,
+        form=chosen.layout.form,
         num_shards=num_parts,
     )
     # A kernel sees what one device has, so that is what its backend is asked about.
-    can_cascade, local = options.cache.enable_cascade_attention, dataclasses.replace(chosen.spec, layout=layout.local)
-    cascade = cascade_costs(chosen.backend, local, config.num_heads // num_parts) if can_cascade else None
+    cascade = None
+    if options.cache.enable_cascade_attention:
+        num_heads = config.num_heads // num_parts
+        cascade = cascade_costs(chosen.backend, layout.local, config.attention_kinds, num_heads)
     geometry = Geometry(
         num_blocks=num_blocks,
         block_size=layout.block_size,
@@ -76,7 +76,7 @@ def sized_step(
     )
     step = Step(
         model,
-        AttentionSpec(layout, config.head_dim**-0.5),
+        layout,
         layer_mode,
         num_places=geometry.buckets.rows[-1],
         vocab_size=vocab_size,
@@ -101,7 +101,7 @@ def abstract_serving(
     num_blocks = options.cache.num_blocks or Attention.on(model, options, mesh).sizes().blocks_per_seq
     step, geometry = sized_step(model, options, where.layer_mode, num_blocks, mesh)
     params = where.abstract_params()
-    layout = step.attention.layout
+    layout = step.layout
     if layout.is_scaled:
         shape, sharding = (layout.num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, SCALES_SPEC)
         params["kv_scales"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
@@ -115,7 +115,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=whole)
 
-    layout, model = step.attention.layout, step.model
+    layout, model = step.layout, step.model
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format), params)
     options = compiler_options(first_device(step.mesh))
     head = {name: tree for name, tree in params.items() if name != "layers"}

@@ -90,7 +90,7 @@ class Target:
             dtype=model.dtype.name,
             tensor_parallel_size=num_shards(step.mesh),
             attention_backend=step.backend,
-            kv_cache_dtype=name_of_kv_dtype(step.attention.layout.dtype),
+            kv_cache_dtype=name_of_kv_dtype(step.layout.dtype),
             block_size=geometry.block_size,
             num_blocks=geometry.num_blocks,
             max_model_len=geometry.max_model_len,

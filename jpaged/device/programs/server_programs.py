@@ -74,7 +74,7 @@ class ServerPrograms:
     def pool_request(self, cache: CacheOptions) -> PoolRequest:
         """What decides how many blocks the pool has."""
         return PoolRequest(
-            bytes_per_block=self.step.attention.layout.local.bytes_per_block,
+            bytes_per_block=self.step.layout.local.bytes_per_block,
             block_size=self.geometry.block_size,
             max_num_seqs=self.geometry.max_num_seqs,
             max_model_len=self.geometry.max_model_len,
@@ -99,7 +99,7 @@ class ServerPrograms:
         return ProgramMemory(temp_bytes, self._kept_bytes(of_kind), code_bytes)
 
     def _kept_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:
-        buckets, layout = self.geometry.buckets, self.step.attention.layout
+        buckets, layout = self.geometry.buckets, self.step.layout
         outputs = sum(of_kind[kind].output_bytes - of_kind[kind].alias_bytes for kind in ("forward", "sample"))
         words = forward_packing(buckets.tokens[-1], self.geometry).size + buckets.rows[-1] * ROW_WORDS
         # Some on their way to the host, one being read from the pool, one from the host.

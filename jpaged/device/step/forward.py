@@ -9,7 +9,6 @@ next step can be dispatched before the host has seen a token.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,10 +24,11 @@ from jpaged.device.step import sampling
 from jpaged.device.step.inputs import Packing, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Geometry, StepOutputs
+from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
 from jpaged.models.model import Model
-from jpaged.models.stack import LayerMode
+from jpaged.models.stack import LayerMode, LayerPlace
 from jpaged.models.tokens import TokenBatch
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Step:
 
     Attributes:
         model: the description of the network, wide enough for every shard.
-        attention: how its attention reads the pool.
+        layout: of the pool that its attention reads.
         layer_mode: how the layers run, and so how the parameters are stacked.
         num_places: rows of the hidden states and of the last tokens: what the largest sample takes.
         vocab_size: tokens that can be sampled; the model's own number may hold padding.
@@ -90,7 +90,7 @@ class Step:
     """
 
     model: Model
-    attention: AttentionSpec
+    layout: KVLayout
     layer_mode: LayerMode
     num_places: int
     vocab_size: int
@@ -111,9 +111,9 @@ class Step:
         scales_lk2 = params.get("kv_scales")
 
         def attend(
-            q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, pool: jax.Array, layer_index: jax.Array
+            q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, pool: jax.Array, place: LayerPlace
         ) -> tuple[jax.Array, jax.Array]:
-            return self._attend(q_thd, (k_tkd, v_tkd, inputs.slots_t), pool, layer_index, inputs.rows, scales_lk2)
+            return self._attend(q_thd, (k_tkd, v_tkd, inputs.slots_t), pool, place, inputs.rows, scales_lk2)
 
         sampled_t = last_tokens_s[inputs.prev_sampled_rows_t]
         ids_t = jnp.where(inputs.is_prev_sampled_t, sampled_t, inputs.token_ids_t)
@@ -142,22 +142,22 @@ class Step:
         q_thd: jax.Array,
         new_kv: tuple[jax.Array, jax.Array, jax.Array],
         pool: jax.Array,
-        layer_index: jax.Array,
+        place: LayerPlace,
         rows: RaggedRows | CascadeRows,
         scales_lk2: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """Attention and the pool that it updated: each device has its own heads, and all have the same blocks."""
-        local = dataclasses.replace(self.attention, layout=self.attention.layout.local)
+        spec = AttentionSpec(self.layout.local, place.attention)
 
         def attend(q: Any, new_kv: Any, pool: Any, layer: Any, rows: Any, scales: Any) -> tuple[jax.Array, jax.Array]:
             update = cascade_attention_update if isinstance(rows, CascadeRows) else paged_attention_update
-            o_thd, _, pool = update(q, new_kv, pool, layer, rows, local, scales, backend=self.backend)
+            o_thd, _, pool = update(q, new_kv, pool, layer, rows, spec, scales, backend=self.backend)
             return o_thd, pool
 
         whole = PartitionSpec()
         in_specs = (HEADS_SPEC, (HEADS_SPEC, HEADS_SPEC, whole), POOL_SPEC, whole, whole, SCALES_SPEC)
         run = on_shards(attend, self.mesh, in_specs, (HEADS_SPEC, POOL_SPEC))
-        return run(q_thd, new_kv, pool, layer_index, rows, scales_lk2)
+        return run(q_thd, new_kv, pool, place.index, rows, scales_lk2)
 
     def packed_forward(
         self, params: Params, pool: jax.Array, last_tokens_s: jax.Array, buffer: jax.Array, *, packing: Packing

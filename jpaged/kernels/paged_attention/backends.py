@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import jax
 
 from jpaged.errors import Unsupported
-from jpaged.kernels.kv_layout import KVForm
+from jpaged.kernels.kv_layout import KVForm, KVLayout
 from jpaged.kernels.paged_attention import reference
 from jpaged.kernels.paged_attention.cpu import attention as cpu
 from jpaged.kernels.paged_attention.gpu import attention as gpu
@@ -46,7 +46,7 @@ class Implementation:
             written by `KVLayout.write` first.
         platform: that it is made for; None is any.
         form: of the pool that it reads; None reads any.
-        unsupported_reason: (spec, queries) -> why it cannot, or None.
+        unsupported_reason: (the pool's layout, queries) -> why it cannot, or None; no kind of attention is refused.
         unsupported_device_reason: device -> why it does not run there, or None.
     """
 
@@ -54,7 +54,7 @@ class Implementation:
     update: Update | None
     platform: str | None
     form: KVForm | None
-    unsupported_reason: Callable[[AttentionSpec, Queries], str | None]
+    unsupported_reason: Callable[[KVLayout, Queries], str | None]
     unsupported_device_reason: Callable[[jax.Device], str | None]
 
 
@@ -71,7 +71,7 @@ IMPLEMENTATIONS: dict[Backend, Implementation] = {
         gpu.paged_attention, None, "gpu", "gpu", gpu.unsupported_reason, gpu.unsupported_device_reason
     ),
     "cpu": Implementation(cpu.attend, cpu.update, "cpu", "cpu", cpu.unsupported_reason, cpu.unsupported_device_reason),
-    "xla": Implementation(reference.paged_attention, None, None, None, lambda spec, queries: None, lambda device: None),
+    "xla": Implementation(reference.paged_attention, None, None, None, lambda pool, queries: None, lambda device: None),
 }
 """In order of preference: `choose` takes the first that refuses neither the device nor the call."""
 
@@ -82,22 +82,22 @@ class Choice:
 
     Attributes:
         backend: its name.
-        spec: the call's static side, with the pool in the form that the backend reads.
+        layout: the pool's, in the form that the backend reads.
         passed_over: the backends that are made for the platform and preferred, and why each was not taken.
     """
 
     backend: Backend
-    spec: AttentionSpec
+    layout: KVLayout
     passed_over: tuple[tuple[Backend, str], ...]
 
 
-def choose(name: str, device: jax.Device, spec: AttentionSpec, queries: Queries) -> Choice:
+def choose(name: str, device: jax.Device, layout: KVLayout, queries: Queries) -> Choice:
     """The backend that was named, or for `auto` the first that can.
 
     Args:
         name: `auto` or a backend.
         device: where it will run.
-        spec: the pool's form in it is replaced by the one that fits.
+        layout: the pool's; its form is replaced by the one that fits.
         queries: what it will be called with.
 
     Raises:
@@ -111,7 +111,7 @@ def choose(name: str, device: jax.Device, spec: AttentionSpec, queries: Queries)
         if not is_wanted:
             continue
         form: KVForm = found.form or ("cpu" if device.platform == "cpu" else "gpu")
-        fitting = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, form=form))
+        fitting = dataclasses.replace(layout, form=form)
         reason = found.unsupported_device_reason(device) or found.unsupported_reason(fitting, queries)
         if reason is None:
             return Choice(backend, fitting, tuple(passed_over))
@@ -130,6 +130,6 @@ def implementation(backend: Backend, spec: AttentionSpec, queries: Queries) -> I
     found = IMPLEMENTATIONS[backend]
     if found.form is not None and found.form != spec.layout.form:
         raise Unsupported(f"attention backend {backend} reads pools of form {found.form}, not {spec.layout.form}")
-    if (reason := found.unsupported_reason(spec, queries)) is not None:
+    if (reason := found.unsupported_reason(spec.layout, queries)) is not None:
         raise Unsupported(f"attention backend {backend}: {reason}")
     return found

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.errors import Unsupported
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.api import paged_attention
 from jpaged.kernels.paged_attention.backends import Backend, choose
@@ -167,11 +168,11 @@ def measure(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, name: str, limi
     """
     blocks_per_seq = -(-cell.context // cell.block_size)
     num_blocks = cell.num_seqs * blocks_per_seq
-    layout = KVLayout(1, num_blocks, cell.block_size, shape.num_kv_heads, shape.head_dim, dtype)
-    spec = AttentionSpec(layout, shape.head_dim**-0.5, shape.sliding_window, shape.soft_cap)
+    pool_layout = KVLayout(1, num_blocks, cell.block_size, shape.num_kv_heads, shape.head_dim, dtype)
     queries = Queries(shape.num_heads, dtype, cell.num_seqs, blocks_per_seq, cell.num_seqs * cell.num_queries)
-    chosen = choose(name, jax.devices()[0], spec, queries)
-    layout = chosen.spec.layout
+    chosen = choose(name, jax.devices()[0], pool_layout, queries)
+    layout = chosen.layout
+    spec = AttentionSpec(layout, AttentionKind(shape.head_dim**-0.5, shape.sliding_window, shape.soft_cap))
     pool = jax.jit(lambda: layout.encode(jnp.full(layout.shape, 0.5)))()
     q_thd = jax.random.normal(jax.random.key(0), (cell.num_seqs * cell.num_queries, shape.num_heads, shape.head_dim))
     q_thd = q_thd.astype(dtype)
@@ -183,14 +184,14 @@ def measure(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, name: str, limi
             jnp.asarray(ids.reshape(cell.num_seqs, blocks_per_seq), jnp.int32),
             jnp.int32(cell.num_seqs),
         )
-        return _looped(functools.partial(_attend, chosen.spec, chosen.backend), q_thd, pool, rows)
+        return _looped(functools.partial(_attend, spec, chosen.backend), q_thd, pool, rows)
 
     ids = np.arange(1, num_blocks + 1)
     runs = [paged(np.random.default_rng(0).permutation(ids)), paged(ids)]
     num_scores = cell.num_seqs * shape.num_heads * cell.num_queries * cell.context
     if num_scores <= _MAX_DENSE_SCORES:
         kv = jnp.full((cell.num_seqs, cell.context, shape.num_kv_heads, shape.head_dim), 0.5, dtype)
-        runs.append(_looped(functools.partial(_dense, cell, chosen.spec), q_thd, kv, kv))
+        runs.append(_looped(functools.partial(_dense, cell, spec), q_thd, kv, kv))
     seconds = _median(runs)
     contiguous_s = seconds[2] if len(seconds) > 2 else None
     return Measurement(cell, chosen.backend, seconds[0], seconds[1], contiguous_s, limit_of(cell, shape, dtype, limits))
@@ -220,9 +221,9 @@ def _dense(cell: Cell, spec: AttentionSpec, q_thd: jax.Array, k_stkd: jax.Array,
     distance_qt = (
         cell.context - cell.num_queries + jnp.arange(cell.num_queries)[:, None] - jnp.arange(cell.context)[None]
     )
-    is_seen_qt = (distance_qt >= 0) & (distance_qt < (spec.sliding_window or cell.context))
-    mask = None if cell.kind == "decode" and spec.sliding_window is None else is_seen_qt[None, None]
-    return jax.nn.dot_product_attention(q_sqhd, k_stkd, v_stkd, mask=mask, scale=spec.scale).reshape(q_thd.shape)
+    is_seen_qt = (distance_qt >= 0) & (distance_qt < (spec.kind.sliding_window or cell.context))
+    mask = None if cell.kind == "decode" and spec.kind.sliding_window is None else is_seen_qt[None, None]
+    return jax.nn.dot_product_attention(q_sqhd, k_stkd, v_stkd, mask=mask, scale=spec.kind.scale).reshape(q_thd.shape)
 
 
 def _looped(act: Callable[..., jax.Array], x: jax.Array, *rest: object) -> Run:

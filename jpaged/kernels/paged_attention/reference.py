@@ -49,7 +49,7 @@ def paged_attention(
     num_kv_heads = spec.layout.num_kv_heads
     tile = min(TILE_QUERIES, num_tokens)
     # A tile may reach beyond the last token: the padding keeps it from being moved back onto its neighbours.
-    q_tkgd = jnp.pad(q_thd.astype(jnp.float32) * spec.scale, ((0, tile), (0, 0), (0, 0)))
+    q_tkgd = jnp.pad(q_thd.astype(jnp.float32) * spec.kind.scale, ((0, tile), (0, 0), (0, 0)))
     q_tkgd = q_tkgd.reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
     tables_sm = _pad_tables(rows.block_tables_sm, spec)
     positions_s, begins_s = rows.positions, rows.begins
@@ -109,8 +109,8 @@ def _attend_tile(
     num_seen = jnp.minimum(context.end, position + num_queries)
     end = jnp.minimum((num_seen + chunk_tokens - 1) // chunk_tokens, table_m.shape[0] // _chunk_blocks(spec))
     begin = context.begin
-    if spec.sliding_window is not None:
-        begin = jnp.maximum(begin, position - spec.sliding_window + 1)
+    if spec.kind.sliding_window is not None:
+        begin = jnp.maximum(begin, position - spec.kind.sliding_window + 1)
     begin = begin // chunk_tokens
 
     q_kqgd = q_qkgd.transpose(1, 0, 2, 3)
@@ -157,14 +157,14 @@ def _scores(
 ) -> jax.Array:
     """Scores [K, Q, G, W]; minus infinity where a query does not see a key. `keys`: the first one's place, of what."""
     s_kqgw = _dot_products(q_kqgd, k_wkd)
-    if spec.soft_cap is not None:
-        s_kqgw = spec.soft_cap * jnp.tanh(s_kqgw / spec.soft_cap)
+    if spec.kind.soft_cap is not None:
+        s_kqgw = spec.kind.soft_cap * jnp.tanh(s_kqgw / spec.kind.soft_cap)
     first_key, context = keys
     places_w = first_key + jnp.arange(k_wkd.shape[0])
     distance_qw = positions_q[:, None] - places_w[None, :]
     is_seen_qw = (distance_qw >= 0) & (places_w >= context.begin) & (places_w < context.end)
-    if spec.sliding_window is not None:
-        is_seen_qw &= distance_qw < spec.sliding_window
+    if spec.kind.sliding_window is not None:
+        is_seen_qw &= distance_qw < spec.kind.sliding_window
     return jnp.where(is_seen_qw[:, None, :], s_kqgw, -jnp.inf)
 
 

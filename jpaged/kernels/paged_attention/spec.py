@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jpaged.errors import InvalidArgument
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 
 if TYPE_CHECKING:
@@ -21,26 +21,16 @@ class AttentionSpec:
 
     Attributes:
         layout: of the pool.
-        scale: scores are q . k * scale.
-        sliding_window: a token sees itself and so many before it that the window is full; None sees all.
-        soft_cap: scores become cap * tanh(score / cap); None leaves them.
+        kind: what is computed over it.
     """
 
     layout: KVLayout
-    scale: float
-    sliding_window: int | None = None
-    soft_cap: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise InvalidArgument("sliding_window", f"{self.sliding_window} is below the limit of 1")
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise InvalidArgument("soft_cap", f"{self.soft_cap} is not above 0")
+    kind: AttentionKind
 
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """What a backend is asked about besides the spec, before anything is traced.
+    """What a backend is asked about besides the pool, before anything is traced.
 
     Attributes:
         num_heads: query heads.

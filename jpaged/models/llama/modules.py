@@ -12,6 +12,7 @@ from flax import nnx
 from jpaged.models import rope
 from jpaged.models.layers import Attend, Ends, EndsKeys, Linear, QKVLinear, RMSNorm
 from jpaged.models.llama.config import LlamaConfig
+from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import TokenBatch
 
 
@@ -58,10 +59,10 @@ class LlamaLayer(nnx.Module):
         self.mlp = MLP(config, dtype, rngs)
 
     def __call__(
-        self, x_te: jax.Array, cos_sin: tuple[jax.Array, jax.Array], attend: Attend, carry: Any, layer_index: jax.Array
+        self, x_te: jax.Array, cos_sin: tuple[jax.Array, jax.Array], attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
-        """One layer over packed tokens; attend and carry as in `Model.run`."""
-        o_thd, carry = attend(*self.attention.project(self.attention_norm(x_te), *cos_sin), carry, layer_index)
+        """One layer over packed tokens; attend, carry and place as in `Model.run`."""
+        o_thd, carry = attend(*self.attention.project(self.attention_norm(x_te), *cos_sin), carry, place)
         x_te = x_te + self.attention.out(o_thd.astype(x_te.dtype).reshape(x_te.shape[0], -1))
         return x_te + self.mlp(self.mlp_norm(x_te)), carry
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jpaged.models.layers import Attend, Embedding, Ends, EndsKeys, LayerNorm, Linear, QKVLinear
 from jpaged.models.opt.config import POSITION_OFFSET, Activation, OptConfig
+from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import TokenBatch
 
 _NORM_EPS = 1e-5
@@ -58,11 +59,11 @@ class OptLayer(nnx.Module):
         self.norm_first = config.norm_first
 
     def __call__(
-        self, x_te: jax.Array, shared: None, attend: Attend, carry: Any, layer_index: jax.Array
+        self, x_te: jax.Array, shared: None, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
-        """One layer over packed tokens; attend and carry as in `Model.run`."""
+        """One layer over packed tokens; attend, carry and place as in `Model.run`."""
         normed_te = self.attention_norm(x_te) if self.norm_first else x_te
-        o_thd, carry = attend(*self.attention.qkv.project(normed_te), carry, layer_index)
+        o_thd, carry = attend(*self.attention.qkv.project(normed_te), carry, place)
         x_te = x_te + self.attention.out(o_thd.astype(x_te.dtype).reshape(x_te.shape[0], -1))
         if self.norm_first:
             return x_te + self.mlp(self.mlp_norm(x_te)), carry

@@ -39,7 +39,7 @@ def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: s
     num_blocks = 32_000 // block_size
     mesh = build_mesh(jax.devices()[:1])
     step, geometry = sized_step(tiny_model.model(dtype), options, layer_mode, num_blocks, mesh)
-    layout = step.attention.layout
+    layout = step.layout
     params = Placement.of(tiny_model.model(dtype), mesh, layer_mode).abstract_params()
     executable = program_lowerings(step, params, geometry)[ProgramSpec("forward", num_tokens)]().compile()
     memory = executable.memory_analysis()

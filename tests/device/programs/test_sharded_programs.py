@@ -36,7 +36,7 @@ def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode:
     where = place(model_of(name), 4, layer_mode)
     step, geometry, params = abstract_serving(model_of(name), EngineConfig.load(OPTIONS), where.mesh, layer_mode)
     lowerings = program_lowerings(step, params, geometry)
-    layout = step.attention.layout
+    layout = step.layout
     executable = lowerings[ProgramSpec("forward", 16)]().compile()
     num_layers = 1 if layer_mode == "scan" else layout.num_layers
     assert opcodes(executable) == {"all-reduce": 2 * num_layers + 1}
@@ -54,7 +54,7 @@ def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode:
 @pytest.mark.parametrize("kind", ["copy", "swap_out", "swap_in"])
 def test_every_device_moves_its_own_part_of_a_block(kind) -> None:
     step, _, _ = abstract_serving(model_of("llama3_tied"), EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:4]))
-    layout = step.attention.layout
+    layout = step.layout
     executable = lower_move(ProgramSpec(kind, 8), layout, step.mesh).compile()
     assert opcodes(executable) == {}
     memory = executable.memory_analysis()

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.errors import Unsupported
+from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
 
 if TYPE_CHECKING:
@@ -93,9 +94,9 @@ class CpuKernel:
 
     def _attributes(self, spec: AttentionSpec) -> dict[str, Any]:
         return {
-            "scale": np.float32(spec.scale),
-            "soft_cap": np.float32(spec.soft_cap or 0),
-            "window": np.int64(spec.sliding_window or 0),
+            "scale": np.float32(spec.kind.scale),
+            "soft_cap": np.float32(spec.kind.soft_cap or 0),
+            "window": np.int64(spec.kind.sliding_window or 0),
             "blocks_per_layer": np.int64(spec.layout.blocks_per_layer),
             "kv_number": np.int64(NUMBERS.index(spec.layout.dtype.name)),
             "max_width": np.int64(self.max_width),
@@ -158,7 +159,7 @@ def update(
     return _loaded().update(q_thd, new_kv, pool, layer, rows, spec, scales_lk2)
 
 
-def unsupported_reason(spec: AttentionSpec, queries: Queries) -> str | None:
+def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     """Why the kernel cannot do this call: only when there is none, for it leaves nothing out."""
     found = kernel()
     return found if isinstance(found, str) else None

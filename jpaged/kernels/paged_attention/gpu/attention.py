@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.gpu.tiling import (
     SHARED_BYTES,
     TILE_ROWS,
@@ -33,9 +34,8 @@ _MAX_BLOCK_SIZE = 128
 _MAX_HEAD_DIM = 256
 
 
-def unsupported_reason(spec: AttentionSpec, queries: Queries) -> str | None:
+def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     """Why a call cannot run here, or None. Queries have to be of 16 bits, and of the pool's type where that is."""
-    layout = spec.layout
     group, dtype = queries.num_heads // layout.num_kv_heads, queries.dtype.name
     if layout.dtype.name not in _KV_DTYPES:
         return f"the pool holds {layout.dtype.name}; its tensor-core products take {', '.join(_KV_DTYPES)}: use xla"
@@ -50,7 +50,7 @@ def unsupported_reason(spec: AttentionSpec, queries: Queries) -> str | None:
         return f"head_dim {layout.head_dim} is not a multiple of 16 up to {_MAX_HEAD_DIM}"
     if group > TILE_ROWS:
         return f"{group} query heads share a key/value head; the limit is {TILE_ROWS}"
-    fixed, stage = fixed_bytes(spec), stage_bytes(spec)
+    fixed, stage = fixed_bytes(layout), stage_bytes(layout)
     if fixed + 2 * stage > SHARED_BYTES:
         return (
             f"block_size {layout.block_size} with head_dim {layout.head_dim} in {layout.dtype.name} takes "

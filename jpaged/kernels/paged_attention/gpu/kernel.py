@@ -214,8 +214,8 @@ def _plan(tiles: Any, static: Static) -> _Work:
     tile, split = lax.axis_index("tile"), lax.axis_index("split")
     row, first_row, num_tokens, position, begin, end, has_bad_ids = (tiles[tile, int(field)] for field in TileField)
     end = jnp.minimum(end, position + num_tokens)
-    if static.spec.sliding_window is not None:
-        begin = jnp.maximum(begin, position - (static.spec.sliding_window - 1))
+    if static.spec.kind.sliding_window is not None:
+        begin = jnp.maximum(begin, position - (static.spec.kind.sliding_window - 1))
     span = jnp.int32(tiling.chunk_tokens)
     first = lax.div(begin, span)
     num_chunks = jnp.maximum(lax.div(end + (span - 1), span) - first, 0)
@@ -363,17 +363,17 @@ def _scores(memory: _Refs, k_s: Any, work: _Work, static: Static) -> jax.Array:
             return sums[...]
 
         scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((TILE_ROWS, static.tiling.chunk_rows), jnp.float32))
-    scale = spec.scale if memory.scales is None else spec.scale * _scale(0, memory, work, static)
-    if spec.soft_cap is None:
+    scale = spec.kind.scale if memory.scales is None else spec.kind.scale * _scale(0, memory, work, static)
+    if spec.kind.soft_cap is None:
         return scores * (scale * _LOG2_E)
     # The fast tanh of the device is good for 3 digits; this one for 6.
-    power = jnp.exp2(scores * (scale * (2 * _LOG2_E / spec.soft_cap)))
-    return (spec.soft_cap * _LOG2_E) * (1 - 2 / (power + 1))
+    power = jnp.exp2(scores * (scale * (2 * _LOG2_E / spec.kind.soft_cap)))
+    return (spec.kind.soft_cap * _LOG2_E) * (1 - 2 / (power + 1))
 
 
 def _masked(scores: jax.Array, first_key: jax.Array, work: _Work, static: Static) -> jax.Array:
     """Minus infinity where a query does not see a key."""
-    tiling, window = static.tiling, static.spec.sliding_window
+    tiling, window = static.tiling, static.spec.kind.sliding_window
     rows, columns = (_count(scores.shape, axis, static) for axis in range(2))
     keys = first_key + columns
     positions = work.position + lax.div(rows, jnp.int32(tiling.group))

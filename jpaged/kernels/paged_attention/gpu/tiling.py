@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.spec import AttentionSpec
 
 TILE_ROWS = 64
@@ -61,14 +62,13 @@ def chunk_rows(block_size: int) -> int:
     return 64 if block_size <= 64 else 128
 
 
-def stage_bytes(spec: AttentionSpec) -> int:
+def stage_bytes(layout: KVLayout) -> int:
     """Shared memory of one chunk on its way."""
-    return chunk_rows(spec.layout.block_size) * 2 * spec.layout.head_dim * spec.layout.dtype.itemsize
+    return chunk_rows(layout.block_size) * 2 * layout.head_dim * layout.dtype.itemsize
 
 
-def fixed_bytes(spec: AttentionSpec) -> int:
+def fixed_bytes(layout: KVLayout) -> int:
     """Shared memory beside the chunks: queries, sums, and where 8 bits become 16."""
-    layout = spec.layout
     wide_bytes = 2 * chunk_rows(layout.block_size) * 2 * layout.head_dim if layout.is_scaled else 0
     return TILE_ROWS * layout.head_dim * 2 + 2 * TILE_ROWS * 4 + wide_bytes + _RESERVED_BYTES
 
@@ -80,7 +80,7 @@ def choose_tiling(spec: AttentionSpec, num_heads: int, num_tokens: int, num_rows
     group = num_heads // layout.num_kv_heads
     chunk_blocks = rows // layout.block_size
     chunk_tokens = chunk_blocks * layout.block_size
-    fixed, stage = fixed_bytes(spec), stage_bytes(spec)
+    fixed, stage = fixed_bytes(layout), stage_bytes(layout)
     limit = _HALF_PROCESSOR_BYTES if fixed + 2 * stage <= _HALF_PROCESSOR_BYTES else SHARED_BYTES
     tiling = Tiling(
         group=group,
@@ -94,7 +94,7 @@ def choose_tiling(spec: AttentionSpec, num_heads: int, num_tokens: int, num_rows
     )
     num_workers = tiling.num_tiles(num_tokens, num_rows) * layout.num_kv_heads
     max_keys = table_width * layout.block_size
-    if spec.sliding_window is not None:
-        max_keys = min(max_keys, spec.sliding_window + tiling.tile_tokens)
+    if spec.kind.sliding_window is not None:
+        max_keys = min(max_keys, spec.kind.sliding_window + tiling.tile_tokens)
     max_splits = max(1, max_keys // _MIN_PART_TOKENS)
     return dataclasses.replace(tiling, splits=min(max_splits, max(1, 2 * NUM_PROCESSORS // num_workers)))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
 from jpaged.kernels.paged_attention.tpu import sizes as sizing
 
@@ -33,9 +34,8 @@ _KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
 _MAX_HEAD_DIM = 256
 
 
-def unsupported_reason(spec: AttentionSpec, queries: Queries) -> str | None:
+def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     """Why there is no kernel for it, or None. Block tables lie in scalar memory, which is small."""
-    layout = spec.layout
     if queries.dtype.name not in _QUERY_DTYPES:
         return f"queries of {queries.dtype} are none of {', '.join(_QUERY_DTYPES)}"
     if layout.num_shards > 1:
@@ -91,7 +91,7 @@ def _run(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     num_tokens, num_heads, _ = q_thd.shape
     scales_k2 = jnp.ones((spec.layout.num_kv_heads, 2), jnp.float32) if scales_lk2 is None else scales_lk2[layer]
-    scales_2k = (scales_k2.astype(jnp.float32) * jnp.asarray([spec.scale, 1.0], jnp.float32)).reshape(-1)
+    scales_2k = (scales_k2.astype(jnp.float32) * jnp.asarray([spec.kind.scale, 1.0], jnp.float32)).reshape(-1)
     nums_s = rows.query_starts_s1[1:] - rows.query_starts_s1[:-1]
     is_used_s = jnp.arange(nums_s.shape[0]) < rows.num_rows
 
@@ -164,8 +164,8 @@ def _segments(
     hi_n = jnp.minimum(end_n - tile_n * tile, tile)
     position_n = rows.positions[row_n] + tile_n * tile - start_n
     begin_n = jnp.maximum(rows.begins[row_n], 0)
-    if spec.sliding_window is not None:
-        begin_n = jnp.maximum(begin_n, position_n + lo_n - spec.sliding_window + 1)
+    if spec.kind.sliding_window is not None:
+        begin_n = jnp.maximum(begin_n, position_n + lo_n - spec.kind.sliding_window + 1)
     table_len = rows.block_tables_sm.shape[1] * spec.layout.block_size
     end_n = jnp.minimum(jnp.minimum(rows.kv_lens_s[row_n], position_n + hi_n), table_len)
     fields = (row_n, tile_n, lo_n, hi_n, position_n, begin_n, end_n)

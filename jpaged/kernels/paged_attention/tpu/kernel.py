@@ -266,8 +266,8 @@ def _attend(scalars: Scalars, segment: Any, chunk: Any, q_ref: Any, chunk_ref: A
     key_1w = first_key + lax.broadcasted_iota(jnp.int32, (1, plan.chunk_tokens), 1)
     key_w1 = first_key + lax.broadcasted_iota(jnp.int32, (plan.chunk_tokens, 1), 0)
     is_seen_rw = (key_1w <= position_r1) & (key_1w >= begin) & (key_1w < end)
-    if spec.sliding_window is not None:
-        is_seen_rw &= position_r1 - key_1w < spec.sliding_window
+    if spec.kind.sliding_window is not None:
+        is_seen_rw &= position_r1 - key_1w < spec.kind.sliding_window
     is_filled_w1 = (key_w1 >= begin) & (key_w1 < end)
     precision = lax.Precision.HIGHEST if plan.compute_dtype == jnp.float32 else lax.Precision.DEFAULT
     dot = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
@@ -277,8 +277,8 @@ def _attend(scalars: Scalars, segment: Any, chunk: Any, q_ref: Any, chunk_ref: A
         v_wd = jnp.where(is_filled_w1, v_wd, 0.0).astype(plan.compute_dtype)
         q_rd = q_ref[head].reshape(plan.rows, -1).astype(plan.compute_dtype)
         s_rw = dot(q_rd, k_wd, (((1,), (1,)), ((), ()))) * scalars.scales[2 * head]
-        if spec.soft_cap is not None:
-            s_rw = spec.soft_cap * jnp.tanh(s_rw / spec.soft_cap)
+        if spec.kind.soft_cap is not None:
+            s_rw = spec.kind.soft_cap * jnp.tanh(s_rw / spec.kind.soft_cap)
         s_rw = jnp.where(is_seen_rw, s_rw, -jnp.inf)
         m_r1 = kept.m[head]
         m_new_r1 = jnp.maximum(m_r1, s_rw.max(axis=1, keepdims=True))

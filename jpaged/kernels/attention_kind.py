@@ -1,0 +1,28 @@
+"""What attention computes in a layer, apart from where its keys and values lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jpaged.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """A kind of attention: hashable, static under jit. Layers of a model may differ in it.
+
+    Attributes:
+        scale: scores are q . k * scale.
+        sliding_window: a token sees itself and so many before it that the window is full; None sees all.
+        soft_cap: scores become cap * tanh(score / cap); None leaves them.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise InvalidArgument("sliding_window", f"{self.sliding_window} is below the limit of 1")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise InvalidArgument("soft_cap", f"{self.soft_cap} is not above 0")

@@ -1,0 +1,54 @@
+"""A model whose layers differ in their attention, served from the pool, against a dense pass of the same model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.device.executor import JaxExecutor
+from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.models.llama.config import LlamaConfig
+from jpaged.models.model import Model
+from jpaged.models.stack import LayerMode
+from tests.device import tiny_model
+from tests.device.driver import Driver, Row
+from tests.models import dense
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AlternatingConfig(LlamaConfig):
+    """Every second layer has a narrow window and a soft cap."""
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        full = AttentionKind(self.head_dim**-0.5)
+        narrow = dataclasses.replace(full, sliding_window=5, soft_cap=0.5)
+        return tuple(narrow if index % 2 else full for index in range(self.num_layers))
+
+
+FIELDS = {field.name: getattr(tiny_model.CONFIG, field.name) for field in dataclasses.fields(tiny_model.CONFIG)}
+MODEL = Model(AlternatingConfig(**FIELDS), jnp.dtype("float32"))
+
+
+@pytest.mark.parametrize(("layer_mode", "backend"), [("loop", "xla"), ("scan", "xla"), ("loop", "auto")])
+def test_each_layer_attends_in_its_own_way(layer_mode: LayerMode, backend: str) -> None:
+    chosen = dataclasses.replace(tiny_model.OPTIONS.model, attention_backend=backend)
+    options = dataclasses.replace(tiny_model.OPTIONS, model=chosen)
+    executor = JaxExecutor.create(MODEL, tiny_model.params(layer_mode), options)
+    executor.warm_up(tiny_model.quiet)
+    assert executor.geometry.cascade is None
+    driver = Driver(executor)
+    prompt = np.random.default_rng(0).integers(0, tiny_model.CONFIG.vocab_size, 20).tolist()
+    sequence = driver.sequence(prompt)
+    while len(sequence.tokens) < 32:
+        row = Row(sequence, min(7, len(sequence.tokens) - sequence.num_computed))
+        token = driver.run([row]).token_ids_rn[0, 0]
+        if sequence.num_computed == len(sequence.tokens):
+            sequence.tokens.append(int(token))
+    executor.shutdown()
+    params = tiny_model.params()
+    assert sequence.tokens[20:] == dense.greedy(MODEL, params, prompt, 12)
+    assert sequence.tokens[20:] != dense.greedy(tiny_model.model(), params, prompt, 12)
