@@ -1,6 +1,8 @@
 """Policy: who runs, in which blocks, and what comes of it. Plain Python and numpy; never imports jax.
 
-engine.py      the loop: drain the inbox, schedule, dispatch, collect, publish
+engine.py      what any thread may ask of it
+loop.py        schedule, dispatch, collect, publish; who is in flight
+loop_thread.py the thread that the loop runs on
 executor.py    what the engine asks of a device: the shapes of a step, and its verbs
 buckets.py     the closed list of shapes that programs are compiled for
 sequence.py    one request's life: a group, and its sequences

@@ -134,7 +134,7 @@ class Server:
         """
         self.state.note_failure(error)
         if self.state.model is not None:
-            self.state.model.engine.abandon(error)
+            self.state.model.engine.fail(error, hangs=True)
         self._stop.set()
 
     def stop_on_signals(self) -> None:

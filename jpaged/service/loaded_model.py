@@ -75,8 +75,8 @@ class EngineClient(Protocol):
 
     def drain(self, timeout_s: float) -> bool: ...
 
-    def abandon(self, error: Exception) -> None:
-        """Ends it with this error; `stop` does not wait for what may never return."""
+    def fail(self, error: Exception, *, hangs: bool = False) -> None:
+        """Ends it with this error; where it hangs, `stop` does not wait for what may never return."""
         ...
 
     def stop(self) -> None: ...

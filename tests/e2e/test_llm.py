@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from jpaged import LLM, SamplingParams
+from jpaged.engine.kv.paged import PagedMemory
+from jpaged.engine.scheduling.policies import ByPriority
 from jpaged.llm import TokensPrompt
 from tests.e2e.rig import engine_of
 from tests.models.tiny import tiny_case, write_checkpoint
@@ -62,10 +64,10 @@ def test_beams_come_best_first(llm: LLM) -> None:
 
 
 def test_options_reach_the_engine(llm: LLM) -> None:
-    config = engine_of(llm)._config
-    scheduler, cache = config.scheduler, config.cache
-    assert (scheduler.policy, scheduler.preemption_mode, scheduler.batching) == ("priority", "swap", "continuous")
-    assert (cache.kv_policy, cache.enable_prefix_caching) == ("paged", True)
+    scheduler, memory = engine_of(llm)._loop.scheduler, engine_of(llm)._loop.memory
+    assert (type(scheduler._policy), scheduler._preemption.mode, scheduler._is_static) == (ByPriority, "swap", False)
+    assert isinstance(memory, PagedMemory)
+    assert memory.prefixes is not None
     assert llm._serving.engine.geometry.num_host_blocks == int(0.001 * 2**30) // (3 * 8 * 2 * 2 * 32 * 4)
 
 

@@ -95,8 +95,8 @@ class Harness:
 
     def state(self):
         """What everybody holds and waits for."""
-        lines = [f"{self.engine._memory.use()}, {self.engine._scheduler.queues.num_rows} rows taken"]
-        for group in self.engine._scheduler.queues.groups():
+        lines = [f"{self.engine._loop.memory.use()}, {self.engine._loop.scheduler.queues.num_rows} rows taken"]
+        for group in self.engine._loop.scheduler.queues.groups():
             lines.append(f"{group.request.request_id} {group.status.value}, {group.num_preemptions} preemptions:")
             lines += [
                 f"    {sequence.status.value}: {sequence.num_computed_tokens} of {sequence.num_tokens} tokens computed,"

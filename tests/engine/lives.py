@@ -155,10 +155,10 @@ class Life:
         self.h.run()
         self.unpin()
         self.h.step()
-        use = self.h.engine._memory.use()
-        assert (use.num_referenced, num_swapped_blocks(self.h.engine._memory)) == (0, 0)
+        use = self.h.engine._loop.memory.use()
+        assert (use.num_referenced, num_swapped_blocks(self.h.engine._loop.memory)) == (0, 0)
         assert not self.pins
-        publisher = self.h.engine._publisher
+        publisher = self.h.engine._loop._output
         assert not (publisher._states or publisher._held or publisher._searches or publisher._last_events)
         for name in self.h.expected:
             self.check_end(name)

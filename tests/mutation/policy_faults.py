@@ -11,19 +11,19 @@ POLICIES = ("scheduling/test_policies.py",)
 POLICY_FAULTS = (
     Fault(
         "a copy is made after the write",
-        "engine.py",
+        "loop.py",
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
         "        if not schedule.rows:\n            return None\n"
-        "        hidden = self._executor.forward(build_step_inputs(schedule, self.geometry))\n",
+        "        hidden = self._executor.forward(build_step_inputs(schedule, geometry))\n",
         "        if schedule.rows:\n"
-        "            hidden = self._executor.forward(build_step_inputs(schedule, self.geometry))\n"
+        "            hidden = self._executor.forward(build_step_inputs(schedule, geometry))\n"
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
         "        if not schedule.rows:\n            return None\n",
         ("kv/test_sharing.py",),
     ),
     Fault(
         "moves wait for a step that has rows",
-        "engine.py",
+        "loop.py",
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
         "        if not schedule.rows:\n            return None\n",
         "        if not schedule.rows:\n            return None\n"
@@ -194,7 +194,7 @@ POLICY_FAULTS = (
     ),
     Fault(
         "a prefix is pinned that has lost its blocks",
-        "engine.py",
+        "kv/pinned.py",
         "if not group.has_prompt_blocks:",
         "if group.status is None:",
         ("kv/test_pinned.py",),

@@ -124,7 +124,7 @@ async def test_a_tenant_with_one_request_does_not_wait_for_all_of_another(monkey
             for client in (*[many] * 5, one):
                 sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
                 runs.append(asyncio.ensure_future(client.complete("hello", sampling)))
-                await eventually(lambda: len(engine._accepted) == len(runs))
+                await eventually(lambda: len(engine._in_flight) == len(runs))
             harness.faults.release()
             await asyncio.gather(*runs)
     assert ended == ["many", "one", "many", "many", "many", "many"]

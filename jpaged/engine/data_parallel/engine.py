@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from jpaged.engine.data_parallel.routing import Route, Router
-from jpaged.engine.engine import Clock, Engine
+from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Geometry
 from jpaged.engine.histogram import HistogramSnapshot
 from jpaged.engine.kv.pinned import Pin
@@ -41,10 +41,11 @@ class DataParallelEngine:
         alike = [dataclasses.replace(engine.geometry, buckets=buckets) for engine in engines]
         if any(one != alike[0] for one in alike):
             raise InternalError(f"replicas are not alike: {alike}")
-        self._router = Router(self._engines, self.geometry)
+        self.clock = engines[0].clock
+        self.max_num_in_flight = sum(engine.max_num_in_flight for engine in engines)
+        self._router = Router([engine.prefixes for engine in engines], self.geometry)
         # Guards what follows; engines take their own locks inside it, and never call back with theirs held.
         self._lock = threading.Lock()
-        self._routes: dict[str, Route] = {}
         self._pinning: set[Pin] = set()
         self._pinned: set[Pin] = set()
 
@@ -52,14 +53,6 @@ class DataParallelEngine:
     def geometry(self) -> Geometry:
         """Of each replica: what one request can have."""
         return self._engines[0].geometry
-
-    @property
-    def clock(self) -> Clock:
-        return self._engines[0].clock
-
-    @property
-    def max_num_in_flight(self) -> int:
-        return sum(engine.max_num_in_flight for engine in self._engines)
 
     @property
     def is_full(self) -> bool:
@@ -81,7 +74,8 @@ class DataParallelEngine:
             if self.failure is not None:
                 raise Unavailable("the engine has failed")
             # One that was dropped is still its engine's until the next step there.
-            if request_id in self._routes or any(engine.is_in_flight(request_id) for engine in self._engines):
+            is_routed = self._router.route_of(request_id) is not None
+            if is_routed or any(engine.is_in_flight(request_id) for engine in self._engines):
                 raise AlreadyExists(f"request {request_id!r} is in flight")
             for route in self._router.routes(request):
                 try:
@@ -89,8 +83,7 @@ class DataParallelEngine:
                 except QueueFull as refusal:
                     refusals.append(refusal)
                     continue
-                self._routes[request_id] = route
-                self._router.enter(route)
+                self._router.enter(request_id, route)
                 return
         # Each engine was at its limit when it refused: what it counts is known to it, not to the routes.
         raise QueueFull(
@@ -102,29 +95,23 @@ class DataParallelEngine:
     def abort(self, request_id: str) -> bool:
         """Ends a request with finish reason ABORT; False when there is none of that id."""
         with self._lock:
-            route = self._routes.get(request_id)
+            route = self._router.route_of(request_id)
         return route is not None and self._engines[route.replica].abort(request_id)
 
     def drop(self, request_id: str) -> None:
         """Forgets a request that nobody listens to any more."""
         with self._lock:
-            route = self._routes.get(request_id)
+            route = self._router.route_of(request_id)
             if route is not None:
-                self._leave(request_id, route)
+                self._router.leave(request_id, route)
         if route is not None:
             self._engines[route.replica].drop(request_id)
 
     def _pass_on(self, route: Route, sink: Sink, event: OutputEvent) -> None:
         if event.is_last:
             with self._lock:
-                self._leave(event.request_id, route)
+                self._router.leave(event.request_id, route)
         sink(event)
-
-    def _leave(self, request_id: str, route: Route) -> None:
-        """Counts a request no more; one that was dropped is not counted twice."""
-        if self._routes.get(request_id) is route:
-            del self._routes[request_id]
-            self._router.leave(route)
 
     # --- pinned prefixes --------------------------------------------------------------------------------------------
 
@@ -142,7 +129,24 @@ class DataParallelEngine:
             return future
         token_ids = tuple(token_ids)
         parts = [engine.pin_prefix(name, token_ids, salt, tenant) for engine in self._engines]
-        _when_all_are_done(parts, lambda: self._settle_pin(pin, parts, future))
+
+        def all_are_done() -> None:
+            """One that could not pin takes the pins of the others with it."""
+            errors = [error for part in parts if (error := part.exception()) is not None]
+            if errors:
+                for engine, part in zip(self._engines, parts, strict=True):
+                    if part.exception() is None:
+                        engine.unpin_prefix(name, tenant)
+            with self._lock:
+                self._pinning.discard(pin)
+                if not errors:
+                    self._pinned.add(pin)
+            if errors:
+                future.set_exception(errors[0])
+            else:
+                future.set_result(parts[0].result())
+
+        _when_all_are_done(parts, all_are_done)
         return future
 
     def unpin_prefix(self, name: str, tenant: str = "") -> bool:
@@ -154,22 +158,6 @@ class DataParallelEngine:
                 for engine in self._engines:
                     engine.unpin_prefix(name, tenant)
         return is_pinned
-
-    def _settle_pin(self, pin: Pin, parts: Sequence[Future[int]], future: Future[int]) -> None:
-        """Every engine has answered: one that could not takes the pins of the others with it."""
-        errors = [error for part in parts if (error := part.exception()) is not None]
-        if errors:
-            for engine, part in zip(self._engines, parts, strict=True):
-                if part.exception() is None:
-                    engine.unpin_prefix(pin[1], pin[0])
-        with self._lock:
-            self._pinning.discard(pin)
-            if not errors:
-                self._pinned.add(pin)
-        if errors:
-            future.set_exception(errors[0])
-        else:
-            future.set_result(parts[0].result())
 
     # --- counts -----------------------------------------------------------------------------------------------------
 
@@ -217,10 +205,10 @@ class DataParallelEngine:
             engine.drain(0.0)
         return all(engine.drain(max(0.0, until_s - time.monotonic())) for engine in self._engines)
 
-    def abandon(self, error: Exception) -> None:
-        """Ends all loops with this error, and waits for none; see `Engine.abandon`."""
+    def fail(self, error: Exception, *, hangs: bool = False) -> None:
+        """Ends all loops with this error; see `Engine.fail`."""
         for engine in self._engines:
-            engine.abandon(error)
+            engine.fail(error, hangs=hangs)
 
     def stop(self) -> None:
         """Ends all loops. Requests that are still in flight get Unavailable."""

@@ -26,7 +26,7 @@ MAX_ROUTED_BLOCKS = 256
 
 
 class PrefixSource(Protocol):
-    """What is asked of a replica; from any thread."""
+    """What is asked of a replica's cached prefixes; from any thread."""
 
     def has_prefix(self, key: Key) -> bool: ...
 
@@ -52,16 +52,17 @@ class Router:
     """Knows what is in flight where. Callers hold a lock of theirs.
 
     Args:
-        sources: the replicas, in order.
+        sources: of the replicas, in order; None where nothing is cached.
         geometry: of each of them.
     """
 
-    def __init__(self, sources: Sequence[PrefixSource], geometry: Geometry) -> None:
+    def __init__(self, sources: Sequence[PrefixSource | None], geometry: Geometry) -> None:
         self._sources = sources
         self._block_size = geometry.block_size
         self._num_rows = geometry.max_num_seqs
         self._num_slots = geometry.num_blocks * geometry.block_size
         self._loads = [0] * len(sources)
+        self._routes: dict[str, Route] = {}
         # How many prompts in flight have a block: it is cached as soon as it is computed, and held until they end.
         self._in_flight: list[Counter[Key]] = [Counter() for _ in sources]
 
@@ -76,13 +77,21 @@ class Router:
 
         return [Route(replica, cost, keys) for replica in sorted(range(len(self._sources)), key=rank)]
 
-    def enter(self, route: Route) -> None:
+    def route_of(self, request_id: str) -> Route | None:
+        """Where a request is in flight; None when it is not."""
+        return self._routes.get(request_id)
+
+    def enter(self, request_id: str, route: Route) -> None:
         """A request is in flight from now on."""
+        self._routes[request_id] = route
         self._loads[route.replica] += route.cost
         self._in_flight[route.replica].update(route.keys)
 
-    def leave(self, route: Route) -> None:
-        """It is not any more."""
+    def leave(self, request_id: str, route: Route) -> None:
+        """It is not any more; one that was dropped is not counted twice."""
+        if self._routes.get(request_id) is not route:
+            return
+        del self._routes[request_id]
         self._loads[route.replica] -= route.cost
         counts = self._in_flight[route.replica]
         for key in route.keys:
@@ -93,7 +102,7 @@ class Router:
     def _num_leading(self, replica: int, keys: Sequence[Key]) -> int:
         source, in_flight = self._sources[replica], self._in_flight[replica]
         for count, key in enumerate(keys):
-            if key not in in_flight and not source.has_prefix(key):
+            if key not in in_flight and (source is None or not source.has_prefix(key)):
                 return count
         return len(keys)
 
@@ -102,7 +111,8 @@ class Router:
         if not request.sampling.use_prefix_cache:
             return ()
         token_ids, size = request.prompt_token_ids, self._block_size
-        num_cacheable = self._sources[0].num_cacheable_blocks(len(token_ids))
+        source = self._sources[0]
+        num_cacheable = 0 if source is None else source.num_cacheable_blocks(len(token_ids))
         num_blocks = min(num_cacheable, (len(token_ids) - 1) // size, MAX_ROUTED_BLOCKS)
         keys, parent = [], root_key(request.sampling.cache_salt, request.cache_tenant)
         for i in range(num_blocks):

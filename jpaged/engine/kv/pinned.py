@@ -13,14 +13,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 
 from jpaged.engine.executor import Geometry
 from jpaged.engine.kv.blocks import num_blocks_alone
 from jpaged.engine.kv.prefixes import Prefixes
-from jpaged.engine.sequence import Group
-from jpaged.errors import AlreadyExists, InvalidArgument, Unsupported
-from jpaged.types import Request, SamplingParams
+from jpaged.engine.sequence import Group, Sink
+from jpaged.errors import AlreadyExists, Cancelled, InvalidArgument, JpagedError, Unsupported
+from jpaged.types import FinishReason, OutputEvent, Request, SamplingParams
 
 Pin = tuple[str, str]
 """A tenant, and what it calls a prefix."""
@@ -164,3 +165,66 @@ class PinnedPrefixes:
     def _num_blocks_alone(self, group: Group) -> int:
         prompt, sampling = group.request.prompt_token_ids, group.request.sampling
         return num_blocks_alone(len(prompt), sampling.max_tokens, group.num_rows, self._geometry.block_size)
+
+
+class PrefixPinner:
+    """Has prefixes computed by requests of its own, and keeps what they leave.
+
+    Args:
+        submit: takes a request; its events come on the engine's thread.
+        groups: what is in flight, by request id; read on that thread.
+    """
+
+    def __init__(
+        self, pins: PinnedPrefixes, submit: Callable[[Request, Sink], None], groups: Mapping[str, Group]
+    ) -> None:
+        self._pins = pins
+        self._submit = submit
+        self._groups = groups
+
+    def pin(self, pin: Pin, token_ids: tuple[int, ...], salt: str) -> Future[int]:
+        """Begins to compute a prefix; see `Engine.pin_prefix`."""
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # once asked for it cannot be cancelled, so its result can always be set
+        try:
+            request = self._pins.request(pin, token_ids, salt)
+        except JpagedError as error:
+            future.set_exception(error)
+        else:
+            self._compute(pin, request, future)
+        return future
+
+    def unpin(self, pin: Pin, ask: Callable[[Callable[[], None]], None]) -> bool:
+        """Gives up a name, and has the engine's thread release the blocks; False when nothing is pinned under it."""
+        is_pinned = self._pins.take(pin)
+        if is_pinned:
+            ask(lambda: self._pins.release(pin))
+        return is_pinned
+
+    def _compute(self, pin: Pin, request: Request, future: Future[int]) -> None:
+        try:
+            self._submit(request, lambda event: self._keep(pin, event, future))
+        except JpagedError as error:
+            self._pins.give_up(pin)
+            future.set_exception(error)
+
+    def _keep(self, pin: Pin, event: OutputEvent, future: Future[int]) -> None:
+        """Takes the events of a request for a prefix; its blocks are pinned at the last, before it gives them back."""
+        if not event.is_last:
+            return
+        error = event.error
+        if error is None and event.finish is not None and event.finish.reason is FinishReason.ABORT:
+            error = Cancelled(f"the request for prefix {pin[1]!r} was aborted")
+        if error is None:
+            group = self._groups[event.request_id]
+            if not group.has_prompt_blocks:  # it was preempted with its last token in flight
+                self._compute(pin, self._pins.renamed(pin, group.request), future)
+                return
+            try:
+                num_tokens = self._pins.keep(pin, group, [g for g in self._groups.values() if g is not group])
+                future.set_result(num_tokens)
+                return
+            except InvalidArgument as no_room:
+                error = no_room
+        self._pins.give_up(pin)
+        future.set_exception(error)

@@ -26,12 +26,12 @@ def make(policy="fcfs", max_num_seqs=8, preemption_mode="recompute", enable_pref
 
 
 def running(h):
-    return [group.request.request_id for group in h.engine._scheduler.queues.running]
+    return [group.request.request_id for group in h.engine._loop.scheduler.queues.running]
 
 
 def preempted(h):
     """How often each request that has not ended was preempted, where it was."""
-    counts = {name: group.num_preemptions for name, group in h.engine._groups.items()}
+    counts = {name: group.num_preemptions for name, group in h.engine._loop.groups.items()}
     return {name: count for name, count in counts.items() if count}
 
 
@@ -161,7 +161,7 @@ def test_a_sample_that_ends_while_its_static_batch_is_out_leaves_nothing_behind(
         h.step()
     assert preempted(h) == {"b": 1}
     assert h.tokens("b", 1) == second[:2]
-    assert num_swapped_blocks(h.engine._memory) == 2  # of the three that left, one was its own
+    assert num_swapped_blocks(h.engine._loop.memory) == 2  # of the three that left, one was its own
     h.run()
     assert h.tokens("b", 0) == first
 
@@ -175,7 +175,7 @@ def test_who_left_first_comes_back_last_whichever_way_they_left():
         h.step()
     h.submit("urgent", [7] * 20, max_tokens=2, priority=0)
     h.step()
-    scheduler = h.engine._scheduler
+    scheduler = h.engine._loop.scheduler
     assert [group.request.request_id for group in scheduler.queues.swapped] == ["r2"]
     assert [group.request.request_id for group in scheduler.queues.waiting] == ["r1"]
     assert scheduler.queues.next_group().request.request_id == "r1"

@@ -169,9 +169,9 @@ def test_beams_that_left_with_their_first_tokens_in_flight_share_their_prompt_ag
     request = h.submit("beams", list(range(8)), max_tokens=2, beam_width=2, n=2)
     h.step()
     h.step()
-    group = h.engine._groups["beams"]
+    group = h.engine._loop.groups["beams"]
     assert (group.num_preemptions, len(group.live), group.is_forked) == (1, 2, is_forked)
-    assert num_swapped_blocks(h.engine._memory) == (2 if preemption_mode == "swap" else 0)
+    assert num_swapped_blocks(h.engine._loop.memory) == (2 if preemption_mode == "swap" else 0)
     h.run()
     assert [h.tokens("beams", i) for i in range(2)] == expected_beams(list(range(8)), request.sampling)
 

@@ -143,7 +143,7 @@ def test_nobody_finds_it_in_host_memory(overlap):
     parent = root_key("")
     for begin in range(0, len(prompt), 4):
         parent = block_key(parent, prompt[begin : begin + 4])
-        assert not h.engine.has_prefix(parent)
+        assert not h.engine.prefixes.has_prefix(parent)
 
 
 def test_who_shares_its_blocks_goes_on_and_a_pinned_prefix_stays(overlap):
@@ -205,7 +205,7 @@ def test_it_may_have_been_preempted_before_word_of_it_came(mode, status, monkeyp
         h.executor.faults.nan_token_ids = frozenset({token_id})
         h.submit("a", [1, 2, 3], max_tokens=30)
         h.submit("b", [9, 8, 7], max_tokens=30)
-        note_finishes(h.engine._scheduler, found, monkeypatch)
+        note_finishes(h.engine._loop.scheduler, found, monkeypatch)
         h.run()
         fails(h, "b")
         assert num_used(h) == 0

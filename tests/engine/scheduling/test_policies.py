@@ -155,7 +155,7 @@ def test_who_is_computed_again_is_not_charged_again():
         "a": 2 * PROMPT_TOKEN_WEIGHT + 6 * OUTPUT_TOKEN_WEIGHT,
         "b": 9 * PROMPT_TOKEN_WEIGHT + 2 * OUTPUT_TOKEN_WEIGHT,
     }
-    order = h.engine._scheduler._policy
+    order = h.engine._loop.scheduler._policy
     assert isinstance(order, FairByTenant)
     assert order._served == served
 
@@ -166,7 +166,7 @@ def test_only_who_came_before_is_overtaken():
         h.submit(name, [1], max_tokens=2, priority=priority)
     while not is_over(h, "third"):
         h.step()
-    assert [h.engine._groups[name].num_overtaken for name in ("second", "fourth")] == [1, 0]
+    assert [h.engine._loop.groups[name].num_overtaken for name in ("second", "fourth")] == [1, 0]
     h.run()
 
 
@@ -240,7 +240,7 @@ def test_counters_of_tenants_are_bounded_and_who_was_forgotten_gains_nothing(mon
         if number % 3 == 0:
             h.run()
     h.run()
-    order = h.engine._scheduler._policy
+    order = h.engine._loop.scheduler._policy
     assert isinstance(order, FairByTenant)
     assert len(order._served) <= 16 + 3
     highest = max(order._served.values())

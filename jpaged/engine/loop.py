@@ -1,0 +1,283 @@
+"""The loop: schedule, dispatch, collect, publish. One thread owns everything in here.
+
+    plain     | schedule n | dispatch n | collect n | publish n | schedule n+1 ...
+    overlap   | schedule n+1 | dispatch n+1 | collect n | publish n | schedule n+2 ...
+              device:  === step n ===========| === step n+1 ==========
+
+With overlap the host decides step n + 1 before it has seen what step n sampled. Two rules follow. A decoding row's
+input is named by its row in the step before and never fetched by value. A row that ended in step n may already be in
+step n + 1: that result is dropped; its blocks are free at once, because the device runs steps in order of dispatch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from typing import Any
+
+from jpaged.config import EngineConfig
+from jpaged.engine.deadlines import Deadlines, is_over
+from jpaged.engine.executor import Executor, StepOutputs
+from jpaged.engine.kv.policy import make_memory
+from jpaged.engine.kv.prefixes import PrefixOptions
+from jpaged.engine.output.beam_rows import advance_beams
+from jpaged.engine.output.processor import OutputProcessor
+from jpaged.engine.scheduling.batch import build_sampling_inputs, build_step_inputs
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.shared_prefixes import share_prefixes
+from jpaged.engine.sequence import Group, Sequence, Sink
+from jpaged.engine.soundness import Soundness
+from jpaged.engine.stats import DEADLINE, StepStats
+from jpaged.engine.tokenizer import Tokenizer
+from jpaged.errors import AlreadyExists, DeadlineExceeded, QueueFull, RequestTooLong, Unavailable
+from jpaged.types import FinishReason, Request
+
+Clock = Callable[[], float]
+
+
+class InFlight:
+    """The ids that were accepted and did not end yet; any thread may ask and enter.
+
+    Attributes:
+        max_num: how many there are at one time: requests that run, and the queue in front of them.
+        failure: what the loop died of.
+    """
+
+    def __init__(self, num_running: int, num_queued: int) -> None:
+        self.max_num = num_running + num_queued
+        self.failure: Exception | None = None
+        self._num_queued = num_queued
+        self._lock = threading.Lock()
+        self._ids: set[str] = set()
+        self._is_closed = False
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+
+    def __contains__(self, request_id: str) -> bool:
+        with self._lock:
+            return request_id in self._ids
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._ids)
+
+    def enter(self, request_id: str, then: Callable[[], None], retry_after_s: Callable[[], float]) -> None:
+        """Accepts an id and calls `then`, before anything that closes can come between.
+
+        Raises:
+            Unavailable: nothing is accepted any more.
+            AlreadyExists: the id is in flight.
+            QueueFull: too many are.
+        """
+        with self._lock:
+            if self._is_closed or self.failure is not None:
+                raise Unavailable("the engine has failed" if self.failure else "the server is shutting down")
+            if request_id in self._ids:
+                raise AlreadyExists(f"request {request_id!r} is in flight")
+            # Counted here and not by the scheduler, so that a burst is bounded as well.
+            if len(self._ids) >= self.max_num:
+                raise QueueFull(
+                    f"{len(self._ids)} requests are in flight, the limit is {self.max_num} "
+                    f"(max_num_queued_reqs {self._num_queued})",
+                    retry_after_s=retry_after_s(),
+                )
+            self._ids.add(request_id)
+            self._is_idle.clear()
+            then()
+
+    def leave(self, request_ids: Collection[str]) -> None:
+        """These ids are free; who waits for all to end waits for `note_idle`."""
+        with self._lock:
+            self._ids.difference_update(request_ids)
+
+    def note_idle(self) -> None:
+        """What ended has given back all that it held."""
+        with self._lock:
+            if not self._ids:
+                self._is_idle.set()
+
+    def close(self, failure: Exception | None = None) -> None:
+        """Accepts nothing any more: for the end, or because the loop has failed."""
+        with self._lock:
+            self._is_closed = True
+            self.failure = failure or self.failure
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until all have ended; False when the time was too short."""
+        return self._is_idle.wait(timeout_s)
+
+
+class EngineLoop:
+    """Runs groups to their end, a step at a time.
+
+    Attributes:
+        groups: what arrived and did not end, by request id.
+    """
+
+    def __init__(
+        self,
+        executor: Executor[Any, Any],
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        *,
+        max_cached_tokens: int | None,
+        eos_token_ids: frozenset[int],
+        clock: Clock,
+    ) -> None:
+        geometry = executor.geometry
+        prefix = PrefixOptions(is_enabled=config.cache.enable_prefix_caching, max_tokens=max_cached_tokens)
+        self.memory = make_memory(geometry, config.cache.kv_policy, prefix)
+        self.scheduler = Scheduler(self.memory, config.scheduler, geometry, executor.rates)
+        self.stats = StepStats(geometry, clock)
+        self.in_flight = InFlight(self.scheduler.max_num_seqs, config.scheduler.max_num_queued_reqs)
+        self.groups: dict[str, Group] = {}
+        self._clock = clock
+        self._executor = executor
+        self._eos_token_ids = eos_token_ids
+        self._overlap = config.scheduler.overlap
+        self._output = OutputProcessor(tokenizer, eos_token_ids)
+        self._soundness = Soundness(self.memory, self._output, self.stats)
+        self._deadlines = Deadlines()
+        self._dispatched: tuple[Schedule, Any] | None = None
+        self._device_wait_s = 0.0
+        self._num_arrivals = 0
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One iteration; False when there was nothing to do and nothing waits."""
+        start_s = self._clock()
+        self._device_wait_s = 0.0
+        self._expire()
+        schedule = self.scheduler.schedule()
+        dispatched = self._dispatch(schedule)
+        if self._overlap:
+            dispatched, self._dispatched = self._dispatched, dispatched
+        if dispatched is not None:
+            self._collect(*dispatched)
+        if schedule.rows or dispatched is not None:
+            self.stats.count_host(self._clock() - start_s - self._device_wait_s)
+        self.stats.end_step(self.memory, self.scheduler.queues)
+        return bool(schedule.rows) or dispatched is not None or self.scheduler.queues.has_work
+
+    def check(self) -> None:
+        """Raises InternalError when a block is lost, shared by mistake, or free and in use."""
+        self.memory.check(self.scheduler.queues.groups())
+
+    def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any] | None:
+        """Starts a step: its moves, which there may be without a row, and its rows."""
+        geometry = self._executor.geometry
+        share_prefixes(schedule, geometry)
+        self.stats.count_step(schedule)
+        for moves in schedule.ops.batches():
+            self._executor.move_blocks(moves)
+        if not schedule.rows:
+            return None
+        hidden = self._executor.forward(build_step_inputs(schedule, geometry))
+        sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids)
+        return schedule, self._executor.sample(hidden, sampling)
+
+    def _collect(self, schedule: Schedule, handle: Any) -> None:
+        waiting_since_s = self._clock()
+        outputs = self._executor.collect(handle)
+        now = self._clock()
+        self._device_wait_s = now - waiting_since_s
+        for group in self._soundness.fail_unsound(schedule, outputs):
+            self._release(group)
+        beams: dict[Group, dict[Sequence, int]] = {}
+        for row, scheduled in enumerate(schedule.rows):
+            group, sequence = scheduled.group, scheduled.sequence
+            if not scheduled.samples_token or not sequence.is_live:
+                continue
+            self.stats.count_token(group, now)
+            if group.request.sampling.beam_width:
+                beams.setdefault(group, {})[sequence] = row
+            elif self._output.publish(group, sequence, outputs, row):
+                self._end_sequence(group, sequence)
+        for group, rows in beams.items():
+            self._advance_beams(group, rows, outputs)
+
+    def _end_sequence(self, group: Group, sequence: Sequence) -> None:
+        if len(group.live) > 1:
+            self.scheduler.finish_sequence(group, sequence)
+        else:
+            self._output.finish(group)
+            self._release(group)
+
+    def _advance_beams(self, group: Group, rows: dict[Sequence, int], outputs: StepOutputs) -> None:
+        search = self._output.search(group)
+        advance_beams(group, rows, outputs, search, self.scheduler)
+        if search.is_done:
+            self._output.finish(group)
+            self._release(group)
+
+    def _expire(self) -> None:
+        """Ends requests whose deadline has passed."""
+        for group in self._deadlines.passed(self._clock()):
+            waited = self._clock() - group.arrival_s
+            self._output.fail(group, DeadlineExceeded(f"the deadline passed {waited:.3f} s after arrival"))
+            self._release(group)
+
+    # --- what comes between two steps -------------------------------------------------------------------------------
+
+    def arrive(self, request: Request, sink: Sink, arrival_s: float) -> None:
+        """Takes a request whose id is in flight."""
+        group = Group(request, self._num_arrivals, arrival_s, sink, self._executor.geometry.max_blocks_per_seq)
+        self._num_arrivals += 1
+        if not self.memory.can_ever_fit(group):
+            limit = f"{self.memory.num_blocks} blocks, less what pinned prefixes hold"
+            error = RequestTooLong("sampling.max_tokens", f"the request can never fit into the pool: {limit}")
+            self._output.fail(group, error)
+            self.stats.count_end(group)
+            self._send_last([group])
+            self.in_flight.note_idle()
+            return
+        self.groups[request.request_id] = group
+        self._output.open(group)
+        self.scheduler.queues.add(group)
+        self._deadlines.add(group)
+
+    def end_early(self, request_id: str, reason: FinishReason) -> None:
+        """Ends a request between two tokens; nothing happens when it has ended."""
+        group = self.groups.get(request_id)
+        if group is not None and self.in_flight.failure is None:
+            self._output.end(group, reason)
+            self._release(group)
+
+    def forget(self, request_id: str, dropped_s: float) -> None:
+        """Ends a request that nobody listens to, without an event; nothing happens when it has ended."""
+        group = self.groups.get(request_id)
+        if group is not None and self.in_flight.failure is None:
+            is_late = is_over(group.request, group.arrival_s, dropped_s)
+            group.ended(DEADLINE if is_late else FinishReason.ABORT.value)
+            self._release(group)
+
+    def fail_all(self, error: Exception) -> None:
+        """Sends every request its last event; for the end of the loop, when the device may no longer be asked."""
+        for group in self.groups.values():
+            self._output.fail(group, error)
+            self.stats.count_end(group)
+        ended = list(self.groups.values())
+        self.groups.clear()
+        self._send_last(ended)
+        self.in_flight.note_idle()
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _release(self, group: Group) -> None:
+        """Ends a request: sends its last event, unless nobody wants it, and gives back what it holds.
+
+        Who sees it end finds it counted, its id free and its place in the queue too.
+        """
+        self.stats.count_end(group)
+        self._send_last([group])
+        self.scheduler.finish(group)
+        self._deadlines.discard(group)
+        del self.groups[group.request.request_id]
+        self.in_flight.note_idle()
+
+    def _send_last(self, ended: Collection[Group]) -> None:
+        self.in_flight.leave([group.request.request_id for group in ended])
+        for group in ended:
+            self._output.close(group)
