@@ -60,7 +60,7 @@ def test_decodes_of_8_bits(suite: Interpreted, kv_dtype: str, head_dim: int) -> 
 
 
 def test_ids_outside_of_the_layer() -> None:
-    Early().test_block_ids_outside_of_the_layer_read_as_zeros(bad_id=2**31 - 1, num_queries=1)
+    Early().test_block_ids_outside_of_the_layer_read_as_zeros(num_queries=1)
 
 
 def test_queries_of_padding_and_no_rows() -> None:

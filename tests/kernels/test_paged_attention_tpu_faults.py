@@ -43,7 +43,7 @@ def window(suite: Interpreted) -> None:
 
 
 def ids_outside(suite: Interpreted) -> None:
-    suite.test_block_ids_outside_of_the_layer_read_as_zeros(bad_id=-1, num_queries=1)
+    suite.test_block_ids_outside_of_the_layer_read_as_zeros(num_queries=1)
 
 
 def update(suite: Interpreted) -> None:
