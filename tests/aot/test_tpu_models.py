@@ -67,19 +67,18 @@ def check_sample(result: ProgramResult, rows: int, *, has_top: bool) -> None:
     assert num_bytes < rows * 4 * (100 + (64 * result.num_devices if has_top else 0))
 
 
+# Every generation, number of devices and model; and each kind of sample once for one device, for some, and for hosts.
 @pytest.mark.parametrize(
     ("cell", "num_devices"),
     [
         ("llama-3-8b@v6e:1x1#forward[64],forward[512],sample[64],copy[8]", 1),
-        ("llama-3-8b@v6e:2x2#forward[64],sample[64],sample[64, top],copy[8]", 4),
+        ("llama-3-8b@v6e:2x2#forward[64],sample[64, top],copy[8]", 4),
         ("llama-3-8b@v5e:2x4#forward[64],sample[64]", 8),
-        ("llama-3-8b@v5p:2x2x1#forward[64],sample[64, top]", 4),
+        ("llama-3-8b@v5p:2x2x1#forward[64]", 4),
         ("llama-3-8b@tpu7x:1x1x1#forward[64]", 2),
-        ("llama-3-8b@tpu7x:2x2x1#forward[64],sample[64]", 8),
         ("llama-3-8b@tpu7x:2x2x2#forward[64],sample[64]", 16),
-        ("llama-3-70b@v6e:2x4#forward[64],sample[64]", 8),
-        ("llama-3-70b@v5p:2x2x2#forward[64]", 8),
-        ("llama-3-70b@tpu7x:2x2x1#forward[64],sample[64, top]", 8),
+        ("llama-3-70b@v6e:2x4#forward[64]", 8),
+        ("llama-3-70b@tpu7x:2x2x1#forward[64]", 8),
         ("opt-13b@v6e:1x1#forward[64]", 1),
         ("opt-13b@v5p:2x2x2#forward[64]", 8),
     ],
@@ -101,9 +100,8 @@ def test_attention_of_xla_is_in_place_too() -> None:
     check(result, work_mib=80)
 
 
-@pytest.mark.parametrize("cell", ["llama-3-8b@v5e:1x1", "llama-3-70b@v5e:2x4"])
-def test_a_model_that_is_too_large_is_refused_by_the_compiler(cell: str) -> None:
-    (result,) = compile_cells(f"{cell}#forward[64]")
+def test_a_model_that_is_too_large_is_refused_by_the_compiler() -> None:
+    (result,) = compile_cells("llama-3-70b@v5e:2x4#forward[64]")
     assert result.report is None
     assert result.out_of_memory is not None
     assert "RESOURCE_EXHAUSTED" in result.out_of_memory

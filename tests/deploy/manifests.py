@@ -21,14 +21,12 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.launchers import MultiHost
 from tests.deploy import dockerfile
-from tests.deploy.command_lines import parse, serve_config
+from tests.deploy.servers import Server, num_devices, parse, serve_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 VERSIONS = ("1.32", "1.37")
 """The oldest Kubernetes that the manifests are for, and the newest whose schemas there are."""
-FLUSH_S = 2.0
-"""What a server takes after a drain, at most, to flush what clients read."""
 Document = dict[str, Any]
 
 
@@ -149,12 +147,27 @@ def pod_problems(pod: Pod) -> list[str]:
         return [f"{pod.where}: {error}"]
     found = [*_security_problems(pod)]
     if config is not None:
-        found += [*_grace_problems(pod, config), *_size_problems(pod, config)]
+        found += _server(pod, config).problems()
         if not is_follower(pod):
-            found += [*_port_problems(pod, config)]
+            found += _port_problems(pod, config)
     if (is_follower(pod) or config is None) and any(name.endswith("Probe") for name in pod.container):
         found.append("has a probe, and nothing that answers it")
     return [f"{pod.where}: {problem}" for problem in found]
+
+
+def _server(pod: Pod, config: EngineConfig) -> Server:
+    """What the pod says about its server; a follower opens nothing, and a group's devices are `group_problems`'."""
+    container, probes = pod.container, ("startupProbe", "readinessProbe", "livenessProbe")
+    memory = str(container.get("resources", {}).get("limits", {}).get("memory", "0Gi"))
+    asked = {name: container.get(name, {}).get("grpc", {}).get("port") for name in probes}
+    return Server(
+        config,
+        probed={} if is_follower(pod) else asked,
+        grace_s=pod.spec.get("terminationGracePeriodSeconds", 30),
+        sleep_s=container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0),
+        memory_gib=float(memory.removesuffix("Gi")) if memory.endswith("Gi") else None,
+        num_devices=None if "LeaderWorkerSet" in pod.where else _num_devices(pod),
+    )
 
 
 def _security_problems(pod: Pod) -> Iterator[str]:
@@ -178,41 +191,13 @@ def _security_problems(pod: Pod) -> Iterator[str]:
             yield f"resources.{kind} lacks cpu or memory"
 
 
-def _grace_problems(pod: Pod, config: EngineConfig) -> Iterator[str]:
-    sleep_s = pod.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    needed_s = sleep_s + config.server.shutdown_timeout + FLUSH_S
-    grace_s = pod.spec.get("terminationGracePeriodSeconds", 30)
-    if grace_s <= needed_s:
-        yield f"terminationGracePeriodSeconds is {grace_s}, not above the {needed_s:g} s that a drain may take"
-
-
 def _port_problems(pod: Pod, config: EngineConfig) -> Iterator[str]:
+    """Services mean ports by their names."""
     ports = {port["name"]: port["containerPort"] for port in pod.container.get("ports", ())}
     if ports != {"grpc": config.server.port, "metrics": config.server.metrics_port}:
         yield f"ports are {ports}; the server opens {config.server.port} and {config.server.metrics_port}"
-    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
-        asked = pod.container.get(name, {}).get("grpc", {}).get("port")
-        if asked != config.server.port:
-            yield f"{name}.grpc.port is {asked}; the server listens on {config.server.port}"
-    if pod.annotations.get("prometheus.io/port") != str(config.server.metrics_port):
-        yield f"prometheus.io/port is {pod.annotations.get('prometheus.io/port')}, not {config.server.metrics_port}"
-    if config.server.host != "0.0.0.0":
-        yield f"listens on {config.server.host}, where no other pod reaches it"
-
-
-def _size_problems(pod: Pod, config: EngineConfig) -> Iterator[str]:
-    """A single pod's devices; those of a group are counted by `group_problems`."""
-    num_devices = _num_devices(pod)
-    if num_devices and "LeaderWorkerSet" not in pod.where and _num_used(config) != num_devices:
-        yield f"has {num_devices} devices for options that ask for {_num_used(config)}"
-    memory = str(pod.container["resources"]["limits"].get("memory", "0Gi"))
-    if memory.endswith("Gi") and config.cache.swap_space >= float(memory.removesuffix("Gi")):
-        yield f"--swap-space {config.cache.swap_space:g} GiB does not fit into {memory}"
-
-
-def _num_used(config: EngineConfig) -> int:
-    """Devices that the options ask for."""
-    return config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
+    if (port := pod.annotations.get("prometheus.io/port")) != str(config.server.metrics_port):
+        yield f"prometheus.io/port is {port}, not {config.server.metrics_port}"
 
 
 def _num_devices(pod: Pod) -> int:
@@ -227,7 +212,7 @@ def group_problems(document: Document) -> list[str]:
     """A LeaderWorkerSet's devices, its two templates, and what becomes of a group that loses a pod."""
     leader, worker = pods(document)
     template = document["spec"]["leaderWorkerTemplate"]
-    num_devices = template["size"] * _num_devices(leader)
+    num_chips = template["size"] * _num_devices(leader)
     config = serve_config(command_of(leader.container))
     assert config is not None
     found = []
@@ -235,11 +220,11 @@ def group_problems(document: Document) -> list[str]:
         config.for_multihost(MultiHost(f"leader:{config.server.port}", template["size"], 0, "LeaderWorkerSet"))
     except InvalidArgument as error:
         found.append(str(error))
-    if num_devices != _num_used(config):
-        found.append(f"{num_devices} devices for options that ask for {_num_used(config)}")
+    if num_chips != num_devices(config):
+        found.append(f"{num_chips} devices for options that ask for {num_devices(config)}")
     topology = leader.spec.get("nodeSelector", {}).get("cloud.google.com/gke-tpu-topology")
-    if topology is not None and prod(map(int, topology.split("x"))) != num_devices:
-        found.append(f"the topology {topology} does not have {num_devices} chips")
+    if topology is not None and prod(map(int, topology.split("x"))) != num_chips:
+        found.append(f"the topology {topology} does not have {num_chips} chips")
     if command_of(leader.container) != command_of(worker.container):
         found.append("leader and worker are started differently")
     if _num_devices(worker) != _num_devices(leader):
@@ -308,3 +293,22 @@ def autoscaler_problems(documents: list[Document], exposed: set[str]) -> list[st
                 if name not in offered:
                     found.append(f"HorizontalPodAutoscaler/{each['metadata']['name']}: no adapter offers {name}")
     return found
+
+
+# --- all rules --------------------------------------------------------------------------------------------------------
+
+_OF_KIND = {"LeaderWorkerSet": group_problems, "JobSet": jobset_problems}
+
+
+def document_problems(document: Document) -> list[str]:
+    """What is wrong with a document by itself: with its fields, then with its pods and what its kind promises."""
+    if found := schema_problems(document):
+        return found
+    found = [problem for pod in pods(document) for problem in pod_problems(pod)]
+    of_kind = _OF_KIND.get(document["kind"])
+    return found if of_kind is None else [*found, *of_kind(document)]
+
+
+def problems_together(documents: list[Document], exposed: set[str]) -> list[str]:
+    """What documents say of each other and of the server's metrics, and is not so."""
+    return [*selector_problems(documents), *autoscaler_problems(documents, exposed)]
