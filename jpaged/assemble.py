@@ -37,7 +37,8 @@ from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.service.hf_tokenizer import load_tokenizer
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.loaded_model import BackendFacts, LoadedModel, ModelFacts
+from jpaged.service.loaded_model import BackendFacts, LoadedModel
+from jpaged.types import ModelInfo
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -113,7 +114,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
             source.tokenizer, geometry, eos_token_ids=source.eos_token_ids, seed=options.model.seed
         ),
         tokenizer=source.tokenizer,
-        model=_model_facts(source, resolved),
+        model=_model_info(source, resolved),
         backend=BackendFacts(
             platform=names.platform,
             device_kind=names.device_kind,
@@ -236,9 +237,9 @@ def _load(model: Model, source: Source, options: EngineConfig, where: Placement,
     return load_params(model, source.folder, layer_mode, num_parts=num_parts, put=put, progress=tensor)
 
 
-def _model_facts(source: Source, resolved: EngineConfig) -> ModelFacts:
+def _model_info(source: Source, resolved: EngineConfig) -> ModelInfo:
     config = source.config
-    return ModelFacts(
+    return ModelInfo(
         name=str(resolved.server.served_model_name),
         architecture=config.architecture,
         vocab_size=config.vocab_size,

@@ -230,6 +230,23 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model as clients see it. `name` is what a request's model is held against."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """What to run on, as a caller sends it: exactly one is set."""
 

@@ -16,10 +16,10 @@ from jpaged._proto.v1 import inference_pb2
 from jpaged.client import wire
 from jpaged.client.channel import CHANNEL_OPTIONS, NOT_READY, NOT_READY_PAUSE_S, Attempts, require_target
 from jpaged.client.failures import error_of
-from jpaged.client.wire import Assembler, Call, GenerateChunk, ModelInfo, ServerInfo
+from jpaged.client.wire import Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.errors import Cancelled, DeadlineExceeded, JpagedError
 from jpaged.load import Load
-from jpaged.types import Prompt, RequestOutput, SamplingParams
+from jpaged.types import ModelInfo, Prompt, RequestOutput, SamplingParams
 
 _T = TypeVar("_T")
 

@@ -19,6 +19,7 @@ from jpaged.errors import InternalError, InvalidArgument
 from jpaged.load import Load, ReplicaLoad
 from jpaged.types import (
     FinishReason,
+    ModelInfo,
     PositionLogprobs,
     Prompt,
     RequestOutput,
@@ -102,23 +103,6 @@ class ServerInfo:
     attention: str | None
     jax_version: str | None
     options: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What GetModelInfo says."""
-
-    name: str
-    architecture: str
-    vocab_size: int
-    max_model_len: int
-    dtype: str
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eos_token_ids: tuple[int, ...]
-    has_chat_template: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,13 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
-from jpaged.service.loaded_model import BackendFacts, ModelFacts
+from jpaged.service.loaded_model import BackendFacts
 from jpaged.service.service import Call, require_name
 from jpaged.service.state import ServiceState, Stage
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
     FinishReason,
+    ModelInfo,
     OutputEvent,
     PositionLogprobs,
     Prompt,
@@ -186,7 +187,7 @@ def response_of(
     )
 
 
-def model_info_of(model: ModelFacts) -> control_pb2.GetModelInfoResponse:
+def model_info_of(model: ModelInfo) -> control_pb2.GetModelInfoResponse:
     """The model's facts, as they are."""
     return control_pb2.GetModelInfoResponse(**_fields_of(control_pb2.GetModelInfoResponse, model))
 

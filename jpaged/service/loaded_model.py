@@ -14,7 +14,7 @@ from jpaged.engine.sequence import Sink
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.load import EngineLoad
 from jpaged.service.input_processor import InputProcessor
-from jpaged.types import Request
+from jpaged.types import ModelInfo, Request
 
 
 class EngineClient(Protocol):
@@ -83,23 +83,6 @@ class EngineClient(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """The model as clients see it. `name` is what `GenerateRequest.model` is held against."""
-
-    name: str
-    architecture: str
-    vocab_size: int
-    max_model_len: int
-    dtype: str
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eos_token_ids: tuple[int, ...]
-    has_chat_template: bool
-
-
-@dataclass(frozen=True, slots=True)
 class BackendFacts:
     """Where the model runs: all copies of it. `attention` names the implementation that was chosen."""
 
@@ -117,6 +100,6 @@ class LoadedModel:
     engine: EngineClient
     input_processor: InputProcessor
     tokenizer: Tokenizer
-    model: ModelFacts
+    model: ModelInfo
     backend: BackendFacts
     config: EngineConfig

@@ -15,11 +15,12 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Progress
 from jpaged.server.lifecycle import Server
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.loaded_model import BackendFacts, LoadedModel, ModelFacts
+from jpaged.service.loaded_model import BackendFacts, LoadedModel
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults
+from jpaged.types import ModelInfo
 
 EOS = ByteTokenizer.EOS
-MODEL = ModelFacts(
+MODEL = ModelInfo(
     name="fake",
     architecture="FakeForCausalLM",
     vocab_size=257,

@@ -7,12 +7,12 @@ import pytest
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client import wire as client_wire
-from jpaged.client.wire import ModelInfo
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad, Load
 from jpaged.server import wire as server_wire
 from jpaged.types import (
     FinishReason,
+    ModelInfo,
     OutputEvent,
     PositionLogprobs,
     Prompt,
