@@ -137,7 +137,7 @@ class Loop:
         for row, scheduled in enumerate(schedule.rows):
             self._stats.count_token(scheduled.group, packed)
             self._publisher.publish(scheduled.group, scheduled.sequence, outputs, row)
-        self._stats.end_step(self._memory, self._scheduler)
+        self._stats.end_step(self._memory, self._scheduler.queues)
         return decided - begin, packed - decided, time.thread_time() - packed
 
 
