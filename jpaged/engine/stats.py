@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 from jpaged.engine.executor import Geometry
 from jpaged.engine.histogram import Histogram, HistogramSnapshot
@@ -33,7 +32,7 @@ class StepStats:
             num_blocks_free=geometry.num_blocks,
             num_blocks_empty=geometry.num_blocks,
         )
-        self._counts = SimpleNamespace(**asdict(self._load))  # the next load while it is counted
+        self._counts = asdict(self._load)  # the next load while it is counted
         self._sum_stored_tokens = 0
         self._sum_first_token_s = 0.0
         self._recent_ends_s: deque[float] = deque(maxlen=_RECENT_ENDS)
@@ -43,21 +42,21 @@ class StepStats:
         self._num_ended = dict.fromkeys([*(reason.value for reason in FinishReason), DEADLINE, ERROR], 0)
 
     def count_step(self, schedule: Schedule) -> None:
-        self._counts.num_steps += bool(schedule.rows)
-        self._counts.num_preemptions += schedule.num_preempted
-        self._counts.num_recomputed_tokens += schedule.num_recomputed_tokens
+        self._counts["num_steps"] += bool(schedule.rows)
+        self._counts["num_preemptions"] += schedule.num_preempted
+        self._counts["num_recomputed_tokens"] += schedule.num_recomputed_tokens
         if schedule.runs:
-            self._counts.num_cascade_steps += 1
-            self._counts.num_cascade_tokens += schedule.num_tokens_shared
+            self._counts["num_cascade_steps"] += 1
+            self._counts["num_cascade_tokens"] += schedule.num_tokens_shared
         for group in schedule.admitted:
             if group.first_scheduled_s is None:
                 now_s = self._clock()
                 group.scheduled(now_s)
                 self._histograms["queue_time"].observe(now_s - group.arrival_s)
-                self._counts.num_prompt_tokens += len(group.request.prompt_token_ids)
+                self._counts["num_prompt_tokens"] += len(group.request.prompt_token_ids)
 
     def count_token(self, group: Group, now_s: float) -> None:
-        self._counts.num_generation_tokens += 1
+        self._counts["num_generation_tokens"] += 1
         if group.last_token_s != now_s:
             self._note_sample(group, now_s)
         if group.token_gap_s is not None:
@@ -66,7 +65,7 @@ class StepStats:
     def count_end(self, group: Group) -> None:
         """Counts a request by what ended it."""
         now_s = self._clock()
-        self._counts.num_requests_ended += 1
+        self._counts["num_requests_ended"] += 1
         self._num_ended[group.ended_by or ERROR] += 1
         self._recent_ends_s.append(now_s)
         if group.ended_by in (FinishReason.STOP.value, FinishReason.LENGTH.value):
@@ -74,11 +73,11 @@ class StepStats:
 
     def count_not_finite(self) -> None:
         """A request whose logits were not finite, besides `count_end`."""
-        self._counts.num_nonfinite_requests += 1
+        self._counts["num_nonfinite_requests"] += 1
 
     def count_host(self, seconds: float) -> None:
         """What a step took besides waiting for the device."""
-        self._counts.host_s += seconds
+        self._counts["host_s"] += seconds
         self._histograms["host_step"].observe(seconds)
 
     def end_step(self, memory: KVMemory, queues: Queues) -> None:
@@ -88,30 +87,30 @@ class StepStats:
         self._token_gaps_s.clear()
         use, done, now = memory.use(), memory.counts, self._counts
         self._sum_stored_tokens += memory.num_stored_tokens(queues.holders)
-        now.sum_reserved_slots += memory.num_reserved_slots()
-        now.slot_use = self._sum_stored_tokens / max(1, now.sum_reserved_slots)
-        now.time_to_first_token_s = self._sum_first_token_s / max(1, now.num_first_tokens)
-        now.num_running = len(queues.running)
-        now.num_waiting = queues.num_waiting
-        now.num_swapped = len(queues.swapped)
-        now.num_blocks_free = use.num_free + use.num_cached
-        now.num_blocks_empty = use.num_free
-        now.num_blocks_cached = use.num_cached
-        now.num_blocks_used = use.num_referenced
-        now.peak_blocks_used = max(now.peak_blocks_used, use.num_referenced)
-        now.num_copies_on_write = done.num_copies_on_write
-        now.num_blocks_swapped_out = done.num_swapped_out
-        now.num_blocks_swapped_in = done.num_swapped_in
-        now.num_prefix_query_tokens = done.num_prefix_query_tokens
-        now.num_prefix_hit_tokens = done.num_prefix_hit_tokens
-        self._load = EngineLoad(**vars(now))
+        now["sum_reserved_slots"] += memory.num_reserved_slots()
+        now["slot_use"] = self._sum_stored_tokens / max(1, now["sum_reserved_slots"])
+        now["time_to_first_token_s"] = self._sum_first_token_s / max(1, now["num_first_tokens"])
+        now["num_running"] = len(queues.running)
+        now["num_waiting"] = queues.num_waiting
+        now["num_swapped"] = len(queues.swapped)
+        now["num_blocks_free"] = use.num_free + use.num_cached
+        now["num_blocks_empty"] = use.num_free
+        now["num_blocks_cached"] = use.num_cached
+        now["num_blocks_used"] = use.num_referenced
+        now["peak_blocks_used"] = max(now["peak_blocks_used"], use.num_referenced)
+        now["num_copies_on_write"] = done.num_copies_on_write
+        now["num_blocks_swapped_out"] = done.num_swapped_out
+        now["num_blocks_swapped_in"] = done.num_swapped_in
+        now["num_prefix_query_tokens"] = done.num_prefix_query_tokens
+        now["num_prefix_hit_tokens"] = done.num_prefix_hit_tokens
+        self._load = EngineLoad(**now)
 
     def _note_sample(self, group: Group, now_s: float) -> None:
         """The first token that a step drew for a group."""
         group.collected(now_s)
         if group.token_gap_s is None:
             self._sum_first_token_s += now_s - group.arrival_s
-            self._counts.num_first_tokens += 1
+            self._counts["num_first_tokens"] += 1
             self._histograms["time_to_first_token"].observe(now_s - group.arrival_s)
 
     def snapshot(self, num_compiles_after_warm_up: int) -> EngineLoad:

@@ -58,6 +58,7 @@ MAX_FILE_LINES = 500
 MAX_KERNEL_FILE_LINES = 900
 MAX_FUNCTION_LINES = 60  # its own: without docstring and nested functions
 MAX_FOLDER_FILES = 15
+MAX_METHODS = 20
 MAX_PARAMETERS = 8  # without self and cls; tests take as many fixtures as they need
 BANNED_FILES = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
 SKIPS = re.compile(r"\bpytest\.(mark\.)?(skip|skipif|xfail)\b|\bunittest\.skip|\bskip(Test|Unless|If)\b")
@@ -105,6 +106,7 @@ def violations(root: Path) -> list[str]:
     found = [line for source in files for line in _in_one_file(source, modules)]
     found += [line for folder, inside in _folders(files).items() for line in _in_one_folder(folder, inside)]
     graph = {s.module: set(_own_imports(s, modules).values()) - {s.module} for s in files if s.module}
+    found += _foreign_writes(files)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -232,6 +234,8 @@ def _sizes(source: Source) -> Iterator[str]:
     if (lines := source.text.count("\n")) > limit:
         yield f"{source.path}:1: {lines} lines, over the limit of {limit}"
     for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef) and (count := _num_methods(node)) > MAX_METHODS:
+            yield f"{source.path}:{node.lineno}: {node.name} has {count} methods, over the limit of {MAX_METHODS}"
         if not isinstance(node, _Function):
             continue
         if (lines := own_lines(node)) > MAX_FUNCTION_LINES:
@@ -241,6 +245,37 @@ def _sizes(source: Source) -> Iterator[str]:
         if count > MAX_PARAMETERS and not source.path.startswith("tests/"):
             text = f"{node.name} takes {count} parameters, over the limit of {MAX_PARAMETERS}"
             yield f"{source.path}:{node.lineno}: {text}"
+
+
+def _foreign_writes(files: list[Source]) -> Iterator[str]:
+    """Yield where a field is assigned that classes of other modules declare, and no class of this one."""
+    ours = [source for source in files if source.module and not source.path.startswith(GENERATED)]
+    fields = {source.path: _fields(source.tree) for source in ours}
+    everywhere = set().union(*fields.values())
+    for source in ours:
+        foreign = everywhere - fields[source.path]
+        for node in _writes(source.tree):
+            if node.attr in foreign and ast.unparse(node.value) not in ("self", "cls"):
+                yield f"{source.path}:{node.lineno}: {ast.unparse(node)} is written outside of its class's module"
+
+
+def _fields(tree: ast.Module) -> set[str]:
+    """Return the fields that the classes of a module declare, in their bodies or by assigning them to self."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    declared = (node.target for one in classes for node in ast.walk(one) if isinstance(node, ast.AnnAssign))
+    assigned = (node for one in classes for node in _writes(one))
+    names = {target.id for target in declared if isinstance(target, ast.Name)}
+    return names | {field.attr for field in assigned if ast.unparse(field.value) == "self"}
+
+
+def _writes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node
+
+
+def _num_methods(node: ast.ClassDef) -> int:
+    return sum(isinstance(member, _Function) for member in node.body)
 
 
 def own_lines(function: _Function) -> int:

@@ -70,7 +70,15 @@ def test_everything_but_the_array_side_imports_without_jax():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+COUNTER = """class Executor:
+    limit: int
+
+    def __init__(self, other):
+        self.num_steps = 0
+        other.num_steps = 0
+"""
 LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 60
+MANY_METHODS = "class A:\n" + "".join(f"    def f{i}(self): pass\n" for i in range(21))
 NINE = "a, b, c, d, e, f, g, h, i"
 
 
@@ -128,6 +136,10 @@ NINE = "a, b, c, d, e, f, g, h, i"
         ("jpaged/cli/a.py", LONG_FUNCTION, "f has 61 lines, over the limit of 60"),
         ("jpaged/cli/a.py", f"def f({NINE}): pass\n", "f takes 9 parameters, over the limit of 8"),
         ("jpaged/cli/a.py", f"def f(*, {NINE}): pass\n", "f takes 9 parameters, over the limit of 8"),
+        ("jpaged/cli/a.py", MANY_METHODS, "A has 21 methods, over the limit of 20"),
+        ("jpaged/cli/a.py", "def f(x):\n    x.num_steps = 1\n", "x.num_steps is written outside of its class"),
+        ("jpaged/cli/a.py", "def f(x):\n    x.y.num_steps += 1\n", "x.y.num_steps is written outside of its class"),
+        ("jpaged/cli/a.py", "def f(x):\n    del x.limit\n", "x.limit is written outside of its class"),
         ("tests/test_a.py", "import pytest\n@pytest.mark.skip\ndef test_a(): pass\n", "no test is skipped"),
         ("tests/test_a.py", "import pytest\n@pytest.mark.skipif(True)\ndef test_a(): pass\n", "no test is skipped"),
         ("tests/test_a.py", "import pytest\ndef test_a(): pytest.skip('no')\n", "no test is skipped"),
@@ -177,7 +189,7 @@ def plant(root: Path) -> None:
         "jpaged/device/__init__.py": room("step"),
         "jpaged/device/step.py": "import jax\nfrom jpaged.engine.executor import Executor\n",
         "jpaged/engine/__init__.py": room("a", "executor", "scheduler"),
-        "jpaged/engine/executor.py": "class Executor: ...\n",
+        "jpaged/engine/executor.py": COUNTER,
         "jpaged/engine/scheduler.py": "import jpaged.engine.a\nfrom jpaged.types import Request\n",
         "jpaged/engine/a.py": "def f(x):\n    assert isinstance(x.y, int)\n    assert x is not None\n",
         "jpaged/cli/__init__.py": room("a"),

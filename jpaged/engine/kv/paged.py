@@ -79,7 +79,7 @@ class PagedMemory:
             copied = self._pool.copy_on_write(table, index)
             if copied is not None:
                 self._ops.add(Move.COPY, *copied)
-                self.counts.num_copies_on_write += 1
+                self.counts.copied_on_write()
         if start + num_tokens > table.num_blocks * block_size:
             missing = self._pool.num_blocks_for(start + num_tokens) - table.num_blocks
             table.extend(self._pool.allocate(missing))

@@ -168,7 +168,7 @@ class HostTier:
         (home,) = self.pool.allocate(1)
         self._blocks[key], self._keys[home] = home, key
         self._ops.add(Move.SWAP_OUT, block_id, home)
-        self._counts.num_swapped_out += 1
+        self._counts.swapped_out(1)
         self._hand_back(home)
 
     def bring_back(self, key: Key, pool: BlockPool) -> int:
@@ -178,7 +178,7 @@ class HostTier:
         (destination,) = pool.allocate(1)
         self._ops.add(Move.SWAP_IN, source, destination)
         self._hand_back(source)
-        self._counts.num_swapped_in += 1
+        self._counts.swapped_in(1)
         return destination
 
     def forget(self, key: Key) -> None:
@@ -256,8 +256,7 @@ class Prefixes:
             num_tokens += match.num_partial_tokens
         leader.kv.registered(num_tokens // self._block_size)
         if leader.kv.root is not None and group.num_cached_tokens is None:
-            self._counts.num_prefix_query_tokens += leader.num_prompt_tokens
-            self._counts.num_prefix_hit_tokens += num_tokens
+            self._counts.looked_up(leader.num_prompt_tokens, num_tokens)
         return num_tokens
 
     def is_being_computed(self, group: Group, running: Iterable[Group]) -> bool:

@@ -43,7 +43,7 @@ class Swapping:
             _move(sequence.kv.table, sequence.kv.host_table, self._host_pool, homes)
         for source, destination in homes.items():
             self._ops.add(Move.SWAP_OUT, source, destination)
-        self._counts.num_swapped_out += len(homes)
+        self._counts.swapped_out(len(homes))
         for sequence in group.live:
             self._pool.release(sequence.kv.table)
 
@@ -64,7 +64,7 @@ class Swapping:
             sequence.kv.registered(0)
         for source, destination in homes.items():
             self._ops.add(Move.SWAP_IN, source, destination)
-        self._counts.num_swapped_in += len(homes)
+        self._counts.swapped_in(len(homes))
         for sequence in group.live:
             self._host_pool.release(sequence.kv.host_table)
 

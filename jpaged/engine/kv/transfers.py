@@ -43,6 +43,19 @@ class MemoryCounts:
     num_swapped_out: int = 0
     num_swapped_in: int = 0
 
+    def looked_up(self, num_tokens: int, num_found: int) -> None:
+        self.num_prefix_query_tokens += num_tokens
+        self.num_prefix_hit_tokens += num_found
+
+    def copied_on_write(self) -> None:
+        self.num_copies_on_write += 1
+
+    def swapped_out(self, num_blocks: int) -> None:
+        self.num_swapped_out += num_blocks
+
+    def swapped_in(self, num_blocks: int) -> None:
+        self.num_swapped_in += num_blocks
+
 
 @dataclass(slots=True)
 class MemoryOps:

@@ -44,6 +44,10 @@ class SharedPrefixGroup:
     num_rows: int
     num_tokens: int
 
+    def add_row(self) -> None:
+        """The next row reads with these."""
+        self.num_rows += 1
+
 
 @dataclass(slots=True)
 class Schedule:
@@ -87,6 +91,15 @@ class Schedule:
         self.rows.append(row)
         sequence.dispatched(num_tokens, place, samples_token=samples_token)
         return row
+
+    def recomputes(self, num_tokens: int) -> None:
+        """Counts tokens of a preempted group that run again."""
+        self.num_recomputed_tokens += num_tokens
+
+    def close(self, ops: MemoryOps) -> None:
+        """Every row is there; these moves come before them."""
+        self.ops = ops
+        self.num_tokens = sum(row.num_tokens for row in self.rows)
 
     def reorder(self, order: list[int]) -> None:
         """Puts the rows in another order, `order[new] = old`, and corrects what names them by place."""

@@ -145,8 +145,7 @@ class Scheduler:
         self._grow_running(parts, schedule)
         if schedule.num_preempted == num_yielded:  # nobody had to leave for want of blocks
             self._resume_and_admit(budget, schedule)
-        schedule.ops = self._memory.take_ops()
-        schedule.num_tokens = sum(row.num_tokens for row in schedule.rows)
+        schedule.close(self._memory.take_ops())
         return schedule
 
     def finish(self, group: Group) -> None:
@@ -276,7 +275,7 @@ class Scheduler:
             self._policy.served(group, len(group.request.prompt_token_ids), 0)
         else:
             num_tokens = group.live[0].num_prompt_tokens + sum(s.num_output_tokens for s in group.live)
-            schedule.num_recomputed_tokens += num_tokens - num_cached
+            schedule.recomputes(num_tokens - num_cached)
         for other in self.queues.waiting:
             if other.arrival > group.arrival:
                 break

@@ -171,7 +171,7 @@ def _arrange(schedule: Schedule, chosen: list[tuple[Places, int]]) -> None:
         elif place not in taken:
             order.append(place)
             if schedule.runs and not schedule.runs[-1].num_tokens:
-                schedule.runs[-1].num_rows += 1
+                schedule.runs[-1].add_row()
             else:
                 schedule.runs.append(SharedPrefixGroup(1, 0))
     if order != list(range(len(order))):
