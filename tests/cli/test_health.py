@@ -72,7 +72,7 @@ def test_one_that_never_answers_is_exit_code_1_in_time(capsys):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began_s = time.monotonic()
         assert main(["health", f"127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.3"]) == 1
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 60  # a hang, on a machine however busy
 
 
 def test_a_timeout_of_nothing_is_refused(capsys):

@@ -265,7 +265,10 @@ def test_what_is_moved_is_read_once_and_arranged_as_it_lies(kind: MoveKind, dtyp
 
 
 def test_a_move_takes_no_longer_with_a_larger_pool() -> None:
-    """What memory_analysis cannot see: a backend that copies where the program does not say so."""
+    """What memory_analysis cannot see: a backend that copies where the program does not say so.
+
+    In seconds of this process's processors, which others on the machine take nothing from.
+    """
 
     def seconds(num_blocks: int) -> float:
         layout = KVLayout(2, num_blocks, 16, 2, 32, np.dtype("float32"))
@@ -275,10 +278,10 @@ def test_a_move_takes_no_longer_with_a_larger_pool() -> None:
         pair = np.arange(16, dtype=np.int32).reshape(2, 8)
         quickest = float("inf")
         for _ in range(10):
-            begin = time.perf_counter()
+            begin = time.process_time()
             pool = executable(pool, pair)
             pool.block_until_ready()
-            quickest = min(quickest, time.perf_counter() - begin)
+            quickest = min(quickest, time.process_time() - begin)
         return quickest
 
     assert seconds(8000) < 10 * seconds(100) + 1e-3  # 262 MB, whose copy takes 30 ms and more
@@ -318,9 +321,9 @@ def test_swap_space_becomes_blocks_of_host_memory(monkeypatch: pytest.MonkeyPatc
 def test_host_memory_is_taken_as_it_is_used() -> None:
     """A gibibyte of swap space costs nothing until something is swapped."""
     layout = KVLayout(1, 10, 16, 2, 32, np.dtype("float32"))
-    begin = time.perf_counter()
+    begin = time.process_time()
     pool = HostPool(layout, 2**30 // layout.bytes_per_block, replicated(build_mesh(jax.devices()[:1])))
-    assert time.perf_counter() - begin < 0.1
+    assert time.process_time() - begin < 0.1
     assert pool.num_blocks == 2**30 // layout.bytes_per_block
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ EOS_TOKEN_ID = 2
 
 
 def write_model(name: str, folder: Path, *, with_tokenizer: bool = False) -> Path:
-    """A tiny checkpoint; with a tokenizer, token n reads as "n," and texts of that kind are encoded back."""
-    write_checkpoint(tiny_case(name), folder)
+    """A tiny checkpoint of two layers; with a tokenizer, token n reads as "n," and such texts are encoded back."""
+    case = tiny_case(name)
+    write_checkpoint(dataclasses.replace(case, config={**case.config, "num_hidden_layers": 2}), folder)
     if with_tokenizer:
         inner = Tokenizer(models.WordLevel({f"{n},": n for n in range(VOCAB_SIZE)}, unk_token="0,"))
         inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d+,"), "isolated")

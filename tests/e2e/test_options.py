@@ -220,7 +220,7 @@ def test_parse_special_tokens_is_whether_those_in_a_prompt_count() -> None:
     user, assistant = 3, 4
     one = SamplingParams(max_tokens=1)
     for is_parsing, num_plain, num_chat in ((True, 1, 2), (False, 0, 1)):
-        with LLM("demo", num_blocks=64, parse_special_tokens=is_parsing) as llm:
+        with open_llm("demo", num_blocks=64, parse_special_tokens=is_parsing) as llm:
             (plain,) = llm.generate("<|user|>tell me a story", one)
             (chat,) = llm.chat([{"role": "user", "content": "<|user|>tell me a story"}], one)
         assert plain.prompt_token_ids.count(user) == num_plain
@@ -318,7 +318,7 @@ def test_a_pool_of_one_block_is_enough(folder: Path) -> None:
 def test_more_blocks_than_memory_are_refused(folder: Path) -> None:
     with pytest.raises(
         InvalidArgument,
-        match=r"num_blocks: 40000000 blocks do not fit: .* blocks of 24576 bytes; lower num_blocks to \d+",
+        match=r"num_blocks: 40000000 blocks do not fit: .* blocks of 16384 bytes; lower num_blocks to \d+",
     ):
         LLM(str(folder), num_blocks=40_000_000)
 

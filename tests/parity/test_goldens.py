@@ -19,7 +19,7 @@ from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from jpaged.types import CompletionOutput, SamplingParams
 from tests.conftest import QUICK_XLA_OPTIONS
-from tests.e2e.rig import chosen_logprobs, generate, only, open_llm, random_prompts, write_model
+from tests.e2e.rig import chosen_logprobs, generate, only, open_llm, random_prompts
 from tests.models import dense
 from tests.models.tiny import TinyCase, write_checkpoint
 from tests.parity import cases
@@ -112,7 +112,8 @@ def check_alone_and_in_company(name: str, folder: Path, block_size: int, chunk: 
     strangers = random_prompts([1, 9, 33, 17, 60, 5, 2][len(beginnings) :], seed=len(prompt))
     others = [*beginnings, *strangers]
     options = {"block_size": block_size, "max_num_batched_tokens": chunk, "max_model_len": limit}
-    with open_llm(write_model(name, folder), num_blocks=8 * -(-limit // block_size), **options) as llm:
+    write_checkpoint(cases.MODELS[name], folder)
+    with open_llm(folder, num_blocks=8 * -(-limit // block_size), **options) as llm:
         check_text(generate(llm, [prompt], params)[0], golden, num_tokens)
         completions = generate(
             llm, [*others[:5], prompt, *others[5:]], [*[TOP] * len(beginnings), *[params] * (8 - len(beginnings))]
