@@ -127,7 +127,8 @@ class Scheduler:
 
     def __init__(self, memory: KVMemory, options: SchedulerOptions, geometry: Geometry, rates: DeviceRates) -> None:
         self.max_num_seqs = min(options.max_num_seqs or geometry.max_num_seqs, geometry.max_num_seqs)
-        self._max_num_batched_tokens = options.max_num_batched_tokens or geometry.max_num_batched_tokens
+        most = geometry.max_num_batched_tokens
+        self._max_num_batched_tokens = min(options.max_num_batched_tokens or most, most)
         self._is_static = options.batching == "static"  # as request-level servers do
         self._memory = memory
         self._policy = make_policy(options.policy)
