@@ -25,12 +25,20 @@ import numpy as np
 
 from benchmarks.record import machine, save
 from jpaged.config import EngineConfig, SchedulerOptions
-from jpaged.engine.buckets import BucketTable
 from jpaged.engine.engine import Engine
-from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Progress, SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.executor import (
+    BlockMoves,
+    BucketTable,
+    DeviceRates,
+    Geometry,
+    Progress,
+    SamplingInputs,
+    StepInputs,
+    StepOutputs,
+)
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.batch import build_sampling_inputs, build_step_inputs
+from jpaged.engine.scheduling.schedule import build_sampling_inputs, build_step_inputs
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import StepStats

@@ -40,7 +40,7 @@ class Recorder:
         sys.setprofile(self._note)
 
     def remove(self) -> None:
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
         sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:

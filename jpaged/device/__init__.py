@@ -2,14 +2,12 @@
 
 executor.py      the engine's executor: runs steps in the order of their dispatch
 mesh.py          devices as a mesh, and where each logical axis goes
-kv_cache.py      the pool's one array
 kv_scales.py     scales of keys and values in 8 bits
 transfers.py     moves of whole blocks
 host_pool.py     blocks in host memory
 host_memory.py   host memory that this process may still have
 calibration.py   what the device does in a second, timed at the start
 cascade_costs.py what reading a shared prefix once costs
-step_runner.py   calls the programs of a step
 step_sizes.py    sizes of a step that nobody chose
 backend.py       what a device is called
 step/            the programs of a step

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jpaged.device.programs.store import ProgramStore
-from jpaged.device.step_runner import StepRunner
+from jpaged.device.step.runner import StepRunner
 from jpaged.device.transfers import BlockMover
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, SamplingInputs, StepInputs
 

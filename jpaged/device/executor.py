@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding
 from jpaged.config import EngineConfig
 from jpaged.device.calibration import measure_rates
 from jpaged.device.host_pool import HostPool
-from jpaged.device.kv_cache import KVPool
 from jpaged.device.kv_scales import measure_scales, name_of_kv_dtype
 from jpaged.device.mesh import (
     CONTENTS_SPEC,
@@ -31,10 +30,11 @@ from jpaged.device.mesh import (
     Placement,
     check_params,
     first_device,
+    replicated,
     serving_mesh,
 )
 from jpaged.device.multihost.agreement import Agreement, Alone
-from jpaged.device.programs.compile import CompileWatch, least_programs, program_specs
+from jpaged.device.programs.compile import least_programs, program_specs
 from jpaged.device.programs.compile import set_up_compile_cache as _set_up_compile_cache
 from jpaged.device.programs.compiler_errors import memory_refusals
 from jpaged.device.programs.lowering import sized_step
@@ -42,12 +42,19 @@ from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, Program
 from jpaged.device.programs.saved import SavedPrograms, Target
 from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.device.programs.store import ProgramStore
-from jpaged.device.step.forward import Step, unpack_outputs
-from jpaged.device.step.inputs import PackedForward
-from jpaged.device.step_runner import StepRunner
+from jpaged.device.step.forward import Step, forward_packing
+from jpaged.device.step.runner import CompileWatch, KVPool, PackedForward, StepRunner, unpack_outputs
 from jpaged.device.transfers import BlockMover, move_sizes
-from jpaged.engine.buckets import BucketTable
-from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Progress, SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.executor import (
+    BlockMoves,
+    BucketTable,
+    DeviceRates,
+    Geometry,
+    Progress,
+    SamplingInputs,
+    StepInputs,
+    StepOutputs,
+)
 from jpaged.errors import InternalError
 from jpaged.kernels.paged_attention import Backend
 from jpaged.models.layers import Params
@@ -84,7 +91,9 @@ class JaxExecutor:
         self._pool = KVPool(layout, NamedSharding(mesh, POOL_SPEC))
         self._host = HostPool(layout, geometry.num_host_blocks, NamedSharding(mesh, CONTENTS_SPEC))
         self._mover = BlockMover(layout, self._pool, self._host)
-        self._runner = StepRunner(step, params, geometry, self._pool, self._programs)
+        packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
+        last_tokens = jax.device_put(np.zeros(step.num_places, np.int32), replicated(step.mesh))
+        self._runner = StepRunner(params, last_tokens, packings, self._pool, self._programs)
         self._is_shut_down = False
 
     @classmethod
@@ -265,7 +274,8 @@ class JaxExecutor:
         """
         with self._calling("the device failed in a step"):
             outputs = unpack_outputs(np.asarray(handle))
-            self._host.land_ready()
+            if self._host.on_the_way:
+                self._host.land_ready()
             return outputs
 
     def shutdown(self) -> None:

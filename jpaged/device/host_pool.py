@@ -49,32 +49,32 @@ class HostPool:
         except MemoryError as error:
             num_bytes = num_blocks * layout.bytes_per_block
             raise InvalidArgument("swap_space", f"{num_bytes / _GIB:.2f} GiB of host memory are refused") from error
-        self._on_the_way: deque[_Transfer] = deque()
+        self.on_the_way: deque[_Transfer] = deque()
 
     def receive(self, contents: jax.Array, block_ids: list[int]) -> None:
         """Starts the copy of device blocks to the host blocks of these ids; padding behind them is left out."""
-        while len(self._on_the_way) >= MAX_ON_THE_WAY:
+        while len(self.on_the_way) >= MAX_ON_THE_WAY:
             self._land()
         if self._staging is not None:
             contents = jax.device_put(contents, self._staging)
         else:
             contents.copy_to_host_async()
-        self._on_the_way.append(_Transfer(contents, block_ids))
+        self.on_the_way.append(_Transfer(contents, block_ids))
 
     def land_ready(self) -> None:
         """Lands what has arrived. Transfers land in order: a later one may be to the same block."""
-        while self._on_the_way and _has_arrived(self._on_the_way[0].contents):
+        while self.on_the_way and _has_arrived(self.on_the_way[0].contents):
             self._land()
 
     def land_all(self) -> None:
         """Waits for everything that is on its way."""
-        while self._on_the_way:
+        while self.on_the_way:
             self._land()
 
     def read(self, block_ids: Sequence[int], num_padded: int) -> NDArray | jax.Array:
         """A fresh array of these blocks, once they have all landed; what is in the padding does not matter."""
         wanted = set(block_ids)
-        while any(not wanted.isdisjoint(transfer.block_ids) for transfer in self._on_the_way):
+        while any(not wanted.isdisjoint(transfer.block_ids) for transfer in self.on_the_way):
             self._land()
         contents = np.empty((num_padded, *self._blocks.shape[1:]), self._blocks.dtype)
         # "clip" writes straight into `out`, "raise" by way of a copy; ids were checked before.
@@ -84,11 +84,11 @@ class HostPool:
 
     def release(self) -> None:
         """Frees the memory. Idempotent."""
-        self._on_the_way.clear()
+        self.on_the_way.clear()
         self._blocks = self._blocks[:0].copy()
 
     def _land(self) -> None:
-        transfer = self._on_the_way.popleft()
+        transfer = self.on_the_way.popleft()
         try:
             contents = self._parts.to_host(transfer.contents)
         except jax.errors.JaxRuntimeError as error:

@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from jpaged.device.host_pool import HostPool
-from jpaged.device.kv_cache import KVPool
 from jpaged.device.mesh import CONTENTS_SPEC, POOL_SPEC, replicated
 from jpaged.device.programs.compile import ProgramSpec
+from jpaged.device.step.runner import KVPool
 from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout

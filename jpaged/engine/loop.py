@@ -11,27 +11,139 @@ step n + 1: that result is dropped; its blocks are free at once, because the dev
 
 from __future__ import annotations
 
+import heapq
+import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import numpy as np
+
 from jpaged.config import EngineConfig
-from jpaged.engine.deadlines import Deadlines, is_over
 from jpaged.engine.executor import Executor, StepOutputs
+from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.kv.policy import make_memory
 from jpaged.engine.kv.prefixes import PrefixOptions
 from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.batch import build_sampling_inputs, build_step_inputs
-from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, build_sampling_inputs, build_step_inputs
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.shared_prefixes import share_prefixes
 from jpaged.engine.sequence import Group, Sequence, Sink
-from jpaged.engine.soundness import Soundness
 from jpaged.engine.stats import DEADLINE, StepStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import AlreadyExists, DeadlineExceeded, QueueFull, RequestTooLong, Unavailable
+from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, RequestTooLong, Unavailable
 from jpaged.types import FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+
+class Soundness:
+    """Judges the rows of each step. Makes last events and forgets prefixes; to release the groups is the caller's.
+
+        row   sound       its token goes on as ever, whatever the rows beside it are
+              not sound   live, and samples: its request fails, with all its sequences, and no other does
+                          of a sequence that ended: its prefix is forgotten, which was cached before this was known
+
+    A row that computes a part of a prompt samples nothing and fails nothing: whether a request fails does not depend on
+    how its prompt was cut. NaN in its keys or values makes the logits of its last token NaN.
+
+    All that such a sequence has read is forgotten with what it wrote: one of them is at fault, and it is not known
+    which. Who shares those blocks goes on, and is judged by its own logits. Pinned prefixes stay: they were sound when
+    pinned. A block of NaN that is free harms nobody: slots are written before they are read.
+    """
+
+    def __init__(self, memory: KVMemory, publisher: OutputProcessor, stats: StepStats) -> None:
+        self._memory = memory
+        self._publisher = publisher
+        self._stats = stats
+        self._has_told = False
+
+    def fail_unsound(self, schedule: Schedule, outputs: StepOutputs) -> list[Group]:
+        """Fails the requests whose rows are not sound; the groups, which hold their blocks still."""
+        failed: dict[Group, None] = {}
+        for row in np.flatnonzero(~outputs.is_sound_r[: len(schedule.rows)]).tolist():
+            scheduled = schedule.rows[row]
+            if not scheduled.sequence.is_live:
+                self._forget(scheduled.sequence)
+            elif scheduled.samples_token and scheduled.group not in failed:
+                failed[scheduled.group] = None
+                self._fail(scheduled)
+        return list(failed)
+
+    def _fail(self, row: ScheduledRow) -> None:
+        group = row.group
+        error = InternalError(
+            f"the model's logits are not finite: there is no token {row.output_index + 1} for sequence "
+            f"{row.sequence.index}, after {row.start + row.num_tokens} tokens of context"
+        )
+        if not self._has_told:
+            self._has_told = True
+            logger.error("request %r: %s; more of these are only counted", group.request.request_id, error)
+        for sequence in group.sequences:
+            self._forget(sequence)
+        self._stats.count_not_finite()
+        self._publisher.fail(group, error)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if self._memory.prefixes is not None:
+            self._memory.prefixes.forget(sequence)
+
+
+_EARLY_SHARE, _EARLY_S = 0.02, 0.25
+"""A caller's own timer is ahead of ours: its timeout is rounded up on the wire, by a hundredth at most, and travels."""
+
+
+class Deadlines:
+    """When groups in flight have to end, the next one first.
+
+        heap   [ 3.0 | 4.5 | 7.2 | 9.9 ]     those that ended early stay in it until they are the half of it
+        open   { 4.5, 9.9 }
+
+    So what is kept is bounded by what is in flight, however far away the deadlines of those are that have ended.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+        self._open: dict[int, tuple[float, Group]] = {}
+
+    def __len__(self) -> int:
+        """Entries that are kept."""
+        return len(self._heap)
+
+    def add(self, group: Group) -> None:
+        """Watches a group; one without a deadline is left out."""
+        deadline_s = group.request.deadline_s
+        if deadline_s is not None:
+            self._open[group.arrival] = deadline_s, group
+            heapq.heappush(self._heap, (deadline_s, group.arrival))
+
+    def discard(self, group: Group) -> None:
+        """Forgets a group that has ended."""
+        self._open.pop(group.arrival, None)
+        if len(self._heap) > 2 * len(self._open):
+            self._heap = [(deadline_s, arrival) for arrival, (deadline_s, _) in self._open.items()]
+            heapq.heapify(self._heap)
+
+    def passed(self, now_s: float) -> Iterator[Group]:
+        """Groups whose deadline has passed; each must be discarded before the next is asked for."""
+        while self._heap and self._heap[0][0] <= now_s:
+            _, arrival = heapq.heappop(self._heap)
+            if arrival in self._open:
+                yield self._open[arrival][1]
+
+
+def is_over(request: Request, arrival_s: float, now_s: float) -> bool:
+    """A caller who leaves now does so for the deadline: it has passed, or is so near that the caller saw it pass.
+
+    gRPC cancels a call in one way for both causes. So one that is cancelled in the last fiftieth of its time, or the
+    last quarter of a second, but not in the first half of it, counts as past its deadline.
+    """
+    if request.deadline_s is None:
+        return False
+    total_s = request.deadline_s - arrival_s
+    return request.deadline_s - now_s <= min(total_s / 2, max(_EARLY_S, _EARLY_SHARE * total_s))
+
 
 Clock = Callable[[], float]
 
@@ -168,7 +280,8 @@ class EngineLoop:
     def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any] | None:
         """Starts a step: its moves, which there may be without a row, and its rows."""
         geometry = self._executor.geometry
-        share_prefixes(schedule, geometry)
+        if len(schedule.rows) > 1:
+            share_prefixes(schedule, geometry)
         self.stats.count_step(schedule)
         for moves in schedule.ops.batches():
             self._executor.move_blocks(moves)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from jpaged.engine.kv.blocks import Key, KVHandle, root_key
+from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, KVHandle, root_key
 from jpaged.errors import InternalError
 from jpaged.types import OutputEvent, Request
 
@@ -236,6 +236,17 @@ class Group:
         """The whole prompt is computed and in the pool."""
         leader = self.live[0]
         return self.status is Status.RUNNING and leader.num_computed_tokens >= leader.num_prompt_tokens
+
+    def num_missing_blocks(self, tables: list[BlockTable], pool: BlockPool) -> int:
+        """Blocks that these tables of its live sequences lack for the tokens that these have."""
+        missing = 0
+        for i, (sequence, table) in enumerate(zip(self.live, tables, strict=True)):
+            needed = pool.num_blocks_for(sequence.num_tokens)
+            if self.is_forked or i == 0:
+                missing += max(0, needed - table.num_blocks)
+            else:  # it will share the leader's full blocks
+                missing += needed - sequence.num_prompt_tokens // pool.block_size
+        return missing
 
     def admitted(self, num_cached_tokens: int) -> bool:
         """It runs, with so many tokens of its prompt in the pool; True the first time."""

@@ -1,10 +1,8 @@
 """The gRPC face: proto in, proto out. It knows the service and nothing below it.
 
 port.py         gRPC's server, which takes whatever peers send
-servicer.py     one method for each RPC
-wire.py         proto <-> types
+servicer.py     proto <-> types, and one method for each RPC
 status.py       errors -> status codes with details
-freed_memory.py memory of large requests, given back
 metrics.py      a loaded model's numbers in Prometheus' format
 scrapes.py      the HTTP server that scrapes come to
 replica.py      a loaded model without a port, for a host with a server of its own

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from jpaged.engine.histogram import HistogramSnapshot
+from jpaged.engine.stats import HistogramSnapshot
 from jpaged.errors import InvalidArgument
 from jpaged.load import DURATIONS, metrics_of
 from jpaged.server.scrapes import ScrapeServer

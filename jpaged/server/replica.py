@@ -16,9 +16,8 @@ import grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import Unavailable
-from jpaged.server import wire
 from jpaged.server.metrics import MetricsServer, serve_metrics
-from jpaged.server.servicer import detokenized, responses, tokenized
+from jpaged.server.servicer import detokenized, load_of, responses, tokenized
 from jpaged.server.status import Trailers, error_for, status_of, trailers_of
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service
@@ -90,7 +89,7 @@ class Replica:
     def load(self) -> control_pb2.GetLoadResponse:
         """Return how busy the engine is."""
         engine = self._model.engine
-        return wire.load_of(engine.load(), engine.replica_loads())
+        return load_of(engine.load(), engine.replica_loads())
 
     def serve_metrics(self, host: str, port: int) -> int:
         """Answer Prometheus until `stop`; returns the port. Port 0 picks a free one."""

@@ -1,17 +1,275 @@
-"""One method for each RPC: decode, ask the service, encode. Every call ends with one status, set in one place."""
+"""Proto <-> types, and one method for each RPC. Every call ends with one status, set in one place.
+
+Going in, a field that was not set takes the default of `SamplingParams`; a value out of its bounds raises there. Going
+out, everything that a type holds has its field.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from types import TracebackType
+from typing import Any, Literal
 
+from google.protobuf.message import Message
 from grpc import aio
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from jpaged.server import wire
+from jpaged.config import EngineConfig
+from jpaged.errors import InvalidArgument
+from jpaged.load import EngineLoad
 from jpaged.server.status import CallContext, error_for, refuse
-from jpaged.service.service import Service
+from jpaged.service.loaded_model import BackendFacts
+from jpaged.service.service import Call, Service, require_name
+from jpaged.service.state import ServiceState, Stage
+from jpaged.types import (
+    MAX_CHAT_MESSAGES,
+    FinishReason,
+    ModelInfo,
+    OutputEvent,
+    PositionLogprobs,
+    Prompt,
+    SamplingParams,
+    SequenceFinish,
+    TokenLogprob,
+    Usage,
+)
+from jpaged.version import __version__
+
+TENANT_KEY = "x-jpaged-tenant"
+"""The metadata key that names whose request it is."""
+API_VERSION = "v1"
+_FINISH_REASONS = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
+}
+_EARLY_STOPPING: dict[int, bool | Literal["never"]] = {
+    inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
+    inference_pb2.EARLY_STOPPING_BEST_RUNNING: False,
+    inference_pb2.EARLY_STOPPING_FIRST_FULL: True,
+    inference_pb2.EARLY_STOPPING_NEVER: "never",
+}
+
+
+def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """Whose request it is; "" when the call does not say. A call that says it twice names no one."""
+    named = [value for key, value in metadata if key == TENANT_KEY]
+    if not named:
+        return ""
+    if len(named) > 1:
+        raise InvalidArgument(TENANT_KEY, f"is there {len(named)} times: a request has one tenant")
+    tenant = named[0]
+    name = tenant.decode(errors="replace") if isinstance(tenant, bytes) else tenant
+    require_name(TENANT_KEY, name)
+    return name
+
+
+def prefix_from(message: control_pb2.PinPrefixRequest) -> Prompt:
+    """The prefix to pin, in the form in which it was sent."""
+    match message.WhichOneof("prefix"):
+        case "text":
+            return Prompt(text=message.text)
+        case "token_ids":
+            return Prompt(token_ids=message.token_ids.ids)
+        case _:
+            raise InvalidArgument("prefix", "is missing: set text or token_ids")
+
+
+def call_from(
+    message: inference_pb2.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]], remaining_s: float | None
+) -> Call:
+    """What is asked of the service; the prompt is read later."""
+    return Call(
+        read=lambda: (prompt_from(message), sampling_from(message.sampling)),
+        size=prompt_size(message),
+        request_id=message.request_id if message.HasField("request_id") else None,
+        model=model_from(message),
+        tenant=tenant_from(metadata),
+        remaining_s=remaining_s,
+    )
+
+
+def model_from(
+    message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
+) -> str | None:
+    """The name of the model that must answer; None where any may."""
+    return message.model if message.HasField("model") else None
+
+
+def prompt_size(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> int | None:
+    """Characters or token ids to work on, told without a look at them; None for a conversation, which is laid out."""
+    if message.HasField("chat"):
+        return None
+    if isinstance(message, inference_pb2.GenerateRequest) and message.HasField("token_ids"):
+        return len(message.token_ids.ids)
+    return len(message.text)
+
+
+def text_or_chat_from(message: inference_pb2.TokenizeRequest) -> Prompt:
+    """What to tokenise, in the form in which it was sent."""
+    match message.WhichOneof("input"):
+        case "text":
+            return Prompt(text=message.text)
+        case "chat":
+            if message.HasField("add_special_tokens"):
+                raise InvalidArgument("add_special_tokens", "goes with text only: a chat template brings its own")
+            return Prompt(messages=messages_from(message.chat))
+        case _:
+            raise InvalidArgument("input", "is missing: set text or chat")
+
+
+def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
+    """The prompt in the form in which it was sent; its content is the input processor's to check."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            return Prompt(text=message.text)
+        case "token_ids":
+            return Prompt(token_ids=message.token_ids.ids)
+        case "chat":
+            return Prompt(messages=messages_from(message.chat))
+        case _:
+            raise InvalidArgument("prompt", "is missing: set text, token_ids or chat")
+
+
+def messages_from(chat: inference_pb2.ChatPrompt) -> tuple[dict[str, str], ...]:
+    """A conversation as chat templates take it; raises InvalidArgument for too many messages, before it copies any."""
+    if len(chat.messages) > MAX_CHAT_MESSAGES:
+        raise InvalidArgument("chat.messages", f"{len(chat.messages)} messages; at most {MAX_CHAT_MESSAGES}")
+    return tuple({"role": turn.role, "content": turn.content} for turn in chat.messages)
+
+
+def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
+    """The parameters, with defaults where nothing was set; raises InvalidArgument for values out of bounds."""
+    default = SamplingParams()
+    return SamplingParams(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else default.max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature if message.HasField("temperature") else default.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else default.top_p,
+        min_p=message.min_p,
+        seed=message.seed if message.HasField("seed") else None,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        stop=message.stop,
+        stop_token_ids=message.stop_token_ids,
+        ignore_eos=message.ignore_eos,
+        skip_special_tokens=message.skip_special_tokens
+        if message.HasField("skip_special_tokens")
+        else default.skip_special_tokens,
+        n=message.n if message.HasField("n") else default.n,
+        best_of=message.best_of if message.HasField("best_of") else None,
+        beam_width=message.beam_width or None,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else default.length_penalty,
+        early_stopping=_early_stopping_from(message.early_stopping),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        use_prefix_cache=message.use_prefix_cache if message.HasField("use_prefix_cache") else default.use_prefix_cache,
+    )
+
+
+def response_of(
+    event: OutputEvent, request_id: str, prompt_token_ids: tuple[int, ...] = ()
+) -> inference_pb2.GenerateResponse:
+    """One event, or several merged, as a message.
+
+    Args:
+        event: what the engine said.
+        request_id: as the caller knows it.
+        prompt_token_ids: for a first message that is to carry them.
+    """
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        index=event.index,
+        text=event.text,
+        token_ids=event.token_ids,
+        logprobs=[_position_of(position) for position in event.logprobs],
+        usage=_usage_of(event.usage),
+        finish=None if event.finish is None else _finish_of(event.finish, event.cumulative_logprob),
+        prompt_token_ids=prompt_token_ids,
+        is_last=event.is_last,
+    )
+
+
+def model_info_of(model: ModelInfo) -> control_pb2.GetModelInfoResponse:
+    """The model's facts, as they are."""
+    return control_pb2.GetModelInfoResponse(**_fields_of(control_pb2.GetModelInfoResponse, model))
+
+
+def load_of(load: EngineLoad, replica_loads: Iterable[EngineLoad]) -> control_pb2.GetLoadResponse:
+    """The load of the whole and of each replica, as they are."""
+    kind = control_pb2.ReplicaLoad
+    replicas = [kind(**_fields_of(kind, replica)) for replica in replica_loads]
+    return control_pb2.GetLoadResponse(**_fields_of(control_pb2.GetLoadResponse, load), replicas=replicas)
+
+
+def backend_of(backend: BackendFacts) -> control_pb2.Backend:
+    """The backend's facts, as they are."""
+    return control_pb2.Backend(**_fields_of(control_pb2.Backend, backend))
+
+
+def server_info_of(state: ServiceState) -> control_pb2.GetServerInfoResponse:
+    """What a server is and where in its life."""
+    startup, model = state.startup, state.model
+    return control_pb2.GetServerInfoResponse(
+        server_version=__version__,
+        api_version=API_VERSION,
+        state=f"SERVER_STATE_{state.stage.name}",
+        start_time=state.start_time,
+        startup=control_pb2.StartupProgress(what=startup.what, done=startup.done, total=startup.total)
+        if state.stage is Stage.STARTING
+        else None,
+        backend=None if model is None else backend_of(model.backend),
+        options=options_of(state.config),
+    )
+
+
+def options_of(config: EngineConfig) -> list[control_pb2.Option]:
+    """Every option that has a value."""
+    return [
+        control_pb2.Option(name=name.replace("_", "-"), value=value, source=source)
+        for name, value, source in config.explain()
+        if value != "None"
+    ]
+
+
+def _early_stopping_from(value: int) -> bool | Literal["never"]:
+    if value not in _EARLY_STOPPING:
+        raise InvalidArgument("sampling.early_stopping", f"{value} is not a value of EarlyStopping")
+    return _EARLY_STOPPING[value]
+
+
+def _fields_of(kind: type[Message], value: object) -> dict[str, Any]:
+    """What a message takes over by name: all of its fields but those that are messages."""
+    return {field.name: getattr(value, field.name) for field in kind.DESCRIPTOR.fields if field.message_type is None}
+
+
+def _position_of(position: PositionLogprobs) -> inference_pb2.PositionLogprobs:
+    return inference_pb2.PositionLogprobs(
+        chosen=_logprob_of(position.chosen), top=[_logprob_of(token) for token in position.top]
+    )
+
+
+def _logprob_of(token: TokenLogprob) -> inference_pb2.TokenLogprob:
+    return inference_pb2.TokenLogprob(token_id=token.token_id, logprob=token.logprob, rank=token.rank)
+
+
+def _usage_of(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def _finish_of(finish: SequenceFinish, cumulative_logprob: float) -> inference_pb2.Finish:
+    matched = finish.matched_stop
+    return inference_pb2.Finish(
+        reason=_FINISH_REASONS[finish.reason],
+        matched_stop_string=matched if isinstance(matched, str) else None,
+        matched_stop_token_id=matched if isinstance(matched, int) else None,
+        cumulative_logprob=cumulative_logprob,
+    )
 
 
 class _Answering:
@@ -38,20 +296,20 @@ async def responses(
     remaining_s: float | None = None,
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
     """Stream one request; closing the iterator drops it."""
-    async with service.generate(wire.call_from(message, metadata, remaining_s)) as generation:
+    async with service.generate(call_from(message, metadata, remaining_s)) as generation:
         first_only = generation.prompt_token_ids if message.return_prompt_token_ids else ()
         async for event in generation:
-            yield wire.response_of(event, generation.request_id, first_only)
+            yield response_of(event, generation.request_id, first_only)
             first_only = ()
 
 
 async def tokenized(service: Service, message: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
     """Answer Tokenize."""
     token_ids = await service.tokenize(
-        lambda: wire.text_or_chat_from(message),
-        wire.prompt_size(message),
+        lambda: text_or_chat_from(message),
+        prompt_size(message),
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
-        model=wire.model_from(message),
+        model=model_from(message),
     )
     return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
@@ -61,7 +319,7 @@ async def detokenized(service: Service, message: inference_pb2.DetokenizeRequest
     text = await service.detokenize(
         message.token_ids,
         skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
-        model=wire.model_from(message),
+        model=model_from(message),
     )
     return inference_pb2.DetokenizeResponse(text=text)
 
@@ -106,20 +364,20 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     ) -> control_pb2.GetServerInfoResponse:
         """Answers in every state."""
         async with _Answering(context):
-            return wire.server_info_of(self._service.state)
+            return server_info_of(self._service.state)
 
     async def GetModelInfo(
         self, request: control_pb2.GetModelInfoRequest, context: CallContext
     ) -> control_pb2.GetModelInfoResponse:
         """The facts that were fixed at start-up."""
         async with _Answering(context):
-            return wire.model_info_of(self._service.state.loaded().model)
+            return model_info_of(self._service.state.loaded().model)
 
     async def GetLoad(self, request: control_pb2.GetLoadRequest, context: CallContext) -> control_pb2.GetLoadResponse:
         """A snapshot: the engine goes on meanwhile."""
         async with _Answering(context):
             engine = self._service.state.loaded().engine
-            return wire.load_of(engine.load(), engine.replica_loads())
+            return load_of(engine.load(), engine.replica_loads())
 
     async def Abort(self, request: control_pb2.AbortRequest, context: CallContext) -> control_pb2.AbortResponse:
         """The aborted stream, not this call, says what was generated."""
@@ -132,7 +390,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     ) -> control_pb2.PinPrefixResponse:
         """A caller that goes away changes nothing: the prefix is pinned."""
         async with _Answering(context):
-            prefix, tenant = wire.prefix_from(request), _tenant(context)
+            prefix, tenant = prefix_from(request), _tenant(context)
             num_tokens = await self._service.pin_prefix(request.name, prefix, request.cache_salt, tenant)
             return control_pb2.PinPrefixResponse(num_pinned_tokens=num_tokens)
 
@@ -146,4 +404,4 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
 
 
 def _tenant(context: CallContext) -> str:
-    return wire.tenant_from(context.invocation_metadata() or ())
+    return tenant_from(context.invocation_metadata() or ())

@@ -7,7 +7,5 @@ input_processor.py what a caller sends -> a request that can run
 hf_tokenizer.py    the tokenizer of a model's folder
 literal_text.py    special tokens that users write, taken as text
 token_bytes.py     how many bytes of text a token can stand for
-stream.py          the engine's thread -> asyncio
-workers.py         threads for what grows with a request
 chat/              chat templates, in a process of their own
 """

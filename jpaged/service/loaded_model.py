@@ -9,8 +9,8 @@ from typing import Protocol
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Geometry
-from jpaged.engine.histogram import HistogramSnapshot
 from jpaged.engine.sequence import Sink
+from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.load import EngineLoad
 from jpaged.service.input_processor import InputProcessor

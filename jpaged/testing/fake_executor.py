@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.buckets import BucketTable
 from jpaged.engine.executor import (
     NULL_BLOCK,
     TOP_WIDTH,
     BlockMoves,
+    BucketTable,
     CascadeCosts,
     DeviceRates,
     Geometry,

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
     "checkpoints": VALUES | {"models", "demo"},
-    "device": VALUES | {"kernels", "models", "engine.executor", "engine.buckets"},
+    "device": VALUES | {"kernels", "models", "engine.executor"},
     "engine": VALUES,
     "_proto": set(),
     "client": VALUES | {"_proto"},

@@ -20,7 +20,8 @@ from jpaged.device.calibration import NO_RATE, measure_rates
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
 from jpaged.device.mesh import build_mesh, replicated
-from jpaged.device.programs.compile import CompileWatch, ProgramSpec
+from jpaged.device.programs.compile import ProgramSpec
+from jpaged.device.step.runner import CompileWatch
 from jpaged.device.transfers import content_bytes, lower_move, move_sizes
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument
@@ -128,7 +129,7 @@ def test_the_later_of_two_transfers_to_a_host_block_stays(executor: JaxExecutor)
     want = fill(executor, 6)
     for block in range(1, 2 * MAX_ON_THE_WAY + 1):
         executor.move_blocks(BlockMoves(Move.SWAP_OUT, [block], [9]))
-        assert len(executor._host._on_the_way) <= MAX_ON_THE_WAY
+        assert len(executor._host.on_the_way) <= MAX_ON_THE_WAY
     executor.move_blocks(BlockMoves(Move.SWAP_IN, [9], [100]))
     want[100] = want[2 * MAX_ON_THE_WAY]
     np.testing.assert_array_equal(contents(executor), want)
@@ -181,9 +182,9 @@ def test_a_block_leaves_with_what_it_held_before_the_next_step(executor: JaxExec
 def test_collecting_a_step_lands_what_has_arrived(executor: JaxExecutor) -> None:
     driver = Driver(executor)
     executor.move_blocks(BlockMoves(Move.SWAP_OUT, [1, 2], [1, 2]))
-    assert len(executor._host._on_the_way) == 1
+    assert len(executor._host.on_the_way) == 1
     executor.collect(driver.start([Row(driver.sequence([1]), 1)]))
-    assert len(executor._host._on_the_way) == 0
+    assert len(executor._host.on_the_way) == 0
 
 
 @pytest.mark.parametrize(
@@ -338,10 +339,10 @@ def test_an_accelerator_writes_to_page_locked_memory_first(monkeypatch: pytest.M
     with watch.watching():
         pool.receive(arrays[0], [1, 2, 3])
         pool.receive(arrays[1], [3, 20])
-        assert pool._on_the_way[0].contents.sharding.memory_kind == "pinned_host"
+        assert pool.on_the_way[0].contents.sharding.memory_kind == "pinned_host"
         got = pool.read([20, 3, 1], 4)
     np.testing.assert_array_equal(got[:3], [sent[1][1], sent[1][0], sent[0][0]])
-    assert (len(pool._on_the_way), watch.num_compiles) == (0, 0)
+    assert (len(pool.on_the_way), watch.num_compiles) == (0, 0)
 
 
 def test_host_memory_that_the_system_refuses_is_an_option_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

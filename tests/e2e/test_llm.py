@@ -9,7 +9,7 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.engine.kv.paged import PagedMemory
-from jpaged.engine.scheduling.policies import ByPriority
+from jpaged.engine.scheduling.scheduler import ByPriority
 from jpaged.llm import TokensPrompt
 from tests.e2e.rig import engine_of
 from tests.models.tiny import tiny_case, write_checkpoint

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpaged.engine.deadlines import is_over
+from jpaged.engine.loop import is_over
 from jpaged.types import Request, SamplingParams
 from tests.engine.harness import Harness
 

@@ -16,7 +16,7 @@ import jax
 from jpaged.cli.main import main
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.multihost import handshake
-from jpaged.device.step.inputs import PackedForward
+from jpaged.device.step.runner import PackedForward
 from jpaged.engine.executor import StepOutputs
 
 NUM_GOOD = 30

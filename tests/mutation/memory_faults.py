@@ -195,9 +195,9 @@ MEMORY_FAULTS = (
     ),
     Fault(
         "only the first of several samples is promised blocks",
-        "kv/swapping.py",
-        "            missing += needed - sequence.num_prompt_tokens // pool.block_size\n",
-        "            pass\n",
+        "sequence.py",
+        "                missing += needed - sequence.num_prompt_tokens // pool.block_size\n",
+        "                pass\n",
         ROOM,
     ),
     Fault(

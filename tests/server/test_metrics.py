@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
-from jpaged.engine.histogram import Histogram
+from jpaged.engine.stats import Histogram
 from jpaged.errors import InvalidArgument
 from jpaged.load import DURATIONS, metrics_of
 from jpaged.server.metrics import serve_metrics

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.server import wire
+from jpaged.server import servicer
 from tests.server.harness import collect, details_of, eventually, failure_of, request
 from tests.server.raw_http2 import HEADERS, INITIAL_WINDOW_SIZE, RST_STREAM, Connection, frame, message
 
@@ -174,7 +174,7 @@ async def test_a_message_that_cannot_be_sent_ends_its_call_quietly(harness, quie
     def fail(*_):
         raise aio.InternalError("Failed grpc_call_start_batch")  # as writing does to a connection that is gone
 
-    monkeypatch.setattr(wire, "response_of", fail)
+    monkeypatch.setattr(servicer, "response_of", fail)
     call = harness.inference.Generate(request())
     await eventually(lambda: harness.executor.num_steps > 0 and harness.num_open_calls == 0)
     call.cancel()

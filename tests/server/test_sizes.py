@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.server import freed_memory, port
+from jpaged.server import port
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from jpaged.types import MAX_DETOKENIZE_IDS, MIN_MAX_TOKENIZE_BYTES
 from tests.server.harness import collect, details_of, eventually, failure_of, request, running
@@ -129,15 +129,15 @@ def is_large(thing):
 
 
 async def test_memory_is_given_back_once_after_large_messages_and_never_after_small_ones(monkeypatch):
-    monkeypatch.setattr(freed_memory, "_DELAY_S", 0.0)
+    monkeypatch.setattr(port, "_DELAY_S", 0.0)
     given_back = asyncio.Semaphore(0)
     loop = asyncio.get_running_loop()
-    freed = freed_memory.FreedMemory(lambda: loop.call_soon_threadsafe(given_back.release))
-    freed.note(freed_memory.LARGE_BYTES - 1)
+    freed = port.FreedMemory(lambda: loop.call_soon_threadsafe(given_back.release))
+    freed.note(port.LARGE_BYTES - 1)
     for _ in range(3):
-        freed.note(freed_memory.LARGE_BYTES)
+        freed.note(port.LARGE_BYTES)
     await asyncio.wait_for(given_back.acquire(), 60)
-    freed.note(freed_memory.LARGE_BYTES)
+    freed.note(port.LARGE_BYTES)
     await asyncio.wait_for(given_back.acquire(), 60)
     assert given_back.locked()
 

@@ -9,7 +9,7 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client import wire as client_wire
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad, Load
-from jpaged.server import wire as server_wire
+from jpaged.server import servicer as server_wire
 from jpaged.types import (
     FinishReason,
     ModelInfo,

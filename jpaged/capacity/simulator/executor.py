@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.capacity.simulator.deployment import Deployment
-from jpaged.engine.buckets import BucketTable
 from jpaged.engine.executor import (
     TOP_WIDTH,
     BlockMoves,
+    BucketTable,
     DeviceRates,
     Geometry,
     Move,

@@ -25,7 +25,7 @@ from jpaged.device.executor import JaxExecutor
 from jpaged.device.multihost.channel import Kind
 from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.device.multihost.messages import HEADS, decode, encode
-from jpaged.device.step.inputs import PackedForward
+from jpaged.device.step.runner import PackedForward
 from jpaged.engine.executor import (
     ROW_DTYPE,
     BlockMoves,

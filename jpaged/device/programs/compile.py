@@ -13,9 +13,8 @@ import jax
 from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
-from jpaged.engine.buckets import BucketTable
+from jpaged.engine.executor import BucketTable
 
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
@@ -85,25 +84,6 @@ def set_up_compile_cache(folder: Path | None) -> None:
     compilation_cache.reset_cache()
 
 
-class CompileWatch:
-    """Counts the programs that its own watched calls compile; compiles of other threads or callers are not counted.
-
-    jax compiles in the thread that calls, so a count for each thread tells whose a compile is.
-    """
-
-    def __init__(self) -> None:
-        self.num_compiles = 0
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Counts what this thread compiles inside."""
-        begin = _thread_compiles()
-        try:
-            yield
-        finally:
-            self.num_compiles += _thread_compiles() - begin
-
-
 @contextmanager
 def took_from_cache() -> Iterator[Callable[[], bool]]:
     """Gives a question: whether this thread has taken a program from the cache on disk since."""
@@ -112,16 +92,6 @@ def took_from_cache() -> Iterator[Callable[[], bool]]:
 
 
 _this_thread = threading.local()
-
-
-def _thread_compiles() -> int:
-    return getattr(_this_thread, "num_compiles", 0)
-
-
-def _count_compile(event: str, duration_secs: float, **_: str | int) -> None:
-    del duration_secs
-    if event == _COMPILE_EVENT:
-        _this_thread.num_compiles = _thread_compiles() + 1
 
 
 def _thread_hits() -> int:
@@ -134,4 +104,3 @@ def _count_hit(event: str, **_: str | int) -> None:
 
 
 monitoring.register_event_listener(_count_hit)
-monitoring.register_event_duration_secs_listener(_count_compile)

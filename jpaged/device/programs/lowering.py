@@ -20,11 +20,10 @@ from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import POOL_SPEC, SCALES_SPEC, Placement, first_device, num_shards, replicated
 from jpaged.device.programs.compile import ProgramSpec, compiler_options, program_specs
 from jpaged.device.step.forward import Step, forward_packing
-from jpaged.device.step.inputs import ROW_WORDS
+from jpaged.device.step.runner import ROW_WORDS
 from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import lower_move, move_sizes
-from jpaged.engine.buckets import BucketTable
-from jpaged.engine.executor import Geometry
+from jpaged.engine.executor import BucketTable, Geometry
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.models.layers import Params
 from jpaged.models.model import Model

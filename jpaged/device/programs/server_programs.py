@@ -21,7 +21,7 @@ from jpaged.device.programs.report import ProgramReport
 from jpaged.device.programs.saved import SavedPrograms
 from jpaged.device.programs.store import NUM_THREADS, CompiledProgram, ProgramSource, ProgramStore
 from jpaged.device.step.forward import Step, forward_packing
-from jpaged.device.step.inputs import ROW_WORDS
+from jpaged.device.step.runner import ROW_WORDS
 from jpaged.device.transfers import content_bytes
 from jpaged.engine.executor import Geometry, Progress
 from jpaged.models.layers import Params

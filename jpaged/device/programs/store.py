@@ -60,6 +60,9 @@ class ProgramSource:
 class ProgramStore:
     """Makes every program of a list on threads of its own, and knows which are ready.
 
+    Attributes:
+        ready: what can run; grows.
+
     Args:
         sources: of every program, most needed first.
         on_ready: called after each program has landed, one call at a time, on the thread that made it.
@@ -77,14 +80,9 @@ class ProgramStore:
         self._on_ready = on_ready
         self._num_threads = num_threads
         self._landing = threading.Lock()
-        self._ready: dict[ProgramSpec, CompiledProgram] = {}
+        self.ready: dict[ProgramSpec, CompiledProgram] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._num_failed = 0
-
-    @property
-    def ready(self) -> Mapping[ProgramSpec, CompiledProgram]:
-        """What can run; grows."""
-        return self._ready
 
     @property
     def specs(self) -> tuple[ProgramSpec, ...]:
@@ -104,9 +102,7 @@ class ProgramStore:
     def sizes(self, kind: str, *, want_top_logprobs: bool = False) -> tuple[int, ...]:
         """Of the programs of a kind that are ready, ascending."""
         found = [
-            spec.size
-            for spec in tuple(self._ready)
-            if spec.kind == kind and spec.want_top_logprobs == want_top_logprobs
+            spec.size for spec in tuple(self.ready) if spec.kind == kind and spec.want_top_logprobs == want_top_logprobs
         ]
         return tuple(sorted(found))
 
@@ -116,9 +112,9 @@ class ProgramStore:
         Raises:
             InternalError: it is not ready.
         """
-        program = self._ready.get(spec)
+        program = self.ready.get(spec)
         if program is None:
-            ready = self._ready
+            ready = self.ready
             known = ", ".join(str(one) for one in self._specs if one in ready) or "none: warm_up has not run"
             raise InternalError(f"no program {spec} is compiled; there are {known}")
         return program.executable
@@ -136,7 +132,7 @@ class ProgramStore:
 
     def compile_rest(self, progress: Progress) -> None:
         """Makes all others in the background, and says so when there are none left."""
-        rest = [spec for spec in self._sources if spec not in self._ready]
+        rest = [spec for spec in self._sources if spec not in self.ready]
         begin = time.perf_counter()
 
         def report(num_ready: int) -> None:
@@ -144,7 +140,7 @@ class ProgramStore:
                 progress(self.summary(time.perf_counter() - begin), 1, 1)
 
         if not rest:
-            report(len(self._ready))
+            report(len(self.ready))
         for future in self._submit(rest, report):
             future.add_done_callback(lambda done: self._note_failure(done, report))
         if self._threads is not None:
@@ -152,7 +148,7 @@ class ProgramStore:
 
     def summary(self, background_s: float) -> str:
         """How many programs there are, and where they came from."""
-        origins = [program.origin for program in self._ready.values()]
+        origins = [program.origin for program in self.ready.values()]
         counts = [f"{origins.count(origin)} {name}" for origin, name in _ORIGIN_NAMES.items() if origin in origins]
         failed = f", {self._num_failed} failed" if self._num_failed else ""
         after = f", the last {background_s:.1f} s after the first step could run" if background_s >= 0.1 else ""
@@ -167,7 +163,7 @@ class ProgramStore:
     def release(self) -> None:
         """`close`, lets go of what there is, and waits for those that are being made: nothing goes on behind it."""
         self.close()
-        self._ready = {}
+        self.ready = {}
         if self._threads is not None:
             self._threads.shutdown(wait=True)
 
@@ -185,9 +181,9 @@ class ProgramStore:
         with self._landing:
             if not self._sources:
                 return  # closed meanwhile
-            self._ready = {**self._ready, spec: program}
+            self.ready = {**self.ready, spec: program}
             self._on_ready()
-            report(len(self._ready))
+            report(len(self.ready))
 
     def _note_failure(self, future: Future[None], report: Callable[[int], None]) -> None:
         error = None if future.cancelled() else future.exception()
@@ -196,7 +192,7 @@ class ProgramStore:
         with self._landing:
             self._num_failed += 1
             _LOG.error("a program could not be compiled, steps are padded to larger ones: %s", error)
-            report(len(self._ready))
+            report(len(self.ready))
 
 
 def _compile(lowering: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:

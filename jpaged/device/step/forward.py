@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from numpy.typing import NDArray
 
 from jpaged.device.mesh import HEADS_SPEC, LOGITS_SPEC, MODEL_AXIS, POOL_SPEC, SCALES_SPEC, num_shards, on_shards
 from jpaged.device.step import sampling
-from jpaged.device.step.inputs import Packing, unpack_rows
+from jpaged.device.step.runner import Packing, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor import Geometry, StepOutputs
+from jpaged.engine.executor import Geometry
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
@@ -190,16 +188,3 @@ class Step:
 
 def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-
-def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
-    """The columns of `packed_sample` on the host: token, log-probability, rank, then alternatives if there are any."""
-    num_top = (outputs_rc.shape[1] - 3) // 2
-    logprobs_rc = outputs_rc.view(np.float32)
-    return StepOutputs(
-        token_ids_rn=outputs_rc[:, :1],
-        logprobs_rn=logprobs_rc[:, 1:2],
-        ranks_rn=outputs_rc[:, 2:3],
-        top_ids_rnk=outputs_rc[:, None, 3 : 3 + num_top] if num_top else None,
-        top_logprobs_rnk=logprobs_rc[:, None, 3 + num_top :] if num_top else None,
-    )

@@ -19,9 +19,9 @@ from concurrent.futures import Future
 from jpaged.engine.data_parallel.routing import Route, Router
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Geometry
-from jpaged.engine.histogram import HistogramSnapshot
 from jpaged.engine.kv.pinned import Pin
 from jpaged.engine.sequence import Sink
+from jpaged.engine.stats import HistogramSnapshot
 from jpaged.errors import AlreadyExists, InternalError, QueueFull, Unavailable
 from jpaged.load import EngineLoad, total_load
 from jpaged.types import OutputEvent, Request

@@ -3,10 +3,9 @@
 interface.py     what the scheduler asks of any memory
 policy.py        which memory an option names
 paged.py         paged memory: blocks on demand, shared, copied when written
-blocks.py        which blocks are free, who holds the others, and what is kept of a sequence
+blocks.py        which blocks are free, who holds the others, what has to be moved
 prefixes.py      which blocks hold which prefix, here and in host memory
 swapping.py      groups in host memory
 pinned.py        prefixes that stay, by name
 contiguous.py    the baselines that reserve a run of blocks
-transfers.py     what the device has to move before a step
 """

@@ -19,8 +19,8 @@ from typing import get_args
 
 from jpaged.config import KVPolicy
 from jpaged.engine.executor import Move
+from jpaged.engine.kv.blocks import MemoryCounts, MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
-from jpaged.engine.kv.transfers import MemoryCounts, MemoryOps
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from jpaged.engine.kv.blocks import MemoryCounts, MemoryOps
 from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.kv.swapping import Swapping
-from jpaged.engine.kv.transfers import MemoryCounts, MemoryOps
 from jpaged.engine.sequence import Group, Sequence
 
 Shares = list[tuple[Sequence, int]]

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jpaged.engine.executor import Move
-from jpaged.engine.kv.blocks import BlockPool, num_blocks_alone
+from jpaged.engine.kv.blocks import BlockPool, MemoryCounts, MemoryOps, num_blocks_alone
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.prefixes import HostTier, Prefixes, PrefixOptions
-from jpaged.engine.kv.swapping import Swapping, num_missing
-from jpaged.engine.kv.transfers import MemoryCounts, MemoryOps
+from jpaged.engine.kv.swapping import Swapping
 from jpaged.engine.sequence import Group, Sequence
 
 
@@ -57,7 +56,7 @@ class PagedMemory:
         return num_tokens
 
     def num_outstanding_blocks(self, group: Group) -> int:
-        return num_missing(group, [sequence.kv.table for sequence in group.live], self._pool)
+        return group.num_missing_blocks([sequence.kv.table for sequence in group.live], self._pool)
 
     def can_grow(self, shares: Shares) -> bool:
         # A bound first, which holds unless the pool is nearly full: a copy and a begun block for each, and full ones.

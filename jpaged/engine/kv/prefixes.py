@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from jpaged.engine.executor import Move
-from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key
-from jpaged.engine.kv.transfers import MemoryCounts, MemoryOps
+from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, MemoryCounts, MemoryOps
 from jpaged.engine.sequence import Group
 from jpaged.engine.sequence import Sequence as TokenSequence
 from jpaged.errors import InternalError

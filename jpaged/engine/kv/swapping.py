@@ -7,9 +7,8 @@ swap in    the same the other way, into whatever blocks are free by then
 from __future__ import annotations
 
 from jpaged.engine.executor import Move
-from jpaged.engine.kv.blocks import BlockPool, BlockTable
+from jpaged.engine.kv.blocks import BlockPool, BlockTable, MemoryCounts, MemoryOps
 from jpaged.engine.kv.prefixes import Prefixes
-from jpaged.engine.kv.transfers import MemoryCounts, MemoryOps
 from jpaged.engine.sequence import Group
 
 
@@ -51,7 +50,7 @@ class Swapping:
         """A swapped group finds blocks for all that it has and the tokens it waits for, and so many are left free."""
         tables = [sequence.kv.host_table for sequence in group.live]
         needed = len({block_id for table in tables for block_id in table.block_ids()})
-        needed += num_missing(group, tables, self._pool)
+        needed += group.num_missing_blocks(tables, self._pool)
         next_tokens = [sequence.num_computed_tokens for sequence in group.live]
         needed += self._host_pool.num_copies(list(zip(tables, next_tokens, strict=True)))
         return self._pool.can_allocate(needed + num_spare_blocks)
@@ -67,18 +66,6 @@ class Swapping:
         self._counts.swapped_in(len(homes))
         for sequence in group.live:
             self._host_pool.release(sequence.kv.host_table)
-
-
-def num_missing(group: Group, tables: list[BlockTable], pool: BlockPool) -> int:
-    """Blocks that the tables of a group's sequences lack for the tokens that these have."""
-    missing = 0
-    for i, (sequence, table) in enumerate(zip(group.live, tables, strict=True)):
-        needed = pool.num_blocks_for(sequence.num_tokens)
-        if group.is_forked or i == 0:
-            missing += max(0, needed - table.num_blocks)
-        else:  # it will share the leader's full blocks
-            missing += needed - sequence.num_prompt_tokens // pool.block_size
-    return missing
 
 
 def _move(source: BlockTable, target: BlockTable, pool: BlockPool, homes: dict[int, int]) -> None:

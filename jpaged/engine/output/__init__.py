@@ -1,7 +1,6 @@
 """What a step sampled -> what callers see.
 
-processor.py   sampled tokens -> events; one of a request's events is its last
-text.py        tokens -> text and stops of one sequence
+processor.py   sampled tokens -> text, stops and events; one event of a request is its last
 beam.py        the rules of beam search on plain lists
 beam_rows.py   a beam search's step on real sequences
 """

@@ -12,8 +12,9 @@ import pytest
 
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import compile as ahead
-from jpaged.device.programs.compile import CompileWatch, ProgramSpec, least_programs, program_specs
-from jpaged.engine.buckets import BucketTable
+from jpaged.device.programs.compile import ProgramSpec, least_programs, program_specs
+from jpaged.device.step.runner import CompileWatch
+from jpaged.engine.executor import BucketTable
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.device.step import noise, sampling
-from jpaged.device.step.inputs import unpack_rows
+from jpaged.device.step.runner import unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, TOP_WIDTH, SamplingInputs
 from jpaged.types import MAX_LOGPROBS

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.executor import Move
-from jpaged.engine.kv.transfers import MemoryOps
+from jpaged.engine.kv.blocks import MemoryOps
 
 SPACES = {Move.COPY: (0, 0), Move.SWAP_OUT: (0, 1), Move.SWAP_IN: (1, 0)}
 

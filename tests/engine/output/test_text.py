@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.engine.output.text import IncrementalDetokenizer, OutputState, StopStrings
+from jpaged.engine.output.processor import IncrementalDetokenizer, OutputState, StopStrings
 from jpaged.testing import ByteTokenizer
 from jpaged.types import FinishReason, SamplingParams
 

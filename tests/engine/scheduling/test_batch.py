@@ -5,7 +5,7 @@ import numpy as np
 from jpaged.config import SchedulerOptions
 from jpaged.engine.executor import BEYOND_TOKENS, SamplingInputs
 from jpaged.engine.kv.paged import PagedMemory
-from jpaged.engine.scheduling.batch import build_sampling_inputs, build_step_inputs
+from jpaged.engine.scheduling.schedule import build_sampling_inputs, build_step_inputs
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.testing import FakeExecutor

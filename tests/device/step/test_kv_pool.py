@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.device.kv_cache import KVPool
 from jpaged.device.mesh import build_mesh, replicated
+from jpaged.device.step.runner import KVPool
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
 
