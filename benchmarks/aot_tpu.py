@@ -26,7 +26,7 @@ _SLICES = {
     "v5p": ("1x1x1", "2x2x1", "2x2x2"),
     "tpu7x": ("1x1x1", "2x2x1", "2x2x2"),
 }
-"""Of 1, 4 and 8 chips."""
+"""The topologies of each generation: slices of 1, 4 and 8 chips."""
 
 
 def cells() -> list[str]:

@@ -88,7 +88,7 @@ def _open(folder: str, options: argparse.Namespace, *, enabled: bool) -> LLM:
 
 
 def tokens_per_s(llm: LLM, prompt: list[int], num_samples: int) -> float:
-    """Of all rows, while nothing but decoding happens."""
+    """The tokens a second of all rows, while nothing but decoding happens."""
 
     def seconds(num_tokens: int) -> float:
         sampling = SamplingParams(n=num_samples, seed=1, max_tokens=num_tokens, ignore_eos=True)

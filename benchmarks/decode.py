@@ -135,7 +135,7 @@ def measure(folder: str, arguments: argparse.Namespace, bytes_per_s: float) -> t
 
 
 def _weight_bytes(name: str, dtype: str) -> int:
-    """Of everything that a decode step reads: all parameters but an embedding that is only looked up in."""
+    """The bytes of all that a decode step reads: every parameter but an embedding that is only looked up in."""
     known = KNOWN_MODELS[name]
     config = known.config
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size

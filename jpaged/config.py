@@ -207,7 +207,7 @@ class ParallelOptions:
 
 
 PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout")
-"""Of several processes, which only `jpaged serve` can be."""
+"""The options of one of several processes, which only `jpaged serve` can be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class MultiHost:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of process 0."""
+        """The address of process 0."""
         return split_address("coordinator", self.coordinator)
 
 

@@ -16,7 +16,7 @@ from jpaged.capacity.simulator.models import MODELS
 _SIZES = (1, 8, 16, 32, 64, 128, 256)
 _PREEMPTION_SIZES = (1, 4, 16, 64, 256)
 _SHARE = 0.7
-"""Of what paged memory sustains with blocks of 16."""
+"""The share of what paged memory sustains with blocks of 16."""
 _PREEMPTED_TOKENS = 500
 _TIGHT_SLOTS = 8000
 

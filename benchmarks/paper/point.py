@@ -20,7 +20,7 @@ from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, arrivals, d
 from jpaged.config import EngineConfig
 
 SEEDS = (0, 1, 2)
-"""Of the traces; the systems of a comparison serve traces of the same seeds."""
+"""The seeds of the traces; the systems of a comparison serve traces of the same seeds."""
 
 NUM_BATCHES = 27.0
 """A trace's length: more than 20 batches are left between filling and draining."""

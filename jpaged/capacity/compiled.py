@@ -79,7 +79,7 @@ class CompiledPlan:
 
     @property
     def num_copies(self) -> int:
-        """Of the model, on all devices of the target: a copy takes num_devices, and what is left over is idle."""
+        """The copies of the model on all devices of the target: a copy takes num_devices, and the rest is idle."""
         return self.target.num_devices // self.num_devices
 
 
@@ -147,7 +147,7 @@ def _num_devices(config: ModelConfig, target: Target, chosen: int | None) -> tup
 def _step_times(
     config: ModelConfig, dtype: np.dtype, target: Target, num_devices: int, deployment: Deployment
 ) -> StepTimes:
-    """Of an embedding that is only looked up, next to nothing is read and nothing multiplied with."""
+    """The time of each step. An embedding that is only looked up counts for nothing: next to nothing of it is read."""
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     memory, block_size = deployment.memory, deployment.block_size
     shape = Shape(

@@ -71,7 +71,7 @@ def estimate(lengths: Lengths, pool: Pool, times: StepTimes) -> Estimate:
 
 
 def mean_lengths(lengths: Sequence[Lengths]) -> Lengths:
-    """Of an even mix, each rounded up."""
+    """The mean lengths of an even mix, each rounded up."""
     count = len(lengths)
     return Lengths(
         math.ceil(sum(pair.input_len for pair in lengths) / count),

@@ -56,7 +56,7 @@ def find_known(name: str) -> KnownModel | None:
 
 
 def _plain(name: str) -> str:
-    """In lower case, without the words that say nothing of the shape; the owner of a repository stays as it is."""
+    """Returns the name in lower case, without words that say nothing of the shape; a repository's owner stays."""
     owner, slash, own = name.lower().rpartition("/")
     return f"{owner}{slash}" + "-".join(word for word in own.split("-") if word not in _SAME_SHAPE)
 
@@ -102,7 +102,7 @@ def _llama2(size: str, shape: _Shape) -> KnownModel:
 
 
 def _llama3(name: str, repository: str, shape: _Shape, rope_factor: float | None = None) -> KnownModel:
-    """Without a factor: Llama 3, which ends at 8192 tokens. With one: 3.1 and 3.2; 3.2 ties its embeddings."""
+    """A Llama 3, up to 8192 tokens, or with a rope factor a 3.1 or 3.2; the 3.2 tie their embeddings."""
     scaling = {
         "rope_type": "llama3",
         "factor": rope_factor,

@@ -87,7 +87,7 @@ def assess(plan: CompiledPlan, workload: Workload) -> Assessment:
 
 
 def cheapest(assessments: Sequence[Assessment]) -> Assessment | None:
-    """Of those that fit and have a price: by the hour for a load, else by the token; None where there is none."""
+    """The cheapest that fits and has a price: by the hour for a load, else by the token; None where there is none."""
 
     def cost(found: Assessment) -> float | None:
         return found.usd_per_million if found.service is None else found.service.usd_per_hour

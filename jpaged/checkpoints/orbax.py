@@ -136,11 +136,11 @@ class OrbaxTensors:
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, from its own metadata."""
+        """The shape of a tensor, from its own metadata."""
         return tuple(self._array(name).shape)
 
     def dtype(self, name: str) -> np.dtype:
-        """Of a tensor, from its own metadata; Unsupported when it is not among `DTYPES`."""
+        """The type of a tensor, from its own metadata; Unsupported when it is not among `DTYPES`."""
         stored = str(self._array(name).dtype.name)
         if stored not in DTYPES:
             raise unsupported_dtype(self.where(name), name, stored)

@@ -52,7 +52,7 @@ class ParamTensors:
         return frozenset(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, as the config makes it."""
+        """The shape of a tensor, as the config makes it."""
         _, leaf, number = self._places[name]
         return leaf.tensors[number][1]
 

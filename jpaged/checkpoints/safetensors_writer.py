@@ -44,7 +44,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """The bytes that it takes."""
         return self.size * self.dtype.itemsize
 
 

@@ -55,11 +55,11 @@ class TensorFiles:
         return frozenset(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, from the header of its file."""
+        """The shape of a tensor, from the header of its file."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> np.dtype:
-        """Of a tensor, from the header of its file; Unsupported when it is not among `FORMAT_DTYPES`."""
+        """The type of a tensor, from the header of its file; Unsupported when it is not among `FORMAT_DTYPES`."""
         stored = self._slice(name).get_dtype()
         if stored not in FORMAT_DTYPES:
             raise unsupported_dtype(self.where(name), name, stored)

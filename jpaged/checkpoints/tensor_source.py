@@ -28,10 +28,10 @@ class TensorSource(Protocol):
         """Every tensor that is there."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one of `names`, as stored."""
+        """The shape of one of `names`, as stored."""
 
     def dtype(self, name: str) -> np.dtype:
-        """Of one of `names`, as stored.
+        """The type of one of `names`, as stored.
 
         Raises:
             Unsupported: it is not among `DTYPES`.

@@ -52,7 +52,7 @@ _PROMPTS: tuple[tuple[bool, str, int], ...] = (
 
 @dataclass(slots=True)
 class _Story:
-    """One stream: written by its own thread, read by the one that draws."""
+    """One stream: its own thread writes it, the one that draws the screen reads it."""
 
     prompt: str
     text: str = ""
@@ -98,11 +98,11 @@ class _ServerProcess:
         self.address.put(None)
 
     def target(self) -> str:
-        """Where it listens.
+        """Waits for the address at which the server listens.
 
         Raises:
-            Unavailable: it ended before it did.
-            DeadlineExceeded: it did not in time.
+            Unavailable: the server ended before it listened.
+            DeadlineExceeded: it did not listen in time.
         """
         try:
             address = self.address.get(timeout=_START_TIMEOUT_S)
@@ -113,7 +113,7 @@ class _ServerProcess:
         return address
 
     def has_ended(self, timeout_s: float) -> bool:
-        """Whether it ends in that time."""
+        """Waits for the server to end; False when it is still there after that time."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

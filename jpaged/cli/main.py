@@ -36,7 +36,7 @@ COMMANDS: dict[str, ModuleType] = {
 _MAX_SHOWN = 4000
 """Characters of an error: files and options may put what they like into one."""
 _BUG, _INTERRUPTED, _NOT_READ = 70, 130, 141
-"""As sysexits.h, and as a shell shows SIGINT and SIGPIPE."""
+"""Exit codes: EX_SOFTWARE of sysexits.h, and what a shell shows for SIGINT and SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def _tell(name: str, error: BaseException) -> int:
 
 
 def _silence_stdout() -> None:
-    """What is left in its buffer goes nowhere: Python would try to write it again at the exit, and show the error."""
+    """Drops what is left in its buffer: Python would try to write it again at the exit, and show the error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -34,7 +34,7 @@ _OPTIONS = {
     *("kv_cache_dtype", "swap_space", "enable_cascade_attention", "max_num_seqs", "max_num_batched_tokens"),
     "tensor_parallel_size",
 }
-"""Of the engine's, those that programs or memory depend on."""
+"""The engine's options that programs or memory depend on."""
 _INPUT_LEN, _OUTPUT_LEN = 1024, 256
 
 

@@ -74,7 +74,7 @@ class BatchSummary:
 
     @property
     def has_failures(self) -> bool:
-        """Whether any line is of a failed request, of this run or of one before."""
+        """Whether a request failed, in this run or in one before."""
         return self.num_failed + self.num_failed_before > 0
 
     @property

@@ -37,9 +37,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 NOT_READY = frozenset(
     grpc.StatusCode[name] for name in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL", "UNKNOWN")
 )
-"""What a call is told by a server that is not there, that starts, or that ends under it."""
+"""The codes of a call to a server that is not there, that is starting, or that ends during the call."""
 NOT_READY_PAUSE_S = 0.05
-"""Between two looks at a server that answers at once that it is not ready."""
+"""The pause between two looks at a server that answers at once that it is not ready."""
 
 _HOST_PORT = re.compile(r"(?:\[[^\s\[\]]+\]|[^\s:/\[\]]+):([0-9]+)")
 _SCHEME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
@@ -85,7 +85,7 @@ class Attempts:
 
     @property
     def remaining_s(self) -> float | None:
-        """What the next try may take: all tries share one timeout."""
+        """The time that the next try may take: all tries share one timeout."""
         return None if self._until_s is None else max(0.0, self._until_s - time.monotonic())
 
     def wait_s(self, code: grpc.StatusCode | None) -> float | None:

@@ -14,7 +14,7 @@ from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Samp
 
 _NUM_RUNS = 3
 NO_RATE = 1.0
-"""Bytes a second of swapping where there is no host memory to swap to: the other way is always quicker."""
+"""The rate of swapping, in bytes a second, without host memory to swap to: recomputing is then always quicker."""
 
 
 def measure_rates(runner: StepRunner, mover: BlockMover, programs: ProgramStore, geometry: Geometry) -> DeviceRates:

@@ -29,7 +29,7 @@ _TPU_START_BYTES = 4e6
 def cascade_costs(
     backend: Backend, layout: KVLayout, kinds: Sequence[AttentionKind], num_heads: int
 ) -> CascadeCosts | None:
-    """Of a backend and its calls; None on GPUs, and for a sliding window: no key is then common to all queries."""
+    """The costs on a backend; None on GPUs, and with a sliding window: no key is then common to all queries."""
     block_size = layout.block_size
     if any(kind.sliding_window is not None for kind in kinds) or layout.form == "gpu":
         return None

@@ -174,7 +174,7 @@ class JaxExecutor:
 
     @property
     def attention_backend(self) -> Backend:
-        """Whose attention kernels run."""
+        """The backend whose attention kernels run."""
         return self._step.backend
 
     @property
@@ -216,7 +216,7 @@ class JaxExecutor:
         self._programs.compile_rest(progress)
 
     def _note_ready(self) -> None:
-        """A program landed: steps may have its shape from now on. A sample with alternatives does for one without."""
+        """Lets steps have the shapes that are ready. A sample with top log-probabilities does for one without."""
         tokens, rows = self._programs.sizes("forward"), self._programs.sizes("sample", want_top_logprobs=True)
         if tokens and rows:
             self._geometry = dataclasses.replace(self._geometry, buckets=BucketTable(tokens, rows))

@@ -115,14 +115,14 @@ def partition_spec(*logical_axes: str | None) -> PartitionSpec:
 
 POOL_SPEC = partition_spec("blocks", None, "kv_heads")
 CONTENTS_SPEC = partition_spec("blocks", "layers", None, "kv_heads")
-"""Of what `KVLayout.read_blocks` gives."""
+"""How the result of `KVLayout.read_blocks` is split."""
 SCALES_SPEC = partition_spec("layers", "kv_heads", None)
 HEADS_SPEC = partition_spec("tokens", "heads", None)
 LOGITS_SPEC = partition_spec("rows", "vocab")
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device of the mesh."""
+    """The sharding of an array that is whole on every device of the mesh."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -230,5 +230,5 @@ def on_shards(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs
 
 
 def layer_mode_for(device: jax.Device) -> LayerMode:
-    """How layers run best: `scan` on TPUs, where it compiles 5 times as fast; `loop` where it would copy weights."""
+    """The better way to run layers: `scan` on TPUs, which compiles 5 times as fast; `loop` where it copies weights."""
     return "scan" if device.platform == "tpu" else "loop"

@@ -39,7 +39,7 @@ from jpaged.models.sharding import pad_for_sharding
 _LARGER_BLOCKS = {"tpu": (128,)}
 _LEAST_ROWS = 8
 _BLOCK_SIZES = (16, 32, 64, 128)
-"""What `passed_over` tries."""
+"""The block sizes that `passed_over` tries."""
 _BFLOAT16 = "--dtype bfloat16"
 _READ = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_dtype")
 
@@ -81,7 +81,7 @@ class Attention:
         return cls(model, options, first_device(mesh), num_shards(mesh))
 
     def sizes(self) -> StepSizes:
-        """As they were chosen, and by the rule where they were not.
+        """The sizes that were chosen, and those of the rule where none was.
 
         Raises:
             InvalidArgument: max_model_len is beyond the model's.
@@ -158,7 +158,7 @@ class Attention:
             return False
 
     def _remedy(self) -> str:
-        """What would bring the backend back, the first option that does alone or else the fewest; or nothing."""
+        """Words for the change that would bring the backend back: one option if that is enough; "" if nothing would."""
         ways = itertools.chain(self._others(), self._without())
         found = next((words for words, other in ways if other._runs(other.sizes())), None)
         return "" if found is None else f"; {found} would bring it back"

@@ -43,7 +43,7 @@ def move_sizes(layout: KVLayout) -> tuple[int, ...]:
 
 
 def content_bytes(layout: KVLayout) -> int:
-    """Of the largest call that a pool of any size makes."""
+    """The bytes of the largest call that a pool of any size makes."""
     return max(size for size in _SIZES if _fits(size, layout)) * layout.bytes_per_block
 
 
@@ -57,7 +57,7 @@ class Programs(Protocol):
     def find(self, spec: ProgramSpec) -> jax.stages.Compiled: ...
 
     def sizes(self, kind: str) -> tuple[int, ...]:
-        """Of the moves of a kind that can run, ascending; not empty."""
+        """The sizes of the moves of a kind that can run, ascending; not empty."""
         ...
 
 

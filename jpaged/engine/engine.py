@@ -24,7 +24,7 @@ from jpaged.types import FinishReason, Request
 logger = logging.getLogger(__name__)
 
 _ABANDONED_JOIN_S = 1.0
-"""For a loop that may hang in its executor."""
+"""How long to wait for the end of a loop that may hang in its executor."""
 
 
 class LoopThread:
@@ -114,7 +114,7 @@ class LoopThread:
 
 
 def _ignore(error: Exception) -> None:
-    """Nobody wants to hear of it."""
+    """Ignores a failure that nobody asked to hear of."""
 
 
 class Engine:
@@ -168,7 +168,7 @@ class Engine:
 
     @property
     def failure(self) -> Exception | None:
-        """What the loop died of."""
+        """The error that ended the loop; None while there is none."""
         return self._in_flight.failure
 
     @property
@@ -229,7 +229,7 @@ class Engine:
         return self._loop.stats.snapshot(self._executor.num_compiles_after_warm_up)
 
     def replica_loads(self) -> tuple[EngineLoad, ...]:
-        """Of each replica: here of the one that there is."""
+        """The load of each replica: here of the one that there is."""
         return (self.load(),)
 
     def histogram(self, name: str) -> HistogramSnapshot:

@@ -8,7 +8,7 @@ sees a device array.
 
     T  tokens packed in the step, padded to a bucket       S  rows of a step, always max_num_seqs
     M  width of a block-table row                          R  rows that the sampler runs on, padded to a bucket
-    X  token ids that a row may ban                        K  alternatives reported with log-probabilities
+    X  token ids that a row may ban                        K  top log-probabilities reported
     n  tokens that a row samples in a step: 1
 """
 
@@ -73,7 +73,7 @@ Bool = NDArray[np.bool_]
 BANNED_WIDTH = 40
 """Token ids that a row may ban (X): a request's stop tokens and the model's own end-of-sequence tokens."""
 TOP_WIDTH = 32
-"""Alternatives that the device reports of a row that wants them (K): what a request or a beam search may ask for."""
+"""Top log-probabilities of a row that wants them (K): as many as a request or a beam search may ask for."""
 NULL_BLOCK = 0
 """Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
 
@@ -247,7 +247,7 @@ class SamplingInputs:
 
     Attributes:
         rows_r: of ROW_DTYPE.
-        want_top_logprobs: some row wants alternatives, so the sampler's larger variant runs.
+        want_top_logprobs: some row wants top log-probabilities, so the sampler's larger variant runs.
     """
 
     rows_r: NDArray[np.void]

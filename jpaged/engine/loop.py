@@ -204,7 +204,7 @@ class InFlight:
             self._ids.difference_update(request_ids)
 
     def note_idle(self) -> None:
-        """What ended has given back all that it held."""
+        """Notes that requests that ended have given back all that they held."""
         with self._lock:
             if not self._ids:
                 self._is_idle.set()

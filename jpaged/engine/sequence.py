@@ -54,7 +54,7 @@ class Sequence:
     Attributes:
         num_computed_tokens: tokens whose keys and values are in the pool once every dispatched step has run.
         num_in_flight_tokens: tokens sampled by dispatched steps that were not collected yet.
-        in_flight_row: the sequence's row in the last step that drew a token for it; used while that is in flight.
+        in_flight_row: the sequence's row in the last step that sampled a token for it; used while that is in flight.
         kv: what the memory keeps of it.
     """
 
@@ -167,7 +167,7 @@ class Group:
         arrival: position in the order of arrival.
         is_forked: every sequence has its own table; before, only the leader's prompt runs.
         num_overtaken: later arrivals that were admitted before this one.
-        token_gap_s: between its last two steps that drew tokens; None before the second.
+        token_gap_s: between its last two steps that sampled tokens; None before the second.
         ended_by: the finish reason of its last event, "deadline" or "error"; None before that.
         num_sampled_tokens: by all its sequences and beams together.
         num_cached_tokens: prompt tokens that the prefix cache held when the group was first admitted.
@@ -268,7 +268,7 @@ class Group:
         self.is_forked = True
 
     def starts_over(self) -> None:
-        """Nothing of it is in the pool: its leader runs the prompt again before the others."""
+        """Notes that nothing of it is in the pool: its leader runs the prompt again before the others."""
         self.is_forked = len(self.live) == 1
 
     def continues_as(self, beams: list[Sequence]) -> None:

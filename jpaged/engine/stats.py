@@ -57,7 +57,7 @@ class Histogram:
 
 _RECENT_ENDS = 64
 ERROR, DEADLINE = "error", "deadline"
-"""How a request ended that has no finish reason: it failed, or its time was over."""
+"""The ends of requests without a finish reason: they failed, or their time was over."""
 
 
 class StepStats:
@@ -146,7 +146,7 @@ class StepStats:
         self._load = EngineLoad(**now)
 
     def _note_sample(self, group: Group, now_s: float) -> None:
-        """The first token that a step drew for a group."""
+        """Notes that a step sampled for a group, and counts its first token."""
         group.collected(now_s)
         if group.token_gap_s is None:
             self._sum_first_token_s += now_s - group.arrival_s

@@ -105,12 +105,12 @@ class KVLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the pool. Axis 2 is the one that is split over devices."""
+        """The shape of the pool. Axis 2 is the one that is split over devices."""
         return (self.num_layers * self.blocks_per_layer, self.block_size, *self.token_shape)
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Of what one token keeps in one layer."""
+        """The shape of what one token keeps in one layer."""
         if self.form != "tpu":
             return (2 * self.num_kv_heads, self.head_dim)
         num_rows = self.num_kv_heads // self.num_shards * (1 if self.is_joined else 2)
@@ -133,12 +133,12 @@ class KVLayout:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Of one block, all layers of it: L, B and the token's shape."""
+        """The shape of one block with all its layers: L, B and the token's shape."""
         return (self.num_layers, *self.shape[1:])
 
     @property
     def storage_dtype(self) -> jnp.dtype:
-        """Of the pool array: `dtype`, or the unsigned integers that hold its bits."""
+        """The type of the pool array: `dtype`, or the unsigned integers that hold its bits."""
         if self.form == "cpu" and jnp.issubdtype(self.dtype, jnp.floating) and self.dtype.itemsize < 4:
             return jnp.dtype(f"uint{8 * self.dtype.itemsize}")
         return self.dtype
@@ -155,7 +155,7 @@ class KVLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole pool, the null blocks included."""
+        """The bytes of the whole pool, the null blocks included."""
         return self.blocks_per_layer * self.bytes_per_block
 
     def write(

@@ -9,7 +9,7 @@ from jpaged.kernels.attention_kind import AttentionKind
 
 MAX_LAYERS = 2**12
 MAX_WIDTH = 2**20
-"""Of hidden state, feed-forward and heads: far more than any model has, and little enough to be allocated."""
+"""The limit of hidden state, feed-forward and heads: far above any model's, and little enough to be allocated."""
 MAX_VOCAB_SIZE = 2**24
 
 

@@ -63,7 +63,7 @@ class PaddedAxis:
     wide_size: int
 
     def padded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the leaf in the padded model; the queries of a repeated head are dealt out to its copies."""
+        """The shape of the leaf in the padded model; the queries of a repeated head are dealt out to its copies."""
         sizes = list(shape)
         sizes[self.axis] = self.wide_size
         if self.name == "kv_heads":

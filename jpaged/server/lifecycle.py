@@ -37,7 +37,7 @@ from jpaged.service.state import ServiceState, Stage
 _LOG = logging.getLogger(__name__)
 
 PIN_NAME = "pin-prefix"
-"""What UnpinPrefix calls the prefix of the option of that name."""
+"""The name by which UnpinPrefix finds the prefix that the option `pin_prefix` pinned."""
 SERVICE_NAMES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name,
@@ -273,7 +273,7 @@ def _text_of(path: str | None) -> str | None:
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
-    """Whether `event` was set in time."""
+    """Waits for `event`; False when it was not set in time."""
     try:
         async with asyncio.timeout(timeout_s):
             return await event.wait()

@@ -73,9 +73,9 @@ _core: Any = importlib.import_module(_CORE_NAME)  # it has no stubs
 _AioServer: Any = _core.AioServer
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""For a connection to show that it is one of HTTP/2."""
+"""How long a connection has to show that it is one of HTTP/2."""
 _MAX_CALLS_OF_CONNECTION = 8192
-"""Above what is queued and runs by default, so that a full queue is said so; further calls wait in the client."""
+"""More than run and queue by default, so that calls hear of a full queue; further ones wait in the client."""
 _MAX_LARGEST_IN_HAND = 256
 """Messages of the greatest size whose calls are answered at one time, or as many bytes of smaller ones."""
 _SMALL_BYTES = 4096
@@ -113,7 +113,7 @@ def _arguments(options: ServerOptions, max_message_bytes: int) -> tuple[tuple[st
 
 
 def _max_connections(asked: int) -> int:
-    """As many as asked, and half of the files that this process may have open: the others are for its own."""
+    """As many as asked, and at most half of the files that this process may have open: it needs some itself."""
     num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if num_files == resource.RLIM_INFINITY or asked <= num_files // 2:
         return asked

@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 MAX_CONNECTIONS = 16
 TIMEOUT_S = 10.0
 _PAUSE_S = 0.1
-"""Where the process has no file left for the next connection, which stays at the door: select would not wait for it."""
+"""The pause when no file is left for the next connection: it stays pending, so select would return at once."""
 
 
 class _Handler(WSGIRequestHandler):

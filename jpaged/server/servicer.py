@@ -53,7 +53,7 @@ _EARLY_STOPPING: dict[int, bool | Literal["never"]] = {
 
 
 def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Whose request it is; "" when the call does not say. A call that says it twice names no one."""
+    """The tenant whose request it is; "" when the call does not say. A call that says it twice is refused."""
     named = [value for key, value in metadata if key == TENANT_KEY]
     if not named:
         return ""

@@ -75,7 +75,7 @@ def trailers_of(error: JpagedError) -> Trailers:
 
 
 def error_for(error: Exception) -> JpagedError:
-    """What a call is told of an error: itself, or that it is one that nobody foresaw, which is logged."""
+    """The error that a call ends with: the same, or for one that nobody foresaw, which is logged, InternalError."""
     if isinstance(error, JpagedError):
         return error
     _LOG.error("a call failed", exc_info=error)

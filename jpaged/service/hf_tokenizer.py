@@ -142,7 +142,7 @@ def _encode(fast: Any, field: str, text: str, *, add_special_tokens: bool) -> li
 
 
 def _may_have_chat_template(folder: Path) -> bool:
-    """Whether it is worth starting the process that renders before it is known."""
+    """Whether a chat template is likely, so that the process that renders is worth starting early."""
     config = folder / "tokenizer_config.json"
     return any((folder / name).exists() for name in _TEMPLATE_FILES) or (
         config.exists() and b'"chat_template"' in config.read_bytes()

@@ -66,7 +66,7 @@ class LiteralText:
         return [self.marked(one) for one in value] if isinstance(value, list | tuple) else value
 
     def unmarked(self, text: str) -> str:
-        """What a template made of them, for the twin: its own special tokens by name, and no marks."""
+        """Takes the marks out of what a template rendered, and gives its own special tokens the twin's names."""
         return self._special.sub(lambda found: self._names[found[0]], text).replace(self._mark, "")
 
 

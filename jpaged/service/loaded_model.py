@@ -1,4 +1,4 @@
-"""What the server needs of a loaded model: a runner, an input_processor, a tokenizer, and the facts that it reports."""
+"""What the server needs of a loaded model: an engine, an input processor, a tokenizer, and facts to report."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class EngineClient(Protocol):
 
     @property
     def clock(self) -> Callable[[], float]:
-        """What deadlines are read off."""
+        """The clock of deadlines."""
         ...
 
     @property
     def geometry(self) -> Geometry:
-        """What one request can have."""
+        """The geometry of a step: what one request can have."""
         ...
 
     @property
     def failure(self) -> Exception | None:
-        """What it died of."""
+        """The error that ended it; None while there is none."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class EngineClient(Protocol):
     def load(self) -> EngineLoad: ...
 
     def replica_loads(self) -> tuple[EngineLoad, ...]:
-        """Of each copy of the model; `load` is of all."""
+        """The load of each copy of the model; `load` is of all."""
         ...
 
     def histogram(self, name: str) -> HistogramSnapshot: ...
@@ -68,7 +68,7 @@ class EngineClient(Protocol):
     def start(self) -> None: ...
 
     def step(self) -> bool:
-        """Instead of `start`, on the caller's thread: one iteration; False when there was nothing to do."""
+        """Runs one iteration on the caller's thread, instead of `start`; False when there was nothing to do."""
         ...
 
     def check(self) -> None: ...

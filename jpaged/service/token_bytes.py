@@ -14,7 +14,7 @@ from typing import Any
 GENEROUS_BYTES = 128
 """The longest tokens of published vocabularies, runs of spaces, have so many; words and their kind have four to six."""
 _SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 3, "ByteLevel": 1, "Prepend": 1}
-"""Normalisers that take nothing away but forms of a character, and how many bytes they may make one of."""
+"""Normalisers that only change the form of a character, and how many bytes each may turn into one."""
 _KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}
 """Pre-tokenizers that only cut, or replace a space by something longer."""
 
@@ -53,7 +53,7 @@ def _flat(step: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _shrinking(steps: list[dict[str, Any]]) -> int | None:
-    """What normalising divides the bytes of a text by at most; None where it may take any of it away."""
+    """By how much normalising may shorten a text at most, as a factor; None where it may remove any of it."""
     product = 1
     for step in steps:
         if step["type"] == "Replace":
@@ -74,7 +74,7 @@ def _is_keeping(step: dict[str, Any]) -> bool:
 
 
 def _has_every_byte(model: Any, vocabulary: dict[str, int], is_byte_level: bool) -> bool:
-    """Whether no run of unknown characters becomes one token, or none."""
+    """Whether unknown characters count one by one: no run of them becomes a single token, or none."""
     if is_byte_level:
         from tokenizers.pre_tokenizers import ByteLevel
 

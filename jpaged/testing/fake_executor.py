@@ -198,12 +198,12 @@ class FakeExecutor:
             self._pool[slots[start:], 1] = self._digests(self._pool[slots[start:], 0], start) + before
 
     def _digests(self, tokens: NDArray[np.int64], start: int = 0) -> NDArray[np.int64]:
-        """What each of the tokens and those in front of it come to, modulo 2^64."""
+        """The digest of each token and those in front of it, modulo 2^64."""
         digests: NDArray[np.int64] = np.cumsum((tokens + 1) * self._factors[start : start + len(tokens)])
         return digests
 
     def _context_slots(self, inputs: StepInputs, row: int) -> NDArray[np.int64]:
-        """Where the row's tokens are by its block table, and by the run's where it sees none itself."""
+        """The slots of the row's tokens: by its run's block table those that the run shares, the others by its own."""
         positions = np.arange(inputs.kv_lens_s[row])
         block_size = self._geometry.block_size
         tables = np.where(positions < inputs.kv_begins_s[row], self._first_of_run(inputs, row), row)

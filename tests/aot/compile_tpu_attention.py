@@ -64,7 +64,7 @@ class Case:
 
     @property
     def query_bytes(self) -> int:
-        """Of all tokens' queries, and of one a row padded to the 16 rows of a product."""
+        """The bytes of all tokens' queries, and of one a row padded to the 16 rows of a product."""
         num_heads = self.num_tokens * self.num_kv_heads * self.group + self.num_rows * self.num_kv_heads * 16
         return num_heads * self.layout.lanes * jnp.dtype(self.dtype).itemsize
 

@@ -63,6 +63,7 @@ MAX_PARAMETERS = 8  # without self and cls; tests take as many fixtures as they 
 BANNED_FILES = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
 SKIPS = re.compile(r"\bpytest\.(mark\.)?(skip|skipif|xfail)\b|\bunittest\.skip|\bskip(Test|Unless|If)\b")
 MAY_BE_MISSING = "torch"
+BARE_OPENINGS = ("Of ", "To ")
 DOCSTRING_READERS = {"__doc__", "getdoc", "getsource", "getsourcelines", "getcomments"}
 NARROWING = re.compile(r"assert (isinstance\(.+\)|[\w.]+ is not None)")
 GENERATED = "jpaged/_proto/"
@@ -158,7 +159,16 @@ def _in_one_file(source: Source, modules: set[str]) -> Iterator[str]:
         yield from _json_writes(source)
     if source.path.startswith("tests/"):
         yield from _skips(source)
+    yield from _bare_docstrings(source)
     yield from _sizes(source)
+
+
+def _bare_docstrings(source: Source) -> Iterator[str]:
+    """Yield the docstrings, those below constants too, that leave open what they are about."""
+    strings = (node.value for node in ast.walk(source.tree) if isinstance(node, ast.Expr))
+    for string in strings:
+        if isinstance(string, ast.Constant) and str(string.value).lstrip().startswith(BARE_OPENINGS):
+            yield f"{source.path}:{string.lineno}: a docstring names its subject"
 
 
 def _json_writes(source: Source) -> Iterator[str]:

@@ -127,6 +127,8 @@ NINE = "a, b, c, d, e, f, g, h, i"
         ("jpaged/cli/a.py", "import json\nx = json.dumps(1)\n", "only jpaged/json_text.py writes JSON"),
         ("jpaged/cli/a.py", "x = __doc__\n", "a docstring is not data"),
         ("protos/a.py", "import inspect\nx = inspect.getdoc(inspect)\n", "a docstring is not data"),
+        ("jpaged/cli/a.py", 'X = 1\n"""Of x."""\n', "jpaged/cli/a.py:2: a docstring names its subject"),
+        ("tests/test_a.py", 'def test_a():\n    """To x."""\n', "tests/test_a.py:2: a docstring names its subject"),
         ("jpaged/cli/a.py", "def f(x): assert x > 0\n", "an assert narrows a type"),
         ("jpaged/cli/a.py", "def f(x): assert x is not None, 'no x'\n", "an assert narrows a type"),
         ("tests/utils.py", "", "named after the one noun"),

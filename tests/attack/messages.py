@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from jpaged._proto.v1 import control_pb2, inference_pb2
 
 _MAX_TOKENS = 12
-"""Of requests that are to run: an attack is about many requests, not long ones."""
+"""The longest output of a request that is to run: an attack is about many requests, not long ones."""
 
 _BIG_INTEGERS = (2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1, -1, -(2**31), -(2**63))
 _INTEGERS = (0, 1, 2, 3, 7, 16, 17, 31, 32, 33, 64, 255, 256, 257, 1023, 1024, 1025, 65536, *_BIG_INTEGERS)

@@ -43,7 +43,7 @@ def sizes(*arguments: Any, **options: Any) -> tuple[int, int, int]:
 
 
 def needed_bytes(config: ModelConfig, num_devices: int) -> float:
-    """Of one device: bfloat16 weights, and one sequence of the greatest length."""
+    """The bytes that one device needs: bfloat16 weights, and one sequence of the greatest length."""
     token_bytes = 2 * 2 * config.num_layers * max(config.num_kv_heads, num_devices) * config.head_dim
     return (2 * num_params(config) + token_bytes * config.max_model_len) / num_devices
 
@@ -53,7 +53,7 @@ def usable_bytes(target: str) -> int:
 
 
 def smallest_slice(config: ModelConfig) -> Topology:
-    """Of those that can hold it, the one with the fewest chips, and of these with the least memory."""
+    """The slice with the fewest chips that can hold it, and among these the least memory."""
 
     def size(topology: Topology) -> tuple[int, int]:
         return topology.num_chips, usable_bytes(topology.name)

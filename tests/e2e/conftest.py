@@ -26,7 +26,7 @@ def _shared_programs(cache_folder: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JaxExecutor]:
-    """Of the tests of sharing: every engine sees as much of its pools as it is told."""
+    """The executor of the tests of sharing: every engine sees as much of its pools as it is told."""
     executor = make_executor(CHECKPOINT, tmp_path_factory.mktemp("sharing"))
     yield executor
     executor.shutdown()

@@ -170,7 +170,7 @@ COMPANY = {
     "four": jobs(["four"], 3),
     "beams": jobs(["greedy", "greedy", "greedy", "beams"], 4),  # beams alone share too much to fill a pool
 }
-"""Of each kind so many that the small pool is too small, and one of the kind arrives last: it is preempted first."""
+"""So many jobs of each kind that the small pool is too small; one of the kind arrives last and is preempted first."""
 
 
 @pytest.mark.parametrize("check", [check_swapped, check_recomputed])

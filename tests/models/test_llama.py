@@ -61,7 +61,7 @@ def test_random_parameters_are_the_same_numbers_in_both_layer_modes() -> None:
 
 
 def test_the_carry_passes_every_layer_in_order_with_its_index() -> None:
-    """Of one kind they are rolled up where that is asked for, of several never."""
+    """Layers of one kind are rolled up where that is asked for, those of several kinds never."""
 
     def layer(params, x, carry, place):
         assert place.index.dtype == jnp.int32

@@ -33,7 +33,7 @@ _HASH = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a step was; see `jpaged.capacity.simulator.steady.Step`."""
+    """The record of a step; see `jpaged.capacity.simulator.steady.Step`."""
 
     kv_tokens: int
     num_table_blocks: int
@@ -133,7 +133,7 @@ class SimulatedExecutor:
         return handle
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is held."""
 
     def _count_blocks(self, inputs: StepInputs) -> tuple[int, int]:
         """(blocks that the rows' tables name, different ones among them)."""

@@ -1,7 +1,7 @@
 """Runs a trace through the real engine in simulated time, and says how it went.
 
-    trace ──arrivals──> Engine (scheduler, KV memory, publisher) ──steps──> SimulatedExecutor ──> VirtualClock
-                                                                                                  events, gauges <─┘
+    trace ──arrivals──> Engine (scheduler, KV memory, output) ──steps──> SimulatedExecutor ──> VirtualClock
+                                                                                               events, gauges <─┘
 
 Nothing of the policy is simulated: what is measured is what the engine does when steps take as long as the cost model
 says.
@@ -78,7 +78,7 @@ class Simulation:
         return float(np.mean([served.normalized_latency_s for served in self.served]))
 
     def percentile(self, measure: Callable[[Served], float], percent: float) -> float:
-        """Of one of the times of `Served`, over all requests."""
+        """A percentile of one of the times of `Served`, over all requests."""
         return float(np.percentile([measure(served) for served in self.served], percent))
 
     @property
@@ -87,7 +87,7 @@ class Simulation:
 
     @property
     def window(self) -> Window:
-        """While the system neither fills nor drains; the whole run where a trace is too short to have such a time."""
+        """The time in which the system neither fills nor drains; the whole run if a trace is too short to have one."""
         steady = steady_window(self.steps)
         return steady if steady.steps(self.steps) else Window(0.0, self.elapsed_s)
 

@@ -27,7 +27,7 @@ class Step:
         num_batched: requests that ran in it.
         num_waiting: requests that waited for rows or blocks when it had ended.
         num_first_tokens: requests that got their first token from it.
-        num_sampled: tokens that it drew.
+        num_sampled: tokens that it sampled.
         kv_tokens: lengths of its rows' contexts, added up.
         num_table_blocks: blocks that its rows' tables name, a shared one once for each.
         num_used_blocks: different ones among them; 0 unless the trace can share.
@@ -63,12 +63,12 @@ class Window:
 
 
 def steady_window(steps: Sequence[Step]) -> Window:
-    """From the step after a fifth of the requests got their first token to the end of the one that gave the last."""
+    """The time from when a fifth of the requests have their first token until the last one has it."""
     return window([step.begin_s + step.seconds for step in steps for _ in range(step.num_first_tokens)])
 
 
 def window(times_s: Sequence[float], filling_share: float = FILLING_SHARE) -> Window:
-    """From the time at which this share of the events has passed to the last of them."""
+    """The time from when this share of the events has passed to the last of them."""
     ordered = sorted(times_s)
     return Window(ordered[int(filling_share * len(ordered))], ordered[-1])
 

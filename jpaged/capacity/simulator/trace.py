@@ -132,7 +132,7 @@ def _stratified(count: int, generator: np.random.Generator) -> NDArray[np.float6
 def _clip(
     prompts: NDArray[np.float64], outputs: NDArray[np.float64], room: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Whole numbers of at least 1: the prompt leaves room for a token, the output takes what is left at most."""
+    """Rounds and bounds lengths: both are at least 1, and the prompt leaves the output room for a token."""
     whole = np.clip(np.rint(prompts), 1, room - 1).astype(np.int64)
     return whole, np.clip(np.rint(outputs), 1, room - whole).astype(np.int64)
 

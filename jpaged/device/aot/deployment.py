@@ -196,7 +196,7 @@ def compile_deployment(
 
 
 def _number_bytes(programs: Collection[CompiledProgram]) -> float | None:
-    """Of the sums over devices of the largest step, on average: not all need be of one type."""
+    """The bytes of a number in the largest step's sums over devices, on average: not all need be of one type."""
     forwards = [program for program in programs if program.spec.kind == "forward"]
     largest = max(forwards, key=lambda program: program.spec.size, default=None)
     num_bytes = num_numbers = 0

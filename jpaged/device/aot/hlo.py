@@ -97,7 +97,7 @@ def _exchanged(instruction: Instruction) -> list[tuple[tuple[int, ...], int]]:
 
 
 def _trips(loop: Instruction, computations: Mapping[str, Sequence[Instruction]]) -> int | None:
-    """As the compiler notes it, or the one constant that the counter is compared with."""
+    """How often a loop runs, by the compiler's note, or by the one constant that its counter is compared with."""
     if known := _KNOWN_TRIPS.search(loop.line.replace("\\", "")):
         return int(known[1])
     condition = re.search(r"condition=%?([\w.\-]+)", loop.line)

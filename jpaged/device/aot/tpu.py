@@ -77,7 +77,7 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """As jax counts them."""
+        """The number of devices, as jax counts them."""
         return self.num_chips * self.generation.devices_per_chip
 
     @property

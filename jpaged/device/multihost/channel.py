@@ -31,13 +31,13 @@ class Kind(enum.IntEnum):
     """What a message says."""
 
     HELLO = 1
-    """From a process that joins: its number, and what has to be the same everywhere."""
+    """A process joins: its number, and what has to be the same everywhere."""
     WELCOME = 2
     """All are there; where jax's processes meet."""
     FACTS = 3
     """What a process found out, for process 0 to compare."""
     SETTLED = 4
-    """What that came to, for all."""
+    """The outcome of that comparison, for all."""
     STEP = 5
     SAMPLE = 6
     MOVES = 7
@@ -56,7 +56,7 @@ _KINDS = frozenset(int(kind) for kind in Kind)
 
 
 class Channel:
-    """One end. Any thread may send; one receives.
+    """One end of a connection. Any thread may send; one receives.
 
     Args:
         end: a connected socket, which is closed here.
@@ -160,12 +160,12 @@ def joined(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name means this machine for everybody: then nobody else needs to reach it."""
+    """Whether a host's name means the machine itself, so that no other machine needs to reach it."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def interface_for(host: str) -> str:
-    """What process 0 listens on when the others know it as `host`: every interface, or loopback alone."""
+    """The address that process 0 listens on when others call it `host`: every interface, or loopback alone."""
     if is_loopback(host):
         return "::1" if host == "::1" else "127.0.0.1"
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"

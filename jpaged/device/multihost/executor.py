@@ -50,7 +50,7 @@ _MOVES = tuple(Move)
 
 
 def sampled_of(outputs: StepOutputs) -> np.ndarray:
-    """What every process has to have sampled: tokens, and where there is none."""
+    """The tokens that every process must have sampled, -1 where there is none."""
     return np.where(outputs.is_sound_r[:, None], outputs.token_ids_rn, -1)
 
 
@@ -80,7 +80,7 @@ class MultiHostHandle:
 
 @dataclass(slots=True)
 class _Step:
-    """What is known of a collected step: process 0's part of it, and the digests that came."""
+    """One collected step: what process 0 knows of it, and the digests that came from the others."""
 
     told: Sequence[bytes | bytearray] = ()
     token_ids_rn: np.ndarray | None = None
@@ -183,7 +183,7 @@ class MultiHostExecutor:
             self._executor.warm_up(progress)
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """As every executor's.
+        """Moves blocks in every process.
 
         Raises:
             Unavailable: a process is lost.

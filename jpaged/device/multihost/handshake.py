@@ -35,9 +35,9 @@ from jpaged.version import __version__
 _LOG = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_S = 100
-"""Of jax's own watch, for a host that is gone without a word: its connections stay open."""
+"""The limit of jax's own watch, for a host that is gone without a word: its connections stay open."""
 END_GRACE_S = 10.0
-"""After a loss: an orderly end with a status for every client may take so long."""
+"""How long an orderly end, with a status for every client, may take after a loss."""
 _HELLO_TIMEOUT_S = 10.0
 _DEVICES_TIMEOUT_S = 300
 _BLAME_S = 1.0
@@ -85,10 +85,10 @@ def require_same(mine: Mapping[str, Any], other: Mapping[str, Any], process_id: 
 
 
 class Owner(Protocol):
-    """Who runs process 0: the server. Both may be called on any thread."""
+    """The server, which runs process 0. Both verbs may be called on any thread."""
 
     def fail(self, error: JpagedError) -> None:
-        """All processes have to end. Called once."""
+        """Ends the server, as all processes have to end. Called once."""
         ...
 
     def drain(self) -> None:
@@ -130,7 +130,7 @@ class Leader:
         return len(self._channels) + 1
 
     def send(self, kind: Kind, *parts: bytes) -> None:
-        """To every other process.
+        """Sends a message to every other process.
 
         Raises:
             JpagedError: why all have to end, since one is gone; names it.
@@ -183,7 +183,7 @@ class Leader:
         self._owner.fail(error)
 
     def wait_for_failure(self, timeout_s: float) -> JpagedError | None:
-        """What is lost, if that becomes known in time: a collective fails a moment before the line does."""
+        """Waits to learn which process is lost: a collective fails a moment before the connection does."""
         self._has_failed.wait(timeout_s)
         return self.failure
 
@@ -254,7 +254,7 @@ class Follower:
         threading.Thread(target=self._watch, name="jpaged-process-0", daemon=True).start()
 
     def send(self, kind: Kind, *parts: bytes) -> None:
-        """To process 0; whether that is still there is the watching thread's matter."""
+        """Sends a message to process 0; whether that is still there is the watching thread's matter."""
         try:
             self._channel.send(kind, *parts)
         except OSError:
@@ -271,7 +271,7 @@ class Follower:
         self._settled.get()
 
     def follow(self) -> Iterator[tuple[Kind, bytearray]]:
-        """What process 0 says, in order: from here on its END is for the caller."""
+        """Yields what process 0 says, in order; from here on its END is for the caller."""
         self._is_following = True
         while True:
             yield self._messages.get()

@@ -31,7 +31,7 @@ class AddressableShards:
         self._is_whole = sharding.is_fully_addressable or sharding.is_fully_replicated
 
     def shape(self, whole: Shape) -> Shape:
-        """Of the local array."""
+        """The shape of the local array."""
         if self._is_whole:
             return whole
         begins = self._begins(whole)

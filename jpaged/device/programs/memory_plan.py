@@ -136,7 +136,7 @@ class MemoryPlan:
 
     @property
     def pool_bytes(self) -> int:
-        """With the null block."""
+        """The bytes of the pool, with the null block."""
         return (self.num_blocks + 1) * self.bytes_per_block
 
     @property
@@ -150,7 +150,7 @@ class MemoryPlan:
 
     @property
     def free_bytes(self) -> int | None:
-        """Of what may be used; below zero where the plan is over it."""
+        """What is left of the usable bytes; below zero where the plan takes more."""
         return None if self.usable_bytes is None else self.usable_bytes - self.used_bytes
 
     @property

@@ -211,7 +211,7 @@ def _digest_of_sources() -> str:
 
 
 def _digest_of_model(config: ModelConfig) -> str:
-    """Of what its programs depend on: where a sequence ends, and how its file holds numbers, is not of it."""
+    """The digest of what its programs depend on, which is not where a sequence ends, nor how its file holds numbers."""
     return _digest(repr(dataclasses.replace(config, eos_token_ids=(), bos_token_id=None, checkpoint_dtype=None)))
 
 

@@ -91,7 +91,7 @@ class ProgramStore:
 
     @property
     def num_programs(self) -> int:
-        """Of the whole list."""
+        """The number of programs in the whole list."""
         return len(self._specs)
 
     @property
@@ -100,7 +100,7 @@ class ProgramStore:
         return self._num_failed
 
     def sizes(self, kind: str, *, want_top_logprobs: bool = False) -> tuple[int, ...]:
-        """Of the programs of a kind that are ready, ascending."""
+        """The sizes of the programs of a kind that are ready, ascending."""
         found = [
             spec.size for spec in tuple(self.ready) if spec.kind == kind and spec.want_top_logprobs == want_top_logprobs
         ]

@@ -51,7 +51,7 @@ class DataParallelEngine:
 
     @property
     def geometry(self) -> Geometry:
-        """Of each replica: what one request can have."""
+        """The geometry of each replica: what one request can have."""
         return self._engines[0].geometry
 
     @property
@@ -131,7 +131,7 @@ class DataParallelEngine:
         parts = [engine.pin_prefix(name, token_ids, salt, tenant) for engine in self._engines]
 
         def all_are_done() -> None:
-            """One that could not pin takes the pins of the others with it."""
+            """Unpins the prefix everywhere if one engine could not pin it."""
             errors = [error for part in parts if (error := part.exception()) is not None]
             if errors:
                 for engine, part in zip(self._engines, parts, strict=True):
@@ -166,7 +166,7 @@ class DataParallelEngine:
         return total_load(self.replica_loads())
 
     def replica_loads(self) -> tuple[EngineLoad, ...]:
-        """Of each replica, in their order."""
+        """The load of each replica, in their order."""
         return tuple(engine.load() for engine in self._engines)
 
     def histogram(self, name: str) -> HistogramSnapshot:

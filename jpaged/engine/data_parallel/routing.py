@@ -20,7 +20,7 @@ from jpaged.engine.kv.blocks import Key, block_key, root_key
 from jpaged.types import Request
 
 HALF_A_REPLICA = 0.5
-"""How far ahead of the least loaded replica one may be and still get requests for its prefix."""
+"""How much more than the least loaded replica one may have to do and still get requests for its prefix."""
 MAX_ROUTED_BLOCKS = 256
 """Blocks of a prompt that decide: a hash takes 3 us, and the caller's thread serves others too."""
 
@@ -107,7 +107,7 @@ class Router:
         return len(keys)
 
     def _keys(self, request: Request) -> tuple[Key, ...]:
-        """Of the blocks that a replica could have at hand: the last token of a prompt always runs."""
+        """The keys of the blocks that a replica could have at hand: the last token of a prompt always runs."""
         if not request.sampling.use_prefix_cache:
             return ()
         token_ids, size = request.prompt_token_ids, self._block_size

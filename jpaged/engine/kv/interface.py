@@ -45,7 +45,7 @@ class KVMemory(Protocol):
         ...
 
     def can_admit(self, group: Group, num_spare_blocks: int) -> bool:
-        """The whole prompt of a waiting group (and what it drew before) finds blocks, and so many are left free."""
+        """Whether a waiting group's whole prompt (and what it sampled before) finds blocks, with so many left free."""
         ...
 
     def admit(self, group: Group) -> int:

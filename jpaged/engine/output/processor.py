@@ -1,4 +1,4 @@
-"""What a step drew -> the events that callers see. Exactly one event of a request is its last, and `close` sends it.
+"""What a step sampled -> the events that callers see. Exactly one event of a request is its last, and `close` sends it.
 
 n sequences          each streams as it is sampled; the request ends with the last of them
 best_of above n      nothing is sent until all have ended; then the n likeliest, the best as index 0
@@ -57,11 +57,11 @@ class IncrementalDetokenizer:
         return ""
 
     def flush(self) -> str:
-        """What is left of a character that never came to its end."""
+        """Returns what is left of a character that was never completed."""
         return self._read(self._decode(self._window), len(self._window))
 
     def _read(self, text: str, end: int) -> str:
-        """What is new in the text of the window up to `end`."""
+        """Returns what is new in the text of the window up to `end`."""
         new = text[len(self._text_read) :]
         if new:
             # What was just read is the context of what comes next; what came before it is no longer needed.

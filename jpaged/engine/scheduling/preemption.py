@@ -45,7 +45,7 @@ class Preemption:
         return num_bytes / self.rates.swap_out_bytes_per_s + num_bytes / self.rates.swap_in_bytes_per_s
 
     def recompute_s(self, group: Group) -> float:
-        """Seconds to run a group's tokens again: the prompt once, and what each sequence drew."""
+        """Seconds to run a group's tokens again: the prompt once, and what each sequence sampled."""
         live = group.live
         num_tokens = live[0].num_prompt_tokens + sum(sequence.num_output_tokens for sequence in live)
         return num_tokens / self.rates.prefill_tokens_per_s

@@ -26,7 +26,7 @@ MAX_OVERTAKES = 256
 PROMPT_TOKEN_WEIGHT = 1
 OUTPUT_TOKEN_WEIGHT = 2
 MAX_TENANTS = 4096
-"""Whose counters are kept at least; names are the callers' to choose, so there is no end of them."""
+"""Tenants whose counters are kept at least: callers choose the names, so their number has no bound."""
 
 
 class SchedulingPolicy(Protocol):
@@ -68,7 +68,7 @@ class FirstComeFirstServed:
         """Arrival is all that counts, and the group carries it."""
 
     def served(self, group: Group, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """What was served changes nothing."""
+        """Does nothing: what was served changes no order."""
 
 
 class ByPriority(FirstComeFirstServed):
@@ -143,7 +143,7 @@ def make_policy(policy: Policy) -> SchedulingPolicy:
 
 
 class Queues:
-    """Where every group is that has not been forgotten. A verb moves a group, and its status with it."""
+    """Every group that has not been forgotten, by its status. Each verb moves a group and sets its status."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self.waiting: dict[Group, None] = {}  # in order of arrival
@@ -174,7 +174,7 @@ class Queues:
         yield from self.waiting
 
     def next_group(self) -> Group | None:
-        """Who comes next: one that is swapped out, but for a waiting one that left before it or that it yields to."""
+        """The next group: swapped out, or a waiting one that was preempted and comes earlier, or that it yields to."""
         waiting = self._policy.first_waiting(self.waiting) if self.waiting else None
         if not self.swapped:
             return waiting
@@ -465,7 +465,7 @@ def _num_to_run(group: Group, sequence: Sequence) -> int:
 
 
 def _within(budget: int, group: Group, wanted: Shares) -> Shares:
-    """As much of what a group wants as there are tokens left."""
+    """Cuts what a group wants to the tokens that are left."""
     parts = []
     for sequence, num_tokens in wanted:
         share = min(num_tokens, budget)

@@ -24,7 +24,7 @@ from jpaged.engine.executor import CascadeCosts, Geometry
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, SharedPrefixGroup
 
 Places = list[int]
-"""Of rows in the schedule, ascending."""
+"""The places of rows in the schedule, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class _Finder:
         self._granule_blocks = costs.granule_tokens // block_size
 
     def tree(self, places: Places, depth: int) -> _Node:
-        """Of rows that are known to have `depth` granules in common."""
+        """The tree of rows that are known to have `depth` granules in common."""
         fulls = [self._rows[place].start // self._costs.granule_tokens for place in places]
         tables = self._tables(places, max(fulls))
         depth = self._common_granules(tables, depth, min(fulls))
@@ -146,7 +146,7 @@ class _Finder:
         return min(common, limit)
 
     def _gain(self, places: Places, num_tokens: int) -> float:
-        """What rows save that read so many tokens together; see `CascadeCosts`."""
+        """What rows save by reading so many tokens together; see `CascadeCosts`."""
         num_queries = len(places) if self._only_decodes else sum(self._rows[place].num_tokens for place in places)
         together = self._costs.tile_cost(num_queries, self._width)
         return (self._alone(places) - together) * num_tokens - num_queries * self._costs.query_tokens

@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def num_queries(self) -> int:
-        """Of a row."""
+        """The queries of one row."""
         return 1 if self.kind == "decode" else min(self.context, CHUNK_TOKENS)
 
 

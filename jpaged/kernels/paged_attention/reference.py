@@ -81,7 +81,7 @@ _Out = tuple[jax.Array, jax.Array]  # output [T, K, G, D] and log-sum-exp [T, K,
 
 
 class _Context(NamedTuple):
-    """One row's: its table and the keys from begin to end, in a layer of the pool."""
+    """One row's context: its table and the keys from begin to end, in a layer of the pool."""
 
     pool: jax.Array
     layer: jax.Array | int
@@ -96,7 +96,7 @@ def _chunk_blocks(spec: AttentionSpec) -> int:
 
 
 def _pad_tables(block_tables_sm: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Whole chunks of blocks, so that the last one is not moved back."""
+    """Pads tables to whole chunks of blocks, so that the last chunk is not moved back."""
     return jnp.pad(block_tables_sm, ((0, 0), (0, -block_tables_sm.shape[1] % _chunk_blocks(spec))))
 
 

@@ -23,13 +23,13 @@ class Kind(enum.Enum):
     RENDERED = b"t"
     """The text."""
     RAISED = b"r"
-    """What the template itself said, by `raise_exception`."""
+    """The message that the template raised by `raise_exception`."""
     FAILED = b"f"
-    """The error that came of running it."""
+    """The error that running it raised."""
     OVER = b"o"
     """The limit of memory that it passed."""
     LONG = b"l"
-    """How many bytes came of it, more than were asked for."""
+    """How many bytes it rendered, more than were asked for."""
 
 
 def send(connection: socket.socket, kind: Kind, text: str) -> None:

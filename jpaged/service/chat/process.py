@@ -26,7 +26,7 @@ CPU_S = 2.0
 MEMORY_BYTES = 256 << 20
 """Memory that rendering may take beyond what the process has when it starts."""
 _ANSWER_TIMEOUT_S = 180.0
-"""For an answer, the child's start included: a guard against a process that the system does not run."""
+"""The limit of one answer, the child's start included: a guard against a process that never gets to run."""
 _MAX_SAID_BYTES = 1 << 20
 
 
@@ -115,7 +115,7 @@ class _Child:
         return receive(self._connection, time.monotonic() + _ANSWER_TIMEOUT_S)
 
     def reason(self, error: Exception) -> Exception:
-        """What became of it."""
+        """The error that tells why the process gave no answer."""
         if isinstance(error, TimeoutError):
             return Unavailable(f"the process that renders chat templates did not answer within {_ANSWER_TIMEOUT_S} s")
         code = self.process.wait()

@@ -52,7 +52,7 @@ def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: s
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("want_top_logprobs", [False, True])
 def test_a_sample_copies_no_logits(want_top_logprobs: bool, num_devices: int) -> None:
-    """Of a size that nothing but logits has: no weight, and no top log-probabilities."""
+    """The sizes are such that nothing is as large as logits: no weight, and no top log-probabilities."""
     num_rows, options = 24, EngineConfig.load({"max_num_seqs": 24, "max_num_batched_tokens": 24, "max_model_len": 64})
     mesh, config = build_mesh(jax.devices()[:num_devices]), dataclasses.replace(tiny_model.CONFIG, vocab_size=397)
     model = Placement.of(Model(config, jnp.dtype("float32")), mesh, "loop").model

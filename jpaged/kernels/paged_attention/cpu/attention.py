@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped
 
 NUMBERS = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
-"""Of the pool, in the order of `Number` in numbers.h."""
+"""The types of the pool's numbers, in the order of `Number` in numbers.h."""
 MAX_WIDTH = 16
 
 

@@ -183,12 +183,12 @@ def plan(rows: RaggedRows, spec: AttentionSpec, tiling: Tiling, num_tokens: int)
 
 
 def _first_above(ends_s: jax.Array, numbers_n: jax.Array) -> jax.Array:
-    """For each number, how many ends are not above it. One fused pass: a binary search would be a loop of launches."""
+    """Counts for each number the ends not above it. One fused pass: a binary search would be a loop of launches."""
     return (ends_s[None, :] <= numbers_n[:, None]).sum(axis=1)
 
 
 def _has_bad_ids(rows: RaggedRows, spec: AttentionSpec) -> Int[Array, "S"]:
-    """Whether what a row's context needs of its table names blocks outside of the layer."""
+    """Whether a row's table names blocks outside of the layer, as far as its context needs the table."""
     layout, tables_sm = spec.layout, rows.block_tables_sm
     first_keys_m = jnp.arange(tables_sm.shape[1]) * layout.block_size
     is_needed_sm = (first_keys_m >= rows.begins[:, None]) & (first_keys_m < rows.kv_lens_s[:, None])

@@ -49,7 +49,7 @@ class TileField(enum.IntEnum):
     NUM_TOKENS = 2
     """0 for a tile that is not used."""
     POSITION = 3
-    """Of its first query."""
+    """The position of its first query."""
     KV_BEGIN = 4
     KV_END = 5
     """First key that may be seen, and the first behind them."""
@@ -209,7 +209,7 @@ def _paged_attention_tile(static: Static, num_arguments: int, *refs: Any, wide_s
 
 
 def _plan(tiles: Any, static: Static) -> _Work:
-    """Which chunks fall to this block of threads."""
+    """The chunks that fall to this block of threads."""
     tiling = static.tiling
     tile, split = lax.axis_index("tile"), lax.axis_index("split")
     row, first_row, num_tokens, position, begin, end, has_bad_ids = (tiles[tile, int(field)] for field in TileField)

@@ -16,21 +16,21 @@ from jpaged.kernels.paged_attention.spec import AttentionSpec
 TILE_ROWS = 64
 """Rows of the smallest product of a warpgroup."""
 NUM_PROCESSORS = 132
-"""Of an H100 SXM or an H200. More only cuts a context into fewer parts than would fill the chip."""
+"""The multiprocessors of an H100 SXM or H200. More only cuts a context into fewer parts than would fill the chip."""
 SHARED_BYTES = 232_448
 """What one block of threads may take, and `_RESERVED_BYTES` of it are the compiler's."""
 MAX_STAGES = 4
 
 _RESERVED_BYTES = 4096
 _HALF_PROCESSOR_BYTES = 233_472 // 2 - 1024
-"""What lets two blocks of threads share a multiprocessor, which hides the one's softmax behind the other's products."""
+"""So little that two blocks of threads fit a multiprocessor, and the one's products hide the other's softmax."""
 _MIN_PART_TOKENS = 256
 """Keys below which another part costs more in merging than it gains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """One cut.
+    """One way to cut the work.
 
     Attributes:
         group: query heads of a key/value head.

@@ -138,7 +138,7 @@ def _plan(q_thd: jax.Array, spec: AttentionSpec, table_width: int, *, is_decode:
 
 
 def _device_kind() -> str:
-    """Of the device that is compiled for, if the mesh says so, or else of those that are here."""
+    """The kind of the device that is compiled for, if the mesh says so, or else of those that are here."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return str((jax.devices()[0] if device is None else device).device_kind)
 

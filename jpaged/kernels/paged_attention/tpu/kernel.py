@@ -454,7 +454,7 @@ def _scratch_shapes(plan: Plan) -> Scratch:
 
 
 def _cost(scalars: Scalars, q: jax.Array, plan: Plan) -> pl.CostEstimate:
-    """Of full tables, a bound: the lengths are not known when a program is compiled."""
+    """The cost with full tables, a bound: the lengths are not known when a program is compiled."""
     layout = plan.spec.layout
     num_keys = plan.table_width * layout.block_size
     num_segments = scalars.segments.row.shape[0]

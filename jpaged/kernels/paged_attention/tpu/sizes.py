@@ -160,7 +160,7 @@ def _check(sizes: Sizes, layout: KVLayout, num_heads: int, device_kind: str) -> 
 
 
 def _words(n: int) -> int:
-    """Of a list of n numbers of 32 bits in scalar memory."""
+    """The words of scalar memory that a list of n numbers of 32 bits takes."""
     return _up(n, _LANES)
 
 
