@@ -166,7 +166,7 @@ class SamplingParams:
             _require(is_ok, "logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
 
     def _check_counts(self) -> None:
-        """Before anything is copied."""
+        """Checks the lengths of lists, before anything is copied."""
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
         num_ids = len(self.stop_token_ids)
         _require(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, f"at most {MAX_STOP_TOKEN_IDS} ids")

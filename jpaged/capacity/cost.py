@@ -83,7 +83,7 @@ class Roofline:
 
     @property
     def bytes_per_s(self) -> float:
-        """That all devices together read."""
+        """The bytes a second that all devices together read."""
         return self.num_devices * self.hardware.hbm_bytes_per_s * self.assumptions.bandwidth_efficiency
 
     def step_s(self, num_tokens: int, num_kv_tokens: float, num_pairs: float) -> float:

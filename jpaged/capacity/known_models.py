@@ -241,4 +241,4 @@ _MODELS = (
 )
 
 KNOWN_MODELS: Mapping[str, KnownModel] = {model.name: model for model in _MODELS}
-"""Each by its name."""
+"""Published models by name."""

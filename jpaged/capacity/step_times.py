@@ -45,12 +45,12 @@ class StepTimes:
         return max(device_s, HOST_S + HOST_ROW_S * num_rows)
 
     def decode_s(self, num_rows: int, context_len: float) -> float:
-        """One token for each of so many rows with a context of this length."""
+        """Seconds of a step of one token for each of so many rows with a context of this length."""
         num_kv_tokens = num_rows * context_len
         return self.step_s(num_rows, num_rows, num_kv_tokens, num_kv_tokens)
 
     def prefill_s(self, num_tokens: int, prompt_len: float) -> float:
-        """So many tokens of prompts of this length, at the mean of their positions."""
+        """Seconds of a step of so many tokens of prompts of this length, at the mean of their positions."""
         num_rows = max(1.0, num_tokens / prompt_len)
         return self.step_s(int(num_rows), num_tokens, num_rows * prompt_len / 2, num_tokens * prompt_len / 2)
 

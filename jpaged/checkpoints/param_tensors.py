@@ -57,7 +57,7 @@ class ParamTensors:
         return leaf.tensors[number][1]
 
     def dtype(self, name: str) -> np.dtype:
-        """That of the leaf which the tensor is in."""
+        """The type of the leaf which the tensor is in."""
         layer, leaf, _ = self._places[name]
         stored = np.dtype(self._array(layer, leaf).dtype)
         if stored.name not in DTYPES:
@@ -75,7 +75,7 @@ class ParamTensors:
         return tensor[index] if index else tensor
 
     def where(self, name: str) -> Path:
-        """They are in no file."""
+        """A name for errors: they are in no file."""
         return Path("parameters")
 
     def _array(self, layer: int | None, leaf: Leaf) -> Any:

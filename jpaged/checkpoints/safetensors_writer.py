@@ -39,7 +39,7 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """Its numbers."""
+        """How many numbers it holds."""
         return math.prod(self.shape)
 
     @property

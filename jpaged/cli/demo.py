@@ -34,7 +34,7 @@ _STOP_TIMEOUT_S = 30.0
 _END_PATIENCE_S = 5.0
 """A server under which a call has failed may be ending, and says why at its end."""
 _LOOK_S = 0.3
-"""Between two looks at a server that starts."""
+"""The pause between two looks at a server that starts."""
 _WRAP_CHARACTERS = 100
 
 # (is a chat turn, prompt, tokens to generate at most): short and long, to fill the batch unevenly.

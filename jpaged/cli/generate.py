@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(prompt: dict[str, Any]) -> None:
-    """Before the model is loaded."""
+    """Refuses a bad prompt before the model is loaded."""
     text = prompt.get("prompt")
     if text is not None:
         require_whole_characters("--prompt", text)

@@ -46,7 +46,7 @@ class Leading:
             raise
 
     def fail(self, error: JpagedError) -> None:
-        """All processes have to end."""
+        """Ends the server, as all processes have to end."""
         self._loop.call_soon_threadsafe(self._server.fail, error)
 
     def drain(self) -> None:

@@ -120,7 +120,7 @@ def prompt_of(
     prompt_token_ids: Sequence[int] | None = None,
     messages: Sequence[Mapping[str, str]] | None = None,
 ) -> Prompt:
-    """The one that is given.
+    """The prompt that is given.
 
     Raises:
         InvalidArgument: none is, or several.

@@ -77,7 +77,7 @@ class Attention:
 
     @classmethod
     def on(cls, model: Model, options: EngineConfig, mesh: Mesh) -> Attention:
-        """That of each device of a mesh."""
+        """The attention of each device of a mesh."""
         return cls(model, options, first_device(mesh), num_shards(mesh))
 
     def sizes(self) -> StepSizes:
@@ -111,7 +111,7 @@ class Attention:
         ]
 
     def _candidates(self) -> Iterator[StepSizes]:
-        """Those of the rule, in its order; of what was chosen there is one value only."""
+        """The sizes of the rule, in its order; what was chosen has one value only."""
         scheduler, platform = self.options.scheduler, self.device.platform
         limit = self.model.config.max_model_len
         max_model_len = self.options.model.max_model_len or limit

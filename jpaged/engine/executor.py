@@ -198,7 +198,7 @@ class RowField(NamedTuple):
 
 
 BEYOND_TOKENS = (1 << 31) - 1
-"""Above every token id, and every number of them."""
+"""A number above every token id and every count of tokens."""
 
 ROW_FIELDS = (
     RowField("temperature_r", "float32", 0),  # 0 is greedy
@@ -345,7 +345,7 @@ class StepOutputs:
         return int(self.token_ids_rn[row, place]), float(self.logprobs_rn[row, place])
 
     def position(self, row: int, num_top: int, place: int = 0) -> PositionLogprobs:
-        """That token with its rank, and the num_top likeliest in order; none where the step did not report them."""
+        """The token at `place` with its rank, and the num_top likeliest in order, where the step reported them."""
         chosen = TokenLogprob(*self.token(row, place), int(self.ranks_rn[row, place]))
         if not num_top or self.top_ids_rnk is None or self.top_logprobs_rnk is None:
             return PositionLogprobs(chosen)

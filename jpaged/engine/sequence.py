@@ -249,7 +249,7 @@ class Group:
         return missing
 
     def admitted(self, num_cached_tokens: int) -> bool:
-        """It runs, with so many tokens of its prompt in the pool; True the first time."""
+        """Notes that it runs, with so many tokens of its prompt in the pool; True the first time."""
         is_first = self.num_cached_tokens is None
         if is_first:
             self.num_cached_tokens = num_cached_tokens
@@ -260,7 +260,7 @@ class Group:
         self.num_overtaken += 1
 
     def preempted(self) -> None:
-        """It had to make room."""
+        """Notes that it had to make room."""
         self.num_preemptions += 1
 
     def forked(self) -> None:
@@ -278,7 +278,7 @@ class Group:
             self.starts_over()
 
     def scheduled(self, now_s: float) -> None:
-        """Its first step is dispatched."""
+        """Notes when its first step is dispatched."""
         self.first_scheduled_s = now_s
 
     def sampled(self, num_tokens: int) -> None:
@@ -294,7 +294,7 @@ class Group:
         self.last_token_s = now_s
 
     def ended(self, reason: str) -> None:
-        """Its last event is known, or nobody wants to have it."""
+        """Notes why it ended: its last event is known, or nobody wants to have it."""
         self.ended_by = reason
 
     def move_to(self, status: Status) -> None:

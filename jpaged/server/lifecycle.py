@@ -46,7 +46,7 @@ _HEALTH_NAMES = ("", *SERVICE_NAMES)
 
 _WATCH_INTERVAL_S = 0.2
 _FLUSH_TIMEOUT_S = 2.0
-"""At the end, for statuses on their way to clients that read."""
+"""How long the end waits for statuses on their way to clients that read."""
 
 
 class Server:
@@ -86,7 +86,7 @@ class Server:
 
     @property
     def metrics_port(self) -> int | None:
-        """Where metrics are answered; None before the model is loaded, and when nobody asked for them."""
+        """The port of metrics; None before the model is loaded, and when nobody asked for them."""
         return None if self._metrics is None else self._metrics.port
 
     async def start(self) -> int:

@@ -211,7 +211,7 @@ async def _decoded(context: Any, decode: Callable[[bytes], Any], content: bytes)
 
 
 def _gone(error: Exception) -> asyncio.CancelledError:
-    """What a handler raises that cannot reach its peer: the peer is gone, as if it had cancelled."""
+    """The error that a handler raises when its peer is gone: the same as if it had cancelled."""
     _LOG.debug("a peer is gone: %s", error)
     return asyncio.CancelledError()
 
@@ -226,7 +226,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 class _NoMethods:
-    """Where a method is looked up that is not registered."""
+    """The answer to a look-up of a method that is not registered: there is none."""
 
     def resolve_handler(self, details: object) -> None:
         return None

@@ -53,7 +53,7 @@ class OutputStream:
 
     @property
     def is_ended(self) -> bool:
-        """Its last event has come, read or not."""
+        """Whether its last event has come, read or not."""
         return self._is_ended
 
     def put(self, event: OutputEvent) -> None:
@@ -149,7 +149,7 @@ class Bridge:
 
 
 def _num_tokens(event: OutputEvent) -> int:
-    """Those of its log-probabilities too; a request has as many of them at each position."""
+    """Counts the tokens of its log-probabilities too; a request has as many of them at each position."""
     num_shown = 1 + len(event.logprobs[0].top) if event.logprobs else 0
     return len(event.token_ids) + num_shown * len(event.logprobs)
 
@@ -194,7 +194,7 @@ class Workers:
 
 _NAME = re.compile(r"[\x20-\x7e]{1,128}")
 _RETRY_S = 1.0
-"""When to come back, where no request's end is waited for."""
+"""When a caller may come back that waits for no request's end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class Window:
         return self.end_s - self.begin_s
 
     def steps(self, steps: Sequence[Step]) -> list[Step]:
-        """Those that begin in it."""
+        """The steps that begin in it."""
         return [step for step in steps if self.begin_s <= step.begin_s < self.end_s]
 
 

@@ -122,7 +122,7 @@ def compile_deployment(
     def compile_some(
         server: ServerPrograms, specs: Collection[ProgramSpec]
     ) -> tuple[Mapping[ProgramSpec, CompiledProgram], CompilerOutOfMemory | None]:
-        """Those that were compiled, and the compiler's word where it refused one for want of memory."""
+        """The programs that were compiled, and the compiler's word if it refused one for want of memory."""
         try:
             return server.compile(specs, progress, num_threads), None
         except jax.errors.JaxRuntimeError as error:

@@ -47,7 +47,7 @@ class Kind(enum.IntEnum):
     SHUTDOWN_REQUEST = 10
     """A process was asked to end: please drain."""
     FAILED = 11
-    """Why the sender ends."""
+    """The reason why the sender ends."""
     END = 12
     """Nothing more will come; end well."""
 
@@ -118,7 +118,7 @@ class Channel:
         self._socket.settimeout(timeout_s)
 
     def close(self) -> None:
-        """Ends it for both ends, also for a thread that waits here. Idempotent."""
+        """Closes the connection for both ends, also for a thread that waits here. Idempotent."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -41,7 +41,7 @@ END_GRACE_S = 10.0
 _HELLO_TIMEOUT_S = 10.0
 _DEVICES_TIMEOUT_S = 300
 _BLAME_S = 1.0
-"""When one process is lost, collectives and connections break in all: so long they wait for a word that names it."""
+"""How long processes wait to hear which one is lost: then collectives and connections break in all of them."""
 _TOGETHER = ("model", "cache", "scheduler", "parallel")
 _OWN = ("coordinator", "process_id", "join_timeout")
 """Options of these sections that each process may spell in its own way."""

@@ -51,7 +51,7 @@ def program_specs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_b
 
 
 def least_programs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool) -> list[ProgramSpec]:
-    """Those that any step can be padded to: one of each kind. A large move is many of the smallest."""
+    """The programs that any step can be padded to, one of each kind; a large move is many of the smallest."""
     moves: tuple[MoveKind, ...] = ("copy", "swap_out", "swap_in") if has_host_blocks else ("copy",)
     return [
         ProgramSpec("forward", buckets.tokens[-1]),

@@ -162,7 +162,7 @@ class DataParallelEngine:
     # --- counts -----------------------------------------------------------------------------------------------------
 
     def load(self) -> EngineLoad:
-        """All of them as one."""
+        """The load of all replicas as one."""
         return total_load(self.replica_loads())
 
     def replica_loads(self) -> tuple[EngineLoad, ...]:

@@ -88,7 +88,7 @@ class Router:
         self._in_flight[route.replica].update(route.keys)
 
     def leave(self, request_id: str, route: Route) -> None:
-        """It is not any more; one that was dropped is not counted twice."""
+        """Notes that a request is no longer in flight; one that was dropped is not counted twice."""
         if self._routes.get(request_id) is not route:
             return
         del self._routes[request_id]

@@ -57,7 +57,7 @@ class KVMemory(Protocol):
         ...
 
     def can_grow(self, shares: Shares) -> bool:
-        """So many more tokens of a group's sequences can be written, on copies where blocks are shared."""
+        """Whether so many more tokens of a group's sequences can be written, on copies where blocks are shared."""
         ...
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:

@@ -46,7 +46,7 @@ def pin_limit(max_pinned_blocks: int | None, geometry: Geometry) -> int:
 
 
 class PinnedPrefixes:
-    """Whose prefix is pinned or being computed. `request`, `give_up` and `take` may be called from any thread.
+    """Prefixes that are pinned or being computed. Any thread may call `request`, `give_up` and `take`.
 
     Args:
         prefixes: where they are; None where nothing can be pinned.

@@ -102,7 +102,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """Where it was measured."""
+    """The device and the versions of a measurement."""
 
     kind: str
     jax_version: str
@@ -253,7 +253,7 @@ def _median(runs: Sequence[Run]) -> list[float]:
 
 
 def _count(run: Run) -> int:
-    """So many turns that they take long enough to be timed."""
+    """How many turns take long enough to be timed."""
     one = max(min(run(1), run(1)), 1e-7)
     several = max(1, math.ceil(_MIN_SECONDS / 4 / one))
     return max(1, math.ceil(several * _MIN_SECONDS / max(run(several), 1e-7)))

@@ -48,7 +48,7 @@ class Queries:
 
     @classmethod
     def of(cls, q_thd: Float[Array, "T H D"], rows: RaggedRows) -> Queries:
-        """Those of a call."""
+        """The queries of a call."""
         num_rows, table_width = rows.block_tables_sm.shape
         return cls(q_thd.shape[1], q_thd.dtype, num_rows, table_width, q_thd.shape[0])
 

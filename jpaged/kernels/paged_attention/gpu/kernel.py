@@ -43,9 +43,9 @@ class TileField(enum.IntEnum):
     """Columns of the array that describes the tiles."""
 
     ROW = 0
-    """Whose block table is read."""
+    """The row whose block table is read."""
     FIRST_ROW = 1
-    """Where its queries begin. A multiple of 8, as copies into tiled memory want it: others are rounded, unsaid."""
+    """Where its queries begin: a multiple of 8, as copies into tiled memory round others without an error."""
     NUM_TOKENS = 2
     """0 for a tile that is not used."""
     POSITION = 3

@@ -50,7 +50,7 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
 
 
 def unsupported_device_reason(device: jax.Device) -> str | None:
-    """Only TPUs run it."""
+    """Why a device cannot run it; None for TPUs, which alone can."""
     return None if device.platform == "tpu" else f"needs a TPU; this device's platform is {device.platform}"
 
 

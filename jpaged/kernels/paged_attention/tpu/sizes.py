@@ -42,7 +42,7 @@ TUNED = Path(__file__).parent / "tuned"
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """One call's.
+    """The sizes of one call.
 
     Attributes:
         tile: queries of a tile, a power of two; 1 for decodes.
