@@ -91,7 +91,8 @@ COMPAT := \
     tests/cli/test_processes.py::test_a_server_says_what_it_does_and_ends_on_a_signal \
     tests/cli/test_processes.py::test_the_demo_streams_and_prints_one_table \
     tests/server/test_wire.py tests/server/test_generate.py tests/engine/test_engine.py \
-    tests/e2e/test_llm.py tests/parity/test_goldens.py::test_chats_and_texts_continue_as_with_transformers tests/device/step/test_sampling.py::test_tokens_are_the_oracles \
+    tests/e2e/test_llm.py tests/parity/test_goldens.py::test_chats_and_texts_continue_as_with_transformers \
+    tests/device/step/test_sampling.py::test_tokens_are_the_oracles \
     tests/device/programs/test_saved.py::test_saved_programs_run_as_those_that_were_compiled \
     tests/kernels/test_paged_attention_cpu.py::TestCpu::test_ragged_rows \
     tests/kernels/test_paged_attention_xla.py::TestXla::test_ragged_rows \

@@ -109,7 +109,7 @@ class PoolShares:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is kept of a simulation, within the window of `simulator.steady` but for the counts at the end.
+    """What is kept of a simulation, within the window of `capacity/simulator/steady.py` but for the counts at the end.
 
     Attributes:
         sustained_per_s: requests a second; what the system sustains, when the point is AT_ONCE.

@@ -112,7 +112,7 @@ class JaxExecutor:
 
         Args:
             model: the network.
-            params: of the model padded for the mesh (`models.splitting`), in either layer mode.
+            params: of the model padded for the mesh (`jpaged.models.sharding`), in either layer mode.
             options: `cache`, `scheduler` and `model.max_model_len` are read; None is filled in, see `geometry`.
             mesh: where it runs; jax's first devices, as many as one copy of the model takes, when left out.
             num_pools: what the host's free memory is for, where it is the devices' memory: this pool, and those of so

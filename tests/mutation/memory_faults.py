@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutation.planting import Fault
 
 LIVES = ("test_lives.py",)
-ROOM = ("kv/test_room.py",)
+ROOM = ("scheduling/test_scheduler.py", "kv/test_paged.py")
 RESERVED = ("kv/test_contiguous.py",)
 
 MEMORY_FAULTS = (

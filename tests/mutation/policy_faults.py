@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutation.planting import Fault
 
 LIVES = ("test_lives.py",)
-ROOM = ("kv/test_room.py",)
+SCHEDULER = ("scheduling/test_scheduler.py",)
 POLICIES = ("scheduling/test_policies.py",)
 
 POLICY_FAULTS = (
@@ -56,14 +56,14 @@ POLICY_FAULTS = (
         "scheduling/scheduler.py",
         "                self._preempt(running[-1], schedule)",
         "                self._preempt(running[min(position + 1, len(running) - 1)], schedule)",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "the first in order makes room for an urgent one",
         "scheduling/scheduler.py",
         "            self._preempt(queues.running[-1], schedule)\n\n    def _share",
         "            self._preempt(queues.running[0], schedule)\n\n    def _share",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "a preempted group keeps its rows",
@@ -77,70 +77,70 @@ POLICY_FAULTS = (
         "scheduling/scheduler.py",
         "is_batch_open = not self._is_static or not queues.running",
         "is_batch_open = True",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "a shared block costs a swap for each holder",
         "scheduling/preemption.py",
         "{block_id for sequence in group.live for block_id in sequence.kv.table.block_ids()}",
         "[block_id for sequence in group.live for block_id in sequence.kv.table.block_ids()]",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "what running groups were promised is given away",
         "scheduling/scheduler.py",
         "sum(self._memory.num_outstanding_blocks(group) for group in self.queues.running)",
         "0",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "what the last to be admitted was promised is given away",
         "scheduling/scheduler.py",
         "            outstanding += self._memory.num_outstanding_blocks(group)\n",
         "",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "there is no low-water mark",
         "scheduling/scheduler.py",
         "max(1, memory.num_blocks // 100)",
         "0",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "a swapped group comes before an earlier one that is computed again",
         "scheduling/scheduler.py",
         "return waiting if is_earlier or self._policy",
         "return waiting if self._policy",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "a swapped group comes before an urgent one",
         "scheduling/scheduler.py",
         "return waiting if is_earlier or self._policy.yields_to(swapped, waiting) else swapped",
         "return waiting if is_earlier else swapped",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "who leaves a static batch keeps what its ended samples held",
         "scheduling/scheduler.py",
         "            if not sequence.is_live:  # of a static batch\n                self._memory.release(sequence)\n",
         "            pass\n",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "an urgent one counts on what others were promised",
         "scheduling/scheduler.py",
         "if self._has_room(group, self._num_outstanding_blocks()):\n                return\n            self",
         "if self._has_room(group, 0):\n                return\n            self",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "a step lets somebody in for whom another had to leave",
         "scheduling/scheduler.py",
         "if schedule.num_preempted == num_yielded:",
         "if True:",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "beams that left do not share their prompt again",
@@ -176,7 +176,7 @@ POLICY_FAULTS = (
         "output/processor.py",
         "if self._num_tokens < self._sampling.min_tokens:",
         "if self._num_tokens <= self._sampling.min_tokens:",
-        ("output/test_text.py",),
+        ("output/test_processor.py",),
     ),
     Fault(
         "one full replica is a full house",
@@ -204,21 +204,21 @@ POLICY_FAULTS = (
         "scheduling/scheduler.py",
         " or group.status is not Status.RUNNING:",
         ":",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "an urgent one makes room in a static batch",
         "scheduling/scheduler.py",
         "while queues.running and not self._is_static:",
         "while queues.running:",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "groups are let in without tokens for them",
         "scheduling/scheduler.py",
         "while budget > 0 and is_batch_open:",
         "while is_batch_open:",
-        ROOM,
+        SCHEDULER,
     ),
     Fault(
         "who is computed again is charged again",

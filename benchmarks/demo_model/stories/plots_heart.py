@@ -1,4 +1,4 @@
-"""Plots about friendship, wishes, gifts, secrets, sorrow and sleep; the notation is that of `benchmarks.demo_model.stories.plots`."""
+"""Plots about friendship, wishes, gifts, secrets, sorrow and sleep; the notation is that of `plots.py`."""
 
 from __future__ import annotations
 

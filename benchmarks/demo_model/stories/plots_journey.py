@@ -1,6 +1,6 @@
 """Plots in which somebody sets out, looks for something, or has to get past something.
 
-The notation is that of `benchmarks.demo_model.stories.plots`: a blank line starts the next beat, each line of a beat is one way to tell it,
+The notation is that of `plots.py`: a blank line starts the next beat, each line of a beat is one way to tell it,
 `[a|b]` is a choice, `{N}` a word of the cast.
 """
 

@@ -1,4 +1,4 @@
-"""Plots about tricks, mistakes and clever ideas; the notation is that of `benchmarks.demo_model.stories.plots`."""
+"""Plots about tricks, mistakes and clever ideas; the notation is that of `plots.py`."""
 
 from __future__ import annotations
 

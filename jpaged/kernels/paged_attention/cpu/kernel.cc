@@ -263,7 +263,7 @@ Number query_number(ffi::DataType type) {
   return type == ffi::F32 ? Number::kF32 : type == ffi::BF16 ? Number::kBF16 : Number::kF16;
 }
 
-// Shapes that contradict each other, in words; none that cpu.py makes do.
+// Shapes that contradict each other, in words; none that attention.py makes do.
 const char* contradiction(const Operands& x, const Attributes& a) {
   const auto q = x.q.dimensions(), pool = x.pool.dimensions(), tables = x.tables.dimensions();
   if (q.size() != 3 || pool.size() != 4 || tables.size() != 2) return "queries, pool or block tables have another rank";

@@ -11,7 +11,7 @@
 
 namespace jpaged {
 
-// The order is that of NUMBERS in cpu.py.
+// The order is that of NUMBERS in attention.py.
 enum class Number : int64_t { kF32, kBF16, kF16, kI8, kF8 };
 
 static inline int64_t bytes_of(Number number) {

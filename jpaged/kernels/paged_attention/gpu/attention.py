@@ -4,7 +4,7 @@
                       └ each part of a context by itself, where it was cut; merged here
 
 The list of tiles is made in the traced program, from arrays: its length is fixed, and tiles beyond the rows do nothing.
-The kernel is in `pallas_gpu_kernel`, which is imported when a call is traced: it takes a quarter of a second.
+The kernel is in `kernel.py`, which is imported when a call is traced: it takes a quarter of a second.
 """
 
 from __future__ import annotations

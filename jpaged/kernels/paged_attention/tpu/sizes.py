@@ -30,7 +30,7 @@ SMEM_BUDGET_BYTES = SMEM_BYTES - 8 * 2**10
 """What is planned; the rest is the compiler's, which took 1.1 KiB: registers without room, semaphores."""
 
 NUM_SEGMENT_FIELDS = 7
-"""Lists that tell a segment (`pallas_tpu_kernel.Segments`)."""
+"""Lists that tell a segment (`Segments` in kernel.py)."""
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 _TILES = (128, 64, 32, 16)
 _CHUNK_BYTES = 2**20
