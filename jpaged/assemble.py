@@ -150,7 +150,7 @@ def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
 
 
 def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
-    """What every process finds out by itself, and what has to be the same in all."""
+    """The facts that every process finds out by itself, and that have to be the same in all."""
     geometry = executor.geometry
     sizes = {name: str(getattr(geometry, name)) for name in geometry.__slots__}
     return {

@@ -107,5 +107,5 @@ def _read(lines: IO[str], say: Callable[[str], None]) -> CompiledPlan | None:
 
 
 def _decoded(text: str) -> Any:
-    """What our own child wrote."""
+    """Reads a value that our own child wrote."""
     return pickle.loads(base64.b64decode(text))

@@ -31,7 +31,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What, where to, and how."""
+    """Adds the arguments: what is converted, where to, and how."""
     parser.add_argument("source", metavar="SOURCE", help="demo, a folder in either format, or a hub id")
     parser.add_argument("destination", metavar="DESTINATION", type=Path, help="a new folder; parents are made")
     parser.add_argument("--to", required=True, choices=("orbax", "safetensors"), help="the format that is written")

@@ -37,7 +37,7 @@ _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which cells of the table."""
+    """Adds the arguments that choose the cells of the table."""
     parser.add_argument("--shape", default="llama-3-8b", help="heads of a model (default: llama-3-8b)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(default: bfloat16)")
     parser.add_argument("--backend", default="auto", help="auto, or whose kernels run (default: auto)")

@@ -38,7 +38,7 @@ _MIN_RATE = 1e-6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is served, on what, and how."""
+    """Adds the arguments: what is served, on what, and how."""
     choices = {name: spec.metadata["choices"] for name, _, spec in iter_options()}
     parser.add_argument("--model", choices=MODELS, default="opt-13b", help="(default: opt-13b)")
     parser.add_argument("--hardware", choices=HARDWARE, default="a100-40gb", help="(default: a100-40gb)")

@@ -32,7 +32,7 @@ def available_host_bytes(root: Path = _ROOT) -> int:
 
 
 def _left_to_groups(root: Path) -> list[int]:
-    """What each control group that this process is in has left, where it has a limit."""
+    """The bytes left to each control group of this process that has a limit."""
     left = []
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)

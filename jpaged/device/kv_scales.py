@@ -2,8 +2,8 @@
 
     pool holds round(k / scale)        scale = MARGIN * the largest |k| of the head on a probe / the largest number
 
-The probe is a fixed row of tokens drawn evenly from the vocabulary, attended in full: what a head's keys can be is far
-more a matter of its weights than of the text. Larger numbers saturate.
+The probe is a fixed row of tokens sampled evenly from the vocabulary, attended in full: what a head's keys can be is
+far more a matter of its weights than of the text. Larger numbers saturate.
 """
 
 from __future__ import annotations

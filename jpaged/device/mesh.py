@@ -230,5 +230,5 @@ def on_shards(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs
 
 
 def layer_mode_for(device: jax.Device) -> LayerMode:
-    """The better way to run layers: `scan` on TPUs, which compiles 5 times as fast; `loop` where it copies weights."""
+    """The better way to run layers: `scan` on TPUs, compiled 5 times as fast; `loop` where a scan copies weights."""
     return "scan" if device.platform == "tpu" else "loop"

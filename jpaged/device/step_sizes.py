@@ -151,7 +151,7 @@ class Attention:
         return choose(self.options.model.attention_backend, self.device, layout, queries)
 
     def _runs(self, sizes: StepSizes) -> bool:
-        """Whether the backend that was named runs, or of `auto` the one that is made for the platform."""
+        """Whether the backend that was named runs, or for `auto` the one made for the platform."""
         try:
             return not self._choice(sizes).passed_over
         except Unsupported:

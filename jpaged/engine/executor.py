@@ -375,7 +375,7 @@ class Executor(Protocol[Hidden, Handle]):
 
     @property
     def rates(self) -> DeviceRates:
-        """Known once `warm_up` has returned."""
+        """The device's rates, known once `warm_up` has returned."""
         ...
 
     @property

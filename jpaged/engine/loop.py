@@ -108,7 +108,7 @@ class Deadlines:
         self._open: dict[int, tuple[float, Group]] = {}
 
     def __len__(self) -> int:
-        """Entries that are kept."""
+        """How many entries are kept."""
         return len(self._heap)
 
     def add(self, group: Group) -> None:

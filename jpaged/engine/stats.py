@@ -157,14 +157,14 @@ class StepStats:
         return replace(self._load, num_compiles_after_warm_up=num_compiles_after_warm_up)
 
     def seconds_per_request(self) -> float:
-        """Time between two ends of late: when a place in the queue is likely to be free. At least 0.1 s."""
+        """The recent time between two ends, at least 0.1 s: how soon a place in the queue is likely to be free."""
         ends = list(self._recent_ends_s)
         if len(ends) < 2:
             return 1.0
         return max(0.1, (ends[-1] - ends[0]) / (len(ends) - 1))
 
     def histogram(self, name: str) -> HistogramSnapshot:
-        """One of `jpaged.load.DURATIONS`."""
+        """The histogram of one of `jpaged.load.DURATIONS`."""
         return self._histograms[name].snapshot()
 
     def num_ended(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2
 
 
 class HealthServicer(health.aio.HealthServicer):
-    """gRPC's own, with other watches."""
+    """gRPC's own health service, with other watches."""
 
     def __init__(self) -> None:
         super().__init__()

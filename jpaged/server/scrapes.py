@@ -56,7 +56,7 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
         self._thread.start()
 
     def stop(self) -> None:
-        """Answers nobody any more."""
+        """Stops answering, and waits for the thread."""
         self.shutdown()
         self.server_close()
         self._thread.join()

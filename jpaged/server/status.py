@@ -75,7 +75,7 @@ def trailers_of(error: JpagedError) -> Trailers:
 
 
 def error_for(error: Exception) -> JpagedError:
-    """The error that a call ends with: the same, or for one that nobody foresaw, which is logged, InternalError."""
+    """The error that a call ends with: the same, or InternalError for one that nobody foresaw, which is logged."""
     if isinstance(error, JpagedError):
         return error
     _LOG.error("a call failed", exc_info=error)

@@ -24,7 +24,7 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 
 
 class LiteralText:
-    """The twin, and the marks.
+    """The tokenizer's twin, and the marks in messages.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`; it is not changed.

@@ -194,7 +194,7 @@ class Workers:
 
 _NAME = re.compile(r"[\x20-\x7e]{1,128}")
 _RETRY_S = 1.0
-"""When a caller may come back that waits for no request's end."""
+"""How soon a caller may come back when it need not wait for the end of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

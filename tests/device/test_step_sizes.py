@@ -53,7 +53,7 @@ def usable_bytes(target: str) -> int:
 
 
 def smallest_slice(config: ModelConfig) -> Topology:
-    """The slice with the fewest chips that can hold it, and among these the least memory."""
+    """The slice with the fewest chips that can hold it, and among these the one with the least memory."""
 
     def size(topology: Topology) -> tuple[int, int]:
         return topology.num_chips, usable_bytes(topology.name)

@@ -33,7 +33,7 @@ class Kind(enum.IntEnum):
     HELLO = 1
     """A process joins: its number, and what has to be the same everywhere."""
     WELCOME = 2
-    """All are there; where jax's processes meet."""
+    """All have joined: the address at which jax's processes meet."""
     FACTS = 3
     """What a process found out, for process 0 to compare."""
     SETTLED = 4

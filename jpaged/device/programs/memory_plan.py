@@ -155,7 +155,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether it stays within what may be used; a device that does not say what it has is believed to hold it."""
+        """Whether it stays within the usable bytes; always where a device does not say how much memory it has."""
         return self.free_bytes is None or self.free_bytes >= 0
 
     @property

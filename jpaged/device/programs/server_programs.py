@@ -72,7 +72,7 @@ class ServerPrograms:
         return store.ready
 
     def pool_request(self, cache: CacheOptions) -> PoolRequest:
-        """What decides how many blocks the pool has."""
+        """The facts that decide how many blocks the pool has."""
         return PoolRequest(
             bytes_per_block=self.step.layout.local.bytes_per_block,
             block_size=self.geometry.block_size,

@@ -174,7 +174,7 @@ class DataParallelEngine:
         return HistogramSnapshot.total([engine.histogram(name) for engine in self._engines])
 
     def num_ended_by_reason(self) -> dict[str, int]:
-        """Requests that have ended anywhere."""
+        """Requests that have ended on any replica, by reason."""
         counts = [engine.num_ended_by_reason() for engine in self._engines]
         return {reason: sum(count[reason] for count in counts) for reason in counts[0]}
 

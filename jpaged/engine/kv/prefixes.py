@@ -227,7 +227,7 @@ class Prefixes:
     # --- who is admitted --------------------------------------------------------------------------------------------
 
     def match(self, group: Group) -> PrefixMatch:
-        """What is known of the tokens that a group's leader has to run."""
+        """Finds the cached blocks of the tokens that a group's leader has to run."""
         leader = group.live[0]
         if leader.kv.root is None:
             return PrefixMatch([])

@@ -152,7 +152,7 @@ class BeamSearch:
 
 
 def _score(cumulative_logprob: float, length: int, length_penalty: float) -> float:
-    """What a sequence is ranked by; at its limit where no float holds the power of the length."""
+    """The score that ranks a sequence; at its limit where no float holds the power of the length."""
     try:
         return cumulative_logprob / float(length) ** length_penalty
     except OverflowError:

@@ -19,7 +19,7 @@ def advance_beams(
     """Ranks what every beam's row reported, and replaces the group's sequences by the beams that live on.
 
     Args:
-        group: all its live sequences were sampled in the step.
+        group: each of its live sequences sampled a token in the step.
         rows: the row of each of them.
         outputs: of the step; with top log-probabilities.
         search: the request's.

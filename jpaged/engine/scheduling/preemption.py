@@ -17,7 +17,7 @@ from jpaged.engine.sequence import Group
 
 
 class PreemptionMode(enum.Enum):
-    """The way out."""
+    """How a group leaves: with its blocks kept in host memory, or to be computed again."""
 
     SWAP = "swap"
     RECOMPUTE = "recompute"

@@ -174,7 +174,7 @@ class Queues:
         yield from self.waiting
 
     def next_group(self) -> Group | None:
-        """The next group: swapped out, or a waiting one that was preempted and comes earlier, or that it yields to."""
+        """The next group: a swapped one, or a waiting one that was preempted and comes earlier or that it yields to."""
         waiting = self._policy.first_waiting(self.waiting) if self.waiting else None
         if not self.swapped:
             return waiting

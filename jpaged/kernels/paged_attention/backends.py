@@ -78,7 +78,7 @@ IMPLEMENTATIONS: dict[Backend, Implementation] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What runs.
+    """The backend that runs, and why no other.
 
     Attributes:
         backend: its name.

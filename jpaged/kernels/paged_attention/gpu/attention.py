@@ -120,7 +120,7 @@ def run(
 
 
 class Places(NamedTuple):
-    """What lies where.
+    """Where queries and results lie in the kernel's arrays.
 
     Attributes:
         tokens_m: the token of each row of queries that the kernel reads; each tile begins at a multiple of 8 rows.
