@@ -145,6 +145,7 @@ class Rig:
         *,
         num_blocks: int = 200,
         num_host_blocks: int = 0,
+        max_cached_tokens: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         cascade: CascadeCosts | None = ANY_SHARING,
         **options: Any,
@@ -157,6 +158,7 @@ class Rig:
                 Share(one, num_blocks, num_host_blocks, cascade),
                 tokenizer,
                 EngineConfig().replace(**settings),
+                max_cached_tokens=max_cached_tokens,
                 eos_token_ids=eos_token_ids,
             )
             for one in executors
