@@ -23,7 +23,8 @@ from jpaged.server.lifecycle import Server
 
 NUM_TOKENS = 16
 _PACKAGE = Path(jpaged.__file__).parent
-_GENERATED = "_proto/"
+_NOT_ON_THE_WAY = ("_proto/", "server/lifecycle.py")
+"""Generated code; and what looks five times a second whether the engine is well, with requests or without."""
 
 
 class Recorder:
@@ -51,7 +52,7 @@ class Recorder:
         path = Path(name)
         if path.is_relative_to(_PACKAGE):
             file = path.relative_to(_PACKAGE).as_posix()
-            if not file.startswith(_GENERATED):
+            if not file.startswith(_NOT_ON_THE_WAY):
                 self.files.append(file)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
@@ -155,29 +155,14 @@ def generate_request(
 
 
 def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
-    """Every field, defaults included: what a request means does not change with the server's version."""
-    return inference_pb2.SamplingParams(
-        max_tokens=_checked_uint32("sampling.max_tokens", sampling.max_tokens),
-        min_tokens=_checked_uint32("sampling.min_tokens", sampling.min_tokens),
-        temperature=sampling.temperature,
-        top_k=min(sampling.top_k, 2**31 - 1),  # no vocabulary is larger: all are kept either way
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        logprobs=sampling.logprobs,
-        stop=sampling.stop,
-        stop_token_ids=_checked_ids("sampling.stop_token_ids", sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        skip_special_tokens=sampling.skip_special_tokens,
-        n=sampling.n,
-        best_of=sampling.best_of,
-        beam_width=sampling.beam_width,
-        length_penalty=sampling.length_penalty,
-        early_stopping=_EARLY_STOPPING[sampling.early_stopping],
-        priority=sampling.priority,
-        cache_salt=sampling.cache_salt,
-        use_prefix_cache=sampling.use_prefix_cache,
-    )
+    """Every field by its name, defaults included: what a request means does not change with the server's version."""
+    values: dict[str, Any] = {one.name: getattr(sampling, one.name) for one in fields(SamplingParams)}
+    for name in ("max_tokens", "min_tokens"):
+        values[name] = _checked_uint32(f"sampling.{name}", values[name])
+    values["top_k"] = min(sampling.top_k, 2**31 - 1)  # no vocabulary is larger: all are kept either way
+    values["stop_token_ids"] = _checked_ids("sampling.stop_token_ids", sampling.stop_token_ids)
+    values["early_stopping"] = _EARLY_STOPPING[sampling.early_stopping]
+    return inference_pb2.SamplingParams(**values)
 
 
 def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:

@@ -140,32 +140,14 @@ def messages_from(chat: inference_pb2.ChatPrompt) -> tuple[dict[str, str], ...]:
 
 
 def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
-    """The parameters, with defaults where nothing was set; raises InvalidArgument for values out of bounds."""
-    default = SamplingParams()
-    return SamplingParams(
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else default.max_tokens,
-        min_tokens=message.min_tokens,
-        temperature=message.temperature if message.HasField("temperature") else default.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else default.top_p,
-        min_p=message.min_p,
-        seed=message.seed if message.HasField("seed") else None,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        stop=message.stop,
-        stop_token_ids=message.stop_token_ids,
-        ignore_eos=message.ignore_eos,
-        skip_special_tokens=message.skip_special_tokens
-        if message.HasField("skip_special_tokens")
-        else default.skip_special_tokens,
-        n=message.n if message.HasField("n") else default.n,
-        best_of=message.best_of if message.HasField("best_of") else None,
-        beam_width=message.beam_width or None,
-        length_penalty=message.length_penalty if message.HasField("length_penalty") else default.length_penalty,
-        early_stopping=_early_stopping_from(message.early_stopping),
-        priority=message.priority,
-        cache_salt=message.cache_salt,
-        use_prefix_cache=message.use_prefix_cache if message.HasField("use_prefix_cache") else default.use_prefix_cache,
-    )
+    """Every parameter by its name, with the default where nothing was set; InvalidArgument for values out of bounds."""
+    values: dict[str, Any] = {}
+    for name, field in message.DESCRIPTOR.fields_by_name.items():
+        if not field.has_presence or message.HasField(name):
+            values[name] = getattr(message, name)
+    values["beam_width"] = message.beam_width or None
+    values["early_stopping"] = _early_stopping_from(message.early_stopping)
+    return SamplingParams(**values)
 
 
 def response_of(
