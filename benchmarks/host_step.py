@@ -123,11 +123,11 @@ class Loop:
         self._memory = PagedMemory(num_blocks=geometry.num_blocks, block_size=geometry.block_size)
         options = SchedulerOptions(preemption_mode="recompute")
         self._scheduler = Scheduler(self._memory, options, geometry, executor.rates)
-        self._publisher = OutputProcessor(NoTokenizer(VOCAB_SIZE), frozenset())
+        self._output = OutputProcessor(NoTokenizer(VOCAB_SIZE), frozenset())
         self._stats = StepStats(geometry, time.monotonic)
         for request in _requests(geometry.max_num_seqs):
             group = Group(request, len(request.request_id), 0.0, _ignore, geometry.max_blocks_per_seq)
-            self._publisher.open(group)
+            self._output.open(group)
             self._scheduler.queues.add(group)
 
     def step(self) -> tuple[float, float, float]:
@@ -144,7 +144,7 @@ class Loop:
         self._stats.count_step(schedule)
         for row, scheduled in enumerate(schedule.rows):
             self._stats.count_token(scheduled.group, packed)
-            self._publisher.publish(scheduled.group, scheduled.sequence, outputs, row)
+            self._output.publish(scheduled.group, scheduled.sequence, outputs, row)
         self._stats.end_step(self._memory, self._scheduler.queues)
         return decided - begin, packed - decided, time.thread_time() - packed
 

@@ -53,9 +53,9 @@ class Soundness:
     pinned. A block of NaN that is free harms nobody: slots are written before they are read.
     """
 
-    def __init__(self, memory: KVMemory, publisher: OutputProcessor, stats: StepStats) -> None:
+    def __init__(self, memory: KVMemory, output: OutputProcessor, stats: StepStats) -> None:
         self._memory = memory
-        self._publisher = publisher
+        self._output = output
         self._stats = stats
         self._has_told = False
 
@@ -83,7 +83,7 @@ class Soundness:
         for sequence in group.sequences:
             self._forget(sequence)
         self._stats.count_not_finite()
-        self._publisher.fail(group, error)
+        self._output.fail(group, error)
 
     def _forget(self, sequence: Sequence) -> None:
         if self._memory.prefixes is not None:

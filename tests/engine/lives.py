@@ -158,8 +158,8 @@ class Life:
         use = self.h.engine._loop.memory.use()
         assert (use.num_referenced, num_swapped_blocks(self.h.engine._loop.memory)) == (0, 0)
         assert not self.pins
-        publisher = self.h.engine._loop._output
-        assert not (publisher._states or publisher._held or publisher._searches or publisher._last_events)
+        output = self.h.engine._loop._output
+        assert not (output._states or output._held or output._searches or output._last_events)
         for name in self.h.expected:
             self.check_end(name)
 
