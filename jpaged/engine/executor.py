@@ -342,11 +342,11 @@ class StepOutputs:
 
     def token(self, row: int, place: int = 0) -> tuple[int, float]:
         """The token that a row sampled in a place, and its log-probability."""
-        return int(self.token_ids_rn[row, place]), float(self.logprobs_rn[row, place])
+        return self.token_ids_rn.item(row, place), self.logprobs_rn.item(row, place)
 
     def position(self, row: int, num_top: int, place: int = 0) -> PositionLogprobs:
         """The token at `place` with its rank, and the num_top likeliest in order, where the step reported them."""
-        chosen = TokenLogprob(*self.token(row, place), int(self.ranks_rn[row, place]))
+        chosen = TokenLogprob(*self.token(row, place), self.ranks_rn.item(row, place))
         if not num_top or self.top_ids_rnk is None or self.top_logprobs_rnk is None:
             return PositionLogprobs(chosen)
         ids, values = self.top_ids_rnk[row, place, :num_top], self.top_logprobs_rnk[row, place, :num_top]

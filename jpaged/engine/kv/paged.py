@@ -60,7 +60,9 @@ class PagedMemory:
 
     def can_grow(self, shares: Shares) -> bool:
         # A bound first, which holds unless the pool is nearly full: a copy and a begun block for each, and full ones.
-        bound = sum(2 + num_tokens // self.block_size for _, num_tokens in shares)
+        bound = 2 * len(shares)
+        for _, num_tokens in shares:
+            bound += num_tokens // self.block_size
         if self._pool.can_allocate(bound):
             return True
         needed = 0

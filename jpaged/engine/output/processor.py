@@ -112,7 +112,7 @@ class StopStrings:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextDelta:
     """What one token added: text to send, and how the sequence ended if it did."""
 

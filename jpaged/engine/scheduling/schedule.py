@@ -185,7 +185,8 @@ def build_sampling_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids:
     want_top_logprobs = any(params.logprobs or params.beam_width for _, _, params in sampled)
     inputs = SamplingInputs.neutral(geometry.buckets.num_rows(len(schedule.rows)), want_top_logprobs=want_top_logprobs)
     for i, row, params in sampled:
-        inputs.fill_lists(i, row_lists(params, eos_token_ids, row.output_index))
+        if lists := row_lists(params, eos_token_ids, row.output_index):
+            inputs.fill_lists(i, lists)
     if random := [one for one in sampled if not one[2].is_greedy]:
         places, random_rows, params_r = zip(*random, strict=True)
         indices = [row.sequence.index for row in random_rows]

@@ -321,10 +321,10 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         for group in self.queues.running:
             wanted = parts[group] = self._wanted(group)
-            if all(num_tokens == 1 for _, num_tokens in wanted):
-                budget -= len(wanted)
-            else:
+            if _num_tokens(wanted) > len(wanted):
                 prefilling.append(group)
+            else:
+                budget -= len(wanted)
         for group in prefilling:
             parts[group] = _within(budget, group, parts[group])
             budget -= _num_tokens(parts[group])
@@ -480,4 +480,7 @@ def _within(budget: int, group: Group, wanted: Shares) -> Shares:
 
 
 def _num_tokens(parts: Shares) -> int:
-    return sum(num_tokens for _, num_tokens in parts)
+    total = 0
+    for _, num_tokens in parts:
+        total += num_tokens
+    return total
