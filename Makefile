@@ -30,6 +30,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --no-compile   # what is imported is compiled then: a fraction of what is installed
 
 unexport JAX EXTRAS ARGS JOBS TORCH VENV
+# Bytecode is kept, also where the caller's shell wants none: else each process of the tests compiles everything that
+# it imports again, which is half of its start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo demo-model test test-long test-compat compat aot aot-gpu ray accelerator bench paper check format proto torch clean
 
