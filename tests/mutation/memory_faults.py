@@ -182,8 +182,8 @@ MEMORY_FAULTS = (
     Fault(
         "tokens that are counted as blocks leave no room for a copy",
         "kv/paged.py",
-        "sum(2 + num_tokens // self.block_size",
-        "sum(1 + num_tokens // self.block_size",
+        "bound = 2 * len(shares)",
+        "bound = len(shares)",
         ROOM,
     ),
     Fault(
