@@ -12,7 +12,7 @@ from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Executor, Geometry
-from jpaged.engine.kv.pinned import PinnedPrefixes, PrefixPinner, pin_limit
+from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit
 from jpaged.engine.loop import Clock, EngineLoop
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
@@ -159,8 +159,14 @@ class Engine:
         self.max_num_in_flight = self._in_flight.max_num
         self.prefixes = self._loop.memory.prefixes
         geometry = executor.geometry
-        pins = PinnedPrefixes(self.prefixes, geometry, pin_limit(config.server.max_pinned_blocks, geometry))
-        self._pinner = PrefixPinner(pins, self.submit, self._loop.groups)
+        self._pins = PinnedPrefixes(
+            self.prefixes,
+            geometry,
+            pin_limit(config.server.max_pinned_blocks, geometry),
+            submit=self.submit,
+            ask=self._thread.ask,
+            groups=self._loop.groups,
+        )
 
     @property
     def geometry(self) -> Geometry:
@@ -218,11 +224,11 @@ class Engine:
             InvalidArgument where there is nothing to pin or no room, Unsupported without a prefix cache, and whatever
             `submit` may raise.
         """
-        return self._pinner.pin((tenant, name), tuple(token_ids), salt)
+        return self._pins.pin((tenant, name), tuple(token_ids), salt)
 
     def unpin_prefix(self, name: str, tenant: str = "") -> bool:
         """Lets a pinned prefix be evicted again; False when the tenant has pinned none of that name."""
-        return self._pinner.unpin((tenant, name), self._thread.ask)
+        return self._pins.unpin((tenant, name))
 
     def load(self) -> EngineLoad:
         """A snapshot of the last step's counts."""

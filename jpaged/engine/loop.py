@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.config import EngineConfig
-from jpaged.engine.executor import Executor, StepOutputs
+from jpaged.config import CacheOptions, EngineConfig
+from jpaged.engine.executor import Executor, Geometry, StepOutputs
+from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.interface import KVMemory
-from jpaged.engine.kv.policy import make_memory
-from jpaged.engine.kv.prefixes import PrefixOptions
+from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, build_sampling_inputs, build_step_inputs
@@ -238,8 +238,7 @@ class EngineLoop:
         clock: Clock,
     ) -> None:
         geometry = executor.geometry
-        prefix = PrefixOptions(is_enabled=config.cache.enable_prefix_caching, max_tokens=max_cached_tokens)
-        self.memory = make_memory(geometry, config.cache.kv_policy, prefix)
+        self.memory = _make_memory(geometry, config.cache, max_cached_tokens)
         self.scheduler = Scheduler(self.memory, config.scheduler, geometry, executor.rates)
         self.stats = StepStats(geometry, clock)
         self.in_flight = InFlight(self.scheduler.max_num_seqs, config.scheduler.max_num_queued_reqs)
@@ -394,3 +393,21 @@ class EngineLoop:
         self.in_flight.leave([group.request.request_id for group in ended])
         for group in ended:
             self._output.close(group)
+
+
+def _make_memory(geometry: Geometry, options: CacheOptions, max_cached_tokens: int | None) -> KVMemory:
+    num_blocks, block_size = geometry.num_blocks, geometry.block_size
+    if options.kv_policy != "paged":
+        return ReservedMemory(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=geometry.max_model_len,
+            policy=options.kv_policy,
+        )
+    return PagedMemory(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_host_blocks=geometry.num_host_blocks,
+        caches_prefixes=options.enable_prefix_caching,
+        max_cached_tokens=max_cached_tokens,
+    )

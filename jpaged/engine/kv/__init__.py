@@ -1,7 +1,6 @@
 """KV memory as the engine sees it: blocks by number; their contents are the device's.
 
 interface.py     what the scheduler asks of any memory
-policy.py        which memory an option names
 paged.py         paged memory: blocks on demand, shared, copied when written
 blocks.py        which blocks are free, who holds the others, what has to be moved
 prefixes.py      which blocks hold which prefix, here and in host memory

@@ -304,11 +304,9 @@ class MemoryCounts:
     def copied_on_write(self) -> None:
         self.num_copies_on_write += 1
 
-    def swapped_out(self, num_blocks: int) -> None:
-        self.num_swapped_out += num_blocks
-
-    def swapped_in(self, num_blocks: int) -> None:
-        self.num_swapped_in += num_blocks
+    def moved(self, move: Move) -> None:
+        self.num_swapped_out += move is Move.SWAP_OUT
+        self.num_swapped_in += move is Move.SWAP_IN
 
 
 @dataclass(slots=True)
@@ -323,14 +321,16 @@ class MemoryOps:
         batches    out 7>h1 8>h2         copy 3>7 4>8          copy 5>3      the last writes what the first copy reads
     """
 
+    counts: MemoryCounts = field(default_factory=MemoryCounts)
     _moves: list[tuple[Move, int, int]] = field(default_factory=list)
 
     def add(self, move: Move, source: int, destination: int) -> None:
         self._moves.append((move, source, destination))
+        self.counts.moved(move)
 
     def take(self) -> MemoryOps:
         """The moves so far, which are not among these any more."""
-        taken, self._moves = MemoryOps(self._moves), []
+        taken, self._moves = MemoryOps(self.counts, self._moves), []
         return taken
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ from typing import get_args
 
 from jpaged.config import KVPolicy
 from jpaged.engine.executor import Move
-from jpaged.engine.kv.blocks import MemoryCounts, MemoryOps
+from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
@@ -102,7 +102,6 @@ class ReservedMemory:
     def __init__(self, *, num_blocks: int, block_size: int, max_model_len: int, policy: str) -> None:
         if policy not in RESERVE_POLICIES:
             raise InternalError(f"{policy!r} is not one of {', '.join(RESERVE_POLICIES)}")
-        self.counts = MemoryCounts()
         self.prefixes = None
         self.swapping = None
         self._num_blocks = num_blocks
@@ -114,6 +113,7 @@ class ReservedMemory:
         self._families: dict[Sequence, _Family] = {}
         self._visitors: set[Sequence] = set()  # forks that still read their parent's region
         self._ops = MemoryOps()
+        self.counts = self._ops.counts
 
     @property
     def num_blocks(self) -> int:

@@ -11,35 +11,44 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jpaged.engine.executor import Move
-from jpaged.engine.kv.blocks import BlockPool, MemoryCounts, MemoryOps, num_blocks_alone
+from jpaged.engine.kv.blocks import BlockPool, MemoryOps, num_blocks_alone
 from jpaged.engine.kv.interface import MemoryUse, Shares
-from jpaged.engine.kv.prefixes import HostTier, Prefixes, PrefixOptions
+from jpaged.engine.kv.prefixes import HostTier, Prefixes
 from jpaged.engine.kv.swapping import Swapping
 from jpaged.engine.sequence import Group, Sequence
 
 
 class PagedMemory:
-    """Implements `jpaged.engine.kv.interface.KVMemory`."""
+    """Implements `jpaged.engine.kv.interface.KVMemory`.
+
+    Args:
+        caches_prefixes: there are `prefixes`, up to max_cached_tokens.
+    """
 
     prefixes: Prefixes | None
     swapping: Swapping | None
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0, prefix: PrefixOptions | None = None
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        caches_prefixes: bool = True,
+        max_cached_tokens: int | None = None,
     ) -> None:
-        prefix = prefix or PrefixOptions()
-        self.counts = MemoryCounts()
         self.block_size = block_size
         self._ops = MemoryOps()
-        self._host = HostTier(num_host_blocks, block_size, self._ops, self.counts)
+        self.counts = self._ops.counts
+        self._host = HostTier(num_host_blocks, block_size, self._ops)
         self.prefixes = self.swapping = None
-        if prefix.is_enabled:
-            self.prefixes = Prefixes(num_blocks, self._host, self._ops, self.counts, max_tokens=prefix.max_tokens)
+        if caches_prefixes:
+            self.prefixes = Prefixes(num_blocks, self._host, self._ops, max_tokens=max_cached_tokens)
             self._pool = self.prefixes.pool
         else:
             self._pool = BlockPool(num_blocks=num_blocks, block_size=block_size)
         if num_host_blocks:
-            self.swapping = Swapping(self._pool, self._host.pool, self._ops, self.counts, self.prefixes)
+            self.swapping = Swapping(self._pool, self._host.pool, self._ops, self.prefixes)
 
     @property
     def num_blocks(self) -> int:

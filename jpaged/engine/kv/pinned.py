@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from jpaged.engine.executor import Geometry
@@ -46,36 +46,66 @@ def pin_limit(max_pinned_blocks: int | None, geometry: Geometry) -> int:
 
 
 class PinnedPrefixes:
-    """Prefixes that are pinned or being computed. Any thread may call `request`, `give_up` and `take`.
+    """Has prefixes computed by requests of its own, and keeps what they leave. Any thread may pin and unpin.
 
     Args:
         prefixes: where they are; None where nothing can be pinned.
         max_blocks: what `pin_limit` says.
+        submit: takes a request; its events come on the engine's thread.
+        ask: has something done on that thread.
+        groups: what is in flight, by request id; read on that thread.
     """
 
-    def __init__(self, prefixes: Prefixes | None, geometry: Geometry, max_blocks: int) -> None:
+    def __init__(
+        self,
+        prefixes: Prefixes | None,
+        geometry: Geometry,
+        max_blocks: int,
+        *,
+        submit: Callable[[Request, Sink], None],
+        ask: Callable[[Callable[[], None]], None],
+        groups: Mapping[str, Group],
+    ) -> None:
         self._prefixes = prefixes
         self._geometry = geometry
         self._max_blocks = max_blocks
+        self._submit = submit
+        self._ask = ask
+        self._groups = groups
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._num_blocks: dict[Pin, int] = {}
         self._pinned: set[Pin] = set()
 
-    def request(self, pin: Pin, token_ids: tuple[int, ...], salt: str) -> Request:
-        """Takes the name, and makes the request that computes the prefix.
-
-        Raises:
-            Unsupported: nothing is cached by prefix here.
-            InvalidArgument: the prefix fills no block, is too long, or takes more than may be pinned.
-            AlreadyExists: the name is taken.
-        """
-        tenant, name = pin
-        num_blocks = self._check(token_ids)
+    def pin(self, pin: Pin, token_ids: tuple[int, ...], salt: str) -> Future[int]:
+        """Begins to compute a prefix; see `Engine.pin_prefix`."""
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # once asked for it cannot be cancelled, so its result can always be set
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, cache_salt=salt)
+        try:
+            self._claim(pin, self._check(token_ids))
+        except JpagedError as error:
+            future.set_exception(error)
+        else:
+            self._compute(pin, Request("", token_ids, sampling, tenant=pin[0], cache_tenant=pin[0]), future)
+        return future
+
+    def unpin(self, pin: Pin) -> bool:
+        """Gives up a name, and has the engine's thread release the blocks; False when nothing is pinned under it."""
+        with self._lock:
+            is_pinned = pin in self._pinned
+            if is_pinned:
+                self._pinned.discard(pin)
+                del self._num_blocks[pin]
+        if is_pinned and (prefixes := self._prefixes) is not None:
+            self._ask(lambda: prefixes.unpin(pin))
+        return is_pinned
+
+    def _claim(self, pin: Pin, num_blocks: int) -> None:
+        """Takes the name, and counts its blocks."""
         with self._lock:
             if pin in self._num_blocks:
-                raise AlreadyExists(f"prefix {name!r} is pinned; unpin it, or choose another name")
+                raise AlreadyExists(f"prefix {pin[1]!r} is pinned; unpin it, or choose another name")
             num_pinned = sum(self._num_blocks.values())
             if num_pinned + num_blocks > self._max_blocks:
                 raise InvalidArgument(
@@ -84,53 +114,61 @@ class PinnedPrefixes:
                     f"({self._max_blocks})",
                 )
             self._num_blocks[pin] = num_blocks
-        return self.renamed(pin, Request("", token_ids, sampling, tenant=tenant, cache_tenant=tenant))
 
-    def renamed(self, pin: Pin, request: Request) -> Request:
-        """The request for a prefix under an id that is new; for when it has to run again, too."""
-        return dataclasses.replace(request, request_id=f"pin_prefix/{pin[1]}/{next(self._numbers)}")
-
-    def give_up(self, pin: Pin) -> None:
-        """The prefix of this name was not computed after all."""
+    def _give_up(self, pin: Pin, error: Exception, future: Future[int]) -> None:
         with self._lock:
-            self._num_blocks.pop(pin, None)
+            del self._num_blocks[pin]
+        future.set_exception(error)
 
-    def keep(self, pin: Pin, group: Group, others: Iterable[Group]) -> int:
-        """Pins what the request has computed; on the engine's thread, before the request gives its blocks back.
+    def _compute(self, pin: Pin, request: Request, future: Future[int]) -> None:
+        """Runs a request for a prefix under an id that is new."""
+        request = dataclasses.replace(request, request_id=f"pin_prefix/{pin[1]}/{next(self._numbers)}")
+        try:
+            self._submit(request, lambda event: self._take(pin, event, future))
+        except JpagedError as error:
+            self._give_up(pin, error, future)
 
-        Args:
-            others: requests in flight, each of which must still find its blocks when it runs alone.
+    def _take(self, pin: Pin, event: OutputEvent, future: Future[int]) -> None:
+        """Takes the events of a request for a prefix; its blocks are pinned at the last, before it gives them back."""
+        if not event.is_last:
+            return
+        error = event.error
+        if error is None and event.finish is not None and event.finish.reason is FinishReason.ABORT:
+            error = Cancelled(f"the request for prefix {pin[1]!r} was aborted")
+        if error is None:
+            group = self._groups[event.request_id]
+            if not group.has_prompt_blocks:  # it was preempted with its last token in flight
+                self._compute(pin, group.request, future)
+                return
+            try:
+                future.set_result(self._keep(pin, group))
+                return
+            except InvalidArgument as no_room:
+                error = no_room
+        self._give_up(pin, error, future)
 
-        Returns:
-            the number of tokens that are pinned.
+    def _keep(self, pin: Pin, group: Group) -> int:
+        """Pins what a request has computed; the number of tokens that are pinned.
 
         Raises:
-            InvalidArgument: too few blocks would be left.
+            InvalidArgument: too few blocks would be left for some other request in flight when it runs alone.
         """
         assert self._prefixes is not None
         num_tokens = self._prefixes.pin(pin, group.live[0])
-        try:
-            self._check_room_left(len(self._prefixes.pinned_blocks), others)
-        except InvalidArgument:
+        num_pinned = len(self._prefixes.pinned_blocks)
+        num_left = self._geometry.num_blocks - num_pinned
+        others = [other for other in self._groups.values() if other is not group]
+        needed = max(map(self._num_blocks_alone, others), default=0)
+        if num_left < needed:
             self._prefixes.unpin(pin)
-            raise
+            raise InvalidArgument(
+                "token_ids",
+                f"{num_pinned} pinned blocks would leave {num_left} of {self._geometry.num_blocks}; a request in "
+                f"flight may need {needed}",
+            )
         with self._lock:
             self._pinned.add(pin)
         return num_tokens
-
-    def take(self, pin: Pin) -> bool:
-        """Frees a name, for `release` to follow on the engine's thread; False when nothing is pinned under it."""
-        with self._lock:
-            is_pinned = pin in self._pinned
-            if is_pinned:
-                self._pinned.discard(pin)
-                del self._num_blocks[pin]
-        return is_pinned
-
-    def release(self, pin: Pin) -> None:
-        """Lets the blocks be evicted again."""
-        assert self._prefixes is not None
-        self._prefixes.unpin(pin)
 
     def _check(self, token_ids: tuple[int, ...]) -> int:
         """Holds a prefix to what can be pinned at all; the blocks that it fills."""
@@ -152,79 +190,6 @@ class PinnedPrefixes:
             raise InvalidArgument("token_ids", f"{count} tokens {cause}: there is nothing to pin")
         return num_blocks
 
-    def _check_room_left(self, num_pinned: int, others: Iterable[Group]) -> None:
-        num_left = self._geometry.num_blocks - num_pinned
-        needed = max((self._num_blocks_alone(group) for group in others), default=0)
-        if num_left < needed:
-            raise InvalidArgument(
-                "token_ids",
-                f"{num_pinned} pinned blocks would leave {num_left} of {self._geometry.num_blocks}; a request in "
-                f"flight may need {needed}",
-            )
-
     def _num_blocks_alone(self, group: Group) -> int:
         prompt, sampling = group.request.prompt_token_ids, group.request.sampling
         return num_blocks_alone(len(prompt), sampling.max_tokens, group.num_rows, self._geometry.block_size)
-
-
-class PrefixPinner:
-    """Has prefixes computed by requests of its own, and keeps what they leave.
-
-    Args:
-        submit: takes a request; its events come on the engine's thread.
-        groups: what is in flight, by request id; read on that thread.
-    """
-
-    def __init__(
-        self, pins: PinnedPrefixes, submit: Callable[[Request, Sink], None], groups: Mapping[str, Group]
-    ) -> None:
-        self._pins = pins
-        self._submit = submit
-        self._groups = groups
-
-    def pin(self, pin: Pin, token_ids: tuple[int, ...], salt: str) -> Future[int]:
-        """Begins to compute a prefix; see `Engine.pin_prefix`."""
-        future: Future[int] = Future()
-        future.set_running_or_notify_cancel()  # once asked for it cannot be cancelled, so its result can always be set
-        try:
-            request = self._pins.request(pin, token_ids, salt)
-        except JpagedError as error:
-            future.set_exception(error)
-        else:
-            self._compute(pin, request, future)
-        return future
-
-    def unpin(self, pin: Pin, ask: Callable[[Callable[[], None]], None]) -> bool:
-        """Gives up a name, and has the engine's thread release the blocks; False when nothing is pinned under it."""
-        is_pinned = self._pins.take(pin)
-        if is_pinned:
-            ask(lambda: self._pins.release(pin))
-        return is_pinned
-
-    def _compute(self, pin: Pin, request: Request, future: Future[int]) -> None:
-        try:
-            self._submit(request, lambda event: self._keep(pin, event, future))
-        except JpagedError as error:
-            self._pins.give_up(pin)
-            future.set_exception(error)
-
-    def _keep(self, pin: Pin, event: OutputEvent, future: Future[int]) -> None:
-        """Takes the events of a request for a prefix; its blocks are pinned at the last, before it gives them back."""
-        if not event.is_last:
-            return
-        error = event.error
-        if error is None and event.finish is not None and event.finish.reason is FinishReason.ABORT:
-            error = Cancelled(f"the request for prefix {pin[1]!r} was aborted")
-        if error is None:
-            group = self._groups[event.request_id]
-            if not group.has_prompt_blocks:  # it was preempted with its last token in flight
-                self._compute(pin, self._pins.renamed(pin, group.request), future)
-                return
-            try:
-                num_tokens = self._pins.keep(pin, group, [g for g in self._groups.values() if g is not group])
-                future.set_result(num_tokens)
-                return
-            except InvalidArgument as no_room:
-                error = no_room
-        self._pins.give_up(pin)
-        future.set_exception(error)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from jpaged.engine.executor import Move
-from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, MemoryCounts, MemoryOps
+from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, MemoryOps
 from jpaged.engine.sequence import Group
 from jpaged.engine.sequence import Sequence as TokenSequence
 from jpaged.errors import InternalError
@@ -63,13 +63,9 @@ class PrefixCache:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._keys
 
-    def find(self, key: Key) -> int:
-        """The block of a key that is known."""
-        return self._blocks[key]
-
-    def has_key(self, key: Key) -> bool:
-        """Whether some block holds what the key names."""
-        return key in self._blocks
+    def find(self, key: Key) -> int | None:
+        """The block that holds what the key names; None where it is not known."""
+        return self._blocks.get(key)
 
     def block_ids(self) -> Iterable[int]:
         """Every block with a key."""
@@ -133,27 +129,12 @@ def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
     return min(len(left), len(right))
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixOptions:
-    """What the prefix cache may hold.
-
-    Attributes:
-        is_enabled: prefixes are cached at all.
-        max_tokens: positions from here on are never cached, nor is anything of a longer prompt: with position
-            embeddings that depend on the prompt's length, equal tokens have unequal keys there. None is no limit.
-    """
-
-    is_enabled: bool = True
-    max_tokens: int | None = None
-
-
 class HostTier:
     """Cached prefixes that the device pool had to give up, in the free blocks of host memory."""
 
-    def __init__(self, num_blocks: int, block_size: int, ops: MemoryOps, counts: MemoryCounts) -> None:
+    def __init__(self, num_blocks: int, block_size: int, ops: MemoryOps) -> None:
         self.pool = BlockPool(num_blocks=num_blocks, block_size=block_size, on_reissue=self._evict)
         self._ops = ops
-        self._counts = counts
         self._blocks: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
 
@@ -167,7 +148,6 @@ class HostTier:
         (home,) = self.pool.allocate(1)
         self._blocks[key], self._keys[home] = home, key
         self._ops.add(Move.SWAP_OUT, block_id, home)
-        self._counts.swapped_out(1)
         self._hand_back(home)
 
     def bring_back(self, key: Key, pool: BlockPool) -> int:
@@ -177,7 +157,6 @@ class HostTier:
         (destination,) = pool.allocate(1)
         self._ops.add(Move.SWAP_IN, source, destination)
         self._hand_back(source)
-        self._counts.swapped_in(1)
         return destination
 
     def forget(self, key: Key) -> None:
@@ -206,12 +185,11 @@ class Prefixes:
     Args:
         num_blocks: of the device.
         host: where evicted ones go.
-        max_tokens: see `PrefixOptions`.
+        max_tokens: positions from here on are never cached, nor is anything of a longer prompt: with position
+            embeddings that depend on the prompt's length, equal tokens have unequal keys there. None is no limit.
     """
 
-    def __init__(
-        self, num_blocks: int, host: HostTier, ops: MemoryOps, counts: MemoryCounts, *, max_tokens: int | None
-    ) -> None:
+    def __init__(self, num_blocks: int, host: HostTier, ops: MemoryOps, *, max_tokens: int | None) -> None:
         self.max_tokens = max_tokens
         self.num_cached = 0
         self._block_size = host.pool.block_size
@@ -220,7 +198,6 @@ class Prefixes:
         )
         self._host = host
         self._ops = ops
-        self._counts = counts
         self._cache = PrefixCache(self._block_size)
         self._pinned: dict[Hashable, BlockTable] = {}
 
@@ -255,7 +232,7 @@ class Prefixes:
             num_tokens += match.num_partial_tokens
         leader.kv.registered(num_tokens // self._block_size)
         if leader.kv.root is not None and group.num_cached_tokens is None:
-            self._counts.looked_up(leader.num_prompt_tokens, num_tokens)
+            self._ops.counts.looked_up(leader.num_prompt_tokens, num_tokens)
         return num_tokens
 
     def is_being_computed(self, group: Group, running: Iterable[Group]) -> bool:
@@ -297,7 +274,7 @@ class Prefixes:
         pinned = self.pinned_blocks
         for key in self._keys(sequence, len(sequence.token_ids) // self._block_size):
             self._host.forget(key)
-            block_id = self._cache.find(key) if self._cache.has_key(key) else None
+            block_id = self._cache.find(key)
             if block_id is not None and block_id not in pinned:
                 self._cache.forget(block_id)
                 self.num_cached -= self.pool.is_free(block_id)
@@ -313,7 +290,7 @@ class Prefixes:
         It is two look-ups in dicts that the engine's thread writes, each of which is whole under the interpreter's
         lock; an answer that is out of date costs a hit, never a token.
         """
-        return self._cache.has_key(key) or key in self._host
+        return self._cache.find(key) is not None or key in self._host
 
     def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
         """Full blocks of a prompt that may be cached. Any thread may ask."""
@@ -333,17 +310,15 @@ class Prefixes:
         table = BlockTable(len(keys))
         for key in keys:
             block_id = self._cache.find(key)
+            assert block_id is not None
             self.num_cached -= self.pool.acquire(block_id)
             table.extend([block_id])
         self._pinned[name] = table
         return len(keys) * self._block_size
 
-    def unpin(self, name: Hashable) -> bool:
-        """Lets a pinned prefix be evicted again; False when there is none of that name."""
-        table = self._pinned.pop(name, None)
-        if table is not None:
-            self.pool.release(table)
-        return table is not None
+    def unpin(self, name: Hashable) -> None:
+        """Lets a pinned prefix be evicted again."""
+        self.pool.release(self._pinned.pop(name))
 
     @property
     def pinned_blocks(self) -> set[int]:

@@ -7,7 +7,7 @@ swap in    the same the other way, into whatever blocks are free by then
 from __future__ import annotations
 
 from jpaged.engine.executor import Move
-from jpaged.engine.kv.blocks import BlockPool, BlockTable, MemoryCounts, MemoryOps
+from jpaged.engine.kv.blocks import BlockPool, BlockTable, MemoryOps
 from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.sequence import Group
 
@@ -19,13 +19,10 @@ class Swapping:
         prefixes: told of full blocks before they leave; None where nothing is cached.
     """
 
-    def __init__(
-        self, pool: BlockPool, host_pool: BlockPool, ops: MemoryOps, counts: MemoryCounts, prefixes: Prefixes | None
-    ) -> None:
+    def __init__(self, pool: BlockPool, host_pool: BlockPool, ops: MemoryOps, prefixes: Prefixes | None) -> None:
         self._pool = pool
         self._host_pool = host_pool
         self._ops = ops
-        self._counts = counts
         self._prefixes = prefixes
 
     def can_swap_out(self, group: Group) -> bool:
@@ -42,7 +39,6 @@ class Swapping:
             _move(sequence.kv.table, sequence.kv.host_table, self._host_pool, homes)
         for source, destination in homes.items():
             self._ops.add(Move.SWAP_OUT, source, destination)
-        self._counts.swapped_out(len(homes))
         for sequence in group.live:
             self._pool.release(sequence.kv.table)
 
@@ -63,7 +59,6 @@ class Swapping:
             sequence.kv.registered(0)
         for source, destination in homes.items():
             self._ops.add(Move.SWAP_IN, source, destination)
-        self._counts.swapped_in(len(homes))
         for sequence in group.live:
             self._host_pool.release(sequence.kv.host_table)
 
