@@ -39,7 +39,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import reference
 from jpaged.kernels.paged_attention.cpu import attention as cpu
 from jpaged.kernels.paged_attention.shapes import SHAPES
-from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
+from jpaged.kernels.paged_attention.spec import AttentionCall, AttentionSpec, RaggedRows
 
 BLOCK_SIZE = 16
 PREFILL_TOKENS = 512
@@ -84,7 +84,7 @@ class Point:
         return self.xla_busy_ms / self.cpu_busy_ms
 
 
-Attention = Callable[..., tuple[jax.Array, jax.Array]]
+Attention = Callable[[AttentionCall], tuple[jax.Array, jax.Array]]
 
 
 def measure(shape_name: str, kind: str, dtype: str, num_rows: int, context: int) -> tuple[float, ...]:
@@ -105,7 +105,7 @@ def measure(shape_name: str, kind: str, dtype: str, num_rows: int, context: int)
         jnp.asarray(tables, jnp.int32),
         jnp.int32(num_rows),
     )
-    attentions: tuple[Attention, ...] = (cpu.attend, reference.paged_attention)
+    attentions: tuple[Attention, ...] = (cpu.attend, reference.attend)
     calls = [_bind(attention, spec, q_thd, pool, rows) for attention in attentions]
     outputs = [np.asarray(call()[0], np.float32) for call in calls]
     return *_take_turns(calls), float(np.abs(outputs[0] - outputs[1]).max())
@@ -114,7 +114,7 @@ def measure(shape_name: str, kind: str, dtype: str, num_rows: int, context: int)
 def _bind(
     attention: Attention, spec: AttentionSpec, q_thd: jax.Array, pool: jax.Array, rows: RaggedRows
 ) -> Callable[[], tuple[jax.Array, jax.Array]]:
-    program = jax.jit(lambda q_thd, pool, rows: attention(q_thd, pool, 0, rows, spec))
+    program = jax.jit(lambda q_thd, pool, rows: attention(AttentionCall(q_thd, pool, 0, rows, spec)))
     return lambda: jax.block_until_ready(program(q_thd, pool, rows))
 
 

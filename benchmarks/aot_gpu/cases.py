@@ -21,6 +21,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu.tiling import choose_tiling
+from jpaged.kernels.paged_attention.spec import AttentionCall
 from jpaged.models.llama.config import LlamaConfig
 from jpaged.models.model import Model
 from jpaged.models.rope_config import RopeConfig
@@ -209,7 +210,7 @@ class OverflowCase:
 
         def call(q: jax.Array, pool: jax.Array, tables: jax.Array, numbers: jax.Array) -> Any:
             rows = RaggedRows(numbers, numbers[1:], tables, numbers[0])
-            return gpu.run(q, pool, 0, rows, spec, None, tiling)
+            return gpu.attend(AttentionCall(q, pool, 0, rows, spec), tiling)
 
         numbers = jax.ShapeDtypeStruct((case.num_rows + 1,), np.int32)
         shapes = q, case.arguments()[0], table, numbers

@@ -22,7 +22,7 @@ from benchmarks.record import machine
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.cpu import attention as cpu
-from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
+from jpaged.kernels.paged_attention.spec import AttentionCall, AttentionSpec, RaggedRows
 
 _NUM_HEADS, _HEAD_DIM = 40, 128
 _BLOCK_SIZE = 16
@@ -72,7 +72,7 @@ def _attention(num_rows: int, context: int, block_size: int) -> Callable[[], obj
         jnp.asarray((rng.permutation(num_rows * width) + 1).reshape(num_rows, width), jnp.int32),
         jnp.int32(num_rows),
     )
-    program = jax.jit(lambda q_thd, pool, rows: cpu.attend(q_thd, pool, 0, rows, spec))
+    program = jax.jit(lambda q_thd, pool, rows: cpu.attend(AttentionCall(q_thd, pool, 0, rows, spec)))
     return lambda: jax.block_until_ready(program(q_thd, pool, rows))
 
 

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention.spec import AttentionCall
 from jpaged.kernels.paged_attention.tpu import attention as tpu
 
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
@@ -110,7 +111,7 @@ def compiled(topology: str, case: Case) -> dict[str, object]:
 
     def step(q, new_kv, pool, layer, rows, scales):
         if case.refusal is not None:  # the compiler is asked all the same
-            return tpu.paged_attention_update(q, new_kv, pool, layer, rows, spec, scales)
+            return tpu.update(AttentionCall(q, pool, layer, rows, spec, scales), new_kv)
         return paged_attention_update(q, new_kv, pool, layer, rows, spec, scales, backend="pallas-tpu")
 
     t, s, k = case.num_tokens, case.num_rows, case.num_kv_heads

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows
+from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows
 from jpaged.kernels.paged_attention.backends import implementation
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu.tiling import Tiling, choose_tiling
+from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.conftest import QUICK_XLA_OPTIONS
 
 # Copies of several engines, so that waiting for one does not look like waiting for those before it.
@@ -27,7 +28,7 @@ PARAMS = InterpretGPUParams(detect_races=True, num_tma_threads_per_device=5)
 
 
 def _run(q, pool, layer, rows, scales, spec: AttentionSpec, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    return gpu.run(q, pool, layer, rows, spec, scales, tiling, PARAMS)
+    return gpu.attend(AttentionCall(q, pool, layer, rows, spec, scales), tiling, PARAMS)
 
 
 # What XLA compiles is the interpreter, which is not what a server runs: it need not be quick.
@@ -48,7 +49,7 @@ def attend(
     if on_device.dtype == jnp.float32:
         on_device = dataclasses.replace(on_device, dtype=jnp.dtype("bfloat16"))
     dtype = jnp.dtype("bfloat16") if q.dtype == jnp.float32 else q.dtype
-    queries = dataclasses.replace(Queries.of(q, rows), dtype=dtype)
+    queries = dataclasses.replace(AttentionCall(q, pool, layer, rows, spec, scales).queries, dtype=dtype)
     implementation("pallas-gpu", dataclasses.replace(spec, layout=on_device), queries)
     tiling = choose_tiling(spec, q.shape[1], q.shape[0], *rows.block_tables_sm.shape)
     tiling = dataclasses.replace(tiling, splits=splits, min_chunks=1, stages=2)

@@ -14,6 +14,7 @@ import pytest
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, paged_attention
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update, merge
+from jpaged.kernels.paged_attention.spec import AttentionCall, NewKV, Updated
 from tests.device.programs.hlo import pool_sized_operations
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import (
@@ -158,10 +159,10 @@ def test_an_update_stores_the_new_keys(
         np.testing.assert_array_equal(got, want)
 
 
-def _fused(q, new_kv, pool, layer, rows, spec, scales):
+def _fused(call: AttentionCall, new_kv: NewKV) -> Updated:
     """A backend that writes the pool itself."""
-    pool = spec.layout.write(pool, layer, *new_kv)
-    return *IMPLEMENTATIONS["xla"].attend(q, pool, layer, rows, spec, scales), pool
+    pool = call.spec.layout.write(call.pool, call.layer, *new_kv)
+    return *IMPLEMENTATIONS["xla"].attend(dataclasses.replace(call, pool=pool)), pool
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

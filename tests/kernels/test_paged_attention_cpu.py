@@ -21,6 +21,7 @@ from jpaged.kernels.paged_attention.cpu import attention as cpu
 from jpaged.kernels.paged_attention.cpu import build
 from jpaged.kernels.paged_attention.cpu.attention import CpuKernel
 from jpaged.kernels.paged_attention.shapes import SHAPES
+from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import (
     RAGGED,
@@ -245,7 +246,7 @@ def _has_no_compiler() -> bool:
 
 @functools.partial(jax.jit, static_argnums=(0, 5))
 def _attend(kernel, q_thd, pool, layer, rows, spec, scales):
-    return kernel.attend(q_thd, pool, layer, rows, spec, scales)
+    return kernel.attend(AttentionCall(q_thd, pool, layer, rows, spec, scales))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=3)
@@ -253,7 +254,7 @@ def _update(kernel, q_thd, new_kv, pool, layer, rows, spec, scales):
     k_tkd, v_tkd, slots_t = new_kv
     if scales is not None:
         k_tkd, v_tkd = k_tkd / scales[layer, :, :1], v_tkd / scales[layer, :, 1:]
-    return kernel.update(q_thd, (k_tkd, v_tkd, slots_t), pool, layer, rows, spec, scales)
+    return kernel.update(AttentionCall(q_thd, pool, layer, rows, spec, scales), (k_tkd, v_tkd, slots_t))
 
 
 def _with_threads(count: int, max_width: int) -> PagedAttentionConformance:

@@ -150,7 +150,7 @@ def test_what_is_written_is_committed_before_it_is_read_or_copied_over(dtype: st
     rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((5,), (4,), (4, 32), ())))
     q, pool = jax.ShapeDtypeStruct((24, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct(layout.shape, layout.dtype)
     scales = jax.ShapeDtypeStruct((2, 2, 2), jnp.float32) if layout.is_scaled else None
-    call = functools.partial(gpu.paged_attention, spec=spec)
+    call = functools.partial(paged_attention, spec=spec, backend="pallas-gpu")
     program = jax.make_jaxpr(call)(q, pool, 0, rows, scales_lk2=scales).jaxpr
     assert str(program).count("wgmma_ref") >= 2
     assert _uncommitted(program, frozenset()) == set()

@@ -6,8 +6,7 @@
     cpu          CPUs                 every call; built where a C++ compiler is; stores the step's keys itself, too
     xla          any                  CPUs without a compiler, GPUs other than Hopper: correct everywhere, fast nowhere
 
-An implementation is a module-level function with the arguments of `paged_attention`; the reasons it may refuse are
-known before anything is traced, so that a server says them when it starts.
+The reasons for which one may refuse are known before anything is traced, so that a server says them when it starts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 
@@ -24,16 +23,10 @@ from jpaged.kernels.kv_layout import KVForm, KVLayout
 from jpaged.kernels.paged_attention import reference
 from jpaged.kernels.paged_attention.cpu import attention as cpu
 from jpaged.kernels.paged_attention.gpu import attention as gpu
-from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries
+from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, NewKV, Queries, Updated
 from jpaged.kernels.paged_attention.tpu import attention as tpu
 
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Shaped
-
 Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "cpu"]
-
-Attend = Callable[..., "tuple[Float[Array, 'T H D'], Float[Array, 'T H']]"]
-Update = Callable[..., "tuple[Float[Array, 'T H D'], Float[Array, 'T H'], Shaped[Array, 'P B ...']]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +34,7 @@ class Implementation:
     """One backend's functions.
 
     Attributes:
-        attend: `paged_attention` without its checks.
+        attend: `paged_attention`.
         update: `paged_attention_update` in one kernel, keys and values divided by their scales; None where the pool is
             written by `KVLayout.write` first.
         platform: that it is made for; None is any.
@@ -50,8 +43,8 @@ class Implementation:
         unsupported_device_reason: device -> why it does not run there, or None.
     """
 
-    attend: Attend
-    update: Update | None
+    attend: Callable[[AttentionCall], Attended]
+    update: Callable[[AttentionCall, NewKV], Updated] | None
     platform: str | None
     form: KVForm | None
     unsupported_reason: Callable[[KVLayout, Queries], str | None]
@@ -60,18 +53,11 @@ class Implementation:
 
 IMPLEMENTATIONS: dict[Backend, Implementation] = {
     "pallas-tpu": Implementation(
-        tpu.paged_attention,
-        tpu.paged_attention_update,
-        "tpu",
-        "tpu",
-        tpu.unsupported_reason,
-        tpu.unsupported_device_reason,
+        tpu.attend, tpu.update, "tpu", "tpu", tpu.unsupported_reason, tpu.unsupported_device_reason
     ),
-    "pallas-gpu": Implementation(
-        gpu.paged_attention, None, "gpu", "gpu", gpu.unsupported_reason, gpu.unsupported_device_reason
-    ),
+    "pallas-gpu": Implementation(gpu.attend, None, "gpu", "gpu", gpu.unsupported_reason, gpu.unsupported_device_reason),
     "cpu": Implementation(cpu.attend, cpu.update, "cpu", "cpu", cpu.unsupported_reason, cpu.unsupported_device_reason),
-    "xla": Implementation(reference.paged_attention, None, None, None, lambda pool, queries: None, lambda device: None),
+    "xla": Implementation(reference.attend, None, None, None, lambda pool, queries: None, lambda device: None),
 }
 """In order of preference: `choose` takes the first that refuses neither the device nor the call."""
 

@@ -23,13 +23,10 @@ import jax.numpy as jnp
 
 from jpaged.kernels.paged_attention.api import paged_attention, paged_attention_update
 from jpaged.kernels.paged_attention.backends import Backend
-from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
+from jpaged.kernels.paged_attention.spec import Attended, AttentionSpec, NewKV, RaggedRows, Updated
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped
-
-Partial = tuple[jax.Array, jax.Array]
-"""Outputs [T, H, D] and log-sum-exp [T, H] over a part of each context."""
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +66,7 @@ class CascadeRows:
 
 def cascade_attention_update(
     q_thd: Float[Array, "T H D"],
-    new_kv: tuple[Float[Array, "T K D"], Float[Array, "T K D"], Int[Array, "T"]],
+    new_kv: NewKV,
     pool: Shaped[Array, "P B ..."],
     layer: Int[Array, ""] | int,
     cascade: CascadeRows,
@@ -77,7 +74,7 @@ def cascade_attention_update(
     scales_lk2: Float[Array, "L K 2"] | None = None,
     *,
     backend: Backend,
-) -> tuple[Float[Array, "T H D"], Float[Array, "T H"], Shaped[Array, "P B ..."]]:
+) -> Updated:
     """`paged_attention_update` of `cascade.rows` from the beginning of their contexts, reading each shared prefix once.
 
     Donate the pool: it is updated in place. Not for a sliding window, which ends at another key for every query:
@@ -97,10 +94,14 @@ def cascade_attention_update(
         q_thd, new_kv, pool, layer, cascade.rows, spec, scales_lk2, backend=backend
     )
     own = o_thd, lse_th
-    return *_with_prefixes(own, q_thd, pool, layer, cascade.prefixes, spec, scales_lk2, backend=backend), pool
+
+    def with_prefixes() -> Attended:
+        return merge(paged_attention(q_thd, pool, layer, cascade.prefixes, spec, scales_lk2, backend=backend), own)
+
+    return *jax.lax.cond(cascade.prefixes.num_rows > 0, with_prefixes, lambda: own), pool
 
 
-def merge(a: Partial, b: Partial) -> Partial:
+def merge(a: Attended, b: Attended) -> Attended:
     """Attention over two disjoint parts of each context -> over both; a part without keys has -inf and counts nothing.
 
     In float32; the output is of the parts' type.
@@ -115,21 +116,3 @@ def merge(a: Partial, b: Partial) -> Partial:
     )
     o_thd = share_a_th[..., None] * o_a_thd.astype(jnp.float32) + share_b_th[..., None] * o_b_thd.astype(jnp.float32)
     return o_thd.astype(o_a_thd.dtype), highest_th + jnp.log(total_th)
-
-
-def _with_prefixes(
-    own: Partial,
-    q_thd: jax.Array,
-    pool: jax.Array,
-    layer: jax.Array | int,
-    prefixes: RaggedRows,
-    spec: AttentionSpec,
-    scales_lk2: jax.Array | None,
-    *,
-    backend: Backend,
-) -> Partial:
-    def read() -> Partial:
-        shared = paged_attention(q_thd, pool, layer, prefixes, spec, scales_lk2, backend=backend)
-        return merge(shared, own)
-
-    return jax.lax.cond(prefixes.num_rows > 0, read, lambda: own)

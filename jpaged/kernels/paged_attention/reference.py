@@ -15,17 +15,14 @@ so the cost follows the contexts' real lengths, not the longest that is allowed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jpaged.kernels.kv_layout import split_rows
-from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int, Shaped
+from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec
 
 CHUNK_TOKENS = 128
 """Context tokens that one turn of the inner loop reads. 64 to 256 measure alike on CPUs, 512 is half as fast."""
@@ -36,15 +33,9 @@ _LOWEST = -1e30
 """Start of the running maximum: finite, so that a chunk without a visible key leaves no NaN."""
 
 
-def paged_attention(
-    q_thd: Float[Array, "T H D"],
-    pool: Shaped[Array, "P B ..."],
-    layer: Int[Array, ""] | int,
-    rows: RaggedRows,
-    spec: AttentionSpec,
-    scales_lk2: Float[Array, "L K 2"] | None = None,
-) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
+def attend(call: AttentionCall) -> Attended:
     """See `jpaged.kernels.paged_attention.paged_attention`."""
+    q_thd, rows, spec = call.q_thd, call.rows, call.spec
     num_tokens, num_heads, head_dim = q_thd.shape
     num_kv_heads = spec.layout.num_kv_heads
     tile = min(TILE_QUERIES, num_tokens)
@@ -53,11 +44,11 @@ def paged_attention(
     q_tkgd = q_tkgd.reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
     tables_sm = _pad_tables(rows.block_tables_sm, spec)
     positions_s, begins_s = rows.positions, rows.begins
-    scales_k2 = None if scales_lk2 is None else scales_lk2[layer]
+    scales_k2 = None if call.scales_lk2 is None else call.scales_lk2[call.layer]
 
     def row(i: jax.Array, out: _Out) -> _Out:
         start, end = rows.query_starts_s1[i], rows.query_starts_s1[i + 1]
-        context = _Context(pool, layer, tables_sm[i], begins_s[i], rows.kv_lens_s[i], scales_k2)
+        context = _Context(call.pool, call.layer, tables_sm[i], begins_s[i], rows.kv_lens_s[i], scales_k2)
 
         def attend(width: int, place: jax.Array, out: _Out) -> _Out:
             position, num_queries = positions_s[i] + place - start, jnp.minimum(width, end - place)

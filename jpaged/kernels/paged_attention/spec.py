@@ -1,4 +1,4 @@
-"""What an attention call needs beside its arrays, bound once, so that every backend gets the same full description."""
+"""What an attention call is made of, told once: every backend gets the same full description."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jpaged.errors import InternalError
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float, Int, Shaped
+
+NewKV = tuple[jax.Array, jax.Array, jax.Array]
+"""Keys and values [T, K, D] of the packed tokens, and each token's slot [T], which is where its row's block table puts
+its position, or outside of the layer for padding: nothing is stored for it."""
+Attended = tuple[jax.Array, jax.Array]
+"""Outputs [T, H, D] in the queries' type and log-sum-exp of the scores [T, H] in float32, with which attention over
+parts of a context can be merged. Tokens that belong to no row, or see no key, have 0 and minus infinity."""
+Updated = tuple[jax.Array, jax.Array, jax.Array]
+"""What was attended, and the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +55,6 @@ class Queries:
     num_rows: int
     table_width: int
     num_tokens: int
-
-    @classmethod
-    def of(cls, q_thd: Float[Array, "T H D"], rows: RaggedRows) -> Queries:
-        """The queries of a call."""
-        num_rows, table_width = rows.block_tables_sm.shape
-        return cls(q_thd.shape[1], q_thd.dtype, num_rows, table_width, q_thd.shape[0])
 
 
 @jax.tree_util.register_dataclass
@@ -95,3 +99,48 @@ class RaggedRows:
     def begins(self) -> Int[Array, "S"]:
         """The first key that each row sees."""
         return jnp.zeros_like(self.kv_lens_s) if self.kv_begins_s is None else self.kv_begins_s
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call, as every backend takes it.
+
+    Attributes:
+        q_thd: queries, packed; not scaled.
+        pool: keys and values of all layers as `spec.layout` says.
+        layer: which layer's blocks are meant.
+        rows: how the packed queries form rows.
+        spec: the static side.
+        scales_lk2: of each layer's and head's keys and values, which the pool holds divided by them; a pool of 8 bits
+            has them, another has not.
+
+    Raises:
+        InternalError: shapes that contradict the layout.
+    """
+
+    q_thd: Float[Array, "T H D"]
+    pool: Shaped[Array, "P B ..."]
+    layer: Int[Array, ""] | int
+    rows: RaggedRows
+    spec: AttentionSpec
+    scales_lk2: Float[Array, "L K 2"] | None = None
+
+    def __post_init__(self) -> None:
+        layout, q_shape = self.spec.layout, self.q_thd.shape
+        if self.pool.shape != layout.shape or self.pool.dtype != layout.storage_dtype:
+            raise InternalError(
+                f"the pool is {self.pool.dtype}{self.pool.shape}, its layout {layout.storage_dtype}{layout.shape}"
+            )
+        if q_shape[1] % layout.num_kv_heads or q_shape[2] != layout.head_dim:
+            raise InternalError(
+                f"queries {q_shape} do not fit {layout.num_kv_heads} key/value heads of {layout.head_dim}"
+            )
+        if (self.scales_lk2 is not None) != layout.is_scaled:
+            raise InternalError(f"a pool of {layout.dtype} has {'its' if layout.is_scaled else 'no'} scales")
+
+    @property
+    def queries(self) -> Queries:
+        """What the backend is asked about."""
+        num_tokens, num_heads, _ = self.q_thd.shape
+        num_rows, table_width = self.rows.block_tables_sm.shape
+        return Queries(num_heads, self.q_thd.dtype, num_rows, table_width, num_tokens)

@@ -11,7 +11,7 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,7 @@ import numpy as np
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int, Shaped
+from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, NewKV, Queries, Updated
 
 NUMBERS = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 """The types of the pool's numbers, in the order of `Number` in numbers.h."""
@@ -60,36 +57,19 @@ class CpuKernel:
         functions.jpaged_vectors.restype = ctypes.c_char_p
         return CpuKernel(name, functions.jpaged_vectors().decode())
 
-    def attend(
-        self,
-        q_thd: Float[Array, "T H D"],
-        pool: Shaped[Array, "P B 2K D"],
-        layer: Int[Array, ""] | int,
-        rows: RaggedRows,
-        spec: AttentionSpec,
-        scales_lk2: Float[Array, "L K 2"] | None = None,
-    ) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
-        """`paged_attention` without its checks."""
-        call = jax.ffi.ffi_call(f"{self.name}_attend", _output_shapes(q_thd))
-        out_thd, lse_th = call(q_thd, pool, *_numbers(layer, rows, scales_lk2), **self._attributes(spec))
+    def attend(self, call: AttentionCall) -> Attended:
+        """See `jpaged.kernels.paged_attention.paged_attention`."""
+        run = jax.ffi.ffi_call(f"{self.name}_attend", _output_shapes(call.q_thd))
+        out_thd, lse_th = run(call.q_thd, call.pool, *_numbers(call), **self._attributes(call.spec))
         return out_thd, lse_th
 
-    def update(
-        self,
-        q_thd: Float[Array, "T H D"],
-        new_kv: tuple[Float[Array, "T K D"], Float[Array, "T K D"], Int[Array, "T"]],
-        pool: Shaped[Array, "P B 2K D"],
-        layer: Int[Array, ""] | int,
-        rows: RaggedRows,
-        spec: AttentionSpec,
-        scales_lk2: Float[Array, "L K 2"] | None = None,
-    ) -> tuple[Float[Array, "T H D"], Float[Array, "T H"], Shaped[Array, "P B 2K D"]]:
-        """`paged_attention_update` without its checks; keys and values come divided by their scales."""
+    def update(self, call: AttentionCall, new_kv: NewKV) -> Updated:
+        """`attend` with keys and values, which come divided by their scales, stored before."""
         k_tkd, v_tkd, slots_t = new_kv
-        shapes = (*_output_shapes(q_thd), jax.ShapeDtypeStruct(pool.shape, pool.dtype))
-        call = jax.ffi.ffi_call(f"{self.name}_update", shapes, input_output_aliases={4: 2})
-        operands = (q_thd, k_tkd, v_tkd, slots_t.astype(jnp.int32), pool, *_numbers(layer, rows, scales_lk2))
-        out_thd, lse_th, pool = call(*operands, **self._attributes(spec))
+        shapes = (*_output_shapes(call.q_thd), jax.ShapeDtypeStruct(call.pool.shape, call.pool.dtype))
+        run = jax.ffi.ffi_call(f"{self.name}_update", shapes, input_output_aliases={4: 2})
+        operands = (call.q_thd, k_tkd, v_tkd, slots_t.astype(jnp.int32), call.pool, *_numbers(call))
+        out_thd, lse_th, pool = run(*operands, **self._attributes(call.spec))
         return out_thd, lse_th, pool
 
     def _attributes(self, spec: AttentionSpec) -> dict[str, Any]:
@@ -108,10 +88,11 @@ def _output_shapes(q_thd: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDty
     return jax.ShapeDtypeStruct(q_thd.shape, q_thd.dtype), jax.ShapeDtypeStruct(q_thd.shape[:2], jnp.float32)
 
 
-def _numbers(layer: jax.Array | int, rows: RaggedRows, scales_lk2: jax.Array | None) -> tuple[jax.Array, ...]:
+def _numbers(call: AttentionCall) -> tuple[jax.Array, ...]:
     """The operands behind the pool."""
+    rows, scales_lk2 = call.rows, call.scales_lk2
     numbers = (
-        *(jnp.asarray(layer), rows.query_starts_s1, rows.positions, rows.begins),
+        *(jnp.asarray(call.layer), rows.query_starts_s1, rows.positions, rows.begins),
         *(rows.kv_lens_s, rows.block_tables_sm, jnp.asarray(rows.num_rows)),
     )
     scales = jnp.zeros((0,), jnp.float32) if scales_lk2 is None else scales_lk2.astype(jnp.float32)
@@ -134,29 +115,14 @@ def kernel() -> CpuKernel | str:
         return f"{build.LIBRARY.name} cannot be loaded: {error}; `python -m {build.__name__}` builds it again"
 
 
-def attend(
-    q_thd: Float[Array, "T H D"],
-    pool: Shaped[Array, "P B 2K D"],
-    layer: Int[Array, ""] | int,
-    rows: RaggedRows,
-    spec: AttentionSpec,
-    scales_lk2: Float[Array, "L K 2"] | None = None,
-) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
-    """See `jpaged.kernels.paged_attention.paged_attention`."""
-    return _loaded().attend(q_thd, pool, layer, rows, spec, scales_lk2)
+def attend(call: AttentionCall) -> Attended:
+    """`CpuKernel.attend` of the package's own kernel."""
+    return _loaded().attend(call)
 
 
-def update(
-    q_thd: Float[Array, "T H D"],
-    new_kv: tuple[Float[Array, "T K D"], Float[Array, "T K D"], Int[Array, "T"]],
-    pool: Shaped[Array, "P B 2K D"],
-    layer: Int[Array, ""] | int,
-    rows: RaggedRows,
-    spec: AttentionSpec,
-    scales_lk2: Float[Array, "L K 2"] | None = None,
-) -> tuple[Float[Array, "T H D"], Float[Array, "T H"], Shaped[Array, "P B 2K D"]]:
-    """See `jpaged.kernels.paged_attention.paged_attention_update`."""
-    return _loaded().update(q_thd, new_kv, pool, layer, rows, spec, scales_lk2)
+def update(call: AttentionCall, new_kv: NewKV) -> Updated:
+    """`CpuKernel.update` of the package's own kernel."""
+    return _loaded().update(call, new_kv)
 
 
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:

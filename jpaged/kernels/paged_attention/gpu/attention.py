@@ -23,10 +23,10 @@ from jpaged.kernels.paged_attention.gpu.tiling import (
     fixed_bytes,
     stage_bytes,
 )
-from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
+from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, Queries, RaggedRows
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int, Shaped
+    from jaxtyping import Array, Int
 
 _QUERY_DTYPES = ("bfloat16", "float16")
 _KV_DTYPES = (*_QUERY_DTYPES, "int8", "float8_e4m3fn")
@@ -70,45 +70,30 @@ def unsupported_device_reason(device: jax.Device) -> str | None:
     return None
 
 
-def paged_attention(
-    q_thd: Float[Array, "T H D"],
-    pool: Shaped[Array, "P B 2K D"],
-    layer: Int[Array, ""] | int,
-    rows: RaggedRows,
-    spec: AttentionSpec,
-    scales_lk2: Float[Array, "L K 2"] | None = None,
-) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
-    """See `jpaged.kernels.paged_attention.paged_attention`."""
-    num_tokens, num_heads, _ = q_thd.shape
-    tiling = choose_tiling(spec, num_heads, num_tokens, *rows.block_tables_sm.shape)
-    return run(q_thd, pool, layer, rows, spec, scales_lk2, tiling)
+def attend(call: AttentionCall, tiling: Tiling | None = None, interpret: Any = None) -> Attended:
+    """See `jpaged.kernels.paged_attention.paged_attention`.
 
-
-def run(
-    q_thd: jax.Array,
-    pool: jax.Array,
-    layer: jax.Array | int,
-    rows: RaggedRows,
-    spec: AttentionSpec,
-    scales_lk2: jax.Array | None,
-    tiling: Tiling,
-    interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` in a given cut; with `interpret`, parameters of Pallas' GPU interpreter, it runs on CPUs."""
+    Args:
+        call: which it is.
+        tiling: another cut than that of the rule.
+        interpret: parameters of Pallas' GPU interpreter, with which it runs on CPUs.
+    """
     from jpaged.kernels.paged_attention.gpu import kernel
 
+    q_thd, rows, spec = call.q_thd, call.rows, call.spec
     num_tokens, num_heads, head_dim = q_thd.shape
     num_kv_heads = spec.layout.num_kv_heads
+    tiling = tiling or choose_tiling(spec, num_heads, num_tokens, *rows.block_tables_sm.shape)
     tiles, places = plan(rows, spec, tiling, num_tokens)
     q_tkgd = q_thd.reshape(num_tokens, num_kv_heads, -1, head_dim)
     q_kmd = q_tkgd[places.tokens_m, :, places.heads_m].transpose(1, 0, 2)
     out, largest, total = kernel.attend_tiles(
         q_kmd,
-        pool.reshape(*pool.shape[:2], num_kv_heads, 2 * head_dim),
+        call.pool.reshape(*call.pool.shape[:2], num_kv_heads, 2 * head_dim),
         rows.block_tables_sm,
         tiles,
-        jnp.asarray(layer, jnp.int32).reshape(1),
-        None if scales_lk2 is None else scales_lk2.astype(jnp.float32).reshape(-1),
+        jnp.asarray(call.layer, jnp.int32).reshape(1),
+        None if call.scales_lk2 is None else call.scales_lk2.astype(jnp.float32).reshape(-1),
         kernel.Static(spec, tiling, is_interpreted=interpret is not None),
         interpret,
     )

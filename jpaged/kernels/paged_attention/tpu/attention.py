@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
+from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, NewKV, Queries, RaggedRows, Updated
 from jpaged.kernels.paged_attention.tpu import sizes as sizing
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Shaped
+    from jaxtyping import Array, Bool, Int
 
     from jpaged.kernels.paged_attention.tpu.kernel import Plan, Scalars, Segments
 
@@ -54,43 +54,19 @@ def unsupported_device_reason(device: jax.Device) -> str | None:
     return None if device.platform == "tpu" else f"needs a TPU; this device's platform is {device.platform}"
 
 
-def paged_attention(
-    q_thd: Float[Array, "T H D"],
-    pool: Shaped[Array, "P B ..."],
-    layer: Int[Array, ""] | int,
-    rows: RaggedRows,
-    spec: AttentionSpec,
-    scales_lk2: Float[Array, "L K 2"] | None = None,
-) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
+def attend(call: AttentionCall) -> Attended:
     """See `jpaged.kernels.paged_attention.paged_attention`."""
-    o_thd, lse_th, _ = _run(q_thd, None, pool, layer, rows, spec, scales_lk2)
+    o_thd, lse_th, _ = update(call, None)
     return o_thd, lse_th
 
 
-def paged_attention_update(
-    q_thd: Float[Array, "T H D"],
-    new_kv: tuple[Float[Array, "T K D"], Float[Array, "T K D"], Int[Array, "T"]],
-    pool: Shaped[Array, "P B ..."],
-    layer: Int[Array, ""] | int,
-    rows: RaggedRows,
-    spec: AttentionSpec,
-    scales_lk2: Float[Array, "L K 2"] | None = None,
-) -> tuple[Float[Array, "T H D"], Float[Array, "T H"], Shaped[Array, "P B ..."]]:
-    """See `jpaged.kernels.paged_attention.paged_attention_update`; keys and values come divided by their scales."""
-    return _run(q_thd, new_kv, pool, layer, rows, spec, scales_lk2)
+def update(call: AttentionCall, new_kv: NewKV | None) -> Updated:
+    """`attend` with keys and values, which come divided by their scales, stored before; None stores none."""
+    from jpaged.kernels.paged_attention.tpu.kernel import Scalars
 
-
-def _run(
-    q_thd: jax.Array,
-    new_kv: tuple[jax.Array, jax.Array, jax.Array] | None,
-    pool: jax.Array,
-    layer: jax.Array | int,
-    rows: RaggedRows,
-    spec: AttentionSpec,
-    scales_lk2: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q_thd, pool, rows, spec, scales_lk2 = call.q_thd, call.pool, call.rows, call.spec, call.scales_lk2
     num_tokens, num_heads, _ = q_thd.shape
-    scales_k2 = jnp.ones((spec.layout.num_kv_heads, 2), jnp.float32) if scales_lk2 is None else scales_lk2[layer]
+    scales_k2 = jnp.ones((spec.layout.num_kv_heads, 2), jnp.float32) if scales_lk2 is None else scales_lk2[call.layer]
     scales_2k = (scales_k2.astype(jnp.float32) * jnp.asarray([spec.kind.scale, 1.0], jnp.float32)).reshape(-1)
     nums_s = rows.query_starts_s1[1:] - rows.query_starts_s1[:-1]
     is_used_s = jnp.arange(nums_s.shape[0]) < rows.num_rows
@@ -99,14 +75,20 @@ def _run(
     for is_decode in (True, False) if num_tokens > 1 else (True,):
         is_ours_s = is_used_s & ((nums_s == 1) if is_decode else (nums_s > 1))
         row_t, is_ours_t = _rows_of_tokens(rows, is_ours_s, num_tokens)
-        has_writes, table_width = is_decode and new_kv is not None, rows.block_tables_sm.shape[1]
-        plan = _plan(q_thd, spec, table_width, is_decode=is_decode, has_writes=has_writes)
+        plan = _plan(call, is_decode=is_decode, has_writes=is_decode and new_kv is not None)
         segments, num_segments = _segments(rows, is_ours_s, num_tokens, plan)
         q = q_thd
         if is_few_rows := is_decode and nums_s.shape[0] < num_tokens:
             # One query a row, not all tokens: each is padded to the rows of a product, up to 16 times its size.
             segments, q = segments._replace(tile=segments.row), q_thd.at[rows.query_starts_s1[:-1]].get(mode="clip")
-        scalars = _scalars(layer, segments, num_segments, rows, scales_2k)
+        scalars = Scalars(
+            layer=jnp.asarray(call.layer, jnp.int32).reshape(1),
+            num_segments=num_segments.astype(jnp.int32).reshape(1),
+            segments=segments,
+            tables=rows.block_tables_sm.astype(jnp.int32).reshape(-1),
+            scales=scales_2k,
+            writes=(),
+        )
         o, lse, pool = _call(scalars, q, new_kv, pool, plan)
         if is_few_rows:
             o, lse = o[row_t], lse[row_t]
@@ -115,25 +97,24 @@ def _run(
     return o_thd, lse_th, pool
 
 
-def _plan(q_thd: jax.Array, spec: AttentionSpec, table_width: int, *, is_decode: bool, has_writes: bool) -> Plan:
+def _plan(call: AttentionCall, *, is_decode: bool, has_writes: bool) -> Plan:
     from jpaged.kernels.paged_attention.tpu.kernel import Plan
 
-    num_tokens, num_heads, _ = q_thd.shape
-    layout = spec.layout
+    num_tokens, num_heads, _ = call.q_thd.shape
+    layout = call.spec.layout
     sizes = sizing.choose(layout, num_heads, is_decode=is_decode, device_kind=_device_kind())
     if not is_decode:
         # A step of fewer tokens than a tile needs no whole one.
         sizes = sizing.Sizes(min(sizes.tile, max(16, 1 << (num_tokens - 1).bit_length())), sizes.fetch_blocks)
-    is_wide = jnp.float32 in (q_thd.dtype, layout.dtype)
+    is_wide = jnp.float32 in (call.q_thd.dtype, layout.dtype)
     return Plan(
-        spec=spec,
+        spec=call.spec,
         tile=sizes.tile,
         rows=sizing.rows_of(sizes, layout, num_heads),
         fetch_blocks=sizes.fetch_blocks,
-        table_width=table_width,
+        table_width=call.rows.block_tables_sm.shape[1],
         compute_dtype=jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16),
         has_writes=has_writes,
-        vmem_limit_bytes=sizing.VMEM_LIMIT_BYTES,
     )
 
 
@@ -181,32 +162,13 @@ def _rows_of_tokens(
     return is_in_ts.argmax(axis=1), is_in_ts.any(axis=1)
 
 
-def _scalars(
-    layer: jax.Array | int,
-    segments: Segments,
-    num_segments: jax.Array,
-    rows: RaggedRows,
-    scales_2k: jax.Array,
-) -> Scalars:
-    from jpaged.kernels.paged_attention.tpu.kernel import Scalars
-
-    return Scalars(
-        layer=jnp.asarray(layer, jnp.int32).reshape(1),
-        num_segments=num_segments.astype(jnp.int32).reshape(1),
-        segments=segments,
-        tables=rows.block_tables_sm.astype(jnp.int32).reshape(-1),
-        scales=scales_2k,
-        writes=(),
-    )
-
-
 def _call(
     scalars: Scalars,
     q_thd: jax.Array,
-    new_kv: tuple[jax.Array, jax.Array, jax.Array] | None,
+    new_kv: NewKV | None,
     pool: jax.Array,
     plan: Plan,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Updated:
     """One kernel, its queries and results moved to where it wants them and back."""
     from jpaged.kernels.paged_attention.tpu.kernel import call
 

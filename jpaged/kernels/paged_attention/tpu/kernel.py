@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention.spec import AttentionSpec
+from jpaged.kernels.paged_attention.tpu.sizes import VMEM_LIMIT_BYTES
 
 LOWEST = -1e30
 """Start of the running maximum: finite, so that a chunk without a visible key leaves no NaN."""
@@ -110,7 +111,6 @@ class Plan:
         table_width: blocks in a row's table (M).
         compute_dtype: of the matrix products' operands.
         has_writes: whether new keys and values are stored.
-        vmem_limit_bytes: what the compiler may use.
     """
 
     spec: AttentionSpec
@@ -120,7 +120,6 @@ class Plan:
     table_width: int
     compute_dtype: jnp.dtype
     has_writes: bool
-    vmem_limit_bytes: int
 
     @property
     def chunk_tokens(self) -> int:
@@ -429,9 +428,7 @@ def call(
             *([jax.ShapeDtypeStruct(pool.shape, pool.dtype)] if plan.has_writes else []),
         ],
         input_output_aliases={num_scalars + len(inputs) - 1: 2} if plan.has_writes else {},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=plan.vmem_limit_bytes
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_LIMIT_BYTES),
         cost_estimate=_cost(scalars, q, plan),
         name=f"paged_attention_{'decode' if is_decode else 'chunks'}",
     )(*flat, *inputs)
