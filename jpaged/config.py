@@ -22,7 +22,7 @@ from jpaged.launchers import MultiHost, find_multihost, split_address
 from jpaged.types import require_whole_characters
 
 Policy = Literal["fcfs", "priority", "fair"]
-PreemptionOption = Literal["auto", "recompute", "swap"]
+PreemptionMode = Literal["auto", "recompute", "swap"]
 Batching = Literal["continuous", "static"]
 KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
 
@@ -136,10 +136,10 @@ class SchedulerOptions:
         by_platform={"cpu": 512, "gpu": 1024, "tpu": 1024},
     )
     policy: Policy = option("fcfs", "order of admission", choices=get_args(Policy))
-    preemption_mode: PreemptionOption = option(
+    preemption_mode: PreemptionMode = option(
         "auto",
         "when blocks run out: swap moves them to host memory, recompute runs the tokens again, auto is the quicker",
-        choices=get_args(PreemptionOption),
+        choices=get_args(PreemptionMode),
     )
     batching: Batching = option(
         "continuous",

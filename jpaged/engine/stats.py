@@ -83,7 +83,7 @@ class StepStats:
 
     def count_step(self, schedule: Schedule) -> None:
         self._counts["num_steps"] += bool(schedule.rows)
-        self._counts["num_preemptions"] += schedule.num_preempted
+        self._counts["num_preemptions"] += len(schedule.preempted)
         self._counts["num_recomputed_tokens"] += schedule.num_recomputed_tokens
         if schedule.runs:
             self._counts["num_cascade_steps"] += 1

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from jpaged.config import Policy, PreemptionOption
+from jpaged.config import Policy, PreemptionMode
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.testing import FakeExecutor
 from jpaged.types import FinishReason
@@ -63,7 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(8, 24),
         num_host_blocks=st.sampled_from([0, 3, 24]),
         overlap=st.booleans(),
-        preemption_mode=st.sampled_from(get_args(PreemptionOption)),
+        preemption_mode=st.sampled_from(get_args(PreemptionMode)),
         policy=st.sampled_from(get_args(Policy)),
         batching=st.sampled_from(["continuous", "continuous", "static"]),
         enable_prefix_caching=st.booleans(),

@@ -138,7 +138,7 @@ POLICY_FAULTS = (
     Fault(
         "a step lets somebody in for whom another had to leave",
         "scheduling/scheduler.py",
-        "if schedule.num_preempted == num_yielded:",
+        "if len(schedule.preempted) == num_yielded:",
         "if True:",
         SCHEDULER,
     ),
@@ -261,7 +261,7 @@ POLICY_FAULTS = (
     Fault(
         "more are kept than beams are wide",
         "output/beam.py",
-        "        del self._finished[self.rules.width :]\n",
+        "        del self._finished[self._width :]\n",
         "",
         ("output/test_beam.py",),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,6 @@ from jpaged.checkpoints.conversion import ConversionOptions, save_params
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params
 from jpaged.device.executor import JaxExecutor
-from jpaged.engine.output.beam import EarlyStopping
 from jpaged.models.hf_config import from_hf
 from jpaged.models.llama.config import LlamaConfig
 from jpaged.models.model import Model
@@ -116,7 +115,7 @@ def test_the_name_the_folder_and_transformers_are_one_model_to_their_ends() -> N
 def test_a_random_search_finds_what_transformers_finds_now(executor: JaxExecutor, seed: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(seed)
     width = int(rng.integers(2, 7))
-    rules: list[EarlyStopping] = [True, False, "never"]
+    rules: list[bool | Literal["never"]] = [True, False, "never"]
     case = BeamCase(
         prompt_seed=int(rng.integers(3, 20)),
         width=width,

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
-from jpaged.types import PositionLogprobs
-
-EarlyStopping = bool | Literal["never"]
+from jpaged.types import PositionLogprobs, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,33 +27,6 @@ class Candidate:
     logprobs: PositionLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
-    """A finished sequence: the tokens of its beam and the candidate that ended it."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[PositionLogprobs, ...]
-    cumulative_logprob: float
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
-class BeamRules:
-    """What a search is asked for."""
-
-    width: int
-    max_tokens: int
-    min_tokens: int
-    ending_ids: frozenset[int]
-    length_penalty: float
-    early_stopping: EarlyStopping
-
-    @property
-    def num_candidates(self) -> int:
-        """Candidates to rank at each step; as many of the likeliest tokens are needed of each beam."""
-        return num_candidates(self.width, len(self.ending_ids))
-
-
 def num_candidates(width: int, num_ending_ids: int) -> int:
     """How many candidates a search of this width ranks."""
     return max(2, 1 + num_ending_ids) * width
@@ -64,7 +34,7 @@ def num_candidates(width: int, num_ending_ids: int) -> int:
 
 @dataclass(slots=True)
 class Beam:
-    """A running beam: what it has generated."""
+    """What a beam has generated: one that runs, or a finished sequence."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
@@ -79,13 +49,20 @@ class Beam:
 
 
 class BeamSearch:
-    """The search of one request. Begins with one empty beam."""
+    """The search of one request. Begins with one empty beam.
 
-    def __init__(self, rules: BeamRules) -> None:
-        self.rules = rules
+    Attributes:
+        num_candidates: to rank at each step; as many of the likeliest tokens are needed of each beam.
+    """
+
+    def __init__(self, sampling: SamplingParams, ending_ids: frozenset[int]) -> None:
+        self._sampling = sampling
+        self._width = sampling.beam_width or 0
+        self._ending_ids = ending_ids
+        self.num_candidates = num_candidates(self._width, len(ending_ids))
         self.beams: list[Beam] = [Beam()]
         self.is_done = False
-        self._finished: list[Hypothesis] = []
+        self._finished: list[Beam] = []
         self._can_improve = True
 
     def advance(self, tops: list[list[PositionLogprobs]]) -> list[Candidate]:
@@ -94,61 +71,60 @@ class BeamSearch:
         When the search is done nothing runs on, and `best` has the results.
         """
         length = len(self.beams[0].token_ids) + 1
-        is_last = length >= self.rules.max_tokens
+        is_last = length >= self._sampling.max_tokens
         ranked = self._rank(tops, length)
-        ends = [is_last or candidate.token_id in self.rules.ending_ids for candidate in ranked]
+        ends = [is_last or candidate.token_id in self._ending_ids for candidate in ranked]
         running = [candidate for candidate, is_end in zip(ranked, ends, strict=True) if not is_end]
-        self._keep_finished(ranked, ends, length)
-        chosen = running[: self.rules.width]
+        self._keep_finished(ranked, ends)
+        chosen = running[: self._width]
         self.beams = [self.beams[candidate.parent].continued(candidate) for candidate in chosen]
         self._can_improve = self._can_improve and self._may_improve(length)
-        is_full = len(self._finished) == self.rules.width
-        self.is_done = not self._can_improve or (is_full and self.rules.early_stopping is True) or not chosen
+        self.is_done = not self._can_improve or self._has_enough or not chosen
         return chosen
 
-    def best(self, count: int) -> list[Hypothesis]:
+    def best(self, count: int) -> list[Beam]:
         """The finished sequences with the highest scores, the best first."""
         return self._finished[:count]
 
+    def score(self, beam: Beam) -> float:
+        """What finished sequences are ranked by."""
+        return _score(beam.cumulative_logprob, len(beam.token_ids), self._sampling.length_penalty)
+
+    @property
+    def _has_enough(self) -> bool:
+        return len(self._finished) == self._width and self._sampling.early_stopping is True
+
     def _rank(self, tops: list[list[PositionLogprobs]], length: int) -> list[Candidate]:
-        may_end = length > self.rules.min_tokens
+        may_end = length > self._sampling.min_tokens
         candidates = [
             Candidate(parent, position.chosen.token_id, beam.cumulative_logprob + position.chosen.logprob, position)
             for parent, (beam, top) in enumerate(zip(self.beams, tops, strict=True))
             for position in top
-            if may_end or position.chosen.token_id not in self.rules.ending_ids
+            if may_end or position.chosen.token_id not in self._ending_ids
         ]
         candidates.sort(key=lambda candidate: -candidate.cumulative_logprob)
-        return candidates[: self.rules.num_candidates]
+        return candidates[: self.num_candidates]
 
-    def _keep_finished(self, ranked: list[Candidate], ends: list[bool], length: int) -> None:
-        is_full = len(self._finished) == self.rules.width
-        if not self._can_improve or (is_full and self.rules.early_stopping is True):
+    def _keep_finished(self, ranked: list[Candidate], ends: list[bool]) -> None:
+        if not self._can_improve or self._has_enough:
             return
-        for candidate, is_end in list(zip(ranked, ends, strict=True))[: self.rules.width]:
+        for candidate, is_end in list(zip(ranked, ends, strict=True))[: self._width]:
             if is_end:
-                beam = self.beams[candidate.parent].continued(candidate)
-                self._finished.append(
-                    Hypothesis(
-                        token_ids=beam.token_ids,
-                        logprobs=beam.logprobs,
-                        cumulative_logprob=candidate.cumulative_logprob,
-                        score=_score(candidate.cumulative_logprob, length, self.rules.length_penalty),
-                    )
-                )
-        self._finished.sort(key=lambda hypothesis: -hypothesis.score)
-        del self._finished[self.rules.width :]
+                self._finished.append(self.beams[candidate.parent].continued(candidate))
+        self._finished.sort(key=lambda beam: -self.score(beam))
+        del self._finished[self._width :]
 
     def _may_improve(self, length: int) -> bool:
         """The best running beam could still beat the worst finished one."""
-        if len(self._finished) < self.rules.width:
+        if len(self._finished) < self._width:
             return True
         if not self.beams:
             return False
-        looks_ahead = self.rules.early_stopping == "never" and self.rules.length_penalty > 0
-        best_length = self.rules.max_tokens if looks_ahead else length
-        best = _score(self.beams[0].cumulative_logprob, best_length, self.rules.length_penalty)
-        return best > min((h.score for h in self._finished), default=-math.inf)
+        sampling = self._sampling
+        looks_ahead = sampling.early_stopping == "never" and sampling.length_penalty > 0
+        best_length = sampling.max_tokens if looks_ahead else length
+        best = _score(self.beams[0].cumulative_logprob, best_length, sampling.length_penalty)
+        return best > self.score(self._finished[-1])
 
 
 def _score(cumulative_logprob: float, length: int, length_penalty: float) -> float:

@@ -26,7 +26,7 @@ def advance_beams(
         scheduler: forks and releases.
     """
     beams = group.live
-    num_top = search.rules.num_candidates
+    num_top = search.num_candidates
     tops = []
     for sequence in beams:
         sequence.discard_in_flight()

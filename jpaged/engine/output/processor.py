@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jpaged.engine.executor import StepOutputs
-from jpaged.engine.output.beam import BeamRules, BeamSearch, Hypothesis
+from jpaged.engine.output.beam import Beam, BeamSearch
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.engine.stats import DEADLINE, ERROR
 from jpaged.engine.tokenizer import Tokenizer
@@ -112,14 +112,6 @@ class StopStrings:
         return 0
 
 
-@dataclass(slots=True)
-class TextDelta:
-    """What one token added: text to send, and how the sequence ended if it did."""
-
-    text: str
-    finish: SequenceFinish | None
-
-
 class OutputState:
     """Stop rules and text of one sequence: what it shows of itself, token by token.
 
@@ -145,8 +137,8 @@ class OutputState:
         self._sampling = sampling
         self._num_tokens = 0
 
-    def push(self, token_id: int) -> TextDelta:
-        """Takes the next token. After a delta with `finish` nothing may be pushed."""
+    def push(self, token_id: int) -> tuple[str, SequenceFinish | None]:
+        """Takes the next token; (text that can be sent, how the sequence ended), or None while it goes on."""
         self._num_tokens += 1
         is_stop_token = token_id in self._ending_ids
         # The text of the token that ends a sequence is not part of the answer, whether or not it is a special token.
@@ -154,17 +146,17 @@ class OutputState:
         if not is_stop_token and self._num_tokens >= self._sampling.max_tokens:
             text += self._detokenizer.flush()
         if self._num_tokens < self._sampling.min_tokens:
-            return TextDelta(text, None)
+            return text, None
         sent, matched = self._stop_strings.push(text)
         if matched is not None:
-            return TextDelta(sent, SequenceFinish(FinishReason.STOP, matched))
+            return sent, SequenceFinish(FinishReason.STOP, matched)
         if is_stop_token:
             is_named = token_id in self._stop_token_ids
             finish = SequenceFinish(FinishReason.STOP, token_id if is_named else None)
-            return TextDelta(sent + self._stop_strings.flush(), finish)
+            return sent + self._stop_strings.flush(), finish
         if self._num_tokens >= self._sampling.max_tokens:
-            return TextDelta(sent + self._stop_strings.flush(), SequenceFinish(FinishReason.LENGTH))
-        return TextDelta(sent, None)
+            return sent + self._stop_strings.flush(), SequenceFinish(FinishReason.LENGTH)
+        return sent, None
 
     def flush(self) -> str:
         """Text that was held back, for a sequence that ends between two tokens."""
@@ -202,7 +194,7 @@ class OutputProcessor:
         """Begins a request: no event is sent."""
         sampling = group.request.sampling
         if sampling.beam_width:
-            self._searches[group] = BeamSearch(self._rules(sampling))
+            self._searches[group] = BeamSearch(sampling, sampling.ending_ids(self._eos_token_ids))
             return
         for sequence in group.sequences:
             self._states[sequence] = self._new_state(group)
@@ -227,16 +219,16 @@ class OutputProcessor:
         token_id, logprob = outputs.token(row)
         sequence.append(token_id, logprob)
         group.sampled(1)
-        delta = self._states[sequence].push(token_id)
+        text, finish = self._states[sequence].push(token_id)
         num_top = group.request.sampling.logprobs
         logprobs = () if num_top is None else (outputs.position(row, num_top),)
-        piece = _Piece(delta.text, (token_id,), logprobs, delta.finish, sequence.cumulative_logprob)
+        piece = _Piece(text, (token_id,), logprobs, finish, sequence.cumulative_logprob)
         if group in self._held:
             self._held[group][sequence].append(piece)
         else:
-            ends_group = delta.finish is not None and sum(other.is_live for other in group.sequences) == 1
+            ends_group = finish is not None and sum(other.is_live for other in group.sequences) == 1
             self._show(group, sequence.index, piece, is_last=ends_group)
-        return delta.finish is not None
+        return finish is not None
 
     def finish(self, group: Group) -> None:
         """Shows what was held back of a request whose sequences have all ended."""
@@ -244,8 +236,7 @@ class OutputProcessor:
         if group in self._held:
             told = sorted(self._held[group].values(), key=lambda pieces: -pieces[-1].cumulative_logprob)
         elif group in self._searches:
-            best = self._searches[group].best(group.request.sampling.n)
-            told = [self._tell(group, hypothesis) for hypothesis in best]
+            told = [self._tell(group, beam) for beam in self._searches[group].best(group.request.sampling.n)]
         shown = told[: group.request.sampling.n]
         parts = [(index, part) for index, pieces in enumerate(shown) for part in _parts(pieces)]
         for number, (index, part) in enumerate(parts, start=1):
@@ -271,23 +262,13 @@ class OutputProcessor:
         request = group.request
         return OutputState(self._tokenizer, request.prompt_token_ids, request.sampling, self._eos_token_ids)
 
-    def _rules(self, sampling: SamplingParams) -> BeamRules:
-        return BeamRules(
-            width=sampling.beam_width or 0,
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            ending_ids=sampling.ending_ids(self._eos_token_ids),
-            length_penalty=sampling.length_penalty,
-            early_stopping=sampling.early_stopping,
-        )
-
-    def _tell(self, group: Group, hypothesis: Hypothesis) -> list[_Piece]:
+    def _tell(self, group: Group, beam: Beam) -> list[_Piece]:
         """A finished beam, as if its tokens had come one by one."""
         state, pieces, num_top = self._new_state(group), list[_Piece](), group.request.sampling.logprobs
-        for token_id, position in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True):
+        for token_id, position in zip(beam.token_ids, beam.logprobs, strict=True):
             logprobs = () if num_top is None else (PositionLogprobs(position.chosen, position.top[:num_top]),)
-            delta = state.push(token_id)
-            pieces.append(_Piece(delta.text, (token_id,), logprobs, delta.finish, hypothesis.cumulative_logprob))
+            text, finish = state.push(token_id)
+            pieces.append(_Piece(text, (token_id,), logprobs, finish, beam.cumulative_logprob))
         return pieces
 
     def _show(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:

@@ -8,35 +8,26 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
-from jpaged.config import PreemptionOption
+from jpaged.config import PreemptionMode
 from jpaged.engine.executor import DeviceRates
 from jpaged.engine.sequence import Group
-
-
-class PreemptionMode(enum.Enum):
-    """How a group leaves: with its blocks kept in host memory, or to be computed again."""
-
-    SWAP = "swap"
-    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
     """Chooses the way out of a group; swapping also needs room in host memory, which is the memory's to say."""
 
-    mode: PreemptionOption
+    mode: PreemptionMode
     bytes_per_block: int
     rates: DeviceRates
 
-    def choose(self, group: Group) -> PreemptionMode:
-        if self.mode == "recompute":
-            return PreemptionMode.RECOMPUTE
-        if self.mode == "swap":
-            return PreemptionMode.SWAP
-        return PreemptionMode.SWAP if self.swap_s(group) < self.recompute_s(group) else PreemptionMode.RECOMPUTE
+    def prefers_swap(self, group: Group) -> bool:
+        """The group's blocks go to host memory where there is room for them; else its tokens run again."""
+        if self.mode == "auto":
+            return self.swap_s(group) < self.recompute_s(group)
+        return self.mode == "swap"
 
     def swap_s(self, group: Group) -> float:
         """Seconds to move a group's blocks out and back in."""

@@ -66,9 +66,7 @@ class Schedule:
     ops: MemoryOps = field(default_factory=MemoryOps)
     num_tokens: int = 0
     admitted: list[Group] = field(default_factory=list)
-    recomputed: list[Group] = field(default_factory=list)
-    swapped_out: list[Group] = field(default_factory=list)
-    swapped_in: list[Group] = field(default_factory=list)
+    preempted: list[Group] = field(default_factory=list)
     num_recomputed_tokens: int = 0
 
     def add_row(
@@ -118,10 +116,6 @@ class Schedule:
     def num_tokens_shared(self) -> int:
         """Tokens of context that are not read again, because another row of a run has read them."""
         return sum((run.num_rows - 1) * run.num_tokens for run in self.runs)
-
-    @property
-    def num_preempted(self) -> int:
-        return len(self.recomputed) + len(self.swapped_out)
 
 
 _KNOWN = -1

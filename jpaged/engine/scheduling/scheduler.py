@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Iterable, Iterator
-from typing import Protocol
 
 from jpaged.config import Policy, SchedulerOptions
 from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
-from jpaged.engine.scheduling.preemption import Preemption, PreemptionMode
+from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Group, Sequence, Status
 
@@ -29,50 +28,34 @@ MAX_TENANTS = 4096
 """Tenants whose counters are kept at least: callers choose the names, so their number has no bound."""
 
 
-class SchedulingPolicy(Protocol):
+class SchedulingPolicy:
     """Who comes first: the order in which waiting groups are admitted, and in which running ones yield.
 
-    It knows groups and what they were served; it holds no queue.
+    First come, first served, where a policy does not say otherwise. It knows groups and what they were served; it holds
+    no queue.
     """
 
     def first_waiting(self, waiting: Collection[Group]) -> Group:
         """The next to be admitted; `waiting` is not empty and in order of arrival."""
-        ...
-
-    def running_key(self, group: Group) -> tuple[int, ...]:
-        """Running groups are served in this order, and preempted from its end."""
-        ...
-
-    def yields_to(self, running: Group, waiting: Group) -> bool:
-        """A running group is preempted to admit a waiting one."""
-        ...
-
-    def arrived(self, group: Group, waiting: Collection[Group]) -> None: ...
-
-    def served(self, group: Group, num_prompt_tokens: int, num_output_tokens: int) -> None: ...
-
-
-class FirstComeFirstServed:
-    """Implements `SchedulingPolicy` by arrival."""
-
-    def first_waiting(self, waiting: Collection[Group]) -> Group:
         return next(iter(waiting))
 
     def running_key(self, group: Group) -> tuple[int, ...]:
+        """Running groups are served in this order, and preempted from its end."""
         return (group.arrival,)
 
     def yields_to(self, running: Group, waiting: Group) -> bool:
+        """A running group is preempted to admit a waiting one."""
         return False
 
     def arrived(self, group: Group, waiting: Collection[Group]) -> None:
-        """Arrival is all that counts, and the group carries it."""
+        """Notes a group that waits from now on, beside these."""
 
     def served(self, group: Group, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Does nothing: what was served changes no order."""
+        """Notes the tokens that a group was given."""
 
 
-class ByPriority(FirstComeFirstServed):
-    """Implements `SchedulingPolicy`: lower numbers first, then first come.
+class ByPriority(SchedulingPolicy):
+    """Lower numbers first, then first come.
 
     A waiting request takes the place of a running one with a higher number. Nobody starves: who was overtaken
     MAX_OVERTAKES times is served as if its number were the lowest.
@@ -89,8 +72,8 @@ class ByPriority(FirstComeFirstServed):
         return self.running_key(running)[:2] > self.running_key(waiting)[:2]
 
 
-class FairByTenant(FirstComeFirstServed):
-    """Implements `SchedulingPolicy`: the tenant that was served least goes first.
+class FairByTenant(SchedulingPolicy):
+    """The tenant that was served least goes first.
 
     It is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., 2024): a prompt token
     counts 1, a generated one 2; a tenant that comes back after a pause begins at the lowest counter of those who
@@ -131,15 +114,11 @@ class FairByTenant(FirstComeFirstServed):
             self._forgotten = max(self._forgotten, self._served.pop(tenant))
 
 
-def make_policy(policy: Policy) -> SchedulingPolicy:
-    """The order of that name."""
-    match policy:
-        case "fcfs":
-            return FirstComeFirstServed()
-        case "priority":
-            return ByPriority()
-        case "fair":
-            return FairByTenant()
+POLICIES: dict[Policy, type[SchedulingPolicy]] = {
+    "fcfs": SchedulingPolicy,
+    "priority": ByPriority,
+    "fair": FairByTenant,
+}
 
 
 class Queues:
@@ -250,7 +229,7 @@ class Scheduler:
         self._max_num_batched_tokens = min(options.max_num_batched_tokens or most, most)
         self._is_static = options.batching == "static"  # as request-level servers do
         self._memory = memory
-        self._policy = make_policy(options.policy)
+        self._policy = POLICIES[options.policy]()
         self._preemption = Preemption(options.preemption_mode, geometry.bytes_per_block, rates)
         self.queues = Queues(self._policy)
         # Room that growing rows find without preempting, kept free by admission while others run.
@@ -260,10 +239,10 @@ class Scheduler:
         """Decides the next step and enters it into the sequences: what it returns must be dispatched."""
         schedule = Schedule()
         self._make_way(schedule)
-        num_yielded = schedule.num_preempted
+        num_yielded = len(schedule.preempted)
         parts, budget = self._share_tokens()
         self._grow_running(parts, schedule)
-        if schedule.num_preempted == num_yielded:  # nobody had to leave for want of blocks
+        if len(schedule.preempted) == num_yielded:  # nobody had to leave for want of blocks
             self._resume_and_admit(budget, schedule)
         schedule.close(self._memory.take_ops())
         return schedule
@@ -406,28 +385,25 @@ class Scheduler:
         assert self._memory.swapping is not None
         self.queues.run(group)
         self._memory.swapping.swap_in(group)
-        schedule.swapped_in.append(group)
 
     def _preempt(self, group: Group, schedule: Schedule) -> None:
         """Takes a running group's blocks: to host memory, or to be computed again."""
         swapping = self._memory.swapping
+        schedule.preempted.append(group)
         self.queues.stop_running(group)
         group.preempted()
         self._release_ended()
         for sequence in group.sequences:
             if not sequence.is_live:  # of a static batch
                 self._memory.release(sequence)
-        is_swapped = self._preemption.choose(group) is PreemptionMode.SWAP
-        if is_swapped and swapping is not None and swapping.can_swap_out(group):
+        if swapping is not None and self._preemption.prefers_swap(group) and swapping.can_swap_out(group):
             swapping.swap_out(group)
             self.queues.put_aside(group)
-            schedule.swapped_out.append(group)
             return
         for sequence in group.live:
             self._memory.release(sequence)
         group.starts_over()
         self.queues.put_back(group)
-        schedule.recomputed.append(group)
 
     # --- rows -------------------------------------------------------------------------------------------------------
 

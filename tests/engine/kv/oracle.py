@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jpaged.engine.output.beam import BeamRules, BeamSearch
+from jpaged.engine.output.beam import BeamSearch
 from jpaged.testing import expected_tokens, top_logprobs
 from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
 
@@ -25,19 +25,11 @@ def expected_outputs(prompt, sampling: SamplingParams, eos_token_ids=frozenset()
 
 
 def expected_beams(prompt, sampling: SamplingParams, eos_token_ids=frozenset(), vocab_size=257):
-    rules = BeamRules(
-        width=sampling.beam_width or 0,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        ending_ids=sampling.ending_ids(eos_token_ids),
-        length_penalty=sampling.length_penalty,
-        early_stopping=sampling.early_stopping,
-    )
-    search = BeamSearch(rules)
+    search = BeamSearch(sampling, sampling.ending_ids(eos_token_ids))
     while not search.is_done:
-        tops = [_top([*prompt, *beam.token_ids], rules.num_candidates, vocab_size) for beam in search.beams]
+        tops = [_top([*prompt, *beam.token_ids], search.num_candidates, vocab_size) for beam in search.beams]
         search.advance(tops)
-    return [list(hypothesis.token_ids) for hypothesis in search.best(sampling.n)]
+    return [list(beam.token_ids) for beam in search.best(sampling.n)]
 
 
 def _top(context, count, vocab_size):

@@ -3,7 +3,7 @@
 import pytest
 
 from jpaged.engine.executor import DeviceRates, Move
-from jpaged.engine.scheduling.preemption import Preemption, PreemptionMode
+from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.sequence import Group
 from jpaged.testing import FakeExecutor, expected_tokens
 from jpaged.types import Request, SamplingParams
@@ -125,16 +125,16 @@ def test_blocks_leave_in_a_step_that_has_no_rows_too():
 
 
 @pytest.mark.parametrize(
-    ("copy_bytes_per_s", "prefill_tokens_per_s", "way"),
-    [(1e9, 1e3, PreemptionMode.SWAP), (1e3, 1e9, PreemptionMode.RECOMPUTE)],
+    ("copy_bytes_per_s", "prefill_tokens_per_s", "prefers_swap"),
+    [(1e9, 1e3, True), (1e3, 1e9, False)],
 )
-def test_auto_takes_the_cheaper_way_out(copy_bytes_per_s, prefill_tokens_per_s, way):
+def test_auto_takes_the_cheaper_way_out(copy_bytes_per_s, prefill_tokens_per_s, prefers_swap):
     group = Group(Request("a", tuple(range(8)), SamplingParams(temperature=0.0)), 0, 0.0, print, 4)
     group.sequences[0].kv.table.extend([1, 2])
     rates = DeviceRates(copy_bytes_per_s, copy_bytes_per_s, prefill_tokens_per_s)
     preemption = Preemption("auto", 1000, rates)
     assert preemption.swap_s(group) == pytest.approx(2 * 2 * 1000 / copy_bytes_per_s)
     assert preemption.recompute_s(group) == pytest.approx(8 / prefill_tokens_per_s)
-    assert preemption.choose(group) is way
-    assert Preemption("swap", 1000, rates).choose(group) is PreemptionMode.SWAP
-    assert Preemption("recompute", 1000, rates).choose(group) is PreemptionMode.RECOMPUTE
+    assert preemption.prefers_swap(group) is prefers_swap
+    assert Preemption("swap", 1000, rates).prefers_swap(group)
+    assert not Preemption("recompute", 1000, rates).prefers_swap(group)

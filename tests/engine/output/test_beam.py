@@ -2,9 +2,9 @@
 
 import pytest
 
-from jpaged.engine.output.beam import Beam, BeamRules, BeamSearch
+from jpaged.engine.output.beam import Beam, BeamSearch
 from jpaged.testing import FakeExecutor
-from jpaged.types import PositionLogprobs, TokenLogprob
+from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
 from tests.engine.groups import num_swapped_blocks
 from tests.engine.harness import Harness
 from tests.engine.kv.oracle import expected_beams
@@ -13,7 +13,11 @@ EOS = 9
 
 
 def search(width=2, max_tokens=8, min_tokens=0, ending_ids=(EOS,), length_penalty=1.0, early_stopping=False):
-    return BeamSearch(BeamRules(width, max_tokens, min_tokens, frozenset(ending_ids), length_penalty, early_stopping))
+    sampling = SamplingParams(
+        beam_width=width, max_tokens=max_tokens, min_tokens=min_tokens, early_stopping=early_stopping
+    )
+    object.__setattr__(sampling, "length_penalty", length_penalty)  # also one that no request may ask for
+    return BeamSearch(sampling, frozenset(ending_ids))
 
 
 def top(*pairs):
@@ -108,14 +112,14 @@ def test_the_length_penalty_decides_between_short_and_long(length_penalty, best,
     # Log-probabilities -1.0 and -1.5; over their lengths -1.0 and -0.75.
     assert s.is_done
     assert s.best(1)[0].token_ids == best
-    assert s.best(1)[0].score == score
+    assert s.score(s.best(1)[0]) == score
 
 
 def test_a_better_end_replaces_the_worst_of_the_finished():
     s = search(early_stopping="never", max_tokens=4)
     s.advance([top((EOS, -3.0), (1, -3.25), (2, -3.5), (3, -9.0))])
     s.advance([top((EOS, -3.0), (4, -0.25)), top((5, -9.0), (6, -9.5))])
-    assert [h.score for h in s.best(2)] == [-3.0, -3.125]
+    assert [s.score(beam) for beam in s.best(2)] == [-3.0, -3.125]
     s.advance([top((EOS, -0.25), (7, -8.0)), top((8, -8.0), (6, -9.0))])
     assert tokens(s.best(3)) == [(1, 4, EOS), (EOS,)]
 
@@ -136,12 +140,12 @@ def test_at_max_tokens_the_beams_end_as_they_are():
     assert s.advance([top((5, -1.0), (6, -1.5)), top((7, -0.25), (8, -9.0))]) == []
     assert s.is_done
     assert tokens(s.best(2)) == [(1, 5), (2, 7)]
-    assert [h.score for h in s.best(2)] == [-1.0, -1.125]
+    assert [s.score(beam) for beam in s.best(2)] == [-1.0, -1.125]
 
 
 def test_every_ending_token_widens_what_is_ranked():
-    assert search(width=3, ending_ids=()).rules.num_candidates == 6
-    assert search(width=3, ending_ids=(1, 2, 3)).rules.num_candidates == 12
+    assert search(width=3, ending_ids=()).num_candidates == 6
+    assert search(width=3, ending_ids=(1, 2, 3)).num_candidates == 12
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
@@ -178,9 +182,7 @@ def test_beams_that_left_with_their_first_tokens_in_flight_share_their_prompt_ag
 
 @pytest.mark.parametrize("length_penalty", [100, 100.0, -100, -100.0])
 def test_a_penalty_whose_power_no_float_holds_ends_no_search(length_penalty):
-    rules = BeamRules(1, 5000, 0, frozenset({1}), length_penalty, early_stopping=False)
-    search = BeamSearch(rules)
-    search.beams = [Beam(token_ids=(2,) * 4000, cumulative_logprob=-5.0)]
-    tokens = [PositionLogprobs(TokenLogprob(token_id, -1.0 - token_id)) for token_id in (1, 2)]
-    search.advance([tokens])
-    assert [found.cumulative_logprob for found in search.best(1)] == [-7.0]
+    s = search(width=1, max_tokens=5000, ending_ids=(1,), length_penalty=length_penalty)
+    s.beams = [Beam(token_ids=(2,) * 4000, cumulative_logprob=-5.0)]
+    s.advance([top((1, -2.0), (2, -3.0))])
+    assert [found.cumulative_logprob for found in s.best(1)] == [-7.0]

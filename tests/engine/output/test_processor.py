@@ -97,10 +97,10 @@ def outputs(text, **sampling):
     state = OutputState(TOKENIZER, (65,), SamplingParams(**sampling), TOKENIZER.eos_token_ids)
     sent = ""
     for token_id in [*text.encode(), ByteTokenizer.EOS]:
-        delta = state.push(token_id)
-        sent += delta.text
-        if delta.finish is not None:
-            return sent, delta.finish
+        text, finish = state.push(token_id)
+        sent += text
+        if finish is not None:
+            return sent, finish
     raise AssertionError("never finished")
 
 
@@ -126,7 +126,7 @@ def test_how_a_sequence_ends(sampling, sent, reason, matched):
 def test_half_a_character_at_the_end_is_not_lost():
     state = OutputState(TOKENIZER, (65,), SamplingParams(max_tokens=2), frozenset())
     state.push(0xE2)
-    assert state.push(0x82).text == "\ufffd"
+    assert state.push(0x82)[0] == "\ufffd"
 
 
 class Counting(ByteTokenizer):

@@ -3,7 +3,7 @@
 import pytest
 
 from jpaged.engine.executor import DeviceRates
-from jpaged.engine.scheduling.preemption import Preemption, PreemptionMode
+from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.engine.groups import group_of, num_swapped_blocks
 from tests.engine.harness import Harness
@@ -258,7 +258,5 @@ def test_auto_counts_a_shared_block_and_the_prompt_once():
     preemption = Preemption("auto", 100, rates)
     assert preemption.swap_s(group) == pytest.approx(400 / 1000 + 400 / 500)
     assert preemption.recompute_s(group) == pytest.approx(10 / 10)
-    assert preemption.choose(group) is PreemptionMode.RECOMPUTE
-    assert (
-        Preemption("auto", 80, rates).choose(group) is PreemptionMode.SWAP
-    )  # 0.96 s; six blocks, or no prompt, would say otherwise
+    assert not preemption.prefers_swap(group)
+    assert Preemption("auto", 80, rates).prefers_swap(group)  # 0.96 s; six blocks, or no prompt, would say otherwise
