@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
-from jpaged.checkpoints.weights import load_params, put_as, random_params
+from jpaged.checkpoints.weights import load_params, random_params
 from jpaged.config import EngineConfig, Environment
 from jpaged.device.backend import names_of
 from jpaged.device.executor import JaxExecutor
@@ -226,15 +226,15 @@ def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:
 
 
 def _load(model: Model, source: Source, options: EngineConfig, where: Placement, progress: Progress) -> Params:
-    layer_mode, num_parts, put = where.layer_mode, where.num_parts, put_as(where.shardings)
+    layer_mode, num_parts, shardings = where.layer_mode, where.num_parts, where.shardings
     if options.model.load_format == "dummy":
         progress("random weights", 1, 1)
-        return random_params(where.model, layer_mode, seed=options.model.seed, shardings=where.shardings)
+        return random_params(where.model, layer_mode, seed=options.model.seed, shardings=shardings)
 
     def tensor(done: int, total: int, name: str) -> None:
         progress(f"weights {name}", done, total)
 
-    return load_params(model, source.folder, layer_mode, num_parts=num_parts, put=put, progress=tensor)
+    return load_params(model, source.folder, layer_mode, num_parts=num_parts, shardings=shardings, progress=tensor)
 
 
 def _model_info(source: Source, resolved: EngineConfig) -> ModelInfo:

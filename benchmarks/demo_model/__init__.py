@@ -1,6 +1,7 @@
 """How the demo model is made: the stories that it learns from and its training.
 
 train.py      the training, from nothing to a checkpoint
+saving.py     parameters -> a checkpoint
 data.py       stories -> batches of tokens
 tokenizer.py  the tokenizer of the stories' words
 attention.py  dense attention with a gradient

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +25,10 @@ from tokenizers import Tokenizer
 from benchmarks.demo_model.attention import attend
 from benchmarks.demo_model.data import Batch, Lesson, batch
 from benchmarks.demo_model.muon import scale_by_muon
+from benchmarks.demo_model.saving import save_params
 from benchmarks.demo_model.stories.grammar import END
 from benchmarks.demo_model.tokenizer import MAX_LEN, save_tokenizer, train_tokenizer
-from jpaged.checkpoints.conversion import ConversionOptions, save_params
+from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.tensor_files import SINGLE_FILE
 from jpaged.demo import FOLDER
 from jpaged.models.config import ModelConfig
@@ -259,7 +261,9 @@ def train(
 
 def package(folder: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer) -> None:
     """Write a checkpoint folder in Hugging Face layout, weights in bfloat16, in place of one that was there."""
-    save_params(params, config, folder, ConversionOptions("safetensors", "bfloat16", force=True))
+    with tempfile.TemporaryDirectory() as scratch:
+        save_params(params, config, Path(scratch) / "float32")
+        convert_folder(Path(scratch) / "float32", folder, ConversionOptions("safetensors", "bfloat16", force=True))
     save_tokenizer(tokenizer, folder)
 
 

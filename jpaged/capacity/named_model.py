@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from jpaged.capacity.known_models import KNOWN_MODELS, find_known
-from jpaged.checkpoints.hub import find_local, read_config, read_config_file
+from jpaged.checkpoints.hub import find_local, read_config, read_json
 from jpaged.errors import NotFound
 from jpaged.models.config import ModelConfig
+from jpaged.models.hf_config import from_hf
 
 
 def find_config(name: str) -> tuple[str, ModelConfig]:
@@ -25,7 +26,7 @@ def find_config(name: str) -> tuple[str, ModelConfig]:
         return name, read_config(folder)
     path = Path(name).expanduser()
     if path.is_file():
-        return name, read_config_file(path)
+        return name, from_hf(read_json(path))
     known = find_known(name)
     if known is None:
         raise NotFound(

@@ -8,6 +8,5 @@ tensor_source.py       what tensors are read from
 tensor_files.py        safetensors files, read
 safetensors_writer.py  safetensors files, written
 orbax.py               Orbax folders, both
-param_tensors.py       parameters on devices, read as tensors
 conversion.py          one format -> another
 """

@@ -1,4 +1,4 @@
-"""Checkpoint folders from one format into the other, tensor by tensor; also from parameters that are on devices.
+"""Checkpoint folders from one format into the other, tensor by tensor.
 
 Every tensor of the source is written under its name and in its shape, in its type unless another is asked for. At any
 time host memory holds one tensor as it was read, and again in the type it is written in where that differs. The
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +20,14 @@ import jax
 import numpy as np
 
 from jpaged import json_text
-from jpaged.checkpoints.hub import CONFIG_FILE, GENERATION_CONFIG_FILE, read_json
-from jpaged.checkpoints.orbax import MANIFEST_FILE, Manifest, is_orbax_folder, write_orbax
-from jpaged.checkpoints.param_tensors import ParamTensors
+from jpaged.checkpoints.hub import CONFIG_FILE, read_config, read_json
+from jpaged.checkpoints.orbax import MANIFEST_FILE, is_orbax_folder, write_manifest, write_orbax
 from jpaged.checkpoints.safetensors_writer import StoredTensor, write_tensor_files
 from jpaged.checkpoints.tensor_files import INDEX_FILE, SINGLE_FILE
 from jpaged.checkpoints.tensor_source import DTYPES, TensorSource
-from jpaged.checkpoints.weights import check_tensors, no_progress, open_tensors
+from jpaged.checkpoints.weights import Progress, check_tensors, no_progress, open_tensors
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
 from jpaged.models.config import ModelConfig
-from jpaged.models.hf_config import from_hf, to_hf
-from jpaged.models.layers import Params
-from jpaged.version import __version__
 
 CheckpointFormat = Literal["orbax", "safetensors"]
 FORMATS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
@@ -43,8 +39,6 @@ _MIN_SHARD_BYTES: Mapping[CheckpointFormat, int] = {"orbax": 2**20, "safetensors
 _COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "LICENSE*", "NOTICE*")
 _NO_COMPANIONS = frozenset({INDEX_FILE, MANIFEST_FILE})
 _MORE_TEMPLATES = "additional_chat_templates"
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,55 +95,17 @@ def convert_folder(
         Unavailable: the destination could not be written.
     """
     _check_apart(source, destination)
-    config_json = read_json(source / CONFIG_FILE)
-    generation = source / GENERATION_CONFIG_FILE
-    config = from_hf(config_json, read_json(generation) if generation.is_file() else None)
+    config = read_config(source)
     with open_tensors(source) as tensors:
         check_tensors(tensors, config)
         with _new_folder(destination, options.force) as folder:
-            copy_companions(source, folder)
+            _copy_companions(source, folder)
             if options.dtype is not None:
-                _write_config(_with_dtype(config_json, options.dtype), folder)
+                _write_dtype(folder / CONFIG_FILE, options.dtype)
             _write(tensors, config, folder, options, progress)
 
 
-def save_params(
-    params: Params,
-    config: ModelConfig,
-    destination: Path,
-    options: ConversionOptions,
-    *,
-    num_parts: int = 1,
-    companions: Path | None = None,
-    progress: Progress = no_progress,
-) -> None:
-    """Writes parameters that are on devices, on whatever mesh and in either layer mode, as published.
-
-    Args:
-        params: the tree; what is split or repeated over a mesh is written once.
-        config: of the model as published, not padded.
-        destination: as in `convert_folder`.
-        options: how.
-        num_parts: the tree is that of the model padded for so many.
-        companions: a folder whose tokenizer and other small files go along.
-        progress: as in `convert_folder`.
-
-    Raises:
-        InvalidArgument: the destination is taken or too small, or a number does not fit.
-        Unsupported: other processes have parts of the parameters.
-        Unavailable: the destination could not be written.
-    """
-    tensors = ParamTensors(params, config, num_parts)
-    written = {np.dtype(tensors.dtype(name)).name for name in tensors.names}
-    dtype = options.dtype or (written.pop() if len(written) == 1 else config.checkpoint_dtype)
-    with _new_folder(destination, options.force) as folder:
-        if companions is not None:
-            copy_companions(companions, folder)
-        _write_config(to_hf(config) | {"dtype": dtype}, folder)
-        _write(tensors, config, folder, options, progress)
-
-
-def copy_companions(source: Path, folder: Path) -> None:
+def _copy_companions(source: Path, folder: Path) -> None:
     """Copies what belongs to a model besides its weights: configs, tokenizer, chat templates, licence."""
     names = {path.name for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()}
     for name in sorted(names - _NO_COMPANIONS):
@@ -174,7 +130,7 @@ def _write(
         return
     write_orbax(tensors, folder, options.max_shard_bytes)
     dtypes = {tensor.dtype.name for tensor in tensors}
-    Manifest(config.architecture, dtypes.pop() if len(dtypes) == 1 else "mixed", __version__).write(folder)
+    write_manifest(folder, config.architecture, dtypes.pop() if len(dtypes) == 1 else "mixed")
 
 
 def _stored(source: TensorSource, dtype: str | None, progress: Progress) -> list[StoredTensor]:
@@ -210,14 +166,11 @@ def _cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     return cast
 
 
-def _with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
-    """config.json with the type that the tensors now are; checkpoints name it in one of two ways, or both."""
+def _write_dtype(path: Path, dtype: str) -> None:
+    """Says in a config.json what type the tensors now are; checkpoints name it in one of two ways, or both."""
+    config = read_json(path)
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
-    return {**config, **dict.fromkeys(keys, dtype)}
-
-
-def _write_config(config: Mapping[str, object], folder: Path) -> None:
-    (folder / CONFIG_FILE).write_text(json_text.dumps(config, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json_text.dumps({**config, **dict.fromkeys(keys, dtype)}, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_apart(source: Path, destination: Path) -> None:

@@ -81,15 +81,6 @@ def read_config(folder: Path) -> ModelConfig:
     return from_hf(read_json(folder / CONFIG_FILE), read_json(generation) if generation.is_file() else None)
 
 
-def read_config_file(path: Path) -> ModelConfig:
-    """The config of a config.json that lies alone.
-
-    Raises:
-        InvalidArgument, Unsupported: as in `read_config`.
-    """
-    return from_hf(read_json(path))
-
-
 def fingerprint(folder: Path) -> str:
     """Tells one checkpoint from another without reading its weights: their config, and names and sizes of the files."""
     digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())

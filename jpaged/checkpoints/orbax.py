@@ -16,9 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -30,6 +28,7 @@ from jpaged import json_text
 from jpaged.checkpoints.safetensors_writer import StoredTensor
 from jpaged.checkpoints.tensor_source import DTYPES, check_shape, unsupported_dtype
 from jpaged.errors import InvalidArgument
+from jpaged.version import __version__
 
 MANIFEST_FILE = "jpaged.json"
 PARAMS_FOLDER = "params"
@@ -45,53 +44,40 @@ _SIGNS_OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 _OF_ONE_MACHINE = ("commit_success.txt",)
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What jpaged.json says.
+def write_manifest(folder: Path, architecture: str, dtype: str) -> None:
+    """Makes a folder one that can be read; everything else must be there.
 
-    Attributes:
+    Args:
+        folder: whose tensors are written.
         architecture: as in config.json.
         dtype: of the tensors, or `mixed`.
-        jpaged_version: that wrote it.
     """
+    value = {
+        "format": _FORMAT,
+        "format_version": _FORMAT_VERSION,
+        "architecture": architecture,
+        "dtype": dtype,
+        "jpaged_version": __version__,
+    }
+    (folder / MANIFEST_FILE).write_text(json_text.dumps(value, indent=2) + "\n", encoding="utf-8")
 
-    architecture: str
-    dtype: str
-    jpaged_version: str
 
-    def write(self, folder: Path) -> None:
-        """Makes a folder one that can be read; everything else must be there."""
-        value = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(self)}
-        (folder / MANIFEST_FILE).write_text(json_text.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """The manifest of a folder.
-
-        Raises:
-            InvalidArgument: it is no manifest of ours, or of a version that is not read here.
-        """
-        path = folder / MANIFEST_FILE
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InvalidArgument(str(path), f"cannot be read as JSON: {error}") from error
-        if not isinstance(value, dict) or value.get("format") != _FORMAT:
-            raise InvalidArgument(str(path), f"must be a JSON object whose format is {_FORMAT!r}")
-        if value.get("format_version") != _FORMAT_VERSION:
-            raise InvalidArgument(
-                str(path),
-                f"format_version is {value.get('format_version')!r}; this jpaged reads {_FORMAT_VERSION}: "
-                "convert the checkpoint again",
-            )
-
-        def text(name: str) -> str:
-            found = value.get(name)
-            if not isinstance(found, str):
-                raise InvalidArgument(str(path), f"{name} is {found!r}; it must be a string")
-            return found
-
-        return cls(*(text(field.name) for field in fields(cls)))
+def _check_manifest(path: Path) -> None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(str(path), f"cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict) or value.get("format") != _FORMAT:
+        raise InvalidArgument(str(path), f"must be a JSON object whose format is {_FORMAT!r}")
+    if value.get("format_version") != _FORMAT_VERSION:
+        raise InvalidArgument(
+            str(path),
+            f"format_version is {value.get('format_version')!r}; this jpaged reads {_FORMAT_VERSION}: "
+            "convert the checkpoint again",
+        )
+    for name in ("architecture", "dtype", "jpaged_version"):
+        if not isinstance(value.get(name), str):
+            raise InvalidArgument(str(path), f"{name} is {value.get(name)!r}; it must be a string")
 
 
 def is_orbax_folder(folder: Path) -> bool:
@@ -117,23 +103,18 @@ def refuse_other_orbax(folder: Path) -> None:
 
 
 class OrbaxTensors:
-    """The tensors of an Orbax folder; a context manager, and a `TensorSource`.
+    """The tensors of an Orbax folder, as a `TensorSource`.
 
     Raises:
         InvalidArgument: the manifest or Orbax' list of arrays is missing or broken, or of a version not known here.
     """
 
     def __init__(self, folder: Path) -> None:
-        Manifest.read(folder)
+        _check_manifest(folder / MANIFEST_FILE)
         self._folder = folder / PARAMS_FOLDER
         self._context = ts.Context()
         self._arrays: dict[str, Any] = {}
-        self._names = _names(self._folder)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Every tensor of the checkpoint."""
-        return self._names
+        self.names = _names(self._folder)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, from its own metadata."""
@@ -158,14 +139,6 @@ class OrbaxTensors:
     def where(self, name: str) -> Path:
         """The folder of all arrays: several may share a file."""
         return self._folder
-
-    def __enter__(self) -> OrbaxTensors:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._arrays.clear()
 
     def _array(self, name: str) -> Any:
         if name not in self._arrays:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -28,26 +27,26 @@ FORMAT_DTYPES: Mapping[str, np.dtype] = {
 
 
 class TensorFiles:
-    """Open checkpoint files, memory-mapped; a context manager.
+    """Open checkpoint files, memory-mapped, as a `TensorSource`.
 
     A folder holds either one `model.safetensors`, which wins, or the shards that `model.safetensors.index.json`
     names. Files that are neither are not looked at.
+
+    Args:
+        folder: the checkpoint.
+        opened: closes the files.
 
     Raises:
         InvalidArgument: a file is missing or broken, or the index and the shards disagree.
         Unsupported: the weights are there in another format only.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, opened: ExitStack) -> None:
         self._folder = folder
-        self._stack = ExitStack()
+        self._opened = opened
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
-        try:
-            self._open()
-        except BaseException:
-            self._stack.close()
-            raise
+        self._open()
 
     @property
     def names(self) -> frozenset[str]:
@@ -75,14 +74,6 @@ class TensorFiles:
         """The file that holds a tensor, or the folder when none does."""
         return self._folder / self._file_of[name] if name in self._file_of else self._folder
 
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)
 
@@ -101,7 +92,7 @@ class TensorFiles:
         if Path(file_name).name != file_name or not path.is_file():
             raise InvalidArgument(str(self._folder / INDEX_FILE), f"names {file_name!r}, which is not in the folder")
         try:
-            file = self._stack.enter_context(safe_open(path, framework="numpy"))
+            file = self._opened.enter_context(safe_open(path, framework="numpy"))
         except SafetensorError as error:
             raise InvalidArgument(str(path), f"is not a whole safetensors file: {error}") from error
         self._files[file_name] = file

@@ -1,4 +1,4 @@
-"""What tensors are read from: files of either format, or parameters that are on devices already."""
+"""What tensors are read from: files of either format."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jpaged.checkpoints.finite import all_here, is_finite, refuse_tensor
 from jpaged.checkpoints.names import is_ignored, model_leaves
@@ -31,26 +32,7 @@ from jpaged.models.stack import LayerMode
 LeafPath = tuple[str | int, ...]
 # A part of a leaf as a fresh array; a slice for each axis.
 Read = Callable[[tuple[slice, ...]], np.ndarray]
-# Makes the device array of the leaf at a path: (path, shape, what reads it).
-Put = Callable[[LeafPath, tuple[int, ...], Read], jax.Array]
 Progress = Callable[[int, int, str], None]
-
-
-def put_on_default_device(path: LeafPath, shape: tuple[int, ...], read: Read) -> jax.Array:
-    """Copies one leaf to the default device, and waits, so that the host's copy can go."""
-    return jax.block_until_ready(jax.device_put(read((slice(None),) * len(shape))))
-
-
-def put_as(shardings: Params) -> Put:
-    """Each device gets its part of a leaf, and nothing but the parts of this process's devices is read."""
-
-    def put(path: LeafPath, shape: tuple[int, ...], read: Read) -> jax.Array:
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            return read(index or (slice(None),) * len(shape))
-
-        return jax.block_until_ready(jax.make_array_from_callback(shape, _find(shardings, path), part))
-
-    return put
 
 
 def no_progress(done: int, total: int, name: str) -> None:
@@ -109,7 +91,7 @@ def load_params(
     layer_mode: LayerMode,
     *,
     num_parts: int = 1,
-    put: Put = put_on_default_device,
+    shardings: Params | None = None,
     progress: Progress = no_progress,
 ) -> Params:
     """Reads a checkpoint folder, safetensors or Orbax, into the tree of `abstract_params(layer_mode)`.
@@ -122,7 +104,7 @@ def load_params(
         folder: the checkpoint.
         layer_mode: one tree a layer, or one with stacked leaves.
         num_parts: the tree is that of the model padded for so many (`jpaged.models.sharding`).
-        put: makes the device array of a leaf; a sharded placement goes here.
+        shardings: a tree of them; only parts of this process's devices are read. None is the default device.
         progress: called after each leaf with (done, total, name).
 
     Raises:
@@ -140,7 +122,7 @@ def load_params(
             is_stacked = layer_mode == "scan" and path[0] == "layers"
             split = padded_axis(leaves[0].axes, leaves[0].shape, num_parts)
             source = _Source(files, leaves, is_stacked, model.dtype, split)
-            array = put(path, source.shape, source.read)
+            array = put(source.shape, source.read, None if shardings is None else _find(shardings, path))
             _insert(params, path, array)
             flags.append((is_finite(array), leaves))
             progress(done, len(groups), ".".join(map(str, path)))
@@ -151,17 +133,31 @@ def load_params(
     return params
 
 
-def open_tensors(folder: Path) -> TensorFiles | OrbaxTensors:
-    """The tensors of a checkpoint folder, in whichever format it holds them; to be used in a `with`.
+def put(shape: tuple[int, ...], read: Read, sharding: Sharding | Format | None) -> jax.Array:
+    """Copies a leaf to its devices, or to the default one, and waits, so that the host's copy can go."""
+
+    def part(index: tuple[slice, ...] | None = None) -> np.ndarray:
+        return read(index or (slice(None),) * len(shape))
+
+    if sharding is None:
+        return jax.block_until_ready(jax.device_put(part()))
+    return jax.block_until_ready(jax.make_array_from_callback(shape, sharding, part))
+
+
+@contextmanager
+def open_tensors(folder: Path) -> Iterator[TensorSource]:
+    """Opens the tensors of a checkpoint folder, in whichever format it holds them.
 
     Raises:
         InvalidArgument: it holds none, or what holds them is broken, unfinished, or of an unknown version.
         Unsupported: they are there in another format only.
     """
     if is_orbax_folder(folder):
-        return OrbaxTensors(folder)
+        yield OrbaxTensors(folder)
+        return
     refuse_other_orbax(folder)
-    return TensorFiles(folder)
+    with ExitStack() as opened:
+        yield TensorFiles(folder, opened)
 
 
 def check_tensors(tensors: TensorSource, config: ModelConfig) -> None:

@@ -32,7 +32,6 @@ class Leaf:
         tensors: name and shape of each tensor.
         pack: tensors in that order, and an empty leaf that it fills, casting where types differ. A part of the leaf
             along an axis is filled from the parts of the tensors that follow it.
-        unpack: the leaf back to tensors, views where possible.
         tensor_axes: for each axis of the leaf the one that follows it in every tensor, in equal steps; None for none.
     """
 
@@ -41,7 +40,6 @@ class Leaf:
     shape: tuple[int, ...]
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     pack: Callable[[Sequence[np.ndarray], np.ndarray], None]
-    unpack: Callable[[np.ndarray], Sequence[np.ndarray]]
     tensor_axes: tuple[int | None, ...]
 
 
@@ -51,7 +49,7 @@ def same(path: tuple[str, ...], name: str, axes: LogicalAxes, shape: tuple[int, 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         leaf[...] = tensors[0]
 
-    return Leaf(path, axes, shape, ((name, shape),), pack, lambda leaf: [leaf], tuple(range(len(shape))))
+    return Leaf(path, axes, shape, ((name, shape),), pack, tuple(range(len(shape))))
 
 
 def whole(path: tuple[str, ...], name: str, width: int) -> Leaf:
@@ -77,15 +75,12 @@ def transposed(path: tuple[str, ...], name: str, axes: LogicalAxes, shape: tuple
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         transpose(tensors[0], leaf)
 
-    return Leaf(path, axes, shape, ((name, shape[::-1]),), pack, lambda leaf: [leaf.T], (1, 0))
+    return Leaf(path, axes, shape, ((name, shape[::-1]),), pack, (1, 0))
 
 
 def qkv_kernel(config: ModelConfig, prefix: str) -> Leaf:
-    """Query `[H*D, E]`, key and value `[K*D, E]` <-> `[E, K, G + 2, D]`."""
-    width, num_groups, head_dim = config.hidden_size, config.num_kv_heads, config.head_dim
-    group = config.num_heads // num_groups
-    q, k, v = _qkv_names(prefix, "weight")
-    rows = (num_groups * group * head_dim, width), (num_groups * head_dim, width)
+    """Query `[H*D, E]`, key and value `[K*D, E]` -> `[E, K, G + 2, D]`."""
+    width, head_dim, group = config.hidden_size, config.head_dim, config.num_heads // config.num_kv_heads
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         q_rows = tensors[0].reshape(-1, group, head_dim, width)
@@ -94,35 +89,24 @@ def qkv_kernel(config: ModelConfig, prefix: str) -> Leaf:
             for row, part in enumerate((*q_rows[index], k_rows[index], v_rows[index])):
                 transpose(part, leaf[:, index, row])
 
-    def unpack(leaf: np.ndarray) -> Sequence[np.ndarray]:
-        parts = leaf[:, :, :group], leaf[:, :, group], leaf[:, :, group + 1]
-        return [np.ascontiguousarray(part).reshape(width, -1).T for part in parts]
-
-    tensors = ((q, rows[0]), (k, rows[1]), (v, rows[1]))
-    shape = (width, num_groups, group + 2, head_dim)
+    shape = (width, config.num_kv_heads, group + 2, head_dim)
     axes = ("embed", "kv_heads", None, None)
-    return Leaf(("attention", "qkv", "kernel"), axes, shape, tensors, pack, unpack, (1, 0, None, None))
+    tensors = _qkv_tensors(config, prefix, "weight", (width,))
+    return Leaf(("attention", "qkv", "kernel"), axes, shape, tensors, pack, (1, 0, None, None))
 
 
 def qkv_bias(config: ModelConfig, prefix: str) -> Leaf:
-    """Query `[H*D]`, key and value `[K*D]` <-> `[K, G + 2, D]`."""
-    num_groups, head_dim = config.num_kv_heads, config.head_dim
-    group = config.num_heads // num_groups
-    q, k, v = _qkv_names(prefix, "bias")
+    """Query `[H*D]`, key and value `[K*D]` -> `[K, G + 2, D]`."""
+    head_dim, group = config.head_dim, config.num_heads // config.num_kv_heads
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         leaf[:, :group] = tensors[0].reshape(-1, group, head_dim)
         leaf[:, group] = tensors[1].reshape(-1, head_dim)
         leaf[:, group + 1] = tensors[2].reshape(-1, head_dim)
 
-    def unpack(leaf: np.ndarray) -> Sequence[np.ndarray]:
-        return [leaf[:, :group].reshape(-1), leaf[:, group].reshape(-1), leaf[:, group + 1].reshape(-1)]
-
-    rows = (num_groups * group * head_dim,), (num_groups * head_dim,)
-    tensors = ((q, rows[0]), (k, rows[1]), (v, rows[1]))
-    shape = (num_groups, group + 2, head_dim)
-    axes = ("kv_heads", None, None)
-    return Leaf(("attention", "qkv", "bias"), axes, shape, tensors, pack, unpack, (0, None, None))
+    shape = (config.num_kv_heads, group + 2, head_dim)
+    tensors = _qkv_tensors(config, prefix, "bias", ())
+    return Leaf(("attention", "qkv", "bias"), ("kv_heads", None, None), shape, tensors, pack, (0, None, None))
 
 
 def transpose(tensor: np.ndarray, leaf: np.ndarray) -> None:
@@ -131,5 +115,8 @@ def transpose(tensor: np.ndarray, leaf: np.ndarray) -> None:
         leaf[:, start : start + _STRIP] = tensor[start : start + _STRIP].T
 
 
-def _qkv_names(prefix: str, suffix: str) -> tuple[str, str, str]:
-    return f"{prefix}q_proj.{suffix}", f"{prefix}k_proj.{suffix}", f"{prefix}v_proj.{suffix}"
+def _qkv_tensors(
+    config: ModelConfig, prefix: str, suffix: str, width: tuple[int, ...]
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    num_heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    return tuple((f"{prefix}{part}_proj.{suffix}", (num * config.head_dim, *width)) for part, num in num_heads.items())

@@ -89,17 +89,6 @@ class PaddedAxis:
             return repeat_groups(array, repeats)[..., begin - first : end - first, :, :]
         return array
 
-    def narrowed(self, array: np.ndarray) -> np.ndarray:
-        """A whole padded leaf, without an axis of layers -> the published one; undoes `padded`."""
-        if self.name == "vocab":
-            return array[: self.size]
-        if self.name == "kv_heads" and self.wide_size != self.size:
-            *outer, _, rows, head_dim = array.shape
-            repeats = self.wide_size // self.size
-            q = array[..., : rows - 2, :].reshape(*outer, self.size, repeats * (rows - 2), head_dim)
-            return np.concatenate((q, array[..., ::repeats, rows - 2 :, :]), axis=-2)
-        return array
-
 
 def padded_axis(axes: LogicalAxes, shape: tuple[int, ...], num_parts: int) -> PaddedAxis | None:
     """How a leaf of the published model is split; None if it is whole everywhere.

@@ -18,12 +18,13 @@ import pytest
 import tensorstore as ts
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.demo_model.saving import save_params
 from jpaged.checkpoints import conversion, hub
-from jpaged.checkpoints.conversion import ConversionOptions, convert_folder, save_params
-from jpaged.checkpoints.orbax import Manifest, OrbaxTensors, write_orbax
+from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
+from jpaged.checkpoints.orbax import OrbaxTensors, write_manifest, write_orbax
 from jpaged.checkpoints.safetensors_writer import StoredTensor
 from jpaged.checkpoints.tensor_files import TensorFiles
-from jpaged.checkpoints.weights import load_params, put_as
+from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, Unavailable, Unsupported
 from jpaged.models.hf_config import from_hf, to_hf
 from tests.device.sharded import model_of, place
@@ -203,7 +204,7 @@ def test_every_mesh_restores_what_it_reads_from_safetensors(name, sizes, layer_m
     for size in sizes:
         where = place(model, size, layer_mode)
         theirs, ours = (
-            load_params(model, source, layer_mode, num_parts=size, put=put_as(where.shardings))
+            load_params(model, source, layer_mode, num_parts=size, shardings=where.shardings)
             for source in (folder, tmp_path / "orbax")
         )
         assert_same_parts(ours, theirs)
@@ -229,15 +230,16 @@ def test_what_one_mesh_saves_is_the_published_model(name, layer_mode, to, tmp_pa
     case, size = tiny_case(name), 2 if name == "opt_post_norm" else 4
     model, folder = model_of(name), write_checkpoint(case, tmp_path / "once")
     where = place(model, size, layer_mode)
-    params = load_params(model, folder, layer_mode, num_parts=size, put=put_as(where.shardings))
-    save_params(params, model.config, tmp_path / "saved", ConversionOptions(to), num_parts=size)
+    params = load_params(model, folder, layer_mode, num_parts=size, shardings=where.shardings)
+    save_params(params, model.config, tmp_path / "safetensors", num_parts=size)
+    convert_folder(tmp_path / "safetensors", tmp_path / "saved", ConversionOptions(to))
     convert_folder(tmp_path / "saved", tmp_path / "again", TO_SAFETENSORS)
     assert_same_bits(load_file(tmp_path / "again" / "model.safetensors"), tensors(case))
     assert to_hf(hub.read_config(tmp_path / "saved")) == to_hf(model.config) | {"dtype": "float32"}
     one = place(model, 1, layer_mode)
-    restored = load_params(model, tmp_path / "saved", layer_mode, put=put_as(one.shardings))
+    restored = load_params(model, tmp_path / "saved", layer_mode, shardings=one.shardings)
     jax.tree.map(
-        np.testing.assert_array_equal, restored, load_params(model, folder, layer_mode, put=put_as(one.shardings))
+        np.testing.assert_array_equal, restored, load_params(model, folder, layer_mode, shardings=one.shardings)
     )
 
 
@@ -255,7 +257,7 @@ def test_a_device_reads_its_part_of_the_arrays_and_nothing_else(
         return tensor
 
     monkeypatch.setattr(OrbaxTensors, "read", listen)
-    load_params(model, tmp_path / "orbax", "loop", num_parts=4, put=put_as(place(model, 4).shardings))
+    load_params(model, tmp_path / "orbax", "loop", num_parts=4, shardings=place(model, 4).shardings)
     for name, tensor in tensors(tiny_case("llama_mha")).items():
         if tensor.ndim == 2:
             assert len(sizes[name]) == 4
@@ -268,7 +270,7 @@ def write_arrays(arrays: dict[str, np.ndarray], folder: Path) -> None:
     """What a finished folder has besides its configs."""
     stored = [StoredTensor(name, array.shape, array.dtype, array.copy) for name, array in arrays.items()]
     write_orbax(stored, folder, None)
-    Manifest("LlamaForCausalLM", "float32", "0").write(folder)
+    write_manifest(folder, "LlamaForCausalLM", "float32")
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -276,10 +278,10 @@ def test_an_eighth_of_an_array_takes_an_eighth_of_its_bytes_from_the_disk(axis: 
     array = np.random.default_rng(0).standard_normal((4096, 4096), np.float32)
     write_arrays({"w": array}, tmp_path)
     index = (slice(512, 1024),) if axis == 0 else (slice(None), slice(512, 1024))
-    with OrbaxTensors(tmp_path) as files:
-        before = bytes_read()
-        np.testing.assert_array_equal(files.read("w", array.shape, index), array[index])
-        assert array.nbytes // 8 <= bytes_read() - before < array.nbytes // 7
+    files = OrbaxTensors(tmp_path)
+    before = bytes_read()
+    np.testing.assert_array_equal(files.read("w", array.shape, index), array[index])
+    assert array.nbytes // 8 <= bytes_read() - before < array.nbytes // 7
 
 
 def bytes_read() -> int:
@@ -351,7 +353,7 @@ def orbax(tmp_path: Path) -> Path:
     return tmp_path / "orbax"
 
 
-def write_manifest(folder: Path, **changes: object) -> None:
+def edit_manifest(folder: Path, **changes: object) -> None:
     value = json.loads((folder / "jpaged.json").read_text())
     (folder / "jpaged.json").write_text(json.dumps(value | changes))
 
@@ -359,9 +361,12 @@ def write_manifest(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lambda folder: write_manifest(folder, format_version=2), "format_version is 2; this jpaged reads 1"),
-        (lambda folder: write_manifest(folder, format="other"), "must be a JSON object whose format is 'jpaged-orbax'"),
-        (lambda folder: write_manifest(folder, architecture=None), "architecture is None; it must be a string"),
+        (lambda folder: edit_manifest(folder, format_version=2), "format_version is 2; this jpaged reads 1"),
+        (
+            lambda folder: edit_manifest(folder, format="other"),
+            "must be a JSON object whose format is 'jpaged-orbax'",
+        ),
+        (lambda folder: edit_manifest(folder, architecture=None), "architecture is None; it must be a string"),
         (lambda folder: (folder / "jpaged.json").write_text("{"), "cannot be read as JSON"),
         (lambda folder: (folder / "jpaged.json").unlink(), "did not write it, or was interrupted"),
         (lambda folder: shutil.rmtree(folder / "params"), "holds no Orbax arrays"),
@@ -383,10 +388,10 @@ def test_a_list_of_arrays_that_cannot_be_read_is_an_error_and_no_trace(
     for path in (orbax / "params" / "d").iterdir():
         path.write_bytes(bytes(range(256)))
     for _ in range(10):
-        with OrbaxTensors(orbax) as tensors:
-            for name in tensors.names:
-                with pytest.raises(InvalidArgument, match=f"tensor {name} cannot be read: "):
-                    tensors.shape(name)
+        tensors = OrbaxTensors(orbax)
+        for name in tensors.names:
+            with pytest.raises(InvalidArgument, match=f"tensor {name} cannot be read: "):
+                tensors.shape(name)
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.checkpoints.weights import load_params, put_as
+from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, serving_meshes
@@ -71,7 +71,7 @@ def cold_executors(case: TinyCase, folder: Path, **options: Any) -> list[JaxExec
     meshes = serving_meshes(config.parallel.tensor_parallel_size, config.parallel.data_parallel_size)
     where, *_ = places = [Placement.of(model, mesh, "loop") for mesh in meshes]
     folder = write_checkpoint(case, folder)
-    params = load_params(model, folder, "loop", num_parts=where.num_parts, put=put_as(where.shardings))
+    params = load_params(model, folder, "loop", num_parts=where.num_parts, shardings=where.shardings)
     return [JaxExecutor.create(model, place.put(params), config, mesh=place.mesh) for place in places]
 
 

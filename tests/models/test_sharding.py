@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jpaged.checkpoints.tensor_files import TensorFiles
-from jpaged.checkpoints.weights import load_params, put_as, random_params
+from jpaged.checkpoints.weights import load_params, random_params
 from jpaged.errors import InvalidArgument
 from jpaged.models.sharding import logical_axes, pad_for_sharding, repeat_groups
 from tests.device.sharded import model_of, place
@@ -30,7 +30,7 @@ SPLITS = [
 def test_every_device_gets_its_part_of_the_published_weights(name, num_parts: int, layer_mode, tmp_path: Path) -> None:
     model, folder = model_of(name), write_checkpoint(tiny_case(name), tmp_path)
     where = place(model, num_parts, layer_mode)
-    params = load_params(model, folder, layer_mode, num_parts=num_parts, put=put_as(where.shardings))
+    params = load_params(model, folder, layer_mode, num_parts=num_parts, shardings=where.shardings)
     whole = load_params(model, folder, layer_mode)
     num_split = 0
     for (path, leaf), (_, published) in zip(
@@ -60,7 +60,7 @@ def test_a_device_reads_its_part_and_nothing_else(tmp_path: Path, monkeypatch: p
         return tensor
 
     monkeypatch.setattr(TensorFiles, "read", listen)
-    load_params(model, folder, "loop", num_parts=2, put=put_as(place(model, 2).shardings))
+    load_params(model, folder, "loop", num_parts=2, shardings=place(model, 2).shardings)
     inner, width = model.config.intermediate_size, model.config.hidden_size
     assert sizes["model.layers.1.mlp.down_proj.weight"] == [width * inner // 2] * 2
     assert sizes["model.layers.1.self_attn.o_proj.weight"] == [width * width // 2] * 2

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.demo_model.saving import save_params
 from jpaged import demo
-from jpaged.checkpoints.conversion import ConversionOptions, save_params
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params
 from jpaged.device.executor import JaxExecutor
@@ -55,7 +55,7 @@ def test_a_checkpoint_that_we_write_is_read_by_transformers_to_the_same_logits(n
     case = tiny_case(name)
     model = Model(from_hf(case.config), FLOAT32)
     params = load_params(model, write_checkpoint(case, tmp_path / "theirs"), "loop")
-    save_params(params, model.config, tmp_path / "ours", ConversionOptions("safetensors"))
+    save_params(params, model.config, tmp_path / "ours")
     token_ids = np.array(case.prompt(), np.int32)
     expected = dense.logits(model, params, token_ids, len(token_ids))
     np.testing.assert_allclose(make.logits(make.load(tmp_path / "ours"), token_ids), expected, rtol=0, atol=1e-4)

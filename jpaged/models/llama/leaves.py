@@ -56,7 +56,7 @@ def layer_leaves(config: LlamaConfig, prefix: str) -> list[Leaf]:
 
 
 def _gate_up_kernel(config: LlamaConfig, prefix: str) -> Leaf:
-    """Gate and up `[F, E]` <-> `[E, 2, F]`."""
+    """Gate and up `[F, E]` -> `[E, 2, F]`."""
     width, inner = config.hidden_size, config.intermediate_size
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
@@ -64,12 +64,8 @@ def _gate_up_kernel(config: LlamaConfig, prefix: str) -> Leaf:
         transpose(tensors[1], leaf[:, 1])
 
     tensors = tuple((f"{prefix}{part}_proj.weight", (inner, width)) for part in ("gate", "up"))
-
-    def unpack(leaf: np.ndarray) -> Sequence[np.ndarray]:
-        return [leaf[:, 0].T, leaf[:, 1].T]
-
     axes = ("embed", None, "feed_forward")
-    return Leaf(("mlp", "gate_up", "kernel"), axes, (width, 2, inner), tensors, pack, unpack, (1, None, 0))
+    return Leaf(("mlp", "gate_up", "kernel"), axes, (width, 2, inner), tensors, pack, (1, None, 0))
 
 
 def _gate_up_bias(config: LlamaConfig, prefix: str) -> Leaf:
@@ -79,8 +75,4 @@ def _gate_up_bias(config: LlamaConfig, prefix: str) -> Leaf:
         leaf[0], leaf[1] = tensors
 
     tensors = tuple((f"{prefix}{part}_proj.bias", (inner,)) for part in ("gate", "up"))
-
-    def unpack(leaf: np.ndarray) -> Sequence[np.ndarray]:
-        return [leaf[0], leaf[1]]
-
-    return Leaf(("mlp", "gate_up", "bias"), (None, "feed_forward"), (2, inner), tensors, pack, unpack, (None, 0))
+    return Leaf(("mlp", "gate_up", "bias"), (None, "feed_forward"), (2, inner), tensors, pack, (None, 0))
