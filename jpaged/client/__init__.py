@@ -3,6 +3,7 @@
 wire.py       values -> messages and back, and the assembly of streams: no I/O, shared by both clients
 failures.py   gRPC errors -> the tree of jpaged.errors
 channel.py    how both connect: keepalive, retries
+base.py       what both clients share
 sync.py       Client
 aio.py        AsyncClient
 openai.py     the OpenAI batch file format, without I/O

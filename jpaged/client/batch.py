@@ -123,14 +123,6 @@ def _read(path: Path) -> bytes:
         raise InvalidArgument("--input", f"{path} cannot be read: {error.strerror or error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a run needs to know of the served model."""
-
-    name: str
-    max_model_len: int
-
-
 class _Batch:
     """One run: workers that take lines, and the summary that they keep."""
 
@@ -147,17 +139,16 @@ class _Batch:
         self._on_progress = on_progress
         self._start_s = time.monotonic()
         self._token_texts: dict[int, str] = {}
-        self._model = ModelFacts("", 0)
 
     async def meet(self) -> None:
         """Waits for the server, and asks which model it has."""
-        info = await self._retried(self._client.model_info)
-        self._model = ModelFacts(info.name, info.max_model_len)
+        self._model = await self._retried(self._client.model_info)
 
     def refuse(self, lines: Sequence[BadLine]) -> None:
         """Writes the lines that are no requests."""
         for line in lines:
-            self._write(failure_line(line.custom_id, line.error), num_failed=1)
+            self._output.append(failure_line(line.custom_id, line.error))
+            self._count(num_failed=1)
 
     async def run(self, lines: Sequence[Line], max_concurrency: int) -> None:
         """Has workers take the lines, one by one."""
@@ -177,11 +168,15 @@ class _Batch:
             except Unavailable:
                 raise
             except JpagedError as error:
-                self._write(failure_line(line.custom_id, error), num_failed=1)
+                self._output.append(failure_line(line.custom_id, error))
+                self._count(num_failed=1)
             else:
                 text = success_line(line, output, model=self._model.name, token_text=self._token_texts.__getitem__)
+                self._output.append(text)
                 usage = output.usage
-                self._write(text, 1, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+                self._count(
+                    num_succeeded=1, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
+                )
 
     async def _answer(self, line: Line) -> RequestOutput:
         job = job_of(line)
@@ -226,35 +221,8 @@ class _Batch:
             self._count(num_retries=1)
             await asyncio.sleep(wait_s)
 
-    def _write(
-        self,
-        text: str,
-        num_succeeded: int = 0,
-        *,
-        num_failed: int = 0,
-        prompt_tokens: int = 0,
-        completion_tokens: int = 0,
-    ) -> None:
-        self._output.append(text)
-        self._count(num_succeeded, num_failed, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
-
-    def _count(
-        self,
-        num_succeeded: int = 0,
-        num_failed: int = 0,
-        *,
-        num_retries: int = 0,
-        prompt_tokens: int = 0,
-        completion_tokens: int = 0,
-    ) -> None:
-        old = self.summary
-        self.summary = replace(
-            old,
-            num_succeeded=old.num_succeeded + num_succeeded,
-            num_failed=old.num_failed + num_failed,
-            num_retries=old.num_retries + num_retries,
-            prompt_tokens=old.prompt_tokens + prompt_tokens,
-            completion_tokens=old.completion_tokens + completion_tokens,
-            elapsed_s=time.monotonic() - self._start_s,
-        )
+    def _count(self, **more: int) -> None:
+        """Adds to fields of the summary, by their names."""
+        counts = {name: getattr(self.summary, name) + number for name, number in more.items()}
+        self.summary = replace(self.summary, **counts, elapsed_s=time.monotonic() - self._start_s)
         self._on_progress(self.summary)

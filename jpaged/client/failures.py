@@ -50,6 +50,13 @@ def error_of(
     return JpagedError(f"{code.name if code is not None else 'UNKNOWN'}: {text}")
 
 
+def translated(error: grpc.RpcError) -> JpagedError:
+    """The error of a call that failed, on a channel of either kind."""
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return JpagedError(str(error))
+    return error_of(error.code(), error.details(), error.trailing_metadata())
+
+
 def _invalid_argument(text: str, status: status_pb2.Status | None) -> InvalidArgument:
     kind = RequestTooLong if _reason(status) == "REQUEST_TOO_LONG" else InvalidArgument
     request = _detail(status, error_details_pb2.BadRequest)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged.client.channel import require_target
-from jpaged.client.failures import error_of
-
-_CHECK_PATH = "/grpc.health.v1.Health/Check"
+from jpaged.client.failures import translated
 
 
 def check_health(target: str, *, service: str = "", timeout_s: float) -> str:
@@ -27,15 +27,9 @@ def check_health(target: str, *, service: str = "", timeout_s: float) -> str:
     """
     require_target("target", target)
     with grpc.insecure_channel(target) as channel:
-        check = channel.unary_unary(
-            _CHECK_PATH,
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
+        health: Any = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:
-            if not isinstance(error, grpc.Call):
-                raise
-            raise error_of(error.code(), error.details(), error.trailing_metadata()) from error
+            raise translated(error) from error
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

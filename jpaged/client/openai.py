@@ -67,10 +67,6 @@ class Job:
     model: str | None = None
     fills_length: bool = False
 
-    @property
-    def is_chat(self) -> bool:
-        return self.messages is not None
-
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
@@ -289,7 +285,7 @@ def _int_or_none(body: Mapping[str, Any], name: str) -> int | None:
 def success_line(line: Line, output: RequestOutput, *, model: str, token_text: TokenText) -> str:
     """The output line of a request that finished just now. `token_text` knows every token of its log-probabilities."""
     is_chat = line.url == CHAT_URL
-    choices = [(_chat_choice if is_chat else _choice)(one, token_text) for one in output.outputs]
+    choices = [_choice(one, is_chat, token_text) for one in output.outputs]
     usage = output.usage
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{output.request_id}",
@@ -331,21 +327,13 @@ def _dumped(value: Mapping[str, Any]) -> str:
     return line
 
 
-def _choice(output: CompletionOutput, token_text: TokenText) -> dict[str, Any]:
+def _choice(output: CompletionOutput, is_chat: bool, token_text: TokenText) -> dict[str, Any]:
+    shown = _chat_logprobs if is_chat else _completion_logprobs
+    content = {"message": {"role": "assistant", "content": output.text}} if is_chat else {"text": output.text}
     return {
         "index": output.index,
-        "text": output.text,
-        "logprobs": None if output.logprobs is None else _completion_logprobs(output.logprobs, token_text),
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.matched_stop,
-    }
-
-
-def _chat_choice(output: CompletionOutput, token_text: TokenText) -> dict[str, Any]:
-    return {
-        "index": output.index,
-        "message": {"role": "assistant", "content": output.text},
-        "logprobs": None if output.logprobs is None else _chat_logprobs(output.logprobs, token_text),
+        **content,
+        "logprobs": None if output.logprobs is None else shown(output.logprobs, token_text),
         "finish_reason": output.finish_reason,
         "stop_reason": output.matched_stop,
     }

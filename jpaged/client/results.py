@@ -15,7 +15,6 @@ import socket
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from jpaged.errors import InvalidArgument, JpagedError
@@ -96,9 +95,7 @@ class Results:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._release()
 
     def retake(self) -> None:

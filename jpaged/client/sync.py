@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2
 
-from jpaged._proto.v1 import inference_pb2
 from jpaged.client import wire
-from jpaged.client.channel import CHANNEL_OPTIONS, NOT_READY, NOT_READY_PAUSE_S, Attempts, require_target
-from jpaged.client.failures import error_of
+from jpaged.client.base import BaseClient, BaseStream
+from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Attempts
+from jpaged.client.failures import translated
 from jpaged.client.wire import Assembler, Call, GenerateChunk, ServerInfo
-from jpaged.errors import Cancelled, DeadlineExceeded, JpagedError
+from jpaged.errors import DeadlineExceeded
 from jpaged.load import Load
-from jpaged.types import ModelInfo, Prompt, RequestOutput, SamplingParams
+from jpaged.types import ModelInfo, RequestOutput, SamplingParams
 
 _T = TypeVar("_T")
 
 
-class GenerateStream:
-    """The chunks of one request. Iterate over it; closing it, or letting go of it, cancels the request."""
-
-    def __init__(self, begin: Callable[[float | None], Any], timeout_s: float | None, request_id: str) -> None:
-        self.request_id = request_id
-        self._is_closed = True  # until the call has begun, which can fail
-        self._begin = begin
-        self._attempts = Attempts(timeout_s)
-        self._call = begin(timeout_s)
-        self._has_begun = False
-        self._is_closed = False
+class GenerateStream(BaseStream):
+    """The chunks of one request, to iterate over; see `BaseStream`."""
 
     def __iter__(self) -> Iterator[GenerateChunk]:
         return self
@@ -42,81 +32,26 @@ class GenerateStream:
             try:
                 chunk = wire.chunk_of(next(self._call))
             except grpc.RpcError as error:
-                wait_s = None if self._has_begun else self._attempts.wait_s(error.code())
-                if wait_s is None:
-                    self._is_closed = True
-                    raise _translated(error) from error
-                time.sleep(wait_s)
-                if not self._is_closed:
-                    self._call = self._begin(self._attempts.remaining_s)
+                wait_s = self._wait_s(error)
             else:
                 self._has_begun = True
                 return chunk
+            time.sleep(wait_s)
+            self._begin_again()
         raise StopIteration
-
-    def close(self) -> None:
-        """Cancels the request unless it has ended; further iteration ends at once."""
-        self._is_closed = True
-        self._call.cancel()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if not self._is_closed:
-            self.close()
 
+class Client(BaseClient[GenerateStream]):
+    """Speaks to one server, for threads; see `BaseClient`."""
 
-class Client:
-    """Speaks to one server.
-
-    Args:
-        target: "host:port", or a target with one of gRPC's schemes ("dns:///name:port", "unix:/path").
-        timeout_s: what a call may take when it brings no timeout of its own; None is no limit.
-        model: sent along with every request: a server of another model answers NotFound.
-        tenant: whose requests, ids and pinned prefixes these are.
-
-    Every method raises the errors of `jpaged.errors` that the server raised, with their fields.
-    """
-
-    def __init__(
-        self, target: str, *, timeout_s: float | None = None, model: str | None = None, tenant: str = ""
-    ) -> None:
-        require_target("target", target)
-        self._channel = grpc.insecure_channel(target, options=list(CHANNEL_OPTIONS))
-        self._generate = self._channel.unary_stream(
-            wire.GENERATE_PATH,
-            request_serializer=inference_pb2.GenerateRequest.SerializeToString,
-            response_deserializer=inference_pb2.GenerateResponse.FromString,
-        )
-        self._watch = self._channel.unary_stream(
-            wire.WATCH_PATH,
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        self._target = target
-        self._is_closed = False
-        self._timeout_s = timeout_s
-        self._model = model
-        self._metadata = wire.metadata_of(tenant)
-
-    def generate(
-        self,
-        prompt: str | None = None,
-        sampling: SamplingParams | None = None,
-        *,
-        prompt_token_ids: Sequence[int] | None = None,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> GenerateStream:
-        """Begins a request and returns its stream at once. Exactly one of the three prompts is given."""
-        return self._begin(wire.prompt_of(prompt, prompt_token_ids, messages), sampling, request_id, timeout_s)
+    _connect = staticmethod(grpc.insecure_channel)
+    _stream = GenerateStream
 
     def complete(
         self,
@@ -207,7 +142,7 @@ class Client:
         until_s = time.monotonic() + timeout_s
         while (remaining_s := until_s - time.monotonic()) > 0:
             self._require_open()
-            watch = self._watch(health_pb2.HealthCheckRequest(), timeout=remaining_s, wait_for_ready=True)
+            watch = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=remaining_s, wait_for_ready=True)
             try:
                 for answer in watch:
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
@@ -215,7 +150,7 @@ class Client:
                         return
             except grpc.RpcError as error:
                 if error.code() not in NOT_READY:
-                    raise _translated(error) from error
+                    raise translated(error) from error
             time.sleep(min(NOT_READY_PAUSE_S, max(0.0, until_s - time.monotonic())))
         raise DeadlineExceeded(f"{self._target} was not ready after {timeout_s} s")
 
@@ -227,33 +162,11 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _begin(
-        self, prompt: Prompt, sampling: SamplingParams | None, request_id: str | None, timeout_s: float | None
-    ) -> GenerateStream:
-        request = wire.generate_request(prompt, sampling, request_id=request_id, model=self._model)
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        self._require_open()
-        return GenerateStream(
-            lambda left_s: self._generate(request, timeout=left_s, metadata=self._metadata),
-            timeout_s,
-            request.request_id,
-        )
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise Cancelled("the client was closed")
-
     def _run(self, call: Call[_T]) -> _T:
-        method = self._channel.unary_unary(
-            call.path,
-            request_serializer=type(call.request).SerializeToString,
-            response_deserializer=call.response_kind.FromString,
-        )
+        method = self._methods[call.method]
         attempts = Attempts(self._timeout_s)
         while True:
             self._require_open()
@@ -262,11 +175,5 @@ class Client:
             except grpc.RpcError as error:
                 wait_s = attempts.wait_s(error.code())
                 if wait_s is None:
-                    raise _translated(error) from error
+                    raise translated(error) from error
             time.sleep(wait_s)
-
-
-def _translated(error: grpc.RpcError) -> JpagedError:
-    if not isinstance(error, grpc.Call):
-        return JpagedError(str(error))
-    return error_of(error.code(), error.details(), error.trailing_metadata())

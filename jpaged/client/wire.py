@@ -1,6 +1,6 @@
 """Values -> messages and messages -> values, and the assembly of streams. No I/O: both clients stand on it.
 
-A unary call is a `Call`: its path, its request, and how its response is read. A client only has to send it.
+A unary call is a `Call`: its method, its request, and how its response is read. A client only has to send it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,6 @@ from jpaged.types import (
 
 _T = TypeVar("_T")
 
-INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
-GENERATE_PATH = f"/{INFERENCE}/Generate"
-WATCH_PATH = "/grpc.health.v1.Health/Watch"
 TENANT_KEY = "x-jpaged-tenant"
 """The metadata key that tells a server whose request it is."""
 MAX_TENANT_CHARS = 128
@@ -107,11 +103,10 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[_T]):
-    """One unary call: where it goes, what it says, and what its answer means."""
+    """One unary call: which method of the services it is, what it says, and what its answer means."""
 
-    path: str
+    method: str
     request: Any
-    response_kind: Any
     read: Callable[[Any], _T]
 
 
@@ -207,12 +202,7 @@ def tokenize_call(prompt: Prompt, *, add_special_tokens: bool | None, model: str
     request = inference_pb2.TokenizeRequest(text=prompt.text, add_special_tokens=add_special_tokens, model=model)
     if prompt.messages is not None:
         request.chat.CopyFrom(_chat_message(prompt.messages))
-    return Call(
-        f"/{INFERENCE}/Tokenize",
-        request,
-        inference_pb2.TokenizeResponse,
-        lambda response: tuple(response.token_ids),
-    )
+    return Call("Tokenize", request, lambda response: tuple(response.token_ids))
 
 
 def detokenize_call(token_ids: Sequence[int], *, skip_special_tokens: bool, model: str | None) -> Call[str]:
@@ -220,31 +210,27 @@ def detokenize_call(token_ids: Sequence[int], *, skip_special_tokens: bool, mode
     request = inference_pb2.DetokenizeRequest(
         token_ids=_checked_ids("token_ids", token_ids), skip_special_tokens=skip_special_tokens, model=model
     )
-    path = f"/{INFERENCE}/Detokenize"
-    return Call(path, request, inference_pb2.DetokenizeResponse, lambda response: response.text)
+    return Call("Detokenize", request, lambda response: response.text)
 
 
 def server_info_call() -> Call[ServerInfo]:
     """GetServerInfo."""
-    kind = control_pb2.GetServerInfoResponse
-    return Call(f"/{CONTROL}/GetServerInfo", control_pb2.GetServerInfoRequest(), kind, _server_info_of)
+    return Call("GetServerInfo", control_pb2.GetServerInfoRequest(), _server_info_of)
 
 
 def model_info_call() -> Call[ModelInfo]:
     """GetModelInfo."""
-    kind = control_pb2.GetModelInfoResponse
-    return Call(f"/{CONTROL}/GetModelInfo", control_pb2.GetModelInfoRequest(), kind, _model_info_of)
+    return Call("GetModelInfo", control_pb2.GetModelInfoRequest(), _model_info_of)
 
 
 def load_call() -> Call[Load]:
     """GetLoad."""
-    return Call(f"/{CONTROL}/GetLoad", control_pb2.GetLoadRequest(), control_pb2.GetLoadResponse, _load_of)
+    return Call("GetLoad", control_pb2.GetLoadRequest(), _load_of)
 
 
 def abort_call(request_id: str) -> Call[None]:
     """Abort."""
-    request = control_pb2.AbortRequest(request_id=request_id)
-    return Call(f"/{CONTROL}/Abort", request, control_pb2.AbortResponse, lambda response: None)
+    return Call("Abort", control_pb2.AbortRequest(request_id=request_id), lambda response: None)
 
 
 def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str) -> Call[int]:
@@ -252,15 +238,12 @@ def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str) -> Call[int]:
     request = control_pb2.PinPrefixRequest(name=name, text=prefix.text, cache_salt=cache_salt)
     if prefix.token_ids is not None:
         request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=_checked_ids("prefix.token_ids", prefix.token_ids)))
-    return Call(
-        f"/{CONTROL}/PinPrefix", request, control_pb2.PinPrefixResponse, lambda response: response.num_pinned_tokens
-    )
+    return Call("PinPrefix", request, lambda response: response.num_pinned_tokens)
 
 
 def unpin_prefix_call(name: str) -> Call[None]:
     """UnpinPrefix."""
-    request = control_pb2.UnpinPrefixRequest(name=name)
-    return Call(f"/{CONTROL}/UnpinPrefix", request, control_pb2.UnpinPrefixResponse, lambda response: None)
+    return Call("UnpinPrefix", control_pb2.UnpinPrefixRequest(name=name), lambda response: None)
 
 
 def metadata_of(tenant: str) -> tuple[tuple[str, str], ...]:
