@@ -17,7 +17,7 @@ import numpy as np
 
 from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
 from jpaged.checkpoints.weights import load_params, random_params
-from jpaged.config import EngineConfig, Environment
+from jpaged.config import EngineConfig, compile_cache_dir
 from jpaged.device.backend import names_of
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, first_device, serving_meshes
@@ -193,7 +193,7 @@ def _make_executors(
             options,
             mesh=where.mesh,
             num_pools=len(places) - index,
-            compile_cache_dir=Environment.read().compile_cache_dir,
+            compile_cache_dir=compile_cache_dir(),
             agreement=agreement,
         )
         _tell(executor, _progress_of(index, len(places), progress))

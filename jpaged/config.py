@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.launchers import MultiHost, find_multihost, split_address
@@ -186,15 +186,12 @@ class ParallelOptions:
         Raises:
             InvalidArgument: one is missing, malformed or beyond another.
         """
-        given = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
-        missing = [name for name, value in given.items() if value is None]
-        if len(missing) == len(given) or (self.num_processes == 1 and len(missing) == 2):
-            return
-        if missing:
+        if self.coordinator is None or self.num_processes is None or self.process_id is None:
+            given = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
+            missing = [name for name, value in given.items() if value is None]
+            if len(missing) == len(given) or (self.num_processes == 1 and len(missing) == 2):
+                return
             raise InvalidArgument(missing[0], f"is missing: {', '.join(given)} go together")
-        assert self.coordinator is not None
-        assert self.num_processes is not None
-        assert self.process_id is not None
         if self.process_id >= self.num_processes:
             raise InvalidArgument(
                 "process_id", f"{self.process_id} is not below num_processes ({self.num_processes}); they count from 0"
@@ -204,6 +201,18 @@ class ParallelOptions:
             raise InvalidArgument(
                 "coordinator", f"{self.coordinator}: only process 0 can pick a port; name the port it took"
             )
+
+    def multihost(self) -> MultiHost | None:
+        """The place of this process among several: the options', else a launcher's; None where it is alone.
+
+        Raises:
+            InvalidArgument: a launcher's variables cannot be understood.
+        """
+        if self.num_processes == 1:
+            return None
+        if self.coordinator is None or self.num_processes is None or self.process_id is None:
+            return find_multihost(os.environ)
+        return MultiHost(self.coordinator, self.num_processes, self.process_id, "the options")
 
 
 PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout")
@@ -279,16 +288,6 @@ class ServerOptions:
         low=0,
         high=65535,
     )
-
-
-SECTIONS: dict[str, type] = {
-    "model": ModelOptions,
-    "cache": CacheOptions,
-    "scheduler": SchedulerOptions,
-    "parallel": ParallelOptions,
-    "startup": StartupOptions,
-    "server": ServerOptions,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +370,9 @@ class EngineConfig:
         return rows
 
 
+SECTIONS: dict[str, type] = get_type_hints(EngineConfig)
+
+
 def iter_options() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:
     """(name, section, field) of every option, in the order in which they are documented."""
     for section, kind in SECTIONS.items():
@@ -380,9 +382,7 @@ def iter_options() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:
 
 def platform_default(name: str, platform: str) -> int:
     """What an option is on a platform, as jax calls it, unless it is chosen; one that is not known is like a GPU."""
-    by_platform: dict[str, int] = next(spec for other, _, spec in iter_options() if other == name).metadata[
-        "by_platform"
-    ]
+    by_platform: dict[str, int] = {other: spec.metadata["by_platform"] for other, _, spec in iter_options()}[name]
     return by_platform.get(platform, by_platform["gpu"])
 
 
@@ -419,42 +419,21 @@ def _checked(spec: dataclasses.Field[Any], value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """What the process's environment says; read once, here.
+def compile_cache_dir() -> Path | None:
+    """Where compiled programs are kept between runs: in JPAGED_CACHE_DIR, else the user's cache folder.
 
-    Attributes:
-        compile_cache_dir: where compiled programs are kept between runs (JPAGED_CACHE_DIR, else the user's cache
-            folder); None when JPAGED_CACHE_DIR is set to nothing, which turns the cache off.
+    None when JPAGED_CACHE_DIR is set to nothing, which turns the cache off.
     """
+    chosen = os.environ.get("JPAGED_CACHE_DIR")
+    if chosen is not None:
+        return Path(chosen) / "programs" if chosen else None
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "jpaged" / "programs"
 
-    compile_cache_dir: Path | None
 
-    @classmethod
-    def multihost(cls, options: ParallelOptions) -> MultiHost | None:
-        """The place of this process among several: the options', else a launcher's; None where it is alone.
-
-        Raises:
-            InvalidArgument: a launcher's variables cannot be understood.
-        """
-        if options.num_processes == 1:
-            return None
-        if options.coordinator is None or options.num_processes is None or options.process_id is None:
-            return find_multihost(os.environ)
-        return MultiHost(options.coordinator, options.num_processes, options.process_id, "the options")
-
-    @staticmethod
-    def shows_traces() -> bool:
-        """Whether the command line shows where in the program an error came up (JPAGED_TRACEBACK)."""
-        return os.environ.get("JPAGED_TRACEBACK", "") not in ("", "0")
-
-    @classmethod
-    def read(cls) -> Environment:
-        chosen = os.environ.get("JPAGED_CACHE_DIR")
-        if chosen is not None:
-            return cls(compile_cache_dir=Path(chosen) / "programs" if chosen else None)
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        return cls(compile_cache_dir=Path(base) / "jpaged" / "programs")
+def shows_traces() -> bool:
+    """Whether the command line shows where in the program an error came up (JPAGED_TRACEBACK)."""
+    return os.environ.get("JPAGED_TRACEBACK", "") not in ("", "0")
 
 
 def tpu_library() -> Path | None:

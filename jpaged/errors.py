@@ -29,6 +29,11 @@ class JpagedError(Exception):
 
     grpc_status: ClassVar[str] = "UNKNOWN"
 
+    def __init_subclass__(cls, *, grpc_status: str | None = None) -> None:
+        super().__init_subclass__()
+        if grpc_status is not None:
+            cls.grpc_status = grpc_status
+
 
 def sentence_of(error: BaseException) -> str:
     """What to say of an error in one line: its own words, what the system says with the file, or that it is a bug."""
@@ -43,14 +48,12 @@ def sentence_of(error: BaseException) -> str:
     return f"a bug in jpaged: {what} (JPAGED_TRACEBACK=1 shows where)"
 
 
-class InvalidArgument(JpagedError, ValueError):
+class InvalidArgument(JpagedError, ValueError, grpc_status="INVALID_ARGUMENT"):
     """The caller passed something that can never work: says which field, which value, and the limit.
 
     `field` is the name as the caller wrote it (`sampling.top_p`, `--block-size`); the server puts it into
     google.rpc.BadRequest.
     """
-
-    grpc_status: ClassVar[str] = "INVALID_ARGUMENT"
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -62,65 +65,45 @@ class RequestTooLong(InvalidArgument):
     """The request cannot fit into the model's length or into the whole pool, even when it runs alone."""
 
 
-class NotFound(JpagedError, LookupError):
+class NotFound(JpagedError, LookupError, grpc_status="NOT_FOUND"):
     """The thing that was named does not exist (any more)."""
 
-    grpc_status: ClassVar[str] = "NOT_FOUND"
 
-
-class PermissionDenied(JpagedError):
+class PermissionDenied(JpagedError, grpc_status="PERMISSION_DENIED"):
     """The operator has turned it off: says by which option."""
 
-    grpc_status: ClassVar[str] = "PERMISSION_DENIED"
 
-
-class AlreadyExists(JpagedError):
+class AlreadyExists(JpagedError, grpc_status="ALREADY_EXISTS"):
     """A request with this id is in flight: a retry must wait for it or choose another id."""
 
-    grpc_status: ClassVar[str] = "ALREADY_EXISTS"
 
-
-class QueueFull(JpagedError):
+class QueueFull(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):
     """The waiting queue is at its bound. `retry_after_s` is when a place is likely to be free."""
-
-    grpc_status: ClassVar[str] = "RESOURCE_EXHAUSTED"
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class LimitExceeded(JpagedError):
+class LimitExceeded(JpagedError, grpc_status="RESOURCE_EXHAUSTED"):
     """A limit of gRPC's own, or of a proxy's, was exceeded, such as the size of a message: not a full queue."""
 
-    grpc_status: ClassVar[str] = "RESOURCE_EXHAUSTED"
 
-
-class Unavailable(JpagedError):
+class Unavailable(JpagedError, grpc_status="UNAVAILABLE"):
     """The server is starting, draining or gone: the same request can succeed elsewhere or later."""
 
-    grpc_status: ClassVar[str] = "UNAVAILABLE"
 
-
-class DeadlineExceeded(JpagedError):
+class DeadlineExceeded(JpagedError, grpc_status="DEADLINE_EXCEEDED"):
     """The request's deadline passed before it finished; its blocks are free again."""
 
-    grpc_status: ClassVar[str] = "DEADLINE_EXCEEDED"
 
-
-class Cancelled(JpagedError):
+class Cancelled(JpagedError, grpc_status="CANCELLED"):
     """The caller cancelled, or closed its stream."""
 
-    grpc_status: ClassVar[str] = "CANCELLED"
 
-
-class Unsupported(JpagedError):
+class Unsupported(JpagedError, grpc_status="UNIMPLEMENTED"):
     """This backend, build or model family cannot do what was asked; the message says why and what can."""
 
-    grpc_status: ClassVar[str] = "UNIMPLEMENTED"
 
-
-class InternalError(JpagedError):
+class InternalError(JpagedError, grpc_status="INTERNAL"):
     """A bug of ours or a fault of the device: the message carries the state needed to look into it."""
-
-    grpc_status: ClassVar[str] = "INTERNAL"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypedDict
 
 from jpaged.assemble import build
@@ -101,22 +100,13 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _request(self, prompt: dict[str, Any], sampling: SamplingParams) -> Request:
         self._num_requests += 1
-        request_id = f"llm-{self._num_requests}"
         make = self._serving.input_processor.make_request
-        return make(
-            request_id=request_id,
-            sampling=sampling,
-            prompt=prompt.get("prompt"),
-            prompt_token_ids=prompt.get("prompt_token_ids"),
-            messages=prompt.get("messages"),
-        )
+        return make(request_id=f"llm-{self._num_requests}", sampling=sampling, **prompt)
 
     def _run(self, requests: list[Request]) -> list[RequestOutput]:
         completions = {

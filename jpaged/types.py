@@ -316,11 +316,15 @@ class SequenceFinish:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputEvent:
-    """What one step added to one sequence of a request.
+class SequenceDelta:
+    """What one event or one message added to one sequence of a request.
 
-    `cumulative_logprob` is the sum over all tokens of the sequence so far. A request's last event carries `is_last`;
-    nothing follows it. `error` is set on the last event alone, when the request failed instead of finishing.
+    Attributes:
+        index: which sequence: 0 to n - 1.
+        text: to append to that sequence; may be empty while token_ids are not.
+        finish: in the sequence's last delta alone.
+        cumulative_logprob: the sum over all tokens of the sequence so far; None where that is not told.
+        is_last: nothing follows, of any sequence.
     """
 
     request_id: str
@@ -329,9 +333,16 @@ class OutputEvent:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish: SequenceFinish | None = None
-    cumulative_logprob: float = 0.0
+    cumulative_logprob: float | None = None
     usage: Usage = field(default_factory=Usage)
     is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEvent(SequenceDelta):
+    """What one step added. `error` is set on the last event alone, when the request failed instead of finishing."""
+
+    cumulative_logprob: float = 0.0
     error: Exception | None = None
 
 

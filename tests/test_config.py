@@ -5,8 +5,8 @@ import pytest
 from jpaged.config import (
     CacheOptions,
     EngineConfig,
-    Environment,
     SchedulerOptions,
+    compile_cache_dir,
     iter_options,
     option_type,
     platform_default,
@@ -104,12 +104,12 @@ def test_resolving_leaves_nothing_open():
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("JPAGED_CACHE_DIR", str(tmp_path))
-    assert Environment.read().compile_cache_dir == tmp_path / "programs"
+    assert compile_cache_dir() == tmp_path / "programs"
     monkeypatch.setenv("JPAGED_CACHE_DIR", "")
-    assert Environment.read().compile_cache_dir is None
+    assert compile_cache_dir() is None
     monkeypatch.delenv("JPAGED_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert Environment.read().compile_cache_dir == tmp_path / "jpaged" / "programs"
+    assert compile_cache_dir() == tmp_path / "jpaged" / "programs"
 
 
 def test_saved_programs_go_with_one_copy_of_the_model():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.config import EngineConfig, Environment
+from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.launchers import MultiHost, find_multihost, split_address
 from jpaged.llm import LLM
@@ -106,17 +106,17 @@ def test_options_come_before_the_environment(monkeypatch):
     for name, value in LWS.items():
         monkeypatch.setenv(name, value)
     given = EngineConfig.load({"coordinator": "[::1]:7000", "num_processes": 2, "process_id": 0}).parallel
-    multihost = Environment.multihost(given)
+    multihost = given.multihost()
     assert multihost == MultiHost("[::1]:7000", 2, 0, "the options")
     assert multihost.is_leader
     assert multihost.address == ("::1", 7000)
-    assert Environment.multihost(EngineConfig.load({"num_processes": 1}).parallel) is None
-    found = Environment.multihost(EngineConfig().parallel)
+    assert EngineConfig.load({"num_processes": 1}).parallel.multihost() is None
+    found = EngineConfig().parallel.multihost()
     assert found is not None
     assert found.source == "LeaderWorkerSet"
     for name in LWS:
         monkeypatch.delenv(name)
-    assert Environment.multihost(EngineConfig().parallel) is None
+    assert EngineConfig().parallel.multihost() is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("data_parallel_size", 2), ("compiled", "programs")])

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from jpaged.cli import batch, bench, convert, demo, generate, health, plan, serve
-from jpaged.config import Environment
+from jpaged.config import shows_traces
 from jpaged.errors import InvalidArgument, JpagedError, sentence_of
 from jpaged.version import __version__
 
@@ -68,7 +68,7 @@ def _tell(name: str, error: BaseException) -> int:
     if isinstance(error, BrokenPipeError) and error.filename is None:
         _silence_stdout()
         return _NOT_READ
-    if Environment.shows_traces():
+    if shows_traces():
         traceback.print_exception(error)
     text, code = sentence_of(error), 1
     if isinstance(error, InvalidArgument):

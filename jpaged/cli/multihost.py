@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from jpaged.cli.startup import Progress, StartupReport
-from jpaged.config import EngineConfig, Environment
+from jpaged.config import EngineConfig, shows_traces
 from jpaged.errors import JpagedError, sentence_of
 from jpaged.launchers import MultiHost
 from jpaged.server.lifecycle import Server
@@ -94,7 +94,7 @@ def follow(config: EngineConfig, multihost: MultiHost) -> int:
             assemble.follow(config, report.progress, follower)
             ends.put((0, "stopped"))
         except Exception as error:  # the top of a follower: process 0 must hear of whatever happened
-            if not isinstance(error, JpagedError) and Environment.shows_traces():
+            if not isinstance(error, JpagedError) and shows_traces():
                 _LOG.exception("process %d failed", multihost.process_id)
             if following:
                 following[0].report(error)

@@ -11,7 +11,7 @@ import sys
 from jpaged.cli.multihost import Leading, follow
 from jpaged.cli.options import add_config_flags, config_from, flag_of
 from jpaged.cli.startup import Progress, StartupReport
-from jpaged.config import EngineConfig, Environment
+from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.launchers import MultiHost
 from jpaged.server.lifecycle import Server
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     # force: a library that was imported before may have set its own format
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    multihost = Environment.multihost(config.parallel)
+    multihost = config.parallel.multihost()
     if multihost is None:
         return asyncio.run(_serve(config, None))
     try:

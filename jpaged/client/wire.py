@@ -24,6 +24,7 @@ from jpaged.types import (
     Prompt,
     RequestOutput,
     SamplingParams,
+    SequenceDelta,
     SequenceFinish,
     TokenLogprob,
     Usage,
@@ -49,27 +50,14 @@ _EARLY_STOPPING: dict[bool | str, inference_pb2.EarlyStopping] = {
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateChunk:
-    """What one message added to one sequence of a request.
+class GenerateChunk(SequenceDelta):
+    """What one message added; `cumulative_logprob` comes with `finish`.
 
     Attributes:
-        index: which sequence: 0 to n - 1.
-        text: to append to that sequence; may be empty while token_ids are not.
-        finish: in the sequence's last chunk alone, with cumulative_logprob beside it.
         prompt_token_ids: in the first chunk, when they were asked for.
-        is_last: nothing follows, of any sequence.
     """
 
-    request_id: str
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[PositionLogprobs, ...]
-    usage: Usage
-    finish: SequenceFinish | None = None
-    cumulative_logprob: float | None = None
     prompt_token_ids: tuple[int, ...] = ()
-    is_last: bool = False
 
     @property
     def finish_reason(self) -> str | None:
@@ -133,19 +121,19 @@ def generate_request(
     prompt: Prompt, sampling: SamplingParams | None, *, request_id: str | None, model: str | None
 ) -> inference_pb2.GenerateRequest:
     """The message of a Generate call. Without a request id it gets one here, so that the caller can abort it."""
+    if prompt.text is not None:
+        require_whole_characters("prompt.text", prompt.text)
     message = inference_pb2.GenerateRequest(
         request_id=request_id or uuid.uuid4().hex,
+        text=prompt.text,
         sampling=sampling_message(sampling or SamplingParams()),
         model=model,
         return_prompt_token_ids=prompt.token_ids is None,
     )
-    if prompt.text is not None:
-        require_whole_characters("prompt.text", prompt.text)
-        message.text = prompt.text
-    elif prompt.token_ids is not None:
+    if prompt.token_ids is not None:
         message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=_checked_ids("prompt.token_ids", prompt.token_ids)))
-    else:
-        message.chat.CopyFrom(_chat_message(prompt.messages or ()))
+    elif prompt.messages is not None:
+        message.chat.CopyFrom(_chat_message(prompt.messages))
     return message
 
 

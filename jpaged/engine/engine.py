@@ -33,22 +33,18 @@ class LoopThread:
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._is_stopping = False
+        self._stopping = threading.Event()
         self._is_abandoned = False
         self._thread: threading.Thread | None = None
-        self._on_failure: Callable[[Exception], None] = _ignore
+        self._on_failure: Callable[[Exception], None] | None = None
 
     def ask(self, command: Callable[[], None]) -> None:
         """Has something done on the loop's thread before its next step; any thread may ask."""
         self._inbox.put(command)
 
     def start(self, on_failure: Callable[[Exception], None] | None) -> None:
-        """Makes the thread.
-
-        Args:
-            on_failure: told, on that thread, what ended the loop; by then nothing is accepted any more.
-        """
-        self._on_failure = on_failure or _ignore
+        """Makes the thread; see `Engine.start`."""
+        self._on_failure = on_failure
         self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
         self._thread.start()
 
@@ -64,7 +60,7 @@ class LoopThread:
 
     def stop(self) -> bool:
         """Ends the loop and what it has in flight; False when it hangs, and what it holds is left to it."""
-        self.ask(self._set_stopping)
+        self.ask(self._stopping.set)
         if self._thread is not None:
             self._thread.join(_ABANDONED_JOIN_S if self._is_abandoned else None)
             if self._thread.is_alive():
@@ -74,8 +70,8 @@ class LoopThread:
 
     def _run(self) -> None:
         try:
-            while not self._is_stopping:
-                if not self.step() and not self._is_stopping:  # which the step may have read from the inbox
+            while not self._stopping.is_set():
+                if not self.step() and not self._stopping.is_set():  # which the step may have read from the inbox
                     self._loop.check()
                     self._inbox.get()()
         except Unavailable as error:  # from outside, or of several processes one is lost: nothing here went wrong
@@ -86,7 +82,8 @@ class LoopThread:
 
     def _fail(self, error: Exception) -> None:
         self._loop.in_flight.close(error)
-        self._on_failure(error)
+        if self._on_failure is not None:
+            self._on_failure(error)
         if not isinstance(error, InternalError | Unavailable):
             failure = InternalError(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
@@ -105,16 +102,9 @@ class LoopThread:
                 return
             command()
 
-    def _set_stopping(self) -> None:
-        self._is_stopping = True
-
     def _give_up(self, error: Exception) -> None:
-        if self._loop.in_flight.failure is None and not self._is_stopping:
+        if self._loop.in_flight.failure is None and not self._stopping.is_set():
             raise error
-
-
-def _ignore(error: Exception) -> None:
-    """Ignores a failure that nobody asked to hear of."""
 
 
 class Engine:

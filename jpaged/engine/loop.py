@@ -339,11 +339,8 @@ class EngineLoop:
         self._num_arrivals += 1
         if not self.memory.can_ever_fit(group):
             limit = f"{self.memory.num_blocks} blocks, less what pinned prefixes hold"
-            error = RequestTooLong("sampling.max_tokens", f"the request can never fit into the pool: {limit}")
-            self._output.fail(group, error)
-            self.stats.count_end(group)
-            self._send_last([group])
-            self.in_flight.note_idle()
+            problem = f"the request can never fit into the pool: {limit}"
+            self._fail([group], RequestTooLong("sampling.max_tokens", problem))
             return
         self.groups[request.request_id] = group
         self._output.open(group)
@@ -367,13 +364,9 @@ class EngineLoop:
 
     def fail_all(self, error: Exception) -> None:
         """Sends every request its last event; for the end of the loop, when the device may no longer be asked."""
-        for group in self.groups.values():
-            self._output.fail(group, error)
-            self.stats.count_end(group)
-        ended = list(self.groups.values())
+        groups = list(self.groups.values())
         self.groups.clear()
-        self._send_last(ended)
-        self.in_flight.note_idle()
+        self._fail(groups, error)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -387,6 +380,14 @@ class EngineLoop:
         self.scheduler.finish(group)
         self._deadlines.discard(group)
         del self.groups[group.request.request_id]
+        self.in_flight.note_idle()
+
+    def _fail(self, groups: Collection[Group], error: Exception) -> None:
+        """Ends requests of which nothing has to be given back."""
+        for group in groups:
+            self._output.fail(group, error)
+            self.stats.count_end(group)
+        self._send_last(groups)
         self.in_flight.note_idle()
 
     def _send_last(self, ended: Collection[Group]) -> None:

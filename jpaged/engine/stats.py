@@ -97,8 +97,12 @@ class StepStats:
 
     def count_token(self, group: Group, now_s: float) -> None:
         self._counts["num_generation_tokens"] += 1
-        if group.last_token_s != now_s:
-            self._note_sample(group, now_s)
+        if group.last_token_s != now_s:  # the first of the step
+            group.collected(now_s)
+            if group.token_gap_s is None:
+                self._sum_first_token_s += now_s - group.arrival_s
+                self._counts["num_first_tokens"] += 1
+                self._histograms["time_to_first_token"].observe(now_s - group.arrival_s)
         if group.token_gap_s is not None:
             self._token_gaps_s[group.token_gap_s] = self._token_gaps_s.get(group.token_gap_s, 0) + 1
 
@@ -144,14 +148,6 @@ class StepStats:
         now["num_prefix_query_tokens"] = done.num_prefix_query_tokens
         now["num_prefix_hit_tokens"] = done.num_prefix_hit_tokens
         self._load = EngineLoad(**now)
-
-    def _note_sample(self, group: Group, now_s: float) -> None:
-        """Notes that a step sampled for a group, and counts its first token."""
-        group.collected(now_s)
-        if group.token_gap_s is None:
-            self._sum_first_token_s += now_s - group.arrival_s
-            self._counts["num_first_tokens"] += 1
-            self._histograms["time_to_first_token"].observe(now_s - group.arrival_s)
 
     def snapshot(self, num_compiles_after_warm_up: int) -> EngineLoad:
         return replace(self._load, num_compiles_after_warm_up=num_compiles_after_warm_up)

@@ -47,24 +47,12 @@ class Tokenizer(Protocol):
 class NoTokenizer:
     """Stands where a model's folder has no tokenizer files: token ids in, token ids out, and no text."""
 
+    eos_token_ids: frozenset[int] = frozenset()
+    has_chat_template = False
+    max_token_bytes = 1 << 30  # so that every text comes to `encode`, which says what is wrong
+
     def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return frozenset()
-
-    @property
-    def has_chat_template(self) -> bool:
-        return False
-
-    @property
-    def max_token_bytes(self) -> int:
-        return 1 << 30  # so that every text comes to `encode`, which says what is wrong
+        self.vocab_size = vocab_size
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise InvalidArgument("prompt", "this model has no tokenizer files: send token ids instead of text")

@@ -23,7 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from jpaged.config import EngineConfig, Environment
+from jpaged.config import EngineConfig, shows_traces
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
 from jpaged.server.health import HealthServicer
@@ -215,7 +215,7 @@ class Server:
             await self._enter(Stage.FAILED)
             # The trace of an error that nobody foresaw while the model was loaded; the engine has logged its own.
             is_told = self.state.model is not None or isinstance(failure, JpagedError)
-            trace = None if is_told or not Environment.shows_traces() else failure
+            trace = None if is_told or not shows_traces() else failure
             _LOG.error("the server ends: %s", sentence_of(failure), exc_info=trace)
             died = InternalError(f"the engine has died: {failure}")
             self._service.end_open_calls(failure if isinstance(failure, Unavailable) else died)

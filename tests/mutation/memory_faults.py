@@ -294,8 +294,8 @@ MEMORY_FAULTS = (
     Fault(
         "a group fits where one of its rows does",
         "kv/contiguous.py",
-        "BuddyAllocator(self._num_blocks).num_holes(self._num_group_blocks(group)) >= group.num_rows",
-        "BuddyAllocator(self._num_blocks).num_holes(self._num_group_blocks(group)) >= 1",
+        "BuddyAllocator(self.num_blocks).num_holes(self._num_group_blocks(group)) >= group.num_rows",
+        "BuddyAllocator(self.num_blocks).num_holes(self._num_group_blocks(group)) >= 1",
         RESERVED,
     ),
 )

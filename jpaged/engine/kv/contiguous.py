@@ -104,7 +104,7 @@ class ReservedMemory:
             raise InternalError(f"{policy!r} is not one of {', '.join(RESERVE_POLICIES)}")
         self.prefixes = None
         self.swapping = None
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._policy = policy
@@ -114,10 +114,6 @@ class ReservedMemory:
         self._visitors: set[Sequence] = set()  # forks that still read their parent's region
         self._ops = MemoryOps()
         self.counts = self._ops.counts
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
 
     def num_region_blocks(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Blocks that a sequence reserves."""
@@ -193,11 +189,11 @@ class ReservedMemory:
 
     def can_ever_fit(self, group: Group) -> bool:
         """The group's regions fit into an empty pool."""
-        return BuddyAllocator(self._num_blocks).num_holes(self._num_group_blocks(group)) >= group.num_rows
+        return BuddyAllocator(self.num_blocks).num_holes(self._num_group_blocks(group)) >= group.num_rows
 
     def use(self) -> MemoryUse:
         num_free = self._buddies.num_free
-        return MemoryUse(self._num_blocks, num_free, 0, self._num_blocks - num_free)
+        return MemoryUse(self.num_blocks, num_free, 0, self.num_blocks - num_free)
 
     def take_ops(self) -> MemoryOps:
         return self._ops.take()
@@ -213,8 +209,8 @@ class ReservedMemory:
             if taken & region:
                 raise InternalError(f"the region of {num_blocks} blocks at {first} overlaps another")
             taken |= region
-        if len(taken) + self._buddies.num_free != self._num_blocks:
-            raise InternalError(f"{len(taken)} reserved + {self._buddies.num_free} free are not {self._num_blocks}")
+        if len(taken) + self._buddies.num_free != self.num_blocks:
+            raise InternalError(f"{len(taken)} reserved + {self._buddies.num_free} free are not {self.num_blocks}")
 
     def _num_group_blocks(self, group: Group) -> int:
         """Blocks that each sequence of a group reserves."""

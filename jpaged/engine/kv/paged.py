@@ -37,6 +37,7 @@ class PagedMemory:
         caches_prefixes: bool = True,
         max_cached_tokens: int | None = None,
     ) -> None:
+        self.num_blocks = num_blocks
         self.block_size = block_size
         self._ops = MemoryOps()
         self.counts = self._ops.counts
@@ -49,10 +50,6 @@ class PagedMemory:
             self._pool = BlockPool(num_blocks=num_blocks, block_size=block_size)
         if num_host_blocks:
             self.swapping = Swapping(self._pool, self._host.pool, self._ops, self.prefixes)
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
 
     def can_admit(self, group: Group, num_spare_blocks: int) -> bool:
         known = [] if self.prefixes is None else self.prefixes.match(group).block_ids
@@ -145,7 +142,7 @@ class PagedMemory:
     def use(self) -> MemoryUse:
         num_cached = 0 if self.prefixes is None else self.prefixes.num_cached
         return MemoryUse(
-            num_blocks=self._pool.num_blocks,
+            num_blocks=self.num_blocks,
             num_free=self._pool.num_free - num_cached,
             num_cached=num_cached,
             num_referenced=self._pool.num_used,
