@@ -20,6 +20,7 @@ from jpaged._proto.v1 import inference_pb2, inference_pb2_grpc
 from jpaged.assemble import build
 from jpaged.config import EngineConfig
 from jpaged.server.lifecycle import Server
+from jpaged.service.loaded_model import LoadedModel
 
 NUM_TOKENS = 16
 _PACKAGE = Path(jpaged.__file__).parent
@@ -56,24 +57,17 @@ class Recorder:
                 self.files.append(file)
 
 
-async def _serve_one(recorder: Recorder) -> int:
-    """Sends the request when every program is compiled; returns how many tokens came."""
-    config = EngineConfig.load({"model": "demo", "port": 0, "max_num_seqs": 4, "max_model_len": 256})
-    loop, compiled = asyncio.get_running_loop(), asyncio.Event()
-
-    def note(what: str, done: int, total: int) -> None:
-        if " programs: " in what:
-            loop.call_soon_threadsafe(compiled.set)
-
-    server = Server(config, lambda progress: build(config, note))
+async def _serve_one(model: LoadedModel, recorder: Recorder) -> int:
+    """Sends the request; returns how many tokens came."""
+    server = Server(model.config, lambda progress: model)
     port = await server.start()
     run = asyncio.create_task(server.run())
-    await compiled.wait()
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        await channel.channel_ready()
         sampling = inference_pb2.SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
         request = inference_pb2.GenerateRequest(text="Once upon a time", sampling=sampling)
+        await channel.channel_ready()
+        await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1]), wait_for_ready=True)
         recorder.is_on = True
         num_tokens = sum([len(message.token_ids) async for message in stub.Generate(request, wait_for_ready=True)])
         recorder.is_on = False
@@ -84,10 +78,12 @@ async def _serve_one(recorder: Recorder) -> int:
 
 def request_way() -> list[str]:
     """The files, each as it was entered first."""
+    options = {"model": "demo", "port": 0, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 256}
+    model = build(EngineConfig.load({**options, "wait_for_all_programs": True}))
     recorder = Recorder()
     recorder.install()
     try:
-        num_tokens = asyncio.run(_serve_one(recorder))
+        num_tokens = asyncio.run(_serve_one(model, recorder))
     finally:
         recorder.remove()
     if num_tokens != NUM_TOKENS:
