@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 
-from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, KVHandle, root_key
+from jpaged.engine.kv.blocks import BlockPool, BlockTable, KVHandle, num_blocks_alone, root_key
 from jpaged.errors import InternalError
 from jpaged.types import OutputEvent, Request
 
@@ -48,38 +49,29 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One chain of tokens. Written by the engine thread alone.
 
     Attributes:
+        kv: what the memory keeps of it.
         num_computed_tokens: tokens whose keys and values are in the pool once every dispatched step has run.
         num_in_flight_tokens: tokens sampled by dispatched steps that were not collected yet.
         in_flight_row: the sequence's row in the last step that sampled a token for it; used while that is in flight.
-        kv: what the memory keeps of it.
     """
 
-    __slots__ = (
-        "cumulative_logprob",
-        "in_flight_row",
-        "index",
-        "kv",
-        "num_computed_tokens",
-        "num_in_flight_tokens",
-        "num_prompt_tokens",
-        "status",
-        "token_ids",
-    )
+    index: int
+    token_ids: list[int]
+    kv: KVHandle
+    num_prompt_tokens: int = field(init=False)
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    in_flight_row: int = 0
+    cumulative_logprob: float = 0.0
 
-    def __init__(self, index: int, prompt_token_ids: tuple[int, ...], max_blocks: int, root: Key | None = None) -> None:
-        self.index = index
-        self.token_ids: list[int] = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.kv = KVHandle(max_blocks, root)
-        self.status = Status.WAITING
-        self.num_computed_tokens = 0
-        self.num_in_flight_tokens = 0
-        self.in_flight_row = 0
-        self.cumulative_logprob = 0.0
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -147,11 +139,9 @@ class Sequence:
 
     def branch(self, index: int) -> Sequence:
         """A sequence with the same tokens, in the same state, and without blocks."""
-        twin = Sequence(index, (), len(self.kv.table.ids_m), self.kv.root)
-        twin.token_ids = list(self.token_ids)
+        twin = Sequence(index, list(self.token_ids), KVHandle(len(self.kv.table.ids_m), self.kv.root), self.status)
         twin.num_prompt_tokens = self.num_prompt_tokens
         twin.cumulative_logprob = self.cumulative_logprob
-        twin.status = self.status
         return twin
 
     def move_to(self, status: Status) -> None:
@@ -160,6 +150,7 @@ class Sequence:
         self.status = status
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Group:
     """The sequences of one request: scheduled, preempted and ended together.
 
@@ -173,44 +164,30 @@ class Group:
         num_cached_tokens: prompt tokens that the prefix cache held when the group was first admitted.
     """
 
-    __slots__ = (
-        "arrival",
-        "arrival_s",
-        "ended_by",
-        "first_scheduled_s",
-        "first_token_s",
-        "is_forked",
-        "last_token_s",
-        "num_cached_tokens",
-        "num_overtaken",
-        "num_preemptions",
-        "num_sampled_tokens",
-        "request",
-        "sequences",
-        "sink",
-        "status",
-        "token_gap_s",
-    )
+    request: Request
+    arrival: int
+    arrival_s: float
+    sink: Sink
+    max_blocks: InitVar[int]
+    sequences: list[Sequence] = field(init=False)
+    is_forked: bool = field(init=False)
+    status: Status = Status.WAITING
+    first_scheduled_s: float | None = None
+    last_token_s: float | None = None
+    token_gap_s: float | None = None
+    ended_by: str | None = None
+    num_cached_tokens: int | None = None
+    num_sampled_tokens: int = 0
+    num_preemptions: int = 0
+    num_overtaken: int = 0
 
-    def __init__(self, request: Request, arrival: int, arrival_s: float, sink: Sink, max_blocks: int) -> None:
-        self.request = request
-        self.arrival = arrival
-        self.arrival_s = arrival_s
-        self.first_scheduled_s: float | None = None
-        self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
-        self.token_gap_s: float | None = None
-        self.ended_by: str | None = None
-        self.num_cached_tokens: int | None = None
-        self.num_sampled_tokens = 0
-        self.num_preemptions = 0
-        self.num_overtaken = 0
-        self.sink = sink
-        self.status = Status.WAITING
-        sampling = request.sampling
+    def __post_init__(self, max_blocks: int) -> None:
+        request, sampling = self.request, self.request.sampling
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
         root = root_key(sampling.cache_salt, request.cache_tenant) if sampling.use_prefix_cache else None
-        self.sequences = [Sequence(i, request.prompt_token_ids, max_blocks, root) for i in range(num_sequences)]
+        self.sequences = [
+            Sequence(i, list(request.prompt_token_ids), KVHandle(max_blocks, root)) for i in range(num_sequences)
+        ]
         self.is_forked = num_sequences == 1
 
     @property
@@ -247,6 +224,11 @@ class Group:
             else:  # it will share the leader's full blocks
                 missing += needed - sequence.num_prompt_tokens // pool.block_size
         return missing
+
+    def num_blocks_alone(self, block_size: int) -> int:
+        """Blocks that it takes at most when it runs alone."""
+        request = self.request
+        return num_blocks_alone(len(request.prompt_token_ids), request.sampling.max_tokens, self.num_rows, block_size)
 
     def admitted(self, num_cached_tokens: int) -> bool:
         """Notes that it runs, with so many tokens of its prompt in the pool; True the first time."""
@@ -287,9 +269,7 @@ class Group:
 
     def collected(self, now_s: float) -> None:
         """The results of a step with tokens for it are here."""
-        if self.last_token_s is None:
-            self.first_token_s = now_s
-        else:
+        if self.last_token_s is not None:
             self.token_gap_s = now_s - self.last_token_s
         self.last_token_s = now_s
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jpaged.engine.kv.blocks import KVHandle
 from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.kv.paged import PagedMemory
@@ -18,13 +19,13 @@ from tests.engine.groups import group_of
 
 def decoding(num_prompt_tokens: int = 4) -> Sequence:
     """A sequence whose prompt is computed."""
-    sequence = Sequence(0, tuple(range(num_prompt_tokens)), 8)
+    sequence = Sequence(0, list(range(num_prompt_tokens)), KVHandle(8, None))
     sequence.resume_at(num_prompt_tokens)
     return sequence
 
 
 def test_a_token_is_in_flight_from_its_dispatch_until_it_is_collected():
-    sequence = Sequence(0, (1, 2, 3), 8)
+    sequence = Sequence(0, [1, 2, 3], KVHandle(8, None))
     sequence.dispatched(2, 5, samples_token=False)
     assert (sequence.num_computed_tokens, sequence.num_tokens, sequence.num_uncomputed_tokens) == (2, 3, 1)
     sequence.dispatched(1, 6, samples_token=True)
@@ -64,9 +65,9 @@ def test_a_group_knows_when_it_got_its_tokens_and_how_often_others_passed_it():
     assert group.admitted(2) and not group.admitted(4)
     group.scheduled(1.0)
     group.collected(2.0)
-    assert (group.first_token_s, group.token_gap_s) == (2.0, None)
+    assert (group.last_token_s, group.token_gap_s) == (2.0, None)
     group.collected(2.5)
-    assert (group.first_token_s, group.token_gap_s, group.last_token_s) == (2.0, 0.5, 2.5)
+    assert (group.last_token_s, group.token_gap_s) == (2.5, 0.5)
     group.overtaken()
     group.preempted()
     group.sampled(3)

@@ -13,24 +13,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from jpaged.engine.executor import Geometry
 from jpaged.engine.kv.blocks import Key, block_key, root_key
+from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.types import Request
 
 HALF_A_REPLICA = 0.5
 """How much more than the least loaded replica one may have to do and still get requests for its prefix."""
 MAX_ROUTED_BLOCKS = 256
 """Blocks of a prompt that decide: a hash takes 3 us, and the caller's thread serves others too."""
-
-
-class PrefixSource(Protocol):
-    """What is asked of a replica's cached prefixes; from any thread."""
-
-    def has_prefix(self, key: Key) -> bool: ...
-
-    def num_cacheable_blocks(self, num_prompt_tokens: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,11 +44,11 @@ class Router:
     """Knows what is in flight where. Callers hold a lock of theirs.
 
     Args:
-        sources: of the replicas, in order; None where nothing is cached.
+        sources: the prefixes of the replicas, in order; None where nothing is cached.
         geometry: of each of them.
     """
 
-    def __init__(self, sources: Sequence[PrefixSource | None], geometry: Geometry) -> None:
+    def __init__(self, sources: Sequence[Prefixes | None], geometry: Geometry) -> None:
         self._sources = sources
         self._block_size = geometry.block_size
         self._num_rows = geometry.max_num_seqs

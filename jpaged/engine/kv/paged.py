@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jpaged.engine.executor import Move
-from jpaged.engine.kv.blocks import BlockPool, MemoryOps, num_blocks_alone
+from jpaged.engine.kv.blocks import BlockPool, MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.prefixes import HostTier, Prefixes
 from jpaged.engine.kv.swapping import Swapping
@@ -133,11 +133,7 @@ class PagedMemory:
     def can_ever_fit(self, group: Group) -> bool:
         """The group could run alone, with every pinned prefix in its place."""
         num_pinned = 0 if self.prefixes is None else len(self.prefixes.pinned_blocks)
-        request = group.request
-        needed = num_blocks_alone(
-            len(request.prompt_token_ids), request.sampling.max_tokens, group.num_rows, self.block_size
-        )
-        return needed <= self.num_blocks - num_pinned
+        return group.num_blocks_alone(self.block_size) <= self.num_blocks - num_pinned
 
     def use(self) -> MemoryUse:
         num_cached = 0 if self.prefixes is None else self.prefixes.num_cached

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from jpaged.engine.executor import Geometry
-from jpaged.engine.kv.blocks import num_blocks_alone
 from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.sequence import Group, Sink
 from jpaged.errors import AlreadyExists, Cancelled, InvalidArgument, JpagedError, Unsupported
@@ -158,7 +157,7 @@ class PinnedPrefixes:
         num_pinned = len(self._prefixes.pinned_blocks)
         num_left = self._geometry.num_blocks - num_pinned
         others = [other for other in self._groups.values() if other is not group]
-        needed = max(map(self._num_blocks_alone, others), default=0)
+        needed = max((other.num_blocks_alone(self._geometry.block_size) for other in others), default=0)
         if num_left < needed:
             self._prefixes.unpin(pin)
             raise InvalidArgument(
@@ -189,7 +188,3 @@ class PinnedPrefixes:
                 cause = f"are over max_cached_tokens ({self._prefixes.max_tokens})"
             raise InvalidArgument("token_ids", f"{count} tokens {cause}: there is nothing to pin")
         return num_blocks
-
-    def _num_blocks_alone(self, group: Group) -> int:
-        prompt, sampling = group.request.prompt_token_ids, group.request.sampling
-        return num_blocks_alone(len(prompt), sampling.max_tokens, group.num_rows, self._geometry.block_size)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.engine.executor import CascadeCosts
+from jpaged.engine.kv.blocks import KVHandle
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, SharedPrefixGroup
 from jpaged.engine.scheduling.shared_prefixes import share_prefixes
 from jpaged.engine.sequence import Group, Sequence
@@ -30,7 +31,7 @@ def schedule_of(tables: list[list[int]], starts: list[int] | None = None, lens: 
     """A row for each table; its full blocks were computed before, unless `starts` says otherwise."""
     rows = []
     for i, block_ids in enumerate(tables):
-        sequence = Sequence(i, (), 16)
+        sequence = Sequence(i, [], KVHandle(16, None))
         sequence.kv.table.extend(block_ids)
         sequence.in_flight_row = i
         start = len(block_ids) * BLOCK_SIZE if starts is None else starts[i]
