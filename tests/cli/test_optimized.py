@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from jpaged.cli.main import COMMANDS
 from jpaged.client import Client
 from jpaged.types import SamplingParams
@@ -25,6 +27,7 @@ def test_every_help_text_is_the_same_without_docstrings():
     assert help_texts("-OO") == help_texts()
 
 
+@pytest.mark.long  # everything that a server imports is compiled for this level once more
 def test_a_server_without_docstrings_and_asserts_streams_and_ends():
     sizes = ("--max-num-seqs", "2", "--max-num-batched-tokens", "8", "--num-blocks", "64")
     server = Process(("-OO", "-m", "jpaged", "serve", "demo", "--port", "0", *sizes))
