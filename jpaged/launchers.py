@@ -1,17 +1,13 @@
 """Which of several processes this one is: from the options, or from what a launcher has put into the environment.
 
-    LeaderWorkerSet   LWS_LEADER_ADDRESS, LWS_GROUP_SIZE, LWS_WORKER_INDEX
-    GKE TPU pods      TPU_WORKER_HOSTNAMES or TPU_PROCESS_ADDRESSES, TPU_WORKER_ID, and MEGASCALE_* for several slices
-    Slurm             SLURM_JOB_ID, SLURM_STEP_NODELIST, SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID: inside of srun
-    Open MPI          OMPI_MCA_orte_hnp_uri, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK: inside of mpirun
-
-The first that is there and tells of more than one process counts. It does not read the environment itself.
+LeaderWorkerSet, GKE's TPU pods, Slurm inside of srun, Open MPI inside of mpirun: the first that is there and tells of
+more than one process counts. It does not read the environment itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jpaged.errors import InvalidArgument
@@ -73,8 +69,8 @@ def find_multihost(variables: Variables) -> MultiHost | None:
     Raises:
         InvalidArgument: a launcher's variables contradict each other; one is named.
     """
-    for find in (_leader_worker_set, _gke_tpu, _slurm, _open_mpi):
-        multihost = find(variables)
+    for names, find in _LAUNCHERS.items():
+        multihost = find(variables) if all(variables.get(name) for name in names) else None
         if multihost is not None and multihost.num_processes > 1:
             if not 0 <= multihost.process_id < multihost.num_processes:
                 problem = f"says process {multihost.process_id} of {multihost.num_processes}; they count from 0"
@@ -83,19 +79,15 @@ def find_multihost(variables: Variables) -> MultiHost | None:
     return None
 
 
-def _leader_worker_set(variables: Variables) -> MultiHost | None:
-    names = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
-    if not _has(variables, *names):
-        return None
-    host, size, index = names
-    return MultiHost(
-        _joined(variables[host], PORT), _number(variables, size), _number(variables, index), "LeaderWorkerSet"
-    )
+def _leader_worker_set(variables: Variables) -> MultiHost:
+    coordinator = _joined(variables["LWS_LEADER_ADDRESS"], PORT)
+    size, index = _number(variables, "LWS_GROUP_SIZE"), _number(variables, "LWS_WORKER_INDEX")
+    return MultiHost(coordinator, size, index, "LeaderWorkerSet")
 
 
 def _gke_tpu(variables: Variables) -> MultiHost | None:
     hosts = variables.get("TPU_PROCESS_ADDRESSES") or variables.get("TPU_WORKER_HOSTNAMES")
-    if not hosts or not _has(variables, "TPU_WORKER_ID"):
+    if not hosts:
         return None
     names = hosts.split(",")
     num_slices, slice_id = 1, 0
@@ -108,10 +100,7 @@ def _gke_tpu(variables: Variables) -> MultiHost | None:
     return MultiHost(_joined(first.partition(":")[0], PORT), len(names) * num_slices, process_id, "GKE TPU pods")
 
 
-def _slurm(variables: Variables) -> MultiHost | None:
-    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-    if not _has(variables, *names):
-        return None
+def _slurm(variables: Variables) -> MultiHost:
     num_processes = _number(variables, "SLURM_NTASKS")
     shares_host = _number(variables, "SLURM_STEP_NUM_NODES", default=num_processes) < num_processes
     return MultiHost(
@@ -123,15 +112,12 @@ def _slurm(variables: Variables) -> MultiHost | None:
     )
 
 
-def _open_mpi(variables: Variables) -> MultiHost | None:
-    names = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-    if not _has(variables, *names):
-        return None
+def _open_mpi(variables: Variables) -> MultiHost:
     uri = variables["OMPI_MCA_orte_hnp_uri"]
     # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 or 1314521088.0;tcp6://[fe80::b9b:ac5d,2620:10d::2]:43370
     match = re.match(r"(\d+)\.\d+;(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri)
     if match is None:
-        raise InvalidArgument(names[0], f"{uri!r} names no address")
+        raise InvalidArgument("OMPI_MCA_orte_hnp_uri", f"{uri!r} names no address")
     shares_host = _number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", default=1) > 1
     return MultiHost(
         # Job ids are multiples of 4096.
@@ -141,6 +127,15 @@ def _open_mpi(variables: Variables) -> MultiHost | None:
         "Open MPI",
         _number(variables, "OMPI_COMM_WORLD_LOCAL_RANK") if shares_host else None,
     )
+
+
+_LAUNCHERS: dict[tuple[str, ...], Callable[[Variables], MultiHost | None]] = {
+    ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"): _leader_worker_set,
+    ("TPU_WORKER_ID",): _gke_tpu,
+    ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"): _slurm,
+    ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"): _open_mpi,
+}
+"""Who may have started this process, by the variables that all have to be there."""
 
 
 def _first_node(nodes: str) -> str:
@@ -157,10 +152,6 @@ def _job_port(job: int) -> int:
 
 def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _has(variables: Variables, *names: str) -> bool:
-    return all(variables.get(name) for name in names)
 
 
 def _number(variables: Variables, name: str, *, default: int | None = None) -> int:

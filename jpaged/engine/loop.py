@@ -1,12 +1,9 @@
 """The loop: schedule, dispatch, collect, publish. One thread owns everything in here.
 
-    plain     | schedule n | dispatch n | collect n | publish n | schedule n+1 ...
-    overlap   | schedule n+1 | dispatch n+1 | collect n | publish n | schedule n+2 ...
-              device:  === step n ===========| === step n+1 ==========
-
-With overlap the host decides step n + 1 before it has seen what step n sampled. Two rules follow. A decoding row's
-input is named by its row in the step before and never fetched by value. A row that ended in step n may already be in
-step n + 1: that result is dropped; its blocks are free at once, because the device runs steps in order of dispatch.
+With overlap (docs/architecture.md draws it) the host decides step n + 1 before it has seen what step n sampled. Two
+rules follow. A decoding row's input is named by its row in the step before and never fetched by value. A row that ended
+in step n may already be in step n + 1: that result is dropped; its blocks are free at once, because the device runs
+steps in order of dispatch.
 """
 
 from __future__ import annotations
@@ -106,10 +103,6 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int]] = []
         self._open: dict[int, tuple[float, Group]] = {}
-
-    def __len__(self) -> int:
-        """How many entries are kept."""
-        return len(self._heap)
 
     def add(self, group: Group) -> None:
         """Watches a group; one without a deadline is left out."""

@@ -22,9 +22,9 @@ def test_what_is_kept_of_deadlines_is_bounded_by_the_requests_in_flight():
             h.step()
         if not h.engine.is_in_flight("long"):
             h.submit("long", [1], max_tokens=100, deadline_s=FAR)
-        assert len(h.engine._loop._deadlines) <= 4
+        assert len(h.engine._loop._deadlines._heap) <= 4
     h.run()
-    assert len(h.engine._loop._deadlines) == 0
+    assert len(h.engine._loop._deadlines._heap) == 0
 
 
 @pytest.mark.parametrize("how", ["abort", "drop"])
@@ -36,7 +36,7 @@ def test_a_request_that_was_ended_early_leaves_no_deadline(how):
     for i in range(8):
         getattr(h.engine, how)(f"r{i}")
     h.run()
-    assert len(h.engine._loop._deadlines) == 0
+    assert len(h.engine._loop._deadlines._heap) == 0
     assert ended(h) == {"abort": 8}
 
 

@@ -161,4 +161,4 @@ def test_a_block_that_another_holds_too_is_copied_when_it_is_written_again():
     sequence.append(99, 0.0)
     run(memory, group, 1)
     assert sequence.kv.table.block_id(2) != held == twin.kv.table.block_id(2)
-    assert len(memory.take_ops()) == 1
+    assert [len(batch.sources) for batch in memory.take_ops().batches()] == [1]

@@ -333,12 +333,6 @@ class MemoryOps:
         taken, self._moves = MemoryOps(self.counts, self._moves), []
         return taken
 
-    def __len__(self) -> int:
-        return len(self._moves)
-
-    def count(self, move: Move) -> int:
-        return sum(1 for kind, _, _ in self._moves if kind is move)
-
     def batches(self) -> Iterator[BlockMoves]:
         """The moves in batches to be run in order; none of them writes what it reads, or writes twice."""
         batches: list[_Batch] = []

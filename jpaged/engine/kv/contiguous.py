@@ -179,7 +179,17 @@ class ReservedMemory:
         self._visitors.discard(sequence)
         sequence.kv.table.truncate()
         sequence.resume_at(0)
-        self._give_back(sequence)
+        region, family = self._regions.pop(sequence, None), self._families.pop(sequence, None)
+        if region is None:
+            return
+        if family is None:
+            self._buddies.release(*region)
+            return
+        family.spares.append(region)
+        family.num_beams -= 1
+        if not family.num_beams:
+            for spare in family.spares:
+                self._buddies.release(*spare)
 
     def num_reserved_slots(self) -> int:
         return sum(1 << _order(num_blocks) for _, num_blocks in self._reserved()) * self._block_size
@@ -220,17 +230,3 @@ class ReservedMemory:
         yield from self._regions.values()
         for family in {id(family): family for family in self._families.values()}.values():
             yield from family.spares
-
-    def _give_back(self, sequence: Sequence) -> None:
-        region = self._regions.pop(sequence, None)
-        if region is None:
-            return
-        family = self._families.pop(sequence, None)
-        if family is None:
-            self._buddies.release(*region)
-            return
-        family.spares.append(region)
-        family.num_beams -= 1
-        if not family.num_beams:
-            for spare in family.spares:
-                self._buddies.release(*spare)

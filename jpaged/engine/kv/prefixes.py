@@ -22,7 +22,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from jpaged.engine.executor import Move
+from jpaged.engine.executor import BEYOND_TOKENS, Move
 from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, MemoryOps
 from jpaged.engine.sequence import Group
 from jpaged.engine.sequence import Sequence as TokenSequence
@@ -56,9 +56,6 @@ class PrefixCache:
         self._parents: dict[int, Key] = {}
         self._tokens: dict[int, tuple[int, ...]] = {}
         self._children: dict[Key, dict[int, None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._keys
@@ -190,7 +187,7 @@ class Prefixes:
     """
 
     def __init__(self, num_blocks: int, host: HostTier, ops: MemoryOps, *, max_tokens: int | None) -> None:
-        self.max_tokens = max_tokens
+        self.max_tokens = BEYOND_TOKENS if max_tokens is None else max_tokens
         self.num_cached = 0
         self._block_size = host.pool.block_size
         self.pool = BlockPool(
@@ -209,9 +206,8 @@ class Prefixes:
         if leader.kv.root is None:
             return PrefixMatch([])
         limit = _num_leading_tokens(group)
-        if self.max_tokens is not None:
-            # One more than can be cached: the last token of what is matched always runs.
-            limit = min(limit, self.max_tokens + 1 if leader.num_prompt_tokens <= self.max_tokens else 0)
+        # One more than can be cached: the last token of what is matched always runs.
+        limit = min(limit, self.max_tokens + 1 if leader.num_prompt_tokens <= self.max_tokens else 0)
         keys = self._keys(leader, limit // self._block_size)
         return self._cache.match(leader.kv.root, keys, leader.token_ids[:limit])
 
@@ -294,8 +290,7 @@ class Prefixes:
 
     def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
         """Full blocks of a prompt that may be cached. Any thread may ask."""
-        is_too_long = self.max_tokens is not None and num_prompt_tokens > self.max_tokens
-        return 0 if is_too_long else num_prompt_tokens // self._block_size
+        return 0 if num_prompt_tokens > self.max_tokens else num_prompt_tokens // self._block_size
 
     # --- what is pinned ---------------------------------------------------------------------------------------------
 
@@ -349,11 +344,7 @@ class Prefixes:
 
     def _num_cacheable(self, sequence: TokenSequence) -> int:
         """Blocks of a sequence that may be cached."""
-        if sequence.kv.root is None:
-            return 0
-        if self.max_tokens is None:
-            return len(sequence.token_ids) // self._block_size
-        if sequence.num_prompt_tokens > self.max_tokens:
+        if sequence.kv.root is None or sequence.num_prompt_tokens > self.max_tokens:
             return 0
         return min(self.max_tokens, len(sequence.token_ids)) // self._block_size
 

@@ -19,11 +19,8 @@ def advance_beams(
     """Ranks what every beam's row reported, and replaces the group's sequences by the beams that live on.
 
     Args:
-        group: each of its live sequences sampled a token in the step.
-        rows: the row of each of them.
-        outputs: of the step; with top log-probabilities.
-        search: the request's.
-        scheduler: forks and releases.
+        rows: the row of each live sequence, all of which sampled a token in the step.
+        outputs: with top log-probabilities.
     """
     beams = group.live
     num_top = search.num_candidates
