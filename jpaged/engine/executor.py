@@ -279,6 +279,8 @@ class SamplingInputs:
 class StepInputs:
     """One step, padded. Row i owns tokens query_starts[i] to query_starts[i + 1] of the packed axis.
 
+    A device gets the fields in this order, in the shapes that end their names.
+
     Attributes:
         token_ids_t: input tokens; ignored where is_prev_sampled_t.
         is_prev_sampled_t: the token is what the previous dispatched step sampled for row prev_sampled_rows_t, and the
@@ -288,15 +290,15 @@ class StepInputs:
         rope_lens_t: max(position + 1, prompt length), for position embeddings that depend on the sequence's length.
         slots_t: where the token's keys and values go: block * block_size + offset; slot 0 of the null block for
             padding.
+        sample_tokens_s: place in the packed axis of each row's last token, from which its next is sampled.
         query_starts_s1: [S + 1]; rows beyond num_rows are empty.
         kv_lens_s: tokens of each row's context, those of this step included; 0 beyond num_rows.
         block_tables_sm: block ids; the null block beyond a row's context.
+        num_rows: rows in use.
         kv_begins_s: tokens that a row shares with the other rows of its run; their block tables begin alike.
         run_starts_s1: [S + 1]; run g is the rows run_starts[g] to run_starts[g + 1]. num_rows beyond num_runs.
-        sample_tokens_s: place in the packed axis of each row's last token, from which its next is sampled.
-        num_rows: rows in use.
-        num_tokens: tokens in use.
         num_runs: runs in use, which cover the rows in use; 0 where no two rows read anything together.
+        num_tokens: tokens in use.
     """
 
     token_ids_t: I32
@@ -305,15 +307,15 @@ class StepInputs:
     positions_t: I32
     rope_lens_t: I32
     slots_t: I32
+    sample_tokens_s: I32
     query_starts_s1: I32
     kv_lens_s: I32
     block_tables_sm: I32
+    num_rows: int
     kv_begins_s: I32
     run_starts_s1: I32
-    sample_tokens_s: I32
-    num_rows: int
-    num_tokens: int
     num_runs: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ next step can be dispatched before the host has seen a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,55 +21,33 @@ from jpaged.device.mesh import HEADS_SPEC, LOGITS_SPEC, MODEL_AXIS, POOL_SPEC, S
 from jpaged.device.step import sampling
 from jpaged.device.step.runner import Packing, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor import Geometry
+from jpaged.engine.executor import Geometry, StepInputs
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
+from jpaged.kernels.paged_attention.spec import NewKV
+from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace
 from jpaged.models.tokens import TokenBatch
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Shaped
+    from jaxtyping import Array, Float, Int, Shaped
 
-Params = Mapping[str, Any]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class ForwardInputs:
-    """What the model runs on; the fields of `engine.executor.StepInputs` on the device."""
-
-    token_ids_t: Int[Array, "T"]
-    is_prev_sampled_t: Bool[Array, "T"]
-    prev_sampled_rows_t: Int[Array, "T"]
-    positions_t: Int[Array, "T"]
-    rope_lens_t: Int[Array, "T"]
-    slots_t: Int[Array, "T"]
-    sample_tokens_s: Int[Array, "S"]
-    rows: RaggedRows | CascadeRows
+_RUNS = {"kv_begins_s", "run_starts_s1", "num_runs"}
 
 
 def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
-    """The buffer of a forward call with T tokens: the fields of `StepInputs` that have no row of the sampler.
+    """The buffer of a forward call with T tokens: the fields of `StepInputs`, whose names say their shapes.
 
     It has the runs of rows that read a prefix together where the geometry says that there are any.
     """
-    t, s, s1 = (num_tokens,), (geometry.max_num_seqs,), (geometry.max_num_seqs + 1,)
-    runs = {"kv_begins_s": (s, "int32"), "run_starts_s1": (s1, "int32"), "num_runs": ((), "int32")}
+    t, s, m = num_tokens, geometry.max_num_seqs, geometry.max_blocks_per_seq
+    shapes = {"t": (t,), "s": (s,), "s1": (s + 1,), "sm": (s, m)}
+    left_out = {"num_tokens", *(_RUNS if geometry.cascade is None else ())}
+    names = [field.name for field in dataclasses.fields(StepInputs) if field.name not in left_out]
     return Packing.of(
-        token_ids_t=(t, "int32"),
-        is_prev_sampled_t=(t, "bool"),
-        prev_sampled_rows_t=(t, "int32"),
-        positions_t=(t, "int32"),
-        rope_lens_t=(t, "int32"),
-        slots_t=(t, "int32"),
-        sample_tokens_s=(s, "int32"),
-        query_starts_s1=(s1, "int32"),
-        kv_lens_s=(s, "int32"),
-        block_tables_sm=((geometry.max_num_seqs, geometry.max_blocks_per_seq), "int32"),
-        num_rows=((), "int32"),
-        **(runs if geometry.cascade is not None else {}),
+        **{name: (shapes.get(name.split("_")[-1], ()), "bool" if name.startswith("is_") else "int32") for name in names}
     )
 
 
@@ -95,37 +73,54 @@ class Step:
     mesh: Mesh
     backend: Backend
 
-    def forward(
+    def packed_forward(
         self,
         params: Params,
         pool: Shaped[Array, "P B ..."],
         last_tokens_s: Int[Array, "S"],
-        inputs: ForwardInputs,
+        words: Int[Array, "W"],
+        *,
+        packing: Packing,
     ) -> tuple[Shaped[Array, "P B ..."], Float[Array, "S E"]]:
-        """Runs the layers; the hidden state from which each row samples comes back.
+        """Runs the layers on inputs that are packed; the hidden state from which each row samples comes back.
 
         The parameters hold the pool's scales as "kv_scales" `[L, K, 2]` where it keeps 8 bits.
         """
-        scales_lk2 = params.get("kv_scales")
+        inputs = packing.unpack(words)
+        alone = RaggedRows(
+            query_starts_s1=inputs["query_starts_s1"],
+            kv_lens_s=inputs["kv_lens_s"],
+            block_tables_sm=inputs["block_tables_sm"],
+            num_rows=inputs["num_rows"],
+            kv_begins_s=inputs.get("kv_begins_s"),
+        )
+        has_runs = "num_runs" in inputs
+        rows = CascadeRows.of(alone, inputs["run_starts_s1"], inputs["num_runs"]) if has_runs else alone
 
         def attend(
             q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, pool: jax.Array, place: LayerPlace
         ) -> tuple[jax.Array, jax.Array]:
-            return self._attend(q_thd, (k_tkd, v_tkd, inputs.slots_t), pool, place, inputs.rows, scales_lk2)
+            new_kv = k_tkd, v_tkd, inputs["slots_t"]
+            return self._attend(q_thd, new_kv, pool, place, rows, params.get("kv_scales"))
 
-        sampled_t = last_tokens_s[inputs.prev_sampled_rows_t]
-        ids_t = jnp.where(inputs.is_prev_sampled_t, sampled_t, inputs.token_ids_t)
-        tokens = TokenBatch(ids_t, inputs.positions_t, inputs.rope_lens_t)
-        hidden_te, pool = self.model.run(dict(params), tokens, attend, pool, self.layer_mode)
-        num_missing = self.num_places - inputs.sample_tokens_s.shape[0]
-        return pool, hidden_te[jnp.pad(inputs.sample_tokens_s, (0, num_missing))]
+        sampled_t = last_tokens_s[inputs["prev_sampled_rows_t"]]
+        ids_t = jnp.where(inputs["is_prev_sampled_t"], sampled_t, inputs["token_ids_t"])
+        tokens = TokenBatch(ids_t, inputs["positions_t"], inputs["rope_lens_t"])
+        hidden_te, pool = self.model.run(params, tokens, attend, pool, self.layer_mode)
+        num_missing = self.num_places - inputs["sample_tokens_s"].shape[0]
+        return pool, hidden_te[jnp.pad(inputs["sample_tokens_s"], (0, num_missing))]
 
-    def sample(
-        self, params: Params, hidden_se: Float[Array, "S E"], how: sampling.RowSampling, *, want_top_logprobs: bool
-    ) -> tuple[Int[Array, "S"], sampling.Sampled]:
-        """Samples a token for each of the first R rows, R being what `how` is of."""
+    def packed_sample(
+        self, params: Params, hidden_se: Float[Array, "S E"], words: Int[Array, "W"], *, want_top_logprobs: bool
+    ) -> tuple[Int[Array, "S"], Int[Array, "R C"]]:
+        """Samples a token for each of the first R rows, so many as the words are of.
+
+        Returns:
+            the tokens, and all outputs in one array, which `unpack_outputs` takes apart.
+        """
+        how = sampling.RowSampling(**unpack_rows(words))
         num_rows = how.temperature_r.shape[0]
-        logits_rv = self.model.logits(dict(params), hidden_se[:num_rows])
+        logits_rv = self.model.logits(params, hidden_se[:num_rows])
         logits_rv = jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
         vocabulary = Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
 
@@ -133,12 +128,16 @@ class Step:
             return sampling.sample(logits_rv, how, vocabulary, want_top_logprobs=want_top_logprobs)
 
         sampled = on_shards(sample, self.mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec())(logits_rv, how)
-        return jnp.pad(sampled.token_ids_r, (0, self.num_places - num_rows)), sampled
+        last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.num_places - num_rows))
+        columns = [sampled.token_ids_r[:, None], _bits(sampled.logprobs_r)[:, None], sampled.ranks_r[:, None]]
+        if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:
+            columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
+        return last_tokens_s, jnp.concatenate(columns, axis=1)
 
     def _attend(
         self,
         q_thd: jax.Array,
-        new_kv: tuple[jax.Array, jax.Array, jax.Array],
+        new_kv: NewKV,
         pool: jax.Array,
         place: LayerPlace,
         rows: RaggedRows | CascadeRows,
@@ -156,34 +155,6 @@ class Step:
         in_specs = (HEADS_SPEC, (HEADS_SPEC, HEADS_SPEC, whole), POOL_SPEC, whole, whole, SCALES_SPEC)
         run = on_shards(attend, self.mesh, in_specs, (HEADS_SPEC, POOL_SPEC))
         return run(q_thd, new_kv, pool, place.index, rows, scales_lk2)
-
-    def packed_forward(
-        self, params: Params, pool: jax.Array, last_tokens_s: jax.Array, buffer: jax.Array, *, packing: Packing
-    ) -> tuple[jax.Array, jax.Array]:
-        """`forward` with its inputs in one buffer."""
-        arrays = packing.unpack(buffer)
-        rows = RaggedRows(
-            query_starts_s1=arrays.pop("query_starts_s1"),
-            kv_lens_s=arrays.pop("kv_lens_s"),
-            block_tables_sm=arrays.pop("block_tables_sm"),
-            num_rows=arrays.pop("num_rows"),
-            kv_begins_s=arrays.pop("kv_begins_s", None),
-        )
-        if "num_runs" in arrays:
-            cascade = CascadeRows.of(rows, arrays.pop("run_starts_s1"), arrays.pop("num_runs"))
-            return self.forward(params, pool, last_tokens_s, ForwardInputs(rows=cascade, **arrays))
-        return self.forward(params, pool, last_tokens_s, ForwardInputs(rows=rows, **arrays))
-
-    def packed_sample(
-        self, params: Params, hidden_se: jax.Array, words: jax.Array, *, want_top_logprobs: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """`sample` with its inputs as words and its outputs in one array, which `unpack_outputs` takes apart."""
-        how = sampling.RowSampling(**unpack_rows(words))
-        last_tokens_s, sampled = self.sample(params, hidden_se, how, want_top_logprobs=want_top_logprobs)
-        columns = [sampled.token_ids_r[:, None], _bits(sampled.logprobs_r)[:, None], sampled.ranks_r[:, None]]
-        if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:
-            columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
-        return last_tokens_s, jnp.concatenate(columns, axis=1)
 
 
 def _bits(x: jax.Array) -> jax.Array:
