@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,8 @@ import numpy as np
 from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
 from jpaged.checkpoints.weights import load_params, random_params
 from jpaged.config import EngineConfig, compile_cache_dir
-from jpaged.device.backend import names_of
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, first_device, serving_meshes
-from jpaged.device.multihost.agreement import Agreement
 from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
 from jpaged.device.multihost.handshake import Follower, Leader
@@ -83,7 +82,6 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         one.warm_up(_progress_of(index, len(runs), progress))
     for line in executor.memory_plan.lines():
         progress(line, 1, 1)
-    names = names_of(device)
     resolved = options.replace(
         max_model_len=geometry.max_model_len,
         num_blocks=geometry.num_blocks,
@@ -116,11 +114,11 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         tokenizer=source.tokenizer,
         model=_model_info(source, resolved),
         backend=BackendFacts(
-            platform=names.platform,
-            device_kind=names.device_kind,
+            platform=device.platform,
+            device_kind=device.device_kind,
             num_devices=sum(where.mesh.size for where in places),
             attention=executor.attention_backend,
-            jax_version=names.jax_version,
+            jax_version=metadata.version("jax"),
         ),
         config=resolved,
     )
@@ -175,7 +173,7 @@ def _make_executors(
     options: EngineConfig,
     places: Sequence[Placement],
     progress: Progress,
-    agreement: Agreement | None,
+    other: Leader | Follower | None,
 ) -> list[JaxExecutor]:
     """A copy of the model for each place, with its pool; nothing is compiled yet.
 
@@ -194,7 +192,7 @@ def _make_executors(
             mesh=where.mesh,
             num_pools=len(places) - index,
             compile_cache_dir=compile_cache_dir(),
-            agreement=agreement,
+            least=None if other is None else other.least,
         )
         _tell(executor, _progress_of(index, len(places), progress))
         options = options.replace(num_blocks=executor.geometry.num_blocks)

@@ -9,7 +9,6 @@ host_memory.py   host memory that this process may still have
 calibration.py   what the device does in a second, timed at the start
 cascade_costs.py what reading a shared prefix once costs
 step_sizes.py    sizes of a step that nobody chose
-backend.py       what a device is called
 step/            the programs of a step
 programs/        how they are compiled, kept, and what memory they take
 aot/             devices that are not here

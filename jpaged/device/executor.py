@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,9 +33,7 @@ from jpaged.device.mesh import (
     replicated,
     serving_mesh,
 )
-from jpaged.device.multihost.agreement import Agreement, Alone
-from jpaged.device.programs.compile import least_programs, program_specs
-from jpaged.device.programs.compile import set_up_compile_cache as _set_up_compile_cache
+from jpaged.device.programs.compile import COMPILED, least_programs, num_told, program_specs, set_up_compile_cache
 from jpaged.device.programs.compiler_errors import memory_refusals
 from jpaged.device.programs.lowering import sized_step
 from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, plan_memory
@@ -43,7 +41,7 @@ from jpaged.device.programs.saved import SavedPrograms, Target
 from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.device.programs.store import ProgramStore
 from jpaged.device.step.forward import Step, forward_packing
-from jpaged.device.step.runner import CompileWatch, KVPool, PackedForward, StepRunner, unpack_outputs
+from jpaged.device.step.runner import KVPool, PackedForward, StepRunner, unpack_outputs
 from jpaged.device.transfers import BlockMover, move_sizes
 from jpaged.engine.executor import (
     BlockMoves,
@@ -63,6 +61,9 @@ from jpaged.models.stack import LayerMode
 
 _LOG = logging.getLogger(__name__)
 
+Least = Callable[[int], int]
+"""The smallest of what all processes say. Every process asks, in the same order, and waits for the others."""
+
 
 class JaxExecutor:
     """Implements `engine.executor.Executor` on the devices of a mesh. Used by one thread, the engine's."""
@@ -73,19 +74,19 @@ class JaxExecutor:
         params: Params,
         memory_plan: MemoryPlan,
         *,
-        agreement: Agreement,
+        least: Least,
         waits_for_all: bool = True,
     ) -> None:
         """Allocates the pool. `create` is the way in; this takes what it decided."""
         step, geometry = served.step, served.geometry
         self._served = served
-        self._agreement = agreement
+        self._least = least
         self._geometry = geometry
         self._memory_plan = memory_plan
         self._step = step
         self._waits_for_all = waits_for_all
         self._programs = ProgramStore(served.sources, self._note_ready)
-        self._watch = CompileWatch()
+        self.num_compiles_after_warm_up = 0
         self._rates: DeviceRates | None = None
         layout, mesh = step.layout, step.mesh
         self._pool = KVPool(layout, NamedSharding(mesh, POOL_SPEC))
@@ -106,7 +107,7 @@ class JaxExecutor:
         mesh: Mesh | None = None,
         num_pools: int = 1,
         compile_cache_dir: Path | None = None,
-        agreement: Agreement | None = None,
+        least: Least | None = None,
     ) -> JaxExecutor:
         """Puts the parameters on the devices, settles the number of blocks and allocates the pool.
 
@@ -118,12 +119,12 @@ class JaxExecutor:
             num_pools: what the host's free memory is for, where it is the devices' memory: this pool, and those of so
                 many executors less one that are made after it.
             compile_cache_dir: where compiled programs are kept between runs; None keeps none.
-            agreement: with the other processes that the mesh is of; None where there are none.
+            least: settles a size with the other processes that the mesh is of; None where there are none.
 
         Raises:
             InvalidArgument: options that contradict the model or the memory, or parameters of other shapes.
         """
-        _set_up_compile_cache(compile_cache_dir)
+        set_up_compile_cache(compile_cache_dir)
         folder = options.startup.compiled
         saved = None if folder is None else SavedPrograms.open(Path(folder))
         if saved is not None and options.cache.num_blocks is None:
@@ -137,16 +138,16 @@ class JaxExecutor:
 
         if saved is not None:
             saved.check(Target.of(*assemble(options.cache.num_blocks or saved.target.num_blocks)))
-        least_step, least = assemble(1)
+        smallest = assemble(1)
         where = Placement.of(model, mesh, layer_mode)
         check_params(params, where.abstract_params())
         params = jax.device_put(params, where.shardings)
-        if least_step.layout.is_scaled:
-            params = {**params, "kv_scales": measure_scales(least_step, params)}
-        request = ServerPrograms.of(least_step, least, params).pool_request(options.cache)
-        agreement = agreement or Alone()
+        if smallest[0].layout.is_scaled:
+            params = {**params, "kv_scales": measure_scales(smallest[0], params)}
+        request = ServerPrograms.of(*smallest, params).pool_request(options.cache)
         memory = DeviceMemory.of(first_device(mesh), request.weight_bytes, mesh.size * num_pools)
-        probe_blocks = agreement.least(request.probe_blocks(memory))
+        least = least or (lambda value: value)
+        probe_blocks = least(request.probe_blocks(memory))
 
         def programs() -> ProgramMemory:
             # Those that were saved are for one size of the pool.
@@ -157,11 +158,11 @@ class JaxExecutor:
                 return probe.memory(probe.compile(probe.decisive_specs))
 
         memory_plan = plan_memory(request, memory, programs)
-        memory_plan = dataclasses.replace(memory_plan, num_blocks=agreement.least(memory_plan.num_blocks))
+        memory_plan = dataclasses.replace(memory_plan, num_blocks=least(memory_plan.num_blocks))
         served = ServerPrograms.of(*assemble(memory_plan.num_blocks), params, saved)
         # Steps are padded to what process 0 has: the others need to have it too.
         waits_for_all = options.startup.wait_for_all_programs or jax.process_count() > 1
-        return cls(served, params, memory_plan, agreement=agreement, waits_for_all=waits_for_all)
+        return cls(served, params, memory_plan, least=least, waits_for_all=waits_for_all)
 
     @property
     def geometry(self) -> Geometry:
@@ -181,11 +182,6 @@ class JaxExecutor:
     def kv_cache_dtype(self) -> str:
         """How keys and values are kept, as the option is spelled."""
         return name_of_kv_dtype(self._step.layout.dtype)
-
-    @property
-    def num_compiles_after_warm_up(self) -> int:
-        """Programs that calls of the engine had to compile."""
-        return self._watch.num_compiles
 
     @property
     def rates(self) -> DeviceRates:
@@ -210,7 +206,7 @@ class JaxExecutor:
         with memory_refusals():
             self._programs.compile(make(buckets, move_sizes(layout), has_host_blocks=has_host_blocks), progress)
         self._memory_plan = self._memory_plan.verified(self._served.memory(self._programs.ready))
-        self._agreement.least(0)  # what runs from here on waits inside of collectives
+        self._least(0)  # what runs from here on waits inside of collectives
         with self._calling("measuring rates failed"):
             self._rates = measure_rates(self._runner, self._mover, self._programs, self._geometry)
         self._programs.compile_rest(progress)
@@ -220,7 +216,7 @@ class JaxExecutor:
         tokens, rows = self._programs.sizes("forward"), self._programs.sizes("sample", want_top_logprobs=True)
         if tokens and rows:
             self._geometry = dataclasses.replace(self._geometry, buckets=BucketTable(tokens, rows))
-        if len(self._programs.ready) == self._programs.num_programs:
+        if len(self._programs.ready) == len(self._programs.specs):
             try:
                 self._memory_plan = self._memory_plan.verified(self._served.memory(self._programs.ready))
             except InternalError as error:  # requests are running: they may yet end well
@@ -294,8 +290,10 @@ class JaxExecutor:
     def _calling(self, failure: str) -> Iterator[None]:
         """Counts the compiles of a call of programs, and raises an error of the device as ours, with what failed."""
         self._require_alive()
-        with self._watch.watching():
-            try:
-                yield
-            except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:  # collectives of CPUs raise ValueError
-                raise InternalError(f"{failure}: {error}") from error
+        num_before = num_told(COMPILED)
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:  # collectives of CPUs raise ValueError
+            raise InternalError(f"{failure}: {error}") from error
+        finally:
+            self.num_compiles_after_warm_up += num_told(COMPILED) - num_before

@@ -20,8 +20,7 @@ from jpaged.device.calibration import NO_RATE, measure_rates
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
 from jpaged.device.mesh import build_mesh, replicated
-from jpaged.device.programs.compile import ProgramSpec
-from jpaged.device.step.runner import CompileWatch
+from jpaged.device.programs.compile import COMPILED, ProgramSpec, num_told
 from jpaged.device.transfers import content_bytes, lower_move, move_sizes
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument
@@ -333,16 +332,16 @@ def test_an_accelerator_writes_to_page_locked_memory_first(monkeypatch: pytest.M
     monkeypatch.setattr(host_pool, "_staging_sharding", lambda sharding: sharding.with_memory_kind("pinned_host"))
     layout = KVLayout(2, 10, 4, 1, 8, np.dtype("bfloat16"))
     sharding = replicated(build_mesh(jax.devices()[:1]))
-    pool, watch = HostPool(layout, 20, sharding), CompileWatch()
+    pool = HostPool(layout, 20, sharding)
     sent = np.random.default_rng(0).integers(0, 2**16, (2, 8, *layout.block_shape), np.uint16)
     arrays = [jax.device_put(contents, sharding) for contents in sent]
-    with watch.watching():
-        pool.receive(arrays[0], [1, 2, 3])
-        pool.receive(arrays[1], [3, 20])
-        assert pool.on_the_way[0].contents.sharding.memory_kind == "pinned_host"
-        got = pool.read([20, 3, 1], 4)
+    num_before = num_told(COMPILED)
+    pool.receive(arrays[0], [1, 2, 3])
+    pool.receive(arrays[1], [3, 20])
+    assert pool.on_the_way[0].contents.sharding.memory_kind == "pinned_host"
+    got = pool.read([20, 3, 1], 4)
     np.testing.assert_array_equal(got[:3], [sent[1][1], sent[1][0], sent[0][0]])
-    assert (len(pool.on_the_way), watch.num_compiles) == (0, 0)
+    assert (len(pool.on_the_way), num_told(COMPILED)) == (0, num_before)
 
 
 def test_host_memory_that_the_system_refuses_is_an_option_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,11 +260,11 @@ def test_without_waiting_for_all_programs_the_least_set_runs_everything(
     with open_llm(folder, wait_for_all_programs=False, **sizes, **BASE) as early:
         (store,) = kept_back
         on_least, num_least = tokens(early), len(store.ready)
-        assert num_least == 5 < store.num_programs
+        assert num_least == 5 < len(store.specs)
         compile_rest(store, lambda what, done, total: None)
     with open_llm(folder, **sizes, **BASE) as llm:
         assert len(kept_back) == 2
-        assert len(kept_back[1].ready) == kept_back[1].num_programs
+        assert len(kept_back[1].ready) == len(kept_back[1].specs)
         assert tokens(llm) == on_least
 
 

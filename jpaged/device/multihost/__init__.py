@@ -4,6 +4,5 @@ handshake.py   the processes meet, agree, watch each other, end together
 channel.py     messages between two of them
 messages.py    what they say while they serve
 executor.py    process 0 says each verb, the others run what they hear
-agreement.py   what they settle while each makes its executor
 shards.py      an array over several processes, as what this one has of it
 """

@@ -149,7 +149,7 @@ class Leader:
         self._on_digest = on_digest
 
     def least(self, value: int) -> int:
-        """Implements `Agreement`."""
+        """The smallest of what all processes say, for `device.executor.Least`."""
         values = [_NUMBER.unpack(facts.get())[0] for facts in self._facts.values()]
         smallest = int(min(value, *values))
         self.send(Kind.SETTLED, _NUMBER.pack(smallest))
@@ -261,7 +261,7 @@ class Follower:
             _LOG.debug("%s was not sent: process 0 is gone", kind.name)
 
     def least(self, value: int) -> int:
-        """Implements `Agreement`."""
+        """The smallest of what all processes say, for `device.executor.Least`."""
         self.send(Kind.FACTS, _NUMBER.pack(value))
         return int(_NUMBER.unpack(self._settled.get())[0])
 

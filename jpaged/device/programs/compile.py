@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,8 +14,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jpaged.engine.executor import BucketTable
 
-_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
-
+COMPILED = "/jax/core/compile/backend_compile_duration"
+FROM_CACHE = "/jax/compilation_cache/cache_hits"
 
 MoveKind = Literal["copy", "swap_out", "swap_in"]
 
@@ -29,25 +28,20 @@ class ProgramSpec:
     size: int
     want_top_logprobs: bool = False
 
-    def with_top_logprobs(self) -> ProgramSpec:
-        """The sample that reports top log-probabilities, too."""
-        return ProgramSpec(self.kind, self.size, want_top_logprobs=True)
-
     def __str__(self) -> str:
         return f"{self.kind}[{self.size}{', top' if self.want_top_logprobs else ''}]"
 
 
 def program_specs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool) -> list[ProgramSpec]:
     """Every program that serves, most needed first; see `least_programs` for how the list begins."""
-    moves: tuple[MoveKind, ...] = ("copy", "swap_out", "swap_in") if has_host_blocks else ("copy",)
     least = least_programs(buckets, move_sizes, has_host_blocks=has_host_blocks)
     tokens, rows = list(buckets.tokens), list(buckets.rows)
     decodes = [ProgramSpec("forward", size) for size in (tokens[0], buckets.num_tokens(min(rows[-1], tokens[-1])))]
     forwards = [ProgramSpec("forward", size) for size in reversed(tokens)]
     samples = [ProgramSpec("sample", size, want_top_logprobs) for want_top_logprobs in (True, False) for size in rows]
-    larger = [ProgramSpec(kind, size) for size in move_sizes for kind in moves]
+    moves = [ProgramSpec(move.kind, size) for size in move_sizes for move in least[2:]]
     first_samples = [ProgramSpec("sample", rows[0], want_top_logprobs=True), ProgramSpec("sample", rows[0])]
-    return list(dict.fromkeys((*least, *decodes, *first_samples, *forwards, *samples, *larger)))
+    return list(dict.fromkeys((*least, *decodes, *first_samples, *forwards, *samples, *moves)))
 
 
 def least_programs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool) -> list[ProgramSpec]:
@@ -84,23 +78,18 @@ def set_up_compile_cache(folder: Path | None) -> None:
     compilation_cache.reset_cache()
 
 
-@contextmanager
-def took_from_cache() -> Iterator[Callable[[], bool]]:
-    """Gives a question: whether this thread has taken a program from the cache on disk since."""
-    begin = _thread_hits()
-    yield lambda: _thread_hits() > begin
-
-
 _this_thread = threading.local()
 
 
-def _thread_hits() -> int:
-    return getattr(_this_thread, "num_hits", 0)
+def num_told(event: str) -> int:
+    """How often jax has told of an event, COMPILED or FROM_CACHE, on this thread: it compiles in the one that calls."""
+    return getattr(_this_thread, event, 0)
 
 
-def _count_hit(event: str, **_: str | int) -> None:
-    if event == _CACHE_HIT_EVENT:
-        _this_thread.num_hits = _thread_hits() + 1
+def _note(event: str) -> None:
+    if event in (COMPILED, FROM_CACHE):
+        setattr(_this_thread, event, num_told(event) + 1)
 
 
-monitoring.register_event_listener(_count_hit)
+monitoring.register_event_listener(lambda event, **_: _note(event))
+monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: _note(event))

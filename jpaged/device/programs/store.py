@@ -10,7 +10,6 @@ come the shapes of a lone request that decodes, of a full batch that decodes, an
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -22,7 +21,7 @@ from typing import Literal
 
 import jax
 
-from jpaged.device.programs.compile import ProgramSpec, took_from_cache
+from jpaged.device.programs.compile import FROM_CACHE, ProgramSpec, num_told
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError
 
@@ -54,14 +53,16 @@ class ProgramSource:
     @classmethod
     def of(cls, lowering: Callable[[], jax.stages.Lowered]) -> ProgramSource:
         """Traces, lowers and compiles."""
-        return cls(functools.partial(_compile, lowering))
+        return cls(lambda: lowering().compile())
 
 
 class ProgramStore:
     """Makes every program of a list on threads of its own, and knows which are ready.
 
     Attributes:
+        specs: the whole list, most needed first.
         ready: what can run; grows.
+        num_failed: programs that could not be made after the wait was over.
 
     Args:
         sources: of every program, most needed first.
@@ -76,28 +77,13 @@ class ProgramStore:
         num_threads: int = NUM_THREADS,
     ) -> None:
         self._sources = dict(sources)
-        self._specs = tuple(sources)
+        self.specs = tuple(sources)
         self._on_ready = on_ready
         self._num_threads = num_threads
         self._landing = threading.Lock()
         self.ready: dict[ProgramSpec, CompiledProgram] = {}
         self._threads: ThreadPoolExecutor | None = None
-        self._num_failed = 0
-
-    @property
-    def specs(self) -> tuple[ProgramSpec, ...]:
-        """The whole list, most needed first."""
-        return self._specs
-
-    @property
-    def num_programs(self) -> int:
-        """The number of programs in the whole list."""
-        return len(self._specs)
-
-    @property
-    def num_failed(self) -> int:
-        """Programs that could not be made after the wait was over."""
-        return self._num_failed
+        self.num_failed = 0
 
     def sizes(self, kind: str, *, want_top_logprobs: bool = False) -> tuple[int, ...]:
         """The sizes of the programs of a kind that are ready, ascending."""
@@ -115,7 +101,7 @@ class ProgramStore:
         program = self.ready.get(spec)
         if program is None:
             ready = self.ready
-            known = ", ".join(str(one) for one in self._specs if one in ready) or "none: warm_up has not run"
+            known = ", ".join(str(one) for one in self.specs if one in ready) or "none: warm_up has not run"
             raise InternalError(f"no program {spec} is compiled; there are {known}")
         return program.executable
 
@@ -136,7 +122,7 @@ class ProgramStore:
         begin = time.perf_counter()
 
         def report(num_ready: int) -> None:
-            if num_ready + self._num_failed == self.num_programs:
+            if num_ready + self.num_failed == len(self.specs):
                 progress(self.summary(time.perf_counter() - begin), 1, 1)
 
         if not rest:
@@ -150,7 +136,7 @@ class ProgramStore:
         """How many programs there are, and where they came from."""
         origins = [program.origin for program in self.ready.values()]
         counts = [f"{origins.count(origin)} {name}" for origin, name in _ORIGIN_NAMES.items() if origin in origins]
-        failed = f", {self._num_failed} failed" if self._num_failed else ""
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
         after = f", the last {background_s:.1f} s after the first step could run" if background_s >= 0.1 else ""
         return f"{len(origins)} programs: {', '.join(counts)}{failed}{after}"
 
@@ -173,10 +159,10 @@ class ProgramStore:
         return [self._threads.submit(self._make, spec, self._sources[spec], report) for spec in specs]
 
     def _make(self, spec: ProgramSpec, source: ProgramSource, report: Callable[[int], None]) -> None:
-        begin = time.perf_counter()
-        with took_from_cache() as is_cached:
-            executable = source.make()
-        origin: Origin = "saved" if source.is_saved else "cache" if is_cached() else "compiled"
+        begin, num_cached = time.perf_counter(), num_told(FROM_CACHE)
+        executable = source.make()
+        is_cached = num_told(FROM_CACHE) > num_cached
+        origin: Origin = "saved" if source.is_saved else "cache" if is_cached else "compiled"
         program = CompiledProgram(spec, executable, time.perf_counter() - begin, origin)
         with self._landing:
             if not self._sources:
@@ -190,13 +176,9 @@ class ProgramStore:
         if error is None:
             return
         with self._landing:
-            self._num_failed += 1
+            self.num_failed += 1
             _LOG.error("a program could not be compiled, steps are padded to larger ones: %s", error)
             report(len(self.ready))
-
-
-def _compile(lowering: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-    return lowering().compile()
 
 
 _ORIGIN_NAMES: Mapping[Origin, str] = {

@@ -8,16 +8,14 @@ Nothing is traced here and nothing waits: the calls are of executables, with num
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import monitoring
 from jax.sharding import Sharding
 from numpy.typing import NDArray
 
@@ -67,9 +65,6 @@ class KVPool:
         if self._array is not None:
             self._array.delete()
             self._array = None
-
-
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,41 +167,6 @@ def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
     )
 
 
-class CompileWatch:
-    """Counts the programs that its own watched calls compile; compiles of other threads or callers are not counted.
-
-    jax compiles in the thread that calls, so a count for each thread tells whose a compile is.
-    """
-
-    def __init__(self) -> None:
-        self.num_compiles = 0
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Counts what this thread compiles inside."""
-        begin = _thread_compiles()
-        try:
-            yield
-        finally:
-            self.num_compiles += _thread_compiles() - begin
-
-
-_this_thread = threading.local()
-
-
-def _thread_compiles() -> int:
-    return getattr(_this_thread, "num_compiles", 0)
-
-
-def _count_compile(event: str, duration_secs: float, **_: str | int) -> None:
-    del duration_secs
-    if event == _COMPILE_EVENT:
-        _this_thread.num_compiles = _thread_compiles() + 1
-
-
-monitoring.register_event_duration_secs_listener(_count_compile)
-
-
 class StepRunner:
     """Owns the parameters and the tokens that were sampled last. The pool is lent, for the time of a forward."""
 
@@ -244,7 +204,10 @@ class StepRunner:
 
     def sample(self, hidden_se: jax.Array, inputs: SamplingInputs) -> jax.Array:
         """Starts sampling; the outputs as one array, on their way to the host."""
-        program = self._find_sample(len(inputs.rows_r), inputs.want_top_logprobs)
+        spec = ProgramSpec("sample", len(inputs.rows_r), inputs.want_top_logprobs)
+        if spec not in self._programs.ready:
+            spec = dataclasses.replace(spec, want_top_logprobs=True)
+        program = self._find(spec)
         self._last_tokens, outputs_rc = program(self._head_params, hidden_se, inputs.words)
         outputs_rc.copy_to_host_async()
         return outputs_rc
@@ -256,9 +219,3 @@ class StepRunner:
     def _find(self, spec: ProgramSpec) -> jax.stages.Compiled:
         program = self._programs.ready.get(spec)
         return self._programs.find(spec) if program is None else program.executable
-
-    def _find_sample(self, num_rows: int, want_top_logprobs: bool) -> jax.stages.Compiled:
-        plain = ProgramSpec("sample", num_rows)
-        return self._find(
-            plain if not want_top_logprobs and plain in self._programs.ready else plain.with_top_logprobs()
-        )

@@ -12,8 +12,7 @@ import pytest
 
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import compile as ahead
-from jpaged.device.programs.compile import ProgramSpec, least_programs, program_specs
-from jpaged.device.step.runner import CompileWatch
+from jpaged.device.programs.compile import COMPILED, ProgramSpec, least_programs, num_told, program_specs
 from jpaged.engine.executor import BucketTable
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
@@ -75,20 +74,14 @@ def test_no_folder_means_no_cache(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_watch_counts_its_own_compiles_alone() -> None:
-    watch, other = CompileWatch(), CompileWatch()
-    _lower(8).compile()
-    with watch.watching():
-        thread = threading.Thread(target=lambda: _lower(9).compile())
-        thread.start()
-        thread.join()
-    assert watch.num_compiles == 0
-    with watch.watching():
-        _lower(10).compile()
-    with other.watching():
-        _lower(11).compile()
-        _lower(12).compile()
-    assert (watch.num_compiles, other.num_compiles) == (1, 2)
+def test_compiles_of_other_threads_are_not_counted() -> None:
+    num_before = num_told(COMPILED)
+    thread = threading.Thread(target=lambda: _lower(9).compile())
+    thread.start()
+    thread.join()
+    assert num_told(COMPILED) == num_before
+    _lower(10).compile()
+    assert num_told(COMPILED) == num_before + 1
 
 
 def test_executors_one_after_the_other_count_for_themselves() -> None:

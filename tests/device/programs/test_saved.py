@@ -68,7 +68,7 @@ def test_saved_programs_run_as_those_that_were_compiled(warm: JaxExecutor, folde
     executor.warm_up(lambda what, done, total: said.append(what))
     assert {program.origin for program in executor._programs.ready.values()} == {"saved"}
     assert set(executor._programs.ready) == set(warm._programs.ready)
-    num_programs = executor._programs.num_programs
+    num_programs = len(executor._programs.specs)
     assert said[-1] == f"{num_programs} programs: {num_programs} from the folder of saved programs"
     assert executor.geometry.num_blocks == 56
     assert some_tokens(executor) == some_tokens(warm)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.programs import store as module
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.store import NUM_THREADS, ProgramSource, ProgramStore
 from jpaged.engine.executor import BlockMoves, Move
@@ -137,7 +136,7 @@ def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> Non
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds back every program behind the least set, until it is set."""
-    gate, compile_one = threading.Event(), module._compile
+    gate = threading.Event()
     begun: list[Callable[[], jax.stages.Lowered]] = []
     num_least = 5
 
@@ -145,9 +144,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         begun.append(lowering)
         if len(begun) > num_least:
             assert gate.wait(TIMEOUT_S)
-        return compile_one(lowering)
+        return lowering().compile()
 
-    monkeypatch.setattr(module, "_compile", held)
+    monkeypatch.setattr(ProgramSource, "of", lambda lowering: ProgramSource(lambda: held(lowering)))
     return gate
 
 
@@ -175,11 +174,11 @@ def test_steps_run_on_the_least_set_as_on_all(gate: threading.Event, want_top_lo
     early.warm_up(report)
     least = early.geometry.buckets
     assert (least.tokens, least.rows) == ((16,), (8,))
-    assert len(early._programs.ready) == 5 < early._programs.num_programs
+    assert len(early._programs.ready) == 5 < len(early._programs.specs)
     on_least = tokens_of(early, want_top_logprobs=want_top_logprobs)
     gate.set()
     assert report.is_complete.wait(TIMEOUT_S)
-    assert (early.geometry.buckets.tokens, len(early._programs.ready)) == ((8, 16), early._programs.num_programs)
+    assert (early.geometry.buckets.tokens, len(early._programs.ready)) == ((8, 16), len(early._programs.specs))
     assert tokens_of(early, want_top_logprobs=want_top_logprobs) == on_least
     assert early.num_compiles_after_warm_up == 0
     early.shutdown()
