@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -24,31 +25,8 @@ Params = dict[str, Any]
 _INIT_STD = 0.02
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Computes x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32, returned in x's type."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
-
-
-def layer_norm(x: jax.Array, params: Params, eps: float) -> jax.Array:
-    """Computes (x - mean) / sqrt(var + eps) * scale + bias over the last axis, in float32, returned in x's type.
-
-    Args:
-        x: what to normalise.
-        params: `scale` and `bias`, or empty for neither.
-        eps: added to the variance.
-    """
-    x32 = x.astype(jnp.float32)
-    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    if params:
-        x32 = x32 * params["scale"].astype(jnp.float32) + params["bias"].astype(jnp.float32)
-    return x32.astype(x.dtype)
-
-
 class RMSNorm(nnx.Module):
-    """`rms_norm` with its scale."""
+    """Computes x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32, returned in x's type."""
 
     def __init__(self, width: int, eps: float, dtype: np.dtype) -> None:
         self.scale = nnx.Param(jnp.ones((width,), dtype))
@@ -56,11 +34,16 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last axis."""
-        return rms_norm(x, self.scale[...], self.eps)
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return (x32 * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
-    """`layer_norm` with its scale and bias, or without."""
+    """Computes (x - mean) / sqrt(var + eps) * scale + bias over the last axis, in float32, returned in x's type.
+
+    One that is not affine has neither scale nor bias.
+    """
 
     def __init__(self, width: int, eps: float, is_affine: bool, dtype: np.dtype) -> None:
         self.scale = nnx.Param(jnp.ones((width,), dtype)) if is_affine else None
@@ -69,10 +52,12 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last axis."""
-        params: Params = {}
+        x32 = x.astype(jnp.float32)
+        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
         if self.scale is not None and self.bias is not None:
-            params = {"scale": self.scale[...], "bias": self.bias[...]}
-        return layer_norm(x, params, self.eps)
+            x32 = x32 * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return x32.astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -115,7 +100,7 @@ EndsKeys = tuple[jax.Array, jax.Array]
 
 
 class Embedding(nnx.Module):
-    """A row of a matrix for each id."""
+    """A matrix with a row for each id: rows of ids, and of hidden states their products with all rows."""
 
     def __init__(self, size: int, width: int, dtype: np.dtype, key: jax.Array) -> None:
         self.embedding = nnx.Param(normal(key, (size, width), dtype))
@@ -125,19 +110,8 @@ class Embedding(nnx.Module):
         return self.embedding[...][ids_t]
 
     def logits(self, hidden_re: jax.Array) -> jax.Array:
-        """What an `OutputMatrix` of the same numbers gives."""
+        """`[R, width]` to float32 `[R, size]`."""
         return dot(hidden_re, self.embedding[...], 1)
-
-
-class OutputMatrix(nnx.Module):
-    """Hidden states to float32 logits, with a row for each token as an `Embedding` has it."""
-
-    def __init__(self, vocab_size: int, width: int, dtype: np.dtype, key: jax.Array) -> None:
-        self.kernel = nnx.Param(normal(key, (vocab_size, width), dtype))
-
-    def logits(self, hidden_re: jax.Array) -> jax.Array:
-        """`[R, width]` to `[R, V]`."""
-        return dot(hidden_re, self.kernel[...], 1)
 
 
 class Ends(nnx.Module):
@@ -149,15 +123,15 @@ class Ends(nnx.Module):
     def __init__(self, config: ModelConfig, width: int, dtype: np.dtype, keys: EndsKeys) -> None:
         self.embed = Embedding(config.vocab_size, width, dtype, keys[0])
         is_tied = config.tie_word_embeddings
-        self.lm_head = None if is_tied else OutputMatrix(config.vocab_size, width, dtype, keys[1])
+        self.lm_head = None if is_tied else Embedding(config.vocab_size, width, dtype, keys[1])
 
+    @abc.abstractmethod
     def begin(self, tokens: TokenBatch) -> tuple[jax.Array, Any]:
         """The hidden states `[T, E]` before the first layer, and what all layers share: a tree of arrays."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def finish(self, x_te: jax.Array) -> jax.Array:
         """The last layer's hidden states after the final norm."""
-        raise NotImplementedError
 
     def logits(self, hidden_re: jax.Array) -> jax.Array:
         """Hidden states `[R, E]` to float32 logits `[R, V]`."""

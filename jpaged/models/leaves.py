@@ -66,7 +66,7 @@ def output_matrix(config: ModelConfig, width: int) -> list[Leaf]:
     """The matrix that makes logits; none where the embedding is it."""
     if config.tie_word_embeddings:
         return []
-    return [same(("lm_head", "kernel"), LM_HEAD, ("vocab", "embed"), (config.vocab_size, width))]
+    return [same(("lm_head", "embedding"), LM_HEAD, ("vocab", "embed"), (config.vocab_size, width))]
 
 
 def transposed(path: tuple[str, ...], name: str, axes: LogicalAxes, shape: tuple[int, int]) -> Leaf:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.json_fields import JsonFields
 
 _MAX_FACTOR = 1 << 20
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+_OPTIONAL = ("attention_factor", "mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +87,19 @@ class RopeConfig:
             factor = rope.number("factor", implied)
             if not 1 <= factor <= _MAX_FACTOR:
                 raise rope.bad("factor", f"is {factor:g}; it must be from 1 to {_MAX_FACTOR}")
-        low, high, fast, slow = 1.0, 4.0, 32.0, 1.0
+        own: dict[str, Any] = {}
         if kind == "llama3":
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
             if high <= low:
                 raise rope.bad("high_freq_factor", f"is {high:g}; it must be above low_freq_factor, {low:g}")
+            own = {"low_freq_factor": low, "high_freq_factor": high}
         if kind == "yarn":
-            fast, slow = rope.number("beta_fast", fast), rope.number("beta_slow", slow)
+            fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
             if fast < slow:
                 raise rope.bad("beta_fast", f"is {fast:g}; it must be at least beta_slow, {slow:g}")
-        yarn = kind == "yarn"
-        result = cls(
-            kind=kind,
-            theta=theta,
-            factor=factor,
-            original_max_position_embeddings=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-            beta_fast=fast,
-            beta_slow=slow,
-            attention_factor=rope.optional_number("attention_factor") if yarn else None,
-            mscale=rope.optional_number("mscale") if yarn else None,
-            mscale_all_dim=rope.optional_number("mscale_all_dim") if yarn else None,
-            truncate=rope.flag("truncate", True) if yarn else True,
-        )
+            own = {name: rope.optional_number(name) for name in _OPTIONAL}
+            own |= {"beta_fast": fast, "beta_slow": slow, "truncate": rope.flag("truncate", True)}
+        result = cls(kind=kind, theta=theta, factor=factor, original_max_position_embeddings=original, **own)
         rope.finish()
         return result
 
@@ -124,12 +114,7 @@ class RopeConfig:
             result |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
         if self.kind == "yarn":
             result |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
-            optional = {
-                "attention_factor": self.attention_factor,
-                "mscale": self.mscale,
-                "mscale_all_dim": self.mscale_all_dim,
-            }
-            result |= {key: value for key, value in optional.items() if value is not None}
+            result |= {name: value for name in _OPTIONAL if (value := getattr(self, name)) is not None}
         return result
 
 

@@ -27,8 +27,9 @@ from jpaged.config import EngineConfig, shows_traces
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
 from jpaged.server.health import HealthServicer
-from jpaged.server.metrics import MetricsServer, serve_metrics
+from jpaged.server.metrics import serve_metrics
 from jpaged.server.port import make_server
+from jpaged.server.scrapes import ScrapeServer
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service
@@ -78,16 +79,15 @@ class Server:
         self._on_progress = on_progress
         self._on_serving = on_serving
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
-        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jpaged-load")
         self.is_load_abandoned = False
         self._port = 0
         self._prefix: str | None = None
-        self._metrics: MetricsServer | None = None
+        self._metrics: ScrapeServer | None = None
 
     @property
     def metrics_port(self) -> int | None:
         """The port of metrics; None before the model is loaded, and when nobody asked for them."""
-        return None if self._metrics is None else self._metrics.port
+        return None if self._metrics is None else self._metrics.server_port
 
     async def start(self) -> int:
         """Opens the port, and starts loading the model; returns the port.
@@ -164,8 +164,9 @@ class Server:
             await self._health.set(name, status)
 
     async def _load_model(self) -> None:
-        loading = asyncio.get_running_loop().run_in_executor(self._loader, self._load, self._note_progress)
-        self._loader.shutdown(wait=False)
+        loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jpaged-load")
+        loading = asyncio.get_running_loop().run_in_executor(loader, self._load, self._note_progress)
+        loader.shutdown(wait=False)
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait((loading, stop), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()

@@ -5,8 +5,7 @@ Nothing here runs on the engine's path: a scrape reads one snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -29,10 +28,11 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         engine, name = self._serving.engine, self._serving.model.name
         load, replica_loads = engine.load(), engine.replica_loads()
-        for field, metric in metrics_of("gauge"):
-            gauge = GaugeMetricFamily(metric.name, metric.help, labels=("model_name",))
-            gauge.add_metric((name,), getattr(load, field))
-            yield gauge
+        for kind, family in (("gauge", GaugeMetricFamily), ("counter", CounterMetricFamily)):
+            for field, metric in metrics_of(kind):
+                total = family(metric.name, metric.help, labels=("model_name",))
+                total.add_metric((name,), getattr(load, field))
+                yield total
         for field, metric in metrics_of("replica"):
             gauge = GaugeMetricFamily(metric.name, metric.help, labels=("model_name", "replica"))
             for index, one in enumerate(replica_loads):
@@ -42,10 +42,6 @@ class EngineCollector(Collector):
         use = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", labels=("model_name",))
         use.add_metric((name,), load.num_blocks_used / load.num_blocks)
         yield use
-        for field, metric in metrics_of("counter"):
-            counter = CounterMetricFamily(metric.name, metric.help, labels=("model_name",))
-            counter.add_metric((name,), getattr(load, field))
-            yield counter
         yield self._ended()
         for field, durations in DURATIONS.items():
             yield self._histogram(durations.metric.name, durations.metric.help, engine.histogram(field))
@@ -81,16 +77,8 @@ class EngineCollector(Collector):
         return info
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsServer:
-    """Answers scrapes until `stop` is called."""
-
-    port: int
-    stop: Callable[[], None]
-
-
-def serve_metrics(serving: LoadedModel, *, host: str, port: int) -> MetricsServer:
-    """Answers scrapes of a model on a port of their own, in threads.
+def serve_metrics(serving: LoadedModel, *, host: str, port: int) -> ScrapeServer:
+    """Answers scrapes of a model on a port of their own, in threads, until the server is stopped.
 
     Args:
         serving: what is asked at each scrape.
@@ -103,7 +91,6 @@ def serve_metrics(serving: LoadedModel, *, host: str, port: int) -> MetricsServe
     registry = CollectorRegistry()
     registry.register(EngineCollector(serving))
     try:
-        server = ScrapeServer(make_wsgi_app(registry), host, port)
+        return ScrapeServer(make_wsgi_app(registry), host, port)
     except OSError as error:
         raise InvalidArgument("metrics_port", f"{port} on {host} cannot be listened on: {error}") from error
-    return MetricsServer(server.server_port, server.stop)

@@ -40,15 +40,10 @@ class FreedMemory:
 
     A message of a MiB can become a hundred when it is read, in pieces of 32 KiB between others that stay. The C library
     keeps them when they are free, and would for ever.
-
-    Args:
-        give_back: does it; the C library's own when left out.
     """
 
-    def __init__(self, give_back: Callable[[], object] | None = None) -> None:
-        self._give_back = give_back or _trim
+    def __init__(self) -> None:
         self._is_due = False
-        self._giving_back: asyncio.Future[object] | None = None
 
     def note(self, num_bytes: int) -> None:
         """A message of this size has come."""
@@ -58,7 +53,7 @@ class FreedMemory:
 
     def _start(self) -> None:
         self._is_due = False
-        self._giving_back = asyncio.get_running_loop().run_in_executor(None, self._give_back)
+        self._trimming = asyncio.get_running_loop().run_in_executor(None, _trim)
 
 
 def _trim() -> None:

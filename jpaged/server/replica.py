@@ -16,7 +16,8 @@ import grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import Unavailable
-from jpaged.server.metrics import MetricsServer, serve_metrics
+from jpaged.server.metrics import serve_metrics
+from jpaged.server.scrapes import ScrapeServer
 from jpaged.server.servicer import detokenized, load_of, responses, tokenized
 from jpaged.server.status import Trailers, error_for, status_of, trailers_of
 from jpaged.service.loaded_model import LoadedModel
@@ -30,9 +31,7 @@ class Refused(Exception):
     """How a call ends that does not succeed: the status that a gRPC server would answer with.
 
     Attributes:
-        code: the status code.
-        details: its message.
-        trailing_metadata: the same with google.rpc details, in binary.
+        trailing_metadata: code and details again, with those of google.rpc, in binary.
     """
 
     def __init__(self, code: grpc.StatusCode, details: str, trailing_metadata: Trailers) -> None:
@@ -54,7 +53,7 @@ class Replica:
         self._model = model
         self._state = ServiceState(model.config, model)
         self._service = Service(self._state)
-        self._metrics: MetricsServer | None = None
+        self._metrics: ScrapeServer | None = None
         model.engine.start()
 
     def serving(self) -> LoadedModel:
@@ -94,7 +93,7 @@ class Replica:
     def serve_metrics(self, host: str, port: int) -> int:
         """Answer Prometheus until `stop`; returns the port. Port 0 picks a free one."""
         self._metrics = serve_metrics(self._model, host=host, port=port)
-        return self._metrics.port
+        return self._metrics.server_port
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no new requests and wait for those that run; return whether all ended in time."""

@@ -6,9 +6,8 @@ out, everything that a type holds has its field.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
-from types import TracebackType
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
 
 from google.protobuf.message import Message
@@ -50,6 +49,12 @@ _EARLY_STOPPING: dict[int, bool | Literal["never"]] = {
     inference_pb2.EARLY_STOPPING_FIRST_FULL: True,
     inference_pb2.EARLY_STOPPING_NEVER: "never",
 }
+_PROMPTS: dict[type[Message], tuple[str, str]] = {
+    inference_pb2.GenerateRequest: ("prompt", "text, token_ids or chat"),
+    inference_pb2.TokenizeRequest: ("input", "text or chat"),
+    control_pb2.PinPrefixRequest: ("prefix", "text or token_ids"),
+}
+"""Requests with a prompt: the field that it is in, and its forms."""
 
 
 def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
@@ -63,17 +68,6 @@ def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     name = tenant.decode(errors="replace") if isinstance(tenant, bytes) else tenant
     require_name(TENANT_KEY, name)
     return name
-
-
-def prefix_from(message: control_pb2.PinPrefixRequest) -> Prompt:
-    """The prefix to pin, in the form in which it was sent."""
-    match message.WhichOneof("prefix"):
-        case "text":
-            return Prompt(text=message.text)
-        case "token_ids":
-            return Prompt(token_ids=message.token_ids.ids)
-        case _:
-            raise InvalidArgument("prefix", "is missing: set text or token_ids")
 
 
 def call_from(
@@ -106,22 +100,10 @@ def prompt_size(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeR
     return len(message.text)
 
 
-def text_or_chat_from(message: inference_pb2.TokenizeRequest) -> Prompt:
-    """What to tokenise, in the form in which it was sent."""
-    match message.WhichOneof("input"):
-        case "text":
-            return Prompt(text=message.text)
-        case "chat":
-            if message.HasField("add_special_tokens"):
-                raise InvalidArgument("add_special_tokens", "goes with text only: a chat template brings its own")
-            return Prompt(messages=messages_from(message.chat))
-        case _:
-            raise InvalidArgument("input", "is missing: set text or chat")
-
-
-def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
-    """The prompt in the form in which it was sent; its content is the input processor's to check."""
-    match message.WhichOneof("prompt"):
+def prompt_from(message: Any) -> Prompt:
+    """What to work on, in the form in which it was sent, of a message of `_PROMPTS`; its content is not checked yet."""
+    field, forms = _PROMPTS[type(message)]
+    match message.WhichOneof(field):
         case "text":
             return Prompt(text=message.text)
         case "token_ids":
@@ -129,7 +111,7 @@ def prompt_from(message: inference_pb2.GenerateRequest) -> Prompt:
         case "chat":
             return Prompt(messages=messages_from(message.chat))
         case _:
-            raise InvalidArgument("prompt", "is missing: set text, token_ids or chat")
+            raise InvalidArgument(field, f"is missing: set {forms}")
 
 
 def messages_from(chat: inference_pb2.ChatPrompt) -> tuple[dict[str, str], ...]:
@@ -254,21 +236,15 @@ def _finish_of(finish: SequenceFinish, cumulative_logprob: float) -> inference_p
     )
 
 
-class _Answering:
+@asynccontextmanager
+async def _answering(context: CallContext) -> AsyncIterator[None]:
     """Turns whatever the body raises into the call's status. A cancelled call has no one to tell."""
-
-    def __init__(self, context: CallContext) -> None:
-        self._context = context
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        is_peer_gone = isinstance(error, aio.InternalError)
-        if isinstance(error, Exception) and not is_peer_gone:
-            await refuse(self._context, error_for(error))
+    try:
+        yield
+    except aio.InternalError:  # the peer is gone
+        raise
+    except Exception as error:
+        await refuse(context, error_for(error))
 
 
 async def responses(
@@ -287,8 +263,14 @@ async def responses(
 
 async def tokenized(service: Service, message: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
     """Answer Tokenize."""
+
+    def read() -> Prompt:
+        if message.HasField("chat") and message.HasField("add_special_tokens"):
+            raise InvalidArgument("add_special_tokens", "goes with text only: a chat template brings its own")
+        return prompt_from(message)
+
     token_ids = await service.tokenize(
-        lambda: text_or_chat_from(message),
+        read,
         prompt_size(message),
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
         model=model_from(message),
@@ -314,7 +296,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: CallContext) -> None:
         """Streams one request; its blocks are free within a step, however the call ends."""
-        async with _Answering(context):
+        async with _answering(context):
             metadata = context.invocation_metadata() or ()
             async with aclosing(responses(self._service, request, metadata, context.time_remaining())) as messages:
                 async for message in messages:
@@ -324,14 +306,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
         """Checks what Generate checks, but for the length: texts may be longer than a prompt."""
-        async with _Answering(context):
+        async with _answering(context):
             return await tokenized(self._service, request)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: CallContext
     ) -> inference_pb2.DetokenizeResponse:
         """Takes more ids than a sequence has."""
-        async with _Answering(context):
+        async with _answering(context):
             return await detokenized(self._service, request)
 
 
@@ -345,25 +327,25 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.GetServerInfoRequest, context: CallContext
     ) -> control_pb2.GetServerInfoResponse:
         """Answers in every state."""
-        async with _Answering(context):
+        async with _answering(context):
             return server_info_of(self._service.state)
 
     async def GetModelInfo(
         self, request: control_pb2.GetModelInfoRequest, context: CallContext
     ) -> control_pb2.GetModelInfoResponse:
         """The facts that were fixed at start-up."""
-        async with _Answering(context):
+        async with _answering(context):
             return model_info_of(self._service.state.loaded().model)
 
     async def GetLoad(self, request: control_pb2.GetLoadRequest, context: CallContext) -> control_pb2.GetLoadResponse:
         """A snapshot: the engine goes on meanwhile."""
-        async with _Answering(context):
+        async with _answering(context):
             engine = self._service.state.loaded().engine
             return load_of(engine.load(), engine.replica_loads())
 
     async def Abort(self, request: control_pb2.AbortRequest, context: CallContext) -> control_pb2.AbortResponse:
         """The aborted stream, not this call, says what was generated."""
-        async with _Answering(context):
+        async with _answering(context):
             self._service.abort(request.request_id, _tenant(context))
             return control_pb2.AbortResponse()
 
@@ -371,8 +353,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.PinPrefixRequest, context: CallContext
     ) -> control_pb2.PinPrefixResponse:
         """A caller that goes away changes nothing: the prefix is pinned."""
-        async with _Answering(context):
-            prefix, tenant = prefix_from(request), _tenant(context)
+        async with _answering(context):
+            prefix, tenant = prompt_from(request), _tenant(context)
             num_tokens = await self._service.pin_prefix(request.name, prefix, request.cache_salt, tenant)
             return control_pb2.PinPrefixResponse(num_pinned_tokens=num_tokens)
 
@@ -380,7 +362,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.UnpinPrefixRequest, context: CallContext
     ) -> control_pb2.UnpinPrefixResponse:
         """Requests that share the prefix go on."""
-        async with _Answering(context):
+        async with _answering(context):
             self._service.unpin_prefix(request.name, _tenant(context))
             return control_pb2.UnpinPrefixResponse()
 

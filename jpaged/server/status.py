@@ -34,15 +34,12 @@ class CallContext(Protocol):
 
     def time_remaining(self) -> float | None:
         """Seconds until the caller's deadline; None when there is none."""
-        ...
 
     async def write(self, message: Message) -> None:
         """Sends one message; waits for a reader that is slow."""
-        ...
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Trailers = ()) -> NoReturn:
         """Ends the call with a status, by raising."""
-        ...
 
 
 def status_of(error: JpagedError) -> status_pb2.Status:

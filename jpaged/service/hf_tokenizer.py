@@ -52,11 +52,11 @@ class HuggingFaceTokenizer:
         # every call and fails with "Already borrowed" under threads.
         self._fast: Any = self._inner.backend_tokenizer if self._inner.is_fast else None
         self._lock = threading.Lock()
-        self._max_token_bytes = GENEROUS_BYTES
+        self.max_token_bytes = GENEROUS_BYTES
         if self._fast is not None:
             self._fast.no_truncation()  # the wrapper's default too: a prompt is whole or refused
             self._fast.no_padding()
-            self._max_token_bytes = max_token_bytes(self._fast)
+            self.max_token_bytes = max_token_bytes(self._fast)
             self._fast.encode("")  # a part that names tokens which are not there fails on every text
         self._literal: LiteralText | None = None
         if not parse_special_tokens:
@@ -79,10 +79,6 @@ class HuggingFaceTokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._chat is not None
-
-    @property
-    def max_token_bytes(self) -> int:
-        return self._max_token_bytes
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._fast is not None:

@@ -23,27 +23,22 @@ class EngineClient(Protocol):
     @property
     def clock(self) -> Callable[[], float]:
         """The clock of deadlines."""
-        ...
 
     @property
     def geometry(self) -> Geometry:
         """The geometry of a step: what one request can have."""
-        ...
 
     @property
     def failure(self) -> Exception | None:
         """The error that ended it; None while there is none."""
-        ...
 
     @property
     def max_num_in_flight(self) -> int:
         """Requests that are accepted at one time."""
-        ...
 
     @property
     def is_full(self) -> bool:
         """`submit` would refuse for want of a place in the queue."""
-        ...
 
     def submit(self, request: Request, sink: Sink) -> None: ...
 
@@ -59,7 +54,6 @@ class EngineClient(Protocol):
 
     def replica_loads(self) -> tuple[EngineLoad, ...]:
         """The load of each copy of the model; `load` is of all."""
-        ...
 
     def histogram(self, name: str) -> HistogramSnapshot: ...
 
@@ -69,7 +63,6 @@ class EngineClient(Protocol):
 
     def step(self) -> bool:
         """Runs one iteration on the caller's thread, instead of `start`; False when there was nothing to do."""
-        ...
 
     def check(self) -> None: ...
 
@@ -77,7 +70,6 @@ class EngineClient(Protocol):
 
     def fail(self, error: Exception, *, hangs: bool = False) -> None:
         """Ends it with this error; where it hangs, `stop` does not wait for what may never return."""
-        ...
 
     def stop(self) -> None: ...
 

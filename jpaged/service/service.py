@@ -42,19 +42,18 @@ MAX_TOKENS_PER_MESSAGE = 16384
 
 
 class OutputStream:
-    """The events of one request, in order, for one reader. Lives on the event loop."""
+    """The events of one request, in order, for one reader. Lives on the event loop.
+
+    Attributes:
+        is_ended: its last event has come, read or not.
+    """
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
         self._buffer: dict[int, deque[OutputEvent]] = {}
         self._usage = Usage()
         self._has_events = asyncio.Event()
-        self._is_ended = False
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether its last event has come, read or not."""
-        return self._is_ended
+        self.is_ended = False
 
     def put(self, event: OutputEvent) -> None:
         """Takes an event; for the engine's thread."""
@@ -62,8 +61,8 @@ class OutputStream:
 
     def add(self, event: OutputEvent) -> None:
         """Takes an event; for the event loop."""
-        if not self._is_ended:
-            self._is_ended = event.is_last
+        if not self.is_ended:
+            self.is_ended = event.is_last
             self._buffer.setdefault(event.index, deque()).append(event)
             self._has_events.set()
 
@@ -124,9 +123,6 @@ class Bridge:
         self._lock = threading.Lock()
         self._pending: list[tuple[OutputStream, OutputEvent]] = []
         self._is_woken = False
-
-    def open(self) -> OutputStream:
-        return OutputStream(self)
 
     def put(self, stream: OutputStream, event: OutputEvent) -> None:
         """Queues an event for a stream; for the engine's thread. Never waits for a reader."""
@@ -408,7 +404,7 @@ class Service:
             request_id=request_id,
             engine_id=f"{next(self._counter)}/{request_id}",
             cache_tenant=cache_tenant,
-            stream=self._bridge.open(),
+            stream=OutputStream(self._bridge),
             forget=self._forget,
         )
         self._open[cache_tenant, request_id] = generation

@@ -56,7 +56,7 @@ def test_random_parameters_are_the_same_numbers_in_both_layer_modes() -> None:
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *loop["layers"])
     jax.tree.map(np.testing.assert_array_equal, {**loop, "layers": stacked}, scan)
     assert bool(jnp.all(loop["norm"]["scale"] == 1))
-    assert float(jnp.std(loop["lm_head"]["kernel"])) == pytest.approx(0.02, rel=0.05)
+    assert float(jnp.std(loop["lm_head"]["embedding"])) == pytest.approx(0.02, rel=0.05)
     assert not np.array_equal(*(loop["layers"][index]["mlp"]["down"]["kernel"] for index in (0, 1)))
 
 

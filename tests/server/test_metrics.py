@@ -81,7 +81,7 @@ class Scraped:
         serving = LoadedModel(self.engine, input_processor, ByteTokenizer(), MODEL, BACKEND, config)
         self.serving = serving
         self._server = serve_metrics(serving, host="127.0.0.1", port=0)
-        self.port = self._server.port
+        self.port = self._server.server_port
         self.events: list[OutputEvent] = []
 
     def submit(self, name: str, token_ids: list[int], **sampling: Any) -> None:

@@ -132,7 +132,8 @@ async def test_memory_is_given_back_once_after_large_messages_and_never_after_sm
     monkeypatch.setattr(port, "_DELAY_S", 0.0)
     given_back = asyncio.Semaphore(0)
     loop = asyncio.get_running_loop()
-    freed = port.FreedMemory(lambda: loop.call_soon_threadsafe(given_back.release))
+    monkeypatch.setattr(port, "_trim", lambda: loop.call_soon_threadsafe(given_back.release))
+    freed = port.FreedMemory()
     freed.note(port.LARGE_BYTES - 1)
     for _ in range(3):
         freed.note(port.LARGE_BYTES)

@@ -107,7 +107,7 @@ def test_a_tenant_that_cannot_be_is_refused_on_both_sides():
 def test_a_prefix_to_pin_crosses():
     for prefix in (Prompt(text="x"), Prompt(token_ids=(1, 2))):
         message = client_wire.pin_prefix_call("name", prefix, "salt").request
-        read = server_wire.prefix_from(message)
+        read = server_wire.prompt_from(message)
         assert (read.text, list(read.token_ids or ())) == (prefix.text, list(prefix.token_ids or ()))
         assert (message.name, message.cache_salt) == ("name", "salt")
 

@@ -25,7 +25,7 @@ LOOPS = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
 def process():
     process = TemplateProcess()
     yield process
-    process.close()
+    process._child.end()
 
 
 def made(process, source, messages=USER, max_bytes=1 << 20):
@@ -126,7 +126,6 @@ def test_messages_that_are_no_text_are_refused(process):
 
 def test_a_process_that_was_killed_is_started_again(process):
     template = ChatTemplate(process, PLAIN, {})
-    assert process._child is not None
     os.kill(process._child.process.pid, signal.SIGKILL)
     process._child.process.wait()
     assert template.render(USER, max_bytes=100) == "user: hi\n"
@@ -138,7 +137,7 @@ def test_a_process_that_cannot_be_started_is_said(process, monkeypatch):
     def refuse(*words, **options):
         raise OSError(11, "Resource temporarily unavailable")
 
-    process.close()
+    process._child.end()
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", refuse)
         with pytest.raises(Unavailable, match=r"cannot be started: .*temporarily unavailable"):
@@ -148,7 +147,6 @@ def test_a_process_that_cannot_be_started_is_said(process, monkeypatch):
 
 def test_a_process_ends_with_its_owner():
     owner = TemplateProcess()
-    assert owner._child is not None
     child = owner._child.process
     assert child.poll() is None
     del owner

@@ -24,13 +24,13 @@ _STATM = Path("/proc/self/statm")
 
 def main() -> int:
     """Answers questions until the other side closes."""
-    with socket.socket(fileno=sys.stdin.fileno()) as connection:
+    with socket.socket(fileno=sys.stdin.fileno()) as connection, connection.makefile("rb") as questions:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         _limit_memory()
         while True:
             try:
-                _, text = receive(connection)
+                _, text = receive(questions)
                 send(connection, *_answer(render_jinja_template, json.loads(text)))
             except (EOFError, ConnectionError):
                 return 0

@@ -9,10 +9,9 @@ from __future__ import annotations
 import enum
 import socket
 import struct
-import time
+from typing import IO
 
 _HEAD = struct.Struct(">cI")
-_PIECE_BYTES = 1 << 20
 
 
 class Kind(enum.Enum):
@@ -38,24 +37,19 @@ def send(connection: socket.socket, kind: Kind, text: str) -> None:
     connection.sendall(_HEAD.pack(kind.value, len(payload)) + payload)
 
 
-def receive(connection: socket.socket, until_s: float | None = None) -> tuple[Kind, str]:
-    """Waits for one frame, until a time on the monotonic clock; None waits for ever.
+def receive(frames: IO[bytes]) -> tuple[Kind, str]:
+    """Waits for one frame of a socket's file.
 
     Raises:
         EOFError: the other side has ended.
-        TimeoutError: it is later than that.
+        TimeoutError: the socket has a limit of time, and it has passed.
     """
-    kind, length = _HEAD.unpack(_read(connection, _HEAD.size, until_s))
-    return Kind(kind), _read(connection, length, until_s).decode()
+    kind, length = _HEAD.unpack(_read(frames, _HEAD.size))
+    return Kind(kind), _read(frames, length).decode()
 
 
-def _read(connection: socket.socket, count: int, until_s: float | None) -> bytearray:
-    received = bytearray()
-    while len(received) < count:
-        if until_s is not None:
-            connection.settimeout(max(until_s - time.monotonic(), 1e-3))
-        piece = connection.recv(min(count - len(received), _PIECE_BYTES))
-        if not piece:
-            raise EOFError
-        received += piece
-    return received
+def _read(frames: IO[bytes], count: int) -> bytes:
+    content = frames.read(count)
+    if len(content) < count:
+        raise EOFError
+    return content

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,7 +38,7 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._child: _Child | None = _Child()
+        self._child = _Child()
 
     def render(
         self, template: str, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], max_bytes: int
@@ -54,10 +53,9 @@ class TemplateProcess:
         question = {"template": template, "variables": variables, "messages": messages, "max_bytes": max_bytes}
         text = json_text.dumps(question)
         with self._lock:
-            if self._child is None or self._child.process.poll() is not None:
+            if self._child.process.poll() is not None:
                 self._start_again()
             child = self._child
-            assert child is not None
             try:
                 return child.ask(text)
             except (OSError, EOFError) as error:
@@ -65,17 +63,8 @@ class TemplateProcess:
                 self._start_again()
                 raise reason from error
 
-    def close(self) -> None:
-        """Ends the process; another `render` starts a new one."""
-        with self._lock:
-            if self._child is not None:
-                self._child.end()
-                self._child = None
-
     def _start_again(self) -> None:
-        if self._child is not None:
-            self._child.end()
-            self._child = None
+        self._child.end()
         try:
             self._child = _Child()
         except OSError as error:
@@ -95,6 +84,8 @@ class _Child:
         with contextlib.ExitStack() as opened:
             ours, theirs = socket.socketpair()
             self._connection = opened.enter_context(ours)
+            self._connection.settimeout(_ANSWER_TIMEOUT_S)
+            self._answers = opened.enter_context(ours.makefile("rb"))
             with theirs:
                 self._said, path = tempfile.mkstemp()
                 opened.callback(os.close, self._said)
@@ -110,9 +101,8 @@ class _Child:
 
     def ask(self, text: str) -> tuple[Kind, str]:
         """Sends a question and waits for the answer; raises OSError or EOFError."""
-        self._connection.settimeout(_ANSWER_TIMEOUT_S)
         send(self._connection, Kind.QUESTION, text)
-        return receive(self._connection, time.monotonic() + _ANSWER_TIMEOUT_S)
+        return receive(self._answers)
 
     def reason(self, error: Exception) -> Exception:
         """The error that tells why the process gave no answer."""
