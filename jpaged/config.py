@@ -25,6 +25,8 @@ Policy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 Batching = Literal["continuous", "static"]
 KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
+Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "cpu"]
+"""Whose attention kernels run."""
 
 
 def option(
@@ -65,7 +67,7 @@ class ModelOptions:
     attention_backend: str = option(
         "auto",
         "whose attention kernels run; auto takes the device's own where they can, and says why where they cannot",
-        choices=("auto", "xla", "pallas-tpu", "pallas-gpu", "cpu"),
+        choices=("auto", *get_args(Backend)),
     )
     seed: int = option(0, "where requests that bring no seed get theirs from", low=0, high=2**64 - 1)
     parse_special_tokens: bool = option(

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jpaged.config import Backend
 from jpaged.engine.executor import CascadeCosts
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import Backend
 from jpaged.kernels.paged_attention.reference import CHUNK_TOKENS, TILE_QUERIES
 
 _TPU_START_BYTES = 4e6

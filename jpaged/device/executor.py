@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jpaged.config import EngineConfig
+from jpaged.config import Backend, EngineConfig
 from jpaged.device.calibration import measure_rates
 from jpaged.device.host_pool import HostPool
 from jpaged.device.kv_scales import measure_scales, name_of_kv_dtype
@@ -54,7 +54,6 @@ from jpaged.engine.executor import (
     StepOutputs,
 )
 from jpaged.errors import InternalError
-from jpaged.kernels.paged_attention import Backend
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode

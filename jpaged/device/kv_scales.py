@@ -26,17 +26,17 @@ from jpaged.models.tokens import TokenBatch
 MARGIN = 1.25
 PROBE_LEN = 256
 
-_NAMES = {"int8": "int8", "fp8": "float8_e4m3fn", "float32": "float32", "bfloat16": "bfloat16"}
+_FP8 = "float8_e4m3fn"
 
 
 def kv_dtype(name: str, model_dtype: np.dtype) -> np.dtype:
     """The element type that the option `kv_cache_dtype` names."""
-    return model_dtype if name == "auto" else jnp.dtype(_NAMES[name])
+    return model_dtype if name == "auto" else jnp.dtype(_FP8 if name == "fp8" else name)
 
 
 def name_of_kv_dtype(dtype: np.dtype) -> str:
     """The inverse of `kv_dtype`."""
-    return next(name for name, spelled in _NAMES.items() if spelled == dtype.name)
+    return "fp8" if dtype.name == _FP8 else dtype.name
 
 
 def measure_scales(step: Step, params: Params) -> jax.Array:

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.config import Backend
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVForm, KVLayout
 from jpaged.kernels.paged_attention import (
     AttentionSpec,
-    Backend,
     RaggedRows,
     paged_attention,
     paged_attention_update,

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.kernels.paged_attention import AttentionSpec, Backend, paged_attention
+from jpaged.config import Backend
+from jpaged.kernels.paged_attention import AttentionSpec, paged_attention
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update, merge
 from jpaged.kernels.paged_attention.spec import AttentionCall, NewKV, Updated

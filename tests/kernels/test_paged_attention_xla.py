@@ -7,10 +7,11 @@ from typing import cast
 import jax.numpy as jnp
 import pytest
 
+from jpaged.config import Backend
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention
+from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention
 from jpaged.kernels.paged_attention.shapes import SHAPES
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, real_shape
 

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpaged.config import Backend
 from jpaged.device.mesh import HEADS_SPEC, LOGITS_SPEC, MODEL_AXIS, POOL_SPEC, SCALES_SPEC, num_shards, on_shards
 from jpaged.device.step import sampling
 from jpaged.device.step.runner import Packing, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Geometry, StepInputs
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Backend, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
 from jpaged.kernels.paged_attention.spec import NewKV
 from jpaged.models.layers import Params

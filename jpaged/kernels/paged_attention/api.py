@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jpaged.kernels.paged_attention.backends import Backend, implementation
+from jpaged.config import Backend
+from jpaged.kernels.paged_attention.backends import implementation
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, NewKV, RaggedRows, Updated
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 
+from jpaged.config import Backend
 from jpaged.errors import Unsupported
 from jpaged.kernels.kv_layout import KVForm, KVLayout
 from jpaged.kernels.paged_attention import reference
@@ -25,8 +26,6 @@ from jpaged.kernels.paged_attention.cpu import attention as cpu
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, NewKV, Queries, Updated
 from jpaged.kernels.paged_attention.tpu import attention as tpu
-
-Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "cpu"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jpaged.config import Backend
 from jpaged.kernels.paged_attention.api import paged_attention, paged_attention_update
-from jpaged.kernels.paged_attention.backends import Backend
 from jpaged.kernels.paged_attention.spec import Attended, AttentionSpec, NewKV, RaggedRows, Updated
 
 if TYPE_CHECKING:

@@ -25,11 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.config import Backend
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.api import paged_attention
-from jpaged.kernels.paged_attention.backends import Backend, choose
+from jpaged.kernels.paged_attention.backends import choose
 from jpaged.kernels.paged_attention.shapes import SHAPES, AttentionShape
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
 
