@@ -43,7 +43,6 @@ class LoopThread:
         self._inbox.put(command)
 
     def start(self, on_failure: Callable[[Exception], None] | None) -> None:
-        """Makes the thread; see `Engine.start`."""
         self._on_failure = on_failure
         self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
         self._thread.start()

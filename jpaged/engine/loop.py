@@ -112,7 +112,6 @@ class Deadlines:
             heapq.heappush(self._heap, (deadline_s, group.arrival))
 
     def discard(self, group: Group) -> None:
-        """Forgets a group that has ended."""
         self._open.pop(group.arrival, None)
         if len(self._heap) > 2 * len(self._open):
             self._heap = [(deadline_s, arrival) for arrival, (deadline_s, _) in self._open.items()]
@@ -250,7 +249,6 @@ class EngineLoop:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One iteration; False when there was nothing to do and nothing waits."""
         start_s = self._clock()
         self._device_wait_s = 0.0
         self._expire()
@@ -266,7 +264,6 @@ class EngineLoop:
         return bool(schedule.rows) or dispatched is not None or self.scheduler.queues.has_work
 
     def check(self) -> None:
-        """Raises InternalError when a block is lost, shared by mistake, or free and in use."""
         self.memory.check(self.scheduler.queues.groups())
 
     def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any] | None:

@@ -238,11 +238,9 @@ class Group:
         return is_first
 
     def overtaken(self) -> None:
-        """A later arrival was admitted before it."""
         self.num_overtaken += 1
 
     def preempted(self) -> None:
-        """Notes that it had to make room."""
         self.num_preemptions += 1
 
     def forked(self) -> None:
@@ -260,11 +258,9 @@ class Group:
             self.starts_over()
 
     def scheduled(self, now_s: float) -> None:
-        """Notes when its first step is dispatched."""
         self.first_scheduled_s = now_s
 
     def sampled(self, num_tokens: int) -> None:
-        """A step sampled so many tokens for it."""
         self.num_sampled_tokens += num_tokens
 
     def collected(self, now_s: float) -> None:

@@ -160,9 +160,7 @@ class StepStats:
         return max(0.1, (ends[-1] - ends[0]) / (len(ends) - 1))
 
     def histogram(self, name: str) -> HistogramSnapshot:
-        """The histogram of one of `jpaged.load.DURATIONS`."""
         return self._histograms[name].snapshot()
 
     def num_ended(self) -> dict[str, int]:
-        """Requests that ended, by finish reason; "deadline" or "error" where they had none."""
         return dict(self._num_ended)

@@ -3,8 +3,8 @@
     submit ──> Router ──> Engine 0   devices 0, 1
                      └──> Engine 1   devices 2, 3        one of them fails: all end, with that error
 
-To its callers it is an `Engine`: an id is in flight once, limits hold for the whole, a prefix is pinned everywhere or
-nowhere, loads and histograms are sums.
+To its callers it is an `Engine`, whose verbs are described there: an id is in flight once, limits hold for the whole, a
+prefix is pinned everywhere or nowhere, loads and histograms are sums.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class DataParallelEngine:
 
     @property
     def is_full(self) -> bool:
-        """No engine takes a further request now; see `Engine.is_full`."""
         return all(engine.is_full for engine in self._engines)
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -93,13 +92,11 @@ class DataParallelEngine:
         )
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request with finish reason ABORT; False when there is none of that id."""
         with self._lock:
             route = self._router.route_of(request_id)
         return route is not None and self._engines[route.replica].abort(request_id)
 
     def drop(self, request_id: str) -> None:
-        """Forgets a request that nobody listens to any more."""
         with self._lock:
             route = self._router.route_of(request_id)
             if route is not None:
@@ -150,7 +147,6 @@ class DataParallelEngine:
         return future
 
     def unpin_prefix(self, name: str, tenant: str = "") -> bool:
-        """Lets a pinned prefix be evicted again everywhere; see `Engine.unpin_prefix`."""
         with self._lock:
             is_pinned = (tenant, name) in self._pinned
             self._pinned.discard((tenant, name))
@@ -162,26 +158,21 @@ class DataParallelEngine:
     # --- counts -----------------------------------------------------------------------------------------------------
 
     def load(self) -> EngineLoad:
-        """The load of all replicas as one."""
         return total_load(self.replica_loads())
 
     def replica_loads(self) -> tuple[EngineLoad, ...]:
-        """The load of each replica, in their order."""
         return tuple(engine.load() for engine in self._engines)
 
     def histogram(self, name: str) -> HistogramSnapshot:
-        """Durations of all of them; see `Engine.histogram`."""
         return HistogramSnapshot.total([engine.histogram(name) for engine in self._engines])
 
     def num_ended_by_reason(self) -> dict[str, int]:
-        """Requests that have ended on any replica, by reason."""
         counts = [engine.num_ended_by_reason() for engine in self._engines]
         return {reason: sum(count[reason] for count in counts) for reason in counts[0]}
 
     # --- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Runs every engine in a thread of its own until `stop`."""
         for index, engine in enumerate(self._engines):
             engine.start(functools.partial(self._note_failure, index))
 
@@ -194,24 +185,20 @@ class DataParallelEngine:
         return any(did_something)
 
     def check(self) -> None:
-        """Raises InternalError when an engine has lost a block; for a thread that steps them."""
         for engine in self._engines:
             engine.check()
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for those in flight everywhere; False when the time was too short."""
         until_s = time.monotonic() + timeout_s
         for engine in self._engines:
             engine.drain(0.0)
         return all(engine.drain(max(0.0, until_s - time.monotonic())) for engine in self._engines)
 
     def fail(self, error: Exception, *, hangs: bool = False) -> None:
-        """Ends all loops with this error; see `Engine.fail`."""
         for engine in self._engines:
             engine.fail(error, hangs=hangs)
 
     def stop(self) -> None:
-        """Ends all loops. Requests that are still in flight get Unavailable."""
         self.drain(0.0)
         for engine in self._engines:
             engine.stop()

@@ -65,7 +65,6 @@ class PrefixCache:
         return self._blocks.get(key)
 
     def block_ids(self) -> Iterable[int]:
-        """Every block with a key."""
         return self._keys.keys()
 
     def match(self, root: Key, keys: Sequence[Key], token_ids: Sequence[int]) -> PrefixMatch:
@@ -312,7 +311,6 @@ class Prefixes:
         return len(keys) * self._block_size
 
     def unpin(self, name: Hashable) -> None:
-        """Lets a pinned prefix be evicted again."""
         self.pool.release(self._pinned.pop(name))
 
     @property
@@ -321,7 +319,6 @@ class Prefixes:
         return {block_id for table in self._pinned.values() for block_id in table.block_ids()}
 
     def pinned_tables(self) -> Iterable[BlockTable]:
-        """The tables that hold what is pinned."""
         return self._pinned.values()
 
     def check(self) -> None:
