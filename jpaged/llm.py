@@ -17,7 +17,7 @@ from jpaged.completions import Completions
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.types import OutputEvent, Request, RequestOutput, SamplingParams
+from jpaged.types import OutputEvent, Prompt, Request, RequestOutput, SamplingParams
 
 
 class TextPrompt(TypedDict):
@@ -32,7 +32,7 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
 
 
-Prompt = str | TextPrompt | TokensPrompt
+GivenPrompt = str | TextPrompt | TokensPrompt
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -65,7 +65,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: GivenPrompt | Sequence[GivenPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Generates for every prompt; the results are in the order of the prompts.
@@ -79,7 +79,7 @@ class LLM:
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = _one_each(sampling_params, len(many))
-        return self._run([self._request(_prompt_fields(p), s) for p, s in zip(many, params, strict=True)])
+        return self._run([self._request(_prompt_of(p), s) for p, s in zip(many, params, strict=True)])
 
     def chat(
         self,
@@ -91,7 +91,7 @@ class LLM:
         if many and isinstance(many[0], Mapping):
             many = [many]
         params = _one_each(sampling_params, len(many))
-        return self._run([self._request({"messages": m}, s) for m, s in zip(many, params, strict=True)])
+        return self._run([self._request(Prompt(messages=m), s) for m, s in zip(many, params, strict=True)])
 
     def close(self) -> None:
         """Gives the device's memory back; the LLM is spent."""
@@ -103,10 +103,11 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _request(self, prompt: dict[str, Any], sampling: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
         self._num_requests += 1
-        make = self._serving.input_processor.make_request
-        return make(request_id=f"llm-{self._num_requests}", sampling=sampling, **prompt)
+        return self._serving.input_processor.make_request(
+            request_id=f"llm-{self._num_requests}", sampling=sampling, prompt=prompt
+        )
 
     def _run(self, requests: list[Request]) -> list[RequestOutput]:
         completions = {
@@ -144,14 +145,14 @@ class LLM:
         return outputs
 
 
-def _prompt_fields(prompt: Prompt) -> dict[str, Any]:
+def _prompt_of(prompt: GivenPrompt) -> Prompt:
     if isinstance(prompt, str):
-        return {"prompt": prompt}
-    fields = dict(prompt)
+        return Prompt(text=prompt)
+    fields: dict[str, Any] = dict(prompt)
     unknown = fields.keys() - {"prompt", "prompt_token_ids"}
     if unknown or len(fields) != 1:
         raise InvalidArgument("prompts", f"{sorted(fields)} given; one of prompt and prompt_token_ids is expected")
-    return fields
+    return Prompt(fields.get("prompt"), fields.get("prompt_token_ids"))
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Iterator[SamplingParams]:

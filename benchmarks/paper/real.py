@@ -22,7 +22,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InternalError
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import EngineClient
-from jpaged.types import OutputEvent, SamplingParams
+from jpaged.types import OutputEvent, Prompt, SamplingParams
 
 SEED = 0
 _BLOCK_SIZE = 16
@@ -100,7 +100,7 @@ _PAPER = {"parallel": {2: 6.09, 4: 8.53, 6: 9.79}, "beam": {2: 37.56, 4: 53.13, 
 def _blocks(engine: EngineClient, processor: InputProcessor, sampling: SamplingParams, number: int) -> tuple[int, int]:
     """(blocks in use, blocks that the tables would need unshared), summed over the steps of one request."""
     request = processor.make_request(
-        request_id=f"r{number}", sampling=sampling, prompt_token_ids=_prompt(processor, number)
+        request_id=f"r{number}", sampling=sampling, prompt=Prompt(token_ids=_prompt(processor, number))
     )
     ends: list[OutputEvent] = []
     engine.submit(request, lambda event: ends.append(event) if event.is_last else None)
@@ -141,7 +141,9 @@ def _run(engine: EngineClient, processor: InputProcessor, samplings: Sequence[Sa
 
     for i, sampling in enumerate(samplings):
         prompt = _prompt(processor, i)
-        engine.submit(processor.make_request(request_id=f"r{i}", sampling=sampling, prompt_token_ids=prompt), take)
+        engine.submit(
+            processor.make_request(request_id=f"r{i}", sampling=sampling, prompt=Prompt(token_ids=prompt)), take
+        )
     while num_left:
         if not engine.step() and num_left:
             raise InternalError(f"{num_left} requests are in flight and the engine is idle")

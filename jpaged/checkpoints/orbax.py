@@ -45,13 +45,7 @@ _OF_ONE_MACHINE = ("commit_success.txt",)
 
 
 def write_manifest(folder: Path, architecture: str, dtype: str) -> None:
-    """Makes a folder one that can be read; everything else must be there.
-
-    Args:
-        folder: whose tensors are written.
-        architecture: as in config.json.
-        dtype: of the tensors, or `mixed`.
-    """
+    """Makes a folder one that can be read, once all else is there; dtype is that of the tensors, or `mixed`."""
     value = {
         "format": _FORMAT,
         "format_version": _FORMAT_VERSION,

@@ -23,14 +23,7 @@ _NAME_OF = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that is to be written, and how to get it.
-
-    Attributes:
-        name: as Hugging Face has it.
-        shape: of what `read` gives.
-        dtype: of what `read` gives.
-        read: makes the array; called once, and the array is dropped before the next is asked for.
-    """
+    """A tensor that is to be written; `read` makes it, once, and it is dropped before the next is asked for."""
 
     name: str
     shape: tuple[int, ...]

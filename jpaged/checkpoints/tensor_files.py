@@ -46,7 +46,14 @@ class TensorFiles:
         self._opened = opened
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
-        self._open()
+        if (folder / SINGLE_FILE).is_file():
+            self._open_file(SINGLE_FILE)
+        elif (self._folder / INDEX_FILE).is_file():
+            self._open_shards()
+        elif list(self._folder.glob("*.bin")) or list(self._folder.glob("*.pth")):
+            raise Unsupported(f"{self._folder}: only safetensors weights are read; convert the checkpoint")
+        else:
+            raise InvalidArgument(str(self._folder), f"has neither {SINGLE_FILE} nor {INDEX_FILE}")
 
     @property
     def names(self) -> frozenset[str]:
@@ -76,16 +83,6 @@ class TensorFiles:
 
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)
-
-    def _open(self) -> None:
-        if (self._folder / SINGLE_FILE).is_file():
-            self._open_file(SINGLE_FILE)
-        elif (self._folder / INDEX_FILE).is_file():
-            self._open_shards()
-        elif list(self._folder.glob("*.bin")) or list(self._folder.glob("*.pth")):
-            raise Unsupported(f"{self._folder}: only safetensors weights are read; convert the checkpoint")
-        else:
-            raise InvalidArgument(str(self._folder), f"has neither {SINGLE_FILE} nor {INDEX_FILE}")
 
     def _open_file(self, file_name: str) -> None:
         path = self._folder / file_name

@@ -25,7 +25,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params, normal
 from jpaged.models.leaves import LM_HEAD, Leaf
 from jpaged.models.model import Model
-from jpaged.models.sharding import PaddedAxis, padded_axis
+from jpaged.models.sharding import PaddedAxis, insert, padded_axis
 from jpaged.models.stack import LayerMode
 
 # Place of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"), without the number in scan mode.
@@ -123,7 +123,7 @@ def load_params(
             split = padded_axis(leaves[0].axes, leaves[0].shape, num_parts)
             source = _Source(files, leaves, is_stacked, model.dtype, split)
             array = put(source.shape, source.read, None if shardings is None else _find(shardings, path))
-            _insert(params, path, array)
+            insert(params, path, array)
             flags.append((is_finite(array), leaves))
             progress(done, len(groups), ".".join(map(str, path)))
         _check_tie(files, config)
@@ -256,12 +256,6 @@ class _Source:
             raise InternalError(f"axis {self.split.axis} of leaf {leaf.path} cannot be split")
         step = stored[axis] // self.split.size
         return (*(slice(None),) * axis, slice(part.start * step, part.stop * step))
-
-
-def _insert(params: Any, path: LeafPath, value: jax.Array) -> None:
-    for key in path[:-1]:
-        params = params[key] if isinstance(key, int) else params.setdefault(key, {})
-    params[path[-1]] = value
 
 
 def _find(params: Any, path: LeafPath) -> Any:

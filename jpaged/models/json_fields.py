@@ -46,19 +46,12 @@ class JsonFields:
             raise self.bad(key, f"is {_shown(value)}; the limit is {maximum}")
         return value
 
-    def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
-        """A finite number greater than `above`; absent and without a default is an error."""
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number greater than 0; absent and without a default is an error."""
         value = self._required(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= _MAX_NUMBER:
-            raise self.bad(key, f"is {_shown(value)}; it must be a finite number above {above:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
+            raise self.bad(key, f"is {_shown(value)}; it must be a finite number above 0")
         return float(value)
-
-    def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
-        """The same, or None when it is absent."""
-        if not self.has(key):
-            self._read.add(key)
-            return None
-        return self.number(key, above=above)
 
     def flag(self, key: str, default: bool) -> bool:
         """A boolean."""

@@ -97,7 +97,7 @@ class RopeConfig:
             fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
             if fast < slow:
                 raise rope.bad("beta_fast", f"is {fast:g}; it must be at least beta_slow, {slow:g}")
-            own = {name: rope.optional_number(name) for name in _OPTIONAL}
+            own = {name: rope.number(name) for name in _OPTIONAL if rope.has(name)}
             own |= {"beta_fast": fast, "beta_slow": slow, "truncate": rope.flag("truncate", True)}
         result = cls(kind=kind, theta=theta, factor=factor, original_max_position_embeddings=original, **own)
         rope.finish()

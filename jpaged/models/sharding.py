@@ -13,6 +13,8 @@ sizes all divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,17 +35,18 @@ def logical_axes(config: ModelConfig, layer_mode: LayerMode) -> Params:
     prefix = family.name_prefix(())
     layer: Params = {}
     for leaf in family.layer_leaves(config, prefix):
-        _insert(layer, leaf.path, ("layers", *leaf.axes) if layer_mode == "scan" else leaf.axes)
+        insert(layer, leaf.path, ("layers", *leaf.axes) if layer_mode == "scan" else leaf.axes)
     axes: Params = {"layers": layer if layer_mode == "scan" else [layer] * config.num_layers}
     for leaf in family.outer_leaves(config, prefix):
-        _insert(axes, leaf.path, leaf.axes)
+        insert(axes, leaf.path, leaf.axes)
     return axes
 
 
-def _insert(tree: Params, path: tuple[str, ...], axes: LogicalAxes) -> None:
+def insert(tree: Any, path: Sequence[str | int], value: Any) -> None:
+    """Put a value at its place in a tree: into lists that are there, and dictionaries that are made."""
     for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = axes
+        tree = tree[key] if isinstance(key, int) else tree.setdefault(key, {})
+    tree[path[-1]] = value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

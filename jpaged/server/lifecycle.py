@@ -34,6 +34,7 @@ from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service
 from jpaged.service.state import ServiceState, Stage
+from jpaged.types import Prompt
 
 _LOG = logging.getLogger(__name__)
 
@@ -194,9 +195,8 @@ class Server:
         """What the options ask for before the first request: a pinned prefix, metrics."""
         options = self._config.server
         if self._prefix is not None:
-            prefix = self._prefix
             try:
-                token_ids = await asyncio.to_thread(lambda: serving.input_processor.prefix(text=prefix))
+                token_ids = await asyncio.to_thread(serving.input_processor.prefix, Prompt(text=self._prefix))
                 num_tokens = await asyncio.wrap_future(serving.engine.pin_prefix(PIN_NAME, token_ids))
             except InvalidArgument as error:
                 raise InvalidArgument("pin_prefix", f"{options.pin_prefix}: {error.problem}") from error

@@ -158,9 +158,12 @@ class _InHand:
 def _reading(handler: Any, freed: FreedMemory, in_hand: _InHand) -> grpc.RpcMethodHandler:
     """A handler that does what `handler` does, and reads its requests off the call itself."""
 
-    def decode(content: bytes) -> Any:
+    async def decoded(context: Any, content: bytes) -> Any:
         freed.note(len(content))
-        return handler.request_deserializer(content)
+        try:
+            return handler.request_deserializer(content)
+        except DecodeError as error:
+            await refuse(context, InvalidArgument("request", f"{len(content)} bytes are not a valid message: {error}"))
 
     async def answer(_: object, context: Any) -> Any:
         content = request = None
@@ -170,7 +173,7 @@ def _reading(handler: Any, freed: FreedMemory, in_hand: _InHand) -> grpc.RpcMeth
             with in_hand.counted(len(content)) as too_much:
                 if too_much is not None:
                     await refuse(context, too_much)
-                request, content = await _decoded(context, decode, content), None
+                request, content = await decoded(context, content), None
                 return await (handler.unary_stream or handler.unary_unary)(request, context)
         except aio.InternalError as error:
             raise _gone(error) from None
@@ -183,7 +186,7 @@ def _reading(handler: Any, freed: FreedMemory, in_hand: _InHand) -> grpc.RpcMeth
     async def answer_each(_: object, context: Any) -> AsyncIterator[Any]:
         async def requests() -> AsyncIterator[Any]:
             while (content := await context.read()) is not aio.EOF:
-                yield await _decoded(context, decode, content)
+                yield await decoded(context, content)
 
         try:
             async for response in handler.stream_stream(requests(), context):
@@ -195,14 +198,6 @@ def _reading(handler: Any, freed: FreedMemory, in_hand: _InHand) -> grpc.RpcMeth
         return grpc.stream_stream_rpc_method_handler(answer_each, response_serializer=handler.response_serializer)
     make = grpc.stream_stream_rpc_method_handler if handler.unary_stream else grpc.stream_unary_rpc_method_handler
     return make(answer, response_serializer=handler.response_serializer)
-
-
-async def _decoded(context: Any, decode: Callable[[bytes], Any], content: bytes) -> Any:
-    """The message that the bytes are."""
-    try:
-        return decode(content)
-    except DecodeError as error:
-        await refuse(context, InvalidArgument("request", f"{len(content)} bytes are not a valid message: {error}"))
 
 
 def _gone(error: Exception) -> asyncio.CancelledError:

@@ -22,6 +22,7 @@ from jpaged.types import (
     MAX_STOP_TOKEN_IDS,
     MIN_MAX_CHAT_BYTES,
     MIN_MAX_TOKENIZE_BYTES,
+    Prompt,
     Request,
     SamplingParams,
 )
@@ -55,32 +56,30 @@ class InputProcessor:
         *,
         request_id: str,
         sampling: SamplingParams,
-        prompt: str | None = None,
-        prompt_token_ids: Sequence[int] | None = None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
+        prompt: Prompt,
         deadline_s: float | None = None,
         tenant: str = "",
     ) -> Request:
-        """Exactly one of prompt, prompt_token_ids and messages is given. What costs little is checked first.
+        """Make a request of a prompt of which one form is given. What costs little is checked first.
 
         Raises:
             InvalidArgument: a field is wrong; says which.
             RequestTooLong: prompt and max_tokens can never fit, with the limit.
             Unsupported: messages, but the model has no chat template.
         """
-        if sum(given is not None for given in (prompt, prompt_token_ids, messages)) != 1:
+        if sum(form is not None for form in (prompt.text, prompt.token_ids, prompt.messages)) != 1:
             raise InvalidArgument("prompt", "give exactly one of text, token ids and chat messages")
         self._check_beams(sampling)
         self._check_stops(sampling)
-        if prompt_token_ids is not None:
-            self._check_length(len(prompt_token_ids), sampling)
-            token_ids = self._checked_ids("prompt.token_ids", prompt_token_ids)
+        if prompt.token_ids is not None:
+            self._check_length(len(prompt.token_ids), sampling)
+            token_ids = self._checked_ids("prompt.token_ids", prompt.token_ids)
         else:
             max_bytes = self._max_prompt_bytes(sampling.max_tokens)
-            if messages is not None:
-                token_ids = self._chat_ids(messages, max_bytes)
+            if prompt.messages is not None:
+                token_ids = self._chat_ids(prompt.messages, max_bytes)
             else:
-                token_ids = self._text_ids("sampling.max_tokens", prompt or "", max_bytes)
+                token_ids = self._text_ids("sampling.max_tokens", prompt.text or "", max_bytes)
             self._check_length(len(token_ids), sampling)
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
@@ -91,23 +90,22 @@ class InputProcessor:
             request_id=request_id or f"request-{number}",
             prompt_token_ids=tuple(token_ids),
             sampling=sampling,
-            prompt=prompt,
+            prompt=prompt.text,
             deadline_s=deadline_s,
             tenant=tenant,
         )
 
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, which may be longer than a prompt.
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text or a conversation, which may be longer than a prompt.
 
         Raises:
+            InvalidArgument, Unsupported: as in `make_request`.
             RequestTooLong: it is longer than is worth it.
         """
         max_bytes = max(self._max_prompt_bytes(1), MIN_MAX_TOKENIZE_BYTES)
-        return self._text_ids("text", text, max_bytes, add_special_tokens=add_special_tokens)
-
-    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids of a conversation, as `make_request` lays it out and with what it raises."""
-        return self._chat_ids(messages, max(self._max_prompt_bytes(1), MIN_MAX_TOKENIZE_BYTES))
+        if prompt.messages is not None:
+            return self._chat_ids(prompt.messages, max_bytes)
+        return self._text_ids("text", prompt.text or "", max_bytes, add_special_tokens=add_special_tokens)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids, which may be more than a sequence has.
@@ -121,19 +119,19 @@ class InputProcessor:
         ids = self._checked_ids("token_ids", token_ids)
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def prefix(self, *, text: str | None = None, token_ids: Sequence[int] | None = None) -> tuple[int, ...]:
+    def prefix(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids of a prefix of prompts, which is shorter than a prompt may be.
 
         Raises:
             InvalidArgument: an id is none of the model's.
             RequestTooLong: it is longer.
         """
-        if token_ids is None:
-            return tuple(self._text_ids("text", text or "", self._max_prompt_bytes(1)))
+        if prompt.token_ids is None:
+            return tuple(self._text_ids("text", prompt.text or "", self._max_prompt_bytes(1)))
         limit = self._geometry.max_model_len
-        if len(token_ids) >= limit:
-            raise RequestTooLong("token_ids", f"{len(token_ids)} tokens are not below max_model_len ({limit})")
-        return tuple(self._checked_ids("token_ids", token_ids))
+        if len(prompt.token_ids) >= limit:
+            raise RequestTooLong("token_ids", f"{len(prompt.token_ids)} tokens are not below max_model_len ({limit})")
+        return tuple(self._checked_ids("token_ids", prompt.token_ids))
 
     def _max_prompt_bytes(self, max_tokens: int) -> int:
         """A longer text has too many tokens beside max_tokens, whichever they are."""

@@ -315,13 +315,7 @@ class Service:
         """Return the ids of a text or a conversation, which may be longer than a prompt; see `Call` for the rest."""
         processor = self._model(model).input_processor
 
-        def tokenize() -> list[int]:
-            prompt = read()
-            if prompt.messages is not None:
-                return processor.tokenize_chat(prompt.messages)
-            return processor.tokenize(prompt.text or "", add_special_tokens=add_special_tokens)
-
-        return await self._workers.run(tokenize, size)
+        return await self._workers.run(lambda: processor.tokenize(read(), add_special_tokens=add_special_tokens), size)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str | None = None
@@ -357,7 +351,7 @@ class Service:
             raise InvalidArgument("cache_salt", f"{len(cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS}")
 
         def pin() -> Future[int]:
-            token_ids = model.input_processor.prefix(text=prefix.text, token_ids=prefix.token_ids)
+            token_ids = model.input_processor.prefix(prefix)
             return model.engine.pin_prefix(name, token_ids, cache_salt, _cache_tenant(model, tenant))
 
         return await asyncio.shield(asyncio.wrap_future(await self._workers.run(pin, prefix.size)))
@@ -438,9 +432,7 @@ class Service:
             request = model.input_processor.make_request(
                 request_id=generation.engine_id,
                 sampling=sampling,
-                prompt=prompt.text,
-                prompt_token_ids=prompt.token_ids,
-                messages=prompt.messages,
+                prompt=prompt,
                 deadline_s=deadline_s,
                 tenant=call.tenant,
             )

@@ -32,7 +32,7 @@ from jpaged.load import EngineLoad
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from jpaged.service.input_processor import InputProcessor
-from jpaged.types import OutputEvent, SamplingParams
+from jpaged.types import OutputEvent, Prompt, SamplingParams
 from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
 
 VOCAB_SIZE = 131
@@ -170,7 +170,7 @@ class Rig:
     def submit(self, prompt: list[int], params: SamplingParams) -> Answer:
         answer = Answer()
         request = self._input_processor.make_request(
-            request_id=str(next(self._ids)), sampling=params, prompt_token_ids=prompt
+            request_id=str(next(self._ids)), sampling=params, prompt=Prompt(token_ids=prompt)
         )
         self.engine.submit(request, answer.add)
         return answer

@@ -17,7 +17,7 @@ from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.errors import InvalidArgument, QueueFull
 from jpaged.llm import LLM
-from jpaged.types import SamplingParams
+from jpaged.types import Prompt, SamplingParams
 from tests.e2e.rig import assert_same, generate, open_llm, random_prompts, write_model
 from tests.e2e.sharing_rig import cold_executors
 from tests.e2e.test_sharing import CHECKS
@@ -116,10 +116,14 @@ def test_the_queue_s_limit_is_that_of_all_copies(tmp_path: Path) -> None:
         engine, make = llm._serving.engine, llm._serving.input_processor.make_request
         params = SamplingParams(max_tokens=1)
         for i in range(19):
-            engine.submit(make(request_id=f"r{i}", sampling=params, prompt_token_ids=[i + 3]), lambda event: None)
+            engine.submit(
+                make(request_id=f"r{i}", sampling=params, prompt=Prompt(token_ids=[i + 3])), lambda event: None
+            )
         assert engine.is_full
         with pytest.raises(QueueFull, match="19 requests are in flight, which is the limit of 2 replicas"):
-            engine.submit(make(request_id="one more", sampling=params, prompt_token_ids=[3]), lambda event: None)
+            engine.submit(
+                make(request_id="one more", sampling=params, prompt=Prompt(token_ids=[3])), lambda event: None
+            )
         while engine.step():
             """Until nothing is left to do."""
         assert len(generate(llm, random_prompts([5] * 30), params)) == 30

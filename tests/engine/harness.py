@@ -10,7 +10,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.service.input_processor import InputProcessor
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
-from jpaged.types import OutputEvent, SamplingParams
+from jpaged.types import OutputEvent, Prompt, SamplingParams
 
 NO_EOS: frozenset[int] = frozenset()
 
@@ -63,7 +63,7 @@ class Harness:
         request = self.input_processor.make_request(
             request_id=request_id,
             sampling=SamplingParams(**sampling),
-            prompt_token_ids=prompt,
+            prompt=Prompt(token_ids=prompt),
             deadline_s=deadline_s,
             tenant=tenant,
         )

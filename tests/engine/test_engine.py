@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, RequestTooLong, Unavailable
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, expected_tokens
-from jpaged.types import FinishReason, SamplingParams
+from jpaged.types import FinishReason, Prompt, SamplingParams
 from tests.engine.harness import Harness
 
 
@@ -217,7 +217,7 @@ def test_who_sees_a_request_end_finds_it_counted_and_its_id_and_its_place_free(o
         request = h.input_processor.make_request(
             request_id=f"r{i}",
             sampling=SamplingParams(temperature=0.0, max_tokens=8 + i, **sampling),
-            prompt_token_ids=[100 + i],
+            prompt=Prompt(token_ids=[100 + i]),
             deadline_s=5.0 if end == "deadline" and i == 0 else None,
         )
         h.engine.submit(request, receive)

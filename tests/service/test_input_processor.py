@@ -14,6 +14,7 @@ from jpaged.types import (
     MAX_SEED,
     MIN_MAX_CHAT_BYTES,
     MIN_MAX_TOKENIZE_BYTES,
+    Prompt,
     SamplingParams,
 )
 
@@ -64,67 +65,71 @@ def test_a_single_stop_string_is_a_list_of_one():
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_told_of(input_processor):
     few = InputProcessor(ByteTokenizer(), FakeExecutor(vocab_size=100).geometry, eos_token_ids=frozenset())
-    for prompt, field in (({"prompt": "axb"}, "prompt"), ({"messages": [TURN]}, "chat.messages")):
+    for prompt, field in (({"text": "axb"}, "prompt"), ({"messages": [TURN]}, "chat.messages")):
         with pytest.raises(
             InvalidArgument, match=r"makes token 120 of it; those of the model are from 0 to 99"
         ) as error:
-            few.make_request(request_id="", sampling=SamplingParams(), **prompt)
+            few.make_request(request_id="", sampling=SamplingParams(), prompt=Prompt(**prompt))
         assert error.value.field == field
-    assert few.tokenize("ABC") == [65, 66, 67]
+    assert few.tokenize(Prompt(text="ABC")) == [65, 66, 67]
 
 
 @pytest.mark.parametrize(
     ("prompt", "field"),
     [
-        ({"prompt": ""}, "prompt"),
-        ({"prompt_token_ids": []}, "prompt"),
-        ({"prompt_token_ids": [1, 257]}, "prompt.token_ids"),
-        ({"prompt_token_ids": [-1]}, "prompt.token_ids"),
-        ({"prompt_token_ids": [True]}, "prompt.token_ids"),
+        ({"text": ""}, "prompt"),
+        ({"token_ids": []}, "prompt"),
+        ({"token_ids": [1, 257]}, "prompt.token_ids"),
+        ({"token_ids": [-1]}, "prompt.token_ids"),
+        ({"token_ids": [True]}, "prompt.token_ids"),
         ({}, "prompt"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt"),
+        ({"text": "a", "token_ids": [1]}, "prompt"),
         ({"messages": []}, "chat.messages"),
         ({"messages": [{"role": "user"}]}, "chat.messages[0].content"),
         ({"messages": [{"role": "", "content": "x"}]}, "chat.messages[0].role"),
         ({"messages": [TURN] * (MAX_CHAT_MESSAGES + 1)}, "chat.messages"),
         ({"messages": [TURN, {"role": "user", "content": "x" * MIN_MAX_CHAT_BYTES}]}, "chat.messages"),
         ({"messages": [TURN, {"role": "user", "content": "\udc80"}]}, "chat.messages[1].content"),
-        ({"prompt": "a\ud800"}, "prompt"),
-        ({"prompt": "x" * 5000}, "sampling.max_tokens"),
-        ({"prompt_token_ids": range(10**12)}, "sampling.max_tokens"),
-        ({"prompt_token_ids": [1.0]}, "prompt.token_ids"),
+        ({"text": "a\ud800"}, "prompt"),
+        ({"text": "x" * 5000}, "sampling.max_tokens"),
+        ({"token_ids": range(10**12)}, "sampling.max_tokens"),
+        ({"token_ids": [1.0]}, "prompt.token_ids"),
     ],
 )
 def test_a_bad_prompt_is_named(input_processor, prompt, field):
     with pytest.raises(InvalidArgument) as error:
-        input_processor.make_request(request_id="a", sampling=SamplingParams(), **prompt)
+        input_processor.make_request(request_id="a", sampling=SamplingParams(), prompt=Prompt(**prompt))
     assert error.value.field == field
 
 
 def test_a_stop_token_out_of_the_vocabulary_is_named(input_processor):
     with pytest.raises(InvalidArgument, match="257 is not below 257"):
-        input_processor.make_request(request_id="a", sampling=SamplingParams(stop_token_ids=(257,)), prompt="x")
+        input_processor.make_request(
+            request_id="a", sampling=SamplingParams(stop_token_ids=(257,)), prompt=Prompt(text="x")
+        )
 
 
 def test_text_ids_and_messages_all_become_ids(input_processor):
     make = input_processor.make_request
-    assert make(request_id="a", sampling=SamplingParams(), prompt="ab").prompt_token_ids == (97, 98)
-    assert make(request_id="a", sampling=SamplingParams(), prompt_token_ids=[97]).prompt_token_ids == (97,)
-    request = make(request_id="a", sampling=SamplingParams(), messages=[{"role": "user", "content": "hi"}])
+    assert make(request_id="a", sampling=SamplingParams(), prompt=Prompt(text="ab")).prompt_token_ids == (97, 98)
+    assert make(request_id="a", sampling=SamplingParams(), prompt=Prompt(token_ids=[97])).prompt_token_ids == (97,)
+    request = make(
+        request_id="a", sampling=SamplingParams(), prompt=Prompt(messages=[{"role": "user", "content": "hi"}])
+    )
     assert bytes(request.prompt_token_ids) == b"user: hi\nassistant: "
 
 
 def test_a_model_without_a_tokenizer_takes_ids_alone():
     input_processor = InputProcessor(NoTokenizer(257), FakeExecutor().geometry)
-    input_processor.make_request(request_id="a", sampling=SamplingParams(), prompt_token_ids=[1])
+    input_processor.make_request(request_id="a", sampling=SamplingParams(), prompt=Prompt(token_ids=[1]))
     with pytest.raises(InvalidArgument, match="send token ids"):
-        input_processor.make_request(request_id="a", sampling=SamplingParams(), prompt="x")
+        input_processor.make_request(request_id="a", sampling=SamplingParams(), prompt=Prompt(text="x"))
     with pytest.raises(Unsupported, match="chat template"):
         input_processor.make_request(
-            request_id="a", sampling=SamplingParams(), messages=[{"role": "user", "content": "x"}]
+            request_id="a", sampling=SamplingParams(), prompt=Prompt(messages=[{"role": "user", "content": "x"}])
         )
     with pytest.raises(InvalidArgument, match="stop_token_ids"):
-        input_processor.make_request(request_id="a", sampling=SamplingParams(stop=("x",)), prompt_token_ids=[1])
+        input_processor.make_request(request_id="a", sampling=SamplingParams(stop=("x",)), prompt=Prompt(token_ids=[1]))
 
 
 def test_more_ending_tokens_than_a_row_can_forbid_are_refused_at_once():
@@ -151,12 +156,12 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised():
     with pytest.raises(
         RequestTooLong, match=r"sampling\.max_tokens: 5000 bytes of text, over the limit of 4096: max_mod"
     ):
-        input_processor.make_request(request_id="a", sampling=sampling, prompt="\u00e9" * 2500)
+        input_processor.make_request(request_id="a", sampling=sampling, prompt=Prompt(text="\u00e9" * 2500))
     with pytest.raises(InvalidArgument, match=r"chat\.messages: 8193 messages; at most 8192"):
-        input_processor.make_request(request_id="a", sampling=sampling, messages=[TURN] * 8193)
+        input_processor.make_request(request_id="a", sampling=sampling, prompt=Prompt(messages=[TURN] * 8193))
     with pytest.raises(RequestTooLong, match=r"chat\.messages: 1048585 bytes, over the limit of 1048576"):
         input_processor.make_request(
-            request_id="a", sampling=sampling, messages=[TURN, {"role": "user", "content": "x" * 2**20}]
+            request_id="a", sampling=sampling, prompt=Prompt(messages=[TURN, {"role": "user", "content": "x" * 2**20}])
         )
 
 
@@ -164,20 +169,20 @@ def test_tokenize_has_limits_of_its_own():
     input_processor = InputProcessor(Unasked(), FakeExecutor().geometry)
     size = MIN_MAX_TOKENIZE_BYTES
     with pytest.raises(RequestTooLong, match=f"^text: {size + 1} bytes of text, over the limit of {size}"):
-        input_processor.tokenize("x" * (size + 1))
+        input_processor.tokenize(Prompt(text="x" * (size + 1)))
     with pytest.raises(InvalidArgument, match=rf"^token_ids: {10**12} ids; at most {MAX_DETOKENIZE_IDS}"):
         input_processor.detokenize(range(10**12))
     with pytest.raises(RequestTooLong, match=r"^token_ids: 1000000000000 tokens are not below max_model_len \(128\)"):
-        input_processor.prefix(token_ids=range(10**12))
+        input_processor.prefix(Prompt(token_ids=range(10**12)))
     with pytest.raises(RequestTooLong, match=r"^text: 4097 bytes of text, over the limit of 4096"):
-        input_processor.prefix(text="x" * 4097)
+        input_processor.prefix(Prompt(text="x" * 4097))
 
 
 def test_tokenize_takes_what_a_prompt_could_not_be(input_processor):
     text = "x" * MIN_MAX_TOKENIZE_BYTES
-    assert input_processor.tokenize(text) == [120] * len(text)
+    assert input_processor.tokenize(Prompt(text=text)) == [120] * len(text)
     assert input_processor.detokenize([120] * len(text)) == text
-    assert input_processor.tokenize("") == []
+    assert input_processor.tokenize(Prompt(text="")) == []
     with pytest.raises(InvalidArgument, match=r"^token_ids: 257 is not a token id from 0 to 256"):
         input_processor.detokenize([1, 257])
 
@@ -186,8 +191,10 @@ def test_tokenize_takes_what_a_prompt_could_not_be(input_processor):
 def test_tokenize_refuses_a_conversation_as_generate_does(input_processor, messages):
     errors = []
     for work in (
-        lambda: input_processor.make_request(request_id="a", sampling=SamplingParams(), messages=messages),
-        lambda: input_processor.tokenize_chat(messages),
+        lambda: input_processor.make_request(
+            request_id="a", sampling=SamplingParams(), prompt=Prompt(messages=messages)
+        ),
+        lambda: input_processor.tokenize(Prompt(messages=messages)),
     ):
         with pytest.raises(InvalidArgument) as raised:
             work()

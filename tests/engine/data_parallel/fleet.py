@@ -10,7 +10,7 @@ from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.engine.engine import Engine
 from jpaged.service.input_processor import InputProcessor
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, VirtualClock
-from jpaged.types import SamplingParams
+from jpaged.types import Prompt, SamplingParams
 
 PREFIX = list(range(20, 33))
 """Three blocks of four, and a token of the fourth."""
@@ -36,7 +36,7 @@ class Fleet:
 
     def submit(self, name, prompt, *, cache_tenant="", **sampling):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **sampling})
-        request = self.input_processor.make_request(request_id=name, sampling=params, prompt_token_ids=prompt)
+        request = self.input_processor.make_request(request_id=name, sampling=params, prompt=Prompt(token_ids=prompt))
         request = dataclasses.replace(request, cache_tenant=cache_tenant)
         self.replicas.submit(request, self.events[name].append)
         return request

@@ -12,7 +12,7 @@ from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, QueueFull, Unavailable, Unsupported
 from jpaged.load import DURATIONS, EngineLoad, total_load
 from jpaged.testing import Faults, expected_tokens
-from jpaged.types import FinishReason, Request, SamplingParams
+from jpaged.types import FinishReason, Prompt, Request, SamplingParams
 from tests.engine.data_parallel.fleet import PREFIX, Fleet
 from tests.engine.kv.oracle import expected_outputs
 
@@ -222,7 +222,7 @@ def start(fleet, names, **sampling):
     fleet.replicas.start()
     for i, name in enumerate(names):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 40, **sampling})
-        request = fleet.input_processor.make_request(request_id=name, sampling=params, prompt_token_ids=[i] * 5)
+        request = fleet.input_processor.make_request(request_id=name, sampling=params, prompt=Prompt(token_ids=[i] * 5))
         fleet.replicas.submit(request, listener.take)
     return listener
 
