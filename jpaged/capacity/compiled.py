@@ -149,13 +149,13 @@ def _step_times(
 ) -> StepTimes:
     """The time of each step. An embedding that is only looked up counts for nothing: next to nothing of it is read."""
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    memory, block_size = deployment.memory, deployment.block_size
+    memory, block_size = deployment.memory, deployment.geometry.block_size
     shape = Shape(
         num_params=num_params(config) - looked_up,
         num_layers=config.num_layers,
         query_width=config.num_heads * config.head_dim,
-        weight_bytes=memory.weight_bytes * num_devices - looked_up * dtype.itemsize,
-        kv_bytes_per_token=memory.bytes_per_block * num_devices / block_size,
+        weight_bytes=memory.request.weight_bytes * num_devices - looked_up * dtype.itemsize,
+        kv_bytes_per_token=memory.request.bytes_per_block * num_devices / block_size,
     )
     roofline = Roofline(shape, target.hardware, num_devices)
     return StepTimes(roofline, target, config.hidden_size, deployment.number_bytes or dtype.itemsize)

@@ -69,9 +69,9 @@ def assess(plan: CompiledPlan, workload: Workload) -> Assessment:
     deployment = plan.deployment
     pool = Pool(
         deployment.memory.num_blocks,
-        deployment.block_size,
-        deployment.max_num_seqs,
-        deployment.max_num_batched_tokens,
+        deployment.geometry.block_size,
+        deployment.geometry.max_num_seqs,
+        deployment.geometry.max_num_batched_tokens,
     )
     mix = estimate(mean_lengths(workload.lengths), pool, plan.step_times)
     tokens_per_s = mix.tokens_per_s * plan.num_copies
@@ -99,29 +99,30 @@ def cheapest(assessments: Sequence[Assessment]) -> Assessment | None:
 def lines(found: Assessment) -> list[str]:
     """The plan of one target in text."""
     plan, deployment = found.plan, found.plan.deployment
-    memory = deployment.memory
+    memory, sizes = deployment.memory, deployment.geometry
     text = [f"{plan.model} on {plan.target.name}: {'fits' if deployment.fits else 'does not fit'}{_by_how_much(found)}"]
     copies = f"{_counted(plan.num_copies, 'copy', 'copies')} of the model"
     text.append(
         f"  {copies}, each over {plan.num_devices} of {plan.target.num_devices} devices; {plan.dtype}, KV cache "
-        f"{plan.kv_dtype}, attention {deployment.backend}, sequences of up to {deployment.max_model_len} tokens"
+        f"{plan.kv_dtype}, attention {deployment.backend}, sequences of up to {sizes.max_model_len} tokens"
     )
     text += [f"  {line}" for line in deployment.passed_over]
     text.append(
-        f"  steps of up to {deployment.max_num_seqs} rows and {deployment.max_num_batched_tokens} tokens, blocks of "
-        f"{deployment.block_size}"
+        f"  steps of up to {sizes.max_num_seqs} rows and {sizes.max_num_batched_tokens} tokens, blocks of "
+        f"{sizes.block_size}"
     )
     text += [f"  {note}" for note in plan.notes]
     if deployment.problem is not None:
         text.append(f"  {deployment.problem}")
-    if deployment.refusal is not None and deployment.refusal not in (deployment.problem or ""):
-        text.append(f"  the compiler says: {deployment.refusal}")
+    refusal = deployment.refusal
+    if refusal is not None and refusal.message not in (deployment.problem or ""):
+        text.append(f"  the compiler says: {refusal.message}")
     text += [f"  {line}" for line in memory.lines()]
     if deployment.fits:
-        longest = memory.num_blocks // -(-deployment.max_model_len // deployment.block_size)
+        longest = memory.num_blocks // -(-sizes.max_model_len // sizes.block_size)
         text.append(
-            f"  {memory.num_blocks} blocks of {deployment.block_size} tokens hold {longest} sequences of "
-            f"{deployment.max_model_len} tokens, or"
+            f"  {memory.num_blocks} blocks of {sizes.block_size} tokens hold {longest} sequences of "
+            f"{sizes.max_model_len} tokens, or"
         )
         text += [f"    {line}" for line in _estimate_lines(found)]
         text.append(f"  estimated, not measured: {_assumptions()}")
@@ -171,8 +172,8 @@ def as_json(found: Assessment) -> dict[str, Any]:
         "topology": plan.target.name,
         "fits": deployment.fits,
         "problem": deployment.problem,
-        "compiler_refusal": deployment.refusal,
-        "compiler_needs_bytes": deployment.needs_bytes,
+        "compiler_refusal": None if deployment.refusal is None else deployment.refusal.message,
+        "compiler_needs_bytes": None if deployment.refusal is None else deployment.refusal.needs_bytes,
         "num_chips": plan.target.num_chips,
         "num_devices": plan.target.num_devices,
         "tensor_parallel_size": plan.num_devices,
@@ -181,19 +182,19 @@ def as_json(found: Assessment) -> dict[str, Any]:
         "kv_cache_dtype": plan.kv_dtype,
         "attention_backend": deployment.backend,
         "passed_over_backends": list(deployment.passed_over),
-        "max_model_len": deployment.max_model_len,
-        "max_num_seqs": deployment.max_num_seqs,
-        "max_num_batched_tokens": deployment.max_num_batched_tokens,
-        "block_size": deployment.block_size,
+        "max_model_len": deployment.geometry.max_model_len,
+        "max_num_seqs": deployment.geometry.max_num_seqs,
+        "max_num_batched_tokens": deployment.geometry.max_num_batched_tokens,
+        "block_size": deployment.geometry.block_size,
         "num_blocks": memory.num_blocks,
         "most_blocks": deployment.most_blocks,
         "notes": list(plan.notes),
         "memory_of_one_device": {
             "total_bytes": memory.total_bytes,
             "usable_bytes": memory.usable_bytes,
-            "weight_bytes": memory.weight_bytes,
+            "weight_bytes": memory.request.weight_bytes,
             "pool_bytes": memory.pool_bytes,
-            "bytes_per_block": memory.bytes_per_block,
+            "bytes_per_block": memory.request.bytes_per_block,
             "programs": None if memory.programs is None else dataclasses.asdict(memory.programs),
             "free_bytes": memory.free_bytes,
         },

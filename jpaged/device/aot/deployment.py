@@ -28,7 +28,7 @@ from jpaged.device.programs.saved import Target, save_programs
 from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.device.programs.store import CompiledProgram
 from jpaged.device.step_sizes import Attention
-from jpaged.engine.executor import Progress
+from jpaged.engine.executor import Geometry, Progress
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.model import Model
 
@@ -50,15 +50,11 @@ class Deployment:
         memory: where each byte goes; of what does not fit, with the pool that was asked for, or the least that serves.
         most_blocks: the largest pool that fits; 0 where none does.
         problem: why it does not fit, and what to change; None where it fits.
-        refusal: the compiler's own words where it refused a program; else None.
-        needs_bytes: what the compiler says that the refused program needs; None where it gives no number.
+        refusal: what the compiler said where it refused a program; else None.
         programs: that were compiled with the pool.
         num_programs: that a server runs.
         seconds: for all that was compiled, by the clock.
-        max_model_len: tokens of a sequence at most.
-        block_size: tokens of a block.
-        max_num_seqs: rows of a step.
-        max_num_batched_tokens: tokens of a step.
+        geometry: sizes of its steps.
         backend: whose attention kernel runs.
         passed_over: lines on backends made for the devices that do not run: why, and what would bring them back.
         number_bytes: of each number that devices add up in a step, as the compiled program exchanges them; None where
@@ -68,15 +64,11 @@ class Deployment:
     memory: MemoryPlan
     most_blocks: int
     problem: str | None
-    refusal: str | None
-    needs_bytes: int | None
+    refusal: CompilerOutOfMemory | None
     programs: tuple[PlannedProgram, ...]
     num_programs: int
     seconds: float
-    max_model_len: int
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    geometry: Geometry
     backend: str
     passed_over: tuple[str, ...]
     number_bytes: float | None
@@ -136,9 +128,7 @@ def compile_deployment(
     probe = served(request.probe_blocks(memory))
     passed_over = tuple(Attention.on(model, options, mesh).passed_over())
     wanted = request.num_blocks or request.blocks_per_seq
-    plan = MemoryPlan(
-        hbm_bytes, request.memory_utilization, request.weight_bytes, wanted, request.bytes_per_block, programs=None
-    )
+    plan = MemoryPlan(request, hbm_bytes, wanted)
 
     def result(
         plan: MemoryPlan,
@@ -150,25 +140,21 @@ def compile_deployment(
             memory=plan,
             most_blocks=max(0, plan.most_blocks or 0),
             problem=problem,
-            refusal=None if refusal is None else refusal.message,
-            needs_bytes=None if refusal is None else refusal.needs_bytes,
+            refusal=refusal,
             programs=tuple(
                 PlannedProgram(str(program.spec), round(program.seconds, 2), ProgramReport.of(program.executable))
                 for program in programs
             ),
             num_programs=len(probe.sources),
             seconds=time.perf_counter() - begin,
-            max_model_len=probe.geometry.max_model_len,
-            block_size=probe.geometry.block_size,
-            max_num_seqs=probe.geometry.max_num_seqs,
-            max_num_batched_tokens=probe.geometry.max_num_batched_tokens,
+            geometry=probe.geometry,
             backend=probe.step.backend,
             passed_over=passed_over,
             number_bytes=_number_bytes(programs),
         )
 
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
-        return result(plan, (), str(too_large(plan, request)))  # nothing need be compiled to say so
+        return result(plan, (), str(too_large(plan)))  # nothing need be compiled to say so
     compiled, refusal = compile_some(probe, probe.decisive_specs)
     if refusal is not None:
         return result(plan, compiled.values(), refusal.problem, refusal)

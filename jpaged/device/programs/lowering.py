@@ -5,6 +5,7 @@ Nothing here allocates or compiles, and the devices need not be there: those of 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding
 from jpaged.config import EngineConfig
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.host_pool import num_host_blocks
-from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import POOL_SPEC, SCALES_SPEC, Placement, first_device, num_shards, replicated
 from jpaged.device.programs.compile import ProgramSpec, compiler_options, program_specs
 from jpaged.device.step.forward import Step, forward_packing
@@ -24,7 +24,6 @@ from jpaged.device.step.runner import ROW_WORDS
 from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.engine.executor import BucketTable, Geometry
-from jpaged.kernels.kv_layout import KVLayout
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
@@ -47,17 +46,10 @@ def sized_step(
     chosen = attention.choose(sizes)
     model = Placement.of(model, mesh, layer_mode).model
     config = model.config
-    layout = KVLayout(
-        num_layers=config.num_layers,
-        num_blocks=num_blocks,
-        block_size=sizes.block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype),
-        form=chosen.layout.form,
-        num_shards=num_parts,
+    # What was chosen is one device's part.
+    layout = dataclasses.replace(
+        chosen.layout, num_blocks=num_blocks, num_kv_heads=config.num_kv_heads, num_shards=num_parts
     )
-    # A kernel sees what one device has, so that is what its backend is asked about.
     cascade = None
     if options.cache.enable_cascade_attention:
         num_heads = config.num_heads // num_parts

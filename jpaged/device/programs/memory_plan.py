@@ -119,34 +119,31 @@ class MemoryPlan:
     """One device's memory. Its rows add up to all there is.
 
     Attributes:
+        request: what it was made for.
         total_bytes: all of it; None where the device does not say.
-        memory_utilization: share of it that may be used.
-        weight_bytes: of the parameters.
         num_blocks: usable blocks of the pool; it has the null block besides.
-        bytes_per_block: what the device holds of a block.
         programs: what they take; None until they have been compiled.
     """
 
+    request: PoolRequest
     total_bytes: int | None
-    memory_utilization: float
-    weight_bytes: int
     num_blocks: int
-    bytes_per_block: int
-    programs: ProgramMemory | None
+    programs: ProgramMemory | None = None
 
     @property
     def pool_bytes(self) -> int:
         """The bytes of the pool, with the null block."""
-        return (self.num_blocks + 1) * self.bytes_per_block
+        return (self.num_blocks + 1) * self.request.bytes_per_block
 
     @property
     def used_bytes(self) -> int:
         """All that the plan gives away; without programs while they are not known."""
-        return self.weight_bytes + self.pool_bytes + (0 if self.programs is None else self.programs.total_bytes)
+        programs = self.programs or ProgramMemory()
+        return self.request.weight_bytes + self.pool_bytes + programs.total_bytes
 
     @property
     def usable_bytes(self) -> int | None:
-        return None if self.total_bytes is None else int(self.total_bytes * self.memory_utilization)
+        return None if self.total_bytes is None else int(self.total_bytes * self.request.memory_utilization)
 
     @property
     def free_bytes(self) -> int | None:
@@ -162,21 +159,21 @@ class MemoryPlan:
     def most_blocks(self) -> int | None:
         """The largest pool that would fit; below zero where not even the rest does."""
         free = self.free_bytes
-        return None if free is None else self.num_blocks + free // self.bytes_per_block
+        return None if free is None else self.num_blocks + free // self.request.bytes_per_block
 
     def rows(self) -> list[tuple[str, int]]:
         """(what, bytes), which add up to `total_bytes` where it is known."""
-        programs = self.programs or ProgramMemory()
+        request, programs = self.request, self.programs or ProgramMemory()
         rows = [
-            ("weights", self.weight_bytes),
-            (f"pool of {self.num_blocks} blocks of {self.bytes_per_block} bytes", self.pool_bytes),
+            ("weights", request.weight_bytes),
+            (f"pool of {self.num_blocks} blocks of {request.bytes_per_block} bytes", self.pool_bytes),
             ("temporaries of programs", programs.temp_bytes),
             ("inputs, outputs and blocks on their way", programs.kept_bytes),
             ("code of programs", programs.code_bytes),
         ]
         if self.total_bytes is not None and self.usable_bytes is not None and self.free_bytes is not None:
             over = "" if self.fits else " (over it)"
-            rows.append((f"not used of memory_utilization {self.memory_utilization:g}{over}", self.free_bytes))
+            rows.append((f"not used of memory_utilization {request.memory_utilization:g}{over}", self.free_bytes))
             rows.append(("left alone", self.total_bytes - self.usable_bytes))
         return rows
 
@@ -216,50 +213,43 @@ def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[
     Raises:
         InvalidArgument: the number that was chosen does not fit, or nothing for one longest sequence is left.
     """
-
-    def plan(num_blocks: int, taken: ProgramMemory | None) -> MemoryPlan:
-        utilization, weight_bytes = request.memory_utilization, request.weight_bytes
-        return MemoryPlan(
-            memory.total_bytes, utilization, weight_bytes, num_blocks, request.bytes_per_block, programs=taken
-        )
-
     if memory.total_bytes is None:
         if request.num_blocks is None:
             raise InvalidArgument("num_blocks", "this device does not report its memory; choose a number")
-        return plan(request.num_blocks, None)
+        return MemoryPlan(request, None, request.num_blocks)
     most = request.max_num_seqs * request.blocks_per_seq
     wanted = most if request.num_blocks is None else request.num_blocks
-    before = plan(wanted, None)
+    before = MemoryPlan(request, memory.total_bytes, wanted)
     free = int(memory.total_bytes * request.memory_utilization) - request.weight_bytes
     if not memory.is_own and before.pool_bytes < free * 3 // 4:
         return before
     if free <= 0:
-        raise too_large(before, request)  # whatever programs take: nothing need be compiled to say so
-    planned = plan(wanted, programs())
+        raise too_large(before)  # whatever programs take: nothing need be compiled to say so
+    planned = dataclasses.replace(before, programs=programs())
     if request.num_blocks is None:
         left = planned.most_blocks or 0
         fitting = left if memory.is_own else min(most, left)
         if fitting < request.blocks_per_seq:
-            raise too_large(planned, request)
+            raise too_large(planned)
         return dataclasses.replace(planned, num_blocks=fitting)
     if not planned.fits:
-        raise too_large(planned, request)
+        raise too_large(planned)
     return planned
 
 
-def too_large(plan: MemoryPlan, request: PoolRequest) -> InvalidArgument:
+def too_large(plan: MemoryPlan) -> InvalidArgument:
     """The error of a plan that does not fit, with the numbers and what to change."""
+    request, programs = plan.request, plan.programs or ProgramMemory()
     most, total = max(0, plan.most_blocks or 0), plan.total_bytes or 0
-    programs = 0 if plan.programs is None else plan.programs.total_bytes
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
         return InvalidArgument(
             "tensor_parallel_size",
-            f"the weights alone are {request.weight_bytes / _GIB:.2f} GiB a device, and {plan.memory_utilization:g} of "
-            f"{total / _GIB:.2f} GiB may be used: raise it, or take devices with more memory",
+            f"the weights alone are {request.weight_bytes / _GIB:.2f} GiB a device, and {request.memory_utilization:g} "
+            f"of {total / _GIB:.2f} GiB may be used: raise it, or take devices with more memory",
         )
     spent = (
         f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB, less {request.weight_bytes / _GIB:.2f} for weights "
-        f"and {programs / _GIB:.2f} for programs, leaves {most} blocks of {request.bytes_per_block} bytes"
+        f"and {programs.total_bytes / _GIB:.2f} for programs, leaves {most} blocks of {request.bytes_per_block} bytes"
     )
     if request.num_blocks is not None and most >= 1:
         return InvalidArgument(

@@ -63,11 +63,14 @@ class ServerPrograms:
         return _decisive(self.sources)
 
     def compile(
-        self, specs: Collection[ProgramSpec], progress: Progress | None = None, num_threads: int | None = None
+        self,
+        specs: Collection[ProgramSpec],
+        progress: Progress = lambda what, done, total: None,
+        num_threads: int | None = None,
     ) -> Mapping[ProgramSpec, CompiledProgram]:
         """Makes programs for those who look at them and run none. The first failure ends it."""
         store = ProgramStore({spec: self.sources[spec] for spec in specs}, num_threads=num_threads or NUM_THREADS)
-        store.compile(store.specs, progress or _silent)
+        store.compile(store.specs, progress)
         store.close()
         return store.ready
 
@@ -106,10 +109,6 @@ class ServerPrograms:
         moving = (MAX_ON_THE_WAY + 2) * (content_bytes(layout) // layout.num_shards)
         last_tokens = 4 * self.step.num_places
         return _OVERLAPPED * (outputs + 4 * words + last_tokens) + moving
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """Reports nothing."""
 
 
 def _decisive(specs: Collection[ProgramSpec]) -> list[ProgramSpec]:

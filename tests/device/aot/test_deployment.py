@@ -45,7 +45,7 @@ def test_the_pool_takes_what_is_left_to_the_last_block() -> None:
     assert found.fits
     assert memory.free_bytes is not None
     assert memory.used_bytes <= 64 * MIB
-    assert memory.free_bytes < 2 * memory.bytes_per_block
+    assert memory.free_bytes < 2 * memory.request.bytes_per_block
     assert {program.name for program in found.programs} == {"forward[16]", "forward[8]", "sample[8, top]", "copy[512]"}
     assert found.num_programs == 2 + 2 + 3
 
@@ -104,7 +104,8 @@ def test_weights_that_are_too_large_are_known_before_anything_is_compiled() -> N
 
 
 def test_two_devices_hold_half_of_each_block() -> None:
-    assert deployment(64 * MIB, num_devices=2).memory.bytes_per_block * 2 == deployment(64 * MIB).memory.bytes_per_block
+    one, two = (deployment(64 * MIB, num_devices=count).memory.request for count in (1, 2))
+    assert two.bytes_per_block * 2 == one.bytes_per_block
 
 
 def test_what_devices_exchange_is_read_off_the_compiled_step() -> None:
@@ -116,7 +117,8 @@ def test_what_devices_exchange_is_read_off_the_compiled_step() -> None:
 def test_sizes_that_nobody_chose_are_the_platforms() -> None:
     scheduler = dataclasses.replace(tiny_model.OPTIONS.scheduler, max_num_seqs=None, max_num_batched_tokens=12)
     found = deployment(64 * MIB, block_size=None, scheduler=scheduler)
-    assert (found.block_size, found.max_num_seqs, found.max_num_batched_tokens) == (16, 12, 12)
+    sizes = found.geometry
+    assert (sizes.block_size, sizes.max_num_seqs, sizes.max_num_batched_tokens) == (16, 12, 12)
 
 
 def test_what_memory_has_no_part_in_is_an_error() -> None:

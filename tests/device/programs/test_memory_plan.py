@@ -182,7 +182,8 @@ def test_a_server_on_little_memory_plans_with_the_compilers_numbers_and_keeps_to
     assert before.programs is not None
     assert after.programs is not None
     assert 0 < after.programs.temp_bytes <= before.programs.temp_bytes
-    assert after.weight_bytes + after.pool_bytes < after.used_bytes <= after.weight_bytes + free
+    weight_bytes = after.request.weight_bytes
+    assert weight_bytes + after.pool_bytes < after.used_bytes <= weight_bytes + free
 
 
 def test_a_server_says_what_to_change_where_its_pool_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
