@@ -10,10 +10,6 @@ it was donated and is updated in place.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Protocol
-
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -22,12 +18,11 @@ from numpy.typing import NDArray
 from jpaged.device.host_pool import HostPool
 from jpaged.device.mesh import CONTENTS_SPEC, POOL_SPEC, replicated
 from jpaged.device.programs.compile import ProgramSpec
+from jpaged.device.programs.store import ProgramStore
 from jpaged.device.step.runner import KVPool
 from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
-
-Ids = NDArray[np.int32]
 
 _SIZES = (8, 64, 512)
 _MAX_CONTENT_BYTES = 32 << 20
@@ -51,16 +46,6 @@ def _fits(size: int, layout: KVLayout) -> bool:
     return size == _SIZES[0] or size * layout.bytes_per_block <= _MAX_CONTENT_BYTES
 
 
-class Programs(Protocol):
-    """Finds compiled programs."""
-
-    def find(self, spec: ProgramSpec) -> jax.stages.Compiled: ...
-
-    def sizes(self, kind: str) -> tuple[int, ...]:
-        """The sizes of the moves of a kind that can run, ascending; not empty."""
-        ...
-
-
 class BlockMover:
     """Runs moves as calls of those programs. Holds neither pool, but the host's transfers go through it."""
 
@@ -69,7 +54,7 @@ class BlockMover:
         self._pool = pool
         self._host = host
 
-    def run(self, moves: BlockMoves, programs: Programs) -> None:
+    def run(self, moves: BlockMoves, programs: ProgramStore) -> None:
         """Starts the moves.
 
         Raises:
@@ -84,28 +69,21 @@ class BlockMover:
             executable = programs.find(ProgramSpec(moves.move.value, size))
             match moves.move:
                 case Move.COPY:
-                    self._copy(executable, _padded(sources, size), _padded(destinations, size))
+                    ids_2c = np.stack((_padded(sources, size), _padded(destinations, size)))
+                    self._pool.put(executable(self._pool.take(), ids_2c))
                 case Move.SWAP_OUT:
-                    self._swap_out(executable, _padded(sources, size), destinations)
+                    pool = self._pool.take()
+                    contents = executable(pool, _padded(sources, size))
+                    self._pool.put(pool)
+                    self._host.receive(contents, destinations)
                 case Move.SWAP_IN:
-                    self._swap_in(executable, self._host.read(sources, size), _padded(destinations, size))
+                    contents = self._host.read(sources, size)
+                    self._pool.put(executable(self._pool.take(), contents, _padded(destinations, size)))
 
     def wait(self) -> None:
         """Returns when every move has run, and what left for the host is there."""
         self._host.land_all()
         self._pool.wait()
-
-    def _copy(self, executable: jax.stages.Compiled, sources_c: Ids, destinations_c: Ids) -> None:
-        self._pool.put(executable(self._pool.take(), np.stack((sources_c, destinations_c))))
-
-    def _swap_out(self, executable: jax.stages.Compiled, sources_c: Ids, destinations: list[int]) -> None:
-        pool = self._pool.take()
-        contents = executable(pool, sources_c)
-        self._pool.put(pool)
-        self._host.receive(contents, destinations)
-
-    def _swap_in(self, executable: jax.stages.Compiled, contents: NDArray | jax.Array, destinations_c: Ids) -> None:
-        self._pool.put(executable(self._pool.take(), contents, destinations_c))
 
     def _check(self, moves: BlockMoves) -> None:
         if len(moves.sources) != len(moves.destinations):
@@ -118,7 +96,7 @@ class BlockMover:
             raise InternalError(f"a copy reads what it writes: {moves}")
 
 
-def _padded(block_ids: list[int], size: int) -> Ids:
+def _padded(block_ids: list[int], size: int) -> NDArray[np.int32]:
     ids = np.full(size, NULL_BLOCK, np.int32)
     ids[: len(block_ids)] = block_ids
     return ids
@@ -130,39 +108,27 @@ def _check_ids(name: str, block_ids: list[int], num_blocks: int) -> None:
         raise InternalError(f"{name} {wrong[:8]} are not blocks from 1 to {num_blocks}")
 
 
-def copy(pool: jax.Array, ids_2c: jax.Array, *, layout: KVLayout) -> jax.Array:
-    """Copies within the pool."""
-    return layout.write_blocks(pool, ids_2c[1], layout.read_blocks(pool, ids_2c[0]))
-
-
-def swap_out(pool: jax.Array, ids_c: jax.Array, *, layout: KVLayout) -> jax.Array:
-    """What the blocks hold, on its way to the host."""
-    return layout.read_blocks(pool, ids_c)
-
-
-def swap_in(pool: jax.Array, contents: jax.Array, ids_c: jax.Array, *, layout: KVLayout) -> jax.Array:
-    """What came from the host, in the pool again."""
-    return layout.write_blocks(pool, ids_c, contents)
-
-
 def lower_move(spec: ProgramSpec, layout: KVLayout, mesh: Mesh) -> jax.stages.Lowered:
     """Traces and lowers the program of a move. Every device moves its own part of the blocks."""
+
+    def copy(pool: jax.Array, ids_2c: jax.Array) -> jax.Array:
+        return layout.write_blocks(pool, ids_2c[1], layout.read_blocks(pool, ids_2c[0]))
+
+    def swap_out(pool: jax.Array, ids_c: jax.Array) -> jax.Array:
+        return layout.read_blocks(pool, ids_c)
+
+    def swap_in(pool: jax.Array, contents: jax.Array, ids_c: jax.Array) -> jax.Array:
+        return layout.write_blocks(pool, ids_c, contents)
+
     of_pool, of_contents = NamedSharding(mesh, POOL_SPEC), NamedSharding(mesh, CONTENTS_SPEC)
     pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
     ids = jax.ShapeDtypeStruct((spec.size,), np.int32, sharding=replicated(mesh))
     contents = jax.ShapeDtypeStruct((spec.size, *layout.block_shape), layout.storage_dtype, sharding=of_contents)
     pair = jax.ShapeDtypeStruct((2, spec.size), np.int32, sharding=replicated(mesh))
     if spec.kind == "copy":
-        return _jit(copy, layout, of_pool, donates=True).lower(pool, pair)
+        return jax.jit(copy, donate_argnums=0, out_shardings=of_pool).lower(pool, pair)
     if spec.kind == "swap_out":
-        return _jit(swap_out, layout, of_contents, donates=False).lower(pool, ids)
+        return jax.jit(swap_out, out_shardings=of_contents).lower(pool, ids)
     if spec.kind == "swap_in":
-        return _jit(swap_in, layout, of_pool, donates=True).lower(pool, contents, ids)
+        return jax.jit(swap_in, donate_argnums=0, out_shardings=of_pool).lower(pool, contents, ids)
     raise InternalError(f"{spec} moves no blocks")
-
-
-def _jit(
-    function: Callable[..., jax.Array], layout: KVLayout, sharding: NamedSharding, *, donates: bool
-) -> jax.stages.Wrapped:
-    bound = functools.partial(function, layout=layout)
-    return jax.jit(bound, donate_argnums=(0,) if donates else (), out_shardings=sharding)

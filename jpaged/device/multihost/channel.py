@@ -159,14 +159,9 @@ def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a host's name means the machine itself, so that no other machine needs to reach it."""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def interface_for(host: str) -> str:
     """The address that process 0 listens on when others call it `host`: every interface, or loopback alone."""
-    if is_loopback(host):
+    if host in ("localhost", "::1") or host.startswith("127."):
         return "::1" if host == "::1" else "127.0.0.1"
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 

@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -43,7 +43,7 @@ _DEVICES_TIMEOUT_S = 300
 _BLAME_S = 1.0
 """How long processes wait to hear which one is lost: then collectives and connections break in all of them."""
 _TOGETHER = ("model", "cache", "scheduler", "parallel")
-_OWN = ("coordinator", "process_id", "join_timeout")
+_OWN = ("num_processes", "coordinator", "process_id", "join_timeout")
 """Options of these sections that each process may spell in its own way."""
 _NUMBER = struct.Struct("<Q")
 
@@ -68,7 +68,6 @@ def facts_of(config: EngineConfig, multihost: MultiHost) -> dict[str, str]:
         options = getattr(config, section)
         names = [name for name in options.__slots__ if name not in _OWN]
         facts |= {name: str(getattr(options, name)) for name in names}
-    facts["num_processes"] = str(multihost.num_processes)
     return facts
 
 
@@ -189,22 +188,14 @@ class Leader:
 
     def tell(self, error: Exception) -> None:
         """Lets the others end with this error."""
-        for channel in self._channels.values():
-            try:
-                channel.send(Kind.FAILED, str(error).encode())
-            except OSError:
-                continue  # it is gone already
+        _tell_all(self._channels.values(), Kind.FAILED, error)
 
     def end(self, timeout_s: float = END_GRACE_S) -> bool:
         """Tells the others to end well, and waits until they have; False when some did not in time. Idempotent."""
         with self._lock:
             is_first, self._is_ending = not self._is_ending, True
         if is_first:
-            for channel in self._channels.values():
-                try:
-                    channel.send(Kind.END)
-                except OSError:
-                    continue
+            _tell_all(self._channels.values(), Kind.END)
         until_s = time.monotonic() + timeout_s
         for watcher in self._watchers:
             watcher.join(max(0.0, until_s - time.monotonic()))
@@ -402,11 +393,8 @@ def gather(
             _admit(channels, channel, process)
             require_same(facts, theirs, process)
     except JpagedError as error:
+        _tell_all(channels.values(), Kind.FAILED, error)
         for channel in channels.values():
-            try:
-                channel.send(Kind.FAILED, str(error).encode())
-            except OSError:
-                _LOG.debug("a process was gone before it was told")
             channel.close()
         raise
     return channels
@@ -414,8 +402,7 @@ def gather(
 
 def _admit(channels: dict[int, Channel], channel: Channel, process: int) -> None:
     if process in channels:
-        with contextlib.suppress(OSError):  # it is gone already
-            channel.send(Kind.FAILED, f"process_id: there are two processes {process}".encode())
+        _tell_all([channel], Kind.FAILED, f"process_id: there are two processes {process}")
         channel.close()
         raise InvalidArgument("process_id", f"{process} came twice; every process needs a number of its own")
     channels[process] = channel
@@ -437,6 +424,13 @@ def _join_devices(multihost: MultiHost, port: int) -> None:
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
         coordinator_bind_address=joined(interface_for(host), port),
     )
+
+
+def _tell_all(channels: Iterable[Channel], kind: Kind, what: object = "") -> None:
+    """Sends to all that are still there."""
+    for channel in channels:
+        with contextlib.suppress(OSError):
+            channel.send(kind, str(what).encode())
 
 
 def _lost(process: int, num_processes: int, error: Exception) -> Unavailable:
