@@ -120,7 +120,7 @@ class Loop:
     def __init__(self, executor: NullExecutor) -> None:
         self._executor = executor
         geometry = executor.geometry
-        self._memory = PagedMemory(num_blocks=geometry.num_blocks, block_size=geometry.block_size)
+        self._memory = PagedMemory(geometry)
         options = SchedulerOptions(preemption_mode="recompute")
         self._scheduler = Scheduler(self._memory, options, geometry, executor.rates)
         self._output = OutputProcessor(NoTokenizer(VOCAB_SIZE), frozenset())

@@ -387,18 +387,6 @@ class EngineLoop:
 
 
 def _make_memory(geometry: Geometry, options: CacheOptions, max_cached_tokens: int | None) -> KVMemory:
-    num_blocks, block_size = geometry.num_blocks, geometry.block_size
     if options.kv_policy != "paged":
-        return ReservedMemory(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=geometry.max_model_len,
-            policy=options.kv_policy,
-        )
-    return PagedMemory(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_host_blocks=geometry.num_host_blocks,
-        caches_prefixes=options.enable_prefix_caching,
-        max_cached_tokens=max_cached_tokens,
-    )
+        return ReservedMemory(geometry, options.kv_policy)
+    return PagedMemory(geometry, caches_prefixes=options.enable_prefix_caching, max_cached_tokens=max_cached_tokens)

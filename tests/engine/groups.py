@@ -1,9 +1,12 @@
-"""Groups for a memory without an engine around it."""
+"""Memories without an engine around them, and groups for them."""
 
 from __future__ import annotations
 
+from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.sequence import Group, Status
+from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams
 
 
@@ -11,6 +14,18 @@ def group_of(num_prompt_tokens, first=0, **sampling):
     """A group whose prompt is so many tokens that count up from the first."""
     prompt = tuple(range(first, first + num_prompt_tokens))
     return Group(Request("g", prompt, SamplingParams(max_tokens=8, **sampling)), 0, 0.0, print, 8)
+
+
+def paged_memory(num_blocks: int, num_host_blocks: int = 0) -> PagedMemory:
+    """Paged memory in blocks of four tokens."""
+    executor = FakeExecutor(num_blocks=num_blocks, block_size=4, num_host_blocks=num_host_blocks)
+    return PagedMemory(executor.geometry)
+
+
+def reserved_memory(num_blocks: int, *, max_model_len: int, policy: str) -> ReservedMemory:
+    """Contiguous memory in blocks of four tokens."""
+    executor = FakeExecutor(num_blocks=num_blocks, block_size=4, max_model_len=max_model_len)
+    return ReservedMemory(executor.geometry, policy)
 
 
 def computed(memory, group):

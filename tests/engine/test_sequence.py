@@ -9,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.engine.kv.blocks import KVHandle
-from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.interface import KVMemory
-from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.sequence import Group, Sequence, Status
 from jpaged.errors import InternalError
-from tests.engine.groups import group_of
+from tests.engine.groups import group_of, paged_memory, reserved_memory
 
 
 def decoding(num_prompt_tokens: int = 4) -> Sequence:
@@ -86,8 +84,8 @@ def test_beams_that_live_on_share_their_prompt_again_when_they_had_to_leave():
 
 
 MEMORIES: dict[str, Callable[[], KVMemory]] = {
-    "paged": lambda: PagedMemory(num_blocks=24, block_size=4),
-    "reserved": lambda: ReservedMemory(num_blocks=24, block_size=4, max_model_len=64, policy="reserve-max"),
+    "paged": lambda: paged_memory(24),
+    "reserved": lambda: reserved_memory(24, max_model_len=64, policy="reserve-max"),
 }
 
 

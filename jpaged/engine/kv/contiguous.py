@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from jpaged.config import KVPolicy
-from jpaged.engine.executor import Move
+from jpaged.engine.executor import Geometry, Move
 from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.sequence import Group, Sequence
@@ -99,16 +99,16 @@ class _Family:
 class ReservedMemory:
     """Implements `jpaged.engine.kv.interface.KVMemory` for one of RESERVE_POLICIES."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_model_len: int, policy: str) -> None:
+    def __init__(self, geometry: Geometry, policy: str) -> None:
         if policy not in RESERVE_POLICIES:
             raise InternalError(f"{policy!r} is not one of {', '.join(RESERVE_POLICIES)}")
         self.prefixes = None
         self.swapping = None
-        self.num_blocks = num_blocks
-        self._block_size = block_size
-        self._max_model_len = max_model_len
+        self.num_blocks = geometry.num_blocks
+        self._block_size = geometry.block_size
+        self._max_model_len = geometry.max_model_len
         self._policy = policy
-        self._buddies = BuddyAllocator(num_blocks)
+        self._buddies = BuddyAllocator(self.num_blocks)
         self._regions: dict[Sequence, Region] = {}
         self._families: dict[Sequence, _Family] = {}
         self._visitors: set[Sequence] = set()  # forks that still read their parent's region

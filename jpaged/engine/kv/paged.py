@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jpaged.engine.executor import Move
+from jpaged.engine.executor import Geometry, Move
 from jpaged.engine.kv.blocks import BlockPool, MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.prefixes import HostTier, Prefixes
@@ -29,26 +29,20 @@ class PagedMemory:
     swapping: Swapping | None
 
     def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        num_host_blocks: int = 0,
-        caches_prefixes: bool = True,
-        max_cached_tokens: int | None = None,
+        self, geometry: Geometry, *, caches_prefixes: bool = True, max_cached_tokens: int | None = None
     ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks = geometry.num_blocks
+        self.block_size = geometry.block_size
         self._ops = MemoryOps()
         self.counts = self._ops.counts
-        self._host = HostTier(num_host_blocks, block_size, self._ops)
+        self._host = HostTier(geometry.num_host_blocks, self.block_size, self._ops)
         self.prefixes = self.swapping = None
         if caches_prefixes:
-            self.prefixes = Prefixes(num_blocks, self._host, self._ops, max_tokens=max_cached_tokens)
+            self.prefixes = Prefixes(self.num_blocks, self._host, self._ops, max_tokens=max_cached_tokens)
             self._pool = self.prefixes.pool
         else:
-            self._pool = BlockPool(num_blocks=num_blocks, block_size=block_size)
-        if num_host_blocks:
+            self._pool = BlockPool(num_blocks=self.num_blocks, block_size=self.block_size)
+        if geometry.num_host_blocks:
             self.swapping = Swapping(self._pool, self._host.pool, self._ops, self.prefixes)
 
     def can_admit(self, group: Group, num_spare_blocks: int) -> bool:

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.engine.executor import NULL_BLOCK
-from jpaged.engine.kv.contiguous import RESERVE_POLICIES, BuddyAllocator, ReservedMemory
+from jpaged.engine.kv.contiguous import RESERVE_POLICIES, BuddyAllocator
 from jpaged.engine.sequence import Status
 from jpaged.errors import InternalError
 from jpaged.testing import FakeExecutor, expected_tokens
-from tests.engine.groups import group_of
+from tests.engine.groups import group_of, reserved_memory
 from tests.engine.harness import Harness
 from tests.engine.kv.oracle import expected_outputs
 
@@ -67,7 +67,7 @@ def test_every_policy_gives_the_same_tokens(kv_policy, batching):
     ],
 )
 def test_a_region_is_what_the_policy_says(kv_policy, num_prompt_tokens, max_tokens, num_tokens):
-    memory = ReservedMemory(num_blocks=64, block_size=4, max_model_len=32, policy=kv_policy)
+    memory = reserved_memory(64, max_model_len=32, policy=kv_policy)
     assert memory.num_region_blocks(num_prompt_tokens, max_tokens) == -(-num_tokens // 4)
 
 
@@ -78,7 +78,7 @@ def test_a_region_is_taken_from_the_smallest_hole_that_holds_it():
 
 def test_what_is_reserved_and_what_is_stored_of_it():
     # 4 tokens of prompt and 8 to sample: regions of three blocks of four, which are cut from holes of four.
-    memory = ReservedMemory(num_blocks=8, block_size=4, max_model_len=32, policy="reserve-oracle")
+    memory = reserved_memory(8, max_model_len=32, policy="reserve-oracle")
     assert [memory.can_ever_fit(group_of(4, n=n)) for n in (1, 2, 3)] == [True, True, False]
     group = group_of(4)
     assert memory.can_admit(group, 0)

@@ -2,10 +2,9 @@
 
 import pytest
 
-from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.sequence import Status
 from jpaged.errors import InternalError
-from tests.engine.groups import computed, group_of, num_swapped_blocks
+from tests.engine.groups import computed, group_of, num_swapped_blocks, paged_memory
 
 
 @pytest.mark.parametrize(
@@ -21,12 +20,12 @@ from tests.engine.groups import computed, group_of, num_swapped_blocks
 def test_a_waiting_group_is_promised_what_all_of_its_samples_need(
     num_prompt_tokens, num_sampled, num_samples, num_outstanding_blocks
 ):
-    memory, group = PagedMemory(num_blocks=24, block_size=4), group_of(num_prompt_tokens, n=num_samples)
+    memory, group = paged_memory(24), group_of(num_prompt_tokens, n=num_samples)
     for sequence in group.sequences:
         sequence.token_ids += [200] * num_sampled
     assert memory.num_outstanding_blocks(group) == num_outstanding_blocks
-    assert not PagedMemory(num_blocks=num_outstanding_blocks - 1, block_size=4).can_admit(group, 0)
-    assert PagedMemory(num_blocks=num_outstanding_blocks, block_size=4).can_admit(group, 0)
+    assert not paged_memory(num_outstanding_blocks - 1).can_admit(group, 0)
+    assert paged_memory(num_outstanding_blocks).can_admit(group, 0)
 
 
 def grows(memory, shares):
@@ -46,7 +45,7 @@ def test_whoever_can_grow_grows_and_who_cannot_does_not(num_samples, num_writers
     answers = set()
     for num_prompt_tokens in range(4, 9):
         for num_free in range(9):
-            memory = PagedMemory(num_blocks=24, block_size=4)
+            memory = paged_memory(24)
             shares = [(s, num_tokens) for s in computed(memory, group_of(num_prompt_tokens, n=num_samples)).live]
             memory._pool.allocate(24 - memory.use().num_referenced - num_free)
             can_grow = memory.can_grow(shares[:num_writers])
@@ -66,7 +65,7 @@ def test_whoever_can_grow_grows_and_who_cannot_does_not(num_samples, num_writers
 def test_a_swapped_group_comes_back_when_its_blocks_and_its_next_ones_are_there(
     num_prompt_tokens, num_needed, num_spare
 ):
-    memory = PagedMemory(num_blocks=12, block_size=4, num_host_blocks=2)
+    memory = paged_memory(12, num_host_blocks=2)
     assert memory.swapping is not None
     group = computed(memory, group_of(num_prompt_tokens, n=2))
     assert memory.swapping.can_swap_out(group)
@@ -80,7 +79,7 @@ def test_a_swapped_group_comes_back_when_its_blocks_and_its_next_ones_are_there(
 
 
 def test_what_a_swapped_group_brings_back_is_found_by_its_prefix():
-    memory = PagedMemory(num_blocks=6, block_size=4, num_host_blocks=2)
+    memory = paged_memory(6, num_host_blocks=2)
     assert memory.swapping is not None
     assert memory.prefixes is not None
     group = computed(memory, group_of(8))

@@ -2,11 +2,10 @@
 
 import pytest
 
-from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.kv.pinned import pin_limit
 from jpaged.errors import AlreadyExists, Cancelled, InvalidArgument, Unavailable, Unsupported
 from jpaged.testing import FakeExecutor, expected_tokens
-from tests.engine.groups import computed, group_of
+from tests.engine.groups import computed, group_of, paged_memory
 from tests.engine.harness import Harness
 
 PREFIX = list(range(50, 60))
@@ -194,7 +193,7 @@ def test_a_prefix_that_lost_its_blocks_with_its_token_in_flight_is_computed_agai
 
 
 def test_a_block_that_was_a_duplicate_when_it_was_filled_is_pinned_when_the_other_is_gone():
-    memory = PagedMemory(num_blocks=6, block_size=4)
+    memory = paged_memory(6)
     assert memory.prefixes is not None
     first, second = group_of(8), group_of(8)
     memory.release(computed(memory, first).live[0])

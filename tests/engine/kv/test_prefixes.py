@@ -3,10 +3,9 @@
 import pytest
 
 from jpaged.engine.kv.blocks import block_key, root_key
-from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.kv.prefixes import PrefixCache
 from jpaged.testing import FakeExecutor, expected_tokens
-from tests.engine.groups import computed, group_of
+from tests.engine.groups import computed, group_of, paged_memory
 from tests.engine.harness import Harness
 
 PROMPT = list(range(100, 110))
@@ -255,7 +254,7 @@ def test_a_block_that_came_back_is_found_in_its_place_alone():
 
 
 def test_who_is_computed_again_finds_what_it_has_sampled():
-    memory = PagedMemory(num_blocks=8, block_size=4)
+    memory = paged_memory(8)
     group = computed(memory, group_of(6))
     sequence = group.live[0]
     memory.grow(sequence, 6)

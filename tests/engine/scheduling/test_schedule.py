@@ -24,7 +24,7 @@ def both(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset(), 
     executor = FakeExecutor(block_size=4, num_blocks=32, max_num_seqs=4, max_model_len=32)
     geometry = executor.geometry
     scheduler = Scheduler(
-        PagedMemory(num_blocks=geometry.num_blocks, block_size=geometry.block_size),
+        PagedMemory(geometry),
         SchedulerOptions(max_num_batched_tokens=max_num_batched_tokens, preemption_mode="recompute"),
         geometry,
         executor.rates,
