@@ -46,7 +46,6 @@ class ConversionOptions:
     """How a checkpoint is written.
 
     Attributes:
-        to: the format.
         dtype: one of `WRITTEN_DTYPES` for all tensors; None leaves each in its own.
         max_shard_bytes: size of a file, at most for safetensors (5 GiB when None), where a larger tensor has its own,
             and about for Orbax (None leaves it to Orbax).
@@ -86,7 +85,6 @@ def convert_folder(
     Args:
         source: with config.json.
         destination: a folder that is not there, or empty; parents are made.
-        options: how.
         progress: called before each tensor with (number, total, name).
 
     Raises:

@@ -158,7 +158,6 @@ def write_orbax(tensors: Sequence[StoredTensor], folder: Path, max_file_bytes: i
     Host memory holds one tensor, and what of it is on its way to the file.
 
     Args:
-        tensors: all there are.
         folder: must exist.
         max_file_bytes: about the size of a data file; None leaves it to Orbax.
 

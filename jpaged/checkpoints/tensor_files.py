@@ -33,7 +33,6 @@ class TensorFiles:
     names. Files that are neither are not looked at.
 
     Args:
-        folder: the checkpoint.
         opened: closes the files.
 
     Raises:

@@ -41,7 +41,6 @@ class TensorSource(Protocol):
         """One tensor, or a part of it, in the type that it is stored in.
 
         Args:
-            name: of the tensor.
             shape: that it must have.
             index: slices of its first axes; not much else is read.
 

@@ -30,6 +30,7 @@ from jpaged.models.stack import LayerMode
 
 # Place of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"), without the number in scan mode.
 LeafPath = tuple[str | int, ...]
+LeafGroup = tuple[LeafPath, Sequence[Leaf]]
 # A part of a leaf as a fresh array; a slice for each axis.
 Read = Callable[[tuple[slice, ...]], np.ndarray]
 Progress = Callable[[int, int, str], None]
@@ -101,7 +102,6 @@ def load_params(
 
     Args:
         model: what to load, as published; its dtype is what leaves are cast to.
-        folder: the checkpoint.
         layer_mode: one tree a layer, or one with stacked leaves.
         num_parts: the tree is that of the model padded for so many (`jpaged.models.sharding`).
         shardings: a tree of them; only parts of this process's devices are read. None is the default device.
@@ -117,7 +117,7 @@ def load_params(
     params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
     with open_tensors(folder) as files:
         groups = _leaf_groups(config, files, layer_mode)
-        _check_names(files, [name for _, leaves in groups for leaf in leaves for name, _ in leaf.tensors], config)
+        _check_names(files, groups, config)
         for done, (path, leaves) in enumerate(groups, start=1):
             is_stacked = layer_mode == "scan" and path[0] == "layers"
             split = padded_axis(leaves[0].axes, leaves[0].shape, num_parts)
@@ -167,25 +167,24 @@ def check_tensors(tensors: TensorSource, config: ModelConfig) -> None:
         InvalidArgument: a tensor is missing, left over, misshapen or not tied as promised.
     """
     groups = _leaf_groups(config, tensors, "loop")
-    wanted = [tensor for _, leaves in groups for leaf in leaves for tensor in leaf.tensors]
-    _check_names(tensors, [name for name, _ in wanted], config)
-    for name, shape in wanted:
-        check_shape(tensors, name, shape)
+    _check_names(tensors, groups, config)
+    for _, leaves in groups:
+        for name, shape in (tensor for leaf in leaves for tensor in leaf.tensors):
+            check_shape(tensors, name, shape)
     _check_tie(tensors, config)
 
 
-def _leaf_groups(
-    config: ModelConfig, tensors: TensorSource, layer_mode: LayerMode
-) -> list[tuple[LeafPath, Sequence[Leaf]]]:
+def _leaf_groups(config: ModelConfig, tensors: TensorSource, layer_mode: LayerMode) -> list[LeafGroup]:
     """The leaves of the tree by their places; in scan mode a place in the layers stands for that leaf of each."""
     leaves = model_leaves(config, tensors.names)
-    groups: list[tuple[LeafPath, Sequence[Leaf]]] = [(leaf.path, [leaf]) for leaf in leaves.outer]
+    groups: list[LeafGroup] = [(leaf.path, [leaf]) for leaf in leaves.outer]
     if layer_mode == "scan":
         return groups + [(("layers", *stack[0].path), stack) for stack in zip(*leaves.layers, strict=True)]
     return groups + [(("layers", index, *leaf.path), [leaf]) for index, of in enumerate(leaves.layers) for leaf in of]
 
 
-def _check_names(files: TensorSource, wanted: list[str], config: ModelConfig) -> None:
+def _check_names(files: TensorSource, groups: Sequence[LeafGroup], config: ModelConfig) -> None:
+    wanted = [name for _, leaves in groups for leaf in leaves for name, _ in leaf.tensors]
     left_over = sorted(name for name in files.names.difference(wanted) if not is_ignored(name, config))
     if left_over:
         shown = ", ".join(f"{name} ({files.where(name)})" for name in left_over[:5])

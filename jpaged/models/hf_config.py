@@ -63,7 +63,6 @@ def from_hf(config: Mapping[str, object], generation: Mapping[str, object] | Non
     """Reads a Hugging Face config.json; the result is of the architecture's subclass.
 
     Args:
-        config: the parsed file.
         generation: the parsed generation_config.json beside it. Only its `eos_token_id` is read, which wins
             over that of config.json, as in transformers' generate; its sampling defaults belong to requests.
 

@@ -19,7 +19,6 @@ class JsonFields:
     nobody read: a setting that would change the output is never passed over.
 
     Args:
-        fields: the object.
         name: what errors call it: `config.json`, `config.json rope_scaling`.
     """
 

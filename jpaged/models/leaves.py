@@ -27,8 +27,6 @@ class Leaf:
 
     Attributes:
         path: keys from the root of the tree, or of one layer.
-        axes: the names of its axes.
-        shape: of the leaf.
         tensors: name and shape of each tensor.
         pack: tensors in that order, and an empty leaf that it fills, casting where types differ. A part of the leaf
             along an axis is filled from the parts of the tensors that follow it.

@@ -27,7 +27,6 @@ class Model:
     T is at least 2 in bfloat16, where a product with one row is ten times slower on CPUs than one with two.
 
     Attributes:
-        config: the shape of the model.
         dtype: type of parameters and activations, float32 or bfloat16.
 
     Raises:
@@ -72,7 +71,6 @@ class Model:
 
         Args:
             params: the tree of `abstract_params(layer_mode)`.
-            tokens: what each token brings.
             attend: attention. It stores k and v where the carry keeps them, and computes what the layer's kind says;
                 query head h reads key/value head h // (H / K).
             carry: what attend threads through the layers: the KV pool when serving, `()` when training.

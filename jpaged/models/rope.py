@@ -44,7 +44,6 @@ def cos_sin(
     """Cosine and sine of every token's angles.
 
     Args:
-        rope: the formula.
         head_dim: D.
         positions_t: position of each token in its sequence, int32 `[T]`.
         rope_lens_t: length that each token's base is computed for, int32 `[T]`; read by `dynamic` alone. It is

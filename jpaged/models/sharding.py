@@ -55,7 +55,6 @@ class PaddedAxis:
 
     Attributes:
         axis: its place in the leaf, the axis of layers not counted.
-        name: its logical name.
         size: of the published model.
         wide_size: of the padded one.
     """

@@ -44,7 +44,6 @@ def run_layers(
     Args:
         layer: one layer; may close over values of the surrounding trace.
         layer_params: `scan`: one tree whose leaves are stacked on axis 0; `loop`: a list with one tree a layer.
-        x: the hidden states.
         carry: any tree; its shapes must not change.
         kinds: of attention, one a layer.
         mode: `scan` compiles one layer whatever the depth, but XLA copies each slice of the weights on CPU and GPU

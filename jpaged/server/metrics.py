@@ -78,12 +78,7 @@ class EngineCollector(Collector):
 
 
 def serve_metrics(serving: LoadedModel, *, host: str, port: int) -> ScrapeServer:
-    """Answers scrapes of a model on a port of their own, in threads, until the server is stopped.
-
-    Args:
-        serving: what is asked at each scrape.
-        host: the address to listen on.
-        port: 0 picks a free one.
+    """Answers scrapes of a model on a port of their own, in threads, until the server is stopped; 0 is a free port.
 
     Raises:
         InvalidArgument: the port cannot be had.

@@ -19,6 +19,7 @@ import importlib
 import logging
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -215,11 +216,8 @@ def _is_ours(record: logging.LogRecord) -> bool:
     return not is_of_peer
 
 
-class _NoMethods:
-    """The answer to a look-up of a method that is not registered: there is none."""
-
-    def resolve_handler(self, details: object) -> None:
-        return None
+_NO_METHODS = SimpleNamespace(resolve_handler=lambda details: None)
+"""The answer to a look-up of a method that is not registered: there is none."""
 
 
 class _Core(_AioServer):
@@ -240,7 +238,7 @@ class _Core(_AioServer):
         loop, name, refusals = asyncio.get_running_loop(), "unknown", set[asyncio.Task[None]]()
         while True:
             call = await self._request_call()
-            refusal = _core._handle_rpc(name, _NoMethods(), (), call, loop, False)
+            refusal = _core._handle_rpc(name, _NO_METHODS, (), call, loop, False)
             task = loop.create_task(_core._schedule_rpc_coro(refusal, call, loop, name))
             refusals.add(task)  # the loop itself keeps no reference
             task.add_done_callback(refusals.discard)

@@ -43,11 +43,7 @@ class Refused(Exception):
 
 
 class Replica:
-    """One engine that runs, and its service; the engine is started and stopped here.
-
-    Args:
-        model: a loaded model whose engine is not started.
-    """
+    """One engine that runs, and its service; the engine is started and stopped here."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model

@@ -31,12 +31,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class ScrapeServer(ThreadingMixIn, WSGIServer):
-    """Answers on a port until `stop`.
-
-    Args:
-        app: what answers, a WSGI application.
-        host: the address to listen on.
-        port: 0 picks a free one.
+    """Answers on a port by a WSGI application until `stop`; 0 is a free port.
 
     Raises:
         OSError: the port cannot be had.

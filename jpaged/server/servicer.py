@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import Message
 from grpc import aio
@@ -18,7 +18,6 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
 from jpaged.server.status import CallContext, error_for, refuse
-from jpaged.service.loaded_model import BackendFacts
 from jpaged.service.service import Call, Service, require_name
 from jpaged.service.state import ServiceState, Stage
 from jpaged.types import (
@@ -34,6 +33,8 @@ from jpaged.types import (
     Usage,
 )
 from jpaged.version import __version__
+
+_M = TypeVar("_M", bound=Message)
 
 TENANT_KEY = "x-jpaged-tenant"
 """The metadata key that names whose request it is."""
@@ -135,13 +136,7 @@ def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
 def response_of(
     event: OutputEvent, request_id: str, prompt_token_ids: tuple[int, ...] = ()
 ) -> inference_pb2.GenerateResponse:
-    """One event, or several merged, as a message.
-
-    Args:
-        event: what the engine said.
-        request_id: as the caller knows it.
-        prompt_token_ids: for a first message that is to carry them.
-    """
+    """One event, or several merged, as a message; a first one may carry the prompt's token ids."""
     return inference_pb2.GenerateResponse(
         request_id=request_id,
         index=event.index,
@@ -157,19 +152,14 @@ def response_of(
 
 def model_info_of(model: ModelInfo) -> control_pb2.GetModelInfoResponse:
     """The model's facts, as they are."""
-    return control_pb2.GetModelInfoResponse(**_fields_of(control_pb2.GetModelInfoResponse, model))
+    return _message_of(control_pb2.GetModelInfoResponse, model)
 
 
 def load_of(load: EngineLoad, replica_loads: Iterable[EngineLoad]) -> control_pb2.GetLoadResponse:
     """The load of the whole and of each replica, as they are."""
-    kind = control_pb2.ReplicaLoad
-    replicas = [kind(**_fields_of(kind, replica)) for replica in replica_loads]
-    return control_pb2.GetLoadResponse(**_fields_of(control_pb2.GetLoadResponse, load), replicas=replicas)
-
-
-def backend_of(backend: BackendFacts) -> control_pb2.Backend:
-    """The backend's facts, as they are."""
-    return control_pb2.Backend(**_fields_of(control_pb2.Backend, backend))
+    message = _message_of(control_pb2.GetLoadResponse, load)
+    message.replicas.extend(_message_of(control_pb2.ReplicaLoad, replica) for replica in replica_loads)
+    return message
 
 
 def server_info_of(state: ServiceState) -> control_pb2.GetServerInfoResponse:
@@ -183,7 +173,7 @@ def server_info_of(state: ServiceState) -> control_pb2.GetServerInfoResponse:
         startup=control_pb2.StartupProgress(what=startup.what, done=startup.done, total=startup.total)
         if state.stage is Stage.STARTING
         else None,
-        backend=None if model is None else backend_of(model.backend),
+        backend=None if model is None else _message_of(control_pb2.Backend, model.backend),
         options=options_of(state.config),
     )
 
@@ -203,9 +193,10 @@ def _early_stopping_from(value: int) -> bool | Literal["never"]:
     return _EARLY_STOPPING[value]
 
 
-def _fields_of(kind: type[Message], value: object) -> dict[str, Any]:
-    """What a message takes over by name: all of its fields but those that are messages."""
-    return {field.name: getattr(value, field.name) for field in kind.DESCRIPTOR.fields if field.message_type is None}
+def _message_of(kind: type[_M], value: object) -> _M:
+    """A message that takes over by name all of its fields but those that are messages."""
+    names = [field.name for field in kind.DESCRIPTOR.fields if field.message_type is None]
+    return kind(**{name: getattr(value, name) for name in names})
 
 
 def _position_of(position: PositionLogprobs) -> inference_pb2.PositionLogprobs:

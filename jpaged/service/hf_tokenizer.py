@@ -30,7 +30,6 @@ class HuggingFaceTokenizer:
     """A tokenizer from a folder in Hugging Face layout.
 
     Args:
-        folder: where it is.
         parse_special_tokens: whether special tokens written out in a text, or in a message, are what they say. Those
             that a chat template writes always are.
 

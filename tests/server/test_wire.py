@@ -188,5 +188,5 @@ def test_facts_and_load_cross_whole():
     first, second = map(dataclasses.asdict, load.replicas)
     assert first == {name: numbers[name] for name in names}
     assert second == {name: 100 + numbers[name] for name in names}
-    backend = server_wire.backend_of(BACKEND)
+    backend = server_wire._message_of(control_pb2.Backend, BACKEND)
     assert {field.name: value for field, value in backend.ListFields()} == dataclasses.asdict(BACKEND)

@@ -18,10 +18,7 @@ class LlamaConfig(ModelConfig):
 
     Attributes:
         rms_norm_eps: added to the mean square in every norm.
-        rope: rotary position embedding.
         attention_bias: biases on query, key and value.
-        attention_output_bias: a bias on the attention's output.
-        mlp_bias: biases in the feed-forward.
         qk_norm: queries and keys are normalised per head before the rotation.
     """
 
@@ -57,11 +54,9 @@ class LlamaVariant:
     """What distinguishes the architectures that share the modules of this family, fixed in code.
 
     Attributes:
-        model_type: the `model_type` of its config.json.
         attention_bias: where biases are: `config` reads `attention_bias` for all four projections, `qkv` means
             always on query, key and value only, `none` never.
         mlp_bias: whether config.json may ask for biases in the feed-forward.
-        qk_norm: whether queries and keys are normalised per head.
         window: how config.json says that a sliding window is used: `none`, `sliding_window` alone, or together
             with the switch `use_sliding_window`.
         default_head_dim: used when config.json has none; None derives it from hidden_size.

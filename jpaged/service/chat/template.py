@@ -18,8 +18,6 @@ class ChatTemplate:
     """A template that is known to work. Safe to call from several threads.
 
     Args:
-        process: where it runs.
-        source: the template, in Jinja.
         variables: what it may name besides the messages: the special tokens.
 
     Raises:
