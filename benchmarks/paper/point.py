@@ -140,7 +140,7 @@ def measure(point: Point) -> Measured:
     options, deployment = _options(point), _deployment(point)
     result = simulate(trace(point), deployment, options)
     steps, batched = result.steady_steps, result.mean_batched_requests
-    shares_nothing = not any(step.num_used_blocks for step in steps)
+    shares_nothing = not any(step.seen.num_used_blocks for step in steps)
     sustained_per_s = sustained_requests_per_s(result)
     return Measured(
         num_requests=len(result.served),
@@ -151,7 +151,7 @@ def measure(point: Point) -> Measured:
         queue_grows=result.queue_grows,
         pool_shares=_pool_shares(result, deployment, options.cache.kv_policy) if shares_nothing else None,
         shared_share=result.shared_share,
-        flops_bound_share=mean(steps, lambda step: step.is_flops_bound),
+        flops_bound_share=mean(steps, lambda step: step.seen.is_flops_bound),
         swap_s=result.swap_s,
         num_preemptions=result.load.num_preemptions,
         num_recomputed_tokens=result.load.num_recomputed_tokens,
@@ -192,9 +192,9 @@ def in_batch(result: Simulation, tokens: Callable[[Served], int]) -> float:
 
 def _pool_shares(result: Simulation, deployment: Deployment, kv_policy: str) -> PoolShares:
     num_slots = deployment.num_blocks * deployment.block_size
-    tokens = mean(result.steady_steps, lambda step: step.kv_tokens)
+    tokens = mean(result.steady_steps, lambda step: step.seen.kv_tokens)
     if kv_policy == "paged":
-        final = asked = mean(result.steady_steps, lambda step: step.num_table_blocks) * deployment.block_size
+        final = asked = mean(result.steady_steps, lambda step: step.seen.num_table_blocks) * deployment.block_size
     else:
         longest = deployment.model.config.max_model_len
         final = in_batch(result, lambda one: one.request.prompt_tokens + one.request.output_tokens)

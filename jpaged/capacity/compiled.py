@@ -56,14 +56,10 @@ class CompiledPlan:
     """What was found for one target.
 
     Attributes:
-        model: its name.
-        target: where.
         num_devices: that share one copy of the model.
         dtype: of weights and activations.
         kv_dtype: of the pool.
         notes: what was decided that was not asked for.
-        deployment: memory and programs.
-        step_times: how long the steps of a copy take.
         versions: of what compiled.
     """
 

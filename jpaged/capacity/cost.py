@@ -54,7 +54,6 @@ class Shape:
 
     Attributes:
         num_params: that are multiplied with.
-        num_layers: of the model.
         query_width: query heads times head dimension.
         weight_bytes: that are read in a step.
         kv_bytes_per_token: all layers.

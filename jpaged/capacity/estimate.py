@@ -32,7 +32,6 @@ class Estimate:
     """Sequences of one pair of lengths on one copy of the model.
 
     Attributes:
-        lengths: of each.
         num_fitting: that the pool holds at their full length.
         num_running: of those, that run at once: max_num_seqs at most.
         decode_s: a step that gives each of them a token.

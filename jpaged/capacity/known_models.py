@@ -168,25 +168,6 @@ def _qwen3(size: str, shape: _Shape) -> KnownModel:
     )
 
 
-def _mistral_v03() -> KnownModel:
-    return _decoder(
-        "mistral-7b-v0.3",
-        "mistralai/Mistral-7B-v0.3",
-        _Shape(32, 4096, 14336, 32, 8),
-        architectures=["MistralForCausalLM"],
-        model_type="mistral",
-        vocab_size=32768,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-5,
-        rope_theta=1000000.0,
-        sliding_window=None,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        torch_dtype="bfloat16",
-    )
-
-
 def _opt(size: str, num_layers: int, num_heads: int, hidden_size: int) -> KnownModel:
     fields: dict[str, object] = {
         "architectures": ["OPTForCausalLM"],
@@ -219,7 +200,22 @@ _MODELS = (
     _llama3("llama-3.1-405b", "Llama-3.1-405B", _Shape(126, 16384, 53248, 128, 8), 8.0),
     _llama3("llama-3.2-1b", "Llama-3.2-1B", _Shape(16, 2048, 8192, 32, 8), 32.0),
     _llama3("llama-3.2-3b", "Llama-3.2-3B", _Shape(28, 3072, 8192, 24, 8), 32.0),
-    _mistral_v03(),
+    _decoder(
+        "mistral-7b-v0.3",
+        "mistralai/Mistral-7B-v0.3",
+        _Shape(32, 4096, 14336, 32, 8),
+        architectures=["MistralForCausalLM"],
+        model_type="mistral",
+        vocab_size=32768,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-5,
+        rope_theta=1000000.0,
+        sliding_window=None,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        torch_dtype="bfloat16",
+    ),
     _qwen25("0.5b", _Shape(24, 896, 4864, 14, 2), 151936, 32768, 1e-6),
     _qwen25("1.5b", _Shape(28, 1536, 8960, 12, 2), 151936, 131072, 1e-6),
     _qwen25("3b", _Shape(36, 2048, 11008, 16, 2), 151936, 32768, 1e-6),

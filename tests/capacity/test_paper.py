@@ -27,7 +27,7 @@ from benchmarks.paper.runner import Runner
 from benchmarks.paper.spread import Spread, ratio
 from benchmarks.paper.table import RESULTS, Table
 from jpaged.capacity.simulator.simulation import Served, Simulation
-from jpaged.capacity.simulator.steady import Step
+from jpaged.capacity.simulator.steady import Seen, Step
 from jpaged.capacity.simulator.trace import TraceRequest
 from jpaged.errors import InternalError
 from jpaged.load import EngineLoad
@@ -122,7 +122,7 @@ def test_latency_leaves_out_the_first_fifth_and_the_last_tenth():
 
 
 def test_what_a_batch_holds_is_a_mean_over_the_window():
-    steps = tuple(Step(float(i), 1.0, 1, 0, int(i % 2 == 0 and i < 8), 1, 1, 1, 0, False) for i in range(9))
+    steps = tuple(Step(float(i), 1.0, 1, 0, int(i % 2 == 0 and i < 8), 1, Seen(1, 1, 0, False)) for i in range(9))
     # Admitted at 0, 2, 4 and 6, each for two seconds and one: half of the time two of them run. The window is 1 to 7.
     served = tuple(Served(TraceRequest(0.0, 1, 3), 2.0 * i + 1, 2.0 * i + 3) for i in range(4))
     result = Simulation(served, 9.0, steps, 0.0, 0.0, 0.0, 0.0, EngineLoad(block_size=16))

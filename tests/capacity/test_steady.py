@@ -10,11 +10,11 @@ from jpaged.capacity.simulator import steady
 from jpaged.capacity.simulator.deployment import deploy
 from jpaged.capacity.simulator.models import MODELS
 from jpaged.capacity.simulator.simulation import simulate
-from jpaged.capacity.simulator.steady import Step, Window
+from jpaged.capacity.simulator.steady import Seen, Step, Window
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
 from jpaged.config import EngineConfig
 
-STEP = Step(0.0, 1.0, 2, 0, 0, 2, 100, 8, 0, False)
+STEP = Step(0.0, 1.0, 2, 0, 0, 2, Seen(100, 8, 0, False))
 OPTIONS = EngineConfig().replace(
     max_num_seqs=256,
     max_num_batched_tokens=2560,

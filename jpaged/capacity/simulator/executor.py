@@ -8,12 +8,11 @@ do on text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.capacity.simulator.deployment import Deployment
+from jpaged.capacity.simulator.steady import Seen
 from jpaged.engine.executor import (
     TOP_WIDTH,
     BlockMoves,
@@ -31,16 +30,6 @@ from jpaged.testing.virtual_clock import VirtualClock
 _HASH = np.uint64(0x9E3779B97F4A7C15)
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The record of a step; see `jpaged.capacity.simulator.steady.Step`."""
-
-    kv_tokens: int
-    num_table_blocks: int
-    num_used_blocks: int
-    is_flops_bound: bool
-
-
 class SimulatedExecutor:
     """Implements `jpaged.engine.executor.Executor`.
 
@@ -48,6 +37,8 @@ class SimulatedExecutor:
         copy_s, swap_s: seconds of all copies within the pool, and of all swaps, so far.
         seen: the last step.
     """
+
+    num_compiles_after_warm_up = 0
 
     def __init__(
         self,
@@ -66,7 +57,7 @@ class SimulatedExecutor:
         self._deployment = deployment
         self._clock = clock
         self._num_steps = 0
-        self._geometry = Geometry(
+        self.geometry = Geometry(
             num_blocks=deployment.num_blocks,
             block_size=deployment.block_size,
             max_num_seqs=max_num_seqs,
@@ -83,19 +74,11 @@ class SimulatedExecutor:
         )
 
     @property
-    def geometry(self) -> Geometry:
-        return self._geometry
-
-    @property
     def rates(self) -> DeviceRates:
         swap = self._deployment.bytes_per_block / self._deployment.swap_s(1)
         num_tokens = 1024
         prefill_s = self._deployment.step_s(num_tokens, num_tokens, num_tokens**2 // 2)
         return DeviceRates(swap, swap, num_tokens / prefill_s)
-
-    @property
-    def num_compiles_after_warm_up(self) -> int:
-        return 0
 
     def warm_up(self, progress: Progress) -> None:
         progress("programs", 1, 1)
@@ -137,7 +120,7 @@ class SimulatedExecutor:
 
     def _count_blocks(self, inputs: StepInputs) -> tuple[int, int]:
         """(blocks that the rows' tables name, different ones among them)."""
-        num_blocks_s = -(-inputs.kv_lens_s[: inputs.num_rows] // self._geometry.block_size)
+        num_blocks_s = -(-inputs.kv_lens_s[: inputs.num_rows] // self.geometry.block_size)
         num_table_blocks = int(num_blocks_s.sum())
         if not self._counts_sharing:
             return num_table_blocks, 0

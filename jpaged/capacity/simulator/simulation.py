@@ -103,9 +103,9 @@ class Simulation:
     @property
     def shared_share(self) -> float:
         """Blocks that sharing saved / blocks without sharing, within the window; 0 when no request can share."""
-        counted = [step for step in self.steady_steps if step.num_used_blocks]
-        num_table_blocks = mean(counted, lambda step: step.num_table_blocks)
-        return 1 - mean(counted, lambda step: step.num_used_blocks) / num_table_blocks if counted else 0.0
+        counted = [step for step in self.steady_steps if step.seen.num_used_blocks]
+        num_table_blocks = mean(counted, lambda step: step.seen.num_table_blocks)
+        return 1 - mean(counted, lambda step: step.seen.num_used_blocks) / num_table_blocks if counted else 0.0
 
     @property
     def queue_grows(self) -> bool:
@@ -190,14 +190,14 @@ class _Run:
             elapsed_s=self._clock(),
             steps=tuple(self._steps),
             slot_share=load.slot_use,
-            pool_share=mean(self._steps, lambda step: step.kv_tokens) / num_slots,
+            pool_share=mean(self._steps, lambda step: step.seen.kv_tokens) / num_slots,
             copy_s=executor.copy_s,
             swap_s=executor.swap_s,
             load=load,
         )
 
     def _observe(self, begin_s: float) -> None:
-        load, seen = self._engine.load(), self._executor.seen
+        load = self._engine.load()
         self._steps.append(
             Step(
                 begin_s=begin_s,
@@ -206,10 +206,7 @@ class _Run:
                 num_waiting=load.num_waiting,
                 num_first_tokens=load.num_first_tokens - self._num_first_tokens,
                 num_sampled=load.num_generation_tokens - self._num_sampled,
-                kv_tokens=seen.kv_tokens,
-                num_table_blocks=seen.num_table_blocks,
-                num_used_blocks=seen.num_used_blocks,
-                is_flops_bound=seen.is_flops_bound,
+                seen=self._executor.seen,
             )
         )
         self._num_sampled, self._num_first_tokens = load.num_generation_tokens, load.num_first_tokens

@@ -20,6 +20,23 @@ FILLING_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """What the executor saw of a step.
+
+    Attributes:
+        kv_tokens: lengths of its rows' contexts, added up.
+        num_table_blocks: blocks that its rows' tables name, a shared one once for each.
+        num_used_blocks: different ones among them; 0 unless the trace can share.
+        is_flops_bound: its FLOPs took longer than its bytes.
+    """
+
+    kv_tokens: int
+    num_table_blocks: int
+    num_used_blocks: int
+    is_flops_bound: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One step, as it was observed.
 
@@ -28,10 +45,6 @@ class Step:
         num_waiting: requests that waited for rows or blocks when it had ended.
         num_first_tokens: requests that got their first token from it.
         num_sampled: tokens that it sampled.
-        kv_tokens: lengths of its rows' contexts, added up.
-        num_table_blocks: blocks that its rows' tables name, a shared one once for each.
-        num_used_blocks: different ones among them; 0 unless the trace can share.
-        is_flops_bound: its FLOPs took longer than its bytes.
     """
 
     begin_s: float
@@ -40,10 +53,7 @@ class Step:
     num_waiting: int
     num_first_tokens: int
     num_sampled: int
-    kv_tokens: int
-    num_table_blocks: int
-    num_used_blocks: int
-    is_flops_bound: bool
+    seen: Seen
 
 
 @dataclass(frozen=True, slots=True)
