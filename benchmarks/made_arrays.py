@@ -21,6 +21,7 @@ from jpaged.device.aot.hlo import Instruction, computations_of
 _PASSING = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "opt-barrier"}
 _IN_PLACE = {"scatter", "dynamic-update-slice"}
 _ARRAY = re.compile(r"\w+\[(?P<dims>[\d,]*)\](?P<layout>\{[^}]*\})?")
+_OPERANDS = re.compile(r"%([\w.\-]+)")
 _ALIASED = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
 
 
@@ -54,7 +55,7 @@ def made_arrays(executable: jax.stages.Compiled, sizes: Collection[int]) -> list
 def made_arrays_in(text: str, sizes: Collection[int]) -> Iterator[MadeArray]:
     """`made_arrays` of a program's text: of what `Compiled.as_text` gives."""
     computations = computations_of(text)
-    fused = {found.called for body in computations.values() for found in body if found.opcode == "fusion"}
+    fused = {_fused_in(found) for body in computations.values() for found in body if found.opcode == "fusion"}
     for name, body in computations.items():
         for instruction in body if name not in fused else ():
             if instruction.opcode in _PASSING | _IN_PLACE or instruction.opcode.endswith("-done"):
@@ -79,11 +80,17 @@ def _maker(instruction: Instruction, index: int, computations: Mapping[str, Sequ
         return None if str(index) in outputs or "" in outputs else "custom-call"
     if instruction.opcode != "fusion":
         return instruction.opcode
-    inside = {found.name: found for found in computations.get(instruction.called or "", ())}
-    made = next((found for found in inside.values() if found.is_root), None)
+    inside = {found.name: found for found in computations.get(_fused_in(instruction), ())}
+    made = next((found for found in inside.values() if found.line.lstrip().startswith("ROOT ")), None)
     while made is not None and made.opcode in ("tuple", "bitcast"):
-        operands = made.operands
+        operands = _OPERANDS.findall(made.line.partition(f" {made.opcode}(")[2])
         made = inside.get(operands[index if made.opcode == "tuple" else 0])
     if made is None:
         return "fusion"
     return None if made.opcode in _IN_PLACE | {"parameter"} else made.opcode
+
+
+def _fused_in(fusion: Instruction) -> str:
+    """The computation that a fusion runs."""
+    match = re.search(r"calls=%?([\w.\-]+)", fusion.line)
+    return match[1] if match else ""

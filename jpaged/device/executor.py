@@ -82,7 +82,6 @@ class JaxExecutor:
         self._least = least
         self._geometry = geometry
         self._memory_plan = memory_plan
-        self._step = step
         self._waits_for_all = waits_for_all
         self._programs = ProgramStore(served.sources, self._note_ready)
         self.num_compiles_after_warm_up = 0
@@ -175,12 +174,12 @@ class JaxExecutor:
     @property
     def attention_backend(self) -> Backend:
         """The backend whose attention kernels run."""
-        return self._step.backend
+        return self._served.step.backend
 
     @property
     def kv_cache_dtype(self) -> str:
         """How keys and values are kept, as the option is spelled."""
-        return name_of_kv_dtype(self._step.layout.dtype)
+        return name_of_kv_dtype(self._served.step.layout.dtype)
 
     @property
     def rates(self) -> DeviceRates:
@@ -199,7 +198,7 @@ class JaxExecutor:
             InternalError: together they take more memory than the plan has.
         """
         self._require_alive()
-        buckets, layout = self._geometry.buckets, self._step.layout
+        buckets, layout = self._geometry.buckets, self._served.step.layout
         has_host_blocks = self._geometry.num_host_blocks > 0
         make = program_specs if self._waits_for_all else least_programs
         with memory_refusals():

@@ -276,7 +276,9 @@ def test_compiled_is_where_programs_come_from(
         without_cache.setenv("JPAGED_CACHE_DIR", "")
         with open_llm(folder, **BASE) as llm:
             executor = device_executor_of(llm)
-            save_programs(tmp_path / "programs", Target.of(executor._step, executor.geometry), executor._programs.ready)
+            save_programs(
+                tmp_path / "programs", Target.of(executor._served.step, executor.geometry), executor._programs.ready
+            )
     with open_llm(folder, compiled=str(tmp_path / "programs"), **BASE) as llm:
         assert {program.origin for program in device_executor_of(llm)._programs.ready.values()} == {"saved"}
         prompt, uncached = random_prompts([20]), dataclasses.replace(GREEDY, use_prefix_cache=False)

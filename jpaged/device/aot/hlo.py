@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 import jax
 
-_INSTRUCTION = re.compile(
-    r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\("
-)
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*)?\{$")
-_OPERANDS = re.compile(r"%([\w.\-]+)")
+_NAMES = re.compile(r"%([\w.\-]+)")
 _TYPED_ARRAY = re.compile(r"(?P<kind>[a-z]+)(?P<bits>\d*)\w*\[(?P<dims>[\d,]*)\]")
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|called_computations|branch_computations)"
@@ -109,27 +107,17 @@ def _trips(loop: Instruction, computations: Mapping[str, Sequence[Instruction]])
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """A line of a program's text; `is_root` where its result is the computation's."""
+    """A line of a program's text."""
 
     name: str
     opcode: str
     type: str
     line: str
-    is_root: bool
-
-    @property
-    def operands(self) -> list[str]:
-        return _OPERANDS.findall(self.line.partition(f" {self.opcode}(")[2])
 
     @property
     def all_called(self) -> list[str]:
         """Every computation that it runs, a reduction's operator included."""
-        return [name for match in _CALLED.finditer(self.line) for name in _OPERANDS.findall(match["names"])]
-
-    @property
-    def called(self) -> str | None:
-        match = re.search(r"calls=%?([\w.\-]+)", self.line)
-        return match[1] if match else None
+        return [name for match in _CALLED.finditer(self.line) for name in _NAMES.findall(match["names"])]
 
 
 def computations_of(text: str) -> dict[str, list[Instruction]]:
@@ -140,5 +128,5 @@ def computations_of(text: str) -> dict[str, list[Instruction]]:
         if header := _COMPUTATION.match(line):
             body = computations.setdefault(header["name"], [])
         elif found := _INSTRUCTION.match(line):
-            body.append(Instruction(found["name"], found["opcode"], found["type"], line, found["root"] is not None))
+            body.append(Instruction(found["name"], found["opcode"], found["type"], line))
     return computations

@@ -133,10 +133,7 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
 
 def unsupported_device_reason(device: jax.Device) -> str | None:
     """Why it does not run on this device."""
-    if device.platform != "cpu":
-        return f"it runs on CPUs, not on {device.platform}"
-    found = kernel()
-    return found if isinstance(found, str) else None
+    return None if device.platform == "cpu" else f"it runs on CPUs, not on {device.platform}"
 
 
 def _loaded() -> CpuKernel:

@@ -170,16 +170,11 @@ class _Work:
     """What this block of threads has to do.
 
     Attributes:
-        tile: its place in the grid, and so are split and head.
-        row: of the block tables.
-        first_row: of its queries.
-        num_tokens: of its queries.
-        position: of its first query.
+        tile: its place in the grid, and so are split and head; what is not told here is in `TileField`.
         begin: first key that some query of the tile sees.
         end: first key behind those.
         first_chunk: of its part of the keys.
         num_chunks: of its part.
-        has_bad_ids: see `TileField`.
     """
 
     tile: jax.Array
