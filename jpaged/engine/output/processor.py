@@ -138,7 +138,10 @@ class OutputState:
         self._num_tokens = 0
 
     def push(self, token_id: int) -> tuple[str, SequenceFinish | None]:
-        """Takes the next token; (text that can be sent, how the sequence ended), or None while it goes on."""
+        """Takes the next token: (text that can be sent, how the sequence ended or None while it goes on).
+
+        After the end nothing may be pushed.
+        """
         self._num_tokens += 1
         is_stop_token = token_id in self._ending_ids
         # The text of the token that ends a sequence is not part of the answer, whether or not it is a special token.
