@@ -1,7 +1,7 @@
 """Attention over keys and values that lie in blocks; `paged_attention` is the operation.
 
 api.py         the call, checked
-spec.py        what a call needs beside its arrays
+spec.py        what a call is made of
 backends.py    which kernels there are, where each runs, what it cannot do
 reference.py   the operation in plain XLA: its specification
 cascade.py     rows that begin with the same blocks

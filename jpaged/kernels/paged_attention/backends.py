@@ -33,7 +33,7 @@ class Implementation:
     """One backend's functions.
 
     Attributes:
-        attend: `paged_attention`.
+        attend: what `paged_attention` gives.
         update: `paged_attention_update` in one kernel, keys and values divided by their scales; None where the pool is
             written by `KVLayout.write` first.
         platform: that it is made for; None is any.
