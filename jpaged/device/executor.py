@@ -33,7 +33,7 @@ from jpaged.device.mesh import (
     replicated,
     serving_mesh,
 )
-from jpaged.device.programs.compile import COMPILED, least_programs, num_told, program_specs, set_up_compile_cache
+from jpaged.device.programs.compile import least_programs, program_specs, set_up_compile_cache, told
 from jpaged.device.programs.compiler_errors import memory_refusals
 from jpaged.device.programs.lowering import sized_step
 from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, plan_memory
@@ -288,10 +288,10 @@ class JaxExecutor:
     def _calling(self, failure: str) -> Iterator[None]:
         """Counts the compiles of a call of programs, and raises an error of the device as ours, with what failed."""
         self._require_alive()
-        num_before = num_told(COMPILED)
+        num_before = told.num_compiled
         try:
             yield
         except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:  # collectives of CPUs raise ValueError
             raise InternalError(f"{failure}: {error}") from error
         finally:
-            self.num_compiles_after_warm_up += num_told(COMPILED) - num_before
+            self.num_compiles_after_warm_up += told.num_compiled - num_before

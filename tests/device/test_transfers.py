@@ -20,7 +20,7 @@ from jpaged.device.calibration import NO_RATE, measure_rates
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, num_host_blocks
 from jpaged.device.mesh import build_mesh, replicated
-from jpaged.device.programs.compile import COMPILED, ProgramSpec, num_told
+from jpaged.device.programs.compile import ProgramSpec, told
 from jpaged.device.transfers import content_bytes, lower_move, move_sizes
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument
@@ -335,13 +335,13 @@ def test_an_accelerator_writes_to_page_locked_memory_first(monkeypatch: pytest.M
     pool = HostPool(layout, 20, sharding)
     sent = np.random.default_rng(0).integers(0, 2**16, (2, 8, *layout.block_shape), np.uint16)
     arrays = [jax.device_put(contents, sharding) for contents in sent]
-    num_before = num_told(COMPILED)
+    num_before = told.num_compiled
     pool.receive(arrays[0], [1, 2, 3])
     pool.receive(arrays[1], [3, 20])
     assert pool.on_the_way[0].contents.sharding.memory_kind == "pinned_host"
     got = pool.read([20, 3, 1], 4)
     np.testing.assert_array_equal(got[:3], [sent[1][1], sent[1][0], sent[0][0]])
-    assert (len(pool.on_the_way), num_told(COMPILED)) == (0, num_before)
+    assert (len(pool.on_the_way), told.num_compiled) == (0, num_before)
 
 
 def test_host_memory_that_the_system_refuses_is_an_option_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jpaged.engine.executor import BucketTable
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
-FROM_CACHE = "/jax/compilation_cache/cache_hits"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_FROM_CACHE = "/jax/compilation_cache/cache_hits"
 
 MoveKind = Literal["copy", "swap_out", "swap_in"]
 
@@ -78,17 +78,19 @@ def set_up_compile_cache(folder: Path | None) -> None:
     compilation_cache.reset_cache()
 
 
-_this_thread = threading.local()
+class _Told(threading.local):
+    """What jax has told of on this thread: it compiles in the one that calls."""
+
+    num_compiled = 0
+    num_from_cache = 0
 
 
-def num_told(event: str) -> int:
-    """How often jax has told of an event, COMPILED or FROM_CACHE, on this thread: it compiles in the one that calls."""
-    return getattr(_this_thread, event, 0)
+told = _Told()
 
 
 def _note(event: str) -> None:
-    if event in (COMPILED, FROM_CACHE):
-        setattr(_this_thread, event, num_told(event) + 1)
+    told.num_compiled += event == _COMPILED
+    told.num_from_cache += event == _FROM_CACHE
 
 
 monitoring.register_event_listener(lambda event, **_: _note(event))

@@ -21,7 +21,7 @@ from typing import Literal
 
 import jax
 
-from jpaged.device.programs.compile import FROM_CACHE, ProgramSpec, num_told
+from jpaged.device.programs.compile import ProgramSpec, told
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError
 
@@ -159,9 +159,9 @@ class ProgramStore:
         return [self._threads.submit(self._make, spec, self._sources[spec], report) for spec in specs]
 
     def _make(self, spec: ProgramSpec, source: ProgramSource, report: Callable[[int], None]) -> None:
-        begin, num_cached = time.perf_counter(), num_told(FROM_CACHE)
+        begin, num_cached = time.perf_counter(), told.num_from_cache
         executable = source.make()
-        is_cached = num_told(FROM_CACHE) > num_cached
+        is_cached = told.num_from_cache > num_cached
         origin: Origin = "saved" if source.is_saved else "cache" if is_cached else "compiled"
         program = CompiledProgram(spec, executable, time.perf_counter() - begin, origin)
         with self._landing:

@@ -192,12 +192,12 @@ class StepRunner:
             InternalError: shapes of no compiled program.
         """
         num_tokens = len(inputs.token_ids_t)
-        self._programs.find(ProgramSpec("forward", num_tokens))
+        self._find(ProgramSpec("forward", num_tokens))
         return PackedForward(num_tokens, self._packings[num_tokens].pack(inputs))
 
     def forward(self, packed: PackedForward) -> jax.Array:
         """Starts the model over a step's tokens; the hidden states from which its rows sample."""
-        program = self._programs.find(ProgramSpec("forward", packed.num_tokens))
+        program = self._find(ProgramSpec("forward", packed.num_tokens))
         pool, hidden_se = program(self._params, self._pool.take(), self._last_tokens, packed.words)
         self._pool.put(pool)
         return hidden_se
@@ -207,7 +207,7 @@ class StepRunner:
         spec = ProgramSpec("sample", len(inputs.rows_r), inputs.want_top_logprobs)
         if spec not in self._programs.ready:
             spec = dataclasses.replace(spec, want_top_logprobs=True)
-        program = self._programs.find(spec)
+        program = self._find(spec)
         self._last_tokens, outputs_rc = program(self._head_params, hidden_se, inputs.words)
         outputs_rc.copy_to_host_async()
         return outputs_rc
@@ -215,3 +215,7 @@ class StepRunner:
     def release(self) -> None:
         """Lets go of the parameters. Idempotent."""
         self._params, self._head_params = {}, {}
+
+    def _find(self, spec: ProgramSpec) -> jax.stages.Compiled:
+        program = self._programs.ready.get(spec)
+        return self._programs.find(spec) if program is None else program.executable

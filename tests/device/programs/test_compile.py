@@ -12,7 +12,7 @@ import pytest
 
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import compile as ahead
-from jpaged.device.programs.compile import COMPILED, ProgramSpec, least_programs, num_told, program_specs
+from jpaged.device.programs.compile import ProgramSpec, least_programs, program_specs, told
 from jpaged.engine.executor import BucketTable
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
@@ -75,13 +75,13 @@ def test_no_folder_means_no_cache(tmp_path: Path) -> None:
 
 
 def test_compiles_of_other_threads_are_not_counted() -> None:
-    num_before = num_told(COMPILED)
+    num_before = told.num_compiled
     thread = threading.Thread(target=lambda: _lower(9).compile())
     thread.start()
     thread.join()
-    assert num_told(COMPILED) == num_before
+    assert told.num_compiled == num_before
     _lower(10).compile()
-    assert num_told(COMPILED) == num_before + 1
+    assert told.num_compiled == num_before + 1
 
 
 def test_executors_one_after_the_other_count_for_themselves() -> None:
