@@ -21,7 +21,8 @@ import numpy as np
 
 from jpaged import json_text
 from jpaged.checkpoints.hub import CONFIG_FILE, read_config, read_json
-from jpaged.checkpoints.orbax import MANIFEST_FILE, is_orbax_folder, write_manifest, write_orbax
+from jpaged.checkpoints.orbax import MANIFEST_FILE, is_orbax_folder, write_manifest
+from jpaged.checkpoints.orbax_writer import write_orbax
 from jpaged.checkpoints.safetensors_writer import StoredTensor, write_tensor_files
 from jpaged.checkpoints.tensor_files import INDEX_FILE, SINGLE_FILE
 from jpaged.checkpoints.tensor_source import DTYPES, TensorSource

@@ -1,4 +1,4 @@
-"""A checkpoint folder whose tensors are in Orbax: how it is written, and how slices of it are read.
+"""A checkpoint folder whose tensors are in Orbax: what is in it, and how slices of it are read.
 
     FOLDER/jpaged.json             the manifest: format and its version, architecture, type, who wrote it
     FOLDER/config.json, ...        Hugging Face layout: config, generation config, tokenizer, chat template
@@ -13,19 +13,14 @@ The manifest is written last, into a folder that gets its name when all is there
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jpaged import json_text
-from jpaged.checkpoints.safetensors_writer import StoredTensor
 from jpaged.checkpoints.tensor_source import DTYPES, check_shape, unsupported_dtype
 from jpaged.errors import InvalidArgument
 from jpaged.version import __version__
@@ -35,13 +30,9 @@ PARAMS_FOLDER = "params"
 
 _FORMAT = "jpaged-orbax"
 _FORMAT_VERSION = 1
-_CHUNK_BYTES = 2**20  # 512 x 1024 in bfloat16; Orbax warns of less
-_MAX_PRIME = 4096
 _UNREADABLE = (OSError, ValueError, LookupError, RuntimeError)
 """What tensorstore raises; it has no error of its own."""
 _SIGNS_OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
-# Not needed to read, and they tell of the machine that wrote: the path it wrote to.
-_OF_ONE_MACHINE = ("commit_success.txt",)
 
 
 def write_manifest(folder: Path, architecture: str, dtype: str) -> None:
@@ -150,65 +141,6 @@ class OrbaxTensors:
 
     def _unreadable(self, name: str, error: Exception) -> InvalidArgument:
         return InvalidArgument(str(self._folder), f"tensor {name} cannot be read: {error}")
-
-
-def write_orbax(tensors: Sequence[StoredTensor], folder: Path, max_file_bytes: int | None) -> None:
-    """Writes the tensors into `folder / PARAMS_FOLDER`, one after another; not the manifest.
-
-    Host memory holds one tensor, and what of it is on its way to the file.
-
-    Args:
-        folder: must exist.
-        max_file_bytes: about the size of a data file; None leaves it to Orbax.
-
-    Raises:
-        OSError, ValueError: a file could not be written; tensorstore has no error of its own.
-    """
-    target = (folder / PARAMS_FOLDER).resolve()
-    handler = ocp.PyTreeCheckpointHandler(
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-            (StoredTensor, _OneByOne(deepcopy_host_arrays=False)),
-            (jax.Array, ocp.type_handlers.ArrayHandler()),  # there are none, and Orbax warns of that
-        ),
-        use_zarr3=True,
-        use_compression=False,  # weights are noise
-    )
-    tree = {tensor.name: tensor for tensor in tensors}
-    arguments = ocp.args.PyTreeSave(
-        tree,
-        save_args={name: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(tensor)) for name, tensor in tree.items()},
-        ocdbt_target_data_file_size=max_file_bytes,
-    )
-    with ocp.Checkpointer(handler) as saver:
-        saver.save(target, args=arguments)
-    for name in _OF_ONE_MACHINE:
-        (target / name).unlink(missing_ok=True)
-
-
-class _OneByOne(ocp.type_handlers.NumpyHandler):
-    """Orbax' handler of NumPy arrays for tensors that are not read yet: it would write all of them at once."""
-
-    async def serialize(self, values: Sequence[StoredTensor], infos: Sequence[Any], args: Any = None) -> list[Any]:
-        for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
-            for written in await super().serialize([np.ascontiguousarray(value.read())], [info], [arg]):
-                await asyncio.to_thread(written.result)
-        return []
-
-
-def _chunk_bytes(tensor: StoredTensor) -> int | None:
-    """Orbax divides axes into equal chunks: one of prime length would fall into single rows, and stays whole."""
-    return None if any(_largest_prime(size) > _MAX_PRIME for size in tensor.shape) else _CHUNK_BYTES
-
-
-def _largest_prime(number: int) -> int:
-    """The largest prime factor."""
-    factor = 2
-    while factor * factor <= number:
-        if number % factor == 0:
-            number //= factor
-        else:
-            factor += 1
-    return number
 
 
 def _names(folder: Path) -> frozenset[str]:

@@ -21,7 +21,8 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.demo_model.saving import save_params
 from jpaged.checkpoints import conversion, hub
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
-from jpaged.checkpoints.orbax import OrbaxTensors, write_manifest, write_orbax
+from jpaged.checkpoints.orbax import OrbaxTensors, write_manifest
+from jpaged.checkpoints.orbax_writer import write_orbax
 from jpaged.checkpoints.safetensors_writer import StoredTensor
 from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.weights import load_params
