@@ -29,6 +29,7 @@ from jpaged.checkpoints.weights import random_params
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, serving_mesh
+from jpaged.device.programs.compile import set_up_compile_cache
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.tokenizer import NoTokenizer
@@ -113,7 +114,8 @@ def make_executor(num_devices: int, num_rows: int, cache: Path) -> JaxExecutor:
     model = Model(CONFIG, jax.numpy.dtype("float32"))
     where = Placement.of(model, serving_mesh(num_devices))
     params = random_params(where.model, where.layer_mode, seed=0, shardings=where.shardings)
-    executor = JaxExecutor.create(model, params, options, mesh=where.mesh, compile_cache_dir=cache)
+    set_up_compile_cache(cache)
+    executor = JaxExecutor.create(model, params, options, mesh=where.mesh)
     executor.warm_up(lambda what, done, total: None)
     return executor
 

@@ -24,6 +24,7 @@ from jpaged.device.mesh import Placement, first_device, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
 from jpaged.device.multihost.handshake import Follower, Leader
+from jpaged.device.programs.compile import set_up_compile_cache
 from jpaged.device.step_sizes import Attention
 from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.engine.engine import Engine
@@ -181,6 +182,7 @@ def _make_executors(
     """
     for line in Attention.on(model, options, places[0].mesh).passed_over():
         progress(line, 1, 1)
+    set_up_compile_cache(compile_cache_dir())
     params = _load(model, source, options, places[0], progress)
     copies = [where.put(params) for where in places]
     executors: list[JaxExecutor] = []
@@ -191,7 +193,6 @@ def _make_executors(
             options,
             mesh=where.mesh,
             num_pools=len(places) - index,
-            compile_cache_dir=compile_cache_dir(),
             least=None if other is None else other.least,
         )
         _tell(executor, _progress_of(index, len(places), progress))

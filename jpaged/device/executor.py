@@ -33,7 +33,7 @@ from jpaged.device.mesh import (
     replicated,
     serving_mesh,
 )
-from jpaged.device.programs.compile import least_programs, program_specs, set_up_compile_cache, told
+from jpaged.device.programs.compile import least_programs, program_specs, told
 from jpaged.device.programs.compiler_errors import memory_refusals
 from jpaged.device.programs.lowering import sized_step
 from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, plan_memory
@@ -104,7 +104,6 @@ class JaxExecutor:
         *,
         mesh: Mesh | None = None,
         num_pools: int = 1,
-        compile_cache_dir: Path | None = None,
         least: Least | None = None,
     ) -> JaxExecutor:
         """Puts the parameters on the devices, settles the number of blocks and allocates the pool.
@@ -116,13 +115,11 @@ class JaxExecutor:
             mesh: where it runs; jax's first devices, as many as one copy of the model takes, when left out.
             num_pools: what the host's free memory is for, where it is the devices' memory: this pool, and those of so
                 many executors less one that are made after it.
-            compile_cache_dir: where compiled programs are kept between runs; None keeps none.
             least: settles a size with the other processes that the mesh is of; None where there are none.
 
         Raises:
             InvalidArgument: options that contradict the model or the memory, or parameters of other shapes.
         """
-        set_up_compile_cache(compile_cache_dir)
         folder = options.startup.compiled
         saved = None if folder is None else SavedPrograms.open(Path(folder))
         if saved is not None and options.cache.num_blocks is None:
