@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -25,30 +26,8 @@ def plan(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_llama_3_8b_fits_into_four_v5e() -> None:
-    done = plan("meta-llama/Llama-3.1-8B", "--topology", "v5e:2x2", "--max-model-len", "8192", "--json")
-    assert done.returncode == 0, done.stderr
-    (found,) = json.loads(done.stdout)["plans"]
-    memory = found["memory_of_one_device"]
-    assert (found["fits"], found["tensor_parallel_size"], found["attention_backend"]) == (True, 4, "pallas-tpu")
-    assert 0 <= memory["free_bytes"] < 32 << 20
-    assert found["num_blocks"] * found["block_size"] > 320_000
-    assert found["compile_seconds"] > 0
-    assert {program["name"] for program in found["compiled_programs"]} >= {"forward[1024]", "forward[128]"}
-    assert found["bytes_of_a_summed_number"] == 2  # though the programs ask for sums in float32
-    assert found["estimates"][0]["prefill_s"] == pytest.approx(0.0484, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("model", "topology", "sizes"),
-    [
-        ("meta-llama/Llama-3.1-8B", "v6e:2x2", (131072, 128, 128, 1024)),
-        ("qwen3-32b", "v6e:2x4", (40960, 64, 128, 1024)),
-    ],
-)
-def test_with_its_defaults_a_model_fits_on_the_devices_own_kernel(
-    model: str, topology: str, sizes: tuple[int, int, int, int]
-) -> None:
+def plan_with_defaults(model: str, topology: str, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
+    """A plan without options, which must be one that fits and runs on the devices' own kernel."""
     done = plan(model, "--topology", topology, "--json")
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(done.stdout)["plans"]
@@ -56,6 +35,22 @@ def test_with_its_defaults_a_model_fits_on_the_devices_own_kernel(
     options = ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")
     assert tuple(found[name] for name in options) == sizes
     assert sum(found["memory_of_one_device"]["programs"].values()) < 1 << 30
+    return found
+
+
+def test_with_its_defaults_llama_3_8b_fits_into_four_v5e() -> None:
+    found = plan_with_defaults("meta-llama/Llama-3.1-8B", "v5e:2x2", (131072, 128, 128, 1024))
+    assert (found["fits"], found["tensor_parallel_size"]) == (True, 4)
+    assert 0 <= found["memory_of_one_device"]["free_bytes"] < 32 << 20
+    assert found["num_blocks"] * found["block_size"] > 320_000
+    assert found["compile_seconds"] > 0
+    assert {program["name"] for program in found["compiled_programs"]} >= {"forward[1024]", "forward[128]"}
+    assert found["bytes_of_a_summed_number"] == 2  # though the programs ask for sums in float32
+    assert found["estimates"][0]["prefill_s"] == pytest.approx(0.0484, rel=0.01)
+
+
+def test_with_its_defaults_qwen_3_32b_fits_into_eight_v6e() -> None:
+    plan_with_defaults("qwen3-32b", "v6e:2x4", (40960, 64, 128, 1024))
 
 
 def test_a_pool_that_is_too_large_for_70b_is_reported_with_what_to_change() -> None:
