@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from jpaged import json_text
 from jpaged.cli.options import flag_of
+from jpaged.config import Backend
 from jpaged.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that choose the cells of the table."""
     parser.add_argument("--shape", default="llama-3-8b", help="heads of a model (default: llama-3-8b)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(default: bfloat16)")
-    parser.add_argument("--backend", default="auto", help="auto, or whose kernels run (default: auto)")
+    backends = ("auto", *get_args(Backend))
+    parser.add_argument("--backend", choices=backends, default="auto", help="whose kernels run (default: auto)")
     parser.add_argument("--kind", choices=("decode", "prefill"), nargs="+", default=["decode", "prefill"])
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="rows of a decode")
     parser.add_argument("--context", type=int, nargs="+", default=list(_CONTEXTS), metavar="N", help="tokens")

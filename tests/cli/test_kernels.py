@@ -42,10 +42,15 @@ def test_every_cell_is_measured_or_left_out_by_reason(tmp_path: Path, capsys: py
     assert "GiB of keys and values are more than the 0.1 allowed" in " ".join(shown.split())
 
 
+@pytest.mark.long
 def test_a_backend_that_cannot_run_here_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "kernels", "--shape", "demo", "--backend", "magic", "--context", "64", "--block-size", "16"]
-    assert main(arguments) == 1
-    assert "'magic' is not one of auto" in " ".join(capsys.readouterr().out.split())
+    assert main([*SMALL, "--backend", "pallas-tpu", "--context", "64", "--block-size", "16"]) == 1
+    assert "pallas-tpu cannot run here: needs a TPU" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_backend_that_nobody_knows_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--backend", "magic"]) == 2
+    assert "--backend: invalid choice: 'magic'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

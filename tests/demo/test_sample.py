@@ -56,6 +56,7 @@ def test_most_stories_keep_the_subject_of_the_prompt(stories):
     assert len(kept(stories)) >= 19, set(SUBJECTS) - kept(stories)
 
 
+@pytest.mark.long
 def test_a_low_temperature_keeps_the_subject(sampler):
     cool = stories_about(dataclasses.replace(sampler, temperature=0.3), SUBJECTS)
     assert len(kept(cool)) >= 19, set(SUBJECTS) - kept(cool)
