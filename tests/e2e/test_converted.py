@@ -13,6 +13,8 @@ from jpaged.llm import LLM
 from jpaged.types import SamplingParams
 from tests.e2e.rig import assert_same, engine_of, generate, open_llm, random_prompts, write_model
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
 
 
