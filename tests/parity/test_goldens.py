@@ -138,7 +138,7 @@ def test_tokens_equal_in_blocks_and_chunks_of_every_size(
 
 
 def test_the_sizes_cover_all_pairs() -> None:
-    """Of blocks and chunks; a model meets two block sizes, for it knows of neither."""
+    """Every size of blocks meets every size of chunks; a model meets two of blocks, for it knows of neither."""
     assert {row[1:] for row in AS_SERVED} == set(itertools.product(BLOCK_SIZES, CHUNK_SIZES))
     assert {(name, len({row[1] for row in LONG if row[0] == name})) for name in cases.MODELS} == {
         (name, 2) for name in cases.MODELS
