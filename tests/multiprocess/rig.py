@@ -113,11 +113,11 @@ def questions() -> list[tuple[list[int], SamplingParams]]:
     """Every kind of request, and more tokens together than a small pool holds."""
     common = prompt(19)
     kinds = [
-        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2),
-        SamplingParams(temperature=0.9, top_p=0.95, seed=2**40 + 3, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.9, top_p=0.95, seed=2**40 + 3, max_tokens=80, ignore_eos=True),
         SamplingParams(temperature=1.0, seed=9, n=3, max_tokens=16, ignore_eos=True),
         SamplingParams(beam_width=3, n=3, max_tokens=16),
-        SamplingParams(temperature=1.2, top_k=7, seed=11, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=1.2, top_k=7, seed=11, max_tokens=80, ignore_eos=True),
     ]
     return [
         ([*common, *prompt(3 + 2 * i, i)], kind if kind.beam_width else replace(kind, seed=50 + i))
