@@ -230,6 +230,10 @@ class Attacker:
             return "HANG", f"has not ended after {HANG_S} s"
         except aio.AioRpcError as error:
             return error.code().name, _problem_of_error(shot, error, messages)
+        except asyncio.CancelledError:
+            if not call.cancelled():
+                raise
+            return CUT_SHORT, ""
 
 
 def _tenant_metadata(tenant: str) -> tuple[tuple[str, str], ...]:
