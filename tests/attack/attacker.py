@@ -18,6 +18,8 @@ from tests.attack.messages import Names, corrupted, decodes, inflate, mutate, na
 
 HANG_S = 300.0
 """What has not ended by then never will, however busy the machine is."""
+MAX_ROUNDS_OF_UNPINNING = 600
+"""A tenth of a second each, at least."""
 MAX_REQUEST_BYTES = 1 << 20
 """The server's own default; what is longer is refused by gRPC, which knows no field."""
 WHOLE_MESSAGE = "request"
@@ -168,6 +170,7 @@ class Attacker:
         self._names = names or Names()
         self._num_at_once = num_at_once
         self._verdict = Verdict()
+        self._pins: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
 
     async def fire(self, num_shots: int) -> Verdict:
         """Fires so many shots, waits until all have ended, lets go of everything pinned, and says how it went."""
@@ -176,15 +179,26 @@ class Attacker:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._num_at_once):
                     group.create_task(self._fire_all(channel, shots))
-            unpin: Any = channel.unary_unary("/jpaged.v1.ControlService/UnpinPrefix")
-            for name in self._names.pins:
-                for tenant in _TENANTS:
-                    try:
-                        request = control_pb2.UnpinPrefixRequest(name=name).SerializeToString()
-                        await unpin(request, metadata=_tenant_metadata(tenant), timeout=HANG_S)
-                    except aio.AioRpcError:
-                        continue  # none of that name
+            await self._let_go(channel)
         return self._verdict
+
+    async def _let_go(self, channel: aio.Channel) -> None:
+        """Unpins all that was sent to be pinned, again until nothing is used: a call that was cut short may pin yet."""
+        load: Any = channel.unary_unary(
+            "/jpaged.v1.ControlService/GetLoad", response_deserializer=control_pb2.GetLoadResponse.FromString
+        )
+        unpin: Any = channel.unary_unary("/jpaged.v1.ControlService/UnpinPrefix")
+        for _ in range(MAX_ROUNDS_OF_UNPINNING):
+            for name, metadata in self._pins:
+                request = control_pb2.UnpinPrefixRequest(name=name).SerializeToString()
+                try:
+                    await unpin(request, metadata=metadata, timeout=HANG_S)
+                except aio.AioRpcError:
+                    continue  # none of that name
+            answer = await load(b"", timeout=HANG_S)
+            if answer.num_blocks_used == 0:
+                return
+            await asyncio.sleep(0.1)
 
     def _aim(self) -> _Shot:
         rng = self._rng
@@ -200,12 +214,15 @@ class Attacker:
             encoded = rng.randbytes(rng.randint(1, 200))
         elif kind > 0.85:
             encoded = corrupted(rng, encoded)
-        tenant = rng.choice(_TENANTS) if rng.random() < 0.1 else ""
+        is_decodable = decodes(method.request, encoded)
+        metadata = _tenant_metadata(rng.choice(_TENANTS) if rng.random() < 0.1 else "")
+        if is_decodable and method.request is control_pb2.PinPrefixRequest:
+            self._pins.add((control_pb2.PinPrefixRequest.FromString(encoded).name, metadata))
         return _Shot(
             method,
             encoded,
-            decodes(method.request, encoded),
-            _tenant_metadata(tenant),
+            is_decodable,
+            metadata,
             timeout_s=rng.choice((0.0, 0.001, 0.02, 0.2)) if rng.random() < 0.08 else None,
             cancels_after=rng.randint(0, 3) if rng.random() < 0.1 else None,
         )
@@ -231,9 +248,14 @@ class Attacker:
         except aio.AioRpcError as error:
             return error.code().name, _problem_of_error(shot, error, messages)
         except asyncio.CancelledError:
-            if not call.cancelled():
+            if _is_being_cancelled():
                 raise
-            return CUT_SHORT, ""
+            return CUT_SHORT, ""  # the call's own end: its status met our cancel on the way
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _tenant_metadata(tenant: str) -> tuple[tuple[str, str], ...]:

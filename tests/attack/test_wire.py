@@ -17,20 +17,30 @@ from tests.attack.messages import Names
 from tests.processes import Process
 from tests.server.harness import eventually, running
 
-NUM_SHOTS = 12_000
+NUM_SHOTS = 8_000
 """At each of the two servers; a fifth of them before the memory is first looked at."""
 MAX_GROWTH_BYTES = 64 << 20
-"""What allocators may keep of resident memory for themselves. A leak of 7 kB a request would be above it."""
+"""What allocators may keep of resident memory for themselves. A leak of 11 kB a request would be above it."""
 
 
 def hold(verdict: Verdict) -> None:
-    """Nothing was wrong, and every method was reached, refused something and did something."""
+    """Nothing was wrong, and every method was reached, refused something and did something.
+
+    Whether a call meets something that another one left (a request to abort, a prefix to unpin) is up to the machine:
+    that it looked for it is enough here.
+    """
     assert not verdict.faults, f"{len(verdict.faults)} faults\n" + "\n".join(verdict.faults[:20])
     for method in METHODS:
         name = method.path.rpartition("/")[2]
-        done = CUT_SHORT if name == "Watch" else "OK"  # it has no end of its own
-        wanted = {"UNIMPLEMENTED"} if name == "NoSuchMethod" else {done, "INVALID_ARGUMENT"}
-        assert wanted <= verdict.statuses_of(name), (name, verdict.statuses_of(name))
+        statuses = verdict.statuses_of(name)
+        if name == "NoSuchMethod":
+            assert "UNIMPLEMENTED" in statuses, (name, statuses)
+            continue
+        done = {CUT_SHORT} if name == "Watch" else {"OK"}  # a watch has no end of its own
+        if name in ("Abort", "UnpinPrefix"):
+            done.add("NOT_FOUND")
+        assert "INVALID_ARGUMENT" in statuses, (name, statuses)
+        assert done & statuses, (name, statuses)
 
 
 async def test_a_server_over_a_fake_engine_keeps_its_word(caplog):
