@@ -33,7 +33,15 @@ FIELDS = {field.name: getattr(tiny_model.CONFIG, field.name) for field in datacl
 MODEL = Model(AlternatingConfig(**FIELDS), jnp.dtype("float32"))
 
 
-@pytest.mark.parametrize(("layer_mode", "backend"), [("loop", "xla"), ("scan", "auto")])
+@pytest.mark.parametrize(
+    ("layer_mode", "backend"),
+    [
+        ("loop", "xla"),
+        ("scan", "auto"),
+        pytest.param("loop", "auto", marks=pytest.mark.long),
+        pytest.param("scan", "xla", marks=pytest.mark.long),
+    ],
+)
 def test_each_layer_attends_in_its_own_way(layer_mode: LayerMode, backend: str) -> None:
     chosen = dataclasses.replace(tiny_model.OPTIONS.model, attention_backend=backend)
     options = dataclasses.replace(tiny_model.OPTIONS, model=chosen)

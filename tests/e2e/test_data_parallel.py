@@ -35,6 +35,8 @@ def test_two_copies_sample_what_one_device_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "copies", "size"),
     [
+        ("llama3_tied", 2, 1),
+        ("llama3_tied", 2, 4),
         ("llama3_tied", 4, 2),
         ("llama3_tied", 8, 1),
         ("qwen3_tied", 2, 4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -25,11 +26,18 @@ class TestXla(PagedAttentionConformance):
         self.check(RAGGED["mixed"], real_shape(name))
 
 
-def _call(backend: str = "xla", *, pool_dtype: str = "float32", num_heads: int = 4) -> None:
-    spec = AttentionSpec(KVLayout(1, 4, 8, 2, 16, jnp.dtype("float32")), AttentionKind(1.0))
-    pool = jnp.zeros(spec.layout.shape, pool_dtype)
+def _call(
+    backend: str = "xla",
+    *,
+    kv_dtype: str = "float32",
+    pool_dtype: str | None = None,
+    num_heads: int = 4,
+    scales_lk2: jax.Array | None = None,
+) -> None:
+    spec = AttentionSpec(KVLayout(1, 4, 8, 2, 16, jnp.dtype(kv_dtype)), AttentionKind(1.0))
+    pool = jnp.zeros(spec.layout.shape, pool_dtype or spec.layout.storage_dtype)
     rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((3,), (2,), (2, 4), ())))
-    paged_attention(jnp.zeros((8, num_heads, 16)), pool, 0, rows, spec, backend=cast(Backend, backend))
+    paged_attention(jnp.zeros((8, num_heads, 16)), pool, 0, rows, spec, scales_lk2, backend=cast(Backend, backend))
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
@@ -45,6 +53,13 @@ def test_a_pool_of_another_type_is_refused() -> None:
 def test_query_heads_must_be_a_multiple_of_key_heads() -> None:
     with pytest.raises(InternalError, match="do not fit 2 key/value heads"):
         _call(num_heads=5)
+
+
+def test_a_pool_has_scales_where_it_keeps_8_bits_and_nowhere_else() -> None:
+    with pytest.raises(InternalError, match="a pool of int8 needs its scales"):
+        _call(kv_dtype="int8")
+    with pytest.raises(InternalError, match="a pool of float32 takes no scales"):
+        _call(scales_lk2=jnp.ones((1, 2, 2)))
 
 
 @pytest.mark.parametrize(("window", "cap", "field"), [(0, None, "sliding_window"), (None, 0.0, "soft_cap")])

@@ -112,13 +112,13 @@ def test_two_processes_sample_what_one_samples_and_end_together(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("process", [0, 2])
 def test_four_processes_sample_what_one_samples_and_end_together(
-    model: str, alone: list[RequestOutput], programs: Path
+    process: int, model: str, alone: list[RequestOutput], programs: Path
 ) -> None:
-    """Tokens that are computed again; then the leader is killed."""
-    with running(4, (model, *RECOMPUTES), programs) as group:
-        check_tokens(group, alone, swaps=False)
-        kill_one(group, 0)
+    with running(4, (model, *(SWAPS if process else RECOMPUTES)), programs) as group:
+        check_tokens(group, alone, swaps=process != 0)
+        kill_one(group, process)
 
 
 @pytest.mark.long

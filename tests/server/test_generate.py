@@ -192,6 +192,17 @@ async def test_a_prompt_or_an_id_that_cannot_be_is_named(harness, message, field
     assert details_of(error)["ErrorInfo"].reason == "INVALID_ARGUMENT"
 
 
+async def test_special_tokens_are_asked_for_of_a_text_alone(harness):
+    turn = inference_pb2.ChatMessage(role="user", content="hi")
+    message = inference_pb2.TokenizeRequest(chat=inference_pb2.ChatPrompt(messages=[turn]))
+    assert bytes((await harness.inference.Tokenize(message)).token_ids) == b"user: hi\nassistant: "
+    for value in (True, False):
+        message.add_special_tokens = value
+        error = await failure_of(harness.inference.Tokenize(message))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details_of(error)["BadRequest"].field_violations[0].field == "add_special_tokens"
+
+
 async def test_a_request_that_can_never_fit_says_so(harness):
     error = await failure_of(harness.inference.Generate(request("x" * 200)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -181,6 +181,13 @@ async def test_a_message_that_cannot_be_sent_ends_its_call_quietly(harness, quie
     await eventually(lambda: harness.num_blocks_used == 0)
 
 
+async def test_a_peer_that_is_gone_is_told_nothing_and_its_call_does_not_go_on():
+    nobody: Any = None  # who is asked for nothing
+    with pytest.raises(aio.InternalError, match="start_batch"):
+        async with servicer._answering(nobody):
+            raise aio.InternalError("Failed grpc_call_start_batch")
+
+
 async def test_what_grpc_logs_of_peers_is_left_out_and_what_it_logs_of_faults_is_not(harness, caplog):
     log = logging.getLogger("grpc._cython.cygrpc")
     for error in (

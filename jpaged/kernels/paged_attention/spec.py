@@ -136,7 +136,7 @@ class AttentionCall:
                 f"queries {q_shape} do not fit {layout.num_kv_heads} key/value heads of {layout.head_dim}"
             )
         if (self.scales_lk2 is not None) != layout.is_scaled:
-            raise InternalError(f"a pool of {layout.dtype} has {'its' if layout.is_scaled else 'no'} scales")
+            raise InternalError(f"a pool of {layout.dtype} {'needs its' if layout.is_scaled else 'takes no'} scales")
 
     @property
     def queries(self) -> Queries:
