@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.planting import Fault
 
 LIVES = ("test_lives.py",)
+COHORTS = ("scheduling/test_cohorts.py",)
 SCHEDULER = ("scheduling/test_scheduler.py",)
 POLICIES = ("scheduling/test_policies.py",)
 
@@ -36,6 +37,27 @@ POLICY_FAULTS = (
         "    if group.request.sampling.beam_width and parts != wanted:",
         "    if group.request.sampling.beam_width is False and parts != wanted:",
         ("output/test_beam.py",),
+    ),
+    Fault(
+        "beams that wait for beams keep out who could run",
+        "scheduling/scheduler.py",
+        "if not is_early or self._entering(self._num_outstanding_blocks()) is not None:",
+        "if not is_early:",
+        COHORTS,
+    ),
+    Fault(
+        "beams wait for those that end",
+        "scheduling/cohorts.py",
+        " and group.live[0].num_output_tokens < sampling.max_tokens",
+        "",
+        COHORTS,
+    ),
+    Fault(
+        "beams wait where others run",
+        "scheduling/cohorts.py",
+        "            return False\n        else:",
+        "            continue\n        else:",
+        COHORTS,
     ),
     Fault(
         "the salt has no part in the keys of several samples",

@@ -1,6 +1,7 @@
 """Who runs in the next step, on how many tokens, and who has to make room.
 
 scheduler.py       the queues, their order, and the decision of one step
+cohorts.py         beams of several requests draw in the same steps
 preemption.py      how a group leaves: recompute or swap
 schedule.py        one step, decided, and the padded arrays that it becomes
 shared_prefixes.py rows that begin with the same blocks read them once

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 from jpaged.config import Policy, SchedulerOptions
 from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
+from jpaged.engine.scheduling.cohorts import draw_with_the_next
 from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Group, Sequence, Status
@@ -241,9 +242,11 @@ class Scheduler:
         self._make_way(schedule)
         num_yielded = len(schedule.preempted)
         parts, budget = self._share_tokens()
-        self._grow_running(parts, schedule)
-        if len(schedule.preempted) == num_yielded:  # nobody had to leave for want of blocks
-            self._resume_and_admit(budget, schedule)
+        is_early = len(parts) > 1 and draw_with_the_next(parts)
+        if not is_early or self._entering(self._num_outstanding_blocks()) is not None:
+            self._grow_running(parts, schedule)
+            if len(schedule.preempted) == num_yielded:  # nobody had to leave for want of blocks
+                self._resume_and_admit(budget, schedule)
         schedule.close(self._memory.take_ops())
         return schedule
 
@@ -333,26 +336,36 @@ class Scheduler:
 
     def _resume_and_admit(self, budget: int, schedule: Schedule) -> None:
         """Brings groups back and admits new ones while rows, tokens and blocks are there."""
-        queues, prefixes = self.queues, self._memory.prefixes
+        queues = self.queues
         if not queues.num_waiting:
             return
         is_batch_open = not self._is_static or not queues.running
         # With every row taken blocks are not the question, and a full queue need not cost a step anything.
         outstanding = self._num_outstanding_blocks() if queues.num_rows < self.max_num_seqs else 0
         while budget > 0 and is_batch_open:
-            group = queues.next_group()
-            if group is None or not self._has_room(group, outstanding):
+            group = self._entering(outstanding)
+            if group is None:
                 return
             if group.status is Status.SWAPPED:
-                self._swap_in(group, schedule)
-            elif prefixes is not None and prefixes.is_being_computed(group, queues.running):
-                return
+                assert self._memory.swapping is not None
+                self.queues.run(group)
+                self._memory.swapping.swap_in(group)
             else:
                 self._admit(group, schedule)
             parts = _within(budget, group, self._wanted(group))
             budget -= _num_tokens(parts)
             self._enter(group, parts, schedule)
             outstanding += self._memory.num_outstanding_blocks(group)
+
+    def _entering(self, outstanding: int) -> Group | None:
+        """The next group to run, if it may now: not without rows and blocks, nor while its prefix is computed."""
+        group, prefixes = self.queues.next_group(), self._memory.prefixes
+        if group is None or not self._has_room(group, outstanding):
+            return None
+        is_new = group.status is not Status.SWAPPED
+        if is_new and prefixes is not None and prefixes.is_being_computed(group, self.queues.running):
+            return None
+        return group
 
     def _num_outstanding_blocks(self) -> int:
         """Blocks that running groups will still take for tokens that they have."""
@@ -380,11 +393,6 @@ class Scheduler:
                 break
             other.overtaken()
         schedule.admitted.append(group)
-
-    def _swap_in(self, group: Group, schedule: Schedule) -> None:
-        assert self._memory.swapping is not None
-        self.queues.run(group)
-        self._memory.swapping.swap_in(group)
 
     def _preempt(self, group: Group, schedule: Schedule) -> None:
         """Takes a running group's blocks: to host memory, or to be computed again."""
