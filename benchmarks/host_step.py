@@ -107,6 +107,9 @@ class NullExecutor:
     def sample(self, hidden: None, inputs: SamplingInputs) -> StepOutputs:
         return self._outputs
 
+    def is_done(self, handle: StepOutputs) -> bool:
+        return True
+
     def collect(self, handle: StepOutputs) -> StepOutputs:
         return handle
 

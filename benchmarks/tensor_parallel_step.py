@@ -92,6 +92,9 @@ class Stopwatch:
         self.dispatch_s[-1] += time.thread_time() - begin
         return handle
 
+    def is_done(self, handle: jax.Array) -> bool:
+        return self._executor.is_done(handle)
+
     def collect(self, handle: jax.Array) -> StepOutputs:
         begin = time.thread_time()
         outputs = self._executor.collect(handle)

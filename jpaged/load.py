@@ -127,6 +127,7 @@ class EngineLoad(LoadTotals):
         num_first_tokens: requests that got one.
         time_to_first_token_s: the mean of their times.
         host_s: what the host spent deciding, packing and publishing steps.
+        device_idle_s: from a step's results being seen ready to the next forward, while there were requests to run.
     """
 
     block_size: int = field(metadata={"is_alike": True})
@@ -137,6 +138,9 @@ class EngineLoad(LoadTotals):
     time_to_first_token_s: float = mean("num_first_tokens")
     host_s: float = counter(
         Metric("jpaged:host_seconds", "Seconds that the host spent deciding, packing and publishing steps.")
+    )
+    device_idle_s: float = counter(
+        Metric("jpaged:device_idle_seconds", "Seconds that the device waited for its next step, while requests ran.")
     )
 
 

@@ -298,7 +298,9 @@ class PositionLogprobs:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen are the values that every token makes anew: a frozen one takes eight times as long, 4 us of an event. They
+# are written here alone all the same, as every class's fields are (tests/arch).
+@dataclass(slots=True)
 class Usage:
     """Tokens of one request so far: `cached_tokens` of the prompt came from the prefix cache."""
 
@@ -315,7 +317,7 @@ class SequenceFinish:
     matched_stop: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceDelta:
     """What one event or one message added to one sequence of a request.
 
@@ -338,7 +340,7 @@ class SequenceDelta:
     is_last: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OutputEvent(SequenceDelta):
     """What one step added. `error` is set on the last event alone, when the request failed instead of finishing."""
 

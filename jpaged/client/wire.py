@@ -49,7 +49,7 @@ _EARLY_STOPPING: dict[bool | str, inference_pb2.EarlyStopping] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GenerateChunk(SequenceDelta):
     """What one message added; `cumulative_logprob` comes with `finish`.
 

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -256,6 +257,11 @@ class JaxExecutor:
         """
         with self._calling(f"a sample of {len(inputs.rows_r)} rows failed"):
             return self._runner.sample(hidden, inputs)
+
+    def is_done(self, handle: jax.Array) -> bool:
+        """Whether the step has run; whether its results are on the host already is not asked."""
+        array: Any = handle  # jax's annotations lack the method
+        return bool(array.is_ready())
 
     def collect(self, handle: jax.Array) -> StepOutputs:
         """Waits for a step, and lands what has been swapped out.

@@ -407,6 +407,10 @@ class Executor(Protocol[Hidden, Handle]):
         """
         ...
 
+    def is_done(self, handle: Handle) -> bool:
+        """Whether `collect` would not wait; asks and never waits itself."""
+        ...
+
     def collect(self, handle: Handle) -> StepOutputs:
         """Waits for a step and brings its results to the host."""
         ...

@@ -27,7 +27,7 @@ from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, build_samp
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.shared_prefixes import share_prefixes
 from jpaged.engine.sequence import Group, Sequence, Sink
-from jpaged.engine.stats import DEADLINE, StepStats
+from jpaged.engine.stats import DEADLINE, DeviceIdle, StepStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, RequestTooLong, Unavailable
 from jpaged.types import FinishReason, Request
@@ -244,6 +244,8 @@ class EngineLoop:
         self._deadlines = Deadlines()
         self._dispatched: tuple[Schedule, Any] | None = None
         self._device_wait_s = 0.0
+        self._newest: Any = None  # the step that the device ends last; None once it was seen done
+        self._idle = DeviceIdle()
         self._num_arrivals = 0
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -251,6 +253,7 @@ class EngineLoop:
     def step(self) -> bool:
         start_s = self._clock()
         self._device_wait_s = 0.0
+        self._look_at_device()
         self._expire()
         schedule = self.scheduler.schedule()
         dispatched = self._dispatch(schedule)
@@ -261,7 +264,11 @@ class EngineLoop:
         if schedule.rows or dispatched is not None:
             self.stats.count_host(self._clock() - start_s - self._device_wait_s)
         self.stats.end_step(self.memory, self.scheduler.queues)
-        return bool(schedule.rows) or dispatched is not None or self.scheduler.queues.has_work
+        has_work = self.scheduler.queues.has_work
+        if not has_work:  # nobody waits for the device
+            self._newest = None
+            self._idle.end(start_s)
+        return bool(schedule.rows) or dispatched is not None or has_work
 
     def check(self) -> None:
         self.memory.check(self.scheduler.queues.groups())
@@ -276,15 +283,28 @@ class EngineLoop:
             self._executor.move_blocks(moves)
         if not schedule.rows:
             return None
-        hidden = self._executor.forward(build_step_inputs(schedule, geometry))
+        inputs = build_step_inputs(schedule, geometry)
+        self._look_at_device()
+        self.stats.count_idle(self._idle.end(self._clock()))
+        hidden = self._executor.forward(inputs)
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids)
-        return schedule, self._executor.sample(hidden, sampling)
+        self._newest = self._executor.sample(hidden, sampling)
+        return schedule, self._newest
+
+    def _look_at_device(self) -> None:
+        """Notes when the newest step has run: from here on the device has nothing to do."""
+        if self._newest is not None and self._executor.is_done(self._newest):
+            self._newest = None
+            self._idle.seen_done(self._clock())
 
     def _collect(self, schedule: Schedule, handle: Any) -> None:
         waiting_since_s = self._clock()
         outputs = self._executor.collect(handle)
         now = self._clock()
         self._device_wait_s = now - waiting_since_s
+        if handle is self._newest:
+            self._newest = None
+            self._idle.seen_done(now)
         for group in self._soundness.fail_unsound(schedule, outputs):
             self._release(group)
         beams: dict[Group, dict[Sequence, int]] = {}

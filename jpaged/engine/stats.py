@@ -55,6 +55,27 @@ class Histogram:
         return HistogramSnapshot(self._bounds_s, tuple(cumulative), self._sum_s)
 
 
+class DeviceIdle:
+    """Since when the device has had nothing to run, as far as the host can tell: it looks when it comes by.
+
+    dispatch n     device is done     seen done     dispatch n + 1
+                                          └──── idle ────┘
+    """
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+
+    def seen_done(self, now_s: float) -> None:
+        """Everything that was dispatched has run; the first sight of it counts."""
+        if self._since_s is None:
+            self._since_s = now_s
+
+    def end(self, now_s: float) -> float:
+        """The next step is dispatched, or there is none to wait for; the seconds since the device was seen done."""
+        since_s, self._since_s = self._since_s, None
+        return 0.0 if since_s is None else now_s - since_s
+
+
 _RECENT_ENDS = 64
 ERROR, DEADLINE = "error", "deadline"
 """The ends of requests without a finish reason: they failed, or their time was over."""
@@ -123,6 +144,10 @@ class StepStats:
         """What a step took besides waiting for the device."""
         self._counts["host_s"] += seconds
         self._histograms["host_step"].observe(seconds)
+
+    def count_idle(self, seconds: float) -> None:
+        """The device had nothing to run, while there were requests."""
+        self._counts["device_idle_s"] += seconds
 
     def end_step(self, memory: KVMemory, queues: Queues) -> None:
         """Takes the gauges and makes the step visible to `snapshot`."""

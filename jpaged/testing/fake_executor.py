@@ -175,6 +175,9 @@ class FakeExecutor:
         self._last_tokens[: len(token_ids_r)] = token_ids_r[: len(self._last_tokens)]
         return self._outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.want_top_logprobs)
 
+    def is_done(self, handle: StepOutputs) -> bool:
+        return True
+
     def collect(self, handle: StepOutputs) -> StepOutputs:
         self.faults.wait()
         return handle

@@ -103,6 +103,9 @@ class Share:
     def sample(self, hidden: Any, inputs: SamplingInputs) -> Any:
         return self._executor.sample(hidden, inputs)
 
+    def is_done(self, handle: Any) -> bool:
+        return self._executor.is_done(handle)
+
     def collect(self, handle: Any) -> StepOutputs:
         return self._executor.collect(handle)
 

@@ -15,9 +15,10 @@ POLICY_FAULTS = (
         "loop.py",
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
         "        if not schedule.rows:\n            return None\n"
-        "        hidden = self._executor.forward(build_step_inputs(schedule, geometry))\n",
+        "        inputs = build_step_inputs(schedule, geometry)\n",
         "        if schedule.rows:\n"
-        "            hidden = self._executor.forward(build_step_inputs(schedule, geometry))\n"
+        "            inputs = build_step_inputs(schedule, geometry)\n"
+        "            self._executor.forward(inputs)\n"
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
         "        if not schedule.rows:\n            return None\n",
         ("kv/test_sharing.py",),

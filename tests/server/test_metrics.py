@@ -54,6 +54,7 @@ NAMES = {
     "jpaged:compiles_after_warm_up_total",
     "jpaged:steps_total",
     "jpaged:host_seconds_total",
+    "jpaged:device_idle_seconds_total",
     "jpaged:host_step_seconds",
 }
 
@@ -278,6 +279,40 @@ def test_the_hosts_time_is_without_the_wait_for_the_device():
     assert samples["jpaged:host_seconds_total"] == pytest.approx(4 * 0.002)
     assert samples["jpaged:host_step_seconds_sum"] == pytest.approx(4 * 0.002)
     assert samples["jpaged:host_step_seconds_count"] >= 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_device_is_idle_from_its_results_to_the_next_forward(overlap):
+    clock = VirtualClock()
+
+    class Copying(FakeExecutor):
+        def move_blocks(self, moves):
+            clock.advance(0.25)
+            super().move_blocks(moves)
+
+    with scraped(clock=clock, overlap=overlap, executor=Copying()) as engine:
+        engine.submit("a", [1, 2, 3], max_tokens=4, n=2, temperature=1.0, seed=1)  # the second sample copies a block
+        engine.run()
+        assert engine.samples()["jpaged:device_idle_seconds_total"] == pytest.approx(0.25)
+        clock.advance(100.0)
+        engine.submit("b", [1, 2, 3], max_tokens=1)
+        engine.run()
+        assert engine.samples()["jpaged:device_idle_seconds_total"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("overlap", "idle_s"), [(False, 3 * 0.5), (True, 0.0)])
+def test_the_device_is_not_idle_while_a_step_is_in_it(overlap, idle_s):
+    clock = VirtualClock()
+
+    class Late(FakeExecutor):
+        def is_done(self, handle):
+            return False
+
+    with scraped(clock=clock, overlap=overlap, executor=Late()) as engine:
+        request = Request("a", (1, 2, 3), SamplingParams(max_tokens=4, temperature=0.0))
+        engine.engine.submit(request, lambda event: clock.advance(0.5))
+        engine.run()
+        assert engine.samples()["jpaged:device_idle_seconds_total"] == pytest.approx(idle_s)
 
 
 def test_a_histograms_bounds_belong_to_their_bucket():

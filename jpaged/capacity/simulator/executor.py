@@ -112,6 +112,9 @@ class SimulatedExecutor:
     def sample(self, hidden: NDArray[np.int32], inputs: SamplingInputs) -> StepOutputs:
         return self._top_logprobs(hidden) if inputs.want_top_logprobs else self._plain
 
+    def is_done(self, handle: StepOutputs) -> bool:
+        return True
+
     def collect(self, handle: StepOutputs) -> StepOutputs:
         return handle
 

@@ -210,6 +210,10 @@ class MultiHostExecutor:
             self._told.clear()
             return MultiHostHandle(hidden.number, self._executor.sample(hidden.array, inputs), told)
 
+    def is_done(self, handle: MultiHostHandle) -> bool:
+        """Whether this process has run its part of the step."""
+        return self._executor.is_done(handle.array)
+
     def collect(self, handle: MultiHostHandle) -> StepOutputs:
         """As every executor's; raises as `move_blocks` does, and when another process sampled other tokens."""
         with self._naming_the_lost():
