@@ -106,7 +106,7 @@ class LLM:
     def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
         self._num_requests += 1
         return self._serving.input_processor.make_request(
-            request_id=f"llm-{self._num_requests}", sampling=sampling, prompt=prompt
+            request_id=f"llm-{self._num_requests}", sampling=sampling, prompt=prompt, is_whole=True
         )
 
     def _run(self, requests: list[Request]) -> list[RequestOutput]:

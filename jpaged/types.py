@@ -270,6 +270,7 @@ class Request:
         deadline_s: on the engine's clock; None means none.
         tenant: whose request it is, for the policy `fair`.
         cache_tenant: whose cached prefixes it may use, and leaves; "" is everybody who is no tenant.
+        is_whole: nobody reads along: each sequence is told whole when the request ends, and nothing before.
     """
 
     request_id: str
@@ -279,6 +280,7 @@ class Request:
     deadline_s: float | None = None
     tenant: str = ""
     cache_tenant: str = ""
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         """See `Client.complete`."""
         what = wire.prompt_of(prompt, prompt_token_ids, messages)
         assembler = Assembler(what, sampling)
-        async with self._begin(what, sampling, request_id, timeout_s) as stream:
+        async with self._begin(what, sampling, request_id, timeout_s, whole=True) as stream:
             async for chunk in stream:
                 assembler.add(chunk)
         return assembler.output()

@@ -96,9 +96,15 @@ class BaseClient(Generic[_StreamT]):
         return self._begin(wire.prompt_of(prompt, prompt_token_ids, messages), sampling, request_id, timeout_s)
 
     def _begin(
-        self, prompt: Prompt, sampling: SamplingParams | None, request_id: str | None, timeout_s: float | None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        request_id: str | None,
+        timeout_s: float | None,
+        *,
+        whole: bool = False,
     ) -> _StreamT:
-        request = wire.generate_request(prompt, sampling, request_id=request_id, model=self._model)
+        request = wire.generate_request(prompt, sampling, request_id=request_id, model=self._model, whole=whole)
         self._require_open()
         return self._stream(
             lambda left_s: self._methods["Generate"](request, timeout=left_s, metadata=self._metadata),

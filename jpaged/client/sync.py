@@ -66,7 +66,7 @@ class Client(BaseClient[GenerateStream]):
         """Runs a request to its end and returns all of it."""
         what = wire.prompt_of(prompt, prompt_token_ids, messages)
         assembler = Assembler(what, sampling)
-        with self._begin(what, sampling, request_id, timeout_s) as stream:
+        with self._begin(what, sampling, request_id, timeout_s, whole=True) as stream:
             for chunk in stream:
                 assembler.add(chunk)
         return assembler.output()

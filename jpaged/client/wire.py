@@ -118,7 +118,7 @@ def prompt_of(
 
 
 def generate_request(
-    prompt: Prompt, sampling: SamplingParams | None, *, request_id: str | None, model: str | None
+    prompt: Prompt, sampling: SamplingParams | None, *, request_id: str | None, model: str | None, whole: bool = False
 ) -> inference_pb2.GenerateRequest:
     """The message of a Generate call. Without a request id it gets one here, so that the caller can abort it."""
     if prompt.text is not None:
@@ -129,6 +129,7 @@ def generate_request(
         sampling=sampling_message(sampling or SamplingParams()),
         model=model,
         return_prompt_token_ids=prompt.token_ids is None,
+        whole=whole,
     )
     if prompt.token_ids is not None:
         message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=_checked_ids("prompt.token_ids", prompt.token_ids)))

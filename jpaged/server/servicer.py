@@ -82,6 +82,7 @@ def call_from(
         model=model_from(message),
         tenant=tenant_from(metadata),
         remaining_s=remaining_s,
+        is_whole=message.whole,
     )
 
 

@@ -59,6 +59,8 @@ class InputProcessor:
         prompt: Prompt,
         deadline_s: float | None = None,
         tenant: str = "",
+        cache_tenant: str = "",
+        is_whole: bool = False,
     ) -> Request:
         """Make a request of a prompt of which one form is given. What costs little is checked first.
 
@@ -93,6 +95,8 @@ class InputProcessor:
             prompt=prompt.text,
             deadline_s=deadline_s,
             tenant=tenant,
+            cache_tenant=cache_tenant,
+            is_whole=is_whole,
         )
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import itertools
 import re
@@ -204,6 +203,7 @@ class Call:
         model: the name of the model that must be served; None is whichever there is.
         tenant: whose request it is; "" is nobody's in particular.
         remaining_s: time that the caller gives it; None is no limit.
+        is_whole: its caller reads nothing before the end.
     """
 
     read: Callable[[], tuple[Prompt, SamplingParams]]
@@ -212,6 +212,7 @@ class Call:
     model: str | None = None
     tenant: str = ""
     remaining_s: float | None = None
+    is_whole: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -429,14 +430,15 @@ class Service:
 
         def make() -> Request:
             prompt, sampling = call.read()
-            request = model.input_processor.make_request(
+            return model.input_processor.make_request(
                 request_id=generation.engine_id,
                 sampling=sampling,
                 prompt=prompt,
                 deadline_s=deadline_s,
                 tenant=call.tenant,
+                cache_tenant=generation.cache_tenant,
+                is_whole=call.is_whole,
             )
-            return dataclasses.replace(request, cache_tenant=generation.cache_tenant)
 
         generation.preparing = asyncio.create_task(self._workers.run(make, call.size))
         try:

@@ -28,6 +28,7 @@ from jpaged.errors import (
     Unavailable,
     Unsupported,
 )
+from jpaged.server.servicer import InferenceServicer
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from jpaged.types import SamplingParams
 from tests.server.harness import eventually, running
@@ -75,6 +76,21 @@ def test_both_clients_have_the_same_methods():
         }
 
     assert signatures(Client) == signatures(AsyncClient)
+
+
+async def test_complete_asks_for_one_message(client_of, monkeypatch):
+    asked: list[bool] = []
+    generate = InferenceServicer.Generate
+
+    async def note(self: InferenceServicer, message: inference_pb2.GenerateRequest, context: Any) -> None:
+        asked.append(message.whole)
+        await generate(self, message, context)
+
+    monkeypatch.setattr(InferenceServicer, "Generate", note)
+    async with running() as harness:
+        client = client_of(harness.target)
+        await client.complete("hello", GREEDY)
+    assert asked == [True]
 
 
 async def test_complete_returns_everything(client_of):

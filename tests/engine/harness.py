@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -58,7 +57,7 @@ class Harness:
         self.events: dict[str, list[OutputEvent]] = defaultdict(list)
         self.num_steps = self.num_idle_steps = 0
 
-    def submit(self, request_id, prompt, *, deadline_s=None, tenant="", cache_tenant="", **sampling):
+    def submit(self, request_id, prompt, *, deadline_s=None, tenant="", cache_tenant="", is_whole=False, **sampling):
         sampling.setdefault("temperature", 0.0)
         request = self.input_processor.make_request(
             request_id=request_id,
@@ -66,8 +65,9 @@ class Harness:
             prompt=Prompt(token_ids=prompt),
             deadline_s=deadline_s,
             tenant=tenant,
+            cache_tenant=cache_tenant,
+            is_whole=is_whole,
         )
-        request = dataclasses.replace(request, cache_tenant=cache_tenant)
         self.engine.submit(request, self.receive)
         return request
 

@@ -106,7 +106,7 @@ class Life:
         name, prompt, sampling = f"r{len(self.requests)}", self.prompt(), self.sampling()
         try:
             tenants = {"tenant": self.random.choice("xyz"), "cache_tenant": self.random.choice(TENANTS)}
-            request = self.h.submit(name, prompt, **tenants, **sampling)
+            request = self.h.submit(name, prompt, is_whole=len(self.requests) % 4 == 3, **tenants, **sampling)
         except RequestTooLong:
             return
         except InvalidArgument as error:

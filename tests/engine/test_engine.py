@@ -154,6 +154,46 @@ def test_a_dropped_request_is_silent_from_then_on(overlap):
     assert h.engine.load().num_blocks_used == 0
 
 
+WHOLE = [{}, {"n": 3}, {"n": 2, "best_of": 3}, {"n": 2, "beam_width": 3}]
+
+
+@pytest.mark.parametrize("sampling", [*WHOLE, {"stop": ("x",), "logprobs": 2}], ids=str)
+def test_a_request_that_nobody_reads_along_is_told_in_one_event_a_sequence(overlap, sampling):
+    sampling = {"temperature": 0.0 if "beam_width" in sampling else 1.0, "max_tokens": 30, **sampling}
+    h = make(overlap)
+    for name in ("step by step", "whole"):
+        h.submit(name, [1, 2, 3], is_whole=name == "whole", seed=None if "beam_width" in sampling else 5, **sampling)
+    while h.step():
+        assert not h.events["whole"] or h.events["whole"][-1].is_last
+    num_sequences = sampling.get("n", 1)
+    assert [event.index for event in h.events["whole"]] == list(range(num_sequences))
+    for index, event in enumerate(h.events["whole"]):
+        parts = [part for part in h.events["step by step"] if part.index == index]
+        assert event.text == "".join(part.text for part in parts)
+        assert event.token_ids == tuple(token_id for part in parts for token_id in part.token_ids)
+        assert event.logprobs == tuple(position for part in parts for position in part.logprobs)
+        assert (event.finish, event.cumulative_logprob) == (parts[-1].finish, parts[-1].cumulative_logprob)
+    assert h.last("whole").usage == h.last("step by step").usage
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 6])
+def test_an_abort_tells_what_there_is_of_a_request_that_nobody_reads_along(overlap, num_steps):
+    h = make(overlap)
+    prompt = [ord(letter) for letter in "hello"]
+    h.submit("a", prompt, is_whole=True, n=2, max_tokens=30, stop=("never",), temperature=1.0, seed=5)
+    for _ in range(num_steps):
+        h.step()
+    h.engine.abort("a")
+    h.run()
+    assert [(event.index, event.finish.reason) for event in h.events["a"]] == [(i, FinishReason.ABORT) for i in (0, 1)]
+    for index in (0, 1):
+        told = h.tokens("a", index)
+        assert told == expected_tokens(prompt, 30, seed=5, sequence_index=index)[: len(told)]
+        assert len(told) == max(0, num_steps - overlap)
+        assert h.text("a", index) == h.tokenizer.decode(told)
+    assert h.engine.load().num_blocks_used == 0
+
+
 def test_a_waiting_request_can_be_aborted(overlap):
     h = make(overlap, max_num_seqs=1, num_blocks=16)
     h.submit("a", [1], max_tokens=40)

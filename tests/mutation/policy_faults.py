@@ -211,8 +211,8 @@ POLICY_FAULTS = (
     Fault(
         "the least likely of several are returned",
         "output/processor.py",
-        "key=lambda pieces: -pieces[-1].cumulative_logprob",
-        "key=lambda pieces: pieces[-1].cumulative_logprob",
+        "key=lambda held: -held.cumulative_logprob",
+        "key=lambda held: held.cumulative_logprob",
         LIVES,
     ),
     Fault(

@@ -27,6 +27,24 @@ async def test_the_stream_holds_the_tokens_and_one_finish(harness):
     assert {message.index for message in messages} == {0}
 
 
+async def test_a_request_to_be_told_whole_is_one_message_a_sequence(harness):
+    streamed = request("hello", max_tokens=100, n=2, temperature=1.0, seed=5)
+    whole = inference_pb2.GenerateRequest()
+    whole.CopyFrom(streamed)
+    whole.whole = whole.return_prompt_token_ids = True
+    parts, told = await collect(harness.inference.Generate(streamed)), await collect(harness.inference.Generate(whole))
+    assert [(message.index, message.is_last, list(message.prompt_token_ids)) for message in told] == [
+        (0, False, TOKENIZER.encode("hello")),
+        (1, True, []),
+    ]
+    for message in told:
+        its = [part for part in parts if part.index == message.index]
+        assert message.text == "".join(part.text for part in its)
+        assert list(message.token_ids) == [token_id for part in its for token_id in part.token_ids]
+        assert message.finish == its[-1].finish
+    assert (told[-1].usage.prompt_tokens, told[-1].usage.completion_tokens) == (5, 200)
+
+
 async def test_token_ids_run_as_they_are(harness):
     message = request()
     message.token_ids.ids.extend([3, 1, 4, 1, 5])

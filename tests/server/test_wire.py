@@ -161,7 +161,7 @@ def test_every_finish_reason_of_the_proto_has_a_value():
 
 
 def test_a_generate_request_uses_every_field():
-    message = client_wire.generate_request(Prompt(text="x"), SamplingParams(), request_id="r", model="m")
+    message = client_wire.generate_request(Prompt(text="x"), SamplingParams(), request_id="r", model="m", whole=True)
     assert names_of(inference_pb2.GenerateRequest) - {field.name for field, _ in message.ListFields()} == {
         "token_ids",
         "chat",
@@ -169,6 +169,7 @@ def test_a_generate_request_uses_every_field():
     by_ids = client_wire.generate_request(Prompt(token_ids=(1,)), None, request_id=None, model=None)
     assert list(by_ids.token_ids.ids) == [1]
     assert by_ids.request_id
+    assert not by_ids.whole
     turns = ({"role": "user", "content": "hi"},)
     by_chat = client_wire.generate_request(Prompt(messages=turns), None, request_id=None, model=None)
     assert server_wire.prompt_from(by_chat).messages == turns

@@ -1,13 +1,14 @@
 """What a step sampled -> the events that callers see. Exactly one event of a request is its last, and `close` sends it.
 
 n sequences          each streams as it is sampled; the request ends with the last of them
+                     where nobody reads along: nothing is sent until all have ended, and then each in one event
 best_of above n      nothing is sent until all have ended; then the n likeliest, the best as index 0
 beam_width           likewise: the n best finished beams
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jpaged.engine.executor import StepOutputs
 from jpaged.engine.output.beam import Beam, BeamSearch
@@ -173,13 +174,42 @@ _MAX_TOKENS_PER_EVENT = 512
 
 @dataclass(slots=True)
 class _Piece:
-    """What there is to show of a sequence: one token's worth, or all of it joined when it was held back."""
+    """What there is to show of a sequence: one token's worth, or a part of what was held back."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish: SequenceFinish | None = None
     cumulative_logprob: float = 0.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """What is held back of a sequence, in columns: an entry a token, but for log-probabilities that nobody wants.
+
+    Its text is that of its tokens joined; the last entry has what a sequence shows when it ends, too.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish: SequenceFinish | None = None
+    cumulative_logprob: float = 0.0
+
+    def parts(self) -> list[_Piece]:
+        """All of it in parts of a bounded size, one at least, in time that grows with its length and not its square."""
+        size = _MAX_TOKENS_PER_EVENT
+        pieces = [self._part(slice(start, start + size)) for start in range(0, max(1, len(self.texts)), size)]
+        pieces[-1].finish = self.finish
+        return pieces
+
+    def _part(self, part: slice) -> _Piece:
+        return _Piece(
+            text="".join(self.texts[part]),
+            token_ids=tuple(self.token_ids[part]),
+            logprobs=tuple(self.logprobs[part]),
+            cumulative_logprob=self.cumulative_logprob,
+        )
 
 
 class OutputProcessor:
@@ -189,7 +219,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._states: dict[Sequence, OutputState] = {}
-        self._held: dict[Group, dict[Sequence, list[_Piece]]] = {}
+        self._held: dict[Group, dict[Sequence, _Held]] = {}
         self._searches: dict[Group, BeamSearch] = {}
         self._last_events: dict[Group, OutputEvent] = {}
 
@@ -201,8 +231,8 @@ class OutputProcessor:
             return
         for sequence in group.sequences:
             self._states[sequence] = self._new_state(group)
-        if sampling.num_samples > sampling.n:
-            self._held[group] = {sequence: [] for sequence in group.sequences}
+        if sampling.num_samples > sampling.n or group.request.is_whole:
+            self._held[group] = {sequence: _Held() for sequence in group.sequences}
 
     def close(self, group: Group) -> None:
         """Forgets a request, which has been counted, and sends its last event if it has one."""
@@ -225,31 +255,42 @@ class OutputProcessor:
         text, finish = self._states[sequence].push(token_id)
         num_top = group.request.sampling.logprobs
         logprobs = () if num_top is None else (outputs.position(row, num_top),)
-        piece = _Piece(text, (token_id,), logprobs, finish, sequence.cumulative_logprob)
         if group in self._held:
-            self._held[group][sequence].append(piece)
+            held = self._held[group][sequence]
+            held.token_ids.append(token_id)
+            held.texts.append(text)
+            held.logprobs.extend(logprobs)
+            held.finish, held.cumulative_logprob = finish, sequence.cumulative_logprob
         else:
             ends_group = finish is not None and sum(other.is_live for other in group.sequences) == 1
+            piece = _Piece(text, (token_id,), logprobs, finish, sequence.cumulative_logprob)
             self._show(group, sequence.index, piece, is_last=ends_group)
         return finish is not None
 
     def finish(self, group: Group) -> None:
         """Shows what was held back of a request whose sequences have all ended."""
-        told: list[list[_Piece]] = []
+        sampling = group.request.sampling
+        told: list[_Held] = []
         if group in self._held:
-            told = sorted(self._held[group].values(), key=lambda pieces: -pieces[-1].cumulative_logprob)
+            told = list(self._held[group].values())
+            if sampling.num_samples > sampling.n:
+                told = sorted(told, key=lambda held: -held.cumulative_logprob)[: sampling.n]
         elif group in self._searches:
-            told = [self._tell(group, beam) for beam in self._searches[group].best(group.request.sampling.n)]
-        shown = told[: group.request.sampling.n]
-        parts = [(index, part) for index, pieces in enumerate(shown) for part in _parts(pieces)]
-        for number, (index, part) in enumerate(parts, start=1):
-            self._show(group, index, part, is_last=number == len(parts))
+            told = [self._tell(group, beam) for beam in self._searches[group].best(sampling.n)]
+        self._show_held(group, told)
 
     def end(self, group: Group, reason: FinishReason) -> None:
         """Shows how a request ends between two tokens: an event for each sequence still going."""
-        finish = SequenceFinish(reason)
-        if group in self._held or group in self._searches:
+        finish, sampling = SequenceFinish(reason), group.request.sampling
+        if group in self._searches or sampling.num_samples > sampling.n:
             self._show(group, 0, _Piece(finish=finish), is_last=True)
+            return
+        if group in self._held:
+            for sequence in group.live:
+                held = self._held[group][sequence]
+                held.texts[-1:] = ["".join(held.texts[-1:]) + self._states[sequence].flush()]
+                held.finish = finish
+            self._show_held(group, list(self._held[group].values()))
             return
         live = group.live
         for i, sequence in enumerate(live):
@@ -265,14 +306,22 @@ class OutputProcessor:
         request = group.request
         return OutputState(self._tokenizer, request.prompt_token_ids, request.sampling, self._eos_token_ids)
 
-    def _tell(self, group: Group, beam: Beam) -> list[_Piece]:
+    def _tell(self, group: Group, beam: Beam) -> _Held:
         """A finished beam, as if its tokens had come one by one."""
-        state, pieces, num_top = self._new_state(group), list[_Piece](), group.request.sampling.logprobs
-        for token_id, position in zip(beam.token_ids, beam.logprobs, strict=True):
-            logprobs = () if num_top is None else (PositionLogprobs(position.chosen, position.top[:num_top]),)
-            text, finish = state.push(token_id)
-            pieces.append(_Piece(text, (token_id,), logprobs, finish, beam.cumulative_logprob))
-        return pieces
+        state, num_top = self._new_state(group), group.request.sampling.logprobs
+        held = _Held(list(beam.token_ids), cumulative_logprob=beam.cumulative_logprob)
+        for token_id in beam.token_ids:
+            text, held.finish = state.push(token_id)
+            held.texts.append(text)
+        if num_top is not None:
+            held.logprobs += [PositionLogprobs(one.chosen, one.top[:num_top]) for one in beam.logprobs]
+        return held
+
+    def _show_held(self, group: Group, told: list[_Held]) -> None:
+        """Shows sequences that were held back, in the order of their indices; a request's last event is among them."""
+        parts = [(index, part) for index, held in enumerate(told) for part in held.parts()]
+        for number, (index, part) in enumerate(parts, start=1):
+            self._show(group, index, part, is_last=number == len(parts))
 
     def _show(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:
         usage = Usage(
@@ -298,19 +347,3 @@ class OutputProcessor:
             self._last_events[group] = event
         else:
             group.sink(event)
-
-
-def _parts(pieces: list[_Piece]) -> list[_Piece]:
-    """All of a sequence in parts of a bounded size, in time that grows with its length and not with its square."""
-    size = _MAX_TOKENS_PER_EVENT
-    return [_joined(pieces[start : start + size]) for start in range(0, len(pieces), size)]
-
-
-def _joined(pieces: list[_Piece]) -> _Piece:
-    return _Piece(
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
-        logprobs=tuple(position for piece in pieces for position in piece.logprobs),
-        finish=pieces[-1].finish,
-        cumulative_logprob=pieces[-1].cumulative_logprob,
-    )

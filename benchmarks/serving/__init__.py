@@ -1,0 +1,4 @@
+"""What serving costs beside the engine: each module runs as `python -m benchmarks.serving.<name>`.
+
+streams.py   tokens a second by `jpaged batch` and as gRPC streams, over those of `LLM.generate`
+"""
