@@ -7,8 +7,6 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-
 from jpaged.checkpoints.orbax import refuse_other_orbax
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, NotFound
@@ -43,6 +41,8 @@ def find_folder(model: str) -> Path:
         return folder
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise NotFound(f"model: there is no folder {model}")
+    from huggingface_hub import snapshot_download  # which takes a while to import, and only this needs
+
     try:
         snapshot = snapshot_download(model, allow_patterns=list(_WANTED_FILES), ignore_patterns=list(_UNWANTED_FILES))
     except (OSError, ValueError) as error:

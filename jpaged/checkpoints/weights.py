@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jpaged.checkpoints.finite import all_here, is_finite, refuse_tensor
+from jpaged.checkpoints.finite import check_finite, refuse_tensor
 from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
 from jpaged.checkpoints.tensor_files import TensorFiles
@@ -113,7 +113,7 @@ def load_params(
         Unsupported: the weights are in a format or a type that is not read.
     """
     config = model.config
-    flags: list[tuple[jax.Array, Sequence[Leaf]]] = []
+    checks: list[tuple[Callable[[], bool], Sequence[Leaf]]] = []
     params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
     with open_tensors(folder) as files:
         groups = _leaf_groups(config, files, layer_mode)
@@ -124,11 +124,11 @@ def load_params(
             source = _Source(files, leaves, is_stacked, model.dtype, split)
             array = put(source.shape, source.read, None if shardings is None else _find(shardings, path))
             insert(params, path, array)
-            flags.append((is_finite(array), leaves))
+            checks.append((check_finite(array), leaves))
             progress(done, len(groups), ".".join(map(str, path)))
         _check_tie(files, config)
-        for flag, leaves in flags:
-            if not all_here(flag):
+        for is_finite, leaves in checks:
+            if not is_finite():
                 _refuse_not_finite(files, leaves, model.dtype)
     return params
 

@@ -5,6 +5,7 @@ state.py           where a service is in its life
 loaded_model.py    the model that serves: engine, input processor, tokenizer, facts
 input_processor.py what a caller sends -> a request that can run
 hf_tokenizer.py    the tokenizer of a model's folder
+tokenizer_parts.py what its files say, read without transformers where that makes no difference
 literal_text.py    special tokens that users write, taken as text
 token_bytes.py     how many bytes of text a token can stand for
 chat/              chat templates, in a process of their own

@@ -18,6 +18,7 @@ from jpaged.service.chat.process import template_process
 from jpaged.service.chat.template import ChatTemplate
 from jpaged.service.literal_text import LiteralText
 from jpaged.service.token_bytes import GENEROUS_BYTES, max_token_bytes
+from jpaged.service.tokenizer_parts import read_parts
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -39,17 +40,17 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, folder: Path, *, parse_special_tokens: bool = True) -> None:
-        # Both take a second to import, so they do it side by side, and a server without text never does.
+        # It takes a second to start, which goes by beside this; a server without text never has one.
         if _may_have_chat_template(folder):
             template_process()
-        from transformers import AutoTokenizer
-
         keep_tokenizers_on_their_thread()
         self._folder = folder
-        self._inner: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        # The Rust tokenizer behind it is thread-safe when called itself; the Python wrapper resets its truncation on
+        parts = read_parts(folder)
+        self.vocab_size = parts.vocab_size
+        self.eos_token_ids = frozenset() if parts.eos_token_id is None else frozenset({parts.eos_token_id})
+        # The Rust tokenizer is thread-safe when called itself; transformers' wrapper of it resets its truncation on
         # every call and fails with "Already borrowed" under threads.
-        self._fast: Any = self._inner.backend_tokenizer if self._inner.is_fast else None
+        self._fast, self._slow = parts.fast, parts.slow
         self._lock = threading.Lock()
         self.max_token_bytes = GENEROUS_BYTES
         if self._fast is not None:
@@ -64,16 +65,9 @@ class HuggingFaceTokenizer:
                     f"parse_special_tokens: always with the tokenizer in {folder.name}, which is no fast one"
                 )
             self._literal = LiteralText(self._fast)
-        self._chat = self._chat_template()
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._inner)
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        eos = self._inner.eos_token_id
-        return frozenset() if eos is None else frozenset({eos})
+        self._chat: ChatTemplate | None = None
+        if parts.chat_template is not None:
+            self._chat = ChatTemplate(template_process(), parts.chat_template, parts.special_tokens)
 
     @property
     def has_chat_template(self) -> bool:
@@ -84,12 +78,12 @@ class HuggingFaceTokenizer:
             fast = self._fast if self._literal is None else self._literal.tokenizer
             return _encode(fast, "prompt", text, add_special_tokens=add_special_tokens)
         with self._lock:
-            return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
+            return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if self._fast is None:
             with self._lock:
-                return str(self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+                return str(self._slow.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
         try:
             if len(token_ids) < _SHORT:
                 return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -110,19 +104,6 @@ class HuggingFaceTokenizer:
             return _encode(self._fast, _MESSAGES, text, add_special_tokens=False)
         text = self._chat.render(self._literal.marked(plain), max_bytes=max_bytes)
         return _encode(self._literal.tokenizer, _MESSAGES, self._literal.unmarked(text), add_special_tokens=False)
-
-    def _chat_template(self) -> ChatTemplate | None:
-        if not self._inner.chat_template:
-            return None
-        try:
-            source = self._inner.get_chat_template()
-        except ValueError as error:  # several, and none of them the default
-            raise InvalidArgument("model", f"its chat template cannot be chosen: {error}") from error
-        variables = {
-            name: value if isinstance(value, list) else str(value)
-            for name, value in self._inner.special_tokens_map.items()
-        }
-        return ChatTemplate(template_process(), source, variables)
 
 
 def _encode(fast: Any, field: str, text: str, *, add_special_tokens: bool) -> list[int]:

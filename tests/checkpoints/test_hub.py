@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -25,7 +26,7 @@ def test_a_folder_in_hugging_face_layout_is_taken_as_it_is(tmp_path: Path) -> No
 def test_demo_is_the_packaged_model_whatever_folder_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "demo").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     assert hub.find_folder("demo") == hub.find_local("demo") == FOLDER
 
 
@@ -40,7 +41,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["./missing", "/missing", "~/missing", "a/b/c"])
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(NotFound, match=f"there is no folder {name}"):
         hub.find_folder(name)
 
@@ -54,7 +55,7 @@ def test_a_hub_id_becomes_a_snapshot_of_the_files_that_are_read(
         asked.append((model, allow_patterns, ignore_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert hub.find_folder("someone/model") == tmp_path
     model, allowed, ignored = asked[0]
     assert model == "someone/model"
@@ -66,7 +67,7 @@ def test_a_hub_that_cannot_be_reached_is_named_as_the_cause(monkeypatch: pytest.
     def download(model: str, **_: object) -> str:
         raise LocalEntryNotFoundError("cannot find the snapshot\nmore")
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(NotFound) as refusal:
         hub.find_folder("someone/model")
     assert "someone/model is no local folder" in str(refusal.value)

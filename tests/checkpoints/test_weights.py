@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import DTypeLike
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.demo_model.saving import save_params
 from jpaged.checkpoints import weights
+from jpaged.checkpoints.finite import check_finite, finite_flags, finite_on_host
 from jpaged.checkpoints.weights import Read, load_params
 from jpaged.device.mesh import Placement, build_mesh
 from jpaged.errors import InvalidArgument, Unsupported
@@ -225,6 +227,18 @@ def test_a_tensor_that_is_not_finite_is_refused_by_name(
         load_params(model, folder, layer_mode, num_parts=num_parts, shardings=placement.shardings)
     assert str(refusal.value).startswith(f"{folder / 'model.safetensors'}: tensor {name} has 1 numbers of ")
     assert str(refusal.value).endswith(f"that are not finite as {dtype}: the first is {said}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("place", [0, 299_999, None])
+def test_hosts_and_devices_find_the_same_numbers_that_are_not_finite(place: int | None, dtype: str) -> None:
+    values = np.ones(300_000, np.float32)
+    if place is not None:
+        values[place] = np.nan
+    split = NamedSharding(Mesh(np.asarray(jax.devices()[:4]), "x"), PartitionSpec("x"))
+    for leaf in (jnp.asarray(values, dtype), jax.device_put(jnp.asarray(values, dtype), split)):
+        assert finite_on_host(leaf) == check_finite(leaf)() == (place is None)
+        assert bool(finite_flags(leaf).all()) == (place is None)
 
 
 def test_a_tensor_of_whole_numbers_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from jpaged.service.chat.frames import Kind, receive, send
 from jpaged.service.chat.process import CPU_S, MEMORY_BYTES
+from jpaged.service.tokenizer_parts import keep_quiet_about_torch
 
 _MAX_MESSAGE_CHARS = 1000
 _STATM = Path("/proc/self/statm")
@@ -25,6 +26,7 @@ _STATM = Path("/proc/self/statm")
 def main() -> int:
     """Answers questions until the other side closes."""
     with socket.socket(fileno=sys.stdin.fileno()) as connection, connection.makefile("rb") as questions:
+        keep_quiet_about_torch()
         from transformers.utils.chat_template_utils import render_jinja_template
 
         _limit_memory()

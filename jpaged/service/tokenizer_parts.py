@@ -1,0 +1,168 @@
+"""The parts of a tokenizer, read from a model's folder: by `tokenizers` alone, or by transformers.
+
+    tokenizer.json, a config that adds nothing to it    tokenizers       10 ms
+    anything else                                       transformers     1 s, and 3 s where torch is installed
+
+Code from a model's folder is never run: trust_remote_code stays off.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jpaged.errors import InvalidArgument
+
+_TOKENIZER_FILE, _CONFIG_FILE, _TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""The two names of transformers' class that takes tokenizer.json as it is."""
+_GENERIC_MODEL_TYPE = "llama"
+"""Where a generic class is named, transformers takes it for these models; some others have a class of their own."""
+_OTHER_FILES = (
+    *("tokenizer.model", "chat_template.json", "additional_chat_templates"),
+    *("added_tokens.json", "special_tokens_map.json"),  # read where the config has no added_tokens_decoder
+)
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LISTS_OF_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+_WITHOUT_EFFECT = (
+    *("tokenizer_class", "backend", "chat_template", "model_max_length", "clean_up_tokenization_spaces"),
+    *("model_input_names", "padding_side", "truncation_side", "is_local", "local_files_only"),
+)
+"""Keys of a config that change neither the tokens of a text nor, as we decode, the text of tokens."""
+_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+_NO_TORCH = "PyTorch was not found."
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """What a tokenizer's files say.
+
+    Attributes:
+        fast: the tokenizer of the Rust library; None where there is `slow` alone.
+        slow: transformers' tokenizer, where it is one in Python.
+        vocab_size: ids, added tokens included.
+        eos_token_id: None where it names none.
+        chat_template: its source; None without one.
+        special_tokens: as a chat template sees them, by their names: `bos_token` and the like.
+    """
+
+    fast: Any
+    slow: Any
+    vocab_size: int
+    eos_token_id: int | None
+    chat_template: str | None
+    special_tokens: Mapping[str, str | list[str]]
+
+
+def read_parts(folder: Path) -> TokenizerParts:
+    """Read the tokenizer of a folder, by the quicker of the two ways that give the same tokens.
+
+    Raises:
+        InvalidArgument: it has several chat templates and none of them is the default.
+        Exception: the libraries have no error of their own, and panics in Rust are no `Exception` at all.
+    """
+    return _read_plain(folder) or _read_by_transformers(folder)
+
+
+def _read_plain(folder: Path) -> TokenizerParts | None:
+    """The parts, where transformers' class would add nothing to tokenizer.json; None where it might."""
+    config, model = _json_object(folder / _CONFIG_FILE), _json_object(folder / "config.json")
+    if config.get("tokenizer_class") not in _GENERIC_CLASSES or model.get("model_type") != _GENERIC_MODEL_TYPE:
+        return None
+    if not (folder / _TOKENIZER_FILE).is_file() or any((folder / name).exists() for name in _other_files(config)):
+        return None
+    from tokenizers import Tokenizer
+
+    fast = Tokenizer.from_file(str(folder / _TOKENIZER_FILE))
+    named = {name: config[name] for name in _NAMED_TOKENS if config.get(name) is not None}
+    if not _adds_nothing(config, fast, named):
+        return None
+    template = config.get("chat_template")
+    if (folder / _TEMPLATE_FILE).is_file():
+        template = (folder / _TEMPLATE_FILE).read_text(encoding="utf-8")
+    if not isinstance(template, str | None):
+        return None
+    eos = named.get("eos_token")
+    return TokenizerParts(
+        fast=fast,
+        slow=None,
+        vocab_size=fast.get_vocab_size(with_added_tokens=True),
+        eos_token_id=None if eos is None else fast.token_to_id(eos),
+        chat_template=template or None,
+        special_tokens=named,
+    )
+
+
+def _other_files(config: Mapping[str, Any]) -> tuple[str, ...]:
+    return _OTHER_FILES[:3] if "added_tokens_decoder" in config else _OTHER_FILES
+
+
+def _adds_nothing(config: Mapping[str, Any], fast: Any, named: Mapping[str, Any]) -> bool:
+    """Whether every token that the config names is one that tokenizer.json adds, alike, and the rest has no effect."""
+    added = {token_id: _flags_of(token) for token_id, token in fast.get_added_tokens_decoder().items()}
+    plain = {flags["content"] for flags in added.values() if flags["special"] and not flags["normalized"]}
+    lists = [config[key] for key in _LISTS_OF_TOKENS if key in config]
+    if len(lists) > 1 or any(not isinstance(one, list) for one in lists):
+        return False
+    tokens = [*named.values(), *(token for one in lists for token in one)]
+    if not all(isinstance(token, str) and token in plain for token in tokens):
+        return False
+    for key, value in config.items():
+        if key == "added_tokens_decoder":
+            if not isinstance(value, dict) or {int(i): flags for i, flags in value.items()} != added:
+                return False
+        elif key in ("add_bos_token", "add_eos_token"):
+            if value is not False or fast.post_processor is not None:
+                return False
+        elif key not in _WITHOUT_EFFECT and key not in _NAMED_TOKENS and key not in _LISTS_OF_TOKENS:
+            return False
+    return True
+
+
+def _flags_of(token: Any) -> dict[str, Any]:
+    return {name: getattr(token, name) for name in _FLAGS}
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """A file's object; an empty one where there is no such file, or no object in it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _read_by_transformers(folder: Path) -> TokenizerParts:
+    keep_quiet_about_torch()
+    from transformers import AutoTokenizer
+
+    inner: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    template = None
+    if inner.chat_template:
+        try:
+            template = inner.get_chat_template()
+        except ValueError as error:  # several, and none of them the default
+            raise InvalidArgument("model", f"its chat template cannot be chosen: {error}") from error
+    return TokenizerParts(
+        fast=inner.backend_tokenizer if inner.is_fast else None,
+        slow=None if inner.is_fast else inner,
+        vocab_size=len(inner),
+        eos_token_id=inner.eos_token_id,
+        chat_template=template,
+        special_tokens={
+            name: value if isinstance(value, list) else str(value) for name, value in inner.special_tokens_map.items()
+        },
+    )
+
+
+def keep_quiet_about_torch() -> None:
+    """Drop the line in which transformers complains, while it is imported, that there is no torch: none is needed."""
+    logging.getLogger("transformers").addFilter(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_NO_TORCH)

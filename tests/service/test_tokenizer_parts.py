@@ -1,0 +1,197 @@
+"""What is read without transformers is what transformers reads; whatever it would add to a file is left to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from jpaged.demo import FOLDER
+from jpaged.service import tokenizer_parts
+from jpaged.service.tokenizer_parts import read_parts
+
+TEXTS = (
+    *("", "Once upon a time", " leading", "trailing ", "two  spaces", "line\nbreak\t tab", "naïve café", "日本語 🙂"),
+    *("<|endoftext|>", "a<|user|> b", "<|user|><|assistant|>", "<|us er|>", "<extra>", "x<extra> y", "<s>", "</s>"),
+)
+Change = Callable[[dict[str, Any], dict[str, Any], Path], None]
+"""Takes the contents of tokenizer.json and of tokenizer_config.json, and the folder."""
+
+
+def unchanged(tokenizer: dict[str, Any], config: dict[str, Any], folder: Path) -> None:
+    """The demo's files."""
+
+
+def in_config(**values: Any) -> Change:
+    """Fields of tokenizer_config.json."""
+    return lambda _tokenizer, config, _folder: config.update(values)
+
+
+def with_file(name: str, content: str) -> Change:
+    """Another file in the folder."""
+
+    def change(_tokenizer: dict[str, Any], _config: dict[str, Any], folder: Path) -> None:
+        (folder / name).write_text(content)
+
+    return change
+
+
+def with_added_tokens_decoder(**flags: Any) -> Change:
+    """The tokens of tokenizer.json in the config too, all of them with these flags changed."""
+
+    def change(tokenizer: dict[str, Any], config: dict[str, Any], _folder: Path) -> None:
+        config["added_tokens_decoder"] = {
+            str(token["id"]): {name: value for name, value in {**token, **flags}.items() if name != "id"}
+            for token in tokenizer["added_tokens"]
+        }
+
+    return change
+
+
+def at_the_beginning(tokenizer: dict[str, Any], config: dict[str, Any], _folder: Path) -> None:
+    """A token before every text, which the config says nothing about."""
+    del config["add_bos_token"]
+    tokenizer["post_processor"] = BEGINNING
+
+
+def without_class(_tokenizer: dict[str, Any], config: dict[str, Any], _folder: Path) -> None:
+    """No class is named."""
+    del config["tokenizer_class"]
+
+
+BEGINNING = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|system|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<|system|>": {"id": "<|system|>", "ids": [2], "tokens": ["<|system|>"]}},
+}
+PLAIN: dict[str, Change] = {
+    "the demo's": unchanged,
+    "the other generic class": in_config(tokenizer_class="TokenizersBackend", backend="tokenizers"),
+    "tokens told twice": with_added_tokens_decoder(),
+    "a token at the beginning": at_the_beginning,
+    "no special tokens named": in_config(eos_token=None, pad_token=None, additional_special_tokens=[]),
+    "a template of its own file": with_file("chat_template.jinja", "{{ eos_token }}{{ messages[0]['content'] }}"),
+    "spaces to clean up": in_config(clean_up_tokenization_spaces=True, model_input_names=["input_ids"]),
+}
+NOT_PLAIN: dict[str, Change] = {
+    "a class of its own": in_config(tokenizer_class="LlamaTokenizer"),
+    "no class": without_class,
+    "a token that the file lacks": in_config(bos_token="<extra>"),
+    "more tokens that the file lacks": in_config(additional_special_tokens=["<extra>"]),
+    "a token of the vocabulary": in_config(unk_token="he"),
+    "tokens with other flags": with_added_tokens_decoder(rstrip=True),
+    "a beginning and its own template": in_config(add_bos_token=True, bos_token="<|system|>"),
+    "tokens split": in_config(split_special_tokens=True),
+    "a token by another name": in_config(image_token="<|user|>"),
+    "a legacy map": with_file("special_tokens_map.json", '{"bos_token": "<extra>"}'),
+    "legacy tokens": with_file("added_tokens.json", '{"<extra>": 3072}'),
+}
+
+
+def make_folder(folder: Path, change: Change) -> Path:
+    """The demo's tokenizer, changed."""
+    tokenizer, config = (
+        json.loads((FOLDER / f"{name}.json").read_text()) for name in ("tokenizer", "tokenizer_config")
+    )
+    change(tokenizer, config, folder)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_bytes((FOLDER / "config.json").read_bytes())
+    return folder
+
+
+def assert_as_transformers_reads_it(folder: Path) -> None:
+    """The same ids for every text, the same text for ids, and the same facts."""
+    theirs: Any = AutoTokenizer.from_pretrained(str(folder))
+    parts = read_parts(folder)
+    for text in TEXTS:
+        for adds in (True, False):
+            ids = theirs.encode(text, add_special_tokens=adds)
+            assert parts.fast.encode(text, add_special_tokens=adds).ids == ids, text
+            for skips in (True, False):
+                shown = theirs.backend_tokenizer.decode(ids, skip_special_tokens=skips)
+                assert parts.fast.decode(ids, skip_special_tokens=skips) == shown
+    assert (parts.vocab_size, parts.eos_token_id) == (len(theirs), theirs.eos_token_id)
+    assert parts.chat_template == theirs.chat_template
+    assert parts.special_tokens == {name: str(token) for name, token in theirs.special_tokens_map.items()}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_folder_is_read_as_transformers_reads_it_and_without_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        pytest.fail(f"{folder} was read by transformers")
+
+    folder = make_folder(tmp_path, PLAIN[name])
+    monkeypatch.setattr(tokenizer_parts, "_read_by_transformers", refuse)
+    assert_as_transformers_reads_it(folder)
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_a_folder_to_which_transformers_adds_something_is_left_to_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path, NOT_PLAIN[name])
+    assert_as_transformers_reads_it(folder)
+    asked: list[Path] = []
+    monkeypatch.setattr(tokenizer_parts, "_read_by_transformers", asked.append)
+    read_parts(folder)
+    assert asked == [folder]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "mistral", "opt"])
+def test_a_model_that_may_have_a_class_of_its_own_is_left_to_transformers(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path, unchanged)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    asked: list[Path] = []
+    monkeypatch.setattr(tokenizer_parts, "_read_by_transformers", asked.append)
+    read_parts(folder)
+    assert asked == [folder]
+
+
+def test_a_plain_tokenizer_imports_neither_transformers_nor_torch() -> None:
+    program = (
+        "import sys; from pathlib import Path; from jpaged.service.hf_tokenizer import load_tokenizer\n"
+        f"tokenizer = load_tokenizer(Path({str(FOLDER)!r}), vocab_size=3072)\n"
+        "print(tokenizer.encode('Once'), sorted({'transformers', 'torch'} & set(sys.modules)))"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    ids = Tokenizer.from_file(str(FOLDER / "tokenizer.json")).encode("Once").ids
+    assert said.stdout.strip() == f"{ids} []"
+
+
+WITHOUT_TORCH = """
+import importlib.util as util, logging, sys
+from pathlib import Path
+find_spec = util.find_spec
+util.find_spec = lambda name, package=None: None if name == "torch" else find_spec(name, package)
+from jpaged.service import tokenizer_parts
+if sys.argv[2] == "loud":
+    tokenizer_parts.keep_quiet_about_torch = lambda: None
+print(tokenizer_parts.read_parts(Path(sys.argv[1])).vocab_size)
+logging.getLogger("transformers").warning("a warning that counts")
+"""
+
+
+def test_that_torch_is_not_there_is_not_said_and_other_warnings_are(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, in_config(tokenizer_class="LlamaTokenizer"))
+    said = {}
+    for mode in ("quiet", "loud"):
+        command = [sys.executable, "-c", WITHOUT_TORCH, str(folder), mode]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        assert done.stdout == "3072\n"
+        assert "a warning that counts" in done.stderr
+        said[mode] = "PyTorch was not found" in done.stderr
+    assert said == {"quiet": False, "loud": True}
