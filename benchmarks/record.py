@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 
-import jpaged
 from jpaged import json_text
+from jpaged.bench.machine import machine
 
 RESULTS = Path(__file__).parent / "results"
-_LIBRARIES = ("numpy",)
 
-
-def machine() -> dict[str, object]:
-    """What the numbers depend on besides the code."""
-    return {
-        "processor": _processor(),
-        "num_cpus": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "jpaged": jpaged.__version__,
-        **{name: version(name) for name in _LIBRARIES},
-    }
+__all__ = ["RESULTS", "machine", "save"]
 
 
 def save(name: str, command: str, results: Mapping[str, object]) -> Path:
@@ -37,10 +22,3 @@ def save(name: str, command: str, results: Mapping[str, object]) -> Path:
     record = {"command": command, "date": when, "machine": machine(), **results}
     path.write_text(json_text.dumps(record, indent=2) + "\n")
     return path
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"

@@ -1,17 +1,17 @@
 """The `jpaged` command: one module a subcommand.
 
-main.py       reads the command line, runs one subcommand, shows errors
-options.py    flags, read off the options' definitions
-startup.py    what start-up says on stderr
-serve.py      serve
-multihost.py  serve, where it is one of several processes
-demo.py       demo
-generate.py   generate
-batch.py      batch
-health.py     health
-convert.py    convert
-plan.py       plan
-bench.py      bench, and its subcommands:
-kernels.py    bench kernels
-simulate.py   bench simulate
+main.py            reads the command line, runs one subcommand, shows errors
+options.py         flags, read off the options' definitions
+startup.py         what start-up says on stderr
+serve.py           serve
+multihost.py       serve, where it is one of several processes
+demo.py            demo
+generate.py        generate
+batch.py           batch
+health.py          health
+convert.py         convert
+plan.py            plan
+server_process.py  a server as a child process
+
+bench/             bench, a module a benchmark
 """

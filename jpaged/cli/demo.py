@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import queue
-import signal
-import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.columns import Columns
 from rich.console import Console
@@ -20,21 +15,17 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from jpaged.cli.serve import LISTENING
+from jpaged.cli.server_process import ServerProcess, startup_texts, unwinding_at_sigterm
 from jpaged.client import Client, Load
-from jpaged.errors import DeadlineExceeded, InvalidArgument, JpagedError, Unavailable
+from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.types import MAX_SEED, SamplingParams
 
 HELP = "serve the embedded model and stream from it"
 DESCRIPTION = (
     "Start a server with the embedded model, stream several prompts from it side by side, and say how that went."
 )
-_START_TIMEOUT_S = 600.0
-_STOP_TIMEOUT_S = 30.0
 _END_PATIENCE_S = 5.0
 """A server under which a call has failed may be ending, and says why at its end."""
-_LOOK_S = 0.3
-"""The pause between two looks at a server that starts."""
 _WRAP_CHARACTERS = 100
 
 # (is a chat turn, prompt, tokens to generate at most): short and long, to fill the batch unevenly.
@@ -64,84 +55,6 @@ class _Story:
     is_closed: bool = False
 
 
-@dataclass(slots=True)
-class _ServerProcess:
-    """A `jpaged serve` on a free port, and the last lines that it said."""
-
-    process: subprocess.Popen[str]
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=30))
-    address: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
-    listener: threading.Thread | None = None
-    start_s: float = field(default_factory=time.monotonic)
-
-    @classmethod
-    def start(cls, model: str, flags: Sequence[str]) -> _ServerProcess:
-        server = cls(
-            subprocess.Popen(
-                _command(model, flags),
-                stderr=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
-            )
-        )
-        server.listener = threading.Thread(target=server._listen, daemon=True)
-        server.listener.start()
-        return server
-
-    def _listen(self) -> None:
-        for line in self.process.stderr or ():
-            self.last_lines.append(line.rstrip())
-            if line.startswith(LISTENING):
-                self.address.put(line.removeprefix(LISTENING).partition(",")[0].strip())
-        self.address.put(None)
-
-    def target(self) -> str:
-        """Waits for the address at which the server listens.
-
-        Raises:
-            Unavailable: the server ended before it listened.
-            DeadlineExceeded: it did not listen in time.
-        """
-        try:
-            address = self.address.get(timeout=_START_TIMEOUT_S)
-        except queue.Empty:
-            raise DeadlineExceeded(f"the server did not listen in {_START_TIMEOUT_S:g} s") from None
-        if address is None:
-            raise Unavailable("the server ended before it listened")
-        return address
-
-    def has_ended(self, timeout_s: float) -> bool:
-        """Waits for the server to end; False when it is still there after that time."""
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def stop(self, patience_s: float = 0.0) -> int:
-        """Ends it by SIGTERM and returns its exit code; what it said is read to the end.
-
-        Args:
-            patience_s: how long one that seems to end may take for it before it is told to.
-        """
-        if not self.has_ended(patience_s):
-            self.process.send_signal(signal.SIGTERM)
-            if not self.has_ended(_STOP_TIMEOUT_S):
-                self.process.kill()
-        code = self.process.wait()
-        if self.listener is not None:
-            self.listener.join()
-        if self.process.stderr is not None:
-            self.process.stderr.close()
-        return code
-
-
-def _command(model: str, flags: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "jpaged", "serve", model, "--port", "0", *flags]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, and how many stories."""
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="default: demo, the embedded one")
@@ -157,27 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument(
             "--seed", f"{arguments.seed} is out of range: must be from 0 to {MAX_SEED - len(_PROMPTS)}"
         )
-    with _unwinding_at_sigterm():
+    with unwinding_at_sigterm():
         return _demonstrate(arguments)
-
-
-@contextlib.contextmanager
-def _unwinding_at_sigterm() -> Iterator[None]:
-    """SIGTERM leaves through every `finally`: it would end this process alone, and its server would go on."""
-
-    def leave(number: int, _frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _demonstrate(arguments: argparse.Namespace) -> int:
     console = Console()
-    server = _ServerProcess.start(arguments.model, ["--max-num-seqs", "8", "--max-num-batched-tokens", "128"])
+    server = ServerProcess.start(arguments.model, ["--max-num-seqs", "8", "--max-num-batched-tokens", "128"])
     problems: list[str] = []
     try:
         with Client(server.target()) as client:
@@ -200,41 +99,16 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
     return 1 if problems or code != 0 else 0
 
 
-def _wait(client: Client, server: _ServerProcess, console: Console) -> None:
+def _wait(client: Client, server: ServerProcess, console: Console) -> None:
     """Waits until the server is ready, with a line that says what it is busy with."""
-    start_s, shown = server.start_s, ""
+    shown = ""
     with console.status("starting the server") as status:
-        while not _is_ready(client):
-            if server.has_ended(_LOOK_S):
-                raise Unavailable("the server ended before it was ready")
-            if time.monotonic() - start_s > _START_TIMEOUT_S:
-                raise DeadlineExceeded(f"the server was not ready after {_START_TIMEOUT_S:g} s")
-            text = _startup_text(client)
+        for text in startup_texts(client, server):
             status.update(text)
             if not console.is_terminal and text != shown:
                 console.print(text, highlight=False)
             shown = text
-    console.print(f"ready after {time.monotonic() - start_s:.1f} s", highlight=False)
-
-
-def _is_ready(client: Client) -> bool:
-    """A call that fails tells nothing: a server that ends cuts it in one of several ways, and its process tells why."""
-    try:
-        client.wait_until_ready(_LOOK_S)
-    except JpagedError:
-        return False
-    return True
-
-
-def _startup_text(client: Client) -> str:
-    try:
-        startup = client.server_info().startup
-    except JpagedError:  # as above
-        startup = None
-    if startup is None:
-        return "starting the server"
-    what, done, total = startup
-    return f"starting the server: {what}" + (f", {done} of {total}" if total > 1 else "")
+    console.print(f"ready after {server.elapsed_s:.1f} s", highlight=False)
 
 
 def _stream(client: Client, stories: Sequence[_Story], seed: int, console: Console) -> None:

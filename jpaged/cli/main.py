@@ -16,7 +16,8 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
-from jpaged.cli import batch, bench, convert, demo, generate, health, plan, serve
+from jpaged.cli import batch, convert, demo, generate, health, plan, serve
+from jpaged.cli.bench import command as bench
 from jpaged.config import shows_traces
 from jpaged.errors import InvalidArgument, JpagedError, sentence_of
 from jpaged.version import __version__

@@ -33,11 +33,12 @@ MAY_IMPORT = {
     "server": VALUES | {"engine", "service", "_proto"},
     "testing": VALUES | {"engine"},
     "demo": set(),
+    "bench": VALUES | {"client", "capacity.cost", "capacity.hardware"},
     "capacity": VALUES | {"models", "checkpoints", "device", "engine", "testing"},
     "assemble": VALUES | {"kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
     "llm": VALUES | {"engine", "service", "assemble", "client"},
     "cli": VALUES
-    | {"assemble", "client", "service", "server", "llm", "capacity", "engine.engine", "kernels"}
+    | {"assemble", "bench", "client", "service", "server", "llm", "capacity", "engine.engine", "kernels"}
     | {"checkpoints.conversion", "checkpoints.hub", "device.multihost"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
@@ -49,6 +50,7 @@ _WIRE = {"client", "server", "_proto"}
 LIBRARY_HOMES: dict[str, set[str]] = {
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "orbax"), _ARRAYS),
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status"), _WIRE),
+    "httpx2": {"bench"},
     "torch": set(),
 }
 ENVIRONMENT_HOME = "jpaged/config.py"

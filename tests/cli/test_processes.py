@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.cli import demo
+from jpaged.cli import demo, server_process
 from jpaged.cli.main import main
 from jpaged.client import Client
 from jpaged.errors import Cancelled, DeadlineExceeded, InternalError, Unavailable
@@ -118,7 +118,7 @@ def fake_server(monkeypatch):
     def command(model: str, flags: list[str]) -> list[str]:
         return [sys.executable, *FAKE, model, "--port", "0", *flags]
 
-    monkeypatch.setattr(demo, "_command", command)
+    monkeypatch.setattr(server_process, "command", command)
     monkeypatch.chdir(ROOT)
 
 
@@ -165,7 +165,7 @@ def test_the_demo_tells_its_servers_last_words_whatever_the_client_was_told(monk
             """Nothing to close."""
 
     monkeypatch.setattr(demo, "Client", Told)
-    monkeypatch.setattr(demo, "_command", lambda model, flags: [sys.executable, "-c", LAST_WORDS])
+    monkeypatch.setattr(server_process, "command", lambda model, flags: [sys.executable, "-c", LAST_WORDS])
     assert main(["demo"]) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "jpaged demo: the server ended before it was ready"
@@ -180,8 +180,8 @@ def test_a_demo_whose_server_dies_fails(fake_server, capsys):
 
 DEMO = """
 import sys
-from jpaged.cli import demo, main
-demo._command = lambda model, flags: [sys.executable, *sys.argv[1:], model, "--port", "0", *flags]
+from jpaged.cli import main, server_process
+server_process.command = lambda model, flags: [sys.executable, *sys.argv[1:], model, "--port", "0", *flags]
 sys.exit(main.main(["demo"]))
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from jpaged.cli import kernels, simulate
+from jpaged.cli.bench import kernels, simulate
 
 HELP = "measure"
 DESCRIPTION = """\

@@ -1,0 +1,259 @@
+"""What is sent: prompts and how many tokens each asks for. The same seed gives the same requests.
+
+    random              random token ids; lengths drawn evenly around --random-input-len and --random-output-len
+    prefix_repetition   a few random prefixes, each followed by random suffixes, in a random order
+    sharegpt            the first two turns of conversations in a ShareGPT file (JSON)
+    custom              a line of JSON a request: {"prompt": ..., "output_tokens": ...}, or "prompt_token_ids"
+
+Names and meanings are vLLM's. Random prompts are sent as token ids, so that their lengths are exact for every server;
+--prompt-format text makes texts of them for servers that take nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jpaged.bench.vocabulary import Vocabulary
+from jpaged.errors import InvalidArgument
+
+DatasetName = Literal["random", "prefix_repetition", "sharegpt", "custom"]
+_MAX_LEN = 2**20
+_MAX_PROMPTS = 10_000_000
+# What ShareGPT conversations are kept, as in vLLM's: tokens.
+_MIN_TURN_LEN = 4
+_MAX_SHAREGPT_PROMPT_LEN = 1024
+_MAX_SHAREGPT_TOTAL_LEN = 2048
+_MAX_DECODES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request to send.
+
+    Attributes:
+        prompt: a text, or token ids.
+        prompt_len: its tokens; None where only the server can tell.
+        output_len: tokens to ask for.
+    """
+
+    prompt: str | tuple[int, ...]
+    prompt_len: int | None
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetOptions:
+    """Which data set, and of what size; the fields are the flags. Lengths are tokens."""
+
+    dataset_name: DatasetName = "random"
+    dataset_path: Path | None = None
+    num_prompts: int = 200
+    seed: int = 0
+    random_input_len: int = 256
+    random_output_len: int = 128
+    random_range_ratio: float = 0.0
+    random_prefix_len: int = 0
+    prefix_repetition_prefix_len: int = 256
+    prefix_repetition_suffix_len: int = 64
+    prefix_repetition_num_prefixes: int = 10
+    prefix_repetition_output_len: int = 64
+    sharegpt_output_len: int | None = None
+    custom_output_len: int = 256
+    prompt_format: Literal["ids", "text"] = "ids"
+    no_oversample: bool = False
+    disable_shuffle: bool = False
+
+    def __post_init__(self) -> None:
+        self._require("num_prompts", 1, _MAX_PROMPTS)
+        self._require("seed", 0, 2**63 - 1)
+        for name in ("random_input_len", "random_prefix_len", "prefix_repetition_prefix_len"):
+            self._require(name, 0, _MAX_LEN)
+        for name in ("random_output_len", "prefix_repetition_suffix_len", "prefix_repetition_output_len"):
+            self._require(name, 1, _MAX_LEN)
+        for name in ("prefix_repetition_num_prefixes", "custom_output_len", "sharegpt_output_len"):
+            self._require(name, 1, _MAX_LEN)
+        if not 0 <= self.random_range_ratio < 1:
+            raise InvalidArgument(
+                "--random-range-ratio", f"{self.random_range_ratio} is out of range: must be from 0 to below 1"
+            )
+        needs_path = self.dataset_name in ("sharegpt", "custom")
+        if needs_path and self.dataset_path is None:
+            raise InvalidArgument("--dataset-path", f"is missing: the data set {self.dataset_name} is a file")
+        if not needs_path and self.dataset_path is not None:
+            raise InvalidArgument("--dataset-path", f"goes with a data set in a file; {self.dataset_name} has none")
+        if self.dataset_name == "random" and self.random_prefix_len + self._input_bounds()[0] < 1:
+            raise InvalidArgument(
+                "--random-input-len", f"{self.random_input_len} is too small: a prompt may come out empty"
+            )
+        if self.dataset_name == "prefix_repetition" and self.num_prompts < self.prefix_repetition_num_prefixes:
+            raise InvalidArgument(
+                "--num-prompts",
+                f"{self.num_prompts} is below the limit of {self.prefix_repetition_num_prefixes}, "
+                "one for each of --prefix-repetition-num-prefixes",
+            )
+
+    def _require(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if value is not None and not low <= value <= high:
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidArgument(flag, f"{value} is out of range: must be from {low} to {high}")
+
+    def _input_bounds(self) -> tuple[int, int]:
+        return _bounds(self.random_input_len, self.random_range_ratio)
+
+    def make(self, vocabulary: Vocabulary) -> list[Sample]:
+        """The samples of this data set, `num_prompts` of them.
+
+        Raises:
+            InvalidArgument: a file cannot be read, has another form, or too few samples under `no_oversample`.
+        """
+        rng = np.random.default_rng(self.seed)
+        if self.dataset_name == "random":
+            return self._as_asked(list(self._random(vocabulary, rng)), vocabulary)
+        if self.dataset_name == "prefix_repetition":
+            return self._as_asked(self._prefix_repetition(vocabulary, rng), vocabulary)
+        if self.dataset_name == "sharegpt":
+            return self._enough(self._sharegpt(vocabulary, rng), rng)
+        return self._enough(self._custom(rng), rng)
+
+    def _random(self, vocabulary: Vocabulary, rng: np.random.Generator) -> Iterator[Sample]:
+        ids = _ordinary_ids(vocabulary)
+        low, high = self._input_bounds()
+        output_low, output_high = _bounds(self.random_output_len, self.random_range_ratio)
+        input_lens = rng.integers(low, high + 1, self.num_prompts)
+        output_lens = rng.integers(max(1, output_low), max(1, output_high) + 1, self.num_prompts)
+        prefix = _random_ids(ids, self.random_prefix_len, rng)
+        for input_len, output_len in zip(input_lens.tolist(), output_lens.tolist(), strict=True):
+            prompt = prefix + _random_ids(ids, input_len, rng)
+            yield Sample(prompt, len(prompt), output_len)
+
+    def _prefix_repetition(self, vocabulary: Vocabulary, rng: np.random.Generator) -> list[Sample]:
+        ids, count = _ordinary_ids(vocabulary), self.prefix_repetition_num_prefixes
+        prefixes = [_random_ids(ids, self.prefix_repetition_prefix_len, rng) for _ in range(count)]
+        samples = []
+        for number in range(self.num_prompts):
+            prompt = prefixes[number * count // self.num_prompts] + _random_ids(
+                ids, self.prefix_repetition_suffix_len, rng
+            )
+            samples.append(Sample(prompt, len(prompt), self.prefix_repetition_output_len))
+        if not self.disable_shuffle:
+            rng.shuffle(samples)
+        return samples
+
+    def _as_asked(self, samples: list[Sample], vocabulary: Vocabulary) -> list[Sample]:
+        if self.prompt_format == "ids":
+            return samples
+        return [_as_text(sample, vocabulary) for sample in samples]
+
+    def _sharegpt(self, vocabulary: Vocabulary, rng: np.random.Generator) -> list[Sample]:
+        path = self._path()
+        try:
+            entries = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise InvalidArgument("--dataset-path", f"{path} cannot be read: {error}") from error
+        turns = [pair for entry in entries if (pair := _first_turns(entry))] if isinstance(entries, list) else []
+        if not self.disable_shuffle:
+            rng.shuffle(turns)
+        samples: list[Sample] = []
+        for prompt, answer in turns:
+            if len(samples) == self.num_prompts:
+                break
+            prompt_len = len(vocabulary.encode(prompt))
+            output_len = self.sharegpt_output_len or len(vocabulary.encode(answer))
+            is_short = prompt_len < _MIN_TURN_LEN or (self.sharegpt_output_len is None and output_len < _MIN_TURN_LEN)
+            is_long = prompt_len > _MAX_SHAREGPT_PROMPT_LEN or prompt_len + output_len > _MAX_SHAREGPT_TOTAL_LEN
+            if not (is_short or is_long):
+                samples.append(Sample(prompt, prompt_len, output_len))
+        return samples
+
+    def _custom(self, rng: np.random.Generator) -> list[Sample]:
+        path = self._path()
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise InvalidArgument("--dataset-path", f"{path} cannot be read: {error}") from error
+        samples = [
+            _custom_sample(line, f"{path}: line {number}", self.custom_output_len)
+            for number, line in enumerate(lines, start=1)
+            if line.strip()
+        ]
+        if not self.disable_shuffle:
+            rng.shuffle(samples)
+        return samples[: self.num_prompts]
+
+    def _path(self) -> Path:
+        if self.dataset_path is None:
+            raise InvalidArgument("--dataset-path", "is missing")
+        return self.dataset_path
+
+    def _enough(self, samples: list[Sample], rng: np.random.Generator) -> list[Sample]:
+        """Repeats samples of a file that has too few."""
+        missing = self.num_prompts - len(samples)
+        if not samples:
+            raise InvalidArgument("--dataset-path", f"{self.dataset_path} has no request that could be sent")
+        if missing <= 0 or self.no_oversample:
+            return samples
+        return samples + [samples[index] for index in rng.integers(0, len(samples), missing).tolist()]
+
+
+def _bounds(length: int, ratio: float) -> tuple[int, int]:
+    return math.floor(length * (1 - ratio)), math.ceil(length * (1 + ratio))
+
+
+def _ordinary_ids(vocabulary: Vocabulary) -> np.ndarray:
+    return np.setdiff1d(np.arange(vocabulary.size), np.array(sorted(vocabulary.special_ids), np.int64))
+
+
+def _random_ids(ids: np.ndarray, count: int, rng: np.random.Generator) -> tuple[int, ...]:
+    return tuple(ids[rng.integers(0, ids.size, count)].tolist())
+
+
+def _as_text(sample: Sample, vocabulary: Vocabulary) -> Sample:
+    """The text of a prompt of ids. Texts have tokens of their own, so what is too long is cut until it fits."""
+    token_ids = list(sample.prompt)
+    text = ""
+    for _ in range(_MAX_DECODES):
+        text = vocabulary.decode(token_ids)  # type: ignore[arg-type]
+        again = list(vocabulary.encode(text))
+        if len(again) <= len(sample.prompt):
+            return replace(sample, prompt=text, prompt_len=len(again))
+        token_ids = again[: len(sample.prompt)]  # type: ignore[assignment]
+    return replace(sample, prompt=text, prompt_len=len(vocabulary.encode(text)))
+
+
+def _first_turns(entry: Any) -> tuple[str, str] | None:
+    """The texts of a conversation's first two turns; None where there are none."""
+    turns = entry.get("conversations") if isinstance(entry, dict) else None
+    if not isinstance(turns, list) or len(turns) < 2:
+        return None
+    prompt, answer = (turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2])
+    return (prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else None
+
+
+def _custom_sample(line: str, where: str, output_len: int) -> Sample:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise InvalidArgument("--dataset-path", f"{where}: is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise InvalidArgument("--dataset-path", f"{where}: is not a JSON object")
+    asked = fields.get("output_tokens", output_len)
+    if not (isinstance(asked, int) and 1 <= asked <= _MAX_LEN):
+        raise InvalidArgument("--dataset-path", f"{where}: output_tokens: {asked!r} is not from 1 to {_MAX_LEN}")
+    text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
+    if isinstance(text, str) and text and ids is None:
+        return Sample(text, None, asked)
+    if text is None and isinstance(ids, list) and ids and all(_is_id(part) for part in ids):
+        return Sample(tuple(ids), len(ids), asked)
+    raise InvalidArgument("--dataset-path", f"{where}: one of prompt and prompt_token_ids is expected, not empty")
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31

@@ -1,0 +1,101 @@
+"""Sends samples at their times, as many at once as allowed, and times what comes back.
+
+Ctrl-C leaves at once: requests in flight are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jpaged.bench.datasets import Sample
+from jpaged.bench.trace import Trace
+from jpaged.errors import JpagedError
+
+
+class Backend(Protocol):
+    """A server as the driver needs it."""
+
+    async def send(self, sample: Sample, trace: Trace) -> None:
+        """Sends one request and notes in `trace` what comes.
+
+        Raises:
+            JpagedError: the request failed.
+        """
+
+    async def close(self) -> None:
+        """Lets go of the connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Driven:
+    """A run that has ended: one trace a sample, in their order."""
+
+    traces: tuple[Trace, ...]
+    duration_s: float
+
+
+async def drive(
+    backend: Backend,
+    samples: Sequence[Sample],
+    times_s: np.ndarray,
+    *,
+    max_concurrency: int | None = None,
+    on_end: Callable[[Trace], None] = lambda trace: None,
+) -> Driven:
+    """Sends every sample at its time.
+
+    Args:
+        backend: where to.
+        samples: what.
+        times_s: seconds after the start of each; [len(samples)], ascending.
+        max_concurrency: requests in flight at most; a request beyond waits in the client. None is no limit.
+        on_end: told of every request that has ended.
+    """
+    gate = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+
+    async def one(sample: Sample, due_s: float) -> Trace:
+        trace = Trace(sample.prompt_len or 0)
+        async with gate:
+            trace.send()
+            trace.delay(trace.start_s - due_s)
+            try:
+                await backend.send(sample, trace)
+            except JpagedError as error:
+                trace.fail(str(error) or type(error).__name__)
+        on_end(trace)
+        return trace
+
+    start_s = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for sample, after_s in zip(samples, times_s.tolist(), strict=True):
+            if (wait_s := start_s + after_s - time.perf_counter()) > 0:
+                await asyncio.sleep(wait_s)
+            tasks.append(group.create_task(one(sample, time.perf_counter())))
+    return Driven(tuple(task.result() for task in tasks), time.perf_counter() - start_s)
+
+
+async def warm_up(backend: Backend, sample: Sample, count: int, max_concurrency: int | None) -> None:
+    """Sends one sample `count` times, outside of what is measured.
+
+    Raises:
+        JpagedError: it failed: so would the others.
+    """
+    gate = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+
+    async def one() -> None:
+        async with gate:
+            trace = Trace(sample.prompt_len or 0)
+            trace.send()
+            await backend.send(sample, trace)
+
+    for result in await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

@@ -1,0 +1,47 @@
+"""Servers of ours, over gRPC."""
+
+from __future__ import annotations
+
+from jpaged.bench.datasets import Sample
+from jpaged.bench.trace import Trace
+from jpaged.client import AsyncClient
+from jpaged.errors import Unavailable
+from jpaged.types import SamplingParams
+
+
+class GrpcBackend:
+    """`jpaged serve` at `target`.
+
+    Args:
+        target: HOST:PORT.
+        ignore_eos: generate all tokens that a sample asks for.
+        temperature: 0 is greedy.
+    """
+
+    def __init__(self, target: str, *, ignore_eos: bool, temperature: float) -> None:
+        self._client = AsyncClient(target)
+        self._ignore_eos = ignore_eos
+        self._temperature = temperature
+
+    async def send(self, sample: Sample, trace: Trace) -> None:
+        """See `Backend.send`."""
+        sampling = SamplingParams(
+            max_tokens=sample.output_len, ignore_eos=self._ignore_eos, temperature=self._temperature
+        )
+        if isinstance(sample.prompt, str):
+            stream = self._client.generate(sample.prompt, sampling)
+        else:
+            stream = self._client.generate(prompt_token_ids=sample.prompt, sampling=sampling)
+        num_seen = 0
+        async for chunk in stream:
+            if chunk.token_ids:
+                trace.receive(chunk.text)
+                num_seen += len(chunk.token_ids)
+            if chunk.usage.prompt_tokens:
+                trace.count(chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+        if not num_seen:
+            raise Unavailable("the stream ended without a token")
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await self._client.close()

@@ -1,0 +1,240 @@
+"""What a machine could do at best with a model, and which share of that a run reached.
+
+    bytes   every step reads all weights once, and the keys and values of every row's context
+    FLOPs   2 * weights for each token (the output matrix for sampled ones alone), 4 * layers * query width a score
+    limit   the greater of bytes / bandwidth and FLOPs / peak
+    MBU     bytes / (seconds * bandwidth)       MFU   FLOPs / (seconds * peak)
+
+Prompts from the prefix cache count as if they had been computed: MFU is of the model's work, not of the machine's.
+Bandwidth and peak of a CPU are measured (`jpaged bench probe`); of accelerators they are the data sheet's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpaged.bench.trace import Trace
+from jpaged.capacity.cost import Shape
+from jpaged.capacity.hardware import HARDWARE
+from jpaged.errors import InvalidArgument
+
+DEVICE_KINDS: Mapping[str, str] = {
+    "TPU v5 lite": "tpu-v5e",
+    "TPU v5e": "tpu-v5e",
+    "TPU v5": "tpu-v5p",
+    "TPU v5p": "tpu-v5p",
+    "TPU v6 lite": "tpu-v6e",
+    "TPU v6e": "tpu-v6e",
+    "TPU7x": "tpu7x",
+    "NVIDIA H200": "h200",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+}
+"""What jax calls a device -> its name in the table of accelerators."""
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FILE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_PROBE_BYTES = 512 << 20
+"""More than any cache holds."""
+_PROBE_WIDTH = 1536
+_NUM_PROBES = 5
+_MAX_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the devices of one server do at best, together.
+
+    Attributes:
+        bytes_per_s: read from memory.
+        flops_per_s: of matrix products in the model's type.
+        source: where the two numbers are from.
+    """
+
+    bytes_per_s: float
+    flops_per_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a step of a model reads and multiplies with.
+
+    Attributes:
+        shape: its weights without the output matrix in `num_params`, with it in `weight_bytes`.
+        head_params: those of the output matrix.
+    """
+
+    shape: Shape
+    head_params: float
+
+    def work(self, lens: Iterable[tuple[int, int]], num_steps: int) -> Work:
+        """The least work of requests.
+
+        Args:
+            lens: (prompt tokens, generated tokens) of each.
+            num_steps: in which the weights are read.
+        """
+        shape, flops, kv_tokens = self.shape, 0.0, 0.0
+        for prompt_len, output_len in lens:
+            num_run = prompt_len + max(0, output_len - 1)
+            flops += 2 * shape.num_params * num_run + 2 * self.head_params * output_len
+            flops += 4 * shape.num_layers * shape.query_width * num_run * (num_run + 1) / 2
+            kv_tokens += (num_run * (num_run + 1) - prompt_len * (prompt_len + 1)) / 2
+        return Work(num_steps * shape.weight_bytes + kv_tokens * shape.kv_bytes_per_token, flops)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes to read and operations to do."""
+
+    num_bytes: float
+    flops: float
+
+    def seconds(self, limits: Limits) -> float:
+        """The least time for it."""
+        return max(self.num_bytes / limits.bytes_per_s, self.flops / limits.flops_per_s)
+
+
+def offline_shares(
+    model: ServedModel, limits: Limits, lens: Sequence[tuple[int, int]], max_num_seqs: int, elapsed_s: float
+) -> dict[str, float]:
+    """What a run of `lens` that took `elapsed_s` reached, when steps have at most `max_num_seqs` rows."""
+    output_lens = [output_len for _, output_len in lens]
+    work = model.work(lens, max(*output_lens, -(-sum(output_lens) // max_num_seqs)))
+    return {
+        "mbu": work.num_bytes / (elapsed_s * limits.bytes_per_s),
+        "mfu": work.flops / (elapsed_s * limits.flops_per_s),
+        "limit_seconds": work.seconds(limits),
+        "share_of_limit": work.seconds(limits) / elapsed_s,
+    }
+
+
+def serving_shares(
+    model: ServedModel, limits: Limits, traces: Sequence[Trace], duration_s: float
+) -> dict[str, float | None]:
+    """What a served run reached: MFU over all of it, MBU of the mean decode step.
+
+    The mean step takes the mean time per output token and has as many rows as streams were open on average; where no
+    request had a second token there is none, and its numbers are None.
+    """
+    good = [trace for trace in traces if not trace.error]
+    work = model.work(((trace.prompt_len, trace.output_len) for trace in good), 0)
+    shares: dict[str, float | None] = {"mfu": work.flops / (duration_s * limits.flops_per_s)}
+    decoding = [trace for trace in good if trace.output_len > 1]
+    decode_s = [trace.end_s - trace.first_s for trace in decoding]
+    num_decoded = sum(trace.output_len - 1 for trace in decoding)
+    if not num_decoded or not sum(decode_s):
+        return shares | {"mbu": None, "limit_tpot_ms": None, "share_of_limit": None}
+    step_s, busy_s = sum(decode_s) / num_decoded, _covered_s(decoding)
+    rows = sum(decode_s) / busy_s
+    contexts = [s * (t.prompt_len + t.output_len / 2) for t, s in zip(decoding, decode_s, strict=True)]
+    kv_tokens = sum(contexts) / busy_s
+    shape = model.shape
+    step = Work(
+        shape.weight_bytes + kv_tokens * shape.kv_bytes_per_token,
+        2 * rows * (shape.num_params + model.head_params) + 4 * shape.num_layers * shape.query_width * kv_tokens,
+    )
+    return shares | {
+        "mbu": step.num_bytes / (step_s * limits.bytes_per_s),
+        "limit_tpot_ms": 1e3 * step.seconds(limits),
+        "share_of_limit": step.seconds(limits) / step_s,
+    }
+
+
+def _covered_s(traces: Sequence[Trace]) -> float:
+    """Seconds in which at least one of the requests was decoding."""
+    covered, until_s = 0.0, float("-inf")
+    for first_s, end_s in sorted((trace.first_s, trace.end_s) for trace in traces):
+        covered += max(0.0, end_s - (first_s if first_s > until_s else until_s))
+        until_s = max(until_s, end_s)
+    return covered
+
+
+def of_accelerator(name: str, num_devices: int) -> Limits:
+    """The limits that the table of accelerators has."""
+    device = HARDWARE[name]
+    count = f"{num_devices} x " if num_devices > 1 else ""
+    return Limits(num_devices * device.hbm_bytes_per_s, num_devices * device.flops, f"data sheet of {count}{name}")
+
+
+def probe() -> Limits:
+    """Measures this machine with numpy: a matrix times a vector, and a product of matrices, in float32."""
+    matrix = np.ones((_PROBE_BYTES // 4 // 8192, 8192), np.float32)
+    vector = np.ones(8192, np.float32)
+    square = np.ones((_PROBE_WIDTH, _PROBE_WIDTH), np.float32)
+    read_s = _best_s(lambda: matrix @ vector)
+    product_s = _best_s(lambda: square @ square)
+    return Limits(matrix.nbytes / read_s, 2 * _PROBE_WIDTH**3 / product_s, "measured: numpy, float32")
+
+
+def _best_s(run: Callable[[], object]) -> float:
+    """Seconds of the quickest of a few runs, after one that is not timed."""
+    run()
+    times = []
+    for _ in range(_NUM_PROBES):
+        start_s = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start_s)
+    return min(times)
+
+
+def read_model(folder: Path, dtype: str | None = None) -> ServedModel:
+    """Reads what a step of the model in `folder` costs off its config and the headers of its safetensors files.
+
+    Args:
+        folder: in Hugging Face layout.
+        dtype: that the weights and the KV cache have in the server; None is that of the files.
+
+    Raises:
+        InvalidArgument: a file is missing or malformed.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        tensors = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in _tensors(path)]
+        num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
+        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InvalidArgument("MODEL", f"{folder} is no model in Hugging Face layout: {error}") from error
+    total = sum(count for _, count, _ in tensors)
+    if not total:
+        raise InvalidArgument("MODEL", f"{folder} has no safetensors file")
+    embedding = sum(count for name, count, _ in tensors if "embed_tokens" in name)
+    head = sum(count for name, count, _ in tensors if name.startswith("lm_head")) or embedding
+    item_bytes = ITEM_BYTES.get(dtype or "") or sum(count * size for _, count, size in tensors) / total
+    is_tied = head == embedding and not any(name.startswith("lm_head") for name, _, _ in tensors)
+    num_params = total - embedding - (0 if is_tied else head)
+    shape = Shape(
+        num_params=num_params,
+        num_layers=num_layers,
+        query_width=num_heads * head_dim,
+        weight_bytes=(num_params + head) * item_bytes,
+        kv_bytes_per_token=2 * num_layers * num_kv_heads * head_dim * item_bytes,
+    )
+    return ServedModel(shape, head)
+
+
+def _tensors(path: Path) -> list[tuple[str, int, int]]:
+    """Name, elements and bytes of an element of each tensor of a safetensors file, by its header alone."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > _MAX_HEADER_BYTES:
+            raise ValueError(f"{path} has a header of {size} bytes, over the limit of {_MAX_HEADER_BYTES}")
+        header: dict[str, Any] = json.loads(file.read(size))
+    found = []
+    for name, entry in header.items():
+        if name != "__metadata__":
+            found.append((name, int(np.prod(entry["shape"], dtype=np.int64)), _FILE_BYTES.get(entry["dtype"], 1)))
+    return found
+
+
+def as_record(limits: Limits | None, reason: str) -> dict[str, Any]:
+    """What a result says of the limits; with a reason where there are none."""
+    return {"source": reason} if limits is None else asdict(limits)

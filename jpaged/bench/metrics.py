@@ -1,0 +1,189 @@
+"""Traces -> numbers, under the names that vLLM's benchmarks give them.
+
+    TTFT    time to first token, from sending
+    TPOT    time per output token after the first: (E2EL - TTFT) / (output tokens - 1), one value a request
+    ITL     inter-token latency: the gap between two messages of a stream, one value a gap
+    E2EL    end-to-end latency, from sending to the last token
+
+Failed requests count in `failed` alone. A request meets a goodput objective when every one of its named times does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jpaged.bench.trace import Trace
+from jpaged.errors import InvalidArgument
+
+LATENCIES: Mapping[str, str] = {
+    "ttft": "time to first token",
+    "tpot": "time per output token (excl. 1st)",
+    "itl": "inter-token latency",
+    "e2el": "end-to-end latency",
+    "client_queue_time": "wait for --max-concurrency",
+    "e2el_including_client_queue": "end-to-end latency and that wait",
+}
+OBJECTIVES = ("ttft", "tpot", "e2el")
+
+
+def parse_goodput(words: Sequence[str]) -> dict[str, float]:
+    """`ttft:200 tpot:50` -> milliseconds by name.
+
+    Raises:
+        InvalidArgument: a word is no NAME:MILLISECONDS, or its name none of `OBJECTIVES`.
+    """
+    found = {}
+    for word in words:
+        name, colon, value = word.partition(":")
+        milliseconds = as_number(value)
+        if not colon or name not in OBJECTIVES or milliseconds is None or milliseconds < 0:
+            names = ", ".join(OBJECTIVES)
+            raise InvalidArgument("--goodput", f"{word!r} is not NAME:MILLISECONDS with one of {names} and from 0")
+        found[name] = milliseconds
+    return found
+
+
+def parse_metrics(text: str) -> tuple[str, ...]:
+    """`ttft,tpot` -> names, each one of `LATENCIES`.
+
+    Raises:
+        InvalidArgument: one is not.
+    """
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in LATENCIES:
+            raise InvalidArgument("--percentile-metrics", f"{name!r} is not one of {', '.join(LATENCIES)}")
+    return names
+
+
+def parse_percentiles(text: str) -> tuple[float, ...]:
+    """`50,99` -> numbers from 0 to 100.
+
+    Raises:
+        InvalidArgument: one is none.
+    """
+    values = [as_number(word) for word in text.split(",")]
+    for word, value in zip(text.split(","), values, strict=True):
+        if value is None or not 0 <= value <= 100:
+            raise InvalidArgument("--metric-percentiles", f"{word!r} is not a number from 0 to 100")
+    return tuple(value for value in values if value is not None)
+
+
+def as_number(word: str) -> float | None:
+    """The finite number that a word is; None when it is none."""
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def times_ms(traces: Sequence[Trace]) -> dict[str, np.ndarray]:
+    """All times of the requests that did not fail, in milliseconds, by the names of `LATENCIES`."""
+    good = [trace for trace in traces if not trace.error]
+    tpots = [trace.tpot_s for trace in good]
+    seconds = {
+        "ttft": [trace.ttft_s for trace in good],
+        "tpot": [tpot for tpot in tpots if tpot is not None],
+        "itl": [itl for trace in good for itl in trace.itls_s],
+        "e2el": [trace.e2el_s for trace in good],
+        "client_queue_time": [trace.queue_s for trace in good],
+        "e2el_including_client_queue": [trace.queue_s + trace.e2el_s for trace in good],
+    }
+    return {name: 1e3 * np.array(values, np.float64) for name, values in seconds.items()}
+
+
+def percentile_key(percentile: float) -> str:
+    """The word for a percentile in a key: 99.0 -> p99, 99.9 -> p99.9."""
+    return f"p{int(percentile)}" if float(percentile).is_integer() else f"p{percentile}"
+
+
+def latency_keys(name: str, values_ms: np.ndarray, percentiles: Sequence[float]) -> dict[str, float]:
+    """Mean, median, standard deviation and percentiles of one kind of times; all 0 where there are none."""
+    values = values_ms if values_ms.size else np.zeros(1)
+    found = {
+        f"mean_{name}_ms": float(np.mean(values)),
+        f"median_{name}_ms": float(np.median(values)),
+        f"std_{name}_ms": float(np.std(values)),
+    }
+    for percentile in percentiles:
+        found[f"{percentile_key(percentile)}_{name}_ms"] = float(np.percentile(values, percentile))
+    return found
+
+
+def summarize(
+    traces: Sequence[Trace],
+    duration_s: float,
+    *,
+    metrics: Sequence[str] = ("ttft", "tpot", "itl"),
+    percentiles: Sequence[float] = (99.0,),
+    goodput: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """The numbers of a run.
+
+    Args:
+        traces: all requests, in the order of the data set.
+        duration_s: from the first request's turn to the last answer.
+        metrics: which latencies are told.
+        percentiles: from 0 to 100.
+        goodput: objectives in milliseconds, by the names of `OBJECTIVES`.
+    """
+    good = [trace for trace in traces if not trace.error]
+    num_input, num_output = sum(trace.prompt_len for trace in good), sum(trace.output_len for trace in good)
+    num_met = sum(_meets(trace, goodput or {}) for trace in good)
+    peak_tokens, peak_requests = _peaks(good)
+    result: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(good),
+        "failed": len(traces) - len(good),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(good) / duration_s,
+        "request_goodput": num_met / duration_s if goodput else None,
+        "output_throughput": num_output / duration_s,
+        "total_token_throughput": (num_input + num_output) / duration_s,
+        "max_output_tokens_per_s": peak_tokens,
+        "max_concurrent_requests": peak_requests,
+    }
+    times = times_ms(traces)
+    for name in metrics:
+        result |= latency_keys(name, times[name], percentiles)
+    return result
+
+
+def details(traces: Sequence[Trace]) -> dict[str, Any]:
+    """What is kept of every request under `--save-detailed`; times in seconds."""
+    return {
+        "input_lens": [trace.prompt_len for trace in traces],
+        "output_lens": [trace.output_len for trace in traces],
+        "ttfts": [trace.ttft_s for trace in traces],
+        "itls": [trace.itls_s for trace in traces],
+        "latencies": [trace.e2el_s for trace in traces],
+        "start_times": [trace.start_s for trace in traces],
+        "queue_times": [trace.queue_s for trace in traces],
+        "generated_texts": [trace.text for trace in traces],
+        "errors": [trace.error for trace in traces],
+    }
+
+
+def _meets(trace: Trace, goodput: Mapping[str, float]) -> bool:
+    """A request of one token has no TPOT, and meets any objective for it."""
+    times = {"ttft": trace.ttft_s, "tpot": trace.tpot_s or 0.0, "e2el": trace.e2el_s}
+    return all(1e3 * times[name] <= limit_ms for name, limit_ms in goodput.items())
+
+
+def _peaks(good: Sequence[Trace]) -> tuple[float, int]:
+    """The most messages with tokens in one second of the run, and the most requests at one time."""
+    if not good:
+        return 0.0, 0
+    start_s = min(trace.start_s for trace in good)
+    arrivals = np.concatenate([trace.first_s + np.cumsum([0.0, *trace.itls_s]) for trace in good]) - start_s
+    tokens = np.bincount(arrivals.astype(np.int64))
+    # Who ends at a time leaves before who starts at it.
+    events = sorted([(trace.start_s, 1) for trace in good] + [(trace.end_s, -1) for trace in good])
+    running = np.cumsum([change for _, change in events])
+    return float(tokens.max()), int(running.max())

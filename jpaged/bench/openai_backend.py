@@ -1,0 +1,139 @@
+"""Any server with OpenAI's HTTP API: completions, or chat completions, streamed as server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import httpx2
+
+from jpaged.bench.datasets import Sample
+from jpaged.bench.trace import Trace
+from jpaged.errors import InvalidArgument, Unavailable
+
+Api = Literal["openai", "openai-chat"]
+ENDPOINTS: Mapping[Api, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+_MAX_SHOWN = 300
+"""Characters of a server's refusal that are told."""
+
+
+class OpenAIBackend:
+    """A server behind OpenAI's API.
+
+    Args:
+        url: of the endpoint, whole.
+        api: which of the two it is.
+        model: sent with every request.
+        ignore_eos: asks for all tokens, in vLLM's field, which llama.cpp and SGLang take too.
+        extra: further fields of every request.
+        headers: of every request.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api: Api,
+        model: str,
+        *,
+        ignore_eos: bool,
+        temperature: float,
+        extra: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._url = url
+        self._is_chat = api == "openai-chat"
+        self._fields: dict[str, Any] = {
+            "model": model,
+            "temperature": temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if ignore_eos else {}),
+            **(extra or {}),
+        }
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = httpx2.AsyncClient(timeout=None, limits=limits, headers=dict(headers or {}), trust_env=False)
+
+    async def send(self, sample: Sample, trace: Trace) -> None:
+        """See `Backend.send`."""
+        try:
+            async with self._client.stream("POST", self._url, json=self._body(sample)) as response:
+                if response.status_code != httpx2.codes.OK:
+                    text = (await response.aread()).decode(errors="replace")
+                    raise Unavailable(f"the server answered {response.status_code}: {text[:_MAX_SHOWN]}")
+                await self._read(response, trace)
+        except httpx2.HTTPError as error:
+            raise Unavailable(f"{self._url}: {type(error).__name__}: {error}") from error
+
+    def _body(self, sample: Sample) -> dict[str, Any]:
+        if not self._is_chat:
+            prompt = sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt)
+            return {**self._fields, "prompt": prompt, "max_tokens": sample.output_len}
+        if not isinstance(sample.prompt, str):
+            raise InvalidArgument("--prompt-format", "ids cannot be sent as a chat: choose text")
+        messages = [{"role": "user", "content": sample.prompt}]
+        return {**self._fields, "messages": messages, "max_tokens": sample.output_len}
+
+    async def _read(self, response: httpx2.Response, trace: Trace) -> None:
+        """Reads the events. Where the server does not count its tokens, each message is taken for one."""
+        num_messages, num_tokens = 0, None
+        async for line in response.aiter_lines():
+            data = line.removeprefix("data:").strip()
+            if data in (line, "[DONE]"):  # an empty line, a comment, another field of the event
+                continue
+            event = _event_of(data)
+            choices = event.get("choices")
+            if choices and (text := self._text_of(choices[0])) is not None:
+                trace.receive(text)
+                num_messages += 1
+            if usage := event.get("usage"):
+                num_tokens = usage.get("completion_tokens")
+                trace.count(usage.get("prompt_tokens"), num_tokens)
+        if not num_messages:
+            raise Unavailable("the stream ended without a token")
+        if num_tokens is None:
+            trace.count(None, num_messages)
+
+    def _text_of(self, choice: Any) -> str | None:
+        """The text that a message brings; None when it brings no token: a role, or the reason of the end alone."""
+        if not self._is_chat:
+            text = choice.get("text")
+        else:
+            delta = choice.get("delta") or {}
+            text = delta.get("content") or delta.get("reasoning_content")
+        if text:
+            return str(text)
+        # A token may have no text of its own (half a character): it counts, unless it is the end's own message.
+        return "" if text == "" and choice.get("finish_reason") is None and not self._is_chat else None
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await self._client.aclose()
+
+
+def _event_of(data: str) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError as error:
+        raise Unavailable(f"the server sent an event that is not JSON: {data[:_MAX_SHOWN]}") from error
+    if not isinstance(event, dict):
+        raise Unavailable(f"the server sent an event that is no object: {data[:_MAX_SHOWN]}")
+    if reason := event.get("error"):
+        raise Unavailable(f"the server ended the stream: {str(reason)[:_MAX_SHOWN]}")
+    return event
+
+
+async def first_model(base_url: str, headers: Mapping[str, str]) -> str:
+    """The first model that the server lists.
+
+    Raises:
+        Unavailable: it does not answer with one.
+    """
+    try:
+        async with httpx2.AsyncClient(timeout=30.0, headers=dict(headers), trust_env=False) as client:
+            answer = (await client.get(f"{base_url}/v1/models")).json()
+            return str(answer["data"][0]["id"])
+    except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise Unavailable(
+            f"{base_url}/v1/models names no model ({type(error).__name__}: {error}); give --model"
+        ) from error

@@ -1,0 +1,87 @@
+"""A model's tokens as a benchmark needs them: which ids a random prompt may have, and how many tokens a text is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+from jpaged.client import Client
+from jpaged.errors import InvalidArgument
+
+
+class Vocabulary(Protocol):
+    """What data sets ask."""
+
+    size: int
+    special_ids: frozenset[int]
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The tokens of a text, without special ones."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens."""
+
+
+class FolderVocabulary:
+    """The `tokenizer.json` of a folder in Hugging Face layout."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise InvalidArgument("--tokenizer", f"folder {folder} has no tokenizer.json")
+        self._tokenizer = Tokenizer.from_file(str(path))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.size = _vocab_size(folder) or self._tokenizer.get_vocab_size()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.size = min(self.size, self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> Sequence[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+class ServerVocabulary:
+    """The tokens of a server of ours, asked for over gRPC."""
+
+    def __init__(self, client: Client) -> None:
+        info = client.model_info()
+        self._client = client
+        self.size = info.vocab_size
+        self.special_ids = frozenset(info.eos_token_ids)
+
+    def encode(self, text: str) -> Sequence[int]:
+        return self._client.tokenize(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._client.detokenize(token_ids, skip_special_tokens=False)
+
+
+class NumberedVocabulary:
+    """Ids from 0 to a size alone, for a server whose tokenizer is not here: it can make random prompts of ids."""
+
+    special_ids: frozenset[int] = frozenset()
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def encode(self, text: str) -> Sequence[int]:
+        raise InvalidArgument("--tokenizer", f"is missing: the lengths of texts are counted with it ({len(text)} here)")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        raise InvalidArgument("--tokenizer", f"is missing: {len(token_ids)} random tokens become a text with it")
+
+
+def _vocab_size(folder: Path) -> int | None:
+    """The rows of the embedding: a tokenizer may have ids that the model has not."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    config = json.loads(path.read_bytes())
+    size = config.get("vocab_size") if isinstance(config, dict) else None
+    return size if isinstance(size, int) and size > 0 else None
