@@ -23,7 +23,7 @@ def test_random_prompts_have_the_lengths_that_were_asked_for_and_no_special_toke
     assert [(len(s.prompt), s.prompt_len, s.output_len) for s in samples] == [(23, 23, 7)] * 50
     assert len({s.prompt[:3] for s in samples}) == 1
     assert len({s.prompt[3:] for s in samples}) == 50
-    assert all(3 <= token < 128 for s in samples for token in s.prompt)
+    assert all(isinstance(token, int) and 3 <= token < 128 for s in samples for token in s.prompt)
 
 
 def test_a_range_draws_lengths_on_both_sides_of_what_was_asked_for():

@@ -43,7 +43,7 @@ def test_throughputs_count_what_succeeded():
 def test_latencies_are_those_of_a_plain_computation():
     everything = ("ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue")
     found = result(metrics=everything, percentiles=(50.0, 90.0, 99.9))
-    values = {
+    values: dict[str, list[float]] = {
         "ttft": [500, 800, 250],
         "tpot": [(900 - 500) / 2, (1800 - 800) / 1],
         "itl": [100, 300, 1000],
