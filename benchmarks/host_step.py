@@ -89,7 +89,7 @@ class NullExecutor:
 
     @property
     def rates(self) -> DeviceRates:
-        return DeviceRates(1.0, 1.0, 1.0)
+        return DeviceRates(1.0, 1.0, ((1, 1.0),))
 
     @property
     def num_compiles_after_warm_up(self) -> int:

@@ -149,6 +149,14 @@ class SchedulerOptions:
         choices=get_args(Batching),
     )
     overlap: bool = option(True, "prepare a step while the device still runs the one before")
+    max_inter_token_latency: float | None = option(
+        None,
+        "prompts that arrive are computed in parts so small that running streams wait no longer for their next token, "
+        "as far as the device can; 0, or left out, is no bound: most tokens a second, for whoever reads no streams",
+        low=0.0,
+        high=3600.0,
+        unit="s",
+    )
     max_num_queued_reqs: int = option(4096, "waiting requests before new ones are refused", low=1, high=1 << 20)
 
 

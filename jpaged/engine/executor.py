@@ -155,11 +155,24 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """What the device does in a second, measured when it starts; for choosing between two ways to the same end."""
+    """What the device does in which time, measured when it starts; for choosing between two ways to the same end.
+
+    Attributes:
+        forward_s: (tokens, seconds) of a step of so many tokens, padding included, ascending, without what attention
+            takes for its pairs.
+        pair_s: seconds for a pair of a query and a key that it looks at, in all heads and layers; 0 is not known.
+    """
 
     swap_out_bytes_per_s: float
     swap_in_bytes_per_s: float
-    prefill_tokens_per_s: float
+    forward_s: tuple[tuple[int, float], ...]
+    pair_s: float = 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Tokens of a prompt in a second, in the largest step."""
+        num_tokens, seconds = self.forward_s[-1]
+        return num_tokens / (seconds + self.pair_s * num_tokens**2 / 2)
 
 
 class Move(enum.Enum):
@@ -316,6 +329,12 @@ class StepInputs:
     run_starts_s1: I32
     num_runs: int
     num_tokens: int
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that attention looks at, over all rows, in one head of one layer."""
+        query_lens = np.diff(self.query_starts_s1[: self.num_rows + 1]).astype(np.int64)
+        return int(np.dot(query_lens, self.kv_lens_s[: self.num_rows]) - np.dot(query_lens, query_lens - 1) // 2)
 
 
 @dataclass(frozen=True, slots=True)

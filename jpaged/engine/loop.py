@@ -275,7 +275,7 @@ class EngineLoop:
 
     def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any] | None:
         """Starts a step: its moves, which there may be without a row, and its rows."""
-        geometry = self._executor.geometry
+        begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
         if len(schedule.rows) > 1:
             share_prefixes(schedule, geometry)
         self.stats.count_step(schedule)
@@ -287,6 +287,8 @@ class EngineLoop:
         self._look_at_device()
         self.stats.count_idle(self._idle.end(self._clock()))
         hidden = self._executor.forward(inputs)
+        if pace is not None:
+            pace.dispatched(inputs, geometry.buckets, begin_s)
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids)
         self._newest = self._executor.sample(hidden, sampling)
         return schedule, self._newest
@@ -305,6 +307,8 @@ class EngineLoop:
         if handle is self._newest:
             self._newest = None
             self._idle.seen_done(now)
+        if self.scheduler.pace is not None:
+            self.scheduler.pace.collected(now)
         for group in self._soundness.fail_unsound(schedule, outputs):
             self._release(group)
         beams: dict[Group, dict[Sequence, int]] = {}

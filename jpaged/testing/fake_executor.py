@@ -134,7 +134,7 @@ class FakeExecutor:
     @property
     def rates(self) -> DeviceRates:
         """Made up: swapping a block costs as much as computing its tokens again."""
-        return DeviceRates(swap_out_bytes_per_s=16e6, swap_in_bytes_per_s=16e6, prefill_tokens_per_s=1e6)
+        return DeviceRates(swap_out_bytes_per_s=16e6, swap_in_bytes_per_s=16e6, forward_s=((1, 1e-6),))
 
     def warm_up(self, progress: Progress) -> None:
         progress("programs", 1, 1)

@@ -15,6 +15,7 @@ from jpaged.device.programs import memory_plan
 from jpaged.device.programs.saved import Target, save_programs
 from jpaged.device.programs.store import ProgramStore
 from jpaged.engine.executor import SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.scheduling.pace import StepTimes
 from jpaged.engine.sequence import Group
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
@@ -453,6 +454,32 @@ def test_overlap_dispatches_a_step_before_it_collects_the_last(
         monkeypatch.setattr(executor, "collect", spied_collect)
         generate(llm, [[5]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     assert "".join(calls) == ("fsfscfscc" if overlap else "fscfscfsc")
+
+
+@flips("max_inter_token_latency")
+def test_max_inter_token_latency_bounds_the_steps_that_streams_are_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepTimes, "seconds", lambda times, num_padded, num_pairs: float(num_padded))
+    options = {**BASE, "max_num_batched_tokens": 64, "wait_for_all_programs": True, "enable_prefix_caching": False}
+    tokens, largest = {}, {}
+    for bound_s in (0.0, 32.0):
+        with open_llm(folder, max_inter_token_latency=bound_s, **options) as llm:
+            sizes: list[int] = []
+            executor = engine_of(llm)._executor
+            forward = executor.forward
+
+            def spied(inputs: StepInputs, forward: Any = forward, sizes: list[int] = sizes) -> Any:
+                sizes.append(inputs.num_tokens)
+                return forward(inputs)
+
+            monkeypatch.setattr(executor, "forward", spied)
+            outputs = generate(llm, random_prompts([4, 50, 50, 50]), GREEDY)
+        tokens[bound_s] = [output.token_ids for output in outputs]
+        first, *others = sizes  # two of the prompts come to their end in the first
+        largest[bound_s] = (first, max(others))
+    assert largest == {0.0: (64, 64), 32.0: (64, 32)}
+    assert tokens[0.0] == tokens[32.0]
 
 
 @flips("max_num_queued_reqs")

@@ -30,6 +30,7 @@ class Harness:
     enable_prefix_caching: bool = True
     max_cached_tokens: int | None = None
     max_pinned_blocks: int | None = None
+    max_inter_token_latency: float | None = None
     max_num_steps: int = 20_000
 
     def __post_init__(self):
@@ -44,6 +45,7 @@ class Harness:
             kv_policy=self.kv_policy,
             enable_prefix_caching=self.enable_prefix_caching,
             max_pinned_blocks=self.max_pinned_blocks,
+            max_inter_token_latency=self.max_inter_token_latency,
         )
         self.engine = Engine(
             self.executor,

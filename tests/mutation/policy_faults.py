@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.planting import Fault
 
 LIVES = ("test_lives.py",)
+PACE = ("scheduling/test_pace.py",)
 COHORTS = ("scheduling/test_cohorts.py",)
 SCHEDULER = ("scheduling/test_scheduler.py",)
 POLICIES = ("scheduling/test_policies.py",)
@@ -35,9 +36,51 @@ POLICY_FAULTS = (
     Fault(
         "beams are ranked when some of them have sampled",
         "scheduling/scheduler.py",
-        "    if group.request.sampling.beam_width and parts != wanted:",
-        "    if group.request.sampling.beam_width is False and parts != wanted:",
+        "num_short = int(bool(group.request.sampling.beam_width) and _num_tokens(wanted) > budget)",
+        "num_short = 0",
         ("output/test_beam.py",),
+    ),
+    Fault(
+        "a prompt beside streams takes all that is left",
+        "scheduling/scheduler.py",
+        "budget = self.pace.within(budget, parts, prefilling)",
+        "self.pace.within(budget, parts, prefilling)",
+        PACE,
+    ),
+    Fault(
+        "a prompt with nobody beside it is bounded",
+        "scheduling/scheduler.py",
+        "if self.pace is not None and len(prefilling) < len(parts) and",
+        "if self.pace is not None and",
+        PACE,
+    ),
+    Fault(
+        "a slow step counts at once",
+        "scheduling/pace.py",
+        "[len(kept) - 1 - len(kept) // _ONE_IN]",
+        "[-1]",
+        PACE,
+    ),
+    Fault(
+        "what was seen long ago is never forgotten",
+        "scheduling/pace.py",
+        "            del self._kept[known], self._shares[known], self._seen_at[known]\n",
+        "            pass\n",
+        PACE,
+    ),
+    Fault(
+        "a prompt's context takes no time",
+        "scheduling/pace.py",
+        "num_tokens * (start + (num_tokens + 1) / 2)",
+        "num_tokens",
+        PACE,
+    ),
+    Fault(
+        "a bound that cannot be kept keeps prompts out",
+        "scheduling/pace.py",
+        "if LEAST_TOKENS <= size < budget",
+        "if size < budget",
+        PACE,
     ),
     Fault(
         "beams that wait for beams keep out who could run",

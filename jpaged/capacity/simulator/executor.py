@@ -76,9 +76,11 @@ class SimulatedExecutor:
     @property
     def rates(self) -> DeviceRates:
         swap = self._deployment.bytes_per_block / self._deployment.swap_s(1)
-        num_tokens = 1024
-        prefill_s = self._deployment.step_s(num_tokens, num_tokens, num_tokens**2 // 2)
-        return DeviceRates(swap, swap, num_tokens / prefill_s)
+        step_s = self._deployment.step_s
+        forward_s = tuple((size, step_s(size, 0, 0)) for size in self.geometry.buckets.tokens)
+        num_tokens, seconds = forward_s[-1]
+        num_pairs = num_tokens * self.geometry.max_model_len  # as many as one step may have
+        return DeviceRates(swap, swap, forward_s, (step_s(num_tokens, 0, num_pairs) - seconds) / num_pairs)
 
     def warm_up(self, progress: Progress) -> None:
         progress("programs", 1, 1)
@@ -100,7 +102,7 @@ class SimulatedExecutor:
         query_lens = np.diff(inputs.query_starts_s1[: num_rows + 1]).astype(np.int64)
         kv_lens = np.where(query_lens > 0, inputs.kv_lens_s[:num_rows], 0).astype(np.int64)
         num_kv_tokens = int(kv_lens.sum())
-        num_pairs = int((query_lens * kv_lens - query_lens * (query_lens - 1) // 2).sum())
+        num_pairs = inputs.num_pairs
         seconds = self._deployment.step_s(inputs.num_tokens, num_kv_tokens, num_pairs)
         self._clock.advance(seconds)
         self._num_steps += 1

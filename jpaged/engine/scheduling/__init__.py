@@ -2,6 +2,7 @@
 
 scheduler.py       the queues, their order, and the decision of one step
 cohorts.py         beams of several requests draw in the same steps
+pace.py            as many tokens of prompts as streams can wait for
 preemption.py      how a group leaves: recompute or swap
 schedule.py        one step, decided, and the padded arrays that it becomes
 shared_prefixes.py rows that begin with the same blocks read them once

@@ -18,6 +18,7 @@ from jpaged.config import Policy, SchedulerOptions
 from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
+from jpaged.engine.scheduling.pace import Pace
 from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Group, Sequence, Status
@@ -222,6 +223,7 @@ class Scheduler:
 
     Attributes:
         max_num_seqs: rows of a step.
+        pace: bounds what prompts add to the steps of streams, and is told of each step; None without a bound.
     """
 
     def __init__(self, memory: KVMemory, options: SchedulerOptions, geometry: Geometry, rates: DeviceRates) -> None:
@@ -232,6 +234,8 @@ class Scheduler:
         self._memory = memory
         self._policy = POLICIES[options.policy]()
         self._preemption = Preemption(options.preemption_mode, geometry.bytes_per_block, rates)
+        bound_s = options.max_inter_token_latency
+        self.pace = Pace(bound_s, rates, geometry.buckets) if bound_s else None
         self.queues = Queues(self._policy)
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)
@@ -307,6 +311,8 @@ class Scheduler:
                 prefilling.append(group)
             else:
                 budget -= len(wanted)
+        if self.pace is not None and len(prefilling) < len(parts) and (prefilling or self.queues.num_waiting):
+            budget = self.pace.within(budget, parts, prefilling)
         for group in prefilling:
             parts[group] = _within(budget, group, parts[group])
             budget -= _num_tokens(parts[group])
@@ -450,16 +456,14 @@ def _num_to_run(group: Group, sequence: Sequence) -> int:
 
 def _within(budget: int, group: Group, wanted: Shares) -> Shares:
     """Cuts what a group wants to the tokens that are left."""
+    # Beams are ranked together, so they sample in one step: where they cannot, each stops short of its last token.
+    num_short = int(bool(group.request.sampling.beam_width) and _num_tokens(wanted) > budget)
     parts = []
     for sequence, num_tokens in wanted:
-        share = min(num_tokens, budget)
+        share = min(num_tokens - num_short, budget)
         if share:
             parts.append((sequence, share))
             budget -= share
-    if group.request.sampling.beam_width and parts != wanted:
-        # Beams are ranked together, so they sample in one step: who would be first stops short of its last token.
-        parts = [(sequence, min(share, dict(wanted)[sequence] - 1)) for sequence, share in parts]
-        parts = [(sequence, share) for sequence, share in parts if share]
     return parts
 
 

@@ -254,7 +254,7 @@ def test_auto_counts_a_shared_block_and_the_prompt_once():
     for sequence, own in zip(group.sequences, (3, 4), strict=True):
         sequence.kv.table.extend([1, 2, own])
         sequence.token_ids.append(200)
-    rates = DeviceRates(swap_out_bytes_per_s=1000.0, swap_in_bytes_per_s=500.0, prefill_tokens_per_s=10.0)
+    rates = DeviceRates(swap_out_bytes_per_s=1000.0, swap_in_bytes_per_s=500.0, forward_s=((10, 1.0),))
     preemption = Preemption("auto", 100, rates)
     assert preemption.swap_s(group) == pytest.approx(400 / 1000 + 400 / 500)
     assert preemption.recompute_s(group) == pytest.approx(10 / 10)
