@@ -37,7 +37,7 @@ class Completions:
     def _completion(self, index: int) -> CompletionOutput:
         deltas = self._deltas[index]
         last = deltas[-1]
-        if last.finish is None or last.cumulative_logprob is None:
+        if last.finish is None:
             raise InternalError(f"the stream ended without a finish of sequence {index}")
         return CompletionOutput(
             index=index,

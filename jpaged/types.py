@@ -215,6 +215,11 @@ class SamplingParams:
         _require(is_bool, "use_prefix_cache", self.use_prefix_cache, "true or false")
 
     @property
+    def needs_logprobs(self) -> bool:
+        """Log-probabilities are told, or sequences are ranked by them; what needs none is told no sum either."""
+        return self.logprobs is not None or self.num_samples > self.n or bool(self.beam_width)
+
+    @property
     def is_greedy(self) -> bool:
         """Nothing is sampled at random."""
         return self.temperature == 0.0 or bool(self.beam_width)
@@ -327,7 +332,8 @@ class SequenceDelta:
         index: which sequence: 0 to n - 1.
         text: to append to that sequence; may be empty while token_ids are not.
         finish: in the sequence's last delta alone.
-        cumulative_logprob: the sum over all tokens of the sequence so far; None where that is not told.
+        cumulative_logprob: the sum over all tokens of the sequence so far; None where that is not told: of requests
+            whose `SamplingParams.needs_logprobs` is False.
         is_last: nothing follows, of any sequence.
     """
 
@@ -346,18 +352,22 @@ class SequenceDelta:
 class OutputEvent(SequenceDelta):
     """What one step added. `error` is set on the last event alone, when the request failed instead of finishing."""
 
-    cumulative_logprob: float = 0.0
     error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One finished sequence of a request. `cumulative_logprob` is the sum over its tokens."""
+    """One finished sequence of a request.
+
+    Attributes:
+        cumulative_logprob: the sum over its tokens; None unless the request asked for `logprobs`, had a best_of above n
+            or searched with beams.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
-    cumulative_logprob: float
+    cumulative_logprob: float | None
     logprobs: tuple[PositionLogprobs, ...] | None
     finish_reason: str
     matched_stop: str | int | None = None

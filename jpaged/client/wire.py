@@ -51,7 +51,7 @@ _EARLY_STOPPING: dict[bool | str, inference_pb2.EarlyStopping] = {
 
 @dataclass(slots=True)
 class GenerateChunk(SequenceDelta):
-    """What one message added; `cumulative_logprob` comes with `finish`.
+    """What one message added; `cumulative_logprob` comes with `finish`, where the request needs log-probabilities.
 
     Attributes:
         prompt_token_ids: in the first chunk, when they were asked for.
@@ -160,7 +160,7 @@ def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:
         logprobs=tuple(_position_of(position) for position in message.logprobs),
         usage=Usage(message.usage.prompt_tokens, message.usage.completion_tokens, message.usage.cached_tokens),
         finish=_finish_of(message.finish) if has_finish else None,
-        cumulative_logprob=message.finish.cumulative_logprob if has_finish else None,
+        cumulative_logprob=message.finish.cumulative_logprob if message.finish.HasField("cumulative_logprob") else None,
         prompt_token_ids=tuple(message.prompt_token_ids),
         is_last=message.is_last,
     )

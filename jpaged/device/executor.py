@@ -47,6 +47,7 @@ from jpaged.device.transfers import BlockMover, move_sizes
 from jpaged.engine.executor import (
     BlockMoves,
     BucketTable,
+    Detail,
     DeviceRates,
     Geometry,
     Progress,
@@ -208,8 +209,8 @@ class JaxExecutor:
         self._programs.compile_rest(progress)
 
     def _note_ready(self) -> None:
-        """Lets steps have the shapes that are ready. A sample with top log-probabilities does for one without."""
-        tokens, rows = self._programs.sizes("forward"), self._programs.sizes("sample", want_top_logprobs=True)
+        """Lets steps have the shapes that are ready. A sample that tells most does for one that tells less."""
+        tokens, rows = self._programs.sizes("forward"), self._programs.sizes("sample", detail=Detail.TOP_LOGPROBS)
         if tokens and rows:
             self._geometry = dataclasses.replace(self._geometry, buckets=BucketTable(tokens, rows))
         if len(self._programs.ready) == len(self._programs.specs):

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from jpaged.errors import InternalError
 from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
 
 MIN_BUCKET = 8
@@ -195,6 +196,21 @@ class BlockMoves:
     destinations: list[int]
 
 
+class Detail(enum.IntEnum):
+    """What a sample tells of each token that it sampled; more does for less, and the tokens are the same."""
+
+    TOKENS = 0
+    LOGPROBS = 1
+    TOP_LOGPROBS = 2
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Detail:
+        """What a request needs."""
+        if params.logprobs or params.beam_width:
+            return cls.TOP_LOGPROBS
+        return cls.LOGPROBS if params.needs_logprobs else cls.TOKENS
+
+
 class RowField(NamedTuple):
     """One entry of the record that says how a row's next token is sampled.
 
@@ -260,16 +276,16 @@ class SamplingInputs:
 
     Attributes:
         rows_r: of ROW_DTYPE.
-        want_top_logprobs: some row wants top log-probabilities, so the sampler's larger variant runs.
+        detail: what the row that wants most is told; the sampler has a variant for each.
     """
 
     rows_r: NDArray[np.void]
-    want_top_logprobs: bool = False
+    detail: Detail = Detail.TOKENS
 
     @classmethod
-    def neutral(cls, num_rows: int, *, want_top_logprobs: bool = False) -> SamplingInputs:
+    def neutral(cls, num_rows: int, *, detail: Detail = Detail.TOKENS) -> SamplingInputs:
         """Rows that sample the likeliest token, whatever it is."""
-        return cls(_NEUTRAL_ROW.repeat(num_rows), want_top_logprobs)
+        return cls(_NEUTRAL_ROW.repeat(num_rows), detail)
 
     @property
     def words(self) -> I32:
@@ -343,31 +359,44 @@ class StepOutputs:
 
     Attributes:
         token_ids_rn: the sampled tokens.
-        logprobs_rn: their log-probabilities under the model's own distribution (before temperature and truncation); NaN
-            in the rows that are not sound, see `is_sound_r`.
-        ranks_rn: 1 for the likeliest token.
-        top_ids_rnk: the likeliest tokens in order; None unless want_top_logprobs.
+        is_sound_r: False where a token means nothing: the logits hold NaN or plus infinity, or nothing is left to
+            sample.
+        logprobs_rn: their log-probabilities under the model's own distribution (before temperature and truncation);
+            None of Detail.TOKENS.
+        ranks_rn: 1 for the likeliest token; None of Detail.TOKENS.
+        top_ids_rnk: the likeliest tokens in order; None unless of Detail.TOP_LOGPROBS.
         top_logprobs_rnk: theirs.
     """
 
     token_ids_rn: I32
-    logprobs_rn: F32
-    ranks_rn: I32
+    is_sound_r: Bool
+    logprobs_rn: F32 | None = None
+    ranks_rn: I32 | None = None
     top_ids_rnk: I32 | None = None
     top_logprobs_rnk: F32 | None = None
 
-    @property
-    def is_sound_r(self) -> Bool:
-        """False where a token means nothing: the logits hold NaN or plus infinity, or nothing is left to sample."""
-        return np.all(~np.isnan(self.logprobs_rn), axis=1)
+    def token(self, row: int, place: int = 0) -> int:
+        """The token that a row sampled in a place."""
+        return self.token_ids_rn.item(row, place)
 
-    def token(self, row: int, place: int = 0) -> tuple[int, float]:
-        """The token that a row sampled in a place, and its log-probability."""
-        return self.token_ids_rn.item(row, place), self.logprobs_rn.item(row, place)
+    def logprob(self, row: int, place: int = 0) -> float:
+        """Its log-probability.
+
+        Raises:
+            InternalError: the step told of none.
+        """
+        if self.logprobs_rn is None:
+            raise InternalError("log-probabilities are wanted of a step that told of none")
+        return self.logprobs_rn.item(row, place)
 
     def position(self, row: int, num_top: int, place: int = 0) -> PositionLogprobs:
-        """The token at `place` with its rank, and the num_top likeliest in order, where the step reported them."""
-        chosen = TokenLogprob(*self.token(row, place), self.ranks_rn.item(row, place))
+        """The token at `place` with its rank, and the num_top likeliest in order, where the step reported them.
+
+        Raises:
+            InternalError: the step told of no log-probabilities.
+        """
+        rank = None if self.ranks_rn is None else self.ranks_rn.item(row, place)
+        chosen = TokenLogprob(self.token(row, place), self.logprob(row, place), rank)
         if not num_top or self.top_ids_rnk is None or self.top_logprobs_rnk is None:
             return PositionLogprobs(chosen)
         ids, values = self.top_ids_rnk[row, place, :num_top], self.top_logprobs_rnk[row, place, :num_top]

@@ -218,7 +218,7 @@ def _usage_of(usage: Usage) -> inference_pb2.Usage:
     )
 
 
-def _finish_of(finish: SequenceFinish, cumulative_logprob: float) -> inference_pb2.Finish:
+def _finish_of(finish: SequenceFinish, cumulative_logprob: float | None) -> inference_pb2.Finish:
     matched = finish.matched_stop
     return inference_pb2.Finish(
         reason=_FINISH_REASONS[finish.reason],

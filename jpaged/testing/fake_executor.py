@@ -26,6 +26,7 @@ from jpaged.engine.executor import (
     BlockMoves,
     BucketTable,
     CascadeCosts,
+    Detail,
     DeviceRates,
     Geometry,
     Move,
@@ -173,7 +174,7 @@ class FakeExecutor:
             is_sound_r[row] = context.max() < _NAN
             token_ids_r[row] = self._sample(context % _NAN, inputs.rows_r[row])
         self._last_tokens[: len(token_ids_r)] = token_ids_r[: len(self._last_tokens)]
-        return self._outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.want_top_logprobs)
+        return self._outputs(token_ids_r[:, None], is_sound_r, inputs.detail)
 
     def is_done(self, handle: StepOutputs) -> bool:
         return True
@@ -253,19 +254,20 @@ class FakeExecutor:
             token_id = (token_id + 1) % self._geometry.vocab_size
         return token_id
 
-    def _outputs(
-        self, token_ids_rn: NDArray[np.int32], is_sound_rn: NDArray[np.bool_], want_top_logprobs: bool
-    ) -> StepOutputs:
-        logprobs_rn = np.where(is_sound_rn, _LOGPROB_STEP, np.nan).astype(np.float32)
+    def _outputs(self, token_ids_rn: NDArray[np.int32], is_sound_r: NDArray[np.bool_], detail: Detail) -> StepOutputs:
+        if detail == Detail.TOKENS:
+            return StepOutputs(token_ids_rn, is_sound_r)
+        logprobs_rn = np.where(is_sound_r[:, None], _LOGPROB_STEP, np.nan).astype(np.float32)
         offsets = np.arange(TOP_WIDTH, dtype=np.int32)
         top_ids = (token_ids_rn[..., None] + offsets) % self._geometry.vocab_size
         top_logprobs = (offsets + 1) * logprobs_rn[..., None]
         return StepOutputs(
             token_ids_rn=token_ids_rn,
+            is_sound_r=is_sound_r,
             logprobs_rn=logprobs_rn,
             ranks_rn=np.ones(token_ids_rn.shape, np.int32),
-            top_ids_rnk=top_ids.astype(np.int32) if want_top_logprobs else None,
-            top_logprobs_rnk=top_logprobs.astype(np.float32) if want_top_logprobs else None,
+            top_ids_rnk=top_ids.astype(np.int32) if detail == Detail.TOP_LOGPROBS else None,
+            top_logprobs_rnk=top_logprobs.astype(np.float32) if detail == Detail.TOP_LOGPROBS else None,
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.engine.executor import Executor, Geometry, SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.executor import Detail, Executor, Geometry, SamplingInputs, StepInputs, StepOutputs
 
 
 @dataclass
@@ -51,15 +51,15 @@ class Driver:
     def release(self, sequence: Sequence) -> None:
         self.free += sequence.blocks
 
-    def run(self, rows: list[Row], *, want_top_logprobs: bool = False) -> StepOutputs:
-        outputs = self.executor.collect(self.start(rows, want_top_logprobs=want_top_logprobs))
+    def run(self, rows: list[Row], *, detail: Detail = Detail.LOGPROBS) -> StepOutputs:
+        outputs = self.executor.collect(self.start(rows, detail=detail))
         for row in rows:
             row.sequence.num_computed += row.num_tokens
         return outputs
 
-    def start(self, rows: list[Row], *, want_top_logprobs: bool = False) -> Any:
+    def start(self, rows: list[Row], *, detail: Detail = Detail.LOGPROBS) -> Any:
         hidden = self.executor.forward(self.inputs(rows))
-        return self.executor.sample(hidden, self.sampling(rows, want_top_logprobs=want_top_logprobs))
+        return self.executor.sample(hidden, self.sampling(rows, detail=detail))
 
     def inputs(self, rows: list[Row]) -> StepInputs:
         geometry, block_size = self.geometry, self.geometry.block_size
@@ -100,8 +100,8 @@ class Driver:
             num_runs=0,
         )
 
-    def sampling(self, rows: list[Row], *, want_top_logprobs: bool = False) -> SamplingInputs:
-        inputs = SamplingInputs.neutral(self.geometry.buckets.num_rows(len(rows)), want_top_logprobs=want_top_logprobs)
+    def sampling(self, rows: list[Row], *, detail: Detail = Detail.LOGPROBS) -> SamplingInputs:
+        inputs = SamplingInputs.neutral(self.geometry.buckets.num_rows(len(rows)), detail=detail)
         sequences = [row.sequence for row in rows]
         inputs.fill_columns(
             range(len(rows)),

@@ -11,7 +11,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
-from jpaged.engine.executor import Executor, StepInputs
+from jpaged.engine.executor import Detail, Executor, StepInputs
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
@@ -57,8 +57,8 @@ def step_randomly(driver: Driver, sequences: list[Sequence], rng: np.random.Gene
         sequence = row.sequence
         want = dense_logprobs(sequence)[sequence.num_computed - 1]
         token = int(outputs.token_ids_rn[i, 0])
-        assert outputs.logprobs_rn[i, 0] == pytest.approx(want[token], abs=1e-4)
-        assert outputs.ranks_rn[i, 0] == 1
+        assert outputs.logprob(i) == pytest.approx(want[token], abs=1e-4)
+        assert outputs.position(i, 0).chosen.rank == 1
         assert want[token] >= want.max() - 1e-4
         if sequence.num_computed == len(sequence.tokens) < driver.geometry.max_model_len:
             sequence.tokens.append(token)
@@ -92,7 +92,7 @@ def test_nothing_is_compiled_while_serving(driver: Driver, executor: JaxExecutor
     sequences = [driver.sequence(prompt(int(n)), temperature=1.0, top_p=0.9, seed=3) for n in rng.integers(1, 40, 5)]
     for i in range(30):
         rows = [Row(s, int(rng.integers(1, min(4, len(s.tokens) - s.num_computed) + 1))) for s in sequences[:4]]
-        outputs = driver.run(rows, want_top_logprobs=i % 3 == 0)
+        outputs = driver.run(rows, detail=Detail(i % 3))
         for row, token in zip(rows, outputs.token_ids_rn[:, 0], strict=False):
             if not is_alive(row.sequence):
                 row.sequence.tokens.append(int(token))
@@ -151,7 +151,7 @@ def test_tokens_do_not_depend_on_the_batch(driver: Driver) -> None:
 
 def test_alternatives_come_in_order_and_with_the_dense_logprobs(driver: Driver) -> None:
     sequence = driver.sequence(prompt(10))
-    outputs = driver.run([Row(sequence, 10)], want_top_logprobs=True)
+    outputs = driver.run([Row(sequence, 10)], detail=Detail.TOP_LOGPROBS)
     want = dense_logprobs(sequence)[-1]
     assert outputs.top_ids_rnk is not None
     assert outputs.top_logprobs_rnk is not None
@@ -173,26 +173,26 @@ def test_padding_writes_nothing_but_the_null_block(executor: JaxExecutor, driver
         driver.release(other)
     kept.tokens.append(5)
     outputs = driver.run([Row(kept, 1)])
-    assert outputs.logprobs_rn[0, 0] == pytest.approx(dense_logprobs(kept)[-1].max(), abs=1e-4)
+    assert outputs.logprob(0) == pytest.approx(dense_logprobs(kept)[-1].max(), abs=1e-4)
 
 
 def _change(inputs: StepInputs, **changes: object) -> StepInputs:
     return dataclasses.replace(inputs, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("want_top_logprobs", [False, True])
+@pytest.mark.parametrize("detail", list(Detail))
 def test_a_row_whose_keys_are_nan_is_not_sound_and_the_others_are_as_ever(
-    driver: Driver, executor: JaxExecutor, want_top_logprobs: bool
+    driver: Driver, executor: JaxExecutor, detail: Detail
 ) -> None:
     sequences = [driver.sequence(prompt(4, i), temperature=i * 0.5, seed=7) for i in range(3)]
     rows = [Row(sequence, 4) for sequence in sequences]
-    undisturbed = driver.run(rows, want_top_logprobs=want_top_logprobs)
+    undisturbed = driver.run(rows, detail=detail)
     assert undisturbed.is_sound_r[:3].all()
     for sequence in sequences:
         sequence.num_computed = 3
     pool = executor._pool.take()
     executor._pool.put(pool.at[sequences[1].blocks[0]].set(np.nan))
-    disturbed = driver.run([Row(sequence, 1) for sequence in sequences], want_top_logprobs=want_top_logprobs)
+    disturbed = driver.run([Row(sequence, 1) for sequence in sequences], detail=detail)
     assert disturbed.is_sound_r[:3].tolist() == [True, False, True]
     assert disturbed.token_ids_rn[[0, 2], 0].tolist() == undisturbed.token_ids_rn[[0, 2], 0].tolist()
     for sequence in sequences:
@@ -209,7 +209,7 @@ def test_inputs_of_no_compiled_shape_are_refused_and_harm_nothing(driver: Driver
     with pytest.raises(InternalError, match=r"block_tables_sm is int32\(4, 3\)"):
         executor.forward(_change(good, block_tables_sm=np.zeros((4, 3), np.int32)))
     outputs = driver.run([Row(sequence, 6)])
-    assert outputs.logprobs_rn[0, 0] == pytest.approx(dense_logprobs(sequence)[-1].max(), abs=1e-4)
+    assert outputs.logprob(0) == pytest.approx(dense_logprobs(sequence)[-1].max(), abs=1e-4)
 
 
 def test_a_spent_executor_refuses_everything(driver: Driver) -> None:
@@ -248,7 +248,7 @@ def test_geometry_is_what_was_asked_for(executor: JaxExecutor) -> None:
     assert geometry.bytes_per_block == 3 * 8 * 2 * 2 * 16 * 4
     assert (geometry.vocab_size, geometry.buckets.tokens, geometry.buckets.rows) == (97, (8, 16), (8,))
     assert geometry.num_host_blocks == 40
-    steps = ["forward[8]", "forward[16]", "sample[8]", "sample[8, top]"]
+    steps = ["forward[8]", "forward[16]", "sample[8]", "sample[8, top]", "sample[8, logprobs]"]
     moves = [f"{kind}[{size}]" for kind in ("copy", "swap_out", "swap_in") for size in (8, 64)]
     assert sorted(map(str, executor._programs.ready)) == sorted(steps + moves)
 

@@ -38,9 +38,7 @@ def test_logits_follow_the_dense_ones_as_closely_as_the_type_can(name: str) -> N
     for num_tokens in (14, *(1,) * 16):
         outputs = driver.run([Row(sequence, num_tokens)])
         token = int(outputs.token_ids_rn[0, 0])
-        errors.append(
-            abs(float(outputs.logprobs_rn[0, 0]) - dense_logprobs(sequence)[sequence.num_computed - 1][token])
-        )
+        errors.append(abs(outputs.logprob(0) - dense_logprobs(sequence)[sequence.num_computed - 1][token]))
         sequence.tokens.append(token)
     executor.shutdown()
     assert np.mean(errors) < TOLERANCE[name]

@@ -115,7 +115,7 @@ class Share:
 
 @dataclass
 class Answer:
-    """Everything that came of a request: tokens and cumulative log-probability of each sequence, by index."""
+    """Everything that came of a request: of each sequence its tokens and, where told, cumulative log-probability."""
 
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     cumulative_logprobs: dict[int, float] = field(default_factory=dict)
@@ -127,7 +127,8 @@ class Answer:
             raise event.error
         assert not self.is_done
         self.token_ids.setdefault(event.index, []).extend(event.token_ids)
-        self.cumulative_logprobs[event.index] = event.cumulative_logprob
+        if event.cumulative_logprob is not None:
+            self.cumulative_logprobs[event.index] = event.cumulative_logprob
         self.num_cached_tokens = event.usage.cached_tokens
         self.is_done = event.is_last
 

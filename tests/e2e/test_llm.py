@@ -11,6 +11,7 @@ from jpaged import LLM, SamplingParams
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.scheduling.scheduler import ByPriority
 from jpaged.llm import TokensPrompt
+from jpaged.types import CompletionOutput
 from tests.e2e.rig import engine_of
 from tests.models.tiny import tiny_case, write_checkpoint
 
@@ -31,6 +32,11 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
+def told_sum(output: CompletionOutput) -> float:
+    assert output.cumulative_logprob is not None
+    return output.cumulative_logprob
+
+
 def test_the_sequences_of_a_request_come_in_order_of_index(llm: LLM) -> None:
     one = SamplingParams(seed=5, max_tokens=6, ignore_eos=True)
     many = SamplingParams(seed=5, n=3, max_tokens=6, ignore_eos=True, logprobs=1)
@@ -45,20 +51,21 @@ def test_the_sequences_of_a_request_come_in_order_of_index(llm: LLM) -> None:
         total = sum(position.chosen.logprob for position in output.logprobs)
         assert output.cumulative_logprob == pytest.approx(total, abs=1e-4)
     assert several.usage.completion_tokens == 18
+    assert single.outputs[0].cumulative_logprob is None
 
 
 def test_best_of_returns_the_likeliest_first(llm: LLM) -> None:
     base: dict[str, Any] = {"seed": 8, "max_tokens": 5, "ignore_eos": True}
-    (every,) = llm.generate(PROMPT, SamplingParams(n=4, **base))
+    (every,) = llm.generate(PROMPT, SamplingParams(n=4, logprobs=0, **base))
     (best,) = llm.generate(PROMPT, SamplingParams(n=2, best_of=4, **base))
-    ranked = sorted(every.outputs, key=lambda output: -output.cumulative_logprob)
+    ranked = sorted(every.outputs, key=lambda output: -told_sum(output))
     assert [output.token_ids for output in best.outputs] == [output.token_ids for output in ranked[:2]]
     assert [output.index for output in best.outputs] == [0, 1]
 
 
 def test_beams_come_best_first(llm: LLM) -> None:
     (found,) = llm.generate(PROMPT, SamplingParams(beam_width=4, n=3, max_tokens=5, ignore_eos=True))
-    scores = [output.cumulative_logprob for output in found.outputs]
+    scores = [told_sum(output) for output in found.outputs]
     assert len(scores) == 3
     assert scores == sorted(scores, reverse=True)
 

@@ -23,8 +23,8 @@ from tests.models.tiny import tiny_case
 
 KINDS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=30),
-    "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=2**40 + 3, max_tokens=30),
-    "four": SamplingParams(temperature=1.0, seed=9, n=4, max_tokens=24),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=2**40 + 3, max_tokens=30, logprobs=0),
+    "four": SamplingParams(temperature=1.0, seed=9, n=4, max_tokens=24, logprobs=2),
     "beams": SamplingParams(beam_width=4, n=4, max_tokens=24),
 }
 

@@ -126,7 +126,8 @@ def test_logprobs_come_with_each_token_and_add_up(overlap):
         assert position.top[0].token_id == position.chosen.token_id
     assert all(event.logprobs[0].top == () for event in h.events["b"])
     assert all(event.logprobs == () for event in h.events["c"])
-    assert h.last("a").cumulative_logprob == pytest.approx(5 * -0.125)
+    assert h.last("a").cumulative_logprob == h.last("b").cumulative_logprob == pytest.approx(5 * -0.125)
+    assert h.last("c").cumulative_logprob is None
 
 
 def test_abort_ends_with_one_event_and_gives_the_blocks_back_within_a_step(overlap):

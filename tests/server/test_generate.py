@@ -13,7 +13,7 @@ TOKENIZER = ByteTokenizer()
 
 
 async def test_the_stream_holds_the_tokens_and_one_finish(harness):
-    messages = await collect(harness.inference.Generate(request("hello", max_tokens=20)))
+    messages = await collect(harness.inference.Generate(request("hello", max_tokens=20, logprobs=0)))
     token_ids = [token_id for message in messages for token_id in message.token_ids]
     assert token_ids == expected_tokens(TOKENIZER.encode("hello"), 20)
     assert "".join(message.text for message in messages) == TOKENIZER.decode(token_ids)
@@ -43,6 +43,16 @@ async def test_a_request_to_be_told_whole_is_one_message_a_sequence(harness):
         assert list(message.token_ids) == [token_id for part in its for token_id in part.token_ids]
         assert message.finish == its[-1].finish
     assert (told[-1].usage.prompt_tokens, told[-1].usage.completion_tokens) == (5, 200)
+
+
+@pytest.mark.parametrize(
+    ("params", "is_told"),
+    [({}, False), ({"n": 2}, False), ({"logprobs": 0}, True), ({"best_of": 2}, True), ({"beam_width": 2}, True)],
+)
+async def test_sums_of_logprobs_are_told_to_those_who_need_some(harness, params, is_told):
+    messages = await collect(harness.inference.Generate(request("hello", max_tokens=3, **params)))
+    finishes = [message.finish for message in messages if message.HasField("finish")]
+    assert [finish.HasField("cumulative_logprob") for finish in finishes] == [is_told] * params.get("n", 1)
 
 
 async def test_token_ids_run_as_they_are(harness):

@@ -17,6 +17,7 @@ from jpaged.engine.executor import (
     TOP_WIDTH,
     BlockMoves,
     BucketTable,
+    Detail,
     DeviceRates,
     Geometry,
     Move,
@@ -69,6 +70,7 @@ class SimulatedExecutor:
         )
         self._plain = StepOutputs(
             token_ids_rn=np.zeros((max_num_seqs, 1), np.int32),
+            is_sound_r=np.ones(max_num_seqs, np.bool_),
             logprobs_rn=np.zeros((max_num_seqs, 1), np.float32),
             ranks_rn=np.ones((max_num_seqs, 1), np.int32),
         )
@@ -112,7 +114,7 @@ class SimulatedExecutor:
         return inputs.kv_lens_s[:num_rows]
 
     def sample(self, hidden: NDArray[np.int32], inputs: SamplingInputs) -> StepOutputs:
-        return self._top_logprobs(hidden) if inputs.want_top_logprobs else self._plain
+        return self._top_logprobs(hidden) if inputs.detail == Detail.TOP_LOGPROBS else self._plain
 
     def is_done(self, handle: StepOutputs) -> bool:
         return True
@@ -143,6 +145,7 @@ class SimulatedExecutor:
         ids_rk = np.broadcast_to(np.arange(TOP_WIDTH, dtype=np.int32), (num_rows, TOP_WIDTH))
         return StepOutputs(
             token_ids_rn=self._plain.token_ids_rn,
+            is_sound_r=self._plain.is_sound_r,
             logprobs_rn=self._plain.logprobs_rn,
             ranks_rn=self._plain.ranks_rn,
             top_ids_rnk=ids_rk[:, None],

@@ -29,6 +29,7 @@ from jpaged.device.step.runner import PackedForward
 from jpaged.engine.executor import (
     ROW_DTYPE,
     BlockMoves,
+    Detail,
     DeviceRates,
     Geometry,
     Move,
@@ -205,7 +206,7 @@ class MultiHostExecutor:
     def sample(self, hidden: MultiHostHandle, inputs: SamplingInputs) -> MultiHostHandle:
         """As every executor's; raises as `move_blocks` does."""
         with self._naming_the_lost():
-            self._tell(Kind.SAMPLE, hidden.number, inputs.want_top_logprobs, words=inputs.words)
+            self._tell(Kind.SAMPLE, hidden.number, inputs.detail, words=inputs.words)
             told = tuple(self._told)
             self._told.clear()
             return MultiHostHandle(hidden.number, self._executor.sample(hidden.array, inputs), told)
@@ -295,7 +296,7 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
             case Kind.SAMPLE:
                 told.append(payload)
                 forward = _next(forwards, "sampled", head[0])
-                inputs = SamplingInputs(words.view(ROW_DTYPE), want_top_logprobs=bool(head[1]))
+                inputs = SamplingInputs(words.view(ROW_DTYPE), Detail(head[1]))
                 in_flight.append(MultiHostHandle(forward.number, executor.sample(forward.array, inputs), told))
                 told = []
             case Kind.COLLECT:

@@ -15,7 +15,7 @@ from jpaged.device.multihost.channel import Kind
 
 HEADS: Mapping[Kind, tuple[str, ...]] = {
     Kind.STEP: ("number", "num_tokens"),  # then the packed inputs of a forward
-    Kind.SAMPLE: ("number", "want_top_logprobs"),  # then the rows of the sampler
+    Kind.SAMPLE: ("number", "detail"),  # then the rows of the sampler
     Kind.MOVES: ("move",),  # its place in `Move`; then the sources, and the destinations
     Kind.COLLECT: ("number",),
     Kind.DIGEST: ("number",),  # then the digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import jax
 from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
-from jpaged.engine.executor import BucketTable
+from jpaged.engine.executor import BucketTable, Detail
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _FROM_CACHE = "/jax/compilation_cache/cache_hits"
@@ -22,14 +23,31 @@ MoveKind = Literal["copy", "swap_out", "swap_in"]
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """One program: `forward` for T tokens, `sample` for R rows, with or without top log-probabilities, or a move."""
+    """One program: `forward` for T tokens, `sample` for R rows and what is told of their tokens, or a move."""
 
     kind: Literal["forward", "sample"] | MoveKind
     size: int
-    want_top_logprobs: bool = False
+    detail: Detail = Detail.TOKENS
 
     def __str__(self) -> str:
-        return f"{self.kind}[{self.size}{', top' if self.want_top_logprobs else ''}]"
+        return f"{self.kind}[{', '.join((str(self.size), *self.variant))}]"
+
+    @property
+    def variant(self) -> tuple[str, ...]:
+        """What tells it from others of its kind and size, in a word, where that is needed."""
+        return _VARIANTS[self.detail]
+
+    @property
+    def stand_ins(self) -> tuple[ProgramSpec, ...]:
+        """The programs that do what it does and more, the least of them first."""
+        return tuple(dataclasses.replace(self, detail=detail) for detail in Detail if detail > self.detail)
+
+
+_VARIANTS: Mapping[Detail, tuple[str, ...]] = {
+    Detail.TOKENS: (),
+    Detail.LOGPROBS: ("logprobs",),
+    Detail.TOP_LOGPROBS: ("top",),
+}
 
 
 def program_specs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool) -> list[ProgramSpec]:
@@ -38,9 +56,10 @@ def program_specs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_b
     tokens, rows = list(buckets.tokens), list(buckets.rows)
     decodes = [ProgramSpec("forward", size) for size in (tokens[0], buckets.num_tokens(min(rows[-1], tokens[-1])))]
     forwards = [ProgramSpec("forward", size) for size in reversed(tokens)]
-    samples = [ProgramSpec("sample", size, want_top_logprobs) for want_top_logprobs in (True, False) for size in rows]
+    details = (Detail.TOP_LOGPROBS, Detail.TOKENS, Detail.LOGPROBS)
+    samples = [ProgramSpec("sample", size, detail) for detail in details for size in rows]
     moves = [ProgramSpec(move.kind, size) for size in move_sizes for move in least[2:]]
-    first_samples = [ProgramSpec("sample", rows[0], want_top_logprobs=True), ProgramSpec("sample", rows[0])]
+    first_samples = [ProgramSpec("sample", rows[0], Detail.TOP_LOGPROBS), ProgramSpec("sample", rows[0])]
     return list(dict.fromkeys((*least, *decodes, *first_samples, *forwards, *samples, *moves)))
 
 
@@ -49,7 +68,7 @@ def least_programs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_
     moves: tuple[MoveKind, ...] = ("copy", "swap_out", "swap_in") if has_host_blocks else ("copy",)
     return [
         ProgramSpec("forward", buckets.tokens[-1]),
-        ProgramSpec("sample", buckets.rows[-1], want_top_logprobs=True),
+        ProgramSpec("sample", buckets.rows[-1], Detail.TOP_LOGPROBS),
         *(ProgramSpec(kind, move_sizes[0]) for kind in moves),
     ]
 

@@ -122,7 +122,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
         if spec.kind != "sample":
             return lower_move(spec, layout, step.mesh)
-        sample = functools.partial(step.packed_sample, want_top_logprobs=spec.want_top_logprobs)
+        sample = functools.partial(step.packed_sample, detail=spec.detail)
         jitted = jax.jit(sample, out_shardings=whole, compiler_options=options)
         return jitted.lower(head, hidden, shape((spec.size * ROW_WORDS,), np.int32))
 

@@ -189,7 +189,7 @@ def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, C
             raise InvalidArgument("save", f"{folder} is not empty")
         names, num_bytes = {}, 0
         for spec, program in programs.items():
-            name = f"{spec.kind}-{spec.size}{'-top' if spec.want_top_logprobs else ''}.program"
+            name = f"{'-'.join((spec.kind, str(spec.size), *spec.variant))}.program"
             content = pickle.dumps(serialize_executable.serialize(program.executable))
             (folder / name).write_bytes(content)
             names[str(spec)] = name

@@ -115,6 +115,6 @@ def _decisive(specs: Collection[ProgramSpec]) -> list[ProgramSpec]:
     largest: dict[str, ProgramSpec] = {}
     for spec in specs:
         best = largest.setdefault(spec.kind, spec)
-        if (spec.size, spec.want_top_logprobs) > (best.size, best.want_top_logprobs):
+        if (spec.size, spec.detail) > (best.size, best.detail):
             largest[spec.kind] = spec
     return [spec for spec in specs if largest[spec.kind] == spec]

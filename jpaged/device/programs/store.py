@@ -22,7 +22,7 @@ from typing import Literal
 import jax
 
 from jpaged.device.programs.compile import ProgramSpec, told
-from jpaged.engine.executor import Progress
+from jpaged.engine.executor import Detail, Progress
 from jpaged.errors import InternalError
 
 _LOG = logging.getLogger(__name__)
@@ -85,11 +85,9 @@ class ProgramStore:
         self._threads: ThreadPoolExecutor | None = None
         self.num_failed = 0
 
-    def sizes(self, kind: str, *, want_top_logprobs: bool = False) -> tuple[int, ...]:
+    def sizes(self, kind: str, *, detail: Detail = Detail.TOKENS) -> tuple[int, ...]:
         """The sizes of the programs of a kind that are ready, ascending."""
-        found = [
-            spec.size for spec in tuple(self.ready) if spec.kind == kind and spec.want_top_logprobs == want_top_logprobs
-        ]
+        found = [spec.size for spec in tuple(self.ready) if spec.kind == kind and spec.detail == detail]
         return tuple(sorted(found))
 
     def find(self, spec: ProgramSpec) -> jax.stages.Compiled:

@@ -1,7 +1,7 @@
 """One step as two pure programs, so that tokens and rows are bucketed apart.
 
     forward[T]   (params, pool, last tokens, inputs) -> (pool, hidden)      pool donated, updated in place
-    sample[R]    (params, hidden, sampling) -> (last tokens, outputs)       want_top_logprobs: the larger variant
+    sample[R]    (params, hidden, sampling) -> (last tokens, outputs)       a variant for each `Detail`
 
 The last tokens stay on the device: a decode row of the next step names its input by its place among them, so that the
 next step can be dispatched before the host has seen a token.
@@ -22,7 +22,7 @@ from jpaged.device.mesh import HEADS_SPEC, LOGITS_SPEC, MODEL_AXIS, POOL_SPEC, S
 from jpaged.device.step import sampling
 from jpaged.device.step.runner import Packing, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor import Geometry, StepInputs
+from jpaged.engine.executor import Detail, Geometry, StepInputs
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
@@ -112,7 +112,7 @@ class Step:
         return pool, hidden_te[jnp.pad(inputs["sample_tokens_s"], (0, num_missing))]
 
     def packed_sample(
-        self, params: Params, hidden_se: Float[Array, "S E"], words: Int[Array, "W"], *, want_top_logprobs: bool
+        self, params: Params, hidden_se: Float[Array, "S E"], words: Int[Array, "W"], *, detail: Detail
     ) -> tuple[Int[Array, "S"], Int[Array, "R C"]]:
         """Samples a token for each of the first R rows, so many as the words are of.
 
@@ -126,11 +126,13 @@ class Step:
         vocabulary = Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
 
         def sample(logits_rv: jax.Array, how: sampling.RowSampling) -> sampling.Sampled:
-            return sampling.sample(logits_rv, how, vocabulary, want_top_logprobs=want_top_logprobs)
+            return sampling.sample(logits_rv, how, vocabulary, detail)
 
         sampled = on_shards(sample, self.mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec())(logits_rv, how)
         last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.num_places - num_rows))
-        columns = [sampled.token_ids_r[:, None], _bits(sampled.logprobs_r)[:, None], sampled.ranks_r[:, None]]
+        columns = [sampled.token_ids_r[:, None], sampled.is_sound_r[:, None].astype(jnp.int32)]
+        if sampled.logprobs_r is not None and sampled.ranks_r is not None:
+            columns += [_bits(sampled.logprobs_r)[:, None], sampled.ranks_r[:, None]]
         if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:
             columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
         return last_tokens_s, jnp.concatenate(columns, axis=1)

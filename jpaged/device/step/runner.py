@@ -8,7 +8,6 @@ Nothing is traced here and nothing waits: the calls are of executables, with num
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -154,16 +153,23 @@ class PackedForward:
     words: NDArray[np.int32]
 
 
+NUM_TOKEN_COLUMNS = 2
+"""Columns of a sample's outputs: token, whether it is sound."""
+NUM_LOGPROB_COLUMNS = 4
+"""With log-probabilities: those, log-probability, rank. The top ids and their log-probabilities follow."""
+
+
 def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
-    """The columns of `packed_sample` on the host: token, log-probability, rank, then the top ones if there are any."""
-    num_top = (outputs_rc.shape[1] - 3) // 2
-    logprobs_rc = outputs_rc.view(np.float32)
+    """The columns of `packed_sample` on the host; as many as its `Detail` has."""
+    num_columns, logprobs_rc = outputs_rc.shape[1], outputs_rc.view(np.float32)
+    has_logprobs, num_top = num_columns > NUM_TOKEN_COLUMNS, (num_columns - NUM_LOGPROB_COLUMNS) // 2
     return StepOutputs(
         token_ids_rn=outputs_rc[:, :1],
-        logprobs_rn=logprobs_rc[:, 1:2],
-        ranks_rn=outputs_rc[:, 2:3],
-        top_ids_rnk=outputs_rc[:, None, 3 : 3 + num_top] if num_top else None,
-        top_logprobs_rnk=logprobs_rc[:, None, 3 + num_top :] if num_top else None,
+        is_sound_r=outputs_rc[:, 1] != 0,
+        logprobs_rn=logprobs_rc[:, 2:3] if has_logprobs else None,
+        ranks_rn=outputs_rc[:, 3:4] if has_logprobs else None,
+        top_ids_rnk=outputs_rc[:, None, 4 : 4 + num_top] if num_top > 0 else None,
+        top_logprobs_rnk=logprobs_rc[:, None, 4 + num_top :] if num_top > 0 else None,
     )
 
 
@@ -204,9 +210,10 @@ class StepRunner:
 
     def sample(self, hidden_se: jax.Array, inputs: SamplingInputs) -> jax.Array:
         """Starts sampling; the outputs as one array, on their way to the host."""
-        spec = ProgramSpec("sample", len(inputs.rows_r), inputs.want_top_logprobs)
-        if spec not in self._programs.ready:
-            spec = dataclasses.replace(spec, want_top_logprobs=True)
+        spec = ProgramSpec("sample", len(inputs.rows_r), inputs.detail)
+        ready = self._programs.ready
+        if spec not in ready:
+            spec = next((one for one in spec.stand_ins if one in ready), spec)
         program = self._find(spec)
         self._last_tokens, outputs_rc = program(self._head_params, hidden_se, inputs.words)
         outputs_rc.copy_to_host_async()

@@ -1,11 +1,11 @@
 """Samples each row's next token: rows of arrays in, one token a row out.
 
-    logits ──┬─────────────────────────────────────────────> log-probability and rank of the token that was sampled
+    logits ──┬─────────────────────────────────────────────> where wanted, the token's log-probability and rank
              └─ banned ids ──┬─ greedy rows: the largest
                                 └─ others: / temperature ─ min_p ─ top_k ─ top_p ─ + Gumbel noise: the largest
 
 - A logit of minus infinity is a token that cannot be. A row with NaN or plus infinity, or with nothing else left to
-  sample, is not sound: its log-probability is NaN, whatever token it names. Both are seen in sums that exist anyway.
+  sample, is not sound, whatever token it names.
 
 - min_p drops tokens less likely than min_p times the likeliest, after temperature, as vLLM does.
 - top_k keeps the k likeliest, top_p the smallest set of likeliest of what is left whose share reaches top_p. Both are
@@ -24,6 +24,7 @@ the batch needs is skipped.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,10 +36,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jpaged.device.step import noise
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor import TOP_WIDTH
+from jpaged.engine.executor import TOP_WIDTH, Detail
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int, UInt32
+    from jaxtyping import Array, Bool, Float, Int, UInt32
 
 _SMALLEST = 1e-30  # what smaller temperatures and top_p count as: above the subnormal numbers, which devices round to 0
 _ROWS = Layout((0, 1))  # XLA for TPUs would have a matrix product make columns, and copy them for the loop
@@ -66,30 +67,35 @@ class Sampled:
 
     Attributes:
         token_ids_r: the tokens.
-        logprobs_r: their log-probabilities; NaN exactly in the rows that are not sound.
-        ranks_r: 1 and the number of tokens that are likelier.
+        is_sound_r: whether a row's logits are such that its token means something.
+        logprobs_r: their log-probabilities, or None; they mean nothing where the row is not sound.
+        ranks_r: 1 and the number of tokens that are likelier, or None.
         top_ids_rk: the likeliest tokens in order, or None.
         top_logprobs_rk: theirs, or None.
     """
 
     token_ids_r: Int[Array, "R"]
-    logprobs_r: Float[Array, "R"]
-    ranks_r: Int[Array, "R"]
+    is_sound_r: Bool[Array, "R"]
+    logprobs_r: Float[Array, "R"] | None = None
+    ranks_r: Int[Array, "R"] | None = None
     top_ids_rk: Int[Array, "R K"] | None = None
     top_logprobs_rk: Float[Array, "R K"] | None = None
 
 
-def sample(
-    logits_rv: Float[Array, "R V"], how: RowSampling, vocabulary: Vocabulary, *, want_top_logprobs: bool
-) -> Sampled:
+def sample(logits_rv: Float[Array, "R V"], how: RowSampling, vocabulary: Vocabulary, detail: Detail) -> Sampled:
     """Samples one token a row. `logits_rv` is float32: the vocabulary's, or this device's columns of them."""
     if vocabulary.axis is not None:  # padding
         logits_rv = jnp.where(vocabulary.ids(logits_rv.shape[1]) < vocabulary.size, logits_rv, -jnp.inf)
     logits_rv = with_layout_constraint(logits_rv, _ROWS)
-    top = vocabulary.top_k(logits_rv, min(TOP_WIDTH, vocabulary.size)) if want_top_logprobs else None
-    largest_r1 = vocabulary.max(logits_rv) if top is None else top[0].max(axis=1, keepdims=True)
+    is_below_r1 = vocabulary.all_below_infinity(logits_rv)
+    is_read_r1, largest_r1, top = is_below_r1, None, None
+    if detail == Detail.TOP_LOGPROBS:
+        top = vocabulary.top_k(logits_rv, min(TOP_WIDTH, vocabulary.size))
+    if detail >= Detail.LOGPROBS:
+        largest_r1 = vocabulary.max(logits_rv) if top is None else top[0].max(axis=1, keepdims=True)
+        is_read_r1 = is_below_r1 & jnp.isfinite(largest_r1)
     # What needs all logits is done by then, and the loop depends on it: so it may change them where they lie.
-    banned_token_ids_rx = jnp.where(jnp.isfinite(largest_r1), how.banned_token_ids_rx, vocabulary.size)
+    banned_token_ids_rx = jnp.where(is_read_r1, how.banned_token_ids_rx, vocabulary.size)
     allowed_rv, taken_rx = _ban(logits_rv, banned_token_ids_rx, vocabulary)
     token_ids_r = lax.cond(
         jnp.any(how.temperature_r > 0),
@@ -98,14 +104,16 @@ def sample(
         allowed_rv,
     )
     chosen_r1 = vocabulary.pick(allowed_rv, token_ids_r)
+    sampled = Sampled(token_ids_r, (is_below_r1 & jnp.isfinite(chosen_r1))[:, 0])
+    if largest_r1 is None:
+        return sampled
     ranks_r = 1 + _count(vocabulary, allowed_rv > chosen_r1, taken_rx > chosen_r1)
     log_total_r1 = vocabulary.log_sum_exp(largest_r1, allowed_rv, taken_rx)
-    is_sound_r1 = jnp.isfinite(chosen_r1) & jnp.isfinite(log_total_r1)
-    logprobs_r = jnp.where(is_sound_r1, chosen_r1 - log_total_r1, jnp.nan)[:, 0]
+    sampled = dataclasses.replace(sampled, logprobs_r=(chosen_r1 - log_total_r1)[:, 0], ranks_r=ranks_r)
     if top is None:
-        return Sampled(token_ids_r, logprobs_r, ranks_r)
+        return sampled
     top_rk, top_ids_rk = top
-    return Sampled(token_ids_r, logprobs_r, ranks_r, top_ids_rk, top_rk - log_total_r1)
+    return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_total_r1)
 
 
 def first_largest(x_rv: Float[Array, "R V"], vocabulary: Vocabulary) -> Int[Array, "R"]:

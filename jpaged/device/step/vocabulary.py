@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int, Num
+    from jaxtyping import Array, Bool, Float, Int, Num
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +62,17 @@ class Vocabulary:
         here_r = x_rv.min(axis=1)
         return here_r if self.axis is None else lax.pmin(here_r, self.axis)
 
+    def all_below_infinity(self, x_rv: Float[Array, "R V"]) -> Bool[Array, "R 1"]:
+        """Whether a row holds neither NaN nor plus infinity. Counted: the largest of NaN need not be NaN everywhere."""
+        return (self.sum(jnp.where(x_rv < jnp.inf, 0.0, 1.0)) == 0)[:, None]
+
     def sum(self, *parts: Num[Array, "R ..."]) -> Num[Array, "R"]:
         """The sum of each row, over all that is given."""
         here_r = functools.reduce(operator.add, (x_rv.sum(axis=1) for x_rv in parts))
         return here_r if self.axis is None else lax.psum(here_r, self.axis)
 
     def log_sum_exp(self, largest_r1: Float[Array, "R 1"], *parts: Float[Array, "R ..."]) -> Float[Array, "R 1"]:
-        """log(sum(exp(x))) of each row over all that is given, whose largest is known.
-
-        Not finite where one of them is NaN or plus infinity, or all are minus infinity: a sum of NaN is NaN on every
-        backend and over devices, which the largest need not be.
-        """
+        """log(sum(exp(x))) of each row over all that is given, whose largest is known."""
         return largest_r1 + jnp.log(self.sum(*(jnp.exp(x_rv - largest_r1) for x_rv in parts)))[:, None]
 
     def top_k(self, x_rv: Float[Array, "R V"], k: int) -> tuple[Float[Array, "R K"], Int[Array, "R K"]]:

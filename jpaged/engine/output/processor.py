@@ -249,11 +249,11 @@ class OutputProcessor:
 
     def publish(self, group: Group, sequence: Sequence, outputs: StepOutputs, row: int) -> bool:
         """Appends the token that a row sampled and shows what it adds; True when the sequence ended with it."""
-        token_id, logprob = outputs.token(row)
-        sequence.append(token_id, logprob)
+        token_id, sampling = outputs.token(row), group.request.sampling
+        sequence.append(token_id, outputs.logprob(row) if sampling.needs_logprobs else 0.0)
         group.sampled(1)
         text, finish = self._states[sequence].push(token_id)
-        num_top = group.request.sampling.logprobs
+        num_top = sampling.logprobs
         logprobs = () if num_top is None else (outputs.position(row, num_top),)
         if group in self._held:
             held = self._held[group][sequence]
@@ -336,7 +336,7 @@ class OutputProcessor:
             token_ids=piece.token_ids,
             logprobs=piece.logprobs,
             finish=piece.finish,
-            cumulative_logprob=piece.cumulative_logprob,
+            cumulative_logprob=piece.cumulative_logprob if group.request.sampling.needs_logprobs else None,
             usage=usage,
             is_last=is_last,
             error=error,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.executor import Geometry, SamplingInputs, StepInputs, random_columns, row_lists
+from jpaged.engine.executor import Detail, Geometry, SamplingInputs, StepInputs, random_columns, row_lists
 from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.sequence import Group, Sequence
 
@@ -176,8 +176,8 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
 def build_sampling_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: frozenset[int]) -> SamplingInputs:
     """How the rows of a schedule are sampled, in their order."""
     sampled = [(i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows) if row.samples_token]
-    want_top_logprobs = any(params.logprobs or params.beam_width for _, _, params in sampled)
-    inputs = SamplingInputs.neutral(geometry.buckets.num_rows(len(schedule.rows)), want_top_logprobs=want_top_logprobs)
+    detail = max((Detail.of(params) for _, _, params in sampled), default=Detail.TOKENS)
+    inputs = SamplingInputs.neutral(geometry.buckets.num_rows(len(schedule.rows)), detail=detail)
     for i, row, params in sampled:
         if lists := row_lists(params, eos_token_ids, row.output_index):
             inputs.fill_lists(i, lists)

@@ -33,6 +33,7 @@ def test_the_list_of_programs() -> None:
     buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=9)
     least = ["forward[32]", "sample[9, top]", "copy[8]"]
     steps = ["forward[8]", "forward[16]", "sample[8, top]", "sample[8]", "sample[9]"]
+    steps += ["sample[8, logprobs]", "sample[9, logprobs]"]
     names = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=False)))
     assert names == [*least, *steps, "copy[64]"]
     swaps = ["swap_out[8]", "swap_in[8]", "swap_out[64]", "swap_in[64]"]

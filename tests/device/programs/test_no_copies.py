@@ -13,6 +13,7 @@ from jpaged.config import EngineConfig
 from jpaged.device.mesh import Placement, build_mesh
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import program_lowerings, sized_step
+from jpaged.engine.executor import Detail
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
@@ -50,15 +51,15 @@ def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: s
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
-@pytest.mark.parametrize("want_top_logprobs", [False, True])
-def test_a_sample_copies_no_logits(want_top_logprobs: bool, num_devices: int) -> None:
+@pytest.mark.parametrize("detail", list(Detail))
+def test_a_sample_copies_no_logits(detail: Detail, num_devices: int) -> None:
     """The sizes are such that nothing is as large as logits: no weight, and no top log-probabilities."""
     num_rows, options = 24, EngineConfig.load({"max_num_seqs": 24, "max_num_batched_tokens": 24, "max_model_len": 64})
     mesh, config = build_mesh(jax.devices()[:num_devices]), dataclasses.replace(tiny_model.CONFIG, vocab_size=397)
     model = Placement.of(Model(config, jnp.dtype("float32")), mesh, "loop").model
     step, geometry = sized_step(model, options, "loop", 64, mesh)
     params = Placement.of(model, mesh, "loop").abstract_params()
-    spec = ProgramSpec("sample", num_rows, want_top_logprobs=want_top_logprobs)
+    spec = ProgramSpec("sample", num_rows, detail=detail)
     executable = program_lowerings(step, params, geometry)[spec]().compile()
     made = pool_sized_operations(executable, num_rows * model.config.vocab_size // num_devices)
     assert made  # of this size there are some

@@ -15,6 +15,7 @@ from jpaged.device.mesh import serving_mesh
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving
 from jpaged.device.programs.saved import MANIFEST, SavedPrograms, Target, save_programs
+from jpaged.engine.executor import Detail
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.paged_attention.cpu import attention as cpu
 from tests.device import tiny_model
@@ -43,7 +44,7 @@ def some_tokens(executor: JaxExecutor) -> list[int]:
     driver = Driver(executor)
     first, second = driver.sequence([5, 6, 7, 8, 9]), driver.sequence([1, 2], temperature=1.0, seed=3)
     sampled: list[int] = (
-        driver.run([Row(first, 5), Row(second, 2)], want_top_logprobs=True).token_ids_rn[:2, 0].tolist()
+        driver.run([Row(first, 5), Row(second, 2)], detail=Detail.TOP_LOGPROBS).token_ids_rn[:2, 0].tolist()
     )
     first.tokens.append(sampled[0])
     return sampled + driver.run([Row(first, 1)]).token_ids_rn[:1, 0].tolist()

@@ -18,6 +18,7 @@ from jpaged.device.mesh import build_mesh
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.device.transfers import lower_move
+from jpaged.engine.executor import Detail
 from jpaged.models.stack import LayerMode
 from tests.device.programs.hlo import pool_sized_operations
 from tests.device.sharded import model_of, place
@@ -45,7 +46,7 @@ def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode:
     assert memory.alias_size_in_bytes == layout.local.num_bytes == layout.num_bytes // 4
     assert memory.temp_size_in_bytes < layout.local.num_bytes // 10
     assert pool_sized_operations(executable, math.prod(layout.local.shape)) == set()
-    sample = lowerings[ProgramSpec("sample", 8, want_top_logprobs=True)]().compile()
+    sample = lowerings[ProgramSpec("sample", 8, detail=Detail.TOP_LOGPROBS)]().compile()
     assert opcodes(sample)["all-gather"] == 2  # of the best few of each device
     widths = re.findall(r"all-gather\S*\(\w+\[(\d+),(\d+)\]", sample.as_text() or "")
     assert all(int(width) <= 32 for _, width in widths)

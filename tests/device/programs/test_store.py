@@ -15,7 +15,7 @@ import pytest
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.store import NUM_THREADS, ProgramSource, ProgramStore
-from jpaged.engine.executor import BlockMoves, Move
+from jpaged.engine.executor import BlockMoves, Detail, Move
 from jpaged.errors import InternalError
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
@@ -93,7 +93,7 @@ def test_the_rest_follows_in_order_while_the_first_are_in_use() -> None:
     gate.set()
     assert report.summary.startswith("3 programs: 3 compiled")
     assert store.sizes("forward") == (3, 4, 5)
-    assert store.sizes("sample", want_top_logprobs=True) == ()
+    assert store.sizes("sample", detail=Detail.TOP_LOGPROBS) == ()
     assert landed == [1, 2, 3]
 
 
@@ -150,35 +150,32 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return gate
 
 
-def tokens_of(executor: JaxExecutor, *, want_top_logprobs: bool) -> list[int]:
+def tokens_of(executor: JaxExecutor, *, detail: Detail) -> list[int]:
     """Two sequences: prefill of one, then both at once, one of their blocks out to the host, copied, and in again."""
     driver = Driver(executor)
     first, second = driver.sequence([5, 6, 7, 8, 9, 10, 11, 12, 13]), driver.sequence([3, 4])
-    sampled: list[int] = driver.run([Row(first, 9)], want_top_logprobs=want_top_logprobs).token_ids_rn[:1, 0].tolist()
+    sampled: list[int] = driver.run([Row(first, 9)], detail=detail).token_ids_rn[:1, 0].tolist()
     first.tokens += sampled
     executor.move_blocks(BlockMoves(Move.SWAP_OUT, list(range(1, 12)), list(range(1, 12))))
     executor.move_blocks(BlockMoves(Move.SWAP_IN, list(range(1, 12)), list(range(1, 12))))
     copies = driver.free[: len(first.blocks) + 3]
     executor.move_blocks(BlockMoves(Move.COPY, [*first.blocks, *second.blocks[:3]], copies))
     first.blocks = copies[: len(first.blocks)]
-    return (
-        sampled
-        + driver.run([Row(first, 1), Row(second, 2)], want_top_logprobs=want_top_logprobs).token_ids_rn[:2, 0].tolist()
-    )
+    return sampled + driver.run([Row(first, 1), Row(second, 2)], detail=detail).token_ids_rn[:2, 0].tolist()
 
 
-@pytest.mark.parametrize("want_top_logprobs", [False, True])
-def test_steps_run_on_the_least_set_as_on_all(gate: threading.Event, want_top_logprobs: bool) -> None:
+@pytest.mark.parametrize("detail", list(Detail))
+def test_steps_run_on_the_least_set_as_on_all(gate: threading.Event, detail: Detail) -> None:
     early = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.WITHOUT_WAITING)
     report = Report()
     early.warm_up(report)
     least = early.geometry.buckets
     assert (least.tokens, least.rows) == ((16,), (8,))
     assert len(early._programs.ready) == 5 < len(early._programs.specs)
-    on_least = tokens_of(early, want_top_logprobs=want_top_logprobs)
+    on_least = tokens_of(early, detail=detail)
     gate.set()
     assert report.is_complete.wait(TIMEOUT_S)
     assert (early.geometry.buckets.tokens, len(early._programs.ready)) == ((8, 16), len(early._programs.specs))
-    assert tokens_of(early, want_top_logprobs=want_top_logprobs) == on_least
+    assert tokens_of(early, detail=detail) == on_least
     assert early.num_compiles_after_warm_up == 0
     early.shutdown()

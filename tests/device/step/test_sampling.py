@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jpaged.device.step import noise, sampling
 from jpaged.device.step.runner import unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, TOP_WIDTH, SamplingInputs
+from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, TOP_WIDTH, Detail, SamplingInputs
 from jpaged.types import MAX_LOGPROBS
 from tests.device.step import sampling_oracle as oracle
 from tests.device.step.sampling_oracle import Params
@@ -24,9 +24,9 @@ from tests.device.step.sampling_oracle import Params
 V = 61
 
 
-@functools.partial(jax.jit, static_argnames="want_top_logprobs")
-def _sample(logits: jax.Array, how: sampling.RowSampling, *, want_top_logprobs: bool) -> sampling.Sampled:
-    return sampling.sample(logits, how, Vocabulary(logits.shape[1]), want_top_logprobs=want_top_logprobs)
+@functools.partial(jax.jit, static_argnames="detail")
+def _sample(logits: jax.Array, how: sampling.RowSampling, detail: Detail) -> sampling.Sampled:
+    return sampling.sample(logits, how, Vocabulary(logits.shape[1]), detail)
 
 
 @jax.jit
@@ -53,7 +53,7 @@ def row_sampling(rows: list[Params]) -> sampling.RowSampling:
 
 
 def sample(logits: np.ndarray, rows: list[Params]) -> list[int]:
-    return np.asarray(_sample(logits, row_sampling(rows), want_top_logprobs=False).token_ids_r).tolist()
+    return np.asarray(_sample(logits, row_sampling(rows), Detail.TOKENS).token_ids_r).tolist()
 
 
 def random_logits(num_rows: int, seed: int = 0, vocab_size: int = V) -> np.ndarray:
@@ -79,12 +79,13 @@ def test_tokens_are_the_oracles(rows: list[Params], seed: int, has_ties: bool) -
     logits = random_logits(8, seed)
     if has_ties:
         logits = np.round(logits)
-    sampled = _sample(logits, row_sampling(rows), want_top_logprobs=False)
+    sampled = _sample(logits, row_sampling(rows), Detail.LOGPROBS)
+    logprobs_r, ranks_r = np.asarray(sampled.logprobs_r), np.asarray(sampled.ranks_r)
     for i, params in enumerate(rows):
         token, x = int(sampled.token_ids_r[i]), oracle.allowed(logits[i], params)
         want_logprobs = oracle.logprobs(logits[i])
-        assert sampled.logprobs_r[i] == pytest.approx(want_logprobs[token], abs=1e-5)
-        assert sampled.ranks_r[i] == 1 + (logits[i] > logits[i, token]).sum()
+        assert float(logprobs_r[i]) == pytest.approx(want_logprobs[token], abs=1e-5)
+        assert ranks_r[i] == 1 + (logits[i] > logits[i, token]).sum()
         if params.temperature == 0:
             assert token == x.argmax()
             continue
@@ -182,28 +183,30 @@ def unsound_rows() -> tuple[np.ndarray, list[Params], np.ndarray]:
     return logits, rows, np.arange(2 * len(cases)) % 2 == 1
 
 
-@pytest.mark.parametrize("want_top_logprobs", [False, True])
-def test_a_row_that_is_not_sound_says_so_and_names_a_token(want_top_logprobs: bool) -> None:
+@pytest.mark.parametrize("detail", list(Detail))
+def test_a_row_that_is_not_sound_says_so_and_names_a_token(detail: Detail) -> None:
     logits, rows, is_unsound = unsound_rows()
-    sampled = _sample(logits, row_sampling(rows), want_top_logprobs=want_top_logprobs)
-    np.testing.assert_array_equal(np.isnan(sampled.logprobs_r), is_unsound)
+    sampled = _sample(logits, row_sampling(rows), detail)
+    np.testing.assert_array_equal(sampled.is_sound_r, ~is_unsound)
     assert ((np.asarray(sampled.token_ids_r) >= 0) & (np.asarray(sampled.token_ids_r) < V)).all()
     clean = np.where(is_unsound[:, None], random_logits(len(rows)), logits)
-    undisturbed = _sample(clean, row_sampling(rows), want_top_logprobs=want_top_logprobs)
+    undisturbed = _sample(clean, row_sampling(rows), detail)
     for got, want in zip(jax.tree.leaves(sampled), jax.tree.leaves(undisturbed), strict=True):
         np.testing.assert_array_equal(got[~is_unsound], want[~is_unsound])
 
 
-@pytest.mark.parametrize("want_top_logprobs", [False, True])
-def test_minus_infinity_is_a_token_that_cannot_be(want_top_logprobs: bool) -> None:
+@pytest.mark.parametrize("detail", list(Detail))
+def test_minus_infinity_is_a_token_that_cannot_be(detail: Detail) -> None:
     logits = np.full((9, V), -INF, np.float32)
     logits[:3, 5], logits[3:6, [2, 9]], logits[6:, [0, 1, 60]] = 3.0, 1.0, 2.0
     banned = ((), (2, 30), (0, 1))
     rows = [dataclasses.replace(way, banned=ids) for ids in banned for way in WAYS]
-    sampled = _sample(logits, row_sampling(rows), want_top_logprobs=want_top_logprobs)
+    sampled = _sample(logits, row_sampling(rows), detail)
     assert np.asarray(sampled.token_ids_r).tolist() == [5] * 3 + [9] * 3 + [60] * 3
-    np.testing.assert_allclose(sampled.logprobs_r, -np.log(np.repeat([1, 2, 3], 3)), atol=1e-6)
-    assert np.asarray(sampled.ranks_r).tolist() == [1] * 9
+    assert np.asarray(sampled.is_sound_r).all()
+    if detail > Detail.TOKENS:
+        np.testing.assert_allclose(np.asarray(sampled.logprobs_r), -np.log(np.repeat([1, 2, 3], 3)), atol=1e-6)
+        assert np.asarray(sampled.ranks_r).tolist() == [1] * 9
 
 
 @pytest.mark.parametrize(
@@ -292,10 +295,23 @@ def test_noise_is_the_oracles(vocab_size: int) -> None:
     np.testing.assert_allclose(np.asarray(got)[0], oracle.exponentials(params, vocab_size), rtol=3e-6)
 
 
+@settings(max_examples=20)
+@given(rows=st.lists(PARAMS, min_size=8, max_size=8), seed=st.integers(0, 1000))
+def test_tokens_do_not_depend_on_what_is_told_of_them(rows: list[Params], seed: int) -> None:
+    logits, how = random_logits(8, seed), row_sampling(rows)
+    alone, with_logprobs, with_top = (_sample(logits, how, detail) for detail in Detail)
+    assert (alone.logprobs_r, alone.ranks_r, alone.top_ids_rk, with_logprobs.top_ids_rk) == (None,) * 4
+    for other in (with_logprobs, with_top):
+        np.testing.assert_array_equal(alone.token_ids_r, other.token_ids_r)
+        np.testing.assert_array_equal(alone.is_sound_r, other.is_sound_r)
+    np.testing.assert_array_equal(np.asarray(with_logprobs.ranks_r), np.asarray(with_top.ranks_r))
+    np.testing.assert_allclose(np.asarray(with_logprobs.logprobs_r), np.asarray(with_top.logprobs_r), atol=1e-6)
+
+
 def test_alternatives_are_the_likeliest_in_order() -> None:
     logits = random_logits(3)
     logits[1, 5] = logits[1, 9] = 20.0
-    sampled = _sample(logits, row_sampling([Params(banned=(2,))] * 3), want_top_logprobs=True)
+    sampled = _sample(logits, row_sampling([Params(banned=(2,))] * 3), Detail.TOP_LOGPROBS)
     assert sampled.top_ids_rk is not None
     assert sampled.top_logprobs_rk is not None
     assert sampled.top_ids_rk.shape == (3, TOP_WIDTH)
@@ -306,7 +322,7 @@ def test_alternatives_are_the_likeliest_in_order() -> None:
 
 
 def test_alternatives_of_a_small_vocabulary_are_all_of_it() -> None:
-    sampled = _sample(random_logits(2, 0, 5), row_sampling([Params()] * 2), want_top_logprobs=True)
+    sampled = _sample(random_logits(2, 0, 5), row_sampling([Params()] * 2), Detail.TOP_LOGPROBS)
     assert sampled.top_ids_rk is not None
     assert sampled.top_ids_rk.shape == (2, 5)
 

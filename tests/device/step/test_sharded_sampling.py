@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jpaged.device.mesh import LOGITS_SPEC, MODEL_AXIS, build_mesh, on_shards
 from jpaged.device.step import noise, sampling
 from jpaged.device.step.vocabulary import Vocabulary
+from jpaged.engine.executor import Detail
 from tests.device.step.sampling_oracle import Params
 from tests.device.step.test_sampling import V, random_logits, row_sampling, unsound_rows
 
@@ -30,28 +31,24 @@ ROWS = [
 ]
 
 
-def sample_split(
-    logits: np.ndarray, how: sampling.RowSampling, num_parts: int, *, want_top_logprobs: bool
-) -> sampling.Sampled:
+def sample_split(logits: np.ndarray, how: sampling.RowSampling, num_parts: int, detail: Detail) -> sampling.Sampled:
     """The columns padded with what must never be sampled, and split."""
     mesh = build_mesh(jax.devices()[:num_parts])
     vocabulary = Vocabulary(logits.shape[1], MODEL_AXIS)
     padded = np.pad(logits, ((0, 0), (0, -logits.shape[1] % num_parts)), constant_values=100.0)
-    run = functools.partial(sampling.sample, vocabulary=vocabulary, want_top_logprobs=want_top_logprobs)
+    run = functools.partial(sampling.sample, vocabulary=vocabulary, detail=detail)
     return jax.jit(on_shards(run, mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec()))(padded, how)
 
 
-def sample_whole(logits: np.ndarray, how: sampling.RowSampling, *, want_top_logprobs: bool) -> sampling.Sampled:
-    run = functools.partial(
-        sampling.sample, vocabulary=Vocabulary(logits.shape[1]), want_top_logprobs=want_top_logprobs
-    )
+def sample_whole(logits: np.ndarray, how: sampling.RowSampling, detail: Detail) -> sampling.Sampled:
+    run = functools.partial(sampling.sample, vocabulary=Vocabulary(logits.shape[1]), detail=detail)
     return jax.jit(run)(logits, how)
 
 
 def assert_same_sample(got: sampling.Sampled, want: sampling.Sampled) -> None:
     np.testing.assert_array_equal(got.token_ids_r, want.token_ids_r)
-    np.testing.assert_array_equal(got.ranks_r, want.ranks_r)
-    np.testing.assert_allclose(got.logprobs_r, want.logprobs_r, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(got.ranks_r), np.asarray(want.ranks_r))
+    np.testing.assert_allclose(np.asarray(got.logprobs_r), np.asarray(want.logprobs_r), atol=1e-5)
     np.testing.assert_array_equal(got.top_ids_rk, want.top_ids_rk)
     np.testing.assert_allclose(np.asarray(got.top_logprobs_rk), np.asarray(want.top_logprobs_rk), atol=1e-5)
 
@@ -61,8 +58,8 @@ def test_a_split_vocabulary_samples_the_same_tokens(num_parts: int) -> None:
     sampled = set()
     for seed in range(4):
         logits, how = random_logits(len(ROWS), seed), row_sampling(ROWS)
-        want = sample_whole(logits, how, want_top_logprobs=True)
-        assert_same_sample(sample_split(logits, how, num_parts, want_top_logprobs=True), want)
+        want = sample_whole(logits, how, Detail.TOP_LOGPROBS)
+        assert_same_sample(sample_split(logits, how, num_parts, Detail.TOP_LOGPROBS), want)
         sampled |= set(np.asarray(want.token_ids_r).tolist())
     assert len({token * num_parts // V for token in sampled}) > 1  # of several devices
 
@@ -73,19 +70,19 @@ def test_ties_between_devices_go_to_the_lowest_token(num_parts: int) -> None:
     logits[1, [20, 40, 60]] = 2.0
     logits[2] = np.tile(np.asarray([0, 1], np.float32), V)[:V]
     how = row_sampling([Params(temperature=0.0)] * 3)
-    got = sample_split(logits, how, num_parts, want_top_logprobs=True)
+    got = sample_split(logits, how, num_parts, Detail.TOP_LOGPROBS)
     assert np.asarray(got.token_ids_r).tolist() == [0, 20, 1]
-    assert_same_sample(got, sample_whole(logits, how, want_top_logprobs=True))
+    assert_same_sample(got, sample_whole(logits, how, Detail.TOP_LOGPROBS))
 
 
-@pytest.mark.parametrize("want_top_logprobs", [False, True])
-def test_every_number_of_devices_sees_which_rows_are_not_sound(want_top_logprobs: bool) -> None:
+@pytest.mark.parametrize("detail", list(Detail))
+def test_every_number_of_devices_sees_which_rows_are_not_sound(detail: Detail) -> None:
     logits, rows, is_unsound = unsound_rows()
     how = row_sampling(rows)
-    want = sample_whole(logits, how, want_top_logprobs=want_top_logprobs)
+    want = sample_whole(logits, how, detail)
     for num_parts in NUM_PARTS:
-        got = sample_split(logits, how, num_parts, want_top_logprobs=want_top_logprobs)
-        np.testing.assert_array_equal(np.isnan(np.asarray(got.logprobs_r)), is_unsound)
+        got = sample_split(logits, how, num_parts, detail)
+        np.testing.assert_array_equal(got.is_sound_r, ~is_unsound)
         np.testing.assert_array_equal(got.token_ids_r[~is_unsound], want.token_ids_r[~is_unsound])
         assert (np.asarray(got.token_ids_r) < V).all()
 

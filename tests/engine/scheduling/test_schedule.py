@@ -1,9 +1,12 @@
 """What a schedule looks like when it is packed."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 
 from jpaged.config import SchedulerOptions
-from jpaged.engine.executor import BEYOND_TOKENS, SamplingInputs
+from jpaged.engine.executor import BEYOND_TOKENS, Detail, SamplingInputs
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.scheduling.schedule import build_sampling_inputs, build_step_inputs
 from jpaged.engine.scheduling.scheduler import Scheduler
@@ -89,8 +92,24 @@ def test_every_sampling_field_reaches_its_row():
     assert row["seeds_r2"].tolist() == [2**8, 5]
     assert row["positions_r"] == 3
     assert row["banned_token_ids_rx"][:3].tolist() == [3, 9, BEYOND_TOKENS]
-    assert inputs.want_top_logprobs
+    assert inputs.detail == Detail.TOP_LOGPROBS
     assert np.array_equal(rows[1:], neutral[1:])
+
+
+@pytest.mark.parametrize(
+    ("params", "detail"),
+    [
+        ({}, Detail.TOKENS),
+        ({"n": 2, "temperature": 1.0}, Detail.TOKENS),
+        ({"logprobs": 0}, Detail.LOGPROBS),
+        ({"n": 1, "best_of": 2}, Detail.LOGPROBS),
+        ({"n": 1, "best_of": 2, "logprobs": 1}, Detail.TOP_LOGPROBS),
+        ({"beam_width": 2}, Detail.TOP_LOGPROBS),
+    ],
+)
+def test_a_step_tells_what_its_requests_need(params: dict[str, Any], detail: Detail):
+    (inputs,) = sampled([[1, 2, 3]], sampling=SamplingParams(**params))
+    assert inputs.detail == detail
 
 
 def test_a_chunk_that_samples_nothing_is_greedy_and_forbids_nothing():
