@@ -158,7 +158,7 @@ class InFlight:
         self._is_idle = threading.Event()
         self._is_idle.set()
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         with self._lock:
             return request_id in self._ids
 

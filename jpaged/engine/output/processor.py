@@ -76,6 +76,18 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
+class NoText:
+    """Stands in for a detokenizer where nobody wants text."""
+
+    def push(self, token_id: int) -> str:
+        """No characters."""
+        return ""
+
+    def flush(self) -> str:
+        """Nothing is left."""
+        return ""
+
+
 class StopStrings:
     """Holds text back while it may be the beginning of a stop string, so that none of one is ever sent."""
 
@@ -129,9 +141,11 @@ class OutputState:
         sampling: SamplingParams,
         eos_token_ids: frozenset[int],
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
-        )
+        self._detokenizer: IncrementalDetokenizer | NoText = NoText()
+        if sampling.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
+            )
         self._stop_strings = StopStrings(tuple(sampling.stop))
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._ending_ids = sampling.ending_ids(eos_token_ids)
@@ -339,6 +353,7 @@ class OutputProcessor:
             cumulative_logprob=piece.cumulative_logprob if group.request.sampling.needs_logprobs else None,
             usage=usage,
             is_last=is_last,
+            times=group.times if is_last else None,
             error=error,
         )
         if is_last:
