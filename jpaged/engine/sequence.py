@@ -150,6 +150,22 @@ class Sequence:
         self.status = status
 
 
+def dispatched_one_each(sequences: list[Sequence]) -> None:
+    """A step will compute the next token of each and sample the one after it, in rows of their order."""
+    for row, sequence in enumerate(sequences):
+        sequence.num_computed_tokens += 1
+        sequence.num_in_flight_tokens += 1
+        sequence.in_flight_row = row
+
+
+def collected_one_each(sequences: list[Sequence], token_ids: list[int], logprobs: list[float]) -> None:
+    """The oldest token in flight of each is collected."""
+    for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
+        sequence.num_in_flight_tokens -= 1
+        sequence.token_ids.append(token_id)
+        sequence.cumulative_logprob += logprob
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Group:
     """The sequences of one request: scheduled, preempted and ended together.

@@ -13,7 +13,7 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.engine.kv.paged import PagedMemory
-from jpaged.engine.scheduling.scheduler import ByPriority
+from jpaged.engine.scheduling.policies import ByPriority
 from jpaged.errors import InvalidArgument
 from jpaged.llm import TokensPrompt
 from jpaged.types import CompletionOutput
