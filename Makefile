@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=2              processes that run the tests; 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, test-compat, aot-gpu, accelerator, bench, paper, demo, demo-model
+#   ARGS='...'          further arguments for test, test-long, test-compat, aot-gpu, accelerator, bench, bench-peers, paper, demo, demo-model
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -34,7 +34,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model test test-long test-compat compat aot aot-gpu ray accelerator bench paper check format proto torch clean
+.PHONY: help setup demo demo-model test test-long test-compat compat aot aot-gpu ray accelerator bench bench-peers paper check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -145,6 +145,10 @@ accelerator: $(STAMP) ## what needs an accelerator: the kernels' tests and bench
 
 bench: $(STAMP) ## the benchmarks
 	@$(BIN)/jpaged bench $(ARGS)
+
+# Each peer in an environment of its own under .venv-peers; the command says beforehand how long it takes.
+bench-peers: $(STAMP) ## jpaged beside vLLM, Hugging Face and llama.cpp on one core (installs them: 7 GB)
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
 paper: $(STAMP) ## the PagedAttention paper's tables and figures, simulated
 	@$(BIN)/python -m benchmarks.paper $(ARGS)

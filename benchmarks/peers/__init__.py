@@ -1,0 +1,15 @@
+"""jpaged beside vLLM, Hugging Face and llama.cpp on one core of this machine: `make bench-peers`.
+
+__main__.py       the command: install what is missing, say how long it takes, measure, write JSON and a table
+environments.py   an environment of its own for each peer, with pinned versions
+peers.py          who is measured, with which settings
+checkpoints.py    the two models, made from a seed
+gguf_file.py      a model in llama.cpp's format
+workloads.py      the requests, made from a seed
+session.py        a peer's process on its core
+rounds.py         peers in turns, A B A B
+ratios.py         medians, ratios, agreement of greedy tokens
+limits.py         the least seconds that a workload can take on a core
+table.py          the record as markdown
+workers/          what runs in a peer's environment
+"""
