@@ -18,7 +18,7 @@ import numpy as np
 
 from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
 from jpaged.checkpoints.weights import load_params, random_params
-from jpaged.config import EngineConfig, compile_cache_dir
+from jpaged.config import EngineConfig, compile_cache_dir, platform_default
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, first_device, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
@@ -95,6 +95,8 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         attention_backend=executor.attention_backend,
         kv_cache_dtype=executor.kv_cache_dtype,
         served_model_name=options.server.served_model_name or source.name,
+        max_messages_per_second=options.server.max_messages_per_second
+        or platform_default("max_messages_per_second", device.platform),
     )
     queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
     engines = [

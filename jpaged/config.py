@@ -271,6 +271,15 @@ class ServerOptions:
         high=86400.0,
         unit="s",
     )
+    max_messages_per_second: int | None = option(
+        None,
+        "messages that all streams together are sent in a second: where there would be more, several tokens of a "
+        "stream go in one. No token waits longer than 0.1 s for that, and a stream's first and last not at all. A "
+        "message takes 0.1 ms of a processor, which on CPUs is the model's",
+        low=1,
+        high=1_000_000,
+        by_platform={"cpu": 500, "gpu": 5000, "tpu": 5000},
+    )
     shutdown_timeout: float = option(
         30.0, "after SIGTERM, running requests may take so long to finish", low=0.0, high=86400.0, unit="s"
     )

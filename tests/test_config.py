@@ -92,7 +92,7 @@ def test_the_engine_serves_as_a_plain_server_by_default():
 
 
 def test_resolving_leaves_nothing_open():
-    sizes = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+    sizes = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_messages_per_second": 10}
     config = EngineConfig().replace(
         max_model_len=64, num_blocks=9, served_model_name="demo", max_pinned_blocks=2, **sizes
     )

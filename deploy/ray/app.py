@@ -41,7 +41,14 @@ GRPC_SERVICER_FUNCTIONS = [
 """What Ray's proxy offers: `gRPCOptions(grpc_servicer_functions=...)`."""
 
 PIN_NAME = "pin-prefix"
-_KEPT_SERVER_OPTIONS = ("served_model_name", "isolate_tenants", "max_pinned_blocks", "pin_prefix", "shutdown_timeout")
+_KEPT_SERVER_OPTIONS = (
+    "served_model_name",
+    "isolate_tenants",
+    "max_messages_per_second",
+    "max_pinned_blocks",
+    "pin_prefix",
+    "shutdown_timeout",
+)
 _WATCH_INTERVAL_S = 1.0
 
 
@@ -50,7 +57,8 @@ class Settings(BaseModel):
 
     Attributes:
         engine: options of the engine, named as in `jpaged.LLM` (`model`, `tensor_parallel_size`, `num_blocks`, ...),
-            and `served_model_name`, `isolate_tenants`, `max_pinned_blocks`, `pin_prefix`, `shutdown_timeout`.
+            and `served_model_name`, `isolate_tenants`, `max_messages_per_second`, `max_pinned_blocks`,
+            `pin_prefix`, `shutdown_timeout`.
         num_replicas: how many engines; leave it out for autoscaling.
         min_replicas: with `max_replicas`: autoscaling on requests that run or wait in a replica.
         max_replicas: see `min_replicas`.

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jpaged.client.batch import BatchOptions, BatchSummary, run_batch
+from jpaged.client.batch import DEFAULT_MAX_CONCURRENCY, BatchOptions, BatchSummary, run_batch
 from jpaged.errors import InvalidArgument, Unavailable
 
 HELP = "run an OpenAI batch file against a server"
@@ -33,7 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", required=True, type=Path, metavar="FILE", help="results; taken up again if it exists"
     )
     parser.add_argument("--target", required=True, metavar="HOST:PORT", help="where the server is")
-    parser.add_argument("--max-concurrency", type=int, default=64, metavar="N", help="requests in flight (default: 64)")
+    parser.add_argument(
+        "--max-concurrency",
+        type=int,
+        default=DEFAULT_MAX_CONCURRENCY,
+        metavar="N",
+        help=f"requests in flight (default: {DEFAULT_MAX_CONCURRENCY})",
+    )
     parser.add_argument(
         "--timeout", type=float, default=None, metavar="S", help="seconds for each request (default: none)"
     )

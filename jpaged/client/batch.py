@@ -25,6 +25,8 @@ from jpaged.types import RequestOutput
 
 _T = TypeVar("_T")
 
+DEFAULT_MAX_CONCURRENCY = 256
+"""Twice the rows that a server has by default: while one answer is on its way, another request waits for the row."""
 _MAX_UNAVAILABLE_TRIES = 8
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 15.0
@@ -42,7 +44,7 @@ class BatchOptions:
     input_path: Path
     output_path: Path
     target: str
-    max_concurrency: int = 64
+    max_concurrency: int = DEFAULT_MAX_CONCURRENCY
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:

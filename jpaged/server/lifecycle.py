@@ -32,8 +32,7 @@ from jpaged.server.port import make_server
 from jpaged.server.scrapes import ScrapeServer
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.service import Service
-from jpaged.service.state import ServiceState, Stage
+from jpaged.service.service import Service, ServiceState, Stage
 from jpaged.types import Prompt
 
 _LOG = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from jpaged.server.scrapes import ScrapeServer
 from jpaged.server.servicer import detokenized, load_of, responses, tokenized
 from jpaged.server.status import Trailers, error_for, status_of, trailers_of
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.service import Service
-from jpaged.service.state import ServiceState, Stage
+from jpaged.service.service import Service, ServiceState, Stage
 
 Metadata = Iterable[tuple[str, str | bytes]]
 

@@ -18,8 +18,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
 from jpaged.server.status import CallContext, error_for, refuse
-from jpaged.service.service import Call, Service, require_name
-from jpaged.service.state import ServiceState, Stage
+from jpaged.service.service import Call, Service, ServiceState, Stage, require_name
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
     FinishReason,

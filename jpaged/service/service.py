@@ -5,26 +5,41 @@
 
 Admission is here: whose request it is, whose id, how many calls are open; so is what becomes of a request whose reader
 leaves. Whatever grows with a request runs on a thread.
+
+Where a service is in its life, and what it answers while it cannot serve:
+
+    STARTING ──loaded──> SERVING ──drained──> DRAINING
+        └────────────────────┴─────failed───> FAILED
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import functools
 import itertools
+import math
 import re
-import threading
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TypeVar
 
-from jpaged.errors import AlreadyExists, InvalidArgument, JpagedError, NotFound, PermissionDenied, QueueFull
+from jpaged.config import EngineConfig
+from jpaged.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    JpagedError,
+    NotFound,
+    PermissionDenied,
+    QueueFull,
+    Unavailable,
+)
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.state import ServiceState
+from jpaged.service.streams import Bridge, OutputStream
 from jpaged.types import (
     MAX_CACHE_SALT_CHARS,
     FinishReason,
@@ -33,129 +48,84 @@ from jpaged.types import (
     Request,
     SamplingParams,
     SequenceFinish,
-    Usage,
 )
 
-MAX_TOKENS_PER_MESSAGE = 16384
-"""Merged events stay below it, their log-probabilities counted: so many take 20 ms of the loop, and are 200 kB."""
+
+class Stage(enum.Enum):
+    """What a service does with requests: only one that is serving takes them."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    FAILED = "failed"
 
 
-class OutputStream:
-    """The events of one request, in order, for one reader. Lives on the event loop.
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """How far start-up has come: parts done, of at least one."""
 
-    Attributes:
-        is_ended: its last event has come, read or not.
+    what: str
+    done: int
+    total: int
+
+
+class ServiceState:
+    """The loaded model, or why no request can run on it. Whoever loads the model says what happens.
+
+    Args:
+        config: as written; that of the model is resolved.
+        model: one that is loaded already.
     """
 
-    def __init__(self, bridge: Bridge) -> None:
-        self._bridge = bridge
-        self._buffer: dict[int, deque[OutputEvent]] = {}
-        self._usage = Usage()
-        self._has_events = asyncio.Event()
-        self.is_ended = False
+    def __init__(self, config: EngineConfig, model: LoadedModel | None = None) -> None:
+        self.stage = Stage.STARTING if model is None else Stage.SERVING
+        self.startup = Startup("starting", 0, 1)
+        self.start_time = datetime.now(UTC)
+        self.model = model
+        self.failure: Exception | None = None
+        self._config = config
 
-    def put(self, event: OutputEvent) -> None:
-        """Takes an event; for the engine's thread."""
-        self._bridge.put(self, event)
+    @property
+    def config(self) -> EngineConfig:
+        """The options, resolved once the model is loaded."""
+        return self._config if self.model is None else self.model.config
 
-    def add(self, event: OutputEvent) -> None:
-        """Takes an event; for the event loop."""
-        if not self.is_ended:
-            self.is_ended = event.is_last
-            self._buffer.setdefault(event.index, deque()).append(event)
-            self._has_events.set()
-
-    async def read(self) -> OutputEvent:
-        """Waits for an event and merges into it those that can be sent in the same message; usage never falls.
+    def serving(self) -> LoadedModel:
+        """Return the loaded model, to run requests on.
 
         Raises:
-            Exception: the request failed; the error of its last event.
+            Unavailable: it loads, or the service drains or has failed.
         """
-        await self._has_events.wait()
-        events = self._take()
-        if not self._buffer:
-            self._has_events.clear()
-        merged = events[0] if len(events) == 1 else _merged(events)
-        if merged.error is not None:
-            raise merged.error
-        if merged.usage.completion_tokens < self._usage.completion_tokens:  # another sequence's message came first
-            return replace(merged, usage=self._usage)
-        self._usage = merged.usage
-        return merged
+        model = self.loaded()
+        if self.stage is Stage.DRAINING:
+            raise Unavailable("the server is draining: it takes no new requests")
+        if self.stage is Stage.FAILED:
+            raise Unavailable(f"the engine has died: {self.failure}")
+        return model
 
-    def _take(self) -> list[OutputEvent]:
-        """Events of the sequence whose turn it is, as many as fit into a message. The request's last stays the last."""
-        index = next(iter(self._buffer))
-        if self._buffer[index][-1].is_last and len(self._buffer) > 1:
-            self._buffer[index] = self._buffer.pop(index)  # to the end of the dict
-            index = next(iter(self._buffer))
-        waiting = self._buffer.pop(index)
-        events = [waiting.popleft()]
-        num_tokens = _num_tokens(events[0])
-        while waiting and events[-1].finish is None and waiting[0].error is None:
-            num_tokens += _num_tokens(waiting[0])
-            if num_tokens > MAX_TOKENS_PER_MESSAGE:
-                break
-            events.append(waiting.popleft())
-        if waiting:
-            self._buffer[index] = waiting
-        return events
+    def loaded(self) -> LoadedModel:
+        """Return the loaded model, to ask about it; raises Unavailable while it loads."""
+        if self.model is None:
+            startup = self.startup
+            raise Unavailable(f"the server is starting: {startup.what}, {startup.done} of {startup.total}")
+        return self.model
 
+    def enter(self, stage: Stage) -> None:
+        """Go on to a stage."""
+        self.stage = stage
 
-class Bridge:
-    """Carries events from the engine's thread to the streams of one event loop.
+    def note_progress(self, what: str, done: int, total: int) -> None:
+        """Take note of what start-up is busy with; from any thread."""
+        self.startup = Startup(what, done, max(total, 1))
 
-        engine thread                     event loop
-        put(event) -> pending - wake -> deliver -> stream.buffer -> read -> one message
+    def note_loaded(self, model: LoadedModel) -> None:
+        """Take the model that was loaded."""
+        self.model = model
 
-    A step puts one event for each row; the first of them wakes the loop, the others ride along, so a step costs one
-    wake-up however many rows it had. Putting never waits: a caller that reads slowly finds what came meanwhile merged
-    into few messages, each of one sequence. What a stream can hold is bounded by what its request may generate.
-
-        put     0:a  1:x  0:b  1:y  0:c(last)      the sequences of a request take turns
-        read    1:xy                               a message takes all that there is of one; the last of all waits
-        read    0:abc
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._lock = threading.Lock()
-        self._pending: list[tuple[OutputStream, OutputEvent]] = []
-        self._is_woken = False
-
-    def put(self, stream: OutputStream, event: OutputEvent) -> None:
-        """Queues an event for a stream; for the engine's thread. Never waits for a reader."""
-        with self._lock:
-            self._pending.append((stream, event))
-            if self._is_woken:
-                return
-            self._is_woken = True
-        try:
-            self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the loop is closed: the server is gone, and with it every reader
-            return
-
-    def _deliver(self) -> None:
-        with self._lock:
-            pending, self._pending = self._pending, []
-            self._is_woken = False
-        for stream, event in pending:
-            stream.add(event)
-
-
-def _num_tokens(event: OutputEvent) -> int:
-    """Counts the tokens of its log-probabilities too; a request has as many of them at each position."""
-    num_shown = 1 + len(event.logprobs[0].top) if event.logprobs else 0
-    return len(event.token_ids) + num_shown * len(event.logprobs)
-
-
-def _merged(events: Sequence[OutputEvent]) -> OutputEvent:
-    return replace(
-        events[-1],
-        text="".join(event.text for event in events),
-        token_ids=tuple(token_id for event in events for token_id in event.token_ids),
-        logprobs=tuple(position for event in events for position in event.logprobs),
-    )
+    def note_failure(self, error: Exception | None = None) -> None:
+        """Take note of an error, or of what the engine has died of, unless one is known."""
+        if self.failure is None:
+            self.failure = error or (None if self.model is None else self.model.engine.failure)
 
 
 _T = TypeVar("_T")
@@ -394,12 +364,13 @@ class Service:
             raise AlreadyExists(f"request_id: a request {request_id!r} is in flight")
         self._require_readers(model)
         if self._bridge is None:
-            self._bridge = Bridge(asyncio.get_running_loop())
+            rate = model.config.server.max_messages_per_second or math.inf
+            self._bridge = Bridge(asyncio.get_running_loop(), rate)
         generation = Generation(
             request_id=request_id,
             engine_id=f"{next(self._counter)}/{request_id}",
             cache_tenant=cache_tenant,
-            stream=OutputStream(self._bridge),
+            stream=OutputStream(self._bridge, is_whole=call.is_whole),
             forget=self._forget,
         )
         self._open[cache_tenant, request_id] = generation
