@@ -145,10 +145,11 @@ class Loop:
         self._executor.forward(inputs)
         outputs = self._executor.collect(self._executor.sample(None, sampling))
         self._stats.count_step(schedule)
-        for row, scheduled in enumerate(schedule.rows):
-            self._stats.count_token(scheduled.group, packed)
-            self._output.publish(scheduled.group, scheduled.sequence, outputs, row)
-        self._stats.end_step(self._memory, self._scheduler.queues)
+        tokens, _ = schedule.live_tokens()
+        self._stats.count_tokens(tokens.groups, packed)
+        for _ in self._output.publish(tokens, outputs):
+            """Nobody ends."""
+        self._stats.end_step(self._memory, self._scheduler)
         return decided - begin, packed - decided, time.thread_time() - packed
 
 

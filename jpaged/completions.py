@@ -32,7 +32,7 @@ class Completions:
         if self._last is None or not self._last.is_last:
             raise InternalError(f"the stream of request {request_id!r} ended without its last message")
         outputs = tuple(self._completion(index) for index in sorted(self._deltas))
-        return RequestOutput(request_id, prompt, prompt_token_ids, outputs, self._last.usage)
+        return RequestOutput(request_id, prompt, prompt_token_ids, outputs, self._last.usage, times=self._last.times)
 
     def _completion(self, index: int) -> CompletionOutput:
         deltas = self._deltas[index]

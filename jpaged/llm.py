@@ -17,6 +17,8 @@ from jpaged.completions import Completions
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument
+from jpaged.load import EngineLoad
+from jpaged.progress_bar import MakeBar, ProgressBar
 from jpaged.types import OutputEvent, Prompt, Request, RequestOutput, SamplingParams
 
 
@@ -67,31 +69,54 @@ class LLM:
         self,
         prompts: GivenPrompt | Sequence[GivenPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | MakeBar = True,
     ) -> list[RequestOutput]:
         """Generates for every prompt; the results are in the order of the prompts.
 
         Args:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or many.
             sampling_params: one for all, or one for each prompt; None is `SamplingParams()`.
+            use_tqdm: show how many prompts are done. True shows a bar on stderr where that is a terminal; what makes
+                the bar, say `functools.partial(tqdm, leave=False)`, shows it wherever that does; False shows none.
 
         Raises:
             InvalidArgument: a prompt or its parameters can never run; nothing was generated.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = _one_each(sampling_params, len(many))
-        return self._run([self._request(_prompt_of(p), s) for p, s in zip(many, params, strict=True)])
+        return self._run([self._request(_prompt_of(p), s) for p, s in zip(many, params, strict=True)], use_tqdm)
 
     def chat(
         self,
         conversations: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | MakeBar = True,
     ) -> list[RequestOutput]:
-        """Generates the assistant's next turn of every conversation, through the model's chat template."""
+        """Generates the assistant's next turn of every conversation, through the model's chat template.
+
+        `sampling_params` and `use_tqdm` are those of `generate`.
+        """
         many: list[Any] = list(conversations)
         if many and isinstance(many[0], Mapping):
             many = [many]
         params = _one_each(sampling_params, len(many))
-        return self._run([self._request(Prompt(messages=m), s) for m, s in zip(many, params, strict=True)])
+        return self._run([self._request(Prompt(messages=m), s) for m, s in zip(many, params, strict=True)], use_tqdm)
+
+    def load(self) -> EngineLoad:
+        """Counts of what was done since the start, and of what the pool holds: see `jpaged.load.EngineLoad`.
+
+        The difference of two snapshots is what was done between them.
+        """
+        return self._serving.engine.load()
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets the cached prefixes of earlier prompts, as if none had run; the number of blocks that held one."""
+        engine = self._serving.engine
+        forgotten = engine.reset_prefix_cache()
+        engine.step()  # this thread is the engine's
+        return forgotten.result()
 
     def close(self) -> None:
         """Gives the device's memory back; the LLM is spent."""
@@ -109,7 +134,7 @@ class LLM:
             request_id=f"llm-{self._num_requests}", sampling=sampling, prompt=prompt, is_whole=True
         )
 
-    def _run(self, requests: list[Request]) -> list[RequestOutput]:
+    def _run(self, requests: list[Request], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         completions = {
             request.request_id: Completions(has_logprobs=request.sampling.logprobs is not None) for request in requests
         }
@@ -124,7 +149,9 @@ class LLM:
                 failures[event.request_id] = event.error
             if event.is_last:
                 in_flight.remove(event.request_id)
+                bar.note_done(event.usage)
 
+        bar = ProgressBar(use_tqdm, len(requests))
         try:
             while waiting or in_flight:
                 while waiting and not engine.is_full:
@@ -137,6 +164,8 @@ class LLM:
             for request_id in in_flight:
                 engine.drop(request_id)
             raise
+        finally:
+            bar.close()
         outputs = []
         for request in requests:
             if (name := request.request_id) in failures:

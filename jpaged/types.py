@@ -104,6 +104,7 @@ class SamplingParams:
     )
     ignore_eos: bool = param(False, "go on past the model's own end-of-sequence tokens")
     skip_special_tokens: bool = param(True, "leave special tokens out of the text")
+    detokenize: bool = param(True, "False makes no text, only token ids: every text is empty")
     n: int = param(1, "sequences to return. The prompt is computed once and its blocks are shared")
     best_of: int | None = param(
         None,
@@ -176,6 +177,9 @@ class SamplingParams:
             is_ok = isinstance(text, str) and 1 <= len(text) <= MAX_STOP_STRING_CHARS
             _require(is_ok, "stop", text, f"a string of 1 to {MAX_STOP_STRING_CHARS} characters")
             require_whole_characters("sampling.stop", text)
+        _require(isinstance(self.detokenize, bool), "detokenize", self.detokenize, "true or false")
+        if not self.detokenize:
+            _require(not self.stop, "stop", self.stop, "empty where detokenize is false: they are found in the text")
         for token_id in self.stop_token_ids:
             _require(_is_int(token_id) and token_id >= 0, "stop_token_ids", token_id, "token ids >= 0")
 
@@ -317,6 +321,26 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When a request got where, in seconds of the engine's monotonic clock (`time.monotonic` of its process).
+
+    On another machine only the differences mean anything: `first_token_s - arrival_s` is the time to the first token,
+    and the time per token after it is `(last_token_s - first_token_s) / (tokens of a sequence - 1)`.
+
+    Attributes:
+        arrival_s: it was accepted, and queued.
+        first_scheduled_s: it was put into its first step; None where it ended before that.
+        first_token_s: the host had its first token, of any of its sequences; None where there was none.
+        last_token_s: the host had its last token.
+    """
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceFinish:
     """How a sequence ended; `matched_stop` is the stop string or token id that ended it, if one did."""
 
@@ -335,6 +359,7 @@ class SequenceDelta:
         cumulative_logprob: the sum over all tokens of the sequence so far; None where that is not told: of requests
             whose `SamplingParams.needs_logprobs` is False.
         is_last: nothing follows, of any sequence.
+        times: with is_last alone; None from a server that does not tell them.
     """
 
     request_id: str
@@ -346,6 +371,7 @@ class SequenceDelta:
     cumulative_logprob: float | None = None
     usage: Usage = field(default_factory=Usage)
     is_last: bool = False
+    times: RequestTimes | None = None
 
 
 @dataclass(slots=True)
@@ -375,7 +401,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """Everything that came of one request, as `LLM.generate` returns it."""
+    """Everything that came of one request, as `LLM.generate` returns it.
+
+    Attributes:
+        times: of the engine that ran it; None from a server that does not tell them.
+    """
 
     request_id: str
     prompt: str | None
@@ -383,3 +413,4 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     usage: Usage
     finished: bool = True
+    times: RequestTimes | None = None

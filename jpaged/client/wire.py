@@ -23,6 +23,7 @@ from jpaged.types import (
     PositionLogprobs,
     Prompt,
     RequestOutput,
+    RequestTimes,
     SamplingParams,
     SequenceDelta,
     SequenceFinish,
@@ -163,6 +164,7 @@ def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:
         cumulative_logprob=message.finish.cumulative_logprob if message.finish.HasField("cumulative_logprob") else None,
         prompt_token_ids=tuple(message.prompt_token_ids),
         is_last=message.is_last,
+        times=_times_of(message.times) if message.HasField("times") else None,
     )
 
 
@@ -310,6 +312,12 @@ def _position_of(position: inference_pb2.PositionLogprobs) -> PositionLogprobs:
 
 def _logprob_of(token: inference_pb2.TokenLogprob) -> TokenLogprob:
     return TokenLogprob(token.token_id, token.logprob, token.rank if token.HasField("rank") else None)
+
+
+def _times_of(times: inference_pb2.RequestTimes) -> RequestTimes:
+    return RequestTimes(
+        **{one.name: getattr(times, one.name) for one, _ in times.ListFields()} | {"arrival_s": times.arrival_s}
+    )
 
 
 def _finish_of(finish: inference_pb2.Finish) -> SequenceFinish:

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -115,6 +115,7 @@ class Engine:
     Attributes:
         clock: what deadlines are read off.
         max_num_in_flight: requests that are accepted at one time: those that run, and the queue in front of them.
+        in_flight: ids of requests that were accepted and have not ended.
         prefixes: what may be asked of cached prefixes; None where nothing is cached.
 
     Args:
@@ -144,6 +145,7 @@ class Engine:
         )
         self._thread = LoopThread(self._loop)
         self._in_flight = self._loop.in_flight
+        self.in_flight: Container[str] = self._in_flight
         self.clock = clock
         self.max_num_in_flight = self._in_flight.max_num
         self.prefixes = self._loop.memory.prefixes
@@ -186,10 +188,6 @@ class Engine:
 
         self._in_flight.enter(request.request_id, ask, self._loop.stats.seconds_per_request)
 
-    def is_in_flight(self, request_id: str) -> bool:
-        """A request of that id was accepted and has not ended."""
-        return request_id in self._in_flight
-
     def abort(self, request_id: str) -> bool:
         """Ends a request with finish reason ABORT; False when there is none of that id."""
         is_known = request_id in self._in_flight
@@ -218,6 +216,19 @@ class Engine:
     def unpin_prefix(self, name: str, tenant: str = "") -> bool:
         """Lets a pinned prefix be evicted again; False when the tenant has pinned none of that name."""
         return self._pins.unpin((tenant, name))
+
+    def reset_prefix_cache(self) -> Future[int]:
+        """Forgets the prefixes that nobody holds before the next step: what is cached of earlier requests is gone.
+
+        Blocks of requests in flight and of pinned prefixes stay known.
+
+        Returns:
+            the number of blocks, of the device and of host memory, whose prefixes were forgotten, once they are.
+        """
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        self._thread.ask(lambda: future.set_result(0 if self.prefixes is None else self.prefixes.reset()))
+        return future
 
     def load(self) -> EngineLoad:
         """A snapshot of the last step's counts."""

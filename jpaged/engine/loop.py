@@ -59,8 +59,8 @@ class Soundness:
     def fail_unsound(self, schedule: Schedule, outputs: StepOutputs) -> list[Group]:
         """Fails the requests whose rows are not sound; the groups, which hold their blocks still."""
         failed: dict[Group, None] = {}
-        for row in np.flatnonzero(~outputs.is_sound_r[: len(schedule.rows)]).tolist():
-            scheduled = schedule.rows[row]
+        for row in np.flatnonzero(~outputs.is_sound_r[: schedule.num_rows]).tolist():
+            scheduled = schedule.row_at(row)
             if not scheduled.sequence.is_live:
                 self._forget(scheduled.sequence)
             elif scheduled.samples_token and scheduled.group not in failed:
@@ -158,7 +158,7 @@ class InFlight:
         self._is_idle = threading.Event()
         self._is_idle.set()
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         with self._lock:
             return request_id in self._ids
 
@@ -261,27 +261,28 @@ class EngineLoop:
             dispatched, self._dispatched = self._dispatched, dispatched
         if dispatched is not None:
             self._collect(*dispatched)
-        if schedule.rows or dispatched is not None:
+        if schedule.num_rows or dispatched is not None:
             self.stats.count_host(self._clock() - start_s - self._device_wait_s)
-        self.stats.end_step(self.memory, self.scheduler.queues)
+        self.stats.end_step(self.memory, self.scheduler)
         has_work = self.scheduler.queues.has_work
         if not has_work:  # nobody waits for the device
             self._newest = None
             self._idle.end(start_s)
-        return bool(schedule.rows) or dispatched is not None or has_work
+        return schedule.num_rows > 0 or dispatched is not None or has_work
 
     def check(self) -> None:
         self.memory.check(self.scheduler.queues.groups())
+        self.scheduler.rows.check()
 
     def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any] | None:
         """Starts a step: its moves, which there may be without a row, and its rows."""
         begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
-        if len(schedule.rows) > 1:
+        if schedule.num_rows > 1:
             share_prefixes(schedule, geometry)
         self.stats.count_step(schedule)
         for moves in schedule.ops.batches():
             self._executor.move_blocks(moves)
-        if not schedule.rows:
+        if not schedule.num_rows:
             return None
         inputs = build_step_inputs(schedule, geometry)
         self._look_at_device()
@@ -311,17 +312,11 @@ class EngineLoop:
             self.scheduler.pace.collected(now)
         for group in self._soundness.fail_unsound(schedule, outputs):
             self._release(group)
-        beams: dict[Group, dict[Sequence, int]] = {}
-        for row, scheduled in enumerate(schedule.rows):
-            group, sequence = scheduled.group, scheduled.sequence
-            if not scheduled.samples_token or not sequence.is_live:
-                continue
-            self.stats.count_token(group, now)
-            if group.request.sampling.beam_width:
-                beams.setdefault(group, {})[sequence] = row
-            elif self._output.publish(group, sequence, outputs, row):
-                self._end_sequence(group, sequence)
-        for group, rows in beams.items():
+        tokens, beams = schedule.live_tokens()
+        self.stats.count_tokens([*tokens.groups, *beams.groups], now)
+        for group, sequence in self._output.publish(tokens, outputs):
+            self._end_sequence(group, sequence)
+        for group, rows in beams.by_group().items():
             self._advance_beams(group, rows, outputs)
 
     def _end_sequence(self, group: Group, sequence: Sequence) -> None:

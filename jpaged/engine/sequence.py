@@ -26,7 +26,7 @@ from dataclasses import InitVar, dataclass, field
 
 from jpaged.engine.kv.blocks import BlockPool, BlockTable, KVHandle, num_blocks_alone, root_key
 from jpaged.errors import InternalError
-from jpaged.types import OutputEvent, Request
+from jpaged.types import OutputEvent, Request, RequestTimes
 
 Sink = Callable[[OutputEvent], None]
 """Where a request's events go; called on the engine thread."""
@@ -150,6 +150,22 @@ class Sequence:
         self.status = status
 
 
+def dispatched_one_each(sequences: list[Sequence]) -> None:
+    """A step will compute the next token of each and sample the one after it, in rows of their order."""
+    for row, sequence in enumerate(sequences):
+        sequence.num_computed_tokens += 1
+        sequence.num_in_flight_tokens += 1
+        sequence.in_flight_row = row
+
+
+def collected_one_each(sequences: list[Sequence], token_ids: list[int], logprobs: list[float]) -> None:
+    """The oldest token in flight of each is collected."""
+    for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
+        sequence.num_in_flight_tokens -= 1
+        sequence.token_ids.append(token_id)
+        sequence.cumulative_logprob += logprob
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Group:
     """The sequences of one request: scheduled, preempted and ended together.
@@ -158,6 +174,7 @@ class Group:
         arrival: position in the order of arrival.
         is_forked: every sequence has its own table; before, only the leader's prompt runs.
         num_overtaken: later arrivals that were admitted before this one.
+        first_token_s: when the results of the first step that sampled a token for it were here.
         token_gap_s: between its last two steps that sampled tokens; None before the second.
         ended_by: the finish reason of its last event, "deadline" or "error"; None before that.
         num_sampled_tokens: by all its sequences and beams together.
@@ -173,6 +190,7 @@ class Group:
     is_forked: bool = field(init=False)
     status: Status = Status.WAITING
     first_scheduled_s: float | None = None
+    first_token_s: float | None = None
     last_token_s: float | None = None
     token_gap_s: float | None = None
     ended_by: str | None = None
@@ -267,7 +285,14 @@ class Group:
         """The results of a step with tokens for it are here."""
         if self.last_token_s is not None:
             self.token_gap_s = now_s - self.last_token_s
+        else:
+            self.first_token_s = now_s
         self.last_token_s = now_s
+
+    @property
+    def times(self) -> RequestTimes:
+        """When it got where, so far."""
+        return RequestTimes(self.arrival_s, self.first_scheduled_s, self.first_token_s, self.last_token_s)
 
     def ended(self, reason: str) -> None:
         """Notes why it ended: its last event is known, or nobody wants to have it."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from jpaged.engine.executor import Geometry
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.scheduling.scheduler import Queues
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.load import DURATIONS, EngineLoad
 from jpaged.types import FinishReason
@@ -103,7 +103,7 @@ class StepStats:
         self._num_ended = dict.fromkeys([*(reason.value for reason in FinishReason), DEADLINE, ERROR], 0)
 
     def count_step(self, schedule: Schedule) -> None:
-        self._counts["num_steps"] += bool(schedule.rows)
+        self._counts["num_steps"] += bool(schedule.num_rows)
         self._counts["num_preemptions"] += len(schedule.preempted)
         self._counts["num_recomputed_tokens"] += schedule.num_recomputed_tokens
         if schedule.runs:
@@ -116,16 +116,20 @@ class StepStats:
                 self._histograms["queue_time"].observe(now_s - group.arrival_s)
                 self._counts["num_prompt_tokens"] += len(group.request.prompt_token_ids)
 
-    def count_token(self, group: Group, now_s: float) -> None:
-        self._counts["num_generation_tokens"] += 1
-        if group.last_token_s != now_s:  # the first of the step
-            group.collected(now_s)
-            if group.token_gap_s is None:
-                self._sum_first_token_s += now_s - group.arrival_s
-                self._counts["num_first_tokens"] += 1
-                self._histograms["time_to_first_token"].observe(now_s - group.arrival_s)
-        if group.token_gap_s is not None:
-            self._token_gaps_s[group.token_gap_s] = self._token_gaps_s.get(group.token_gap_s, 0) + 1
+    def count_tokens(self, groups: Sequence[Group], now_s: float) -> None:
+        """Counts a token for each of these; the group of several sequences is named as often."""
+        self._counts["num_generation_tokens"] += len(groups)
+        gaps_s = self._token_gaps_s
+        for group in groups:
+            if group.last_token_s != now_s:  # the first of the step
+                group.collected(now_s)
+                if group.token_gap_s is None:
+                    self._sum_first_token_s += now_s - group.arrival_s
+                    self._counts["num_first_tokens"] += 1
+                    self._histograms["time_to_first_token"].observe(now_s - group.arrival_s)
+            gap_s = group.token_gap_s
+            if gap_s is not None:
+                gaps_s[gap_s] = gaps_s.get(gap_s, 0) + 1
 
     def count_end(self, group: Group) -> None:
         """Counts a request by what ended it."""
@@ -149,13 +153,14 @@ class StepStats:
         """The device had nothing to run, while there were requests."""
         self._counts["device_idle_s"] += seconds
 
-    def end_step(self, memory: KVMemory, queues: Queues) -> None:
+    def end_step(self, memory: KVMemory, scheduler: Scheduler) -> None:
         """Takes the gauges and makes the step visible to `snapshot`."""
         for gap_s, count in self._token_gaps_s.items():
             self._histograms["inter_token"].observe(gap_s, count)
         self._token_gaps_s.clear()
         use, done, now = memory.use(), memory.counts, self._counts
-        self._sum_stored_tokens += memory.num_stored_tokens(queues.holders)
+        queues, rows = scheduler.queues, scheduler.rows
+        self._sum_stored_tokens += memory.num_stored_tokens(rows.others(queues.holders), rows.lens_s)
         now["sum_reserved_slots"] += memory.num_reserved_slots()
         now["slot_use"] = self._sum_stored_tokens / max(1, now["sum_reserved_slots"])
         now["time_to_first_token_s"] = self._sum_first_token_s / max(1, now["num_first_tokens"])

@@ -147,6 +147,7 @@ def response_of(
         finish=None if event.finish is None else _finish_of(event.finish, event.cumulative_logprob),
         prompt_token_ids=prompt_token_ids,
         is_last=event.is_last,
+        times=None if event.times is None else _message_of(inference_pb2.RequestTimes, event.times),
     )
 
 

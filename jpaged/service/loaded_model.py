@@ -18,11 +18,15 @@ from jpaged.types import ModelInfo, Request
 
 
 class EngineClient(Protocol):
-    """Runs requests to their end: an `Engine` or a `DataParallelEngine`, which say what each verb does and raises."""
+    """Runs requests to their end: an `Engine` or a `DataParallelEngine`, which say what each verb does and raises.
 
-    @property
-    def clock(self) -> Callable[[], float]:
-        """The clock of deadlines."""
+    Attributes:
+        clock: the clock of deadlines, and of `RequestTimes`.
+        max_num_in_flight: requests that are accepted at one time.
+    """
+
+    clock: Callable[[], float]
+    max_num_in_flight: int
 
     @property
     def geometry(self) -> Geometry:
@@ -31,10 +35,6 @@ class EngineClient(Protocol):
     @property
     def failure(self) -> Exception | None:
         """The error that ended it; None while there is none."""
-
-    @property
-    def max_num_in_flight(self) -> int:
-        """Requests that are accepted at one time."""
 
     @property
     def is_full(self) -> bool:
@@ -49,6 +49,8 @@ class EngineClient(Protocol):
     def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "", tenant: str = "") -> Future[int]: ...
 
     def unpin_prefix(self, name: str, tenant: str = "") -> bool: ...
+
+    def reset_prefix_cache(self) -> Future[int]: ...
 
     def load(self) -> EngineLoad: ...
 

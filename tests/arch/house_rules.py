@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 # What each top-level name of jpaged may import, besides itself. `engine.executor` opens one module of a package.
-VALUES = {"errors", "types", "launchers", "config", "version", "json_text", "load", "completions"}
+VALUES = {"errors", "types", "launchers", "config", "version", "json_text", "load", "completions", "progress_bar"}
 MAY_IMPORT = {
     "version": set(),
     "json_text": set(),
@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "errors": set(),
     "types": {"errors"},
     "completions": {"errors", "types"},
+    "progress_bar": {"types"},
     "launchers": {"errors"},
     "config": {"errors", "types", "launchers"},
     "kernels": VALUES,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.engine.kv.paged import PagedMemory
-from jpaged.engine.scheduling.scheduler import ByPriority
+from jpaged.engine.scheduling.policies import ByPriority
+from jpaged.errors import InvalidArgument
 from jpaged.llm import TokensPrompt
 from jpaged.types import CompletionOutput
 from tests.e2e.rig import engine_of
@@ -99,3 +104,93 @@ def test_what_was_interrupted_leaves_its_places_to_the_next_call(llm: LLM, monke
         with pytest.raises(KeyboardInterrupt):
             llm.generate([PROMPT] * 20, params)
     assert len(llm.generate([PROMPT] * 20, params)) == 20
+
+
+class Bar:
+    """What a caller's own `use_tqdm` made, and what it was told."""
+
+    made: ClassVar[list[Bar]] = []
+
+    def __init__(self, **options: Any) -> None:
+        self.options, self.shown, self.num_closed = options, 0, 0
+        self.postfix = ""
+        Bar.made.append(self)
+
+    def update(self, count: int) -> None:
+        assert not self.num_closed
+        self.shown += count
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def test_a_bar_of_the_callers_own_is_told_of_every_prompt(llm: LLM) -> None:
+    Bar.made.clear()
+    llm.generate([PROMPT] * 5, SamplingParams(max_tokens=2, ignore_eos=True, n=2), use_tqdm=Bar)
+    (bar,) = Bar.made
+    assert (bar.options["total"], bar.shown, bar.num_closed) == (5, 5, 1)
+    assert re.fullmatch(r"input: [\d.]+ tok/s, output: [\d.]+ tok/s", bar.postfix)
+
+
+def test_a_bar_is_closed_when_the_call_is_interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    Bar.made.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_of(llm), "step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([PROMPT] * 2, use_tqdm=Bar)
+    assert [(bar.shown, bar.num_closed) for bar in Bar.made] == [(0, 1)]
+
+
+@pytest.mark.parametrize(("is_terminal", "use_tqdm"), [(True, True), (True, False), (False, True)])
+def test_a_bar_is_shown_on_terminals_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool, use_tqdm: bool
+) -> None:
+    shows = is_terminal and use_tqdm
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    llm.generate([PROMPT] * 3, SamplingParams(max_tokens=1), use_tqdm=use_tqdm)
+    assert ("Processed prompts: 100%" in stderr.getvalue()) == shows
+    assert bool(stderr.getvalue()) == shows
+
+
+def test_counts_and_times_are_there_for_who_measures(llm: LLM) -> None:
+    before, begin_s = llm.load(), time.monotonic()
+    outputs = llm.generate([PROMPT] * 3, SamplingParams(max_tokens=4, ignore_eos=True, use_prefix_cache=False))
+    after, end_s = llm.load(), time.monotonic()
+    assert after.num_generation_tokens - before.num_generation_tokens == 12
+    assert after.num_steps > before.num_steps
+    for output in outputs:
+        times = output.times
+        assert times is not None
+        marks = (times.arrival_s, times.first_scheduled_s, times.first_token_s, times.last_token_s)
+        assert None not in marks
+        assert list(marks) == sorted(marks)  # type: ignore[type-var]
+        assert begin_s <= times.arrival_s
+        assert (times.last_token_s or 0.0) <= end_s
+
+
+def test_a_reset_makes_prompts_run_as_if_none_had_run_before(llm: LLM) -> None:
+    short: TokensPrompt = {"prompt_token_ids": list(range(7, 47))}
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    assert [llm.generate(short, params)[0].usage.cached_tokens for _ in range(2)] == [0, 39]
+    assert llm.reset_prefix_cache() >= 5
+    assert llm.load().num_blocks_cached == 0
+    assert llm.reset_prefix_cache() == 0
+    assert llm.generate(short, params)[0].usage.cached_tokens == 0
+
+
+def test_text_is_not_made_where_nobody_wants_it() -> None:
+    with LLM("demo", max_num_seqs=4, max_model_len=64, num_blocks=32, wait_for_all_programs=False) as demo:
+        base: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
+        texts = demo.generate(["Once upon a time"] * 2, [SamplingParams(detokenize=d, **base) for d in (True, False)])
+        beams = demo.generate("Once", SamplingParams(detokenize=False, beam_width=2, max_tokens=4))
+    (told,), (silent,) = (output.outputs for output in texts)
+    assert told.text
+    assert (silent.text, silent.token_ids) == ("", told.token_ids)
+    assert beams[0].outputs[0].text == ""
+    with pytest.raises(InvalidArgument, match=r"sampling\.stop: .* must be empty where detokenize is false"):
+        SamplingParams(detokenize=False, stop="x")

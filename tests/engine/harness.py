@@ -113,6 +113,11 @@ class Harness:
     def text(self, request_id, index=0):
         return "".join(event.text for event in self.events[request_id] if event.index == index)
 
+    def ended(self, request_id):
+        """Whether the request has had its last event."""
+        events = self.events[request_id]
+        return bool(events) and events[-1].is_last
+
     def last(self, request_id):
         """The request's last event; there is exactly one, and it is at the end."""
         events = self.events[request_id]

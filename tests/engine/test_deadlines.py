@@ -18,9 +18,9 @@ def test_what_is_kept_of_deadlines_is_bounded_by_the_requests_in_flight():
     h.submit("long", [1], max_tokens=100, deadline_s=FAR)
     for i in range(300):
         h.submit(f"r{i}", [1], max_tokens=1, deadline_s=FAR + i)
-        while h.engine.is_in_flight(f"r{i}"):
+        while f"r{i}" in h.engine.in_flight:
             h.step()
-        if not h.engine.is_in_flight("long"):
+        if "long" not in h.engine.in_flight:
             h.submit("long", [1], max_tokens=100, deadline_s=FAR)
         assert len(h.engine._loop._deadlines._heap) <= 4
     h.run()
@@ -50,7 +50,7 @@ def test_later_deadlines_still_end_their_requests_after_others_were_forgotten():
     h.step()
     h.clock.advance(13.5)
     h.step()
-    assert [h.engine.is_in_flight(f"r{i}") for i in (1, 3, 5, 7)] == [False, False, True, True]
+    assert [f"r{i}" in h.engine.in_flight for i in (1, 3, 5, 7)] == [False, False, True, True]
     h.clock.advance(100)
     h.run()
     assert ended(h) == {"abort": 4, "deadline": 4}

@@ -1,12 +1,13 @@
 """The loop over the fake executor: right tokens whatever the company, one last event each, every block back."""
 
 import threading
+from typing import Any
 
 import pytest
 
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, RequestTooLong, Unavailable
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, expected_tokens
-from jpaged.types import FinishReason, Prompt, SamplingParams
+from jpaged.types import FinishReason, Prompt, RequestTimes, SamplingParams
 from tests.engine.harness import Harness
 
 
@@ -252,7 +253,7 @@ def test_who_sees_a_request_end_finds_it_counted_and_its_id_and_its_place_free(o
 
     def receive(event):
         if event.is_last and event.request_id == "r0":
-            seen.append((h.engine.num_ended_by_reason()[end], h.engine.is_in_flight("r0"), h.engine.is_full))
+            seen.append((h.engine.num_ended_by_reason()[end], "r0" in h.engine.in_flight, h.engine.is_full))
 
     for i in range(8):
         request = h.input_processor.make_request(
@@ -422,3 +423,48 @@ def test_beams_are_the_same_under_every_baseline_and_leave_nothing_behind(kv_pol
         return [harness.tokens("a", index) for index in range(4)], harness.tokens("b")
 
     assert search(kv_policy=kv_policy, batching=batching) == search()
+
+
+def test_the_last_event_tells_when_the_request_got_where(overlap):
+    h = make(overlap, num_blocks=4, block_size=4)
+    h.clock.advance(1.0)
+    h.submit("a", [5, 6, 7], max_tokens=4, n=2, temperature=1.0)
+    h.submit("b", [1] * 9, max_tokens=2)  # finds no room beside the first
+    times: dict[str, tuple[int, Any]] = {}
+    for now in range(2, 40):
+        h.clock.advance(1.0)
+        h.step()
+        times |= {name: (now, h.events[name][-1].times) for name in "ab" if name not in times and h.ended(name)}
+        if len(times) == 2:
+            break
+    (end_a, a), (end_b, b) = times["a"], times["b"]
+    assert (a.arrival_s, a.first_scheduled_s) == (1.0, 2.0)
+    assert a.first_token_s == 2.0 + overlap
+    assert a.last_token_s == end_a == a.first_token_s + 3
+    assert b.arrival_s == 1.0
+    assert b.first_scheduled_s >= end_a
+    assert b.first_scheduled_s < b.last_token_s == end_b
+    assert b.last_token_s == b.first_token_s + 1
+    for name in "ab":
+        assert [event.times for event in h.events[name][:-1]] == [None] * (len(h.events[name]) - 1)
+
+
+def test_a_request_that_never_ran_has_only_arrived(overlap):
+    h = make(overlap)
+    h.clock.advance(3.0)
+    h.submit("a", [5, 6, 7], max_tokens=4, deadline_s=4.0)
+    h.clock.advance(5.0)
+    h.step()
+    assert h.last("a").times == RequestTimes(arrival_s=3.0)
+
+
+def test_tokens_without_text_are_the_same_tokens(overlap):
+    h = make(overlap, eos_token_ids=frozenset({ByteTokenizer.EOS}))
+    for name, detokenize in (("text", True), ("ids", False)):
+        h.submit(name, [104, 105], max_tokens=30, n=2, temperature=1.0, seed=3, detokenize=detokenize)
+    h.run()
+    for index in range(2):
+        assert h.tokens("ids", index) == h.tokens("text", index)
+        assert h.text("text", index)
+        assert not h.text("ids", index)
+    assert h.last("ids").finish == h.last("text").finish

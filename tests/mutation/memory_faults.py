@@ -280,8 +280,8 @@ MEMORY_FAULTS = (
     Fault(
         "what ended sequences keep is not stored",
         "kv/contiguous.py",
-        "for group in holders for sequence in group.sequences)",
-        "for group in holders for sequence in group.live)",
+        "return sum(sequence.num_computed_tokens for sequence in sequences)",
+        "return sum(sequence.num_computed_tokens for sequence in sequences if sequence.is_live)",
         RESERVED,
     ),
     Fault(

@@ -15,21 +15,21 @@ POLICY_FAULTS = (
         "a copy is made after the write",
         "loop.py",
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
-        "        if not schedule.rows:\n            return None\n"
+        "        if not schedule.num_rows:\n            return None\n"
         "        inputs = build_step_inputs(schedule, geometry)\n",
         "        if schedule.rows:\n"
         "            inputs = build_step_inputs(schedule, geometry)\n"
         "            self._executor.forward(inputs)\n"
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
-        "        if not schedule.rows:\n            return None\n",
+        "        if not schedule.num_rows:\n            return None\n",
         ("kv/test_sharing.py",),
     ),
     Fault(
         "moves wait for a step that has rows",
         "loop.py",
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
-        "        if not schedule.rows:\n            return None\n",
-        "        if not schedule.rows:\n            return None\n"
+        "        if not schedule.num_rows:\n            return None\n",
+        "        if not schedule.num_rows:\n            return None\n"
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n",
         ("kv/test_swap.py",),
     ),
@@ -43,14 +43,14 @@ POLICY_FAULTS = (
     Fault(
         "a prompt beside streams takes all that is left",
         "scheduling/scheduler.py",
-        "budget = self.pace.within(budget, parts, prefilling)",
-        "self.pace.within(budget, parts, prefilling)",
+        "budget = self.pace.within(budget, context_lens, prefilling)",
+        "self.pace.within(budget, context_lens, prefilling)",
         PACE,
     ),
     Fault(
         "a prompt with nobody beside it is bounded",
         "scheduling/scheduler.py",
-        "if self.pace is not None and len(prefilling) < len(parts) and",
+        "if self.pace is not None and has_streams and",
         "if self.pace is not None and",
         PACE,
     ),
@@ -121,7 +121,7 @@ POLICY_FAULTS = (
         "the next in order makes room and not the last",
         "scheduling/scheduler.py",
         "                self._preempt(running[-1], schedule)",
-        "                self._preempt(running[min(position + 1, len(running) - 1)], schedule)",
+        "                self._preempt(running[min(running.index(group) + 1, len(running) - 1)], schedule)",
         SCHEDULER,
     ),
     Fault(
@@ -155,7 +155,7 @@ POLICY_FAULTS = (
     Fault(
         "what running groups were promised is given away",
         "scheduling/scheduler.py",
-        "sum(self._memory.num_outstanding_blocks(group) for group in self.queues.running)",
+        "sum(self._memory.num_outstanding_blocks(group) for group in growing)",
         "0",
         SCHEDULER,
     ),
@@ -218,10 +218,73 @@ POLICY_FAULTS = (
     ),
     Fault(
         "those who were overtaken too often are still ranked",
-        "scheduling/scheduler.py",
+        "scheduling/policies.py",
         "return (not is_late, 0 if is_late else group.request.sampling.priority, group.arrival)",
         "return (not is_late, group.request.sampling.priority, group.arrival)",
         POLICIES,
+    ),
+    Fault(
+        "the row that moves up keeps the blocks of the one that left",
+        "scheduling/rows.py",
+        "            self._block_tables_sm,\n            self._sampling",
+        "            self._sampling",
+        LIVES,
+    ),
+    Fault(
+        "a row is not told of its new block",
+        "scheduling/scheduler.py",
+        "            self.rows.grown(sequence)\n",
+        "",
+        LIVES,
+    ),
+    Fault(
+        "a row stays whose last token is in flight",
+        "scheduling/scheduler.py",
+        "        for sequence in self.rows.spent():\n            self.rows.leave(sequence)\n",
+        "",
+        LIVES,
+    ),
+    Fault(
+        "rows decode whether or not there are blocks",
+        "scheduling/scheduler.py",
+        "        if not self._memory.can_grow([*((sequence, 1) for sequence in due), *chain",
+        "        if not self._memory.can_grow([*chain",
+        LIVES,
+    ),
+    Fault(
+        "the row of a sequence that was preempted stays",
+        "scheduling/scheduler.py",
+        "            self.rows.leave(sequence)\n            if not sequence.is_live:",
+        "            if not sequence.is_live:",
+        LIVES,
+    ),
+    Fault(
+        "a row that may not end yet is left to itself",
+        "scheduling/scheduler.py",
+        "        and row.output_index + 1 >= sampling.min_tokens\n",
+        "",
+        ("scheduling/test_rows.py",),
+    ),
+    Fault(
+        "who waits counts on blocks that rows are about to take",
+        "scheduling/scheduler.py",
+        "        growing.update(self.rows.group_of(sequence) for sequence in self.rows.due())",
+        "        growing.update([])",
+        SCHEDULER,
+    ),
+    Fault(
+        "a block that a row has filled is not found",
+        "scheduling/scheduler.py",
+        "            for sequence in due:\n                prefixes.register_full_blocks(sequence)\n",
+        "            pass\n",
+        ("scheduling/test_rows.py",),
+    ),
+    Fault(
+        "a token that ends a sequence is not looked for where there is no text",
+        "output/processor.py",
+        "may_end = np.isin(token_ids, self._ending_ids.any) | sampled.are_last",
+        "may_end = np.array(sampled.are_last)",
+        ("output/test_processor.py",),
     ),
     Fault(
         "beams count as one row to the router",
@@ -254,8 +317,8 @@ POLICY_FAULTS = (
     Fault(
         "the least likely of several are returned",
         "output/processor.py",
-        "key=lambda held: -held.cumulative_logprob",
-        "key=lambda held: held.cumulative_logprob",
+        "key=lambda sequence: -sequence.cumulative_logprob",
+        "key=lambda sequence: sequence.cumulative_logprob",
         LIVES,
     ),
     Fault(
@@ -298,28 +361,28 @@ POLICY_FAULTS = (
     ),
     Fault(
         "a tenant that comes back was served nothing",
-        "scheduling/scheduler.py",
+        "scheduling/policies.py",
         "self._served[tenant] = max(self._counter(tenant), floor)",
         "self._served[tenant] = floor",
         POLICIES,
     ),
     Fault(
         "those who were served most are forgotten",
-        "scheduling/scheduler.py",
+        "scheduling/policies.py",
         "by_counter[:-MAX_TENANTS]",
         "by_counter[MAX_TENANTS:]",
         POLICIES,
     ),
     Fault(
         "who was forgotten begins at nothing",
-        "scheduling/scheduler.py",
+        "scheduling/policies.py",
         "self._forgotten = max(self._forgotten, self._served.pop(tenant))",
         "self._served.pop(tenant)",
         POLICIES,
     ),
     Fault(
         "who waits is forgotten",
-        "scheduling/scheduler.py",
+        "scheduling/policies.py",
         " if tenant not in waiting]",
         "]",
         POLICIES,

@@ -16,6 +16,7 @@ from jpaged.types import (
     OutputEvent,
     PositionLogprobs,
     Prompt,
+    RequestTimes,
     SamplingParams,
     SequenceFinish,
     TokenLogprob,
@@ -45,6 +46,7 @@ SAMPLING: dict[str, Any] = {
     "priority": -7,
     "cache_salt": "salt",
     "use_prefix_cache": False,
+    "detokenize": False,
 }
 # What else must be set for a field to have its value.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -136,15 +138,35 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
         cumulative_logprob=-2.0,
         usage=Usage(5, 2, 4),
         is_last=True,
+        times=RequestTimes(1.5, 2.5, 3.5, 4.5),
     )
     response = server_wire.response_of(event, "r", (7, 8))
     assert {field.name for field, _ in response.ListFields()} == names_of(inference_pb2.GenerateResponse)
     chunk = client_wire.chunk_of(response)
-    for name in ("request_id", "index", "text", "token_ids", "logprobs", "finish", "cumulative_logprob", "usage"):
+    for name in (
+        "request_id",
+        "index",
+        "text",
+        "token_ids",
+        "logprobs",
+        "finish",
+        "cumulative_logprob",
+        "usage",
+        "times",
+    ):
         assert getattr(chunk, name) == getattr(event, name)
     assert chunk.prompt_token_ids == (7, 8)
     assert chunk.is_last
     assert chunk.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "times", [None, RequestTimes(0.0), RequestTimes(0.0, 0.0, 0.0, 0.0), RequestTimes(3.0, first_scheduled_s=4.0)]
+)
+def test_times_that_are_not_told_are_none_and_not_zero(times):
+    event = OutputEvent(request_id="r", is_last=True, times=times)
+    assert client_wire.chunk_of(server_wire.response_of(event, "r")).times == times
+    assert names_of(inference_pb2.RequestTimes) == {field.name for field in dataclasses.fields(RequestTimes)}
 
 
 @pytest.mark.parametrize("reason", FinishReason)

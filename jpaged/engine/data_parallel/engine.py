@@ -69,16 +69,26 @@ class DataParallelEngine:
             QueueFull: too many requests wait at every engine.
         """
         request_id, refusals = request.request_id, []
+
+        def pass_on_from(route: Route) -> Sink:
+            def pass_on(event: OutputEvent) -> None:
+                if event.is_last:
+                    with self._lock:
+                        self._router.leave(event.request_id, route)
+                sink(event)
+
+            return pass_on
+
         with self._lock:
             if self.failure is not None:
                 raise Unavailable("the engine has failed")
             # One that was dropped is still its engine's until the next step there.
             is_routed = self._router.route_of(request_id) is not None
-            if is_routed or any(engine.is_in_flight(request_id) for engine in self._engines):
+            if is_routed or any(request_id in engine.in_flight for engine in self._engines):
                 raise AlreadyExists(f"request {request_id!r} is in flight")
             for route in self._router.routes(request):
                 try:
-                    self._engines[route.replica].submit(request, functools.partial(self._pass_on, route, sink))
+                    self._engines[route.replica].submit(request, pass_on_from(route))
                 except QueueFull as refusal:
                     refusals.append(refusal)
                     continue
@@ -103,12 +113,6 @@ class DataParallelEngine:
                 self._router.leave(request_id, route)
         if route is not None:
             self._engines[route.replica].drop(request_id)
-
-    def _pass_on(self, route: Route, sink: Sink, event: OutputEvent) -> None:
-        if event.is_last:
-            with self._lock:
-                self._router.leave(event.request_id, route)
-        sink(event)
 
     # --- pinned prefixes --------------------------------------------------------------------------------------------
 
@@ -154,6 +158,14 @@ class DataParallelEngine:
                 for engine in self._engines:
                     engine.unpin_prefix(name, tenant)
         return is_pinned
+
+    def reset_prefix_cache(self) -> Future[int]:
+        """Forgets what is cached in every replica; see `Engine.reset_prefix_cache`."""
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        parts = [engine.reset_prefix_cache() for engine in self._engines]
+        _when_all_are_done(parts, lambda: future.set_result(sum(part.result() for part in parts)))
+        return future
 
     # --- counts -----------------------------------------------------------------------------------------------------
 

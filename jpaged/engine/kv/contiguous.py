@@ -17,8 +17,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import get_args
 
+import numpy as np
+
 from jpaged.config import KVPolicy
-from jpaged.engine.executor import Geometry, Move
+from jpaged.engine.executor import I32, Geometry, Move
 from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.sequence import Group, Sequence
@@ -194,8 +196,8 @@ class ReservedMemory:
     def num_reserved_slots(self) -> int:
         return sum(1 << _order(num_blocks) for _, num_blocks in self._reserved()) * self._block_size
 
-    def num_stored_tokens(self, holders: Iterable[Group]) -> int:
-        return sum(sequence.num_computed_tokens for group in holders for sequence in group.sequences)
+    def num_stored_tokens(self, sequences: Iterable[Sequence], own_lens_s: I32) -> int:
+        return sum(sequence.num_computed_tokens for sequence in sequences) + int(np.sum(own_lens_s))
 
     def can_ever_fit(self, group: Group) -> bool:
         """The group's regions fit into an empty pool."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from jpaged.engine.executor import I32
 from jpaged.engine.kv.blocks import MemoryCounts, MemoryOps
 from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.kv.swapping import Swapping
@@ -80,8 +81,13 @@ class KVMemory(Protocol):
         """Token slots that are kept for sequences, whether or not they hold a token."""
         ...
 
-    def num_stored_tokens(self, holders: Iterable[Group]) -> int:
-        """Tokens in those slots, one that several sequences share counted once; of all groups that hold blocks."""
+    def num_stored_tokens(self, sequences: Iterable[Sequence], own_lens_s: I32) -> int:
+        """Tokens in those slots, one that several sequences share counted once.
+
+        Args:
+            sequences: all that hold blocks, but for those whose last block is theirs alone:
+            own_lens_s: the computed tokens of each of these.
+        """
         ...
 
     def can_ever_fit(self, group: Group) -> bool:

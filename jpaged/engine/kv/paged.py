@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jpaged.engine.executor import Geometry, Move
+import numpy as np
+
+from jpaged.engine.executor import I32, Geometry, Move
 from jpaged.engine.kv.blocks import BlockPool, MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.prefixes import HostTier, Prefixes
@@ -112,17 +114,17 @@ class PagedMemory:
     def num_reserved_slots(self) -> int:
         return self._pool.num_used * self.block_size
 
-    def num_stored_tokens(self, holders: Iterable[Group]) -> int:
+    def num_stored_tokens(self, sequences: Iterable[Sequence], own_lens_s: I32) -> int:
         """Every block in use is full but the last of a table; one that several tables share is as full as most say."""
         empty: dict[int, int] = {}
-        for group in holders:
-            for sequence in group.sequences:
-                num_tail_tokens = sequence.num_computed_tokens % self.block_size
-                if num_tail_tokens:
-                    block_id = sequence.kv.table.block_id(-1)
-                    num_empty = self.block_size - num_tail_tokens
-                    empty[block_id] = min(empty.get(block_id, num_empty), num_empty)
-        return self.num_reserved_slots() - sum(empty.values())
+        for sequence in sequences:
+            num_tail_tokens = sequence.num_computed_tokens % self.block_size
+            if num_tail_tokens:
+                block_id = sequence.kv.table.block_id(-1)
+                num_empty = self.block_size - num_tail_tokens
+                empty[block_id] = min(empty.get(block_id, num_empty), num_empty)
+        num_empty_of_own = int(np.sum(-own_lens_s % self.block_size))
+        return self.num_reserved_slots() - sum(empty.values()) - num_empty_of_own
 
     def can_ever_fit(self, group: Group) -> bool:
         """The group could run alone, with every pinned prefix in its place."""

@@ -95,6 +95,11 @@ class PrefixCache:
         self._tokens[block_id] = tuple(token_ids)
         self._children.setdefault(parent, {})[block_id] = None
 
+    def insert_of(self, sequence: TokenSequence, index: int, block_id: int, key: Key) -> None:
+        """Makes the full block at an index of a sequence known."""
+        tokens = sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
+        self.insert(block_id, sequence.kv.parent(index), key, tokens)
+
     def forget(self, block_id: int) -> Key | None:
         """Drops what is known of a block; its key, if it had one."""
         key = self._keys.pop(block_id, None)
@@ -159,6 +164,13 @@ class HostTier:
         """Drops what is kept under a key, if anything is."""
         if key in self._blocks:
             del self._keys[self._blocks.pop(key)]
+
+    def reset(self) -> int:
+        """Drops everything that is kept; the number of blocks."""
+        num_kept = len(self._blocks)
+        self._blocks.clear()
+        self._keys.clear()
+        return num_kept
 
     def _hand_back(self, home: int) -> None:
         table = BlockTable(1)
@@ -258,7 +270,7 @@ class Prefixes:
             return
         keys = self._keys(sequence, num_full)
         for i in range(first, num_full):
-            self._insert(sequence, i, kv.table.block_id(i), keys[i])
+            self._cache.insert_of(sequence, i, kv.table.block_id(i), keys[i])
         kv.registered(num_full)
 
     def forget(self, sequence: TokenSequence) -> None:
@@ -278,6 +290,17 @@ class Prefixes:
     def forget_block(self, block_id: int) -> None:
         """Sees to it that nobody finds a block that somebody holds, and is about to write again."""
         self._cache.forget(block_id)
+
+    def reset(self) -> int:
+        """Forgets every prefix that nobody holds, in host memory too; the number of blocks that held one.
+
+        Blocks that sequences or pins hold stay known.
+        """
+        free = [block_id for block_id in self._cache.block_ids() if self.pool.is_free(block_id)]
+        for block_id in free:
+            self._cache.forget(block_id)
+        self.num_cached -= len(free)
+        return len(free) + self._host.reset()
 
     def has_prefix(self, key: Key) -> bool:
         """A block with this key is here, on the device or in host memory. Any thread may ask.
@@ -348,10 +371,6 @@ class Prefixes:
     def _keys(self, sequence: TokenSequence, num_blocks: int) -> list[Key]:
         return sequence.kv.keys(sequence.token_ids, num_blocks, self._block_size)
 
-    def _insert(self, sequence: TokenSequence, index: int, block_id: int, key: Key) -> None:
-        tokens = sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
-        self._cache.insert(block_id, sequence.kv.parent(index), key, tokens)
-
     def _restore(self, group: Group, num_matched: int) -> int:
         """Brings back the blocks from the second tier that continue a match; how many."""
         leader = group.live[0]
@@ -361,7 +380,7 @@ class Prefixes:
         while index < end and keys[index] in self._host and self.pool.can_allocate(1):
             block_id = self._host.bring_back(keys[index], self.pool)
             leader.kv.table.extend([block_id])
-            self._insert(leader, index, block_id, keys[index])
+            self._cache.insert_of(leader, index, block_id, keys[index])
             index += 1
         return index - num_matched
 

@@ -8,13 +8,19 @@ beam_width           likewise: the n best finished beams
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from jpaged.engine.executor import StepOutputs
+import numpy as np
+
+from jpaged.engine.executor import BEYOND_TOKENS, I32, StepOutputs
 from jpaged.engine.output.beam import Beam, BeamSearch
-from jpaged.engine.sequence import Group, Sequence
+from jpaged.engine.scheduling.schedule import Sampled
+from jpaged.engine.sequence import Group, Sequence, collected_one_each
 from jpaged.engine.stats import DEADLINE, ERROR
-from jpaged.engine.tokenizer import Tokenizer
+from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import DeadlineExceeded
 from jpaged.types import (
     FinishReason,
@@ -76,6 +82,18 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
+class NoText:
+    """Stands in for a detokenizer where nobody wants text, or there is none."""
+
+    def push(self, token_id: int) -> str:
+        """No characters."""
+        return ""
+
+    def flush(self) -> str:
+        """Nothing is left."""
+        return ""
+
+
 class StopStrings:
     """Holds text back while it may be the beginning of a stop string, so that none of one is ever sent."""
 
@@ -120,6 +138,10 @@ class OutputState:
                        ^ read
     text      "Once upon a ti" | "me."  "me." may still become the stop string "me.END"
                                ^ sent
+
+    Attributes:
+        has_text: there is a tokenizer, and somebody wants text.
+        needs_logprobs: of its sampling parameters.
     """
 
     def __init__(
@@ -129,14 +151,23 @@ class OutputState:
         sampling: SamplingParams,
         eos_token_ids: frozenset[int],
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
-        )
+        self.has_text = sampling.detokenize and not isinstance(tokenizer, NoTokenizer)
+        self.needs_logprobs = sampling.needs_logprobs
+        self._detokenizer: IncrementalDetokenizer | NoText = NoText()
+        if self.has_text:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
+            )
         self._stop_strings = StopStrings(tuple(sampling.stop))
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._ending_ids = sampling.ending_ids(eos_token_ids)
         self._sampling = sampling
         self._num_tokens = 0
+
+    def passed(self) -> tuple[str, SequenceFinish | None]:
+        """Takes a token that ends nothing, where there is no text: as `push` does."""
+        self._num_tokens += 1
+        return "", None
 
     def push(self, token_id: int) -> tuple[str, SequenceFinish | None]:
         """Takes the next token: (text that can be sent, how the sequence ended or None while it goes on).
@@ -180,36 +211,58 @@ class _Piece:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish: SequenceFinish | None = None
-    cumulative_logprob: float = 0.0
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True)
 class _Held:
-    """What is held back of a sequence, in columns: an entry a token, but for log-probabilities that nobody wants.
+    """What is held back of a sequence, in columns: an entry a token, where there is text and log-probabilities.
 
-    Its text is that of its tokens joined; the last entry has what a sequence shows when it ends, too.
+    Its text is that of its tokens joined; the last entry has what a sequence shows when it ends, too. The tokens are
+    the sequence's own, which are read at the end.
     """
 
-    token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish: SequenceFinish | None = None
-    cumulative_logprob: float = 0.0
 
-    def parts(self) -> list[_Piece]:
+    def parts(self, token_ids: SequenceOf[int], cumulative_logprob: float | None) -> list[_Piece]:
         """All of it in parts of a bounded size, one at least, in time that grows with its length and not its square."""
         size = _MAX_TOKENS_PER_EVENT
-        pieces = [self._part(slice(start, start + size)) for start in range(0, max(1, len(self.texts)), size)]
+        pieces = []
+        for start in range(0, max(1, len(token_ids)), size):
+            part = slice(start, start + size)
+            text, logprobs = "".join(self.texts[part]), tuple(self.logprobs[part])
+            piece = _Piece(text, tuple(token_ids[part]), logprobs, cumulative_logprob=cumulative_logprob)
+            pieces.append(piece)
         pieces[-1].finish = self.finish
         return pieces
 
-    def _part(self, part: slice) -> _Piece:
-        return _Piece(
-            text="".join(self.texts[part]),
-            token_ids=tuple(self.token_ids[part]),
-            logprobs=tuple(self.logprobs[part]),
-            cumulative_logprob=self.cumulative_logprob,
-        )
+
+class _EndingIds:
+    """The tokens that end some sequence in flight, for a look at all rows of a step at once."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self.any: I32 = np.zeros(0, np.int32)
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """A request has come that these end."""
+        num_before = len(self._counts)
+        self._counts.update(token_ids)
+        if len(self._counts) != num_before:
+            self._gather()
+
+    def discard(self, token_ids: Iterable[int]) -> None:
+        """A request is gone that these ended."""
+        self._counts.subtract(token_ids)
+        if gone := [token_id for token_id in token_ids if not self._counts[token_id]]:
+            for token_id in gone:
+                del self._counts[token_id]
+            self._gather()
+
+    def _gather(self) -> None:
+        self.any = np.array([token_id for token_id in self._counts if token_id < BEYOND_TOKENS], np.int32)
 
 
 class OutputProcessor:
@@ -218,27 +271,32 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
+        self._ending_ids = _EndingIds()
         self._states: dict[Sequence, OutputState] = {}
-        self._held: dict[Group, dict[Sequence, _Held]] = {}
+        self._held: dict[Sequence, _Held] = {}
         self._searches: dict[Group, BeamSearch] = {}
         self._last_events: dict[Group, OutputEvent] = {}
 
     def open(self, group: Group) -> None:
         """Begins a request: no event is sent."""
         sampling = group.request.sampling
+        ending_ids = sampling.ending_ids(self._eos_token_ids)
         if sampling.beam_width:
-            self._searches[group] = BeamSearch(sampling, sampling.ending_ids(self._eos_token_ids))
+            self._searches[group] = BeamSearch(sampling, ending_ids)
             return
+        self._ending_ids.add(ending_ids)
         for sequence in group.sequences:
             self._states[sequence] = self._new_state(group)
         if sampling.num_samples > sampling.n or group.request.is_whole:
-            self._held[group] = {sequence: _Held() for sequence in group.sequences}
+            self._held.update((sequence, _Held()) for sequence in group.sequences)
 
     def close(self, group: Group) -> None:
         """Forgets a request, which has been counted, and sends its last event if it has one."""
+        if group.sequences[0] in self._states:
+            self._ending_ids.discard(group.request.sampling.ending_ids(self._eos_token_ids))
         for sequence in group.sequences:
             self._states.pop(sequence, None)
-        self._held.pop(group, None)
+            self._held.pop(sequence, None)
         self._searches.pop(group, None)
         if (event := self._last_events.pop(group, None)) is not None:
             group.sink(event)
@@ -247,37 +305,48 @@ class OutputProcessor:
         """The beam search of a request that asked for one."""
         return self._searches[group]
 
-    def publish(self, group: Group, sequence: Sequence, outputs: StepOutputs, row: int) -> bool:
-        """Appends the token that a row sampled and shows what it adds; True when the sequence ended with it."""
-        token_id, sampling = outputs.token(row), group.request.sampling
-        sequence.append(token_id, outputs.logprob(row) if sampling.needs_logprobs else 0.0)
-        group.sampled(1)
-        text, finish = self._states[sequence].push(token_id)
-        num_top = sampling.logprobs
-        logprobs = () if num_top is None else (outputs.position(row, num_top),)
-        if group in self._held:
-            held = self._held[group][sequence]
-            held.token_ids.append(token_id)
-            held.texts.append(text)
-            held.logprobs.extend(logprobs)
-            held.finish, held.cumulative_logprob = finish, sequence.cumulative_logprob
-        else:
-            ends_group = finish is not None and sum(other.is_live for other in group.sequences) == 1
-            piece = _Piece(text, (token_id,), logprobs, finish, sequence.cumulative_logprob)
-            self._show(group, sequence.index, piece, is_last=ends_group)
-        return finish is not None
+    def publish(self, sampled: Sampled, outputs: StepOutputs) -> Iterator[tuple[Group, Sequence]]:
+        """Appends the tokens of a step and shows what they add, row by row; yields the sequences that end with theirs.
+
+        Whoever iterates ends a sequence before asking for the next one.
+        """
+        if not sampled.rows:
+            return
+        token_ids = outputs.token_ids_rn[sampled.rows, 0]
+        may_end = np.isin(token_ids, self._ending_ids.any) | sampled.are_last
+        tokens, sums = token_ids.tolist(), outputs.logprobs_rn
+        # A step that tells of no log-probabilities has no row that needs them.
+        logprobs = [0.0] * len(tokens) if sums is None else sums[sampled.rows, 0].tolist()
+        collected_one_each(sampled.sequences, tokens, logprobs)
+        columns = zip(sampled.rows, sampled.groups, sampled.sequences, tokens, may_end.tolist(), strict=True)
+        for row, group, sequence, token_id, is_checked in columns:
+            group.sampled(1)
+            state = self._states[sequence]
+            text, finish = state.push(token_id) if is_checked or state.has_text else state.passed()
+            num_top = group.request.sampling.logprobs
+            positions = () if num_top is None else (outputs.position(row, num_top),)
+            if (held := self._held.get(sequence)) is not None:
+                held.texts.append(text)
+                held.logprobs.extend(positions)
+                held.finish = finish
+            else:
+                told_sum = sequence.cumulative_logprob if state.needs_logprobs else None
+                piece = _Piece(text, (token_id,), positions, finish, told_sum)
+                ends_group = finish is not None and sum(other.is_live for other in group.sequences) == 1
+                self._show(group, sequence.index, piece, is_last=ends_group)
+            if finish is not None:
+                yield group, sequence
 
     def finish(self, group: Group) -> None:
         """Shows what was held back of a request whose sequences have all ended."""
         sampling = group.request.sampling
-        told: list[_Held] = []
-        if group in self._held:
-            told = list(self._held[group].values())
-            if sampling.num_samples > sampling.n:
-                told = sorted(told, key=lambda held: -held.cumulative_logprob)[: sampling.n]
-        elif group in self._searches:
-            told = [self._tell(group, beam) for beam in self._searches[group].best(sampling.n)]
-        self._show_held(group, told)
+        if group in self._searches:
+            self._show_parts(group, [self._tell(group, beam) for beam in self._searches[group].best(sampling.n)])
+            return
+        held = [sequence for sequence in group.sequences if sequence in self._held]
+        if sampling.num_samples > sampling.n:
+            held = sorted(held, key=lambda sequence: -sequence.cumulative_logprob)[: sampling.n]
+        self._show_parts(group, [self._parts(sequence) for sequence in held])
 
     def end(self, group: Group, reason: FinishReason) -> None:
         """Shows how a request ends between two tokens: an event for each sequence still going."""
@@ -285,17 +354,17 @@ class OutputProcessor:
         if group in self._searches or sampling.num_samples > sampling.n:
             self._show(group, 0, _Piece(finish=finish), is_last=True)
             return
-        if group in self._held:
-            for sequence in group.live:
-                held = self._held[group][sequence]
+        live = group.live
+        if group.request.is_whole:
+            for sequence in live:
+                held = self._held[sequence]
                 held.texts[-1:] = ["".join(held.texts[-1:]) + self._states[sequence].flush()]
                 held.finish = finish
-            self._show_held(group, list(self._held[group].values()))
+            self._show_parts(group, [self._parts(sequence) for sequence in group.sequences])
             return
-        live = group.live
         for i, sequence in enumerate(live):
             text = self._states[sequence].flush()
-            piece = _Piece(text, finish=finish, cumulative_logprob=sequence.cumulative_logprob)
+            piece = _Piece(text, finish=finish, cumulative_logprob=self._told_sum(sequence))
             self._show(group, sequence.index, piece, is_last=i + 1 == len(live))
 
     def fail(self, group: Group, error: Exception) -> None:
@@ -306,39 +375,43 @@ class OutputProcessor:
         request = group.request
         return OutputState(self._tokenizer, request.prompt_token_ids, request.sampling, self._eos_token_ids)
 
-    def _tell(self, group: Group, beam: Beam) -> _Held:
+    def _tell(self, group: Group, beam: Beam) -> list[_Piece]:
         """A finished beam, as if its tokens had come one by one."""
-        state, num_top = self._new_state(group), group.request.sampling.logprobs
-        held = _Held(list(beam.token_ids), cumulative_logprob=beam.cumulative_logprob)
+        state, num_top, held = self._new_state(group), group.request.sampling.logprobs, _Held()
         for token_id in beam.token_ids:
             text, held.finish = state.push(token_id)
             held.texts.append(text)
         if num_top is not None:
             held.logprobs += [PositionLogprobs(one.chosen, one.top[:num_top]) for one in beam.logprobs]
-        return held
+        return held.parts(beam.token_ids, beam.cumulative_logprob)
 
-    def _show_held(self, group: Group, told: list[_Held]) -> None:
+    def _parts(self, sequence: Sequence) -> list[_Piece]:
+        """A sequence that was held back."""
+        token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
+        return self._held[sequence].parts(token_ids, self._told_sum(sequence))
+
+    def _told_sum(self, sequence: Sequence) -> float | None:
+        return sequence.cumulative_logprob if self._states[sequence].needs_logprobs else None
+
+    def _show_parts(self, group: Group, told: list[list[_Piece]]) -> None:
         """Shows sequences that were held back, in the order of their indices; a request's last event is among them."""
-        parts = [(index, part) for index, held in enumerate(told) for part in held.parts()]
+        parts = [(index, part) for index, pieces in enumerate(told) for part in pieces]
         for number, (index, part) in enumerate(parts, start=1):
             self._show(group, index, part, is_last=number == len(parts))
 
     def _show(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:
-        usage = Usage(
-            prompt_tokens=len(group.request.prompt_token_ids),
-            completion_tokens=group.num_sampled_tokens,
-            cached_tokens=group.num_cached_tokens or 0,
-        )
+        request = group.request
         event = OutputEvent(
-            request_id=group.request.request_id,
+            request_id=request.request_id,
             index=index,
             text=piece.text,
             token_ids=piece.token_ids,
             logprobs=piece.logprobs,
             finish=piece.finish,
-            cumulative_logprob=piece.cumulative_logprob if group.request.sampling.needs_logprobs else None,
-            usage=usage,
+            cumulative_logprob=piece.cumulative_logprob,
+            usage=Usage(len(request.prompt_token_ids), group.num_sampled_tokens, group.num_cached_tokens or 0),
             is_last=is_last,
+            times=group.times if is_last else None,
             error=error,
         )
         if is_last:

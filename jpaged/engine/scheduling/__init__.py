@@ -1,6 +1,8 @@
 """Who runs in the next step, on how many tokens, and who has to make room.
 
-scheduler.py       the queues, their order, and the decision of one step
+scheduler.py       the queues, and the decision of one step
+policies.py        who comes first, and who yields to whom
+rows.py            the rows that decode, as arrays that are edited
 cohorts.py         beams of several requests draw in the same steps
 pace.py            as many tokens of prompts as streams can wait for
 preemption.py      how a group leaves: recompute or swap

@@ -11,12 +11,11 @@ takes is what the device was timed at when it started, times what steps of that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from jpaged.engine.executor import BucketTable, DeviceRates, StepInputs
-from jpaged.engine.kv.interface import Shares
 from jpaged.engine.sequence import Group
 
 LEAST_TOKENS = 16
@@ -114,24 +113,22 @@ class Pace:
         self._times.observe(num_padded, num_pairs, now_s - max(begin_s, self._last_end_s))
         self._last_end_s = now_s
 
-    def within(self, budget: int, wanted: Mapping[Group, Shares], prefilling: Sequence[Group]) -> int:
+    def within(self, budget: int, context_lens: Sequence[int], prefilling: Sequence[Group]) -> int:
         """Tokens of prompts that fit beside the rows that decode.
 
         Args:
             budget: how many the step has room for.
-            wanted: what the sequences of each running group have to compute.
-            prefilling: those of the groups that compute their prompts, the next one first.
+            context_lens: tokens of each row that decodes.
+            prefilling: the groups that compute their prompts, the next one first.
         """
-        others = wanted.keys() - prefilling
-        decoding = [sequence for group in others for sequence, _ in wanted[group]]
-        context_lens = sum(sequence.num_tokens for sequence in decoding)
+        num_decoding, num_decoding_pairs = len(context_lens), sum(context_lens)
         start = prefilling[0].live[0].num_computed_tokens if prefilling else 0
 
         def seconds(num_tokens: int) -> float:
-            num_pairs = context_lens + num_tokens * (start + (num_tokens + 1) / 2)
-            return self._times.seconds(self._buckets.num_tokens(len(decoding) + num_tokens), num_pairs)
+            num_pairs = num_decoding_pairs + num_tokens * (start + (num_tokens + 1) / 2)
+            return self._times.seconds(self._buckets.num_tokens(num_decoding + num_tokens), num_pairs)
 
-        sizes = self._sizes(budget, len(decoding))
+        sizes = self._sizes(budget, num_decoding)
         for bound_s in (self._bound_s, (1 + LEAST_SHARE) * seconds(0)):
             for size in sizes:
                 if seconds(size) <= bound_s:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from jpaged.engine.executor import Detail, Geometry, SamplingInputs, StepInputs, random_columns, row_lists
+from jpaged.engine.executor import I32, Detail, Geometry, SamplingInputs, StepInputs, random_columns, row_lists
 from jpaged.engine.kv.blocks import MemoryOps
-from jpaged.engine.sequence import Group, Sequence
+from jpaged.engine.scheduling.rows import Decodes
+from jpaged.engine.sequence import Group, Sequence, Status
 
 
 @dataclass(slots=True)
@@ -37,6 +38,39 @@ class ScheduledRow:
 
 
 @dataclass(slots=True)
+class Sampled:
+    """Rows that sampled a token, a column a field.
+
+    Attributes:
+        rows: of the device.
+        are_last: the sequence has as many tokens with it as it may have.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    are_last: list[bool] = field(default_factory=list)
+
+    def add(self, place: int, row: ScheduledRow) -> None:
+        """Enters a row that is at a place."""
+        self.rows.append(place)
+        self.groups.append(row.group)
+        self.sequences.append(row.sequence)
+        self.are_last.append(row.output_index + 1 >= row.group.request.sampling.max_tokens)
+
+    def move(self, new_places: dict[int, int]) -> None:
+        """The device has the rows in other places."""
+        self.rows = [new_places[place] for place in self.rows]
+
+    def by_group(self) -> dict[Group, dict[Sequence, int]]:
+        """The row of each sequence of each group."""
+        rows: dict[Group, dict[Sequence, int]] = {}
+        for row, group, sequence in zip(self.rows, self.groups, self.sequences, strict=True):
+            rows.setdefault(group, {})[sequence] = row
+        return rows
+
+
+@dataclass(slots=True)
 class SharedPrefixGroup:
     """Neighbouring rows that read the first tokens of their contexts together.
 
@@ -58,16 +92,35 @@ class Schedule:
     """What to dispatch, and who left for it.
 
     Attributes:
+        decodes: the rows that come first: one token each, as they were in the step before.
+        rows: the others, in the order in which they were entered.
+        order: the place of each row among all that were entered, in the device's order; empty where that is the same.
         runs: cover the rows in their order; none where no two rows read anything together.
     """
 
+    decodes: Decodes = field(default_factory=Decodes)
     rows: list[ScheduledRow] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
     runs: list[SharedPrefixGroup] = field(default_factory=list)
     ops: MemoryOps = field(default_factory=MemoryOps)
     num_tokens: int = 0
     admitted: list[Group] = field(default_factory=list)
     preempted: list[Group] = field(default_factory=list)
     num_recomputed_tokens: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of both kinds."""
+        return len(self.decodes) + len(self.rows)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequence of each row, as they were entered."""
+        return [*self.decodes.sequences, *(row.sequence for row in self.rows)]
+
+    def decode(self, decodes: Decodes) -> None:
+        """Enters the rows that come first."""
+        self.decodes = decodes
 
     def add_row(
         self, group: Group, sequence: Sequence, num_tokens: int, *, sample_row: int | None = None
@@ -77,7 +130,7 @@ class Schedule:
         Args:
             sample_row: where the last token is that is sampled from; None is the row itself.
         """
-        place, start = len(self.rows), sequence.num_computed_tokens
+        place, start = self.num_rows, sequence.num_computed_tokens
         samples_token = start + num_tokens == sequence.num_tokens
         is_fed_back = num_tokens > 0 and samples_token and sequence.num_in_flight_tokens > 0
         row = ScheduledRow(
@@ -101,16 +154,53 @@ class Schedule:
     def close(self, ops: MemoryOps) -> None:
         """Every row is there; these moves come before them."""
         self.ops = ops
-        self.num_tokens = sum(row.num_tokens for row in self.rows)
+        self.num_tokens = len(self.decodes) + sum(row.num_tokens for row in self.rows)
 
     def reorder(self, order: list[int]) -> None:
-        """Puts the rows in another order, `order[new] = old`, and corrects what names them by place."""
-        self.rows = [self.rows[old] for old in order]
-        new_places = {old: new for new, old in enumerate(order)}
-        for row in self.rows:
-            row.sample_row = new_places[row.sample_row]
-            if row.samples_token:
-                row.sequence.moved_to_row(new_places[row.sequence.in_flight_row])
+        """Gives the device the rows in another order, `order[new] = place entered`."""
+        self.order = order
+        num_decodes = len(self.decodes)
+        for new, place in enumerate(order):
+            if place < num_decodes:
+                self.decodes.sequences[place].moved_to_row(new)
+            elif self.rows[place - num_decodes].samples_token:
+                self.rows[place - num_decodes].sequence.moved_to_row(new)
+
+    def row_at(self, row: int) -> ScheduledRow:
+        """What the device has in a row."""
+        place, decodes = self.order[row] if self.order else row, self.decodes
+        if place >= len(decodes):
+            return self.rows[place - len(decodes)]
+        start = decodes.starts_s.item(place)
+        return ScheduledRow(
+            group=decodes.groups[place],
+            sequence=decodes.sequences[place],
+            start=start,
+            num_tokens=1,
+            samples_token=True,
+            sample_row=place,
+            prev_sampled_row=decodes.prev_rows[place] if decodes.prev_rows else None,
+            output_index=start + 1 - decodes.prompt_lens_s.item(place),
+        )
+
+    def live_tokens(self) -> tuple[Sampled, Sampled]:
+        """Who samples a token and has not ended since: sequences that go on with it, and beams that are chosen from."""
+        decodes = self.decodes
+        live = [place for place, one in enumerate(decodes.sequences) if one.status is not Status.FINISHED]
+        groups, sequences, are_last = [*decodes.groups], [*decodes.sequences], decodes.are_last_s.tolist()
+        if len(live) < len(decodes):
+            groups = [groups[place] for place in live]
+            sequences = [sequences[place] for place in live]
+            are_last = [are_last[place] for place in live]
+        tokens, beams = Sampled(live, groups, sequences, are_last), Sampled()
+        for place, row in enumerate(self.rows, len(decodes)):
+            if row.samples_token and row.sequence.is_live:
+                (beams if row.group.request.sampling.beam_width else tokens).add(place, row)
+        if self.order:
+            new_places = {place: new for new, place in enumerate(self.order)}
+            tokens.move(new_places)
+            beams.move(new_places)
+        return tokens, beams
 
     @property
     def num_tokens_shared(self) -> int:
@@ -122,51 +212,48 @@ _KNOWN = -1
 
 
 def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
-    """Packs the rows of a schedule in their order; every field is described at `StepInputs`.
+    """Packs the rows of a schedule in the device's order; every field is described at `StepInputs`.
 
         rows      r0 (3 tokens)   r1 (1)   r2 (4)            then empty rows up to max_num_seqs
         tokens    a0 a1 a2        b7       c0 c1 c2 c3  0 0  packed, padded to a bucket
         slots     block * block_size + offset of each; the null block's slot 0 for padding
         starts    0  3  4  8 8 8 ...
 
-    Values are gathered in lists and written a column at a time: one write into an array costs as much as ten into a
-    list.
+    Rows that decode come as columns. Values of the others are gathered in lists and written a column at a time: one
+    write into an array costs as much as ten into a list.
     """
-    rows, block_size, max_rows = schedule.rows, geometry.block_size, geometry.max_num_seqs
-    num_rows, num_tokens = len(rows), schedule.num_tokens
+    block_size, max_rows = geometry.block_size, geometry.max_num_seqs
+    num_rows, num_tokens = schedule.num_rows, schedule.num_tokens
     num_padded = geometry.buckets.num_tokens(num_tokens)
-    starts, lens = _column([row.start for row in rows]), _column([row.num_tokens for row in rows])
+    columns = _columns(schedule)
+    starts, lens = columns.starts, columns.lens
     ends = np.cumsum(lens, dtype=np.int32)
-    block_tables_sm = np.zeros((max_rows, geometry.max_blocks_per_seq), np.int32)
-    np.stack([row.sequence.kv.table.ids_m for row in rows], out=block_tables_sm[:num_rows])
+    block_tables_sm = _block_tables(schedule, geometry)
 
     rows_t = np.repeat(np.arange(num_rows), lens)
     positions_t = np.arange(num_tokens, dtype=np.int32) + (starts + lens - ends)[rows_t]
-    prompt_lens = _column([row.sequence.num_prompt_tokens for row in rows])
     blocks_t = block_tables_sm[rows_t, positions_t // block_size]
 
-    prev_rows = _column([_KNOWN if row.prev_sampled_row is None else row.prev_sampled_row for row in rows])
-    is_prev_sampled = prev_rows != _KNOWN
+    is_prev_sampled = columns.prev_rows != _KNOWN
     prev_rows_t = _padded([], num_padded, _KNOWN)
-    prev_rows_t[ends[is_prev_sampled] - 1] = prev_rows[is_prev_sampled]
+    prev_rows_t[ends[is_prev_sampled] - 1] = columns.prev_rows[is_prev_sampled]
 
     query_starts_s1 = _padded(ends - lens, max_rows + 1, num_tokens)
     last_tokens_s = np.maximum(query_starts_s1[1:] - 1, 0)
     kv_begins_s, run_starts_s1 = _runs(schedule, max_rows)
-    sample_rows = _column([row.sample_row for row in rows])
     return StepInputs(
-        token_ids_t=_padded(_known_tokens(rows), num_padded),
+        token_ids_t=_padded(_known_tokens(schedule), num_padded),
         is_prev_sampled_t=prev_rows_t != _KNOWN,
         prev_sampled_rows_t=np.maximum(prev_rows_t, 0),
         positions_t=_padded(positions_t, num_padded),
-        rope_lens_t=_padded(np.maximum(positions_t + 1, prompt_lens[rows_t]), num_padded, 1),
+        rope_lens_t=_padded(np.maximum(positions_t + 1, columns.prompt_lens[rows_t]), num_padded, 1),
         slots_t=_padded(blocks_t * block_size + positions_t % block_size, num_padded),
         query_starts_s1=query_starts_s1,
         kv_lens_s=_padded(starts + lens, max_rows),
         block_tables_sm=block_tables_sm,
         kv_begins_s=kv_begins_s,
         run_starts_s1=run_starts_s1,
-        sample_tokens_s=np.concatenate([last_tokens_s[sample_rows], last_tokens_s[num_rows:]]),
+        sample_tokens_s=np.concatenate([last_tokens_s[columns.sample_rows], last_tokens_s[num_rows:]]),
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_runs=len(schedule.runs),
@@ -174,10 +261,15 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
 
 
 def build_sampling_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: frozenset[int]) -> SamplingInputs:
-    """How the rows of a schedule are sampled, in their order."""
-    sampled = [(i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows) if row.samples_token]
+    """How the rows of a schedule are sampled, in the device's order."""
+    decodes, num_rows = schedule.decodes, schedule.num_rows
+    sampled = [
+        (i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows, len(decodes)) if row.samples_token
+    ]
     detail = max((Detail.of(params) for _, _, params in sampled), default=Detail.TOKENS)
-    inputs = SamplingInputs.neutral(geometry.buckets.num_rows(len(schedule.rows)), detail=detail)
+    inputs = SamplingInputs.neutral(geometry.buckets.num_rows(num_rows), detail=max(detail, decodes.detail))
+    inputs.rows_r[: len(decodes)] = decodes.sampling_s
+    inputs.rows_r["positions_r"][: len(decodes)] = np.where(decodes.is_random_s, decodes.starts_s + 1, 0)
     for i, row, params in sampled:
         if lists := row_lists(params, eos_token_ids, row.output_index):
             inputs.fill_lists(i, lists)
@@ -186,13 +278,56 @@ def build_sampling_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids:
         indices = [row.sequence.index for row in random_rows]
         positions = [row.start + row.num_tokens for row in random_rows]
         inputs.fill_columns(places, random_columns(params_r, indices, positions))
+    if schedule.order:
+        inputs.rows_r[:num_rows] = inputs.rows_r[schedule.order]
     return inputs
 
 
-def _runs(schedule: Schedule, max_rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+class _Columns(NamedTuple):
+    """Numbers of each row, in the device's order; `prev_rows` is _KNOWN where the host knows the input."""
+
+    starts: I32
+    lens: I32
+    prompt_lens: I32
+    prev_rows: I32
+    sample_rows: I32
+
+
+def _columns(schedule: Schedule) -> _Columns:
+    decodes, rows, num_decodes = schedule.decodes, schedule.rows, len(schedule.decodes)
+    columns = _Columns(
+        _column(decodes.starts_s, [row.start for row in rows]),
+        _column(np.ones(num_decodes, np.int32), [row.num_tokens for row in rows]),
+        _column(decodes.prompt_lens_s, [row.sequence.num_prompt_tokens for row in rows]),
+        _column(
+            decodes.prev_rows or np.full(num_decodes, _KNOWN, np.int32),
+            [_KNOWN if row.prev_sampled_row is None else row.prev_sampled_row for row in rows],
+        ),
+        _column(np.arange(num_decodes, dtype=np.int32), [row.sample_row for row in rows]),
+    )
+    if not schedule.order:
+        return columns
+    new_places = np.argsort(schedule.order).astype(np.int32)
+    ordered = _Columns(*(column[schedule.order] for column in columns))
+    return ordered._replace(sample_rows=new_places[ordered.sample_rows])
+
+
+def _block_tables(schedule: Schedule, geometry: Geometry) -> I32:
+    decodes, num_rows = schedule.decodes, schedule.num_rows
+    block_tables_sm = np.zeros((geometry.max_num_seqs, geometry.max_blocks_per_seq), np.int32)
+    if len(decodes):
+        block_tables_sm[: len(decodes)] = decodes.block_tables_sm
+    for place, row in enumerate(schedule.rows, len(decodes)):
+        block_tables_sm[place] = row.sequence.kv.table.ids_m
+    if schedule.order:
+        block_tables_sm[:num_rows] = block_tables_sm[schedule.order]
+    return block_tables_sm
+
+
+def _runs(schedule: Schedule, max_rows: int) -> tuple[I32, I32]:
     """What each row shares with its run, and where the runs begin."""
     kv_begins_s = np.zeros(max_rows, np.int32)
-    run_starts_s1 = np.full(max_rows + 1, len(schedule.rows), np.int32)
+    run_starts_s1 = np.full(max_rows + 1, schedule.num_rows, np.int32)
     begin = 0
     for i, run in enumerate(schedule.runs):
         run_starts_s1[i] = begin
@@ -201,24 +336,27 @@ def _runs(schedule: Schedule, max_rows: int) -> tuple[NDArray[np.int32], NDArray
     return kv_begins_s, run_starts_s1
 
 
-def _known_tokens(rows: list[ScheduledRow]) -> list[int]:
+def _known_tokens(schedule: Schedule) -> list[int]:
     """The packed tokens, 0 where one is in flight."""
-    token_ids: list[int] = []
-    for row in rows:
-        known, stop = row.sequence.token_ids, row.start + row.num_tokens
-        if row.num_tokens == 1 and stop <= len(known):
-            token_ids.append(known[row.start])
-        else:
-            token_ids += known[row.start : stop]
-            token_ids += [0] * (stop - max(row.start, len(known)))
-    return token_ids
+    token_ids = schedule.decodes.token_ids or [0] * len(schedule.decodes)
+    if not schedule.order:
+        return [*token_ids, *(token_id for row in schedule.rows for token_id in _tokens(row))]
+    parts = [*([token_id] for token_id in token_ids), *(_tokens(row) for row in schedule.rows)]
+    return [token_id for place in schedule.order for token_id in parts[place]]
 
 
-def _column(values: list[int]) -> NDArray[np.int32]:
-    return np.array(values, np.int32)
+def _tokens(row: ScheduledRow) -> list[int]:
+    known, stop = row.sequence.token_ids, row.start + row.num_tokens
+    return known[row.start : stop] + [0] * (stop - max(row.start, len(known)))
 
 
-def _padded(values: list[int] | NDArray[np.int32], size: int, fill: int = 0) -> NDArray[np.int32]:
+def _column(decodes: I32 | list[int], others: list[int]) -> I32:
+    if not others:
+        return np.asarray(decodes, np.int32)
+    return np.concatenate([np.asarray(decodes, np.int32), np.array(others, np.int32)])
+
+
+def _padded(values: list[int] | I32, size: int, fill: int = 0) -> I32:
     array = np.full(size, fill, np.int32)
     array[: len(values)] = values
     return array

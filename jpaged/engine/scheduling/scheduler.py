@@ -12,115 +12,20 @@ Policy only: it asks the memory for blocks and knows no arrays, no device and no
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
-from jpaged.config import Policy, SchedulerOptions
+from jpaged.config import SchedulerOptions
 from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
+from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
 from jpaged.engine.scheduling.pace import Pace
+from jpaged.engine.scheduling.policies import POLICIES, SchedulingPolicy
 from jpaged.engine.scheduling.preemption import Preemption
-from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.rows import DecodingRows
+from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 from jpaged.engine.sequence import Group, Sequence, Status
-
-MAX_OVERTAKES = 256
-PROMPT_TOKEN_WEIGHT = 1
-OUTPUT_TOKEN_WEIGHT = 2
-MAX_TENANTS = 4096
-"""Tenants whose counters are kept at least: callers choose the names, so their number has no bound."""
-
-
-class SchedulingPolicy:
-    """Who comes first: the order in which waiting groups are admitted, and in which running ones yield.
-
-    First come, first served, where a policy does not say otherwise. It knows groups and what they were served; it holds
-    no queue.
-    """
-
-    def first_waiting(self, waiting: Collection[Group]) -> Group:
-        """The next to be admitted; `waiting` is not empty and in order of arrival."""
-        return next(iter(waiting))
-
-    def running_key(self, group: Group) -> tuple[int, ...]:
-        """Running groups are served in this order, and preempted from its end."""
-        return (group.arrival,)
-
-    def yields_to(self, running: Group, waiting: Group) -> bool:
-        """A running group is preempted to admit a waiting one."""
-        return False
-
-    def arrived(self, group: Group, waiting: Collection[Group]) -> None:
-        """Notes a group that waits from now on, beside these."""
-
-    def served(self, group: Group, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Notes the tokens that a group was given."""
-
-
-class ByPriority(SchedulingPolicy):
-    """Lower numbers first, then first come.
-
-    A waiting request takes the place of a running one with a higher number. Nobody starves: who was overtaken
-    MAX_OVERTAKES times is served as if its number were the lowest.
-    """
-
-    def first_waiting(self, waiting: Collection[Group]) -> Group:
-        return min(waiting, key=self.running_key)
-
-    def running_key(self, group: Group) -> tuple[int, ...]:
-        is_late = group.num_overtaken >= MAX_OVERTAKES
-        return (not is_late, 0 if is_late else group.request.sampling.priority, group.arrival)
-
-    def yields_to(self, running: Group, waiting: Group) -> bool:
-        return self.running_key(running)[:2] > self.running_key(waiting)[:2]
-
-
-class FairByTenant(SchedulingPolicy):
-    """The tenant that was served least goes first.
-
-    It is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., 2024): a prompt token
-    counts 1, a generated one 2; a tenant that comes back after a pause begins at the lowest counter of those who
-    waited, so idleness saves nothing up. Of MAX_TENANTS that were served most the counters are kept; the others begin
-    at the highest of theirs.
-    """
-
-    def __init__(self) -> None:
-        self._served: dict[str, int] = {}
-        self._forgotten = 0
-
-    def first_waiting(self, waiting: Collection[Group]) -> Group:
-        return min(waiting, key=lambda group: (self._counter(group.request.tenant), group.arrival))
-
-    def arrived(self, group: Group, waiting: Collection[Group]) -> None:
-        tenant = group.request.tenant
-        others = {other.request.tenant for other in waiting if other is not group}
-        if tenant not in others:
-            highest = max(self._served.values(), default=self._forgotten)
-            floor = min((self._counter(other) for other in others), default=highest)
-            self._served[tenant] = max(self._counter(tenant), floor)
-        if len(self._served) > 2 * MAX_TENANTS:
-            self._forget(others | {tenant})
-
-    def served(self, group: Group, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        weighted = PROMPT_TOKEN_WEIGHT * num_prompt_tokens + OUTPUT_TOKEN_WEIGHT * num_output_tokens
-        tenant = group.request.tenant
-        self._served[tenant] = self._counter(tenant) + weighted
-
-    def _counter(self, tenant: str) -> int:
-        return self._served.get(tenant, self._forgotten)
-
-    def _forget(self, waiting: set[str]) -> None:
-        """Leaves those who wait, and those who were served most."""
-        by_counter = sorted(self._served, key=lambda tenant: self._served[tenant])
-        leaving = [tenant for tenant in by_counter[:-MAX_TENANTS] if tenant not in waiting]
-        for tenant in leaving:
-            self._forgotten = max(self._forgotten, self._served.pop(tenant))
-
-
-POLICIES: dict[Policy, type[SchedulingPolicy]] = {
-    "fcfs": SchedulingPolicy,
-    "priority": ByPriority,
-    "fair": FairByTenant,
-}
 
 
 class Queues:
@@ -224,6 +129,7 @@ class Scheduler:
     Attributes:
         max_num_seqs: rows of a step.
         pace: bounds what prompts add to the steps of streams, and is told of each step; None without a bound.
+        rows: those that decode, which every step takes as they are.
     """
 
     def __init__(self, memory: KVMemory, options: SchedulerOptions, geometry: Geometry, rates: DeviceRates) -> None:
@@ -237,32 +143,44 @@ class Scheduler:
         bound_s = options.max_inter_token_latency
         self.pace = Pace(bound_s, rates, geometry.buckets) if bound_s else None
         self.queues = Queues(self._policy)
+        self.rows = DecodingRows(geometry)
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)
 
     def schedule(self) -> Schedule:
         """Decides the next step and enters it into the sequences: what it returns must be dispatched."""
         schedule = Schedule()
+        for sequence in self.rows.spent():
+            self.rows.leave(sequence)
         self._make_way(schedule)
         num_yielded = len(schedule.preempted)
         parts, budget = self._share_tokens()
-        is_early = len(parts) > 1 and draw_with_the_next(parts)
+        is_early = not self.rows and len(parts) > 1 and draw_with_the_next(parts)
         if not is_early or self._entering(self._num_outstanding_blocks()) is not None:
+            if not self._decode(parts, schedule):  # somebody has to leave: the rows are looked at one by one
+                self.rows.clear()
+                parts, budget = self._share_tokens()
             self._grow_running(parts, schedule)
             if len(schedule.preempted) == num_yielded:  # nobody had to leave for want of blocks
                 self._resume_and_admit(budget, schedule)
         schedule.close(self._memory.take_ops())
+        if not self._is_static:  # in a batch that is, who has ended keeps its blocks
+            self.rows.enter([(row.group, row.sequence) for row in schedule.rows if _decodes(row)])
         return schedule
 
     def finish(self, group: Group) -> None:
         """Ends a group in whatever state it is; its blocks are free at once (steps run in order of dispatch)."""
-        if not self.queues.end(group):
+        was_running = self.queues.end(group)
+        for sequence in group.sequences:
+            self.rows.leave(sequence)
+        if not was_running:
             self._release(group)
         self._release_ended()
 
     def finish_sequence(self, group: Group, sequence: Sequence) -> None:
         """Ends one sequence of a group whose others go on."""
         sequence.move_to(Status.FINISHED)
+        self.rows.leave(sequence)
         if not self._is_static or group.status is not Status.RUNNING:
             self._memory.release(sequence)
 
@@ -301,44 +219,50 @@ class Scheduler:
             self._preempt(queues.running[-1], schedule)
 
     def _share_tokens(self) -> tuple[dict[Group, Shares], int]:
-        """Tokens for the sequences of each running group in this step, and how many are left for others."""
+        """Tokens for the sequences of running groups that have no rows yet, and how many are left for others."""
         parts: dict[Group, Shares] = {}
-        prefilling = []
-        budget = self._max_num_batched_tokens
-        for group in self.queues.running:
-            wanted = parts[group] = self._wanted(group)
+        prefilling, settled = [], self.rows.settled
+        budget = self._max_num_batched_tokens - len(self.rows)
+        for group in [group for group in self.queues.running if group not in settled]:
+            wanted = parts[group] = _wanted(group, self.rows, self._memory.prefixes)
             if _num_tokens(wanted) > len(wanted):
                 prefilling.append(group)
             else:
                 budget -= len(wanted)
-        if self.pace is not None and len(prefilling) < len(parts) and (prefilling or self.queues.num_waiting):
-            budget = self.pace.within(budget, parts, prefilling)
+        has_streams = len(self.rows) > 0 or len(prefilling) < len(parts)
+        if self.pace is not None and has_streams and (prefilling or self.queues.num_waiting):
+            others = [sequence for group in parts.keys() - prefilling for sequence, _ in parts[group]]
+            context_lens = [*(self.rows.lens_s + 1).tolist(), *(sequence.num_tokens for sequence in others)]
+            budget = self.pace.within(budget, context_lens, prefilling)
         for group in prefilling:
             parts[group] = _within(budget, group, parts[group])
             budget -= _num_tokens(parts[group])
         return parts, budget
 
-    def _wanted(self, group: Group) -> Shares:
-        """Every token that waits to go through the model, of the sequences that may run."""
-        wanted, prefixes = [], self._memory.prefixes
-        for sequence in group.runnable:
-            if prefixes is not None:
+    def _decode(self, parts: dict[Group, Shares], schedule: Schedule) -> bool:
+        """Enters every row that decodes; False, and nothing, where these and the others do not all find blocks."""
+        prefixes = self._memory.prefixes
+        due = self.rows.due()
+        if prefixes is not None:
+            for sequence in due:
                 prefixes.register_full_blocks(sequence)
-            num_tokens = _num_to_run(group, sequence)
-            if num_tokens:
-                wanted.append((sequence, num_tokens))
-        return wanted
+        if not self._memory.can_grow([*((sequence, 1) for sequence in due), *chain.from_iterable(parts.values())]):
+            return False
+        for sequence in due:
+            self._memory.grow(sequence, 1)
+            self.rows.grown(sequence)
+        schedule.decode(self.rows.take())
+        self._policy.decoded(schedule.decodes.groups)
+        return True
 
     def _grow_running(self, parts: dict[Group, Shares], schedule: Schedule) -> None:
         """Finds blocks for every running row, in the policy's order, by preempting from its end."""
-        position, running = 0, self.queues.running
-        while position < len(running):
-            group = running[position]
-            while not self._memory.can_grow(parts[group]) and len(running) > position:
+        running = self.queues.running
+        for group, shares in parts.items():
+            while group.status is Status.RUNNING and not self._memory.can_grow(shares):
                 self._preempt(running[-1], schedule)
-            if len(running) > position:
-                self._enter(group, parts[group], schedule)
-            position += 1
+            if group.status is Status.RUNNING:
+                self._enter(group, shares, schedule)
 
     def _resume_and_admit(self, budget: int, schedule: Schedule) -> None:
         """Brings groups back and admits new ones while rows, tokens and blocks are there."""
@@ -358,7 +282,7 @@ class Scheduler:
                 self._memory.swapping.swap_in(group)
             else:
                 self._admit(group, schedule)
-            parts = _within(budget, group, self._wanted(group))
+            parts = _within(budget, group, _wanted(group, self.rows, self._memory.prefixes))
             budget -= _num_tokens(parts)
             self._enter(group, parts, schedule)
             outstanding += self._memory.num_outstanding_blocks(group)
@@ -375,7 +299,10 @@ class Scheduler:
 
     def _num_outstanding_blocks(self) -> int:
         """Blocks that running groups will still take for tokens that they have."""
-        return sum(self._memory.num_outstanding_blocks(group) for group in self.queues.running)
+        settled = self.rows.settled
+        growing = {group for group in self.queues.running if group not in settled}
+        growing.update(self.rows.group_of(sequence) for sequence in self.rows.due())  # others of them lack none
+        return sum(self._memory.num_outstanding_blocks(group) for group in growing)
 
     def _has_room(self, group: Group, outstanding: int) -> bool:
         """Rows and blocks for all of a group that is not running, besides those that running groups will take."""
@@ -408,6 +335,7 @@ class Scheduler:
         group.preempted()
         self._release_ended()
         for sequence in group.sequences:
+            self.rows.leave(sequence)
             if not sequence.is_live:  # of a static batch
                 self._memory.release(sequence)
         if swapping is not None and self._preemption.prefers_swap(group) and swapping.can_swap_out(group):
@@ -433,13 +361,43 @@ class Scheduler:
     def _fork(self, group: Group, schedule: Schedule) -> None:
         """The prompt is computed: the others share it and sample their first token from the leader's row."""
         leader, *others = group.live
-        leader_row = len(schedule.rows) - 1
+        leader_row = schedule.num_rows - 1
         group.forked()
         for sequence in others:
             self._memory.fork(leader, sequence)
             if sequence.num_output_tokens == 0:
                 schedule.add_row(group, sequence, 0, sample_row=leader_row)
                 self._policy.served(group, 0, 1)
+
+
+def _wanted(group: Group, rows: DecodingRows, prefixes: Prefixes | None) -> Shares:
+    """Every token that waits to go through the model, of the sequences that may run and have no row yet."""
+    wanted = []
+    for sequence in group.runnable:
+        if sequence in rows:
+            continue
+        if prefixes is not None:
+            prefixes.register_full_blocks(sequence)
+        num_tokens = _num_to_run(group, sequence)
+        if num_tokens:
+            wanted.append((sequence, num_tokens))
+    return wanted
+
+
+def _decodes(row: ScheduledRow) -> bool:
+    """A row that will be as it is until its sequence ends, one token further at every step.
+
+    Its block is its own, for it has just been written; what it has filled is known to the prefix cache.
+    """
+    sequence, sampling = row.sequence, row.group.request.sampling
+    return (
+        row.samples_token
+        and row.num_tokens == 1
+        and row.start >= sequence.num_prompt_tokens
+        and not sampling.beam_width
+        and row.output_index + 1 >= sampling.min_tokens
+        and sequence.num_output_tokens < sampling.max_tokens
+    )
 
 
 def _num_to_run(group: Group, sequence: Sequence) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import CascadeCosts, Geometry
-from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, SharedPrefixGroup
+from jpaged.engine.scheduling.schedule import Schedule, SharedPrefixGroup
 
 Places = list[int]
 """The places of rows in the schedule, ascending."""
@@ -55,39 +55,46 @@ def share_prefixes(schedule: Schedule, geometry: Geometry) -> None:
 
     It costs a step in which nobody shares anything a look at one block of each row.
     """
-    rows, costs, block_size = schedule.rows, geometry.cascade, geometry.block_size
-    if costs is None or len(rows) < 2:
+    costs, block_size = geometry.cascade, geometry.block_size
+    if costs is None or schedule.num_rows < 2:
         return
-    alike = _rows_by_prefix(rows, costs.granule_tokens, block_size)
+    alike = _rows_by_prefix(schedule, costs.granule_tokens, block_size)
     if not alike:
         return
     width = min(costs.tile_queries, geometry.buckets.num_tokens(schedule.num_tokens))
-    finder = _Finder(rows, costs, width, block_size)
+    finder = _Finder(schedule, costs, width, block_size)
     plans = [finder.best(finder.tree(places, 0), 0) for places in alike]
     chosen = [run for plan in plans for run in plan.runs]
     if sum(plan.gain for plan in plans) > costs.step_tokens:
         _arrange(schedule, chosen)
 
 
-def _rows_by_prefix(rows: list[ScheduledRow], granule_tokens: int, block_size: int) -> list[Places]:
+def _rows_by_prefix(schedule: Schedule, granule_tokens: int, block_size: int) -> list[Places]:
     """Places of rows that may share a granule: the last block of the first one is the same."""
-    last = granule_tokens // block_size - 1
-    places: dict[int, Places] = {}
-    for place, row in enumerate(rows):
+    decodes, last = schedule.decodes, granule_tokens // block_size - 1
+    where = np.flatnonzero(decodes.starts_s >= granule_tokens)
+    block_ids = decodes.block_tables_sm[where, last].tolist() if len(where) else []
+    all_places = where.tolist()
+    for place, row in enumerate(schedule.rows, len(decodes)):
         if row.start >= granule_tokens and row.num_tokens:
-            block_id = row.sequence.kv.table.block_id(last)
-            if block_id in places:
-                places[block_id].append(place)
-            else:
-                places[block_id] = [place]
+            block_ids.append(row.sequence.kv.table.block_id(last))
+            all_places.append(place)
+    if len(set(block_ids)) == len(block_ids):
+        return []
+    places: dict[int, Places] = {}
+    for place, block_id in zip(all_places, block_ids, strict=True):
+        places.setdefault(block_id, []).append(place)
     return [found for found in places.values() if len(found) > 1]
 
 
 class _Finder:
     """Grows the tree of common blocks, granule by granule, and chooses one level of it for each row."""
 
-    def __init__(self, rows: list[ScheduledRow], costs: CascadeCosts, width: int, block_size: int) -> None:
-        self._rows = rows
+    def __init__(self, schedule: Schedule, costs: CascadeCosts, width: int, block_size: int) -> None:
+        rows = schedule.rows
+        self._sequences = schedule.sequences
+        self._starts = [*schedule.decodes.starts_s.tolist(), *(row.start for row in rows)]
+        self._lens = [*[1] * len(schedule.decodes), *(row.num_tokens for row in rows)]
         self._costs = costs
         self._width = width
         self._only_decodes = all(row.num_tokens == 1 for row in rows)
@@ -95,7 +102,7 @@ class _Finder:
 
     def tree(self, places: Places, depth: int) -> _Node:
         """The tree of rows that are known to have `depth` granules in common."""
-        fulls = [self._rows[place].start // self._costs.granule_tokens for place in places]
+        fulls = [self._starts[place] // self._costs.granule_tokens for place in places]
         tables = self._tables(places, max(fulls))
         depth = self._common_granules(tables, depth, min(fulls))
         begin, end = depth * self._granule_blocks, (depth + 1) * self._granule_blocks
@@ -136,7 +143,7 @@ class _Finder:
 
     def _tables(self, places: Places, num_granules: int) -> NDArray[np.int32]:
         end = num_granules * self._granule_blocks
-        return np.stack([self._rows[place].sequence.kv.table.ids_m[:end] for place in places])
+        return np.stack([self._sequences[place].kv.table.ids_m[:end] for place in places])
 
     def _common_granules(self, tables: NDArray[np.int32], depth: int, limit: int) -> int:
         """Granules that all tables have in common, at least `depth` (as is known) and at most `limit`."""
@@ -147,7 +154,7 @@ class _Finder:
 
     def _gain(self, places: Places, num_tokens: int) -> float:
         """What rows save by reading so many tokens together; see `CascadeCosts`."""
-        num_queries = len(places) if self._only_decodes else sum(self._rows[place].num_tokens for place in places)
+        num_queries = len(places) if self._only_decodes else sum(self._lens[place] for place in places)
         together = self._costs.tile_cost(num_queries, self._width)
         return (self._alone(places) - together) * num_tokens - num_queries * self._costs.query_tokens
 
@@ -155,7 +162,7 @@ class _Finder:
         """What the rows pay for a token when each of them reads it by itself."""
         if self._only_decodes:
             return float(len(places))
-        return sum(self._costs.tile_cost(self._rows[place].num_tokens, self._width) for place in places)
+        return sum(self._costs.tile_cost(self._lens[place], self._width) for place in places)
 
 
 def _arrange(schedule: Schedule, chosen: list[tuple[Places, int]]) -> None:
@@ -163,7 +170,7 @@ def _arrange(schedule: Schedule, chosen: list[tuple[Places, int]]) -> None:
     runs_at = {places[0]: (places, num_tokens) for places, num_tokens in chosen}
     taken = {place for places, _ in chosen for place in places}
     order: list[int] = []
-    for place in range(len(schedule.rows)):
+    for place in range(schedule.num_rows):
         if place in runs_at:
             places, num_tokens = runs_at[place]
             schedule.runs.append(SharedPrefixGroup(len(places), num_tokens))

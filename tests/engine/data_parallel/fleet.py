@@ -42,7 +42,7 @@ class Fleet:
         return request
 
     def where(self, name):
-        (replica,) = [i for i, engine in enumerate(self.engines) if engine.is_in_flight(name)]
+        (replica,) = [i for i, engine in enumerate(self.engines) if name in engine.in_flight]
         return replica
 
     def place(self, name, prompt, **sampling):

@@ -135,6 +135,19 @@ def test_a_prefix_is_pinned_in_every_pool_and_unpinned_there():
     assert [load.num_blocks_used for load in fleet.replicas.replica_loads()] == [3, 3, 3]
 
 
+def test_a_reset_forgets_what_every_replica_cached():
+    fleet = Fleet(2)
+    for name in ("a", "b"):
+        fleet.submit(name, [*PREFIX, 1], use_prefix_cache=True, cache_salt=name)
+    fleet.run()
+    cached = [load.num_blocks_cached for load in fleet.replicas.replica_loads()]
+    assert all(cached)
+    forgotten = fleet.replicas.reset_prefix_cache()
+    fleet.run()
+    assert forgotten.result(timeout=0) == sum(cached)
+    assert fleet.replicas.load().num_blocks_cached == 0
+
+
 def test_a_prefix_that_one_pool_has_no_room_for_is_pinned_nowhere():
     fleet = Fleet(3, num_blocks=16, max_model_len=48)
     fleet.submit("room", [1] * 4, n=3, temperature=1.0, max_tokens=16)  # may need 13 blocks of replica 0

@@ -14,6 +14,8 @@ from tests.engine.groups import group_of, reserved_memory
 from tests.engine.harness import Harness
 from tests.engine.kv.oracle import expected_outputs
 
+NO_LENS = np.zeros(0, np.int32)
+
 
 class TablesExecutor(FakeExecutor):
     """Refuses a step in which a sequence's blocks are not consecutive."""
@@ -87,11 +89,11 @@ def test_what_is_reserved_and_what_is_stored_of_it():
     (sequence,) = group.sequences
     memory.grow(sequence, 4)
     sequence.resume_at(4)
-    assert (memory.num_reserved_slots(), memory.num_stored_tokens([group])) == (16, 4)
+    assert (memory.num_reserved_slots(), memory.num_stored_tokens(group.sequences, NO_LENS)) == (16, 4)
     group.move_to(Status.FINISHED)
-    assert memory.num_stored_tokens([group]) == 4  # of a static batch: it keeps its region
+    assert memory.num_stored_tokens(group.sequences, NO_LENS) == 4  # of a static batch: it keeps its region
     memory.release(sequence)
-    assert (memory.num_reserved_slots(), memory.num_stored_tokens([group])) == (0, 0)
+    assert (memory.num_reserved_slots(), memory.num_stored_tokens(group.sequences, NO_LENS)) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -270,3 +270,43 @@ def test_a_prefix_without_host_memory_is_gone():
     for i in range(3):
         serve(h, f"noise{i}", [i] * 20)
     assert serve(h, "a again", PROMPT) == 0
+
+
+def test_after_a_reset_nothing_of_earlier_requests_is_found():
+    h = make(num_blocks=6, num_host_blocks=20)
+    serve(h, "a", PROMPT)
+    for i in range(3):
+        serve(h, f"noise{i}", [i] * 20)  # the first prompt is in host memory now
+    kept = h.engine.load().num_blocks_cached + len(h.engine.prefixes._host._blocks)
+    assert kept > 6
+    forgotten = h.engine.reset_prefix_cache()
+    h.step()
+    assert forgotten.result(timeout=0) == kept
+    assert h.engine.load().num_blocks_cached == 0
+    assert h.engine.load().num_blocks_empty == 6
+    assert serve(h, "a again", PROMPT) == 0
+    assert serve(h, "noise0 again", [0] * 20) == 0
+    assert serve(h, "a once more", PROMPT) == 8  # what runs from here on is kept as ever
+
+
+def test_a_reset_leaves_alone_what_runs_and_what_is_pinned():
+    h = make(num_blocks=24)
+    pinned = h.engine.pin_prefix("system", [1] * 8)
+    serve(h, "gone", [2] * 9)
+    h.submit("running", [3] * 9, max_tokens=12)
+    h.step()
+    h.step()
+    forgotten = h.engine.reset_prefix_cache()
+    h.step()
+    assert (pinned.result(timeout=0), forgotten.result(timeout=0)) == (8, 2)
+    assert serve(h, "pinned", [1] * 9) == 8
+    assert h.tokens("running") == expected_tokens([3] * 9, 12)
+    assert serve(h, "ran", [3] * 9) == 8
+    assert serve(h, "gone again", [2] * 9) == 0
+
+
+def test_a_reset_of_no_cache_forgets_nothing():
+    h = make(enable_prefix_caching=False)
+    forgotten = h.engine.reset_prefix_cache()
+    h.step()
+    assert forgotten.result(timeout=0) == 0

@@ -4,9 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jpaged.config import EngineConfig
+from jpaged.engine.engine import Engine
 from jpaged.engine.output.processor import IncrementalDetokenizer, OutputState, StopStrings
-from jpaged.testing import ByteTokenizer
-from jpaged.types import FinishReason, SamplingParams
+from jpaged.engine.tokenizer import NoTokenizer
+from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
+from jpaged.types import FinishReason, OutputEvent, Request, SamplingParams
 
 TOKENIZER = ByteTokenizer()
 
@@ -149,3 +152,45 @@ def test_tokens_without_text_cost_the_same_however_many_there_are(token_id):
         assert detokenizer.push(token_id) == ""
     assert tokenizer.num_told < 20 * 1000
     assert "".join(detokenizer.push(byte) for byte in "ł!".encode()) == "ł!"
+
+
+# --- without text ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize(
+    ("sampling", "num_tokens", "matched"),
+    [
+        ({"max_tokens": 30}, 8, None),  # by the model's own end
+        ({"max_tokens": 30, "ignore_eos": True}, 30, None),
+        ({"max_tokens": 5}, 5, None),
+        ({"max_tokens": 30, "stop_at": 3}, 4, "stop"),
+        ({"max_tokens": 30, "n": 2, "temperature": 1.0, "seed": 1, "ignore_eos": True}, 30, None),
+    ],
+)
+def test_tokens_without_text_end_where_they_would_with_it(sampling, num_tokens, matched, is_whole):
+    """The one beside it has other tokens that end it, which end nobody else."""
+    prompt = [3, 1, 4]
+    told = expected_tokens(prompt, 30, vocab_size=97)
+    stop = told[sampling["stop_at"]] if "stop_at" in sampling else None
+    params = {"temperature": 0.0} | {name: value for name, value in sampling.items() if name != "stop_at"}
+    events: list[OutputEvent] = []
+    engine = Engine(
+        FakeExecutor(vocab_size=97, num_blocks=200),
+        NoTokenizer(97),
+        EngineConfig(),
+        eos_token_ids=frozenset({told[7]}),
+    )
+    chosen = SamplingParams(**params, stop_token_ids=() if stop is None else (stop,))
+    engine.submit(Request("r", tuple(prompt), chosen, is_whole=is_whole), events.append)
+    others = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=tuple(told[:3]), ignore_eos=True)
+    engine.submit(Request("other", (9, 9), others), lambda event: None)
+    while engine.step():
+        engine.check()
+    assert sum(map(len, [event.token_ids for event in events if event.index == 0])) == num_tokens
+    finish = next(event.finish for event in events if event.index == 0 and event.finish is not None)
+    assert finish.matched_stop == (stop if matched == "stop" else None)
+    assert finish.reason is (FinishReason.STOP if num_tokens in (4, 8) else FinishReason.LENGTH)
+    assert all(event.text == "" for event in events)
+    assert engine._loop._output._ending_ids.any.tolist() == []
+    assert len(events) == (sampling.get("n", 1) if is_whole else num_tokens * sampling.get("n", 1))

@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 
 from jpaged.config import Policy
-from jpaged.engine.scheduling import scheduler
-from jpaged.engine.scheduling.scheduler import (
+from jpaged.engine.scheduling import policies
+from jpaged.engine.scheduling.policies import (
     MAX_OVERTAKES,
     OUTPUT_TOKEN_WEIGHT,
     PROMPT_TOKEN_WEIGHT,
@@ -134,7 +134,7 @@ def test_a_tenant_that_comes_back_keeps_what_it_was_served():
 
 
 def test_who_was_served_least_is_forgotten_and_counts_as_the_most_served_of_them(monkeypatch):
-    monkeypatch.setattr(scheduler, "MAX_TENANTS", 2)
+    monkeypatch.setattr(policies, "MAX_TENANTS", 2)
     order, waits = FairByTenant(), group_of(0, tenant="a")
     for i, tenant in enumerate("abcd"):
         order.served(group_of(i, tenant=tenant), 10 * (i + 1), 0)
@@ -233,7 +233,7 @@ def test_a_tenant_that_was_away_has_saved_nothing_up():
 
 
 def test_counters_of_tenants_are_bounded_and_who_was_forgotten_gains_nothing(monkeypatch):
-    monkeypatch.setattr(scheduler, "MAX_TENANTS", 8)
+    monkeypatch.setattr(policies, "MAX_TENANTS", 8)
     h = Harness(policy="fair")
     for number in range(100):
         h.submit(f"r{number}", [1] * (1 + number % 5), max_tokens=2, tenant=f"t{number}")

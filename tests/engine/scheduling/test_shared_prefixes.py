@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jpaged.engine.executor import CascadeCosts
 from jpaged.engine.kv.blocks import KVHandle
-from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, SharedPrefixGroup
+from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, SharedPrefixGroup, build_step_inputs
 from jpaged.engine.scheduling.shared_prefixes import share_prefixes
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.testing import FakeExecutor
@@ -31,7 +31,7 @@ def schedule_of(tables: list[list[int]], starts: list[int] | None = None, lens: 
     """A row for each table; its full blocks were computed before, unless `starts` says otherwise."""
     rows = []
     for i, block_ids in enumerate(tables):
-        sequence = Sequence(i, [], KVHandle(16, None))
+        sequence = Sequence(i, [], KVHandle(GEOMETRY.max_blocks_per_seq, None))
         sequence.kv.table.extend(block_ids)
         sequence.in_flight_row = i
         start = len(block_ids) * BLOCK_SIZE if starts is None else starts[i]
@@ -46,7 +46,12 @@ def shared(
     """The runs, and the rows in their new order."""
     schedule = schedule_of(tables, **how)
     share_prefixes(schedule, dataclasses.replace(GEOMETRY, cascade=costs))
-    return schedule.runs, [row.sequence.index for row in schedule.rows]
+    return schedule.runs, indices(schedule)
+
+
+def indices(schedule: Schedule) -> list[int]:
+    """The sequences of the rows, in the order of the device."""
+    return [schedule.row_at(row).sequence.index for row in range(schedule.num_rows)]
 
 
 def test_rows_that_begin_alike_make_a_run() -> None:
@@ -74,9 +79,9 @@ def test_what_names_rows_by_place_follows_them() -> None:
     schedule = schedule_of([[1], [2], [1], [2]], lens=[1, 1, 1, 0])
     schedule.rows[3].sample_row = 2  # a fresh fork of row 2, which has no token of its own
     share_prefixes(schedule, dataclasses.replace(GEOMETRY, cascade=BYTES_ONLY))
-    assert [row.sequence.index for row in schedule.rows] == [0, 2, 1, 3]
-    assert [row.sequence.in_flight_row for row in schedule.rows] == [0, 1, 2, 3]
-    assert [row.sample_row for row in schedule.rows] == [0, 1, 2, 1]
+    assert indices(schedule) == [0, 2, 1, 3]
+    assert [schedule.row_at(row).sequence.in_flight_row for row in range(4)] == [0, 1, 2, 3]
+    assert build_step_inputs(schedule, GEOMETRY).sample_tokens_s.tolist()[:4] == [0, 1, 2, 1]
     assert schedule.runs == [SharedPrefixGroup(2, 4), SharedPrefixGroup(2, 0)]
 
 

@@ -1,0 +1,215 @@
+"""The rows of sequences that decode, as arrays that are edited: a step adds one to all of them and rebuilds none.
+
+    sequences      s0   s1   s2   s3      a place each, from 0 and without a hole
+    starts         40   17   64   31      every step adds one
+    block tables   [.]  [.]  [.]  [.]     written when a row has filled its last block: s2
+    sampling       {.}  {.}  {.}  {.}     written when a row enters
+
+    enter    a sequence that has just been given one token, in a block of its own
+    leave    it ended, was preempted, or its last token is in flight; the last of the rows takes its place
+
+All of it is known from the sequences as well, which stay the truth, and `check` compares. Not in here are beams, which
+are chosen anew at every step, and sequences that may not end yet, whose tokens are restricted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.engine.executor import I32, Bool, Detail, Geometry, SamplingInputs, random_columns
+from jpaged.engine.sequence import Group, Sequence, Status, dispatched_one_each
+from jpaged.errors import InternalError
+
+
+def _none() -> I32:
+    return np.zeros(0, np.int32)
+
+
+@dataclass(slots=True)
+class Decodes:
+    """The rows of one step that decode: one token in, one sampled.
+
+    Attributes:
+        starts_s: tokens computed before the step, which is the position of the input.
+        are_last_s: what is sampled is the sequence's last token.
+        token_ids: the inputs; empty where they are in flight.
+        prev_rows: the rows of the step before that sampled the inputs; empty where the host knows them.
+        block_tables_sm, sampling_s: views, good until the rows are edited.
+        is_random_s: who samples at random.
+        detail: what the row that wants most is told.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    starts_s: I32 = field(default_factory=_none)
+    prompt_lens_s: I32 = field(default_factory=_none)
+    are_last_s: Bool = field(default_factory=lambda: np.zeros(0, np.bool_))
+    token_ids: list[int] = field(default_factory=list)
+    prev_rows: list[int] = field(default_factory=list)
+    block_tables_sm: I32 = field(default_factory=_none)
+    sampling_s: NDArray[np.void] = field(default_factory=lambda: SamplingInputs.neutral(0).rows_r)
+    is_random_s: Bool = field(default_factory=lambda: np.zeros(0, np.bool_))
+    detail: Detail = Detail.TOKENS
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+class DecodingRows:
+    """Edits the rows, for the scheduler alone, which tells it of all that happens to their sequences.
+
+    Attributes:
+        settled: groups all of whose live sequences have rows here.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.settled: set[Group] = set()
+        self._block_size = geometry.block_size
+        self._sequences: list[Sequence] = []
+        self._groups: list[Group] = []
+        self._places: dict[Sequence, int] = {}
+        most = geometry.max_num_seqs
+        self._starts_s = np.zeros(most, np.int32)
+        self._prompt_lens_s = np.zeros(most, np.int32)
+        self._num_left_s = np.zeros(most, np.int32)  # tokens that may be sampled still
+        self._block_tables_sm = np.zeros((most, geometry.max_blocks_per_seq), np.int32)
+        self._sampling = SamplingInputs.neutral(most)
+        self._neutral = SamplingInputs.neutral(1).rows_r[0]
+        self._is_random_s = np.zeros(most, np.bool_)
+        self._details_s = np.zeros(most, np.int32)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._places
+
+    @property
+    def lens_s(self) -> I32:
+        """Tokens computed of each, once every dispatched step has run."""
+        return self._starts_s[: len(self._sequences)]
+
+    def others(self, groups: Iterable[Group]) -> list[Sequence]:
+        """The sequences of some groups that have no rows here."""
+        rest = [group for group in groups if group not in self.settled]
+        return [sequence for group in rest for sequence in group.sequences if sequence not in self._places]
+
+    def enter(self, entrants: list[tuple[Group, Sequence]]) -> None:
+        """Gives rows to sequences that have none, each of which has written its last token in a block of its own."""
+        random = []
+        for group, sequence in entrants:
+            place, params = len(self._sequences), group.request.sampling
+            self._places[sequence] = place
+            self._sequences.append(sequence)
+            self._groups.append(group)
+            self._starts_s[place] = sequence.num_computed_tokens
+            self._prompt_lens_s[place] = sequence.num_prompt_tokens
+            self._num_left_s[place] = params.max_tokens - sequence.num_output_tokens
+            self._block_tables_sm[place] = sequence.kv.table.ids_m
+            self._sampling.rows_r[place] = self._neutral
+            self._details_s[place] = Detail.of(params)
+            self._is_random_s[place] = not params.is_greedy
+            if not params.is_greedy:
+                random.append((place, params, sequence.index))
+        if random:
+            places, params_r, indices = zip(*random, strict=True)
+            self._sampling.fill_columns(places, random_columns(params_r, indices, [0] * len(random)))
+        for group, _ in entrants:
+            self._judge(group)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Takes a sequence's row, if it has one; the last of the rows moves to its place."""
+        place = self._places.pop(sequence, None)
+        if place is None:
+            return
+        group, last = self._groups[place], len(self._sequences) - 1
+        if place != last:
+            moved = self._sequences[last]
+            self._sequences[place], self._groups[place], self._places[moved] = moved, self._groups[last], place
+            for column in self._columns():
+                column[place] = column[last]
+        del self._sequences[last], self._groups[last]
+        self._judge(group)
+
+    def clear(self) -> None:
+        """Takes every row."""
+        self.settled.clear()
+        self._places.clear()
+        self._sequences.clear()
+        self._groups.clear()
+
+    def spent(self) -> list[Sequence]:
+        """Those whose last token is in flight."""
+        return self._where(self._num_left_s[: len(self._sequences)] <= 0)
+
+    def due(self) -> list[Sequence]:
+        """Those that have filled their last block: what they write next has no place yet."""
+        return self._where(self.lens_s % self._block_size == 0)
+
+    def grown(self, sequence: Sequence) -> None:
+        """A sequence has got a block."""
+        self._block_tables_sm[self._places[sequence]] = sequence.kv.table.ids_m
+
+    def group_of(self, sequence: Sequence) -> Group:
+        """The group of a sequence that has a row."""
+        return self._groups[self._places[sequence]]
+
+    def take(self) -> Decodes:
+        """Every row as it goes into the next step, and advances all of them past it."""
+        num_rows, sequences = len(self._sequences), list(self._sequences)
+        # Each was in the step before, and in no other since: the tokens of all of them are in flight, or of none.
+        is_in_flight = num_rows > 0 and sequences[0].num_in_flight_tokens > 0
+        decodes = Decodes(
+            sequences,
+            list(self._groups),
+            self._starts_s[:num_rows].copy(),
+            self._prompt_lens_s[:num_rows].copy(),
+            self._num_left_s[:num_rows] == 1,
+            token_ids=[] if is_in_flight else [sequence.token_ids[-1] for sequence in sequences],
+            prev_rows=[sequence.in_flight_row for sequence in sequences] if is_in_flight else [],
+            block_tables_sm=self._block_tables_sm[:num_rows],
+            sampling_s=self._sampling.rows_r[:num_rows],
+            is_random_s=self._is_random_s[:num_rows],
+            detail=Detail(self._details_s[:num_rows].max(initial=Detail.TOKENS)),
+        )
+        self._starts_s[:num_rows] += 1
+        self._num_left_s[:num_rows] -= 1
+        dispatched_one_each(sequences)
+        return decodes
+
+    def check(self) -> None:
+        """Raises InternalError where a row is not what its sequence says."""
+        for place, (sequence, group) in enumerate(zip(self._sequences, self._groups, strict=True)):
+            kept = self._starts_s[place], self._num_left_s[place], self._places[sequence]
+            num_left = group.request.sampling.max_tokens - sequence.num_output_tokens
+            if kept != (sequence.num_computed_tokens, num_left, place) or sequence.status is not Status.RUNNING:
+                raise InternalError(f"row {place} of a {sequence.status.value} sequence keeps {kept}, not {num_left}")
+            if not np.array_equal(self._block_tables_sm[place], sequence.kv.table.ids_m):
+                raise InternalError(f"row {place} keeps other blocks than {sequence.kv.table.block_ids()}")
+        if len(self._places) != len(self._sequences):
+            raise InternalError(f"{len(self._places)} sequences have {len(self._sequences)} rows")
+
+    def _where(self, is_meant_s: Bool) -> list[Sequence]:
+        return [self._sequences[place] for place in np.flatnonzero(is_meant_s).tolist()]
+
+    def _judge(self, group: Group) -> None:
+        live = group.live
+        if live and all(sequence in self._places for sequence in live):
+            self.settled.add(group)
+        else:
+            self.settled.discard(group)
+
+    def _columns(self) -> tuple[NDArray[np.generic], ...]:
+        return (
+            self._starts_s,
+            self._prompt_lens_s,
+            self._num_left_s,
+            self._block_tables_sm,
+            self._sampling.rows_r,
+            self._is_random_s,
+            self._details_s,
+        )
