@@ -149,10 +149,10 @@ class SchedulerOptions:
         choices=get_args(Batching),
     )
     overlap: bool = option(True, "prepare a step while the device still runs the one before")
-    max_inter_token_latency: float | None = option(
-        None,
-        "prompts that arrive are computed in parts so small that running streams wait no longer for their next token, "
-        "as far as the device can; 0, or left out, is no bound: most tokens a second, for whoever reads no streams",
+    max_inter_token_latency: float = option(
+        0.2,
+        "beside streams, prompts are computed in parts so small that none of these waits longer for its next token, as "
+        "far as the device can: prompts may always make a step half as long again. 0 is no bound",
         low=0.0,
         high=3600.0,
         unit="s",

@@ -34,6 +34,7 @@ _PAPER = EngineConfig().replace(
     max_num_batched_tokens=2560,
     max_num_queued_reqs=1_000_000,
     overlap=False,
+    max_inter_token_latency=0.0,
     preemption_mode="recompute",
     enable_prefix_caching=False,
 )

@@ -289,7 +289,7 @@ class EngineLoop:
         self.stats.count_idle(self._idle.end(self._clock()))
         hidden = self._executor.forward(inputs)
         if pace is not None:
-            pace.dispatched(inputs, geometry.buckets, begin_s)
+            pace.steps.began(inputs, geometry.buckets, begin_s)
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids)
         self._newest = self._executor.sample(hidden, sampling)
         return schedule, self._newest
@@ -309,7 +309,7 @@ class EngineLoop:
             self._newest = None
             self._idle.seen_done(now)
         if self.scheduler.pace is not None:
-            self.scheduler.pace.collected(now)
+            self.scheduler.pace.steps.ended(now)
         for group in self._soundness.fail_unsound(schedule, outputs):
             self._release(group)
         tokens, beams = schedule.live_tokens()

@@ -209,6 +209,12 @@ class Group:
         self.is_forked = num_sequences == 1
 
     @property
+    def is_streamed(self) -> bool:
+        """Its tokens are sent as they come; not where they are told at the end, or who is returned is decided then."""
+        sampling = self.request.sampling
+        return not (self.request.is_whole or sampling.beam_width or sampling.num_samples > sampling.n)
+
+    @property
     def num_rows(self) -> int:
         """Rows that the group may take in a step."""
         return self.request.sampling.beam_width or len(self.sequences)

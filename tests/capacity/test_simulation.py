@@ -15,6 +15,7 @@ PAPER = EngineConfig().replace(
     max_num_seqs=256,
     max_num_batched_tokens=2560,
     overlap=False,
+    max_inter_token_latency=0.0,
     preemption_mode="recompute",
     enable_prefix_caching=False,
 )

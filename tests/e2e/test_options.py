@@ -463,7 +463,8 @@ def test_max_inter_token_latency_bounds_the_steps_that_streams_are_in(
     monkeypatch.setattr(StepTimes, "seconds", lambda times, num_padded, num_pairs: float(num_padded))
     options = {**BASE, "max_num_batched_tokens": 64, "wait_for_all_programs": True, "enable_prefix_caching": False}
     tokens, largest = {}, {}
-    for bound_s in (0.0, 32.0):
+    for bound_s, is_streamed in ((0.0, True), (32.0, False), (32.0, True)):
+        monkeypatch.setattr(Group, "is_streamed", is_streamed)  # what an LLM generates is told whole
         with open_llm(folder, max_inter_token_latency=bound_s, **options) as llm:
             sizes: list[int] = []
             executor = engine_of(llm)._executor
@@ -475,11 +476,11 @@ def test_max_inter_token_latency_bounds_the_steps_that_streams_are_in(
 
             monkeypatch.setattr(executor, "forward", spied)
             outputs = generate(llm, random_prompts([4, 50, 50, 50]), GREEDY)
-        tokens[bound_s] = [output.token_ids for output in outputs]
+        tokens[bound_s, is_streamed] = [output.token_ids for output in outputs]
         first, *others = sizes  # two of the prompts come to their end in the first
-        largest[bound_s] = (first, max(others))
-    assert largest == {0.0: (64, 64), 32.0: (64, 32)}
-    assert tokens[0.0] == tokens[32.0]
+        largest[bound_s, is_streamed] = (first, max(others))
+    assert largest == {(0.0, True): (64, 64), (32.0, False): (64, 64), (32.0, True): (64, 32)}
+    assert tokens[0.0, True] == tokens[32.0, False] == tokens[32.0, True]
 
 
 @flips("max_num_queued_reqs")

@@ -30,7 +30,7 @@ class Harness:
     enable_prefix_caching: bool = True
     max_cached_tokens: int | None = None
     max_pinned_blocks: int | None = None
-    max_inter_token_latency: float | None = None
+    max_inter_token_latency: float = 0.0
     max_num_steps: int = 20_000
 
     def __post_init__(self):

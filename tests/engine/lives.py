@@ -56,7 +56,7 @@ class Life:
             "enable_prefix_caching": sample(1, 8) > 1,
         }
         # A step of the fake is said to take a microsecond a token: some of these leave prompts less than there is room.
-        sampled["max_inter_token_latency"] = random.Random(~seed).choice([None, None, 1e-6, 2e-5])
+        sampled["max_inter_token_latency"] = random.Random(~seed).choice([0.0, 0.0, 1e-6, 2e-5])
         self.h = CheckedHarness(executor=executor, max_num_steps=6000, **sampled | options)
         # In one of them tokens repeat, so that a block's are those of another place too.
         self.families = [[sample(0, last) for _ in range(MAX_LEN)] for last in (1, VOCAB_SIZE - 1, VOCAB_SIZE - 1)]

@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_num_batched_tokens=_at_least_one(arguments, "max_num_batched_tokens"),
         max_num_queued_reqs=len(trace),
         overlap=False,
+        max_inter_token_latency=0.0,
         policy=arguments.policy,
         batching=arguments.batching,
         preemption_mode=arguments.preemption_mode,

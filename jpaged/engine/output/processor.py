@@ -287,7 +287,7 @@ class OutputProcessor:
         self._ending_ids.add(ending_ids)
         for sequence in group.sequences:
             self._states[sequence] = self._new_state(group)
-        if sampling.num_samples > sampling.n or group.request.is_whole:
+        if not group.is_streamed:
             self._held.update((sequence, _Held()) for sequence in group.sequences)
 
     def close(self, group: Group) -> None:

@@ -15,18 +15,40 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpaged.engine.executor import BucketTable, DeviceRates, StepInputs
+from jpaged.engine.executor import BucketTable, DeviceRates
+from jpaged.engine.scheduling.schedule import RecentSteps
 from jpaged.engine.sequence import Group
 
 LEAST_TOKENS = 16
 """Tokens of prompts that a step may hold however long it takes."""
-LEAST_SHARE = 0.25
+LEAST_SHARE = 0.5
 """What prompts may always add to a step: so much of what it takes without them."""
 _NUM_KEPT = 32
-_NUM_FIRST = 7
 _ONE_IN = 8
 _NUM_STEPS_TRUSTED = 2048
 _SHORTEST_S = 1e-9
+
+
+class _Seen:
+    """What steps of one bucket took of what it was timed at; at first as much as is expected.
+
+    Attributes:
+        share: what all but one in eight of them stay below.
+        at: when the last of them ran, as the number of all steps.
+    """
+
+    def __init__(self, expected: float) -> None:
+        self.share = expected
+        self.at = 0
+        self._expected = [expected] * _ONE_IN
+        self._shares: deque[float] = deque(maxlen=_NUM_KEPT)
+
+    def add(self, share: float, at: int) -> None:
+        self._shares.append(share)
+        self.at = at
+        del self._expected[-1:]
+        shares = sorted([*self._expected, *self._shares])
+        self.share = shares[len(shares) - 1 - len(shares) // _ONE_IN]
 
 
 class StepTimes:
@@ -35,17 +57,15 @@ class StepTimes:
         took / timed at     1.1  0.9  1.0  7.3  1.0  1.2  1.0  1.1        of those of a bucket, the last 32 are kept;
                                            ^ one in eight does not count: somebody else had the processor
 
-    A bucket that is seen for the first time begins as if it were like the nearest; one that was not seen for long is
-    forgotten, since the machine may have changed meanwhile.
+    A bucket begins as if it were like the nearest that was seen; one that was not seen for long is forgotten, since the
+    machine may have changed meanwhile.
     """
 
     def __init__(self, rates: DeviceRates) -> None:
         self._tokens = [num_tokens for num_tokens, _ in rates.forward_s]
         self._seconds = [max(seconds, _SHORTEST_S) for _, seconds in rates.forward_s]
         self._pair_s = rates.pair_s
-        self._kept: dict[int, deque[float]] = {}
-        self._shares: dict[int, float] = {}
-        self._seen_at: dict[int, int] = {}
+        self._seen: dict[int, _Seen] = {}
         self._num_seen = 0
 
     def seconds(self, num_padded: int, num_pairs: float) -> float:
@@ -61,15 +81,12 @@ class StepTimes:
         """Notes what a step took; one that took no time, as where no clock runs, says nothing."""
         if seconds <= 0:
             return
-        if num_padded not in self._kept:
-            self._kept[num_padded] = deque([self._share(num_padded)] * _NUM_FIRST, _NUM_KEPT)
-        kept = self._kept[num_padded]
-        kept.append(seconds / self._timed_at(num_padded, num_pairs))
-        self._shares[num_padded] = sorted(kept)[len(kept) - 1 - len(kept) // _ONE_IN]
+        if num_padded not in self._seen:
+            self._seen[num_padded] = _Seen(self._share(num_padded))
         self._num_seen += 1
-        self._seen_at[num_padded] = self._num_seen
-        for known in [known for known, at in self._seen_at.items() if at < self._num_seen - _NUM_STEPS_TRUSTED]:
-            del self._kept[known], self._shares[known], self._seen_at[known]
+        self._seen[num_padded].add(seconds / self._timed_at(num_padded, num_pairs), self._num_seen)
+        for known in [known for known, seen in self._seen.items() if seen.at < self._num_seen - _NUM_STEPS_TRUSTED]:
+            del self._seen[known]
 
     def _timed_at(self, num_padded: int, num_pairs: float) -> float:
         """By the device's start: straight lines between the sizes that were timed; beyond them in proportion."""
@@ -79,63 +96,52 @@ class StepTimes:
 
     def _share(self, num_padded: int) -> float:
         """Took / timed at, of this bucket or else the nearest; the smaller of two that are as near."""
-        if num_padded in self._shares or not self._shares:
-            return self._shares.get(num_padded, 1.0)
-        return self._shares[min(self._shares, key=lambda known: max(known, num_padded) / min(known, num_padded))]
+        if not self._seen:
+            return 1.0
+        return self._seen[min(self._seen, key=lambda known: max(known, num_padded) / min(known, num_padded))].share
 
 
 class Pace:
     """Chooses the tokens of prompts in a step beside streams, under a bound of the time between two tokens.
 
     The bound holds where the device can keep it: prompts always get a least part, so that they come to their end.
+
+    Attributes:
+        steps: is told of each step; what ran is looked at when somebody asks.
     """
 
     def __init__(self, bound_s: float, rates: DeviceRates, buckets: BucketTable) -> None:
+        self.steps = RecentSteps(buckets)
         self._bound_s = bound_s
         self._times = StepTimes(rates)
-        self._buckets = buckets
-        self._running: deque[tuple[int, float, float]] = deque()
-        self._last_end_s = 0.0
 
-    def dispatched(self, inputs: StepInputs, buckets: BucketTable, begin_s: float) -> None:
-        """A step is on its way.
-
-        Args:
-            buckets: that are compiled by now.
-            begin_s: before anything was done for it.
-        """
-        self._buckets = buckets
-        self._running.append((len(inputs.token_ids_t), inputs.num_pairs, begin_s))
-
-    def collected(self, now_s: float) -> None:
-        """The oldest step that is on its way is here. It took what streams have waited for it since the one before."""
-        num_padded, num_pairs, begin_s = self._running.popleft()
-        self._times.observe(num_padded, num_pairs, now_s - max(begin_s, self._last_end_s))
-        self._last_end_s = now_s
-
-    def within(self, budget: int, context_lens: Sequence[int], prefilling: Sequence[Group]) -> int:
-        """Tokens of prompts that fit beside the rows that decode.
+    def within(
+        self, budget: int, context_lens: Sequence[int], running: Sequence[Group], prefilling: Sequence[Group]
+    ) -> int:
+        """Tokens of prompts that fit beside the rows that decode; the whole budget where none of these is streamed.
 
         Args:
             budget: how many the step has room for.
             context_lens: tokens of each row that decodes.
-            prefilling: the groups that compute their prompts, the next one first.
+            running: every group that runs.
+            prefilling: those that compute their prompts, the next one first.
         """
+        if not any(group.is_streamed and group not in prefilling for group in running):
+            return budget
+        for step in self.steps.take():
+            self._times.observe(*step)
         num_decoding, num_decoding_pairs = len(context_lens), sum(context_lens)
         start = prefilling[0].live[0].num_computed_tokens if prefilling else 0
 
         def seconds(num_tokens: int) -> float:
             num_pairs = num_decoding_pairs + num_tokens * (start + (num_tokens + 1) / 2)
-            return self._times.seconds(self._buckets.num_tokens(num_decoding + num_tokens), num_pairs)
+            return self._times.seconds(self.steps.buckets.num_tokens(num_decoding + num_tokens), num_pairs)
 
         sizes = self._sizes(budget, num_decoding)
-        for bound_s in (self._bound_s, (1 + LEAST_SHARE) * seconds(0)):
-            for size in sizes:
-                if seconds(size) <= bound_s:
-                    return size
-        return sizes[-1]
+        most_s = max(self._bound_s, (1 + LEAST_SHARE) * seconds(0))
+        return next((size for size in sizes if seconds(size) <= most_s), sizes[-1])
 
     def _sizes(self, budget: int, num_decoding: int) -> list[int]:
         """Tokens of prompts that fill a bucket, descending from the budget; none is below the least."""
-        filling = [size - num_decoding for size in reversed(self._buckets.tokens)]
+        filling = [size - num_decoding for size in reversed(self.steps.buckets.tokens)]
         return [budget, *(size for size in filling if LEAST_TOKENS <= size < budget)]

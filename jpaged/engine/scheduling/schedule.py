@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from jpaged.engine.executor import I32, Detail, Geometry, SamplingInputs, StepInputs, random_columns, row_lists
+from jpaged.engine.executor import (
+    I32,
+    BucketTable,
+    Detail,
+    Geometry,
+    SamplingInputs,
+    StepInputs,
+    random_columns,
+    row_lists,
+)
 from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.scheduling.rows import Decodes
 from jpaged.engine.sequence import Group, Sequence, Status
@@ -206,6 +216,54 @@ class Schedule:
     def num_tokens_shared(self) -> int:
         """Tokens of context that are not read again, because another row of a run has read them."""
         return sum((run.num_rows - 1) * run.num_tokens for run in self.runs)
+
+
+class RanStep(NamedTuple):
+    """What a step was, and what it took.
+
+    Attributes:
+        num_padded: its tokens, padded to a bucket.
+        num_pairs: see `StepInputs.num_pairs`.
+        seconds: from the end of the step before, where that overlapped with it, to its own.
+    """
+
+    num_padded: int
+    num_pairs: int
+    seconds: float
+
+
+_MAX_RECENT_STEPS = 512
+
+
+class RecentSteps:
+    """The steps that ran lately, until somebody takes them to learn from them; the oldest are dropped.
+
+    Attributes:
+        buckets: the sizes that steps are padded to by now.
+    """
+
+    def __init__(self, buckets: BucketTable) -> None:
+        self.buckets = buckets
+        self._under_way: deque[tuple[int, int, float]] = deque()
+        self._ran: deque[RanStep] = deque(maxlen=_MAX_RECENT_STEPS)
+        self._last_end_s = 0.0
+
+    def began(self, inputs: StepInputs, buckets: BucketTable, begin_s: float) -> None:
+        """A step is on its way, for which the first thing was done at begin_s."""
+        self.buckets = buckets
+        self._under_way.append((len(inputs.token_ids_t), inputs.num_pairs, begin_s))
+
+    def ended(self, now_s: float) -> None:
+        """The oldest step that is on its way is here."""
+        num_padded, num_pairs, begin_s = self._under_way.popleft()
+        self._ran.append(RanStep(num_padded, num_pairs, now_s - max(begin_s, self._last_end_s)))
+        self._last_end_s = now_s
+
+    def take(self) -> list[RanStep]:
+        """Those that nobody has taken, in their order."""
+        ran = list(self._ran)
+        self._ran.clear()
+        return ran
 
 
 _KNOWN = -1

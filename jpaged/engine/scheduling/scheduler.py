@@ -229,11 +229,12 @@ class Scheduler:
                 prefilling.append(group)
             else:
                 budget -= len(wanted)
-        has_streams = len(self.rows) > 0 or len(prefilling) < len(parts)
-        if self.pace is not None and has_streams and (prefilling or self.queues.num_waiting):
+        queues = self.queues
+        has_prompts = bool(prefilling) or (queues.num_waiting > 0 and queues.num_rows < self.max_num_seqs)
+        if self.pace is not None and has_prompts and len(prefilling) < len(queues.running):
             others = [sequence for group in parts.keys() - prefilling for sequence, _ in parts[group]]
             context_lens = [*(self.rows.lens_s + 1).tolist(), *(sequence.num_tokens for sequence in others)]
-            budget = self.pace.within(budget, context_lens, prefilling)
+            budget = self.pace.within(budget, context_lens, queues.running, prefilling)
         for group in prefilling:
             parts[group] = _within(budget, group, parts[group])
             budget -= _num_tokens(parts[group])

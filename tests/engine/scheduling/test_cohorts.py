@@ -75,10 +75,11 @@ def test_nobody_waits_for_beams_that_are_about_to_end():
     h.run()
 
 
-def test_a_row_without_beams_is_in_every_step_that_it_would_be_in_without_them():
+@pytest.mark.parametrize("min_tokens", [0, 25])
+def test_a_row_without_beams_is_in_every_step_that_it_would_be_in_without_them(min_tokens):
     h = make()
     rows = rows_by_step(h)
-    h.submit("plain", [7, 8], max_tokens=25)
+    h.submit("plain", [7, 8], max_tokens=25, min_tokens=min_tokens)
     beams(h, "a", [1, 3, 5], 9)
     h.step()
     beams(h, "b", [2, 3, 5], 9)
