@@ -184,7 +184,8 @@ def _make_executors(
     """
     for line in Attention.on(model, options, places[0].mesh).passed_over():
         progress(line, 1, 1)
-    set_up_compile_cache(compile_cache_dir())
+    cache = compile_cache_dir()
+    set_up_compile_cache(cache)
     params = _load(model, source, options, places[0], progress)
     copies = [where.put(params) for where in places]
     executors: list[JaxExecutor] = []
@@ -196,6 +197,7 @@ def _make_executors(
             mesh=where.mesh,
             num_pools=len(places) - index,
             least=None if other is None else other.least,
+            keep=None if cache is None else cache / "kept",
         )
         _tell(executor, _progress_of(index, len(places), progress))
         options = options.replace(num_blocks=executor.geometry.num_blocks)

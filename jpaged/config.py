@@ -225,6 +225,7 @@ class ParallelOptions:
         return MultiHost(self.coordinator, self.num_processes, self.process_id, "the options")
 
 
+_OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout")
 """The options of one of several processes, which only `jpaged serve` can be."""
 
@@ -448,6 +449,11 @@ def compile_cache_dir() -> Path | None:
         return Path(chosen) / "programs" if chosen else None
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "jpaged" / "programs"
+
+
+def compiler_environment_text() -> str:
+    """What the environment tells XLA and its compilers of accelerators, as text."""
+    return "\n".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_OF_COMPILERS))
 
 
 def shows_traces() -> bool:

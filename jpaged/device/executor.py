@@ -107,6 +107,7 @@ class JaxExecutor:
         mesh: Mesh | None = None,
         num_pools: int = 1,
         least: Least | None = None,
+        keep: Path | None = None,
     ) -> JaxExecutor:
         """Puts the parameters on the devices, settles the number of blocks and allocates the pool.
 
@@ -118,12 +119,15 @@ class JaxExecutor:
             num_pools: what the host's free memory is for, where it is the devices' memory: this pool, and those of so
                 many executors less one that are made after it.
             least: settles a size with the other processes that the mesh is of; None where there are none.
+            keep: a folder in which compiled programs are kept for the next time; None keeps none. The programs of
+                several processes are not kept.
 
         Raises:
             InvalidArgument: options that contradict the model or the memory, or parameters of other shapes.
         """
         folder = options.startup.compiled
         saved = None if folder is None else SavedPrograms.open(Path(folder))
+        keep = keep if jax.process_count() == 1 else None
         if saved is not None and options.cache.num_blocks is None:
             cache = dataclasses.replace(options.cache, num_blocks=saved.target.num_blocks)
             options = dataclasses.replace(options, cache=cache)
@@ -149,14 +153,14 @@ class JaxExecutor:
         def programs() -> ProgramMemory:
             # Those that were saved are for one size of the pool.
             probe = ServerPrograms.of(
-                *assemble(probe_blocks if saved is None else saved.target.num_blocks), params, saved
+                *assemble(probe_blocks if saved is None else saved.target.num_blocks), params, saved, keep
             )
             with memory_refusals():
                 return probe.memory(probe.compile(probe.decisive_specs))
 
         memory_plan = plan_memory(request, memory, programs)
         memory_plan = dataclasses.replace(memory_plan, num_blocks=least(memory_plan.num_blocks))
-        served = ServerPrograms.of(*assemble(memory_plan.num_blocks), params, saved)
+        served = ServerPrograms.of(*assemble(memory_plan.num_blocks), params, saved, keep)
         # Steps are padded to what process 0 has: the others need to have it too.
         waits_for_all = options.startup.wait_for_all_programs or jax.process_count() > 1
         return cls(served, params, memory_plan, least=least, waits_for_all=waits_for_all)

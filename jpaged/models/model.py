@@ -44,7 +44,8 @@ class Model:
 
     def abstract_params(self, layer_mode: LayerMode) -> Params:
         """Shapes and types of the parameter tree."""
-        return jax.eval_shape(functools.partial(self.init_params, layer_mode=layer_mode), jax.random.key(0))
+        key = jax.eval_shape(jax.random.key, 0)  # a real one would be a program to compile
+        return jax.eval_shape(functools.partial(self.init_params, layer_mode=layer_mode), key)
 
     def init_params(self, key: jax.Array, layer_mode: LayerMode) -> Params:
         """Random parameters: normal with a standard deviation of 0.02, norms of one, biases of zero.

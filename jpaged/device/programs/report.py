@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import jax
 
@@ -27,7 +28,17 @@ class ProgramReport:
 
     @classmethod
     def of(cls, executable: jax.stages.Compiled) -> ProgramReport:
-        """Reads the compiler's account; of a backend that gives none, nothing is known and nothing is counted."""
+        """Reads the compiler's account, which takes some milliseconds, once.
+
+        Of a backend that gives none nothing is known, and nothing is counted.
+        """
+        known = _KNOWN.get(executable)
+        if known is None:
+            known = _KNOWN[executable] = cls._read(executable)
+        return known
+
+    @classmethod
+    def _read(cls, executable: jax.stages.Compiled) -> ProgramReport:
         memory = executable.memory_analysis()
         if memory is None:
             return cls(0, 0, 0, 0, 0)
@@ -43,3 +54,6 @@ class ProgramReport:
     def total_bytes(self) -> int:
         """What the device's memory must have free for one call, arguments included."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
+
+
+_KNOWN: WeakKeyDictionary[jax.stages.Compiled, ProgramReport] = WeakKeyDictionary()

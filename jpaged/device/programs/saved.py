@@ -202,7 +202,7 @@ def save_programs(folder: Path, target: Target, programs: Mapping[ProgramSpec, C
 
 
 def _digest_of_sources() -> str:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(path for pattern in _SOURCES for path in root.glob(pattern)):
         digest.update(f"{path.relative_to(root)}\n".encode())

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from jpaged.config import CacheOptions
 from jpaged.device.host_pool import MAX_ON_THE_WAY
 from jpaged.device.mesh import local_bytes
 from jpaged.device.programs.compile import ProgramSpec
+from jpaged.device.programs.kept import KeptPrograms
 from jpaged.device.programs.lowering import program_lowerings
 from jpaged.device.programs.memory_plan import PoolRequest, ProgramMemory
 from jpaged.device.programs.report import ProgramReport
@@ -47,14 +49,30 @@ class ServerPrograms:
     weight_bytes: int
 
     @classmethod
-    def of(cls, step: Step, geometry: Geometry, params: Params, saved: SavedPrograms | None = None) -> ServerPrograms:
-        """Loads what was saved and compiles the rest, when they are made. `params` may be shapes alone."""
-        sources = {
-            spec: ProgramSource(functools.partial(saved.load, spec, step.mesh), is_saved=True)
-            if saved is not None and saved.has(spec)
-            else ProgramSource.of(lowering)
-            for spec, lowering in program_lowerings(step, params, geometry).items()
-        }
+    def of(
+        cls,
+        step: Step,
+        geometry: Geometry,
+        params: Params,
+        saved: SavedPrograms | None = None,
+        keep: Path | None = None,
+    ) -> ServerPrograms:
+        """Loads what was saved and compiles the rest, when they are made.
+
+        Args:
+            params: may be shapes alone.
+            saved: programs that were compiled elsewhere.
+            keep: a folder in which programs that are compiled here are kept for the next time; None keeps none.
+        """
+        kept = None if keep is None else KeptPrograms.of(keep, step, geometry, params)
+        sources = {}
+        for spec, lowering in program_lowerings(step, params, geometry).items():
+            if saved is not None and saved.has(spec):
+                sources[spec] = ProgramSource(functools.partial(saved.load, spec, step.mesh), is_saved=True)
+            elif kept is not None:
+                sources[spec] = ProgramSource(functools.partial(kept.make, spec, lowering))
+            else:
+                sources[spec] = ProgramSource.of(lowering)
         return cls(step, geometry, sources, local_bytes(params))
 
     @property
