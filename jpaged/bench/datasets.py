@@ -31,6 +31,7 @@ _MIN_TURN_LEN = 4
 _MAX_SHAREGPT_PROMPT_LEN = 1024
 _MAX_SHAREGPT_TOTAL_LEN = 2048
 _MAX_DECODES = 10
+_WARM_UP_SEED = 2**40
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,10 @@ class DatasetOptions:
                 f"{self.num_prompts} is below the limit of {self.prefix_repetition_num_prefixes}, "
                 "one for each of --prefix-repetition-num-prefixes",
             )
+
+    def for_warm_up(self) -> DatasetOptions:
+        """The same with another seed: what it makes leaves nothing in a prefix cache that this one's could use."""
+        return replace(self, seed=(self.seed + _WARM_UP_SEED) % 2**63)
 
     def _require(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)

@@ -18,6 +18,9 @@ from jpaged.bench.datasets import Sample
 from jpaged.bench.trace import Trace
 from jpaged.errors import JpagedError
 
+BACKENDS = ("jpaged", "openai", "openai-chat")
+"""Ours over gRPC, and OpenAI's API: completions and chat completions."""
+
 
 class Backend(Protocol):
     """A server as the driver needs it."""

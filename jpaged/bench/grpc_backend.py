@@ -16,17 +16,22 @@ class GrpcBackend:
         target: HOST:PORT.
         ignore_eos: generate all tokens that a sample asks for.
         temperature: 0 is greedy.
+        cache_salt: prefixes are shared with requests of the same salt alone.
     """
 
-    def __init__(self, target: str, *, ignore_eos: bool, temperature: float) -> None:
+    def __init__(self, target: str, *, ignore_eos: bool, temperature: float, cache_salt: str = "") -> None:
         self._client = AsyncClient(target)
         self._ignore_eos = ignore_eos
         self._temperature = temperature
+        self._cache_salt = cache_salt
 
     async def send(self, sample: Sample, trace: Trace) -> None:
         """See `Backend.send`."""
         sampling = SamplingParams(
-            max_tokens=sample.output_len, ignore_eos=self._ignore_eos, temperature=self._temperature
+            max_tokens=sample.output_len,
+            ignore_eos=self._ignore_eos,
+            temperature=self._temperature,
+            cache_salt=self._cache_salt,
         )
         if isinstance(sample.prompt, str):
             stream = self._client.generate(sample.prompt, sampling)

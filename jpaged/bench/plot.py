@@ -11,7 +11,10 @@ from jpaged.bench.metrics import LATENCIES
 from jpaged.errors import InvalidArgument
 
 _DPI = 160
-_CURVE = re.compile(r"(mean|median|p[\d.]+)_(\w+)_ms")
+_PERCENTILE = re.compile(r"p([\d.]+)_(\w+)_ms")
+_MEDIAN = 50.0
+_STYLES = ("-", "--", ":", "-.")
+_BEYOND = 1.2
 _FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -45,25 +48,29 @@ def draw(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: s
     from matplotlib.figure import Figure
 
     runs = [run for curve in series.values() for run in curve]
-    names = [name for name in LATENCIES if any(f"mean_{name}_ms" in run for run in runs)]
+    names = [name for name in LATENCIES if any(f"median_{name}_ms" in run for run in runs)]
     figure = Figure(figsize=(4.6 * (len(names) + 1), 4.2), layout="constrained")
     figure.suptitle(title, fontsize=11)
     axes = figure.subplots(1, len(names) + 1, squeeze=False)[0]
+    places = _places(runs)
+    for number, (label, curve) in enumerate(series.items()):
+        ordered = sorted(curve, key=lambda run: places[run["request_rate"]])
+        x = [places[run["request_rate"]] for run in ordered]
+        for ax, name in zip(axes, names, strict=False):
+            for style, (key, word) in zip(_STYLES, _keys(curve, name), strict=False):
+                y = [run[key] for run in ordered]
+                shown = word if len(series) == 1 else f"{label}, {word}"
+                ax.plot(x, y, style, color=f"C{number}", marker="o", markersize=3, label=shown)
+        y = [run["output_throughput"] for run in ordered]
+        axes[-1].plot(x, y, color=f"C{number}", marker="o", markersize=3, label=label)
     for ax, name in zip(axes, names, strict=False):
-        for label, curve in series.items():
-            for key in _keys(curve, name):
-                word = label if key.startswith("median") else f"{label}, {key.partition('_')[0]}"
-                style = "-" if key.startswith("median") else "--"
-                ax.plot(_rates(curve), [run[key] for run in curve], style, marker="o", markersize=3, label=word)
         ax.set_ylabel(f"{name.upper()}, ms")
         ax.set_title(LATENCIES[name], fontsize=10)
-        ax.set_ylim(bottom=0)
-    for label, curve in series.items():
-        axes[-1].plot(_rates(curve), [run["output_throughput"] for run in curve], marker="o", markersize=3, label=label)
     axes[-1].set_ylabel("output tokens/s")
     axes[-1].set_title("output throughput", fontsize=10)
-    axes[-1].set_ylim(bottom=0)
     for ax in axes:
+        ax.set_ylim(bottom=0)
+        ax.set_xticks(list(places.values()), [f"{rate:g}" if rate != "inf" else "inf" for rate in places])
         ax.set_xlabel("requests/s sent")
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
@@ -71,12 +78,19 @@ def draw(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: s
     figure.savefig(path, dpi=_DPI)
 
 
-def _keys(curve: Sequence[Mapping[str, Any]], name: str) -> list[str]:
-    """The median and the percentiles of a latency that every run has."""
-    found = [key for key in curve[0] if (match := _CURVE.fullmatch(key)) and match[2] == name]
-    return [key for key in found if not key.startswith("mean") and all(key in run for run in curve)]
+def _keys(curve: Sequence[Mapping[str, Any]], name: str) -> list[tuple[str, str]]:
+    """The median and the greatest percentiles of a latency that every run has: keys, and the words for them."""
+    matches = [match for key in curve[0] if (match := _PERCENTILE.fullmatch(key)) and match[2] == name]
+    above = sorted((float(match[1]), match[0]) for match in matches if float(match[1]) > _MEDIAN)
+    found = [(f"median_{name}_ms", "median"), *((key, f"p{percentile:g}") for percentile, key in above)]
+    return [(key, word) for key, word in found if all(key in run for run in curve)]
 
 
-def _rates(curve: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The rates that were asked for; a run that sent all at once is drawn at the rate that it reached."""
-    return [run["request_throughput"] if run["request_rate"] == "inf" else float(run["request_rate"]) for run in curve]
+def _places(runs: Sequence[Mapping[str, Any]]) -> dict[float | str, float]:
+    """Where on the axis each rate is drawn: at itself; inf to the right of all others, or at the rate it reached."""
+    rates = sorted({float(run["request_rate"]) for run in runs if run["request_rate"] != "inf"})
+    places: dict[float | str, float] = {rate: rate for rate in rates}
+    if any(run["request_rate"] == "inf" for run in runs):
+        reached = max(run["request_throughput"] for run in runs if run["request_rate"] == "inf")
+        places["inf"] = _BEYOND * rates[-1] if rates else reached
+    return places

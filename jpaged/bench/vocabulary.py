@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from tokenizers import Tokenizer
-
-from jpaged.client import Client
 from jpaged.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from jpaged.client import Client
 
 
 class Vocabulary(Protocol):
@@ -33,6 +33,8 @@ class FolderVocabulary:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise InvalidArgument("--tokenizer", f"folder {folder} has no tokenizer.json")
+        from tokenizers import Tokenizer  # a tenth of a second
+
         self._tokenizer = Tokenizer.from_file(str(path))
         added = self._tokenizer.get_added_tokens_decoder()
         self.size = _vocab_size(folder) or self._tokenizer.get_vocab_size()

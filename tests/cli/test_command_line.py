@@ -73,6 +73,7 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
     "priority": (["-2"], -2),
     "cache_salt": (["salt"], "salt"),
     "use_prefix_cache": (["no"], False),
+    "detokenize": (["no"], False),
 }
 
 

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
+from jpaged.cli.bench.command import BENCHMARKS
 from jpaged.cli.main import COMMANDS
 from jpaged.client import Client
 from jpaged.types import SamplingParams
 from tests.processes import ROOT, Process
 
-WORDS = [[], *([name] for name in COMMANDS), ["bench", "simulate"], ["bench", "kernels"]]
+WORDS = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHMARKS)]
 PROGRAM = f"""
 from jpaged.cli.main import main
 raise SystemExit(sum(main([*words, "--help"]) for words in {WORDS}))

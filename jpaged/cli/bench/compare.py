@@ -1,0 +1,61 @@
+"""The subcommand `bench compare`: two results side by side."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from jpaged import json_text
+from jpaged.bench.compare import Comparison, compare, read_result
+
+HELP = "compare two results"
+DESCRIPTION = """\
+Compare two result files metric by metric, of `jpaged bench` or of vLLM's benchmarks, which have the same keys.
+
+    jpaged bench compare before.json after.json
+
+The ratio is B over A. What keeps the two from being comparable is said on stderr, and is exit code 1.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The two files."""
+    parser.add_argument("a", type=Path, metavar="A", help="a result file")
+    parser.add_argument("b", type=Path, metavar="B", help="another")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the table; returns 1 when the two were not measured under the same conditions."""
+    found = compare(read_result(arguments.a), read_result(arguments.b))
+    if arguments.json:
+        print(json_text.dumps(_record(found)))
+    else:
+        Console().print(_table(found, arguments.a.name, arguments.b.name))
+    for difference in found.differences:
+        print(f"not comparable: {difference}", file=sys.stderr)
+    return 1 if found.differences else 0
+
+
+def _record(found: Comparison) -> dict[str, object]:
+    ratios = [{"request_rate": r.rate, "metric": r.metric, "a": r.a, "b": r.b, "ratio": r.ratio} for r in found.ratios]
+    return {"ratios": ratios, "differences": list(found.differences)}
+
+
+def _table(found: Comparison, a: str, b: str) -> Table:
+    table = Table(title=f"A = {a}, B = {b}", title_justify="left")
+    has_rates = any(ratio.rate for ratio in found.ratios)
+    for name in (*(("requests/s",) if has_rates else ()), "metric"):
+        table.add_column(name)
+    for name in ("A", "B", "B / A"):
+        table.add_column(name, justify="right")
+    table.add_column("B is")
+    for ratio in found.ratios:
+        verdict = {True: "better", False: "worse", None: ""}[ratio.is_better]
+        cells = (f"{ratio.a:.4g}", f"{ratio.b:.4g}", "-" if ratio.ratio is None else f"{ratio.ratio:.3f}", verdict)
+        table.add_row(*((ratio.rate,) if has_rates else ()), ratio.metric, *cells)
+    return table

@@ -1,0 +1,124 @@
+"""An `LLM` under measurement: its options from the command line, its limits, and what a run reached of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, Self, TextIO
+
+from jpaged.bench.datasets import Sample
+from jpaged.bench.limits import Limits, ServedModel, as_record, offline_shares, read_model
+from jpaged.bench.vocabulary import FolderVocabulary
+from jpaged.cli.bench.probe import limits_of
+from jpaged.cli.options import add_config_flags, config_from, config_values
+from jpaged.cli.startup import StartupReport
+from jpaged.config import PROCESS_OPTIONS
+from jpaged.errors import InvalidArgument
+from jpaged.types import RequestOutput, SamplingParams
+
+_SECTIONS = ("model", "cache", "scheduler", "parallel", "startup")
+
+
+def add_offline_flags(parser: argparse.ArgumentParser) -> None:
+    """MODEL and every option that an LLM has; --seed is the data set's."""
+    add_config_flags(parser, _SECTIONS, without={"seed", *PROCESS_OPTIONS})
+    parser.add_argument(
+        "--disable-detokenize", action="store_true", help="make no text of what is generated, only token ids"
+    )
+    parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same as MODEL")
+
+
+def with_model(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with a MODEL, wherever it was given.
+
+    Raises:
+        InvalidArgument: it was given twice.
+    """
+    if None not in (arguments.model, arguments.named_model):
+        raise InvalidArgument("--model", f"{arguments.named_model} is given, and {arguments.model} as well")
+    return argparse.Namespace(**{**vars(arguments), "model": arguments.model or arguments.named_model or "demo"})
+
+
+def vocabulary_of(model: str) -> FolderVocabulary:
+    """The tokens of a model by its name."""
+    from jpaged.checkpoints.hub import find_folder  # imports the hub's client
+
+    return FolderVocabulary(find_folder(model))
+
+
+class Offline:
+    """A loaded model, the limits of its devices, and why there are none."""
+
+    def __init__(self, model: str, llm: Any, limits: Limits | None, reason: str, report: StartupReport) -> None:
+        self.model = model
+        self.report = report
+        self._llm = llm
+        self._limits, self._reason = limits, reason
+
+    @classmethod
+    def start(cls, arguments: argparse.Namespace, stream: TextIO, **defaults: Any) -> Self:
+        """Probes the machine while it is idle, then loads the model.
+
+        Args:
+            arguments: `with_model`, of `add_offline_flags` and `add_hardware_flag`.
+            stream: where start-up says how it goes.
+            defaults: options that hold unless the command line says otherwise.
+
+        Raises:
+            InvalidArgument: an option is out of its limits; named as a flag.
+        """
+        config = config_from(arguments)
+        from jpaged.llm import LLM  # imports jax
+
+        report = StartupReport(stream)
+        values = {**defaults, **config_values(arguments)}
+        model = values.pop("model")
+        dtype = config.model.dtype
+        parallel = config.parallel
+        num_devices = parallel.tensor_parallel_size * parallel.data_parallel_size
+        if arguments.hardware in ("auto", "cpu"):
+            report.line("measuring the machine")
+        limits, reason = limits_of(arguments.hardware, "bfloat16" if dtype == "bfloat16" else "float32", num_devices)
+        report.line(f"loading {model}")
+        return cls(model, LLM(model, progress=report.progress, **values), limits, reason, report)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The effective options, spelled as a server tells its own."""
+        return {name.replace("_", "-"): str(value) for name, value, _ in self._llm.config.explain()}
+
+    @property
+    def dtype(self) -> str:
+        """The type of the weights."""
+        return str(self._llm.config.model.dtype)
+
+    def generate(self, samples: Sequence[Sample], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Generates for all samples at once."""
+        prompts = [
+            {"prompt": sample.prompt} if isinstance(sample.prompt, str) else {"prompt_token_ids": list(sample.prompt)}
+            for sample in samples
+        ]
+        outputs: list[RequestOutput] = self._llm.generate(prompts, list(params), use_tqdm=False)
+        return outputs
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far."""
+        return int(self._llm.load().num_steps)
+
+    def shares(self, lens: Sequence[tuple[int, int]], elapsed_s: float) -> dict[str, Any]:
+        """What `lens` (prompt tokens, generated tokens) in `elapsed_s` reached of the limits."""
+        record = {"limits": as_record(self._limits, self._reason)}
+        if self._limits is None:
+            return record
+        from jpaged.checkpoints.hub import find_folder
+
+        model: ServedModel = read_model(find_folder(self.model), self.dtype)
+        max_num_seqs = self._llm.config.scheduler.max_num_seqs * self._llm.config.parallel.data_parallel_size
+        return record | offline_shares(model, self._limits, lens, max_num_seqs, elapsed_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._llm.close()

@@ -1,0 +1,77 @@
+"""The subcommand `bench probe`: what this machine does at best, which the limits of other benchmarks are made of."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+from jpaged import json_text
+from jpaged.bench import limits
+from jpaged.bench.limits import ITEM_BYTES, Limits
+from jpaged.errors import InternalError
+
+HELP = "measure bandwidth and FLOPs of this machine"
+DESCRIPTION = """\
+Measure what this machine does at best: bytes read from memory a second, and operations of matrix products a second.
+
+    jpaged bench probe --dtype bfloat16
+
+On a CPU it is the best of numpy (float32) and XLA (in --dtype), on all cores that this process may run on. Of an
+accelerator in the table of `jpaged plan` it is the data sheet's. Other benchmarks start this in a process of its own.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The type, and the form of the answer."""
+    parser.add_argument("--dtype", choices=tuple(ITEM_BYTES), default="float32", help="(default: float32)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the two numbers."""
+    found = _here(arguments.dtype)
+    if arguments.json:
+        print(json_text.dumps(asdict(found)))
+    else:
+        rates = f"reads {found.bytes_per_s / 1e9:.1f} GB/s, computes {found.flops_per_s / 1e9:.1f} GFLOP/s"
+        print(f"{rates} ({found.source})")
+    return 0
+
+
+def _here(dtype: str) -> Limits:
+    from jpaged.kernels.paged_attention.measure import survey  # imports jax
+
+    device = survey([], "demo", dtype, "auto", 0).device
+    if (name := limits.DEVICE_KINDS.get(device.kind)) is not None:
+        return limits.of_accelerator(name, 1)
+    if device.kind != "cpu":
+        return Limits(device.limits.bytes_per_s, device.limits.flops_per_s, f"measured: XLA on {device.kind}, {dtype}")
+    plain = limits.probe()
+    return Limits(
+        max(plain.bytes_per_s, device.limits.bytes_per_s),
+        max(plain.flops_per_s, device.limits.flops_per_s),
+        f"measured: the best of numpy and XLA on {device.kind}, {dtype}",
+    )
+
+
+def probed(dtype: str) -> Limits:
+    """The limits of this machine, measured by a child, so that this process keeps free of jax and of its threads."""
+    command = [sys.executable, "-m", "jpaged", "bench", "probe", "--dtype", dtype, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        return Limits(**json.loads(done.stdout))
+    except (ValueError, TypeError) as error:
+        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise InternalError(f"the probe of this machine ended with {done.returncode} and said: {last}") from error
+
+
+def limits_of(hardware: str, dtype: str, num_devices: int = 1) -> tuple[Limits | None, str]:
+    """The limits that `--hardware` asks for, and in words why there are none."""
+    if hardware == "none":
+        return None, "left out by --hardware none"
+    if hardware in ("auto", "cpu"):
+        return probed(dtype), ""
+    return limits.of_accelerator(hardware, num_devices), ""

@@ -1,0 +1,214 @@
+"""The server that `bench serve` measures: one that is there, or one that is started for it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from jpaged.bench.drive import Backend
+from jpaged.bench.grpc_backend import GrpcBackend
+from jpaged.bench.limits import DEVICE_KINDS, Limits, ServedModel, of_accelerator, read_model
+from jpaged.bench.openai_backend import ENDPOINTS, OpenAIBackend, first_model
+from jpaged.bench.vocabulary import FolderVocabulary, NumberedVocabulary, ServerVocabulary, Vocabulary
+from jpaged.checkpoints.hub import find_folder, find_local
+from jpaged.cli.bench.probe import limits_of, probed
+from jpaged.cli.server_process import ServerProcess, startup_texts, unwinding_at_sigterm
+from jpaged.client import Client, ServerInfo
+from jpaged.client.channel import require_target
+from jpaged.errors import InvalidArgument, JpagedError, Unavailable
+
+_START_FLAGS = ("--wait-for-all-programs",)
+"""Programs that compile beside the load would be measured with it."""
+_READY_TIMEOUT_S = 60.0
+_END_PATIENCE_S = 5.0
+_PLAIN_IDS = 1000
+"""Every vocabulary has so many; what is below 3 is special in most."""
+_LOCAL_HOSTS = ("localhost", "127.", "::1", "[::1]", "unix:", "0.0.0.0")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that is ready.
+
+    Attributes:
+        backend: connects to it, anew for each run.
+        facts: what it says of itself.
+        shape: None where the model's files are not here.
+        limits: None where nobody knows its devices, which `no_limits` says.
+    """
+
+    model: str
+    dtype: str | None
+    backend: Callable[[], Backend]
+    vocabulary: Vocabulary
+    facts: dict[str, Any]
+    shape: ServedModel | None
+    limits: Limits | None
+    no_limits: str
+
+
+@contextlib.contextmanager
+def connect(arguments: argparse.Namespace, console: Console) -> Iterator[Served]:
+    """The server that the command line names, or one that ends with this block.
+
+    Raises:
+        InvalidArgument: flags that do not go together.
+        JpagedError: there is no server, or it did not start.
+    """
+    if arguments.backend != "jpaged":
+        _refuse(arguments, "--backend jpaged", target=None, server_flags=[])
+        yield _openai(arguments, console)
+        return
+    _refuse(arguments, "an OpenAI backend", endpoint=None, header=[], extra_body={})
+    if arguments.target is not None:
+        _refuse(arguments, "a server that is started here", server_flags=[])
+        require_target("--target", arguments.target)
+        with Client(arguments.target, model=arguments.model) as client:
+            client.wait_until_ready(_READY_TIMEOUT_S)
+            yield _ours(arguments, client, arguments.target, console)
+        return
+    with unwinding_at_sigterm(), _started(arguments, console) as (client, target):
+        yield _ours(arguments, client, target, console)
+
+
+def _refuse(arguments: argparse.Namespace, needed: str, **unused: Any) -> None:
+    for name, default in unused.items():
+        if getattr(arguments, name) != default:
+            flag = "--" if name == "server_flags" else f"--{name.replace('_', '-')}"
+            raise InvalidArgument(flag, f"goes with {needed} alone")
+
+
+@contextlib.contextmanager
+def _started(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[Client, str]]:
+    """A server process, ready, with a client of it."""
+    model = arguments.model or "demo"
+    server = ServerProcess.start(model, [*_START_FLAGS, *arguments.server_flags])
+    is_ready = False
+    try:
+        target = server.target()
+        with Client(target) as client:
+            with console.status("starting the server") as status:
+                for text in startup_texts(client, server):
+                    status.update(text)
+            is_ready = True
+            console.print(f"serving {model} after {server.elapsed_s:.1f} s", highlight=False)
+            yield client, target
+    except JpagedError as error:
+        if is_ready:
+            raise
+        server.stop(_END_PATIENCE_S)
+        raise Unavailable("\n".join([f"{model}: {error}; it said:", *server.last_lines])) from error
+    finally:
+        server.stop()
+
+
+def _ours(arguments: argparse.Namespace, client: Client, target: str, console: Console) -> Served:
+    info, model = client.server_info(), client.model_info()
+    folder = arguments.tokenizer or info.options.get("model")
+    shape, reason = _shape(folder, arguments.dtype or model.dtype)
+    limits, no_limits = _limits_of_server(arguments, info, target, arguments.dtype or model.dtype, console)
+    salt = uuid.uuid4().hex  # what an earlier run left in the prefix cache is not this one's
+    return Served(
+        model=model.name,
+        dtype=model.dtype,
+        backend=lambda: GrpcBackend(
+            target,
+            ignore_eos=arguments.ignore_eos,
+            temperature=arguments.temperature,
+            cache_salt=salt,
+        ),
+        vocabulary=ServerVocabulary(client),
+        facts={
+            "version": info.server_version,
+            "platform": info.platform,
+            "device_kind": info.device_kind,
+            "num_devices": info.num_devices,
+            "attention": info.attention,
+            "jax": info.jax_version,
+            "options": info.options,
+        },
+        shape=shape,
+        limits=None if shape is None else limits,
+        no_limits=no_limits or reason,
+    )
+
+
+def _limits_of_server(
+    arguments: argparse.Namespace, info: ServerInfo, target: str, dtype: str, console: Console
+) -> tuple[Limits | None, str]:
+    if arguments.hardware != "auto":
+        return limits_of(arguments.hardware, dtype, info.num_devices)
+    if info.platform == "cpu":
+        if not target.startswith(_LOCAL_HOSTS):
+            return None, "the server is on another machine: name its --hardware"
+        with console.status("measuring the machine"):
+            return probed(dtype), ""
+    name = DEVICE_KINDS.get(info.device_kind or "")
+    if name is None:
+        return None, f"the data sheet of {info.device_kind} is not in the table"
+    return of_accelerator(name, info.num_devices), ""
+
+
+def _openai(arguments: argparse.Namespace, console: Console) -> Served:
+    base_url = arguments.base_url.rstrip("/")
+    parts = urlsplit(base_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidArgument("--base-url", f"{arguments.base_url!r} is not http://HOST:PORT")
+    headers = _headers(arguments.header)
+    model = arguments.model or asyncio.run(first_model(base_url, headers))
+    vocabulary: Vocabulary = NumberedVocabulary(_PLAIN_IDS)
+    if arguments.tokenizer is not None:
+        vocabulary = FolderVocabulary(find_folder(arguments.tokenizer))
+    shape, reason = _shape(arguments.tokenizer, arguments.dtype)
+    limits, no_limits = None, reason
+    if shape is not None and arguments.hardware == "auto" and not parts.hostname.startswith(_LOCAL_HOSTS):
+        no_limits = "the server is on another machine: name its --hardware"
+    elif shape is not None:
+        with console.status("measuring the machine"):
+            limits, no_limits = limits_of(arguments.hardware, arguments.dtype or "float32")
+    url = base_url + (arguments.endpoint or ENDPOINTS[arguments.backend])
+    return Served(
+        model=model,
+        dtype=arguments.dtype,
+        backend=lambda: OpenAIBackend(
+            url,
+            arguments.backend,
+            model,
+            ignore_eos=arguments.ignore_eos,
+            temperature=arguments.temperature,
+            extra=arguments.extra_body,
+            headers=headers,
+        ),
+        vocabulary=vocabulary,
+        facts={"url": url},
+        shape=shape,
+        limits=limits,
+        no_limits=no_limits,
+    )
+
+
+def _shape(model: str | None, dtype: str | None) -> tuple[ServedModel | None, str]:
+    """What a step of the model costs; where its files are not here, why not."""
+    if model is None:
+        return None, "the model's files are not known: give --tokenizer"
+    try:
+        folder = find_local(model) or find_folder(model)
+        return read_model(folder, dtype), ""
+    except JpagedError as error:
+        return None, f"the model's files are not here: {error}"
+
+
+def _headers(words: list[str]) -> dict[str, str]:
+    pairs = [word.partition("=") for word in words]
+    for key, equals, _ in pairs:
+        if not key or not equals:
+            raise InvalidArgument("--header", f"{key!r} is not KEY=VALUE")
+    return {key: value for key, _, value in pairs}
