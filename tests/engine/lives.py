@@ -161,7 +161,7 @@ class Life:
         assert (use.num_referenced, num_swapped_blocks(self.h.engine._loop.memory)) == (0, 0)
         assert not self.pins
         output = self.h.engine._loop._output
-        assert not (output._states or output._held or output._searches or output._last_events)
+        assert not (output._states or output._searches or output._last_events)
         for name in self.h.expected:
             self.check_end(name)
 

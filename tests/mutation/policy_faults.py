@@ -242,7 +242,7 @@ POLICY_FAULTS = (
         "scheduling/scheduler.py",
         "        for sequence in self.rows.spent():\n            self.rows.leave(sequence)\n",
         "",
-        LIVES,
+        ("scheduling/test_rows.py",),
     ),
     Fault(
         "rows decode whether or not there are blocks",
@@ -270,7 +270,7 @@ POLICY_FAULTS = (
         "scheduling/scheduler.py",
         "        growing.update(self.rows.group_of(sequence) for sequence in self.rows.due())",
         "        growing.update([])",
-        SCHEDULER,
+        ("scheduling/test_rows.py",),
     ),
     Fault(
         "a block that a row has filled is not found",

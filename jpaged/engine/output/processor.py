@@ -17,6 +17,7 @@ import numpy as np
 
 from jpaged.engine.executor import BEYOND_TOKENS, I32, StepOutputs
 from jpaged.engine.output.beam import Beam, BeamSearch
+from jpaged.engine.output.text import Decoder, IncrementalDetokenizer, NoText, RememberedTexts
 from jpaged.engine.scheduling.schedule import Sampled
 from jpaged.engine.sequence import Group, Sequence, collected_one_each
 from jpaged.engine.stats import DEADLINE, ERROR
@@ -30,68 +31,6 @@ from jpaged.types import (
     SequenceFinish,
     Usage,
 )
-
-_REPLACEMENT = "\ufffd"
-_MAX_CHARACTER_TOKENS = 4
-"""A UTF-8 character has at most four bytes, so no more than four byte tokens wait for each other."""
-_CONTEXT_TOKENS = 4
-"""Tokens of the prompt decoded along with the first output, because tokenizers strip a leading space."""
-
-
-class IncrementalDetokenizer:
-    """Text of a growing list of tokens, each character once and whole. Costs the same at every token."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: tuple[int, ...], *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        # Tokens that were turned into text but are the context of the next ones, then those that were not.
-        self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        self._num_read = len(self._window)
-        self._text_read = self._decode(self._window)
-
-    def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        if text == self._text_read and not self._decode([token_id, token_id]):
-            self._window.pop()  # it has no text in any company, so it is nobody's context, and many would make it long
-            return ""
-        if not text.endswith(_REPLACEMENT):
-            return self._read(text, len(self._window))
-        if len(self._window) - self._num_read >= _MAX_CHARACTER_TOKENS:
-            end = self._num_read + 1
-            return self._read(self._decode(self._window[:end]), end)
-        return ""
-
-    def flush(self) -> str:
-        """Returns what is left of a character that was never completed."""
-        return self._read(self._decode(self._window), len(self._window))
-
-    def _read(self, text: str, end: int) -> str:
-        """Returns what is new in the text of the window up to `end`."""
-        new = text[len(self._text_read) :]
-        if new:
-            # What was just read is the context of what comes next; what came before it is no longer needed.
-            self._window = self._window[self._num_read :]
-            end -= self._num_read
-            text = self._decode(self._window[:end])
-        self._num_read, self._text_read = end, text
-        return new
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
-
-
-class NoText:
-    """Stands in for a detokenizer where nobody wants text, or there is none."""
-
-    def push(self, token_id: int) -> str:
-        """No characters."""
-        return ""
-
-    def flush(self) -> str:
-        """Nothing is left."""
-        return ""
 
 
 class StopStrings:
@@ -131,6 +70,52 @@ class StopStrings:
         return 0
 
 
+_MAX_TOKENS_PER_EVENT = 512
+"""Tokens of an event at the end. With 20 top log-probabilities each they are 120 kB: 13 ms of the sending loop."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What there is to show of a sequence: one token's worth, or a part of what was held back."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish: SequenceFinish | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(slots=True)
+class Held:
+    """What is held back of a sequence, in columns: an entry a token, where there is text and log-probabilities.
+
+    Its text is that of its tokens joined; the last entry has what a sequence shows when it ends, too. The tokens are
+    the sequence's own, which are read at the end.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish: SequenceFinish | None = None
+
+    def add(self, text: str, logprobs: tuple[PositionLogprobs, ...], finish: SequenceFinish | None) -> None:
+        """The next token has come."""
+        self.texts.append(text)
+        self.logprobs += logprobs
+        self.finish = finish
+
+    def parts(self, token_ids: SequenceOf[int], cumulative_logprob: float | None) -> list[_Piece]:
+        """All of it in parts of a bounded size, one at least, in time that grows with its length and not its square."""
+        size = _MAX_TOKENS_PER_EVENT
+        pieces = []
+        for start in range(0, max(1, len(token_ids)), size):
+            part = slice(start, start + size)
+            text, logprobs = "".join(self.texts[part]), tuple(self.logprobs[part])
+            piece = _Piece(text, tuple(token_ids[part]), logprobs, cumulative_logprob=cumulative_logprob)
+            pieces.append(piece)
+        pieces[-1].finish = self.finish
+        return pieces
+
+
 class OutputState:
     """Stop rules and text of one sequence: what it shows of itself, token by token.
 
@@ -141,20 +126,24 @@ class OutputState:
 
     Attributes:
         has_text: there is a tokenizer, and somebody wants text.
-        needs_logprobs: of its sampling parameters.
+        needs_logprobs: of its sampling parameters, as `num_top` is their `logprobs`.
+        held: what is held back of it; None where it is sent as it comes.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Decoder | None,
         prompt_token_ids: tuple[int, ...],
         sampling: SamplingParams,
         eos_token_ids: frozenset[int],
     ) -> None:
-        self.has_text = sampling.detokenize and not isinstance(tokenizer, NoTokenizer)
+        self.has_text = False
         self.needs_logprobs = sampling.needs_logprobs
+        self.num_top = sampling.logprobs
+        self.held: Held | None = None
         self._detokenizer: IncrementalDetokenizer | NoText = NoText()
-        if self.has_text:
+        if tokenizer is not None and sampling.detokenize:
+            self.has_text = True
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
             )
@@ -163,6 +152,10 @@ class OutputState:
         self._ending_ids = sampling.ending_ids(eos_token_ids)
         self._sampling = sampling
         self._num_tokens = 0
+
+    def hold(self) -> None:
+        """Nothing of it is sent before the end."""
+        self.held = Held()
 
     def passed(self) -> tuple[str, SequenceFinish | None]:
         """Takes a token that ends nothing, where there is no text: as `push` does."""
@@ -193,50 +186,16 @@ class OutputState:
             return sent + self._stop_strings.flush(), SequenceFinish(FinishReason.LENGTH)
         return sent, None
 
+    def end(self, finish: SequenceFinish) -> None:
+        """Ends what is held back between two tokens."""
+        if self.held is not None:
+            self.held.texts[-1:] = ["".join(self.held.texts[-1:]) + self.flush()]
+            self.held.finish = finish
+
     def flush(self) -> str:
         """Text that was held back, for a sequence that ends between two tokens."""
         sent, matched = self._stop_strings.push(self._detokenizer.flush())
         return sent if matched is not None else sent + self._stop_strings.flush()
-
-
-_MAX_TOKENS_PER_EVENT = 512
-"""Tokens of an event at the end. With 20 top log-probabilities each they are 120 kB: 13 ms of the sending loop."""
-
-
-@dataclass(slots=True)
-class _Piece:
-    """What there is to show of a sequence: one token's worth, or a part of what was held back."""
-
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[PositionLogprobs, ...] = ()
-    finish: SequenceFinish | None = None
-    cumulative_logprob: float | None = None
-
-
-@dataclass(slots=True)
-class _Held:
-    """What is held back of a sequence, in columns: an entry a token, where there is text and log-probabilities.
-
-    Its text is that of its tokens joined; the last entry has what a sequence shows when it ends, too. The tokens are
-    the sequence's own, which are read at the end.
-    """
-
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
-    finish: SequenceFinish | None = None
-
-    def parts(self, token_ids: SequenceOf[int], cumulative_logprob: float | None) -> list[_Piece]:
-        """All of it in parts of a bounded size, one at least, in time that grows with its length and not its square."""
-        size = _MAX_TOKENS_PER_EVENT
-        pieces = []
-        for start in range(0, max(1, len(token_ids)), size):
-            part = slice(start, start + size)
-            text, logprobs = "".join(self.texts[part]), tuple(self.logprobs[part])
-            piece = _Piece(text, tuple(token_ids[part]), logprobs, cumulative_logprob=cumulative_logprob)
-            pieces.append(piece)
-        pieces[-1].finish = self.finish
-        return pieces
 
 
 class _EndingIds:
@@ -269,11 +228,10 @@ class OutputProcessor:
     """Owns the text side of every request in flight. Calls sinks; never touches blocks or the scheduler."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
+        self._texts = None if isinstance(tokenizer, NoTokenizer) else RememberedTexts(tokenizer)
         self._eos_token_ids = eos_token_ids
         self._ending_ids = _EndingIds()
         self._states: dict[Sequence, OutputState] = {}
-        self._held: dict[Sequence, _Held] = {}
         self._searches: dict[Group, BeamSearch] = {}
         self._last_events: dict[Group, OutputEvent] = {}
 
@@ -286,9 +244,9 @@ class OutputProcessor:
             return
         self._ending_ids.add(ending_ids)
         for sequence in group.sequences:
-            self._states[sequence] = self._new_state(group)
-        if not group.is_streamed:
-            self._held.update((sequence, _Held()) for sequence in group.sequences)
+            state = self._states[sequence] = self._new_state(group)
+            if not group.is_streamed:
+                state.hold()
 
     def close(self, group: Group) -> None:
         """Forgets a request, which has been counted, and sends its last event if it has one."""
@@ -296,7 +254,6 @@ class OutputProcessor:
             self._ending_ids.discard(group.request.sampling.ending_ids(self._eos_token_ids))
         for sequence in group.sequences:
             self._states.pop(sequence, None)
-            self._held.pop(sequence, None)
         self._searches.pop(group, None)
         if (event := self._last_events.pop(group, None)) is not None:
             group.sink(event)
@@ -323,17 +280,27 @@ class OutputProcessor:
             group.sampled(1)
             state = self._states[sequence]
             text, finish = state.push(token_id) if is_checked or state.has_text else state.passed()
-            num_top = group.request.sampling.logprobs
-            positions = () if num_top is None else (outputs.position(row, num_top),)
-            if (held := self._held.get(sequence)) is not None:
-                held.texts.append(text)
-                held.logprobs.extend(positions)
-                held.finish = finish
+            positions = () if state.num_top is None else (outputs.position(row, state.num_top),)
+            told_sum = sequence.cumulative_logprob if state.needs_logprobs else None
+            if state.held is not None:
+                state.held.add(text, positions, finish)
+            elif finish is None:
+                # By place and without a piece: what most tokens come to is made in a microsecond.
+                group.sink(
+                    OutputEvent(
+                        group.request.request_id,
+                        sequence.index,
+                        text,
+                        (token_id,),
+                        positions,
+                        None,
+                        told_sum,
+                        _usage(group),
+                    )
+                )
             else:
-                told_sum = sequence.cumulative_logprob if state.needs_logprobs else None
                 piece = _Piece(text, (token_id,), positions, finish, told_sum)
-                ends_group = finish is not None and sum(other.is_live for other in group.sequences) == 1
-                self._show(group, sequence.index, piece, is_last=ends_group)
+                self._show(group, sequence.index, piece, is_last=len(group.live) == 1)
             if finish is not None:
                 yield group, sequence
 
@@ -343,10 +310,10 @@ class OutputProcessor:
         if group in self._searches:
             self._show_parts(group, [self._tell(group, beam) for beam in self._searches[group].best(sampling.n)])
             return
-        held = [sequence for sequence in group.sequences if sequence in self._held]
+        told = group.sequences
         if sampling.num_samples > sampling.n:
-            held = sorted(held, key=lambda sequence: -sequence.cumulative_logprob)[: sampling.n]
-        self._show_parts(group, [self._parts(sequence) for sequence in held])
+            told = sorted(told, key=lambda sequence: -sequence.cumulative_logprob)[: sampling.n]
+        self._show_parts(group, [self._parts(sequence) for sequence in told])
 
     def end(self, group: Group, reason: FinishReason) -> None:
         """Shows how a request ends between two tokens: an event for each sequence still going."""
@@ -357,9 +324,7 @@ class OutputProcessor:
         live = group.live
         if group.request.is_whole:
             for sequence in live:
-                held = self._held[sequence]
-                held.texts[-1:] = ["".join(held.texts[-1:]) + self._states[sequence].flush()]
-                held.finish = finish
+                self._states[sequence].end(finish)
             self._show_parts(group, [self._parts(sequence) for sequence in group.sequences])
             return
         for i, sequence in enumerate(live):
@@ -373,11 +338,11 @@ class OutputProcessor:
 
     def _new_state(self, group: Group) -> OutputState:
         request = group.request
-        return OutputState(self._tokenizer, request.prompt_token_ids, request.sampling, self._eos_token_ids)
+        return OutputState(self._texts, request.prompt_token_ids, request.sampling, self._eos_token_ids)
 
     def _tell(self, group: Group, beam: Beam) -> list[_Piece]:
         """A finished beam, as if its tokens had come one by one."""
-        state, num_top, held = self._new_state(group), group.request.sampling.logprobs, _Held()
+        state, num_top, held = self._new_state(group), group.request.sampling.logprobs, Held()
         for token_id in beam.token_ids:
             text, held.finish = state.push(token_id)
             held.texts.append(text)
@@ -386,9 +351,9 @@ class OutputProcessor:
         return held.parts(beam.token_ids, beam.cumulative_logprob)
 
     def _parts(self, sequence: Sequence) -> list[_Piece]:
-        """A sequence that was held back."""
-        token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
-        return self._held[sequence].parts(token_ids, self._told_sum(sequence))
+        """A sequence that was held back; none of one that was sent as it came."""
+        held, token_ids = self._states[sequence].held, sequence.token_ids[sequence.num_prompt_tokens :]
+        return [] if held is None else held.parts(token_ids, self._told_sum(sequence))
 
     def _told_sum(self, sequence: Sequence) -> float | None:
         return sequence.cumulative_logprob if self._states[sequence].needs_logprobs else None
@@ -400,16 +365,15 @@ class OutputProcessor:
             self._show(group, index, part, is_last=number == len(parts))
 
     def _show(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:
-        request = group.request
         event = OutputEvent(
-            request_id=request.request_id,
+            request_id=group.request.request_id,
             index=index,
             text=piece.text,
             token_ids=piece.token_ids,
             logprobs=piece.logprobs,
             finish=piece.finish,
             cumulative_logprob=piece.cumulative_logprob,
-            usage=Usage(len(request.prompt_token_ids), group.num_sampled_tokens, group.num_cached_tokens or 0),
+            usage=_usage(group),
             is_last=is_last,
             times=group.times if is_last else None,
             error=error,
@@ -420,3 +384,7 @@ class OutputProcessor:
             self._last_events[group] = event
         else:
             group.sink(event)
+
+
+def _usage(group: Group) -> Usage:
+    return Usage(len(group.request.prompt_token_ids), group.num_sampled_tokens, group.num_cached_tokens or 0)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
-from jpaged.engine.output.processor import IncrementalDetokenizer, OutputState, StopStrings
+from jpaged.engine.output.processor import OutputState, StopStrings
+from jpaged.engine.output.text import IncrementalDetokenizer, RememberedTexts
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from jpaged.types import FinishReason, OutputEvent, Request, SamplingParams
@@ -142,6 +143,26 @@ class Counting(ByteTokenizer):
     def decode(self, token_ids, *, skip_special_tokens=True):
         self.num_told += len(token_ids)
         return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_texts_that_come_again_are_not_asked_for_again(monkeypatch):
+    tokenizer = Counting()
+    texts = RememberedTexts(tokenizer)
+    plain = IncrementalDetokenizer(TOKENIZER, tuple(b"once"), skip_special_tokens=True)
+    detokenizer = IncrementalDetokenizer(texts, tuple(b"once"), skip_special_tokens=True)
+    sequence = "upön ä time ".encode() * 8
+    assert [detokenizer.push(token_id) for token_id in sequence] == [plain.push(token_id) for token_id in sequence]
+    for token_id in b"a time ":
+        detokenizer.push(token_id)
+    num_told = tokenizer.num_told
+    for token_id in b"a time a time ":
+        detokenizer.push(token_id)
+    assert tokenizer.num_told == num_told
+    assert texts.decode([ByteTokenizer.EOS]) != texts.decode([ByteTokenizer.EOS], skip_special_tokens=False)
+    monkeypatch.setattr("jpaged.engine.output.text._MAX_REMEMBERED", 5)
+    for token_id in range(100):
+        assert texts.decode([token_id]) == TOKENIZER.decode([token_id])
+        assert sum(map(len, texts._texts.values())) <= 6
 
 
 @pytest.mark.parametrize("token_id", [ByteTokenizer.EOS, 999])

@@ -139,6 +139,29 @@ def test_a_group_is_settled_while_all_its_live_sequences_have_rows():
     assert rows_of(h).others([group]) == group.sequences[:2]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sequence_runs_for_its_tokens_and_not_once_more(overlap):
+    h = make(overlap=overlap)
+    h.submit("a", [1, 2, 3], max_tokens=7)
+    h.run()
+    assert len(h.tokens("a")) == h.executor.num_steps == 7
+
+
+def test_blocks_that_rows_are_about_to_take_are_not_given_away():
+    """After the fourth step the row has filled its block, and three are free: two asked for, one spare, one owed."""
+    h = make(overlap=False, num_blocks=4)
+    h.submit("a", [1], max_tokens=8)
+    for _ in range(3):
+        h.step()
+    h.submit("b", list(range(8)), max_tokens=1)
+    while len(h.tokens("a")) < 8:
+        h.step()
+        assert h.engine.load().num_waiting == 1 or len(h.tokens("a")) == 8
+    h.run()
+    assert h.tokens("b") == expected_tokens(list(range(8)), 1)
+    assert h.engine.load().num_preemptions == 0
+
+
 def test_rows_that_may_not_end_yet_are_written_out_until_they_may():
     h = make()
     h.submit("a", [1, 2, 3], max_tokens=20, min_tokens=6, stop_token_ids=[7])
