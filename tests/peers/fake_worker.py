@@ -30,7 +30,7 @@ class Fake:
             sys.stdin.read()
         count = 1 if self._options.get("is_short") else 0
         token = self._options.get("token", 0)
-        outputs = [[[int(str(token))] * (job.max_tokens - count)] * job.num_sequences for job in jobs]
+        outputs = [[[token] * (job.max_tokens - count)] * job.num_sequences for job in jobs]
         return Answer(outputs, 2.0, ttft_s=[0.5], counts={"steps": 3})
 
     def processor_s(self) -> float:

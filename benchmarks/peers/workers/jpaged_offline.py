@@ -10,23 +10,35 @@ import jpaged
 from benchmarks.peers.workers.protocol import Answer, Settings, serve
 from benchmarks.peers.workloads import Job
 from jpaged import LLM, SamplingParams
+from jpaged.llm import TokensPrompt
+
+COUNTS = (
+    "num_steps",
+    "host_s",
+    "device_idle_s",
+    "num_prefix_hit_tokens",
+    "num_cascade_steps",
+    "num_preemptions",
+    "num_copies_on_write",
+    "num_compiles_after_warm_up",
+)
+"""What is told of a run: differences of `LLM.load()`."""
 
 
 class Jpaged:
-    """An LLM of jpaged; no text is made, as of the others."""
+    """An LLM of jpaged."""
 
     def __init__(self, settings: Settings) -> None:
         self._llm = LLM(settings.folder, dtype=settings.dtype, **settings.options)
-        self._num_runs = 0
 
     def about(self) -> dict[str, object]:
         return {"jpaged": jpaged.__version__, "jax": jax.__version__}
 
     def forget(self) -> None:
-        self._num_runs += 1
+        self._llm.reset_prefix_cache()
 
     def run(self, jobs: list[Job]) -> Answer:
-        prompts = [{"prompt_token_ids": list(job.prompt)} for job in jobs]
+        prompts = [TokensPrompt(prompt_token_ids=job.prompt) for job in jobs]
         sampling = [
             SamplingParams(
                 n=job.num_sequences,
@@ -34,14 +46,26 @@ class Jpaged:
                 temperature=job.temperature,
                 max_tokens=job.max_tokens,
                 ignore_eos=True,
-                cache_salt=f"run {self._num_runs}",
+                detokenize=False,
             )
             for job in jobs
         ]
+        before = self._llm.load()
         begin = time.perf_counter()
-        outputs = self._llm.generate(prompts, sampling)
+        outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
         wall_s = time.perf_counter() - begin
-        return Answer([[list(sequence.token_ids) for sequence in output.outputs] for output in outputs], wall_s)
+        after = self._llm.load()
+        counts = {name: getattr(after, name) - getattr(before, name) for name in COUNTS}
+        if num_compiles := counts.pop("num_compiles_after_warm_up"):
+            raise RuntimeError(f"{num_compiles} programs were compiled in what is timed")
+        ttft_s, tpot_s = [], []
+        for job, output in zip(jobs, outputs, strict=True):
+            times = output.times
+            if times and times.first_token_s is not None and times.last_token_s is not None and not job.beam_width:
+                ttft_s.append(times.first_token_s - times.arrival_s)
+                tpot_s.append((times.last_token_s - times.first_token_s) / max(1, job.max_tokens - 1))
+        tokens = [[list(sequence.token_ids) for sequence in output.outputs] for output in outputs]
+        return Answer(tokens, wall_s, ttft_s, tpot_s, counts)
 
     def processor_s(self) -> float:
         return time.process_time()

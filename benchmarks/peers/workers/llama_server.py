@@ -27,8 +27,8 @@ class LlamaServer:
 
     def __init__(self, settings: Settings) -> None:
         options = dict(settings.options)
-        binary = str(options.pop("binary"))
-        self._num_slots = int(str(options["parallel"]))
+        binary = options.pop("binary")
+        self._num_slots = options["parallel"]
         self._port = _free_port()
         flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         address = ["--host", "127.0.0.1", "--port", str(self._port), "--slot-save-path", os.curdir, "--no-webui"]

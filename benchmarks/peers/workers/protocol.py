@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from benchmarks.peers.workloads import Job, read, shortened
 
@@ -35,7 +35,7 @@ class Settings:
     folder: str
     dtype: str
     core: int
-    options: dict[str, object]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class Transformers:
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(1)
-        self._batch_size = int(str(settings.options["batch_size"]))
+        self._batch_size = settings.options["batch_size"]
         dtype = getattr(torch, settings.dtype)
         model = AutoModelForCausalLM.from_pretrained(settings.folder, dtype=dtype, attn_implementation="sdpa")
         self._model = model.eval()
