@@ -110,6 +110,11 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     return Comparison(tuple(ratios), tuple(differences))
 
 
+def runs_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The runs of a result that have a request rate."""
+    return [run for rate, run in _runs(result).items() if rate]
+
+
 def _runs(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The runs of a result by their request rates; an empty name where there is no rate."""
     runs = result.get("runs")
@@ -133,8 +138,9 @@ def _better(name: str, a: Mapping[str, float], b: Mapping[str, float]) -> bool |
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Conditions that both tell, and tell differently."""
-    pairs = [(name, a.get(name), b.get(name)) for name in _CONDITIONS]
+    """Conditions that both tell, and tell differently. Servers of two kinds have two names for one model."""
+    skipped = {"model_id"} if a.get("backend") != b.get("backend") else set()
+    pairs = [(name, a.get(name), b.get(name)) for name in _CONDITIONS if name not in skipped]
     for section, names in (("workload", None), ("machine", _MACHINE)):
         left, right = a.get(section), b.get(section)
         if isinstance(left, dict) and isinstance(right, dict):

@@ -38,7 +38,7 @@ DEVICE_KINDS: Mapping[str, str] = {
     "NVIDIA A100-SXM4-80GB": "a100-80gb",
 }
 """What jax calls a device -> its name in the table of accelerators."""
-ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 _FILE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _PROBE_BYTES = 512 << 20
 """More than any cache holds."""
@@ -185,12 +185,13 @@ def _best_s(run: Callable[[], object]) -> float:
     return min(times)
 
 
-def read_model(folder: Path, dtype: str | None = None) -> ServedModel:
+def read_model(folder: Path, dtype: str | None = None, kv_dtype: str | None = None) -> ServedModel:
     """Reads what a step of the model in `folder` costs off its config and the headers of its safetensors files.
 
     Args:
         folder: in Hugging Face layout.
-        dtype: that the weights and the KV cache have in the server; None is that of the files.
+        dtype: that the weights have in the server; None is that of the files.
+        kv_dtype: of the KV cache; None is that of the weights.
 
     Raises:
         InvalidArgument: a file is missing or malformed.
@@ -216,7 +217,7 @@ def read_model(folder: Path, dtype: str | None = None) -> ServedModel:
         num_layers=num_layers,
         query_width=num_heads * head_dim,
         weight_bytes=(num_params + head) * item_bytes,
-        kv_bytes_per_token=2 * num_layers * num_kv_heads * head_dim * item_bytes,
+        kv_bytes_per_token=2 * num_layers * num_kv_heads * head_dim * ITEM_BYTES.get(kv_dtype or "", item_bytes),
     )
     return ServedModel(shape, head)
 

@@ -62,6 +62,12 @@ def test_what_keeps_two_runs_apart_is_said_once(fields, difference):
     assert found.ratios
 
 
+def test_servers_of_two_kinds_may_name_a_model_as_they_like():
+    ours, theirs = changed(backend="jpaged", model_id="demo"), changed(backend="openai", model_id="/models/demo")
+    assert compare(ours, theirs).differences == ()
+    assert compare(ours, {**theirs, "backend": "jpaged"}).differences == ("model_id: demo and /models/demo",)
+
+
 def test_what_one_file_does_not_tell_is_no_difference():
     other = {key: value for key, value in A.items() if key not in ("machine", "workload", "seed", "benchmark")}
     assert compare(A, other).differences == ()

@@ -91,6 +91,7 @@ def test_the_demo_model_is_read_off_its_files(dtype, item_bytes):
     assert model.shape.weight_bytes == item_bytes * (4 * layer + 256 + 3072 * 256)
     assert model.shape.kv_bytes_per_token == item_bytes * 4 * 2 * 4 * 32
     assert model.shape.query_width == 256
+    assert read_model(FOLDER, dtype, "int8").shape.kv_bytes_per_token == 4 * 2 * 4 * 32
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path):

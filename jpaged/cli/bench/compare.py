@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jpaged import json_text
-from jpaged.bench.compare import Comparison, compare, read_result
+from jpaged.bench import plot
+from jpaged.bench.compare import Comparison, compare, read_result, runs_of
+from jpaged.errors import InvalidArgument
 
 HELP = "compare two results"
 DESCRIPTION = """\
@@ -26,12 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two files."""
     parser.add_argument("a", type=Path, metavar="A", help="a result file")
     parser.add_argument("b", type=Path, metavar="B", help="another")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweeps of both against the rate (.png)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table; returns 1 when the two were not measured under the same conditions."""
-    found = compare(read_result(arguments.a), read_result(arguments.b))
+    a, b = read_result(arguments.a), read_result(arguments.b)
+    if arguments.plot is not None:
+        plot.require_drawable(arguments.plot)
+        if not (runs_of(a) and runs_of(b)):
+            raise InvalidArgument("--plot", "draws results of `bench serve`, which have a request rate")
+        names = f"A: {arguments.a.stem}", f"B: {arguments.b.stem}"
+        plot.draw(dict(zip(names, (runs_of(a), runs_of(b)), strict=True)), arguments.plot, " and ".join(names))
+    found = compare(a, b)
     if arguments.json:
         print(json_text.dumps(_record(found)))
     else:

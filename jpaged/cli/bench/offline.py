@@ -113,7 +113,7 @@ class Offline:
             return record
         from jpaged.checkpoints.hub import find_folder
 
-        model: ServedModel = read_model(find_folder(self.model), self.dtype)
+        model: ServedModel = read_model(find_folder(self.model), self.dtype, self._llm.config.cache.kv_cache_dtype)
         max_num_seqs = self._llm.config.scheduler.max_num_seqs * self._llm.config.parallel.data_parallel_size
         return record | offline_shares(model, self._limits, lens, max_num_seqs, elapsed_s)
 

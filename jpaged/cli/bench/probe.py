@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from jpaged import json_text
 from jpaged.bench import limits
-from jpaged.bench.limits import ITEM_BYTES, Limits
+from jpaged.bench.limits import Limits
 from jpaged.errors import InternalError
 
 HELP = "measure bandwidth and FLOPs of this machine"
@@ -26,7 +26,9 @@ accelerator in the table of `jpaged plan` it is the data sheet's. Other benchmar
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The type, and the form of the answer."""
-    parser.add_argument("--dtype", choices=tuple(ITEM_BYTES), default="float32", help="(default: float32)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(default: float32)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 

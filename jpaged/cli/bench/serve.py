@@ -190,7 +190,7 @@ def _measure(
     arguments: argparse.Namespace, served: Served, options: DatasetOptions, arrivals: Arrivals
 ) -> dict[str, Any]:
     """One run: its numbers printed and returned."""
-    driven = asyncio.run(_drive(arguments, served, options, arrivals))
+    driven, counts = asyncio.run(_drive(arguments, served, options, arrivals))
     metrics, rate = parse_metrics(arguments.percentile_metrics), results.rate_word(arrivals.rate)
     result = results.header("serve", options.seed) | {
         "endpoint_type": arguments.backend,
@@ -209,6 +209,7 @@ def _measure(
         "temperature": arguments.temperature,
         "workload": results.workload(options),
         "server": served.facts,
+        "server_counts": counts,
         **summarize(
             driven.traces,
             driven.duration_s,
@@ -228,7 +229,10 @@ def _measure(
     return result
 
 
-async def _drive(arguments: argparse.Namespace, served: Served, options: DatasetOptions, arrivals: Arrivals) -> Driven:
+async def _drive(
+    arguments: argparse.Namespace, served: Served, options: DatasetOptions, arrivals: Arrivals
+) -> tuple[Driven, dict[str, int]]:
+    """The run, and what the server counted during it."""
     samples = options.make(served.vocabulary)
     times_s = arrivals.times_s(len(samples), np.random.default_rng(options.seed))
     backend = served.backend()
@@ -238,8 +242,10 @@ async def _drive(arguments: argparse.Namespace, served: Served, options: Dataset
             await warm_up(backend, others[0], arguments.num_warmups, arguments.max_concurrency)
         gc.collect()
         gc.freeze()  # the collector does not go through the samples while answers are timed
+        before = served.counts()
         with _progress(len(samples)) as on_end:
-            return await drive(backend, samples, times_s, max_concurrency=arguments.max_concurrency, on_end=on_end)
+            driven = await drive(backend, samples, times_s, max_concurrency=arguments.max_concurrency, on_end=on_end)
+        return driven, {name: count - before[name] for name, count in served.counts().items() if name in before}
     finally:
         await backend.close()
 

@@ -31,6 +31,7 @@ _READY_TIMEOUT_S = 60.0
 _END_PATIENCE_S = 5.0
 _PLAIN_IDS = 1000
 """Every vocabulary has so many; what is below 3 is special in most."""
+_COUNTED = ("num_steps", "num_preemptions", "num_recomputed_tokens", "num_prefix_query_tokens", "num_prefix_hit_tokens")
 _LOCAL_HOSTS = ("localhost", "127.", "::1", "[::1]", "unix:", "0.0.0.0")
 
 
@@ -42,6 +43,7 @@ class Served:
         backend: connects to it, anew for each run.
         facts: what it says of itself.
         shape: None where the model's files are not here.
+        counts: what it has counted so far; nothing where it does not tell.
         limits: None where nobody knows its devices, which `no_limits` says.
     """
 
@@ -51,6 +53,7 @@ class Served:
     vocabulary: Vocabulary
     facts: dict[str, Any]
     shape: ServedModel | None
+    counts: Callable[[], dict[str, int]]
     limits: Limits | None
     no_limits: str
 
@@ -107,13 +110,15 @@ def _started(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[
         server.stop(_END_PATIENCE_S)
         raise Unavailable("\n".join([f"{model}: {error}; it said:", *server.last_lines])) from error
     finally:
-        server.stop()
+        code = server.stop()
+        if is_ready and code != 0:
+            console.print("\n".join([f"the server ended with {code}:", *server.last_lines]), highlight=False)
 
 
 def _ours(arguments: argparse.Namespace, client: Client, target: str, console: Console) -> Served:
     info, model = client.server_info(), client.model_info()
     folder = arguments.tokenizer or info.options.get("model")
-    shape, reason = _shape(folder, arguments.dtype or model.dtype)
+    shape, reason = _shape(folder, arguments.dtype or model.dtype, info.options.get("kv-cache-dtype"))
     limits, no_limits = _limits_of_server(arguments, info, target, arguments.dtype or model.dtype, console)
     salt = uuid.uuid4().hex  # what an earlier run left in the prefix cache is not this one's
     return Served(
@@ -136,9 +141,19 @@ def _ours(arguments: argparse.Namespace, client: Client, target: str, console: C
             "options": info.options,
         },
         shape=shape,
+        counts=lambda: _counts(client),
         limits=None if shape is None else limits,
         no_limits=no_limits or reason,
     )
+
+
+def _counts(client: Client) -> dict[str, int]:
+    """Nothing of a server that has died: its requests tell that."""
+    try:
+        load = client.load()
+    except JpagedError:
+        return {}
+    return {name: getattr(load, name) for name in _COUNTED}
 
 
 def _limits_of_server(
@@ -190,18 +205,19 @@ def _openai(arguments: argparse.Namespace, console: Console) -> Served:
         vocabulary=vocabulary,
         facts={"url": url},
         shape=shape,
+        counts=dict,
         limits=limits,
         no_limits=no_limits,
     )
 
 
-def _shape(model: str | None, dtype: str | None) -> tuple[ServedModel | None, str]:
+def _shape(model: str | None, dtype: str | None, kv_dtype: str | None = None) -> tuple[ServedModel | None, str]:
     """What a step of the model costs; where its files are not here, why not."""
     if model is None:
         return None, "the model's files are not known: give --tokenizer"
     try:
         folder = find_local(model) or find_folder(model)
-        return read_model(folder, dtype), ""
+        return read_model(folder, dtype, kv_dtype), ""
     except JpagedError as error:
         return None, f"the model's files are not here: {error}"
 

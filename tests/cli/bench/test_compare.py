@@ -26,6 +26,19 @@ def test_two_files_are_a_table_and_an_exit_code(tmp_path: Path, capsys):
     }
 
 
+def test_two_sweeps_are_one_picture(tmp_path: Path, capsys):
+    runs = [
+        {"request_rate": rate, "request_throughput": rate, "output_throughput": 9.0, "median_ttft_ms": 3.0}
+        for rate in (1.0, 2.0)
+    ]
+    a, b = write(tmp_path / "a.json", runs=runs), write(tmp_path / "b.json", runs=runs)
+    assert main(["bench", "compare", a, b, "--plot", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "c.json").write_text('{"avg_latency": 1.0}')
+    assert main(["bench", "compare", a, str(tmp_path / "c.json"), "--plot", str(tmp_path / "a.png")]) == 2
+    assert "--plot: draws results of `bench serve`" in capsys.readouterr().err
+
+
 def test_what_cannot_be_compared_is_said(tmp_path: Path, capsys):
     a, b = write(tmp_path / "a.json"), write(tmp_path / "b.json", seed=1)
     assert main(["bench", "compare", a, b]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -47,6 +48,9 @@ def test_a_sweep_of_rates_over_a_server_that_is_started_for_it(fake_server, tmp_
         assert run["server"]["options"]["max-num-seqs"] == "2"
         assert run["server"]["options"]["wait-for-all-programs"] == "True"
         assert (run["model_id"], run["backend"], run["label"], run["note"]) == ("fake", "jpaged", "try", "mine")
+        assert run["server_counts"]["num_prefix_query_tokens"] == 36
+        assert run["server_counts"]["num_prefix_hit_tokens"] == 0
+        assert run["server_counts"]["num_steps"] >= 15  # six streams of five tokens, two at a time
         assert run["limits"] == {"source": "left out by --hardware none"}
         assert run["machine"]["python"] == sys.version.split()[0]
         assert 0 < run["p50_ttft_ms"] <= run["p99_e2el_ms"]
@@ -63,6 +67,13 @@ def test_a_sweep_of_rates_over_a_server_that_is_started_for_it(fake_server, tmp_
 def test_a_server_that_does_not_start_tells_why(fake_server, capsys):
     assert main([*SERVE, "--model", "broken"]) == 1
     assert "broken is not a folder" in capsys.readouterr().err
+
+
+def test_a_server_that_dies_under_the_load_is_told(fake_server, capsys):
+    assert main([*SERVE, "--model", "dies", "--num-warmups", "0"]) == 1
+    told = capsys.readouterr().err
+    assert re.search(r"^\d failed: ", told, re.MULTILINE)
+    assert "the server ended with 1:" in told
 
 
 def test_requests_that_fail_are_counted_told_and_an_exit_code(fake_server, tmp_path: Path, capsys):
