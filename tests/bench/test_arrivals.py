@@ -44,7 +44,7 @@ def test_a_ramp_goes_from_one_rate_to_another():
     assert Ramp("linear", 1, 5).rates(5).tolist() == [1, 2, 3, 4, 5]
     assert Ramp("exponential", 1, 16).rates(5) == pytest.approx([1, 2, 4, 8, 16])
     assert Ramp("linear", 2, 9).rates(1).tolist() == [2]
-    gaps = np.diff(times(ramp=Ramp("linear", 10, 100)))
+    gaps = np.diff(times(ramp=Ramp("linear", 10, 100), burstiness=4.0))
     assert gaps[:200].mean() == pytest.approx(1 / 10, rel=0.15)
     assert gaps[-200:].mean() == pytest.approx(1 / 100, rel=0.15)
 
