@@ -16,6 +16,7 @@ from jpaged.assemble import build
 from jpaged.completions import Completions
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
 from jpaged.engine.executor import Progress
+from jpaged.engine.garbage import collected_between_steps
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.load import EngineLoad
 from jpaged.progress_bar import MakeBar, ProgressBar
@@ -153,12 +154,13 @@ class LLM:
 
         bar = ProgressBar(use_tqdm, len(requests))
         try:
-            while waiting or in_flight:
-                while waiting and not engine.is_full:
-                    engine.submit(waiting[0], take)
-                    in_flight.add(waiting.popleft().request_id)
-                if not engine.step() and in_flight:
-                    raise InternalError(f"{len(in_flight)} requests are in flight and the engine is idle")
+            with collected_between_steps:
+                while waiting or in_flight:
+                    while waiting and not engine.is_full:
+                        engine.submit(waiting[0], take)
+                        in_flight.add(waiting.popleft().request_id)
+                    if not engine.step() and in_flight:
+                        raise InternalError(f"{len(in_flight)} requests are in flight and the engine is idle")
         except BaseException:
             # What was interrupted, by Ctrl-C as well, must not go on with the next call.
             for request_id in in_flight:

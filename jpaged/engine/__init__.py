@@ -4,6 +4,7 @@ engine.py      what any thread may ask of it, and the thread of the loop
 loop.py        schedule, dispatch, collect, publish; who is in flight, and until when
 executor.py    what the engine asks of a device: the shapes of a step, and its verbs
 sequence.py    one request's life: a group, and its sequences
+garbage.py     Python's own collector, kept out of the steps
 tokenizer.py   what the engine asks of a tokenizer
 stats.py       counts of what the engine did, and how long it took
 scheduling/    who runs in the next step

@@ -12,6 +12,7 @@ from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Executor, Geometry
+from jpaged.engine.garbage import collected_between_steps
 from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit
 from jpaged.engine.loop import Clock, EngineLoop
 from jpaged.engine.sequence import Sink
@@ -70,7 +71,10 @@ class LoopThread:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                if not self.step() and not self._stopping.is_set():  # which the step may have read from the inbox
+                with collected_between_steps:
+                    while self.step() and not self._stopping.is_set():
+                        """There is more to do."""
+                if not self._stopping.is_set():  # which the step may have read from the inbox
                     self._loop.check()
                     self._inbox.get()()
         except Unavailable as error:  # from outside, or of several processes one is lost: nothing here went wrong

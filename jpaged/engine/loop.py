@@ -18,6 +18,7 @@ import numpy as np
 
 from jpaged.config import CacheOptions, EngineConfig
 from jpaged.engine.executor import Executor, Geometry, StepOutputs
+from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.kv.paged import PagedMemory
@@ -257,6 +258,7 @@ class EngineLoop:
         self._expire()
         schedule = self.scheduler.schedule()
         dispatched = self._dispatch(schedule)
+        collect_if_due()
         if self._overlap:
             dispatched, self._dispatched = self._dispatched, dispatched
         if dispatched is not None:

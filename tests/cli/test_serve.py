@@ -1,0 +1,43 @@
+"""What the process of a server does beside the server: here, without one."""
+
+import gc
+from types import SimpleNamespace
+
+from jpaged.cli import serve
+from jpaged.cli.main import make_parser
+from jpaged.config import EngineConfig
+from jpaged.service.loaded_model import BackendFacts
+
+
+def test_what_was_loaded_is_left_out_of_collections(monkeypatch, capsys):
+    loaded = SimpleNamespace(config=EngineConfig(), backend=BackendFacts("cpu", "cpu", 1, "xla", "0"))
+    frozen = []
+
+    class Serving:
+        """Stands in for a server that is told to end as soon as its model is loaded."""
+
+        metrics_port = None
+        is_load_abandoned = False
+
+        def __init__(self, config, load, *, on_progress, on_serving):
+            self.on_serving = on_serving
+
+        async def start(self):
+            return 1
+
+        def stop_on_signals(self):
+            """There are none."""
+
+        async def run(self):
+            frozen.append(gc.get_freeze_count())
+            self.on_serving(1, loaded)
+            frozen.append(gc.get_freeze_count())
+            return 0
+
+    monkeypatch.setattr(serve, "Server", Serving)
+    try:
+        assert serve.run(make_parser().parse_args(["serve"])) == 0
+    finally:
+        gc.unfreeze()
+    assert frozen[0] < frozen[1]
+    assert "ready on" in capsys.readouterr().err
