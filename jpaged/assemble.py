@@ -86,6 +86,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     resolved = options.replace(
         max_model_len=geometry.max_model_len,
         num_blocks=geometry.num_blocks,
+        kv_cache_memory_bytes=executor.memory_plan.pool_bytes,
         max_pinned_blocks=pin_limit(options.server.max_pinned_blocks, geometry),
         block_size=geometry.block_size,
         max_num_seqs=geometry.max_num_seqs,

@@ -92,6 +92,13 @@ class CacheOptions:
     num_blocks: int | None = option(
         None, "blocks in the pool; as many as memory and the longest batch ask for when left out", low=1
     )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "memory of the pool on each device, the null block included, instead of num_blocks; the command line takes "
+        "512M, 2G or 1.5G (of 1024), and 512m, 2g (of 1000)",
+        low=1,
+        unit="bytes",
+    )
     memory_utilization: float = option(
         0.9, "share of the device's memory that weights, programs and the pool may take", low=0.01, high=1.0
     )
@@ -345,6 +352,15 @@ class EngineConfig:
         if max_tokens is not None and max_rows is not None and max_tokens < max_rows:
             raise InvalidArgument(
                 "max_num_batched_tokens", f"{max_tokens} is below max_num_seqs ({max_rows}): every row needs one token"
+            )
+        pool_bytes, num_blocks = self.cache.kv_cache_memory_bytes, self.cache.num_blocks
+        if pool_bytes is not None and num_blocks is not None:
+            raise InvalidArgument(
+                "kv_cache_memory_bytes", f"{pool_bytes} and num_blocks ({num_blocks}) both size the pool: give one"
+            )
+        if pool_bytes is not None and self.startup.compiled is not None:
+            raise InvalidArgument(
+                "kv_cache_memory_bytes", f"{pool_bytes}: saved programs (compiled) are for a number of blocks"
             )
         if self.startup.compiled is not None and self.parallel.data_parallel_size > 1:
             raise InvalidArgument(

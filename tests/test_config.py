@@ -39,6 +39,8 @@ def test_an_option_lands_in_its_section():
         ("dtype", "float8", "'float8' is not one of auto, float32, bfloat16"),
         ("overlap", 1, "1 is not of type bool"),
         ("num_blocks", 0, "0 is below the limit of 1"),
+        ("kv_cache_memory_bytes", 0, "0 is below the limit of 1"),
+        ("kv_cache_memory_bytes", "1G", "'1G' is not of type int"),
         ("swap_space", -0.5, "-0.5 is below the limit of 0.0"),
         ("swap_space", 5000, "5000.0 is above the limit of 4096.0"),
         ("kv_policy", "reserve", "'reserve' is not one of paged, reserve-max, reserve-pow2, reserve-oracle"),
@@ -93,9 +95,8 @@ def test_the_engine_serves_as_a_plain_server_by_default():
 
 def test_resolving_leaves_nothing_open():
     sizes = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_messages_per_second": 10}
-    config = EngineConfig().replace(
-        max_model_len=64, num_blocks=9, served_model_name="demo", max_pinned_blocks=2, **sizes
-    )
+    sizes |= {"num_blocks": 9, "kv_cache_memory_bytes": 4096}
+    config = EngineConfig().replace(max_model_len=64, served_model_name="demo", max_pinned_blocks=2, **sizes)
     assert (config.model.max_model_len, config.cache.num_blocks) == (64, 9)
     left_out = {name for name, value, _ in config.explain() if value == "None"}
     several = {"coordinator", "num_processes", "process_id"}
@@ -110,6 +111,20 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("JPAGED_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compile_cache_dir() == tmp_path / "jpaged" / "programs"
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ({"num_blocks": 9}, r"4096 and num_blocks \(9\) both size the pool: give one"),
+        ({"compiled": "folder"}, r"4096: saved programs \(compiled\) are for a number of blocks"),
+    ],
+)
+def test_a_pool_has_one_size(other, problem):
+    with pytest.raises(InvalidArgument, match=problem) as error:
+        EngineConfig.load({"kv_cache_memory_bytes": 4096, **other})
+    assert error.value.field == "kv_cache_memory_bytes"
+    assert EngineConfig.load({"kv_cache_memory_bytes": 4096}).cache.num_blocks is None
 
 
 def test_saved_programs_go_with_one_copy_of_the_model():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 from dataclasses import Field, fields
+from decimal import Decimal
 from typing import Any
 
 from jpaged.config import SECTIONS, EngineConfig, iter_options, option_type
 from jpaged.errors import InvalidArgument
 from jpaged.types import SamplingParams
 
+_UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20, "g": 1000**3, "G": 1 << 30, "t": 1000**4, "T": 1 << 40}
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
 
@@ -33,6 +35,8 @@ def add_config_flags(
         keywords: dict[str, Any] = {"dest": f"config_{name}", "default": None, "help": _help_of(spec)}
         if option_type(spec) is bool:
             keywords["action"] = argparse.BooleanOptionalAction
+        elif spec.metadata["unit"] == "bytes":
+            keywords.update(type=_bytes_of, metavar="BYTES")
         else:
             keywords["type"] = option_type(spec)
             keywords["metavar"] = "N" if option_type(spec) in (int, float) else "NAME"
@@ -123,6 +127,21 @@ def _early_stopping(word: str) -> bool | str:
     if word not in _EARLY_STOPPING:
         raise argparse.ArgumentTypeError(f"{word!r} is not one of {', '.join(_EARLY_STOPPING)}")
     return _EARLY_STOPPING[word]
+
+
+def _bytes_of(word: str) -> int:
+    """Reads a number of bytes as vLLM does: 4096, 512M (of 1024), 512m (of 1000), 1.5G; a part of a byte is dropped."""
+    factor = _UNITS.get(word[-1:], 1)
+    number = word[:-1] if factor > 1 else word
+    try:
+        if factor == 1:
+            return int(number)
+        return int(Decimal(number) * factor)
+    except (ValueError, ArithmeticError):
+        units = ", ".join(_UNITS)
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is not a number of bytes, as 4096 or 1.5G; units: {units}"
+        ) from None
 
 
 def _escaped(text: str) -> str:

@@ -42,6 +42,21 @@ def test_every_option_has_a_flag(name, spec, spelling):
     assert [getattr(section, name) for section in sections if name in dataclasses.asdict(section)] == [value]
 
 
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("4096", 4096), ("2k", 2000), ("2K", 2048), ("1.5G", 3 << 29), ("25.6m", 25_600_000), ("1T", 1 << 40)],
+)
+def test_bytes_may_be_told_in_larger_units(word, value):
+    arguments = make_parser().parse_args(["serve", "--kv-cache-memory-bytes", word])
+    assert config_from(arguments).cache.kv_cache_memory_bytes == value
+
+
+@pytest.mark.parametrize("word", ["", "G", "1.5", "2X", "nanG", "infG", "1e9999999G", "1GG"])
+def test_no_number_of_bytes_is_refused(word, capsys):
+    assert main(["serve", "--kv-cache-memory-bytes", word]) == 2
+    assert f"argument --kv-cache-memory-bytes: {word!r} is not a number of bytes" in capsys.readouterr().err
+
+
 def test_underscores_reach_the_flag_and_not_its_value(capsys):
     assert main(["serve", "--max_model_len=a_b"]) == 2
     assert "argument --max-model-len: invalid int value: 'a_b'" in capsys.readouterr().err

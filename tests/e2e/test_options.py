@@ -48,6 +48,7 @@ SERVER_VALUES = {
     "max_pinned_blocks": 3,
     "pin_prefix": "file",
     "metrics_port": 9090,
+    "max_messages_per_second": 9,
 }
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 
@@ -310,8 +311,10 @@ def test_a_pool_below_max_model_len_serves_what_fits(other: LLM, base: LLM) -> N
     assert engine_of(base).load().block_size == 16
 
 
-def test_a_pool_of_one_block_is_enough(folder: Path) -> None:
-    with open_llm(folder, max_model_len=64, num_blocks=1) as llm:
+@flips("kv_cache_memory_bytes")
+@pytest.mark.parametrize("size", [{"num_blocks": 1}, {"kv_cache_memory_bytes": 2 * 16384 + 7}])
+def test_a_pool_of_one_block_is_enough(folder: Path, size: dict[str, int]) -> None:
+    with open_llm(folder, max_model_len=64, **size) as llm:
         completions = generate(llm, random_prompts([4, 4, 3]), GREEDY)
         assert [len(completion.token_ids) for completion in completions] == [12, 12, 12]
         with pytest.raises(RequestTooLong, match=r"over the whole pool \(16: 1 blocks of 16\)"):

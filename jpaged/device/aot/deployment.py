@@ -32,6 +32,8 @@ from jpaged.engine.executor import Geometry, Progress
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.model import Model
 
+_WHAT = "what programs may use of a device of this kind"
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedProgram:
@@ -124,11 +126,11 @@ def compile_deployment(
                 raise Unsupported(f"the compiler fails for these devices: {reason}") from error
             return {}, refusal
 
-    request, memory = served(1).pool_request(options.cache), DeviceMemory(hbm_bytes)
+    request, memory = served(1).pool_request(options.cache), DeviceMemory(hbm_bytes, what=_WHAT)
     probe = served(request.probe_blocks(memory))
     passed_over = tuple(Attention.on(model, options, mesh).passed_over())
     wanted = request.num_blocks or request.blocks_per_seq
-    plan = MemoryPlan(request, hbm_bytes, wanted)
+    plan = MemoryPlan(request, hbm_bytes, wanted, what=_WHAT)
 
     def result(
         plan: MemoryPlan,

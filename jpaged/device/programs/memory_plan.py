@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
@@ -38,10 +38,12 @@ class DeviceMemory:
     Attributes:
         total_bytes: None where the device does not say.
         is_own: whether it is the device's alone; that of a CPU is its host's.
+        what: says what the total is made of, for whoever wonders at it.
     """
 
     total_bytes: int | None
     is_own: bool = True
+    what: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, device: jax.Device, weight_bytes: int, num_devices: int = 1) -> DeviceMemory:
@@ -53,12 +55,16 @@ class DeviceMemory:
             num_devices: of the model; those of a CPU share the memory of their host.
         """
         if device.platform == "cpu":
-            return cls(available_host_bytes() // num_devices + weight_bytes, is_own=False)
+            free = available_host_bytes()
+            share = f", shared by {num_devices} devices" if num_devices > 1 else ""
+            what = f"the weights, and {_in_text(free)} that this machine or its container has free{share}"
+            return cls(free // num_devices + weight_bytes, is_own=False, what=what)
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             return cls(None)
         others = max(0, stats.get("bytes_in_use", 0) - weight_bytes)
-        return cls(stats["bytes_limit"] - others)
+        held = f", less {_in_text(others)} that others hold" if others else ""
+        return cls(stats["bytes_limit"] - others, what=f"all that the device's allocator may have{held}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,10 @@ class PoolRequest:
         memory_utilization: share of the memory that weights, programs and the pool may take.
         weight_bytes: of the parameters of one device.
         num_blocks: as the user chose; None where memory decides.
+        pool_bytes: of the pool on one device, as the user chose instead; it becomes num_blocks.
+
+    Raises:
+        InvalidArgument: pool_bytes have no room for the null block and one more.
     """
 
     bytes_per_block: int
@@ -101,6 +111,18 @@ class PoolRequest:
     memory_utilization: float
     weight_bytes: int
     num_blocks: int | None = None
+    pool_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pool_bytes is None:
+            return
+        if self.pool_bytes < 2 * self.bytes_per_block:
+            raise InvalidArgument(
+                "kv_cache_memory_bytes",
+                f"{self.pool_bytes} is below the limit of {2 * self.bytes_per_block}: the null block and one more, of "
+                f"{self.bytes_per_block} bytes each",
+            )
+        object.__setattr__(self, "num_blocks", self.pool_bytes // self.bytes_per_block - 1)
 
     @property
     def blocks_per_seq(self) -> int:
@@ -123,12 +145,14 @@ class MemoryPlan:
         total_bytes: all of it; None where the device does not say.
         num_blocks: usable blocks of the pool; it has the null block besides.
         programs: what they take; None until they have been compiled.
+        what: says what the total is made of.
     """
 
     request: PoolRequest
     total_bytes: int | None
     num_blocks: int
     programs: ProgramMemory | None = None
+    what: str = field(default="", compare=False)
 
     @property
     def pool_bytes(self) -> int:
@@ -178,10 +202,11 @@ class MemoryPlan:
         return rows
 
     def lines(self) -> list[str]:
-        """The table in text, a line a row, and their sum."""
+        """The table in text, a line a row, their sum, and what that is."""
         rows = [*self.rows(), ("memory of one device", self.total_bytes)]
         width = max(len(name) for name, _ in rows)
-        return [f"  {name:<{width}} {_in_text(num_bytes):>14}" for name, num_bytes in rows]
+        table = [f"  {name:<{width}} {_in_text(num_bytes):>14}" for name, num_bytes in rows]
+        return [*table, *([f"  which is {self.what}"] if self.what else [])]
 
     def verified(self, programs: ProgramMemory) -> MemoryPlan:
         """The plan with what the programs that serve take, once all are compiled.
@@ -216,10 +241,10 @@ def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[
     if memory.total_bytes is None:
         if request.num_blocks is None:
             raise InvalidArgument("num_blocks", "this device does not report its memory; choose a number")
-        return MemoryPlan(request, None, request.num_blocks)
+        return MemoryPlan(request, None, request.num_blocks, what=memory.what)
     most = request.max_num_seqs * request.blocks_per_seq
     wanted = most if request.num_blocks is None else request.num_blocks
-    before = MemoryPlan(request, memory.total_bytes, wanted)
+    before = MemoryPlan(request, memory.total_bytes, wanted, what=memory.what)
     free = int(memory.total_bytes * request.memory_utilization) - request.weight_bytes
     if not memory.is_own and before.pool_bytes < free * 3 // 4:
         return before
@@ -241,16 +266,25 @@ def too_large(plan: MemoryPlan) -> InvalidArgument:
     """The error of a plan that does not fit, with the numbers and what to change."""
     request, programs = plan.request, plan.programs or ProgramMemory()
     most, total = max(0, plan.most_blocks or 0), plan.total_bytes or 0
+    what = f" ({plan.what})" if plan.what else ""
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
         return InvalidArgument(
             "tensor_parallel_size",
             f"the weights alone are {request.weight_bytes / _GIB:.2f} GiB a device, and {request.memory_utilization:g} "
-            f"of {total / _GIB:.2f} GiB may be used: raise it, or take devices with more memory",
+            f"of {total / _GIB:.2f} GiB{what} may be used: raise it, or take devices with more memory",
         )
     spent = (
-        f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB, less {request.weight_bytes / _GIB:.2f} for weights "
-        f"and {programs.total_bytes / _GIB:.2f} for programs, leaves {most} blocks of {request.bytes_per_block} bytes"
+        f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB{what}, less {request.weight_bytes / _GIB:.2f} for "
+        f"weights and {programs.total_bytes / _GIB:.2f} for programs, leaves {most} blocks of "
+        f"{request.bytes_per_block} bytes"
     )
+    if request.pool_bytes is not None and most >= 1:
+        fitting = (most + 1) * request.bytes_per_block
+        return InvalidArgument(
+            "kv_cache_memory_bytes",
+            f"{request.pool_bytes} bytes do not fit: {spent}; lower it to {fitting}, or raise tensor_parallel_size or "
+            "memory_utilization, keep 8 bits (kv_cache_dtype), or take devices with more memory",
+        )
     if request.num_blocks is not None and most >= 1:
         return InvalidArgument(
             "num_blocks",

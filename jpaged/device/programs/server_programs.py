@@ -102,6 +102,7 @@ class ServerPrograms:
             memory_utilization=cache.memory_utilization,
             weight_bytes=self.weight_bytes,
             num_blocks=cache.num_blocks,
+            pool_bytes=None if cache.num_blocks is not None else cache.kv_cache_memory_bytes,
         )
 
     def memory(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:

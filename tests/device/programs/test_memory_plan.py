@@ -115,6 +115,39 @@ def test_a_chosen_number_that_does_not_fit_is_refused_with_one_that_does() -> No
     assert plan(OWN, ProgramMemory(128 * MIB), num_blocks=2943).free_bytes == 0
 
 
+def test_a_pool_of_so_many_bytes_has_the_blocks_that_they_hold_less_the_null_block() -> None:
+    for pool_bytes, num_blocks in ((2 * MIB, 1), (100 * MIB, 99), (100 * MIB + 5, 99), (101 * MIB - 1, 99)):
+        found = plan(HOST, ProgramMemory(), pool_bytes=pool_bytes)
+        assert found.num_blocks == num_blocks
+        assert found.pool_bytes <= pool_bytes < found.pool_bytes + MIB
+    with pytest.raises(InvalidArgument, match=r"^kv_cache_memory_bytes: 2097151 is below the limit of 2097152"):
+        plan(HOST, ProgramMemory(), pool_bytes=2 * MIB - 1)
+
+
+def test_a_pool_of_too_many_bytes_is_refused_with_a_number_that_fits() -> None:
+    message = rf"^kv_cache_memory_bytes: {4 * GIB} bytes do not fit: 0.5 of 8.00 GiB, .* lower it to {2944 * MIB}, or"
+    with pytest.raises(InvalidArgument, match=message):
+        plan(OWN, ProgramMemory(128 * MIB), pool_bytes=4 * GIB)
+    assert plan(OWN, ProgramMemory(128 * MIB), pool_bytes=2944 * MIB).free_bytes == 0
+
+
+def test_what_a_total_is_made_of_is_told_in_tables_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 4 * GIB)
+    host, shared = (DeviceMemory.of(Device("cpu"), GIB, count) for count in (1, 4))
+    own = DeviceMemory.of(Device("gpu", {"bytes_limit": 10 * GIB, "bytes_in_use": 3 * GIB}), GIB)
+    alone = DeviceMemory.of(Device("gpu", {"bytes_limit": 10 * GIB, "bytes_in_use": GIB}), GIB)
+    free = "which is the weights, and 4.000 GiB that this machine or its container has free"
+    assert plan(host, ProgramMemory()).lines()[-1].strip() == free
+    assert plan(shared, ProgramMemory(), memory_utilization=0.8).lines()[-1].strip() == f"{free}, shared by 4 devices"
+    held = "all that the device's allocator may have, less 2.000 GiB that others hold"
+    assert plan(own, ProgramMemory()).lines()[-1].strip() == f"which is {held}"
+    assert plan(alone, ProgramMemory()).lines()[-1].strip() == "which is all that the device's allocator may have"
+    with pytest.raises(InvalidArgument, match=r"0\.5 of 8\.00 GiB \(all that .* others hold\), less 1\.00 for"):
+        plan(own, ProgramMemory(), num_blocks=1 << 20)
+    with pytest.raises(InvalidArgument, match=r"0\.1 of 5\.00 GiB \(the weights, and 4\.0.*\) may be used"):
+        plan(host, ProgramMemory(), memory_utilization=0.1)
+
+
 def test_weights_beyond_all_memory_are_refused_before_anything_is_compiled() -> None:
     with pytest.raises(
         InvalidArgument, match=r"^tensor_parallel_size: the weights alone are 5\.00 GiB a device, and 0\.5"
