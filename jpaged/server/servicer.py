@@ -124,10 +124,7 @@ def messages_from(chat: inference_pb2.ChatPrompt) -> tuple[dict[str, str], ...]:
 
 def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
     """Every parameter by its name, with the default where nothing was set; InvalidArgument for values out of bounds."""
-    values: dict[str, Any] = {}
-    for name, field in message.DESCRIPTOR.fields_by_name.items():
-        if not field.has_presence or message.HasField(name):
-            values[name] = getattr(message, name)
+    values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     values["beam_width"] = message.beam_width or None
     values["early_stopping"] = _early_stopping_from(message.early_stopping)
     return SamplingParams(**values)

@@ -135,6 +135,11 @@ SMALL = 2000
 _NUM_THREADS = 4
 
 
+def is_small(size: int | None) -> bool:
+    """Whether work on so many characters or ids is done at once; None is a conversation, whose size says little."""
+    return size is not None and size < SMALL
+
+
 class Workers:
     """Threads for what grows with a request, so that the event loop, and with it every stream, never waits for it.
 
@@ -148,10 +153,10 @@ class Workers:
     async def run(self, work: Callable[[], _T], size: int | None) -> _T:
         """Runs work on so many characters or ids: here when they are few, on a thread otherwise.
 
-        None is a conversation, whose size says little. A call that goes away while its work waits for a thread takes
+        A call that goes away while its work waits for a thread takes
         the work with it.
         """
-        if size is not None and size < SMALL:
+        if is_small(size):
             return work()
         pool = self._chat if size is None else self._plain
         return await asyncio.get_running_loop().run_in_executor(pool, work)
@@ -411,6 +416,8 @@ class Service:
                 is_whole=call.is_whole,
             )
 
+        if is_small(call.size):
+            return make()
         generation.preparing = asyncio.create_task(self._workers.run(make, call.size))
         try:
             request = await generation.preparing

@@ -25,6 +25,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jpaged.types import OutputEvent, Usage
 
@@ -191,16 +192,10 @@ def _num_tokens(event: OutputEvent) -> int:
 
 
 def _merged(events: Sequence[OutputEvent], usage: Usage) -> OutputEvent:
-    last = events[-1]
-    return OutputEvent(
-        request_id=last.request_id,
-        index=last.index,
+    return replace(
+        events[-1],
         text="".join([event.text for event in events]),
         token_ids=tuple([token_id for event in events for token_id in event.token_ids]),
         logprobs=tuple([position for event in events for position in event.logprobs]),
-        finish=last.finish,
-        cumulative_logprob=last.cumulative_logprob,
         usage=usage,
-        is_last=last.is_last,
-        error=last.error,
     )

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from jpaged.service.streams import MAX_WAIT_S, Bridge, OutputStream
-from jpaged.types import FinishReason, OutputEvent, PositionLogprobs, SequenceFinish, TokenLogprob, Usage
+from jpaged.types import FinishReason, OutputEvent, PositionLogprobs, RequestTimes, SequenceFinish, TokenLogprob, Usage
 
 STEP_S = 0.01
 
@@ -70,6 +70,7 @@ class Reader:
                 cumulative_logprob=-float(number),
                 usage=Usage(completion_tokens=number),
                 is_last=is_last,
+                times=RequestTimes(1.0) if is_last else None,
             )
         )
 
@@ -116,6 +117,7 @@ async def test_many_streams_share_the_rate_and_lose_nothing(loop):
             assert (message.usage.completion_tokens, message.cumulative_logprob) == (so_far, -so_far)
         assert [message.finish is not None for message in reader.messages] == [False, False, False, True]
         assert [message.is_last for message in reader.messages] == [False, False, False, True]
+        assert reader.messages[-1].times == RequestTimes(1.0)
 
 
 async def test_the_first_token_and_the_last_never_wait(loop):
