@@ -135,11 +135,6 @@ SMALL = 2000
 _NUM_THREADS = 4
 
 
-def is_small(size: int | None) -> bool:
-    """Whether work on so many characters or ids is done at once; None is a conversation, whose size says little."""
-    return size is not None and size < SMALL
-
-
 class Workers:
     """Threads for what grows with a request, so that the event loop, and with it every stream, never waits for it.
 
@@ -153,10 +148,10 @@ class Workers:
     async def run(self, work: Callable[[], _T], size: int | None) -> _T:
         """Runs work on so many characters or ids: here when they are few, on a thread otherwise.
 
-        A call that goes away while its work waits for a thread takes
+        None is a conversation, whose size says little. A call that goes away while its work waits for a thread takes
         the work with it.
         """
-        if is_small(size):
+        if size is not None and size < SMALL:
             return work()
         pool = self._chat if size is None else self._plain
         return await asyncio.get_running_loop().run_in_executor(pool, work)
@@ -216,7 +211,7 @@ class Generation:
 
     def end(self, finish: SequenceFinish | None = None, error: JpagedError | None = None) -> None:
         """End the stream for its reader, after what has come so far; it need not wait for its request to be made."""
-        self.stream.add(OutputEvent(self.engine_id, finish=finish, is_last=True, error=error))
+        self.stream.end(OutputEvent(self.engine_id, finish=finish, is_last=True, error=error))
         if self.preparing is not None:
             self.preparing.cancel()
 
@@ -416,8 +411,6 @@ class Service:
                 is_whole=call.is_whole,
             )
 
-        if is_small(call.size):
-            return make()
         generation.preparing = asyncio.create_task(self._workers.run(make, call.size))
         try:
             request = await generation.preparing

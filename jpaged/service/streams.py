@@ -4,7 +4,7 @@
     put(event) -> pending - wake -> deliver -> stream.buffer - release -> read -> one message
 
 A step puts one event for each row; the first of them wakes the loop, the others ride along, so a step costs one wake-up
-however many rows it had. Putting never waits.
+however many rows it had, and none where all of them can wait. Putting never waits.
 
 A message takes 0.1 ms of processor time, of the server and of a client on the same machine, whatever it holds; a token
 of a small model takes as long. So messages have a rate: streams speak in rounds, and a round of n messages is followed
@@ -33,6 +33,8 @@ MAX_TOKENS_PER_MESSAGE = 16384
 """Merged events stay below it, their log-probabilities counted: so many take 20 ms of the loop, and are 200 kB."""
 MAX_WAIT_S = 0.1
 """A token waits no longer for others to go with it."""
+_LONG_PAUSE_S = 0.005
+"""In a pause between rounds that is longer the loop is not woken by what can wait for its end."""
 
 
 class OutputStream:
@@ -52,11 +54,14 @@ class OutputStream:
         self._has_events = asyncio.Event()
         self._is_whole = is_whole
         self._has_begun = False
+        self._has_put = False  # of the engine's thread
         self.is_ended = False
 
     def put(self, event: OutputEvent) -> None:
         """Takes an event; for the engine's thread."""
-        self._bridge.put(self, event)
+        is_urgent = event.is_last or not (self._has_put or self._is_whole)
+        self._has_put = True
+        self._bridge.put(self, event, is_urgent=is_urgent)
 
     @property
     def is_waiting(self) -> bool:
@@ -77,6 +82,11 @@ class OutputStream:
             self._has_begun = True
             return self.release()
         return 0
+
+    def end(self, event: OutputEvent) -> None:
+        """Takes a last event that is not the engine's, after what the engine has sent; for the event loop."""
+        self._bridge.deliver()
+        self.add(event)
 
     def release(self) -> int:
         """Lets the reader have what there is; returns how many messages that makes, none when it has it already."""
@@ -135,52 +145,63 @@ class Bridge:
         self._lock = threading.Lock()
         self._pending: list[tuple[OutputStream, OutputEvent]] = []
         self._is_woken = False
+        self._is_pause = False
         # Streams whose readers were not told of what there is, and when they are.
         self._waiting: dict[OutputStream, None] = {}
         self._next_round_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, stream: OutputStream, event: OutputEvent) -> None:
-        """Queues an event for a stream; for the engine's thread. Never waits for a reader."""
+    def put(self, stream: OutputStream, event: OutputEvent, *, is_urgent: bool) -> None:
+        """Queues an event for a stream; for the engine's thread. Never waits for a reader.
+
+        Args:
+            is_urgent: wakes the loop; what is not urgent lies until the next round, where that is known to come.
+        """
         with self._lock:
             self._pending.append((stream, event))
-            if self._is_woken:
+            if self._is_woken or (self._is_pause and not is_urgent):
                 return
             self._is_woken = True
         try:
-            self._loop.call_soon_threadsafe(self._deliver)
+            self._loop.call_soon_threadsafe(self.deliver)
         except RuntimeError:  # the loop is closed: the server is gone, and with it every reader
             return
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Hands over what has come, for the event loop, and begins a round when it is time."""
         with self._lock:
             pending, self._pending = self._pending, []
             self._is_woken = False
+        now_s = self._loop.time()
+        is_due = now_s >= self._next_round_s
         num_told = 0
         for stream, event in pending:
             num_told += stream.add(event)
             if stream.is_waiting:
                 self._waiting[stream] = None
-        self._postpone(num_told)
-        self._speak()
+        self._postpone(num_told, now_s)
+        if self._waiting and is_due:
+            self._speak(now_s)
+        if self._timer is None and (self._waiting or self._next_round_s >= now_s + _LONG_PAUSE_S):
+            self._timer = self._loop.call_at(self._next_round_s, self._end_pause)
+        with self._lock:
+            self._is_pause = self._timer is not None
 
-    def _speak(self) -> None:
-        """Begins a round when it is time: all streams speak that have something to say."""
-        if not self._waiting:
-            return
-        if self._loop.time() >= self._next_round_s:
-            waiting, self._waiting = self._waiting, {}
-            self._postpone(sum([stream.release() for stream in waiting]))
-        elif self._timer is None:
-            self._timer = self._loop.call_at(self._next_round_s, self._look)
+    def _speak(self, now_s: float) -> None:
+        """Has all streams speak that have something to say; a pause that was set before is over."""
+        waiting, self._waiting = self._waiting, {}
+        self._postpone(sum([stream.release() for stream in waiting]), now_s)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _look(self) -> None:
-        self._timer = None
-        self._speak()
+    def _end_pause(self) -> None:
+        """Begins the round that was set for now, whatever was sent meanwhile: who has waited for it waits no longer."""
+        self._timer, self._next_round_s = None, 0.0
+        self.deliver()
 
-    def _postpone(self, num_messages: int) -> None:
+    def _postpone(self, num_messages: int, now_s: float) -> None:
         """Has the next round come later by the time that messages take, and MAX_WAIT_S from now at most."""
-        now_s = self._loop.time()
         next_s = max(now_s, self._next_round_s) + num_messages * self._message_s
         self._next_round_s = min(next_s, now_s + MAX_WAIT_S)
 

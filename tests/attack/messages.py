@@ -223,6 +223,7 @@ def _generate(rng: random.Random, names: Names) -> Message:
         message.request_id = rng.choice(names.request_ids)
     if rng.random() < 0.1:
         message.model = names.model
+    message.whole = rng.random() < 0.2
     return message
 
 

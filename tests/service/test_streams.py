@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,8 +28,9 @@ class FakeLoop:
         self.call_at(self.now_s, callback)
 
     def call_at(self, when_s, callback):
-        self._due.append((when_s, callback))
-        return callback
+        timer = (when_s, callback)
+        self._due.append(timer)
+        return SimpleNamespace(cancel=lambda: self._due.remove(timer))
 
     async def advance(self, seconds):
         """Goes on, runs what is due, and lets the readers read."""
@@ -93,10 +95,43 @@ async def steps(loop, readers, count, *, last=False):
 
 
 async def test_a_step_wakes_the_loop_once_for_all_streams(loop):
-    bridge = Bridge(loop, 100.0)
+    bridge = Bridge(loop, math.inf)
     readers = [Reader(bridge) for _ in range(8)]
     await steps(loop, readers, 5, last=True)
     assert loop.num_wake_ups == 5
+
+
+async def test_a_step_that_can_wait_for_the_next_round_wakes_nobody(loop):
+    bridge = Bridge(loop, 4 / STEP_S)
+    readers = [Reader(bridge) for _ in range(16)]  # a round every four steps
+    await steps(loop, readers, 1)
+    assert loop.num_wake_ups == 1
+    await steps(loop, readers, 8)
+    assert loop.num_wake_ups == 1
+    assert [reader.token_ids for reader in readers] == [[[1], [2, 3, 4, 5], [6, 7, 8, 9]]] * 16
+    readers[0].sample(is_last=True)
+    assert loop.num_wake_ups == 2
+    Reader(bridge).sample()
+    assert loop.num_wake_ups == 2  # it rides along
+    await steps(loop, readers[1:], 1, last=True)
+
+
+async def test_what_came_in_a_pause_without_a_round_is_told_at_its_end(loop):
+    bridge = Bridge(loop, 1.0)
+    first, second = Reader(bridge), Reader(bridge)
+    first.sample(is_last=True)  # the pause is for this message, and nobody waits
+    second.sample()
+    await loop.advance(0.0)
+    second.sample()
+    assert second.token_ids == [[1]]
+    await loop.advance(MAX_WAIT_S)
+    assert second.token_ids == [[1], [2]]
+    await loop.advance(MAX_WAIT_S)
+    second.sample()
+    assert loop.num_wake_ups == 2  # there is no pause any more
+    second.sample(is_last=True)
+    await loop.advance(0.0)
+    assert second.token_ids == [[1], [2], [3, 4]]
 
 
 async def test_few_streams_speak_at_every_step(loop):
@@ -151,6 +186,19 @@ async def test_no_token_waits_longer_than_its_bound_however_low_the_rate(loop):
     await steps(loop, readers, 1, last=True)
 
 
+async def test_others_first_tokens_hold_up_nobody(loop):
+    bridge = Bridge(loop, 100.0)
+    readers = [Reader(bridge) for _ in range(50)]
+    await steps(loop, readers, 2)
+    assert readers[0].token_ids == [[1]]
+    for number in range(1, 12):
+        newcomers = [Reader(bridge) for _ in range(20)]  # more messages a second than there may be
+        await steps(loop, newcomers, 1, last=True)
+        assert [newcomer.token_ids for newcomer in newcomers] == [[[1]]] * 20, number
+    assert readers[0].token_ids == [[1], [2]]
+    await steps(loop, readers, 1, last=True)
+
+
 async def test_sequences_that_wait_take_turns_and_the_last_comes_last(loop):
     bridge = Bridge(loop, 1.0)
     reader = Reader(bridge)
@@ -186,7 +234,7 @@ async def test_a_stream_that_was_ended_from_outside_is_not_told_again(loop):
         reader.sample()
         other.sample()
         await loop.advance(0.0)
-    reader._stream.add(OutputEvent("r", is_last=True, finish=SequenceFinish(FinishReason.ABORT)))
+    reader._stream.end(OutputEvent("r", is_last=True, finish=SequenceFinish(FinishReason.ABORT)))
     reader.sample()
     await loop.advance(MAX_WAIT_S)
     assert reader.token_ids == [[1], [2]]
