@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged import json_text
+from jpaged.bench.arrivals import Arrivals
 from jpaged.bench.datasets import DatasetOptions
 from jpaged.bench.machine import machine
 from jpaged.errors import InvalidArgument
@@ -57,14 +58,21 @@ def rate_word(rate: float) -> float | str:
     return "inf" if math.isinf(rate) else rate
 
 
+def speed_word(arrivals: Arrivals) -> str:
+    """How requests arrive, as a part of a file's name."""
+    if (ramp := arrivals.ramp) is None:
+        return f"{arrivals.rate}qps"
+    return f"ramp-up-{ramp.strategy}-{ramp.start_rps:g}qps-{ramp.end_rps:g}qps"
+
+
 def result_path(
-    folder: Path | None, filename: str | None, *, label: str, rate: float, max_concurrency: int | None, model: str
+    folder: Path | None, filename: str | None, *, label: str, speed: str, max_concurrency: int | None, model: str
 ) -> Path:
-    """Where `--save-result` writes: `filename`, else a name of label, rate, concurrency, model and time, as vLLM's."""
+    """Where `--save-result` writes: `filename`, else a name of label, speed, concurrency, model and time, as vLLM's."""
     if filename is None:
         concurrency = "" if max_concurrency is None else f"-concurrency{max_concurrency}"
         name = re.sub(r"[^\w.-]", "_", Path(model).name or "model")
-        filename = f"{label}-{rate}qps{concurrency}-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        filename = f"{label}-{speed}{concurrency}-{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     return (folder or Path()) / filename
 
 

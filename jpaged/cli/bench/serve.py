@@ -148,12 +148,15 @@ def run(arguments: argparse.Namespace) -> int:
             _measure(arguments, served, replace(options, seed=options.seed + number), arrivals)
             for number, arrivals in enumerate(load)
         ]
-    _save(arguments, served, options, runs)
+    _save(arguments, served, options, dict(zip(map(results.speed_word, load), runs, strict=True)))
     return 1 if any(result["failed"] for result in runs) else 0
 
 
 def _loads(arguments: argparse.Namespace) -> list[Arrivals]:
     """How requests arrive, one for each run."""
+    rates = arguments.request_rate
+    if twice := [rate for rate in rates if rates.count(rate) > 1]:
+        raise InvalidArgument("--request-rate", f"{twice[0]} is given more than once")
     ramp = None
     given = (arguments.ramp_up_start_rps, arguments.ramp_up_end_rps)
     if arguments.ramp_up_strategy is not None:
@@ -274,22 +277,23 @@ def _print_errors(traces: Sequence[Trace]) -> None:
 
 
 def _save(
-    arguments: argparse.Namespace, served: Served, options: DatasetOptions, runs: Sequence[Mapping[str, Any]]
+    arguments: argparse.Namespace, served: Served, options: DatasetOptions, by_speed: Mapping[str, dict[str, Any]]
 ) -> None:
+    runs = list(by_speed.values())
     if arguments.save_result:
-        for rate, result in zip(arguments.request_rate, runs, strict=True):
+        for speed, result in by_speed.items():
             path = results.result_path(
                 arguments.result_dir,
                 arguments.result_filename,
                 label=arguments.label or arguments.backend,
-                rate=rate,
+                speed=speed,
                 max_concurrency=arguments.max_concurrency,
                 model=served.model,
             )
             results.write(path, result)
             print(f"written to {path}", file=sys.stderr)
     if arguments.output_json is not None:
-        whole = runs[0] if len(runs) == 1 else results.header("serve", options.seed) | {"runs": list(runs)}
+        whole = runs[0] if len(runs) == 1 else results.header("serve", options.seed) | {"runs": runs}
         results.write(arguments.output_json, whole)
     if arguments.plot is not None:
         name = Path(served.model).name

@@ -28,7 +28,8 @@ from jpaged.errors import InvalidArgument, JpagedError, Unavailable
 _START_FLAGS = ("--wait-for-all-programs",)
 """Programs that compile beside the load would be measured with it."""
 _READY_TIMEOUT_S = 60.0
-_END_PATIENCE_S = 5.0
+_END_PATIENCE_S = 30.0
+"""A server under which calls have failed may be ending, and says why at its end."""
 _PLAIN_IDS = 1000
 """Every vocabulary has so many; what is below 3 is special in most."""
 _COUNTED = ("num_steps", "num_preemptions", "num_recomputed_tokens", "num_prefix_query_tokens", "num_prefix_hit_tokens")
@@ -94,7 +95,7 @@ def _started(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[
     """A server process, ready, with a client of it."""
     model = arguments.model or "demo"
     server = ServerProcess.start(model, [*_START_FLAGS, *arguments.server_flags])
-    is_ready = False
+    is_ready, patience_s = False, 0.0
     try:
         target = server.target()
         with Client(target) as client:
@@ -103,16 +104,26 @@ def _started(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[
                     status.update(text)
             is_ready = True
             console.print(f"serving {model} after {server.elapsed_s:.1f} s", highlight=False)
-            yield client, target
+            try:
+                yield client, target
+            finally:
+                patience_s = 0.0 if _serves(client) else _END_PATIENCE_S
     except JpagedError as error:
         if is_ready:
             raise
         server.stop(_END_PATIENCE_S)
         raise Unavailable("\n".join([f"{model}: {error}; it said:", *server.last_lines])) from error
     finally:
-        code = server.stop()
+        code = server.stop(patience_s)
         if is_ready and code != 0:
             console.print("\n".join([f"the server ended with {code}:", *server.last_lines]), highlight=False)
+
+
+def _serves(client: Client) -> bool:
+    try:
+        return client.server_info().state == "serving"
+    except JpagedError:
+        return False
 
 
 def _ours(arguments: argparse.Namespace, client: Client, target: str, console: Console) -> Served:

@@ -120,6 +120,7 @@ async def test_a_chat_is_sent_texts(tmp_path: Path):
     ("words", "message"),
     [
         (["--request-rate", "0"], "--request-rate: 0.0 is not above the limit of 0"),
+        (["--request-rate", "4", "1", "4"], "--request-rate: 4.0 is given more than once"),
         (["--burstiness", "nan"], "--burstiness: nan is not above"),
         (["--ramp-up-strategy", "linear"], "--ramp-up-strategy: needs --ramp-up-start-rps"),
         (["--ramp-up-start-rps", "1"], "--ramp-up-start-rps: goes with --ramp-up-strategy"),
