@@ -25,7 +25,7 @@ LEAST_SHARE = 0.5
 """What prompts may always add to a step: so much of what it takes without them."""
 _NUM_KEPT = 32
 _ONE_IN = 8
-_NUM_STEPS_TRUSTED = 2048
+_NUM_STEPS_TRUSTED = 256
 _SHORTEST_S = 1e-9
 
 
@@ -57,8 +57,8 @@ class StepTimes:
         took / timed at     1.1  0.9  1.0  7.3  1.0  1.2  1.0  1.1        of those of a bucket, the last 32 are kept;
                                            ^ one in eight does not count: somebody else had the processor
 
-    A bucket begins as if it were like the nearest that was seen; one that was not seen for long is forgotten, since the
-    machine may have changed meanwhile.
+    A bucket begins as if it were like the nearest that was seen. One that was not seen for long is forgotten, as what
+    made it slow may be over: it is tried again, and the first step says how it goes on.
     """
 
     def __init__(self, rates: DeviceRates) -> None:
@@ -66,6 +66,7 @@ class StepTimes:
         self._seconds = [max(seconds, _SHORTEST_S) for _, seconds in rates.forward_s]
         self._pair_s = rates.pair_s
         self._seen: dict[int, _Seen] = {}
+        self._forgotten: set[int] = set()
         self._num_seen = 0
 
     def seconds(self, num_padded: int, num_pairs: float) -> float:
@@ -81,12 +82,14 @@ class StepTimes:
         """Notes what a step took; one that took no time, as where no clock runs, says nothing."""
         if seconds <= 0:
             return
-        if num_padded not in self._seen:
-            self._seen[num_padded] = _Seen(self._share(num_padded))
+        share = seconds / self._timed_at(num_padded, num_pairs)
+        if num_padded not in self._seen:  # who is tried again has to do so well at once
+            self._seen[num_padded] = _Seen(share if num_padded in self._forgotten else self._share(num_padded))
         self._num_seen += 1
-        self._seen[num_padded].add(seconds / self._timed_at(num_padded, num_pairs), self._num_seen)
+        self._seen[num_padded].add(share, self._num_seen)
         for known in [known for known, seen in self._seen.items() if seen.at < self._num_seen - _NUM_STEPS_TRUSTED]:
             del self._seen[known]
+            self._forgotten.add(known)
 
     def _timed_at(self, num_padded: int, num_pairs: float) -> float:
         """By the device's start: straight lines between the sizes that were timed; beyond them in proportion."""

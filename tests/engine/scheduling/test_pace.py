@@ -200,15 +200,18 @@ def test_a_size_that_was_not_seen_is_like_the_nearest_that_was():
     assert times.seconds(64, 0) / 64 == 4.0  # as many as make seven think so
 
 
-def test_what_was_not_seen_for_long_is_forgotten():
+@pytest.mark.parametrize("again_s", [256.0, 1280.0])
+def test_what_was_not_seen_for_long_is_tried_again_and_the_first_step_says_how_it_goes_on(again_s):
     times = StepTimes(DeviceRates(1.0, 1.0, ((1, 1.0),)))
     for _ in range(2):
         times.observe(128, 0, 1280.0)
-    for _ in range(2048):
+    for _ in range(256):
         times.observe(8, 0, 8.0)
     assert times.seconds(128, 0) == 1280.0
     times.observe(8, 0, 8.0)
     assert times.seconds(128, 0) == 128.0
+    times.observe(128, 0, again_s)
+    assert times.seconds(128, 0) == again_s
 
 
 def test_a_step_that_took_no_time_says_nothing():
