@@ -25,7 +25,7 @@ AOT := $(VENV)/aot
 STAMP := $(VENV)/.installed
 CHOICES := $(VENV)/.choices
 CONSTRAINTS := $(VENV)/constraints.txt
-KERNELS := $(wildcard jpaged/kernels/*/*/*.cc jpaged/kernels/*/*/*.h)
+KERNELS := $(wildcard jpaged/kernels/*/*/*.cc jpaged/kernels/*/*/*.h jpaged/kernels/cpu/*.h)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --no-compile   # what is imported is compiled then: a fraction of what is installed
 

@@ -1,6 +1,6 @@
-"""Compiles the CPU attention kernel while jpaged is installed; what else there is to say stands in pyproject.toml.
+"""Compiles the CPU kernels while jpaged is installed; what else there is to say stands in pyproject.toml.
 
-Without a C++ compiler the install goes on without the kernel, and `--attention-backend cpu` says so. CXX names one.
+Without a C++ compiler the install goes on without them, and `--attention-backend cpu` says so. CXX names one.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-PACKAGE = "jpaged.kernels.paged_attention.cpu"
+PACKAGE = "jpaged.kernels.cpu"
 
 
 class BuildLibrary(build_ext):
@@ -31,7 +31,7 @@ class BuildLibrary(build_ext):
         try:
             build.build(library, build.find_compiler(os.environ.get("CXX")), build.find_headers())
         except build.BuildError as error:
-            raise CompileError(f"the CPU attention kernel was not built: {error}") from None
+            raise CompileError(f"the CPU kernels were not built: {error}") from None
 
 
 class TagAnyPython(bdist_wheel):

@@ -94,6 +94,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         dtype=model.dtype.name,
         tensor_parallel_size=places[0].num_parts,
         attention_backend=executor.attention_backend,
+        linear_backend=executor.linear_backend,
         kv_cache_dtype=executor.kv_cache_dtype,
         served_model_name=options.server.served_model_name or source.name,
         max_messages_per_second=options.server.max_messages_per_second
@@ -158,6 +159,7 @@ def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
     return {
         "checkpoint": fingerprint(source.folder),
         "attention_backend": executor.attention_backend,
+        "linear_backend": executor.linear_backend,
         "kv_cache_dtype": executor.kv_cache_dtype,
         **sizes,
     }
@@ -189,11 +191,12 @@ def _make_executors(
     set_up_compile_cache(cache)
     params = _load(model, source, options, places[0], progress)
     copies = [where.put(params) for where in places]
+    del params
     executors: list[JaxExecutor] = []
-    for index, (where, copy) in enumerate(zip(places, copies, strict=True)):
+    for index, where in enumerate(places):
         executor = JaxExecutor.create(
             model,
-            copy,
+            copies.pop(0),  # nothing else keeps what is packed there
             options,
             mesh=where.mesh,
             num_pools=len(places) - index,

@@ -25,6 +25,7 @@ Policy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 Batching = Literal["continuous", "static"]
 KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
+LinearBackend = Literal["cpu", "xla"]
 Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "cpu"]
 """Whose attention kernels run."""
 
@@ -68,6 +69,9 @@ class ModelOptions:
         "auto",
         "whose attention kernels run; auto takes the device's own where they can, and says why where they cannot",
         choices=("auto", *get_args(Backend)),
+    )
+    linear_backend: str = option(
+        "auto", "who multiplies: cpu packs the weights for a kernel of one CPU device", choices=("auto", "cpu", "xla")
     )
     seed: int = option(0, "where requests that bring no seed get theirs from", low=0, high=2**64 - 1)
     parse_special_tokens: bool = option(

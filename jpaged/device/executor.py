@@ -21,10 +21,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jpaged.config import Backend, EngineConfig
+from jpaged.config import Backend, EngineConfig, LinearBackend
 from jpaged.device.calibration import measure_rates
 from jpaged.device.host_pool import HostPool
 from jpaged.device.kv_scales import measure_scales, name_of_kv_dtype
+from jpaged.device.linear import params_for
 from jpaged.device.mesh import (
     CONTENTS_SPEC,
     POOL_SPEC,
@@ -142,7 +143,8 @@ class JaxExecutor:
         smallest = assemble(1)
         where = Placement.of(model, mesh, layer_mode)
         check_params(params, where.abstract_params())
-        params = jax.device_put(params, where.shardings)
+        params = where.put(params)  # a tree of its own: the next line takes it apart
+        params = params_for(smallest[0], params)
         if smallest[0].layout.is_scaled:
             params = {**params, "kv_scales": measure_scales(smallest[0], params)}
         request = ServerPrograms.of(*smallest, params).pool_request(options.cache)
@@ -178,6 +180,11 @@ class JaxExecutor:
     def attention_backend(self) -> Backend:
         """The backend whose attention kernels run."""
         return self._served.step.backend
+
+    @property
+    def linear_backend(self) -> LinearBackend:
+        """What multiplies with the weights."""
+        return self._served.step.linear_backend
 
     @property
     def kv_cache_dtype(self) -> str:

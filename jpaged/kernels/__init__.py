@@ -3,4 +3,6 @@
 attention_kind.py  what attention computes in a layer
 kv_layout.py       where keys and values lie in the pool
 paged_attention/   attention over blocks
+product/           products with matrices packed for CPUs
+cpu/               the library of all CPU kernels
 """

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jpaged.kernels import product
+from jpaged.models import rope
 from jpaged.models.config import ModelConfig
 from jpaged.models.matmul import dot
 from jpaged.models.stack import LayerPlace
@@ -38,6 +40,11 @@ class RMSNorm(nnx.Module):
         x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
         return (x32 * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
+    @property
+    def for_kernel(self) -> product.Norm:
+        """What a product kernel does in its place."""
+        return product.Norm("rms", self.eps, self.scale[...])
+
 
 class LayerNorm(nnx.Module):
     """Computes (x - mean) / sqrt(var + eps) * scale + bias over the last axis, in float32, returned in x's type.
@@ -59,20 +66,77 @@ class LayerNorm(nnx.Module):
             x32 = x32 * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return x32.astype(x.dtype)
 
+    @property
+    def for_kernel(self) -> product.Norm:
+        """What a product kernel does in its place."""
+        scale, bias = (None if param is None else param[...] for param in (self.scale, self.bias))
+        return product.Norm("layer", self.eps, scale, bias)
+
+
+Norm = RMSNorm | LayerNorm
+
 
 class Linear(nnx.Module):
-    """`x[T, in] @ kernel[in, *out] + bias[*out]`, accumulated in float32, returned in x's type."""
+    """`norm(x)[T, in] @ kernel[in, *out] + bias[*out]`, accumulated in float32, returned in x's type.
+
+    The kernel may be packed (`jpaged.kernels.product`): what is around the product is then computed with it.
+    """
 
     def __init__(self, width: int, out: tuple[int, ...], use_bias: bool, dtype: np.dtype, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(normal(rngs.params(), (width, *out), dtype))
         self.bias = nnx.Param(jnp.zeros(out, dtype)) if use_bias else None
 
-    def __call__(self, x_te: jax.Array) -> jax.Array:
-        """`[T, in]` to `[T, *out]`."""
-        y = dot(x_te, self.kernel[...], 0)
+    def __call__(
+        self,
+        x_te: jax.Array,
+        num_tokens: jax.Array,
+        *,
+        norm: Norm | None = None,
+        residual: jax.Array | None = None,
+        norm_after: Norm | None = None,
+    ) -> jax.Array:
+        """`[T, in]`, of which the first rows are in use, to `[T, *out]`.
+
+        A residual `[T, out]` is added, and the sum may be normalised again.
+        """
+        kernel = self.kernel.get_value()
+        if isinstance(kernel, product.PackedMatrix):
+            y = self._multiply(kernel, x_te, num_tokens, norm, residual)
+            if norm_after is not None:
+                y = product.loaded().normalise(y, norm_after.for_kernel, num_tokens)
+            return y.reshape(len(x_te), *kernel.shape[1:]) if kernel.num_parts == 1 else y
+        y = dot(x_te if norm is None else norm(x_te), kernel, 0)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
-        return y.astype(x_te.dtype)
+        y = self.activate(y).astype(x_te.dtype)
+        y = y if residual is None else residual + y
+        return y if norm_after is None else norm_after(y)
+
+    def activate(self, y: jax.Array) -> jax.Array:
+        """What becomes of the float32 sums."""
+        return y
+
+    def _multiply(
+        self,
+        kernel: product.PackedMatrix,
+        x_te: jax.Array,
+        num_tokens: jax.Array,
+        norm: Norm | None,
+        residual: jax.Array | None,
+    ) -> jax.Array:
+        bias = None if self.bias is None else self.bias[...]
+        before = None if norm is None else norm.for_kernel
+        return product.loaded().multiply(x_te, kernel, num_tokens, norm=before, bias=bias, residual=residual)
+
+
+class GatedLinear(Linear):
+    """silu(first half) * second half of a product whose kernel is `[E, 2, F]`: `[T, E]` to `[T, F]`."""
+
+    def activate(self, y: jax.Array) -> jax.Array:
+        """Both halves are rounded as a product of their own would be."""
+        dtype = self.kernel.get_value().dtype
+        gate, up = (x.squeeze(1).astype(dtype).astype(jnp.float32) for x in jnp.split(y, 2, axis=1))
+        return jax.nn.silu(gate) * up
 
 
 class QKVLinear(Linear):
@@ -87,12 +151,35 @@ class QKVLinear(Linear):
         rows = config.num_heads // config.num_kv_heads + 2
         super().__init__(config.hidden_size, (config.num_kv_heads, rows, config.head_dim), use_bias, dtype, rngs)
 
-    def project(self, x_te: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(
+        self, x_te: jax.Array, num_tokens: jax.Array, norm: Norm | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(q_thd, k_tkd, v_tkd), queries not scaled."""
-        qkv = self(x_te)
-        num_tokens, num_groups, rows, head_dim = qkv.shape
+        qkv = self(x_te, num_tokens, norm=norm)
+        num_rows, num_groups, rows, head_dim = qkv.shape
         q, k, v = jnp.split(qkv, (rows - 2, rows - 1), axis=2)
-        return q.reshape(num_tokens, num_groups * (rows - 2), head_dim), k.squeeze(2), v.squeeze(2)
+        return q.reshape(num_rows, num_groups * (rows - 2), head_dim), k.squeeze(2), v.squeeze(2)
+
+    def project_rotated(
+        self,
+        x_te: jax.Array,
+        num_tokens: jax.Array,
+        cos_sin: tuple[jax.Array, jax.Array],
+        norm: Norm,
+        head_norms: tuple[RMSNorm, RMSNorm] | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`project` with queries and keys normalised, where there are norms for them, and turned by their angles."""
+        if isinstance(self.kernel.get_value(), product.PackedMatrix):
+            qkv = self(x_te, num_tokens, norm=norm)
+            if head_norms is None:
+                return product.loaded().rotate(qkv, cos_sin, num_tokens)
+            q_scale, k_scale = (head_norm.scale[...] for head_norm in head_norms)
+            eps = head_norms[0].eps
+            return product.loaded().rotate(qkv, cos_sin, num_tokens, q_scale=q_scale, k_scale=k_scale, eps=eps)
+        q_thd, k_tkd, v_tkd = self.project(x_te, num_tokens, norm)
+        if head_norms is not None:
+            q_thd, k_tkd = head_norms[0](q_thd), head_norms[1](k_tkd)
+        return rope.apply(q_thd, *cos_sin), rope.apply(k_tkd, *cos_sin), v_tkd
 
 
 # The keys of what is before the layers, and of what is behind them.
@@ -107,11 +194,17 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids_t: jax.Array) -> jax.Array:
         """`[T]` to `[T, width]`."""
-        return self.embedding[...][ids_t]
+        embedding = self.embedding.get_value()
+        return embedding.rows(ids_t) if isinstance(embedding, product.PackedMatrix) else embedding[ids_t]
 
-    def logits(self, hidden_re: jax.Array) -> jax.Array:
-        """`[R, width]` to float32 `[R, size]`."""
-        return dot(hidden_re, self.embedding[...], 1)
+    def logits(self, hidden_re: jax.Array, num_rows: jax.Array, norm: Norm | None) -> jax.Array:
+        """`[R, width]`, of which the first rows are in use, to float32 `[R, size]`; a norm comes first."""
+        embedding = self.embedding.get_value()
+        if isinstance(embedding, product.PackedMatrix):
+            before = None if norm is None else norm.for_kernel
+            kernel = product.loaded()
+            return kernel.multiply(hidden_re, embedding, num_rows, norm=before, dtype=np.dtype(np.float32))
+        return dot(hidden_re if norm is None else norm(hidden_re), embedding, 1)
 
 
 class Ends(nnx.Module):
@@ -129,13 +222,14 @@ class Ends(nnx.Module):
     def begin(self, tokens: TokenBatch) -> tuple[jax.Array, Any]:
         """The hidden states `[T, E]` before the first layer, and what all layers share: a tree of arrays."""
 
+    @property
     @abc.abstractmethod
-    def finish(self, x_te: jax.Array) -> jax.Array:
-        """The last layer's hidden states after the final norm."""
+    def final_norm(self) -> Norm | None:
+        """The norm between the last layer and the output matrix, if there is one."""
 
-    def logits(self, hidden_re: jax.Array) -> jax.Array:
-        """Hidden states `[R, E]` to float32 logits `[R, V]`."""
-        return (self.lm_head or self.embed).logits(hidden_re)
+    def logits(self, hidden_re: jax.Array, num_rows: jax.Array) -> jax.Array:
+        """The last layer's states `[R, E]`, of which the first rows are in use, to float32 logits `[R, V]`."""
+        return (self.lm_head or self.embed).logits(hidden_re, num_rows, self.final_norm)
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:

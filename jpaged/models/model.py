@@ -66,7 +66,7 @@ class Model:
     def run(
         self, params: Params, tokens: TokenBatch, attend: Attend, carry: Any, layer_mode: LayerMode
     ) -> tuple[jax.Array, Any]:
-        """Tokens to hidden states after the final norm.
+        """Tokens to the hidden states of the last layer.
 
         A pure function of its arrays: it can be jitted, differentiated, and mapped over a batch with vmap.
 
@@ -87,11 +87,14 @@ class Model:
             return nnx.merge(graph, nnx.State(params))(x_te, shared, attend, carry, place)
 
         x_te, carry = run_layers(layer, params["layers"], x_te, carry, self.config.attention_kinds, mode=layer_mode)
-        return ends.finish(x_te), carry
+        return x_te, carry
 
-    def logits(self, params: Params, hidden_re: jax.Array) -> jax.Array:
-        """Hidden states `[R, E]` to float32 logits `[R, V]`. Reads no parameters of layers."""
-        return self._ends(params).logits(hidden_re)
+    def logits(self, params: Params, hidden_re: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+        """Hidden states `[R, E]` to float32 logits `[R, V]`, by the final norm and the output matrix.
+
+        Reads no parameters of layers. So many rows are in use, the first ones; None is all.
+        """
+        return self._ends(params).logits(hidden_re, jnp.int32(len(hidden_re)) if num_rows is None else num_rows)
 
     def _ends(self, params: Params) -> Ends:
         graph, names = _ends_graph(self.config, self.dtype)

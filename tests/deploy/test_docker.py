@@ -104,7 +104,7 @@ def test_a_planted_mistake_in_a_dockerfile_is_found(old, new, message):
 
 def test_what_is_built_on_a_host_stays_out_of_an_image():
     assert is_in_context("jpaged/cli/main.py", IGNORE)
-    assert not is_in_context("jpaged/kernels/paged_attention/cpu/libjpaged_cpu.so", IGNORE)
+    assert not is_in_context("jpaged/kernels/cpu/libjpaged_cpu.so", IGNORE)
     assert not is_in_context("jpaged/cli/__pycache__/main.pyc", IGNORE)
     assert not is_in_context(".venv/bin/python", IGNORE)
 

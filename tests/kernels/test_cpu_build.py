@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.errors import Unsupported
+from jpaged.kernels.cpu import build, library
 from jpaged.kernels.paged_attention import Queries
 from jpaged.kernels.paged_attention.backends import implementation
 from jpaged.kernels.paged_attention.cpu import attention as cpu
-from jpaged.kernels.paged_attention.cpu import build
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +33,10 @@ def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     path = tmp_path / "libjpaged_cpu.so"
     monkeypatch.setattr(build, "LIBRARY", path)
     cpu.kernel.cache_clear()
+    library.library.cache_clear()
     yield path
     cpu.kernel.cache_clear()
+    library.library.cache_clear()
 
 
 def test_without_a_compiler_the_reason_is_said() -> None:
@@ -96,7 +98,7 @@ class Fault:
     tests: str
 
 
-_CORE, _KERNEL = "core.cc", "kernel.cc"
+_CORE, _KERNEL = "paged_attention/cpu/core.cc", "paged_attention/cpu/kernel.cc"
 
 FAULTS = (
     Fault(
@@ -206,14 +208,14 @@ FAULTS = (
     ),
     Fault(
         "numbers of 16 bits are cut off",
-        "numbers.h",
+        "cpu/numbers.h",
         "(bits + 0x7fff + (bits >> 16 & 1)) >> 16",
         "bits >> 16",
         "update_stores_what",
     ),
     Fault(
         "subnormals of 8 bits are read as normal",
-        "vector.h",
+        "cpu/vector.h",
         "magnitude < 8u ?",
         "magnitude < 0u ?",
         "can_hold",
@@ -221,8 +223,8 @@ FAULTS = (
     Fault(
         "tokens without a row keep what was there",
         _KERNEL,
-        "  clear_outputs(call);\n  const auto work",
-        "  const auto work",
+        "  clear_outputs(call);\n  Work work",
+        "  Work work",
         "padding_tokens or no_rows",
     ),
     Fault(
@@ -248,42 +250,112 @@ FAULTS = (
     ),
 )
 
+_PRODUCT, _CALL = "product/cpu/core.cc", "product/cpu/kernel.cc"
+
+PRODUCT_FAULTS = (
+    Fault(
+        "a block is two columns short",
+        _PRODUCT,
+        "after.num_columns - place.column < kColumns ?",
+        "after.num_columns - place.column < kColumns - 2 ?",
+        "float64",
+    ),
+    Fault(
+        "the mean is of one number less",
+        _PRODUCT,
+        "padded) / static_cast<float>(count) + eps",
+        "padded) / (count - 1.0f) + eps",
+        "around",
+    ),
+    Fault("the layer norm forgets its mean", _PRODUCT, "x[i] -= mean;", "x[i] -= 0 * mean;", "around"),
+    Fault(
+        "the bias of the second part is the first's",
+        _PRODUCT,
+        "bias_at(after.num_columns + column)",
+        "bias_at(column)",
+        "gated",
+    ),
+    Fault("the gate is not squashed", _PRODUCT, "x = silu(x) * (", "x = x * (", "gated"),
+    Fault(
+        "what is added is forgotten", _PRODUCT, "if (after.residual) x =", "if (after.residual && false) x =", "around"
+    ),
+    Fault(
+        "heads turn backwards",
+        _PRODUCT,
+        "x[half + i] * cos[i] + x[i] * sin[i]",
+        "x[half + i] * cos[i] - x[i] * sin[i]",
+        "turned",
+    ),
+    Fault(
+        "keys have the queries' norm", _PRODUCT, "is_query ? heads.q_scale : heads.k_scale", "heads.q_scale", "turned"
+    ),
+    Fault(
+        "rows that are not in use keep what was there",
+        _CALL,
+        "(num_tokens - rows_in_use) * y_row_bytes);",
+        "0);",
+        "not_in_use",
+    ),
+    Fault(
+        "rows that are not in use are computed",
+        _CALL,
+        "std::clamp<int64_t>(num_rows.typed_data()[0], 0, num_tokens);\n  const bool",
+        "num_tokens;\n  const bool",
+        "not_in_use",
+    ),
+    Fault(
+        "the last rows of a tile are left out",
+        _CALL,
+        "row < rows_in_use; row += core.max_rows",
+        "row + 1 < rows_in_use; row += core.max_rows",
+        "float64",
+    ),
+    Fault("an odd depth is cut", _CALL, "(depth + deep - 1) / deep * deep", "depth / deep * deep", "float64"),
+)
+
 _RUN = """
 import sys, pathlib, pytest
-from jpaged.kernels.paged_attention.cpu import attention, build
-from jpaged.kernels.paged_attention.backends import implementation
+from jpaged.kernels.cpu import build
+from jpaged.kernels import product
+from jpaged.kernels.paged_attention.cpu import attention
 build.LIBRARY = pathlib.Path(sys.argv[1])
-isinstance(attention.kernel(), str) and sys.exit(9)
+kernel = product.kernel() if "product" in sys.argv[3] else attention.kernel()
+isinstance(kernel, str) and sys.exit(9)
 sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not long", "-k", sys.argv[2], sys.argv[3]]))
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", [*FAULTS, *PRODUCT_FAULTS], ids=lambda fault: fault.name)
 def test_a_wrong_kernel_is_caught(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Wrong numbers are as wrong without optimising, which is more than half of a build.
     monkeypatch.setattr(build, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build._FLAGS))
-    for source in build.SOURCES:
-        shutil.copy(build.HERE / source, tmp_path)
+    operation = "Product" if fault.source.startswith("product/") else "Attention"
+    for folder in (build.SHARED, build.OPERATIONS[operation]):
+        shutil.copytree(build.KERNELS / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.py", "*.so"))
     path = tmp_path / fault.source
     text = path.read_text()
     assert text.count(fault.before) == 1, f"{fault.before!r} is not once in {fault.source}"
     path.write_text(text.replace(fault.before, fault.after))
     library = tmp_path / "libfaulty.so"
-    build.build(library, build.find_compiler(), build.find_headers(), tmp_path)
-    status, output = _run_suite(library, fault.tests)
+    build.build(library, build.find_compiler(), build.find_headers(), tmp_path, [operation])
+    status, output = _run_suite(library, operation, fault.tests)
     assert status == 1 or status < 0, f"nothing noticed: {output}"  # tests failed, or the process crashed
 
 
 @pytest.mark.long
-def test_the_right_kernel_passes_the_same_tests() -> None:
-    status, output = _run_suite(build.LIBRARY, " or ".join(fault.tests for fault in FAULTS))
+@pytest.mark.parametrize(("operation", "faults"), [("Attention", FAULTS), ("Product", PRODUCT_FAULTS)])
+def test_the_right_kernel_passes_the_same_tests(operation: str, faults: tuple[Fault, ...]) -> None:
+    status, output = _run_suite(build.LIBRARY, operation, " or ".join(fault.tests for fault in faults))
     assert status == 0, output
 
 
-def _run_suite(library: Path, tests: str) -> tuple[int, str]:
+_SUITES = {"Attention": "test_paged_attention_cpu.py", "Product": "test_product_cpu.py"}
+
+
+def _run_suite(library: Path, operation: str, tests: str) -> tuple[int, str]:
     """Pytest's exit status over these tests with that library, in a process that may crash."""
-    suite = "tests/kernels/test_paged_attention_cpu.py"
+    suite = f"tests/kernels/{_SUITES[operation]}"
     command = [sys.executable, "-c", _RUN, str(library), tests, suite]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600, check=False)

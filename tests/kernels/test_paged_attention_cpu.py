@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.kernels.cpu import build
+from jpaged.kernels.cpu.library import MAX_WIDTH
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cpu import attention as cpu
-from jpaged.kernels.paged_attention.cpu import build
 from jpaged.kernels.paged_attention.cpu.attention import CpuKernel
 from jpaged.kernels.paged_attention.shapes import SHAPES
 from jpaged.kernels.paged_attention.spec import AttentionCall
@@ -39,7 +40,7 @@ EXTREMES = np.array([-(2**31), -1000, -1, 0, 1, 2, 15, 16, 17, 100, 1000, 2**31 
 
 class TestCpu(PagedAttentionConformance):
     backend = "cpu"
-    max_width = cpu.MAX_WIDTH
+    max_width = MAX_WIDTH
 
     @pytest.mark.parametrize("name", SHAPES)
     def test_real_head_shapes(self, name: str) -> None:

@@ -7,15 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from jpaged.checkpoints.weights import load_params
 from jpaged.device.executor import JaxExecutor
+from jpaged.device.linear import pack_params
 from jpaged.device.programs import compile as compile_module
+from jpaged.kernels import product
 from jpaged.llm import LLM
 from jpaged.models.hf_config import from_hf
+from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.types import CompletionOutput, SamplingParams
 from tests.conftest import QUICK_XLA_OPTIONS
@@ -47,9 +52,14 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(case: TinyCase, tm
     golden = read_model(case.name)
     model = Model(from_hf(case.config), np.dtype(jnp.float32))
     params = load_params(model, write_checkpoint(case, tmp_path), "loop")
-    prompt = case.prompt()
-    assert prompt == golden["prompt"]
+    assert case.prompt() == golden["prompt"]
+    check_logits(model, params, golden)
+    packer = product.loaded().packer(SingleDeviceSharding(jax.devices()[0]))
+    check_logits(model, pack_params(params, model.config, packer), golden)
 
+
+def check_logits(model: Model, params: Params, golden: dict[str, Any]) -> None:
+    prompt = golden["prompt"]
     logits = dense.logits(model, params, np.array(prompt + golden["tokens"], np.int32), len(prompt))
     np.testing.assert_allclose(logits[jnp.array(golden["rows"])], golden["logits"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(logits[-2], golden["last_logits"], rtol=0, atol=1e-4)

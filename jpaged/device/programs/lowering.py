@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jpaged.config import EngineConfig
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.host_pool import num_host_blocks
+from jpaged.device.linear import choose_linear_backend, params_for
 from jpaged.device.mesh import POOL_SPEC, SCALES_SPEC, Placement, first_device, num_shards, replicated
 from jpaged.device.programs.compile import ProgramSpec, compiler_options, program_specs
 from jpaged.device.step.forward import Step, forward_packing
@@ -73,6 +74,7 @@ def sized_step(
         vocab_size=vocab_size,
         mesh=mesh,
         backend=chosen.backend,
+        linear_backend=choose_linear_backend(options.model.linear_backend, mesh, layer_mode),
     )
     return step, geometry
 
@@ -91,7 +93,7 @@ def abstract_serving(
     where = Placement.of(model, mesh, layer_mode)
     num_blocks = options.cache.num_blocks or Attention.on(model, options, mesh).sizes().blocks_per_seq
     step, geometry = sized_step(model, options, where.layer_mode, num_blocks, mesh)
-    params = where.abstract_params()
+    params = params_for(step, where.abstract_params())
     layout = step.layout
     if layout.is_scaled:
         shape, sharding = (layout.num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, SCALES_SPEC)

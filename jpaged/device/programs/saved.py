@@ -64,6 +64,7 @@ class Target:
     dtype: str
     tensor_parallel_size: int
     attention_backend: str
+    linear_backend: str
     kv_cache_dtype: str
     block_size: int
     num_blocks: int
@@ -90,6 +91,7 @@ class Target:
             dtype=model.dtype.name,
             tensor_parallel_size=num_shards(step.mesh),
             attention_backend=step.backend,
+            linear_backend=step.linear_backend,
             kv_cache_dtype=name_of_kv_dtype(step.layout.dtype),
             block_size=geometry.block_size,
             num_blocks=geometry.num_blocks,

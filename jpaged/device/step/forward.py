@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpaged.config import Backend
+from jpaged.config import Backend, LinearBackend
 from jpaged.device.mesh import HEADS_SPEC, LOGITS_SPEC, MODEL_AXIS, POOL_SPEC, SCALES_SPEC, num_shards, on_shards
 from jpaged.device.step import sampling
 from jpaged.device.step.runner import Packing, unpack_rows
@@ -64,6 +64,7 @@ class Step:
         vocab_size: tokens that can be sampled; the model's own number may hold padding.
         mesh: the devices that each run their part.
         backend: whose attention kernel runs.
+        linear_backend: what multiplies with the weights, and so whether they are packed.
     """
 
     model: Model
@@ -73,6 +74,7 @@ class Step:
     vocab_size: int
     mesh: Mesh
     backend: Backend
+    linear_backend: LinearBackend
 
     def packed_forward(
         self,
@@ -106,7 +108,8 @@ class Step:
 
         sampled_t = last_tokens_s[inputs["prev_sampled_rows_t"]]
         ids_t = jnp.where(inputs["is_prev_sampled_t"], sampled_t, inputs["token_ids_t"])
-        tokens = TokenBatch(ids_t, inputs["positions_t"], inputs["rope_lens_t"])
+        num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin where the last one ends
+        tokens = TokenBatch(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens)
         hidden_te, pool = self.model.run(params, tokens, attend, pool, self.layer_mode)
         num_missing = self.num_places - inputs["sample_tokens_s"].shape[0]
         return pool, hidden_te[jnp.pad(inputs["sample_tokens_s"], (0, num_missing))]

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jpaged.models import rope
-from jpaged.models.layers import Attend, Ends, EndsKeys, Linear, QKVLinear, RMSNorm
+from jpaged.models.layers import Attend, Ends, EndsKeys, GatedLinear, Linear, QKVLinear, RMSNorm
 from jpaged.models.llama.config import LlamaConfig
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import TokenBatch
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class LlamaShared:
+    """What all layers share.
+
+    Attributes:
+        cos_td: of each token's angles, float32 `[T, D/2]`, as is sin_td.
+        num_tokens: tokens in use, the first ones.
+    """
+
+    cos_td: jax.Array
+    sin_td: jax.Array
+    num_tokens: jax.Array
 
 
 class Attention(nnx.Module):
@@ -27,12 +42,12 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
 
-    def project(self, x_te: jax.Array, cos_td: jax.Array, sin_td: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(q_thd, k_tkd, v_tkd), queries and keys normalised and rotated, queries not scaled."""
-        q_thd, k_tkd, v_tkd = self.qkv.project(x_te)
+    def project(self, x_te: jax.Array, shared: LlamaShared, norm: RMSNorm) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(q_thd, k_tkd, v_tkd) of the normalised states, queries and keys rotated, queries not scaled."""
+        head_norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q_thd, k_tkd = self.q_norm(q_thd), self.k_norm(k_tkd)
-        return rope.apply(q_thd, cos_td, sin_td), rope.apply(k_tkd, cos_td, sin_td), v_tkd
+            head_norms = self.q_norm, self.k_norm
+        return self.qkv.project_rotated(x_te, shared.num_tokens, (shared.cos_td, shared.sin_td), norm, head_norms)
 
 
 class MLP(nnx.Module):
@@ -40,13 +55,8 @@ class MLP(nnx.Module):
 
     def __init__(self, config: LlamaConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
         inner = config.intermediate_size
-        self.gate_up = Linear(config.hidden_size, (2, inner), config.mlp_bias, dtype, rngs)
+        self.gate_up = GatedLinear(config.hidden_size, (2, inner), config.mlp_bias, dtype, rngs)
         self.down = Linear(inner, (config.hidden_size,), config.mlp_bias, dtype, rngs)
-
-    def __call__(self, x_te: jax.Array) -> jax.Array:
-        """`[T, E]` to `[T, E]`."""
-        gate, up = (x.squeeze(1).astype(jnp.float32) for x in jnp.split(self.gate_up(x_te), 2, axis=1))
-        return self.down((jax.nn.silu(gate) * up).astype(x_te.dtype))
 
 
 class LlamaLayer(nnx.Module):
@@ -59,12 +69,14 @@ class LlamaLayer(nnx.Module):
         self.mlp = MLP(config, dtype, rngs)
 
     def __call__(
-        self, x_te: jax.Array, cos_sin: tuple[jax.Array, jax.Array], attend: Attend, carry: Any, place: LayerPlace
+        self, x_te: jax.Array, shared: LlamaShared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """One layer over packed tokens; attend, carry and place as in `Model.run`."""
-        o_thd, carry = attend(*self.attention.project(self.attention_norm(x_te), *cos_sin), carry, place)
-        x_te = x_te + self.attention.out(o_thd.astype(x_te.dtype).reshape(x_te.shape[0], -1))
-        return x_te + self.mlp(self.mlp_norm(x_te)), carry
+        o_thd, carry = attend(*self.attention.project(x_te, shared, self.attention_norm), carry, place)
+        o_te, num_tokens = o_thd.astype(x_te.dtype).reshape(x_te.shape[0], -1), shared.num_tokens
+        x_te = self.attention.out(o_te, num_tokens, residual=x_te)
+        inner_tf = self.mlp.gate_up(x_te, num_tokens, norm=self.mlp_norm)
+        return self.mlp.down(inner_tf, num_tokens, residual=x_te), carry
 
 
 class LlamaEnds(Ends):
@@ -75,12 +87,13 @@ class LlamaEnds(Ends):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.config = config
 
-    def begin(self, tokens: TokenBatch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """See `Ends`; layers share cosine and sine."""
-        config = self.config
-        cos_sin = rope.cos_sin(config.rope, config.head_dim, tokens.positions_t, tokens.rope_lens_t)
-        return self.embed(tokens.ids_t), cos_sin
-
-    def finish(self, x_te: jax.Array) -> jax.Array:
+    def begin(self, tokens: TokenBatch) -> tuple[jax.Array, LlamaShared]:
         """See `Ends`."""
-        return self.norm(x_te)
+        config = self.config
+        cos_td, sin_td = rope.cos_sin(config.rope, config.head_dim, tokens.positions_t, tokens.rope_lens_t)
+        return self.embed(tokens.ids_t), LlamaShared(cos_td, sin_td, tokens.num_in_use)
+
+    @property
+    def final_norm(self) -> RMSNorm:
+        """See `Ends`."""
+        return self.norm

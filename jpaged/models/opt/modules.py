@@ -39,9 +39,12 @@ class MLP(nnx.Module):
         self.down = Linear(config.intermediate_size, (config.hidden_size,), config.use_bias, dtype, rngs)
         self.activation = config.activation
 
-    def __call__(self, x_te: jax.Array) -> jax.Array:
-        """`[T, E]` to `[T, E]`."""
-        return self.down(activate(self.up(x_te), self.activation))
+    def __call__(
+        self, x_te: jax.Array, num_tokens: jax.Array, *, norm: LayerNorm | None, norm_after: LayerNorm | None
+    ) -> jax.Array:
+        """`[T, E]` to `[T, E]`, with the residual sum."""
+        inner_tf = activate(self.up(x_te, num_tokens, norm=norm), self.activation)
+        return self.down(inner_tf, num_tokens, residual=x_te, norm_after=norm_after)
 
 
 class OptLayer(nnx.Module):
@@ -59,16 +62,16 @@ class OptLayer(nnx.Module):
         self.norm_first = config.norm_first
 
     def __call__(
-        self, x_te: jax.Array, shared: None, attend: Attend, carry: Any, place: LayerPlace
+        self, x_te: jax.Array, num_tokens: jax.Array, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
-        """One layer over packed tokens; attend, carry and place as in `Model.run`."""
-        normed_te = self.attention_norm(x_te) if self.norm_first else x_te
-        o_thd, carry = attend(*self.attention.qkv.project(normed_te), carry, place)
-        x_te = x_te + self.attention.out(o_thd.astype(x_te.dtype).reshape(x_te.shape[0], -1))
-        if self.norm_first:
-            return x_te + self.mlp(self.mlp_norm(x_te)), carry
-        x_te = self.attention_norm(x_te)
-        return self.mlp_norm(x_te + self.mlp(x_te)), carry
+        """One layer over packed tokens, of which so many are in use; attend, carry and place as in `Model.run`."""
+        attention_norm, mlp_norm = self.attention_norm, self.mlp_norm
+        before = (attention_norm, mlp_norm) if self.norm_first else (None, None)
+        after = (None, None) if self.norm_first else (attention_norm, mlp_norm)
+        o_thd, carry = attend(*self.attention.qkv.project(x_te, num_tokens, before[0]), carry, place)
+        o_te = o_thd.astype(x_te.dtype).reshape(x_te.shape[0], -1)
+        x_te = self.attention.out(o_te, num_tokens, residual=x_te, norm_after=after[0])
+        return self.mlp(x_te, num_tokens, norm=before[1], norm_after=after[1]), carry
 
 
 class OptEnds(Ends):
@@ -90,17 +93,21 @@ class OptEnds(Ends):
         self.project_out = Linear(width, (embed_size,), False, dtype, nnx.Rngs(out_key)) if is_narrow else None
         self.norm = LayerNorm(width, _NORM_EPS, config.norm_affine, dtype) if config.final_norm else None
 
-    def begin(self, tokens: TokenBatch) -> tuple[jax.Array, None]:
-        """See `Ends`; layers share nothing."""
-        x_te = self.embed(tokens.ids_t)
+    def begin(self, tokens: TokenBatch) -> tuple[jax.Array, jax.Array]:
+        """See `Ends`; layers share the number of tokens in use."""
+        x_te, num_tokens = self.embed(tokens.ids_t), tokens.num_in_use
         if self.project_in is not None:
-            x_te = self.project_in(x_te)
-        return x_te + self.positions(tokens.positions_t + POSITION_OFFSET), None
+            x_te = self.project_in(x_te, num_tokens)
+        return x_te + self.positions(tokens.positions_t + POSITION_OFFSET), num_tokens
 
-    def finish(self, x_te: jax.Array) -> jax.Array:
+    @property
+    def final_norm(self) -> LayerNorm | None:
         """See `Ends`."""
-        return x_te if self.norm is None else self.norm(x_te)
+        return self.norm
 
-    def logits(self, hidden_re: jax.Array) -> jax.Array:
+    def logits(self, hidden_re: jax.Array, num_rows: jax.Array) -> jax.Array:
         """See `Ends`."""
-        return super().logits(hidden_re if self.project_out is None else self.project_out(hidden_re))
+        if self.project_out is None:
+            return super().logits(hidden_re, num_rows)
+        narrow_re = self.project_out(hidden_re, num_rows, norm=self.norm)
+        return (self.lm_head or self.embed).logits(narrow_re, num_rows, None)

@@ -96,6 +96,7 @@ def test_what_was_not_saved_is_compiled(warm: JaxExecutor, tmp_path: Path) -> No
         ("scheduler", "max_num_batched_tokens", 24),
         ("model", "max_model_len", 48),
         ("model", "attention_backend", "xla"),
+        ("model", "linear_backend", "xla"),
     ],
 )
 def test_what_differs_is_named(folder: Path, section: str, name: str, value: object) -> None:

@@ -1,5 +1,4 @@
 """Paged attention on CPUs: a C++ kernel behind XLA's foreign functions.
 
-attention.py  the call
-build.py      the compiler's run; core.cc has the arithmetic, kernel.cc what is computed where
+attention.py  the call; core.cc has the arithmetic, kernel.cc what is computed where
 """

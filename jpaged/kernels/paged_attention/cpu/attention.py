@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,48 +17,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.errors import Unsupported
+from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, NewKV, Queries, Updated
 
 NUMBERS = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 """The types of the pool's numbers, in the order of `Number` in numbers.h."""
-MAX_WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
 class CpuKernel:
-    """A loaded library's two functions.
+    """The library's two functions.
 
     Attributes:
-        name: under which XLA knows it.
         vectors: the widest that this processor has: avx512, avx2 or baseline.
         max_width: floats of the widest vectors to use, where the processor has them: 16, 8 or 4.
         max_threads: of XLA's pool, at most; 0 is all.
     """
 
-    name: str
     vectors: str
     max_width: int = MAX_WIDTH
     max_threads: int = 0
 
-    @staticmethod
-    def load(library: Path, name: str) -> CpuKernel:
-        """Loads the library and registers its functions, once a process for each name.
-
-        Raises:
-            OSError: it cannot be loaded.
-            RuntimeError: it was compiled for another version of jaxlib.
-        """
-        functions = ctypes.cdll.LoadLibrary(str(library))
-        for verb in ("attend", "update"):
-            capsule = jax.ffi.pycapsule(getattr(functions, f"jpaged_{verb}"))
-            jax.ffi.register_ffi_target(f"{name}_{verb}", capsule, platform="cpu")
-        functions.jpaged_vectors.restype = ctypes.c_char_p
-        return CpuKernel(name, functions.jpaged_vectors().decode())
-
     def attend(self, call: AttentionCall) -> Attended:
         """See `jpaged.kernels.paged_attention.paged_attention`."""
-        run = jax.ffi.ffi_call(f"{self.name}_attend", _output_shapes(call.q_thd))
+        run = jax.ffi.ffi_call(f"{NAME}_attend", _output_shapes(call.q_thd))
         out_thd, lse_th = run(call.q_thd, call.pool, *_numbers(call), **self._attributes(call.spec))
         return out_thd, lse_th
 
@@ -67,7 +49,7 @@ class CpuKernel:
         """`attend` with keys and values, which come divided by their scales, stored before."""
         k_tkd, v_tkd, slots_t = new_kv
         shapes = (*_output_shapes(call.q_thd), jax.ShapeDtypeStruct(call.pool.shape, call.pool.dtype))
-        run = jax.ffi.ffi_call(f"{self.name}_update", shapes, input_output_aliases={4: 2})
+        run = jax.ffi.ffi_call(f"{NAME}_update", shapes, input_output_aliases={4: 2})
         operands = (call.q_thd, k_tkd, v_tkd, slots_t.astype(jnp.int32), call.pool, *_numbers(call))
         out_thd, lse_th, pool = run(*operands, **self._attributes(call.spec))
         return out_thd, lse_th, pool
@@ -102,17 +84,11 @@ def _numbers(call: AttentionCall) -> tuple[jax.Array, ...]:
 @functools.cache
 def kernel() -> CpuKernel | str:
     """The package's own kernel, or why there is none."""
-    from jpaged.kernels.paged_attention.cpu import build
-
-    if not build.LIBRARY.exists():
-        return (
-            f"{build.LIBRARY.name} was not built: it needs a C++ compiler ({', '.join(build.COMPILERS)}) when "
-            f"jpaged is installed; `python -m {build.__name__}` builds it now or says what is missing"
-        )
-    try:
-        return CpuKernel.load(build.LIBRARY, "jpaged_paged_attention")
-    except (OSError, RuntimeError) as error:
-        return f"{build.LIBRARY.name} cannot be loaded: {error}; `python -m {build.__name__}` builds it again"
+    found = register("attend", "update")
+    if isinstance(found, str):
+        return found
+    found.jpaged_vectors.restype = ctypes.c_char_p
+    return CpuKernel(found.jpaged_vectors().decode())
 
 
 def attend(call: AttentionCall) -> Attended:

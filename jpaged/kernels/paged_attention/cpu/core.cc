@@ -11,6 +11,8 @@
 //     many (prefill)   rows: a number of a key is multiplied with that of all rows, nothing is summed over lanes, and
 //                      scores are kept as [key, row]
 //
+// Both sum in one order, so that a query has the same bits in a chunk as alone.
+//
 // No function of the standard library is called that is a template: compiled here for a processor with wide vectors, it
 // might be linked into code that runs on another.
 
@@ -227,31 +229,41 @@ void weigh_few(const Sight& sight, int64_t num_rows, float cap, float* scores, P
 
 // --- scores of many rows -----------------------------------------------------------------------------------------
 
-// The dot products of `vectors` full of queries with `keys` keys.
-template <int num_keys, int vectors>
+// The dot products of a vector full of queries with `num_keys` keys, summed in the order in which `score` sums them:
+// the numbers of each lane of a head first, then lanes half the width apart, and so on.
+template <int num_keys>
 inline void score_lanes(const float* q, int64_t num_lanes, const float* const* keys, int64_t head_dim, float* scores) {
-  Floats sums[num_keys][vectors] = {};
-  for (int64_t d = 0; d < head_dim; ++d, q += num_lanes) {
-    for (int j = 0; j < num_keys; ++j) {
-      for (int i = 0; i < vectors; ++i) sums[j][i] += keys[j][d] * load(q + i * kWidth);
+  constexpr int kFold = 4, kGroups = kWidth / kFold;  // lanes g, g + kGroups, g + 2 kGroups and g + 3 kGroups at once
+  Floats groups[kGroups][num_keys];
+  for (int g = 0; g < kGroups; ++g) {
+    Floats sums[kFold][num_keys] = {};
+    for (int64_t first = 0; first < head_dim; first += kWidth) {
+#pragma GCC unroll 4
+      for (int f = 0; f < kFold; ++f) {
+        const int64_t d = first + g + f * kGroups;
+        if (d >= head_dim) break;
+        const Floats numbers = load(q + d * num_lanes);
+#pragma GCC unroll 4
+        for (int j = 0; j < num_keys; ++j) sums[f][j] += keys[j][d] * numbers;
+      }
     }
+    for (int j = 0; j < num_keys; ++j) groups[g][j] = (sums[0][j] + sums[2][j]) + (sums[1][j] + sums[3][j]);
   }
   for (int j = 0; j < num_keys; ++j) {
-    for (int i = 0; i < vectors; ++i) store(scores + j * num_lanes + i * kWidth, sums[j][i]);
+    for (int stride = kGroups / 2; stride > 0; stride /= 2) {
+      for (int g = 0; g < stride; ++g) groups[g][j] += groups[g + stride][j];
+    }
+    store(scores + j * num_lanes, groups[0][j]);
   }
 }
 
 void score_many(const float* q, int64_t num_lanes, const float* const* keys, int64_t num_keys, int64_t head_dim,
                 float* scores) {
-  constexpr int kKeys = kWidth == 16 ? 8 : 4;
-  int64_t lane = 0;
-  for (; lane + 2 * kWidth <= num_lanes; lane += 2 * kWidth) {
+  constexpr int kKeys = 4;
+  for (int64_t lane = 0; lane < num_lanes; lane += kWidth) {
     for (int64_t j = 0; j < num_keys; j += kKeys) {
-      score_lanes<kKeys, 2>(q + lane, num_lanes, keys + j, head_dim, scores + j * num_lanes + lane);
+      score_lanes<kKeys>(q + lane, num_lanes, keys + j, head_dim, scores + j * num_lanes + lane);
     }
-  }
-  for (int64_t j = 0; lane < num_lanes && j < num_keys; j += kKeys) {
-    score_lanes<kKeys, 1>(q + lane, num_lanes, keys + j, head_dim, scores + j * num_lanes + lane);
   }
 }
 
@@ -259,7 +271,7 @@ void weigh_many(const Sight& sight, int64_t num_lanes, float cap, float* scores,
   const bool is_whole = sight.is_whole();
   for (int64_t lane = 0; lane < num_lanes; lane += kWidth) {
     const Ints first = load_as<Ints>(sight.first + lane), last = load_as<Ints>(sight.last + lane);
-    Floats most = all(kLowest), total = {};
+    Floats most = all(kLowest);
     for (int64_t key = sight.begin; key < sight.end; ++key) {
       float* row = scores + key * num_lanes + lane;
       Floats seen = cap_scores(load(row), cap);
@@ -270,14 +282,18 @@ void weigh_many(const Sight& sight, int64_t num_lanes, float cap, float* scores,
       most = larger(seen, most);
       if (!is_whole || cap > 0) store(row, seen);
     }
+    Floats totals[kWidth] = {};  // as the lanes of `weigh_few` sum them
     for (int64_t key = sight.begin; key < sight.end; ++key) {
       float* row = scores + key * num_lanes + lane;
       const Floats weights = exponential(load(row) - most);
-      total += weights;
+      totals[key % kWidth] += weights;
       store(row, weights);
     }
+    for (int stride = kWidth / 2; stride > 0; stride /= 2) {
+      for (int i = 0; i < stride; ++i) totals[i] += totals[i + stride];
+    }
     store(part.max + lane, most);
-    store(part.sum + lane, total);
+    store(part.sum + lane, totals[0]);
   }
 }
 

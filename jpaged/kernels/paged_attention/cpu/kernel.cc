@@ -3,26 +3,26 @@
 //     row of the batch -> tiles of up to 64 (query, head) pairs -> a task for each key/value head
 //                                                                  and, where those are few, for each chunk of keys
 //
-// The caller and threads of XLA's pool take tasks from one counter. The caller never waits for a thread to begin, only
-// for tasks that one has begun: a pool that is busy, or has no other thread, costs time and nothing else.
+// The caller and threads of XLA's pool take tasks from one counter (tasks.h).
 
 #include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "core.h"
+#include "processor.h"
+#include "tasks.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jpaged {
 
 #if defined(__x86_64__)
-extern const Core kCoreAvx512, kCoreAvx2;
+extern const Core kAttentionAvx512, kAttentionAvx2;
 #endif
-extern const Core kCoreBaseline;
+extern const Core kAttentionBaseline;
 
 namespace {
 
@@ -37,13 +37,10 @@ constexpr int64_t kTasksPerThread = 4;
 // The widest vectors that this processor has, and at most `width`.
 const Core& choose_core(int64_t width) {
 #if defined(__x86_64__)
-  static const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (has_avx512 && width >= kCoreAvx512.width) return kCoreAvx512;
-  if (has_avx2 && width >= kCoreAvx2.width) return kCoreAvx2;
+  if (has_avx512() && width >= kAttentionAvx512.width) return kAttentionAvx512;
+  if (has_avx2() && width >= kAttentionAvx2.width) return kAttentionAvx2;
 #endif
-  return kCoreBaseline;
+  return kAttentionBaseline;
 }
 
 // --- what there is to do -----------------------------------------------------------------------------------------
@@ -91,7 +88,7 @@ struct Split {
   std::unique_ptr<float[]> memory;
 };
 
-// One call's work. Threads that come too late find no task, so it may outlive the call, but not what it points to.
+// One call's work.
 class Work {
  public:
   Work(const Call& call, const Rows& rows, const Core& core, int64_t num_threads)
@@ -111,18 +108,7 @@ class Work {
     return sum * call_.num_kv_heads * call_.head_dim;
   }
 
-  // Takes tasks until there are none.
-  void run() {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < num_tasks();) {
-      run(tasks_[i]);
-      num_done_.fetch_add(1, std::memory_order_release);
-    }
-  }
-
-  // Returns when the tasks that others have taken are done, too.
-  void finish() {
-    while (num_done_.load(std::memory_order_acquire) < num_tasks()) std::this_thread::yield();
-  }
+  void run(int64_t task) { run(tasks_[task]); }
 
  private:
   void add_tasks(int64_t tile, int64_t kv_head, bool is_split) {
@@ -137,17 +123,10 @@ class Work {
   Split& split_of(int64_t tile, int64_t kv_head) { return splits_[tile * call_.num_kv_heads + kv_head]; }
   int64_t part_size(const Tile& tile) const { return Partial::num_floats(tile.num_rows, call_.head_dim); }
 
-  // Kept by each thread from call to call: fresh pages would cost as much as a short row.
-  float* scratch(int64_t num_floats) const {
-    static thread_local std::vector<float> memory;
-    if (static_cast<int64_t>(memory.size()) < num_floats + kMaxWidth) memory.resize(num_floats + kMaxWidth);
-    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t{63});
-  }
-
   void run(const Task& task) {
     const Tile& tile = tiles_[task.tile];
     const int64_t size = part_size(tile);
-    float* memory = scratch(2 * size + core_.num_scratch_floats(call_.head_dim));
+    float* memory = scratch_floats(2 * size + core_.num_scratch_floats(call_.head_dim));
     const Partial whole = Partial::at(memory, tile.num_rows), part = Partial::at(memory + size, tile.num_rows);
     memory += 2 * size;
     core_.load(call_, tile, task.kv_head, memory);
@@ -173,7 +152,6 @@ class Work {
   const std::vector<Tile> tiles_;
   std::vector<Split> splits_;
   std::vector<Task> tasks_;
-  std::atomic<int64_t> next_{0}, num_done_{0};
 };
 
 // --- attention ---------------------------------------------------------------------------------------------------
@@ -185,16 +163,11 @@ void clear_outputs(const Call& call) {
 }
 
 void run_attention(ffi::ThreadPool& pool, const Call& call, const Rows& rows, int64_t max_width, int64_t max_threads) {
-  int64_t num_threads = std::max<int64_t>(pool.num_threads(), 1);
-  if (max_threads > 0) num_threads = std::min(num_threads, max_threads);
+  const int64_t num_threads = count_threads(pool, max_threads);
   clear_outputs(call);
-  const auto work = std::make_shared<Work>(call, rows, choose_core(max_width), num_threads);
-  const int64_t num_helpers = std::min(num_threads, work->num_tasks()) - 1;
-  if (work->num_multiply_adds() > kLeastShared) {
-    for (int64_t i = 0; i < num_helpers; ++i) pool.Schedule([work] { work->run(); });
-  }
-  work->run();
-  work->finish();
+  Work work(call, rows, choose_core(max_width), num_threads);
+  const bool is_shared = work.num_multiply_adds() > kLeastShared;
+  run_tasks(pool, work.num_tasks(), is_shared ? num_threads : 1, [&](int64_t task) { work.run(task); });
 }
 
 // --- writing -----------------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
-"""Compiles the CPU kernel: a plain shared library, bound to no Python, that is loaded through jax.ffi.
+"""Compiles the CPU kernels: a plain shared library, bound to no Python, that is loaded through jax.ffi.
 
-    core.cc     once for each width of vectors    (the processor's is chosen when it runs)
-    kernel.cc   once, with the headers of jaxlib
+    core.cc     of each operation, once for each kind of processor    (the machine's is chosen when it runs)
+    kernel.cc   of each operation, once, with the headers of jaxlib
         -> libjpaged_cpu.so beside this file
 
 `setup.py` does it while the package is installed, and reads this file alone: it imports neither jax nor jpaged. By
 hand, after the sources have changed or a compiler has come:
 
-    python -m jpaged.kernels.paged_attention.cpu.build
+    python -m jpaged.kernels.cpu.build
 """
 
 from __future__ import annotations
@@ -19,26 +19,30 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-HERE = Path(__file__).parent
-LIBRARY = HERE / "libjpaged_cpu.so"
-SOURCES = ("core.cc", "core.h", "kernel.cc", "numbers.h", "vector.h")
+KERNELS = Path(__file__).parents[1]
+LIBRARY = Path(__file__).parent / "libjpaged_cpu.so"
+SHARED = "cpu"
+"""The folder, below `KERNELS`, of the headers that all operations share."""
+OPERATIONS = {"Attention": "paged_attention/cpu", "Product": "product/cpu"}
+"""The folder of each operation's sources; its cores are called k<Operation><Processor>."""
 COMPILERS = ("c++", "g++", "clang++")
 
-# Name, floats in a vector, and the processor's features; the names are declared in kernel.cc.
-_X86_CORES = (
-    ("Avx512", 16, ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma")),
-    ("Avx2", 8, ("-mavx2", "-mfma")),
-)
-_BASELINE = ("Baseline", 4, ())
+_Core = tuple[str, int, tuple[str, ...]]
+
+# Name, floats in a vector, and the processor's features; the names are declared in each kernel.cc.
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma")
+_X86_CORES: tuple[_Core, ...] = (("Avx512", 16, _AVX512), ("Avx2", 8, ("-mavx2", "-mfma")))
+_BF16_CORE: _Core = ("Avx512Bf16", 16, (*_AVX512, "-mavx512bf16"))
+_BASELINE: _Core = ("Baseline", 4, ())
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", "-ffp-contract=fast")
 _TIMEOUT_S = 600
 
 
 class BuildError(Exception):
-    """Why the kernel was not built."""
+    """Why the kernels were not built."""
 
 
 def find_compiler(wanted: str | None = None) -> str:
@@ -69,17 +73,26 @@ def find_headers() -> Path:
     raise BuildError("XLA's headers were not found: jaxlib is not installed here")
 
 
-def build(library: Path, compiler: str, headers: Path, sources: Path = HERE) -> None:
-    """Compiles `sources` and puts the library in place, whole or not at all.
+def build(
+    library: Path,
+    compiler: str,
+    headers: Path,
+    sources: Path = KERNELS,
+    operations: Collection[str] = tuple(OPERATIONS),
+) -> None:
+    """Compiles `sources`, a folder like `KERNELS`, and puts the library in place, whole or not at all.
 
     Raises:
         BuildError: with what the compiler said.
     """
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        jobs = [_core(compiler, sources, work, *core) for core in _cores()]
-        kernel = work / "kernel.o"
-        jobs.append([compiler, *_FLAGS, "-isystem", str(headers), "-c", str(sources / "kernel.cc"), "-o", str(kernel)])
+        jobs = []
+        for operation in operations:
+            compile_ = [compiler, *_FLAGS, "-I", str(sources / SHARED), "-c"]
+            jobs += [_core(compile_, sources, work, operation, core) for core in _cores(operation)]
+            kernel = [str(sources / OPERATIONS[operation] / "kernel.cc"), "-o", str(work / f"{operation}.o")]
+            jobs.append([*compile_, "-isystem", str(headers), *kernel])
         _run_all(jobs)
         linked = work / library.name
         _run_all([[compiler, "-shared", "-pthread", *(job[-1] for job in jobs), "-o", str(linked)]])
@@ -89,17 +102,18 @@ def build(library: Path, compiler: str, headers: Path, sources: Path = HERE) -> 
         staged.replace(library)
 
 
-def _cores() -> Sequence[tuple[str, int, tuple[str, ...]]]:
+def _cores(operation: str) -> Sequence[_Core]:
     is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
-    return (*_X86_CORES, _BASELINE) if is_x86 else (_BASELINE,)
+    if not is_x86:
+        return (_BASELINE,)
+    return (*((_BF16_CORE,) if operation == "Product" else ()), *_X86_CORES, _BASELINE)
 
 
-def _core(compiler: str, sources: Path, work: Path, name: str, width: int, features: tuple[str, ...]) -> list[str]:
-    defines = (f"-DJPAGED_WIDTH={width}", f"-DJPAGED_CORE=kCore{name}", f'-DJPAGED_NAME="{name.lower()}"')
-    return [
-        *(compiler, *_FLAGS, *features, *defines),
-        *("-c", str(sources / "core.cc"), "-o", str(work / f"{name}.o")),
-    ]
+def _core(compile_: list[str], sources: Path, work: Path, operation: str, core: _Core) -> list[str]:
+    name, width, features = core
+    defines = (f"-DJPAGED_WIDTH={width}", f"-DJPAGED_CORE=k{operation}{name}", f'-DJPAGED_NAME="{name.lower()}"')
+    source = sources / OPERATIONS[operation] / "core.cc"
+    return [*compile_, *features, *defines, str(source), "-o", str(work / f"{operation}{name}.o")]
 
 
 def _run_all(jobs: Sequence[list[str]]) -> None:
@@ -121,14 +135,14 @@ def _run_all(jobs: Sequence[list[str]]) -> None:
 def main() -> None:
     """Builds the library in place."""
     parser = argparse.ArgumentParser(
-        prog="python -m jpaged.kernels.paged_attention.cpu.build", description="Build the library in place."
+        prog="python -m jpaged.kernels.cpu.build", description="Build the library in place."
     )
     parser.add_argument("--compiler", help=f"a C++ compiler; by default the first of {', '.join(COMPILERS)}")
     options = parser.parse_args()
     try:
         build(LIBRARY, find_compiler(options.compiler), find_headers())
     except BuildError as error:
-        raise SystemExit(f"the CPU kernel was not built: {error}") from None
+        raise SystemExit(f"the CPU kernels were not built: {error}") from None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+"""What multiplies with a model's weights: XLA, or on one CPU device the kernel that reads them packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jpaged.config import LinearBackend
+from jpaged.device.mesh import first_device, num_shards, replicated
+from jpaged.device.step.forward import Step
+from jpaged.errors import Unsupported
+from jpaged.kernels import product
+from jpaged.kernels.product import Packer
+from jpaged.models.config import ModelConfig
+from jpaged.models.layers import Params
+from jpaged.models.stack import LayerMode
+
+_GATED = "gate_up"
+
+
+def choose_linear_backend(chosen: str, mesh: Mesh, layer_mode: LayerMode) -> LinearBackend:
+    """The backend of an option, for a model on these devices.
+
+    Raises:
+        Unsupported: cpu was chosen, and cannot run.
+    """
+    reason = None if chosen == "xla" else _unsupported_reason(mesh, layer_mode)
+    if chosen == "cpu" and reason is not None:
+        raise Unsupported(f"linear_backend: cpu cannot run here: {reason}")
+    return "xla" if chosen == "xla" or reason is not None else "cpu"
+
+
+def params_for(step: Step, params: Params) -> Params:
+    """The parameters, or shapes of them, as the programs of a step take them; see `pack_params`."""
+    if step.linear_backend == "xla":
+        return params
+    return pack_params(params, step.model.config, product.loaded().packer(replicated(step.mesh)))
+
+
+def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
+    """The tree, of layers in a list, with its matrices packed; its leaves may be shapes alone.
+
+    The tree that comes in is taken apart: each leaf is let go of when it is packed, so that a model is never in memory
+    twice.
+    """
+    output = ("embed" if config.tie_word_embeddings else "lm_head", "embedding")
+
+    def pack(path: tuple[str, ...], leaf: Any) -> Any:
+        if path == output:
+            return packer.pack(leaf, is_embedding=True)
+        if path[-1] == "kernel":
+            return packer.pack(leaf, num_parts=2 if path[-2] == _GATED else 1)
+        return leaf
+
+    def walk(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+        packed: dict[str, Any] = {}
+        for name in sorted(tree):  # the order in which jax flattens it, and so that of every process
+            leaf = tree.pop(name)
+            if isinstance(leaf, dict):
+                packed[name] = walk(leaf, (*path, name))
+            elif isinstance(leaf, list):
+                packed[name] = [walk(layer, (*path, name)) for layer in leaf]
+            else:
+                packed[name] = pack((*path, name), leaf)
+            del leaf
+        return packed
+
+    return walk(params, ())
+
+
+def _unsupported_reason(mesh: Mesh, layer_mode: LayerMode) -> str | None:
+    platform = first_device(mesh).platform
+    if platform != "cpu":
+        return f"it runs on CPUs, not on {platform}"
+    if num_shards(mesh) > 1:
+        return f"the model is split over {num_shards(mesh)} devices"
+    if layer_mode == "scan":
+        return "weights of layers that are scanned are stacked"
+    found = product.kernel()
+    return found if isinstance(found, str) else None

@@ -1,0 +1,47 @@
+"""The CPU kernels' library, loaded once, and its functions, registered with XLA once each."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import jax
+
+from jpaged.kernels.cpu import build
+
+NAME = "jpaged"
+"""What the functions' names begin with, in the library and in XLA's table."""
+MAX_WIDTH = 16
+"""Floats of the widest vectors that a core has."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """The package's own library, or why there is none."""
+    if not build.LIBRARY.exists():
+        return (
+            f"{build.LIBRARY.name} was not built: it needs a C++ compiler ({', '.join(build.COMPILERS)}) when "
+            f"jpaged is installed; `python -m {build.__name__}` builds it now or says what is missing"
+        )
+    try:
+        return ctypes.cdll.LoadLibrary(str(build.LIBRARY))
+    except OSError as error:
+        return _cannot_be_loaded(error)
+
+
+def register(*verbs: str) -> ctypes.CDLL | str:
+    """The library, whose `jpaged_<verb>` XLA calls by that name from here on; or why it cannot."""
+    found = library()
+    if isinstance(found, str):
+        return found
+    try:
+        for verb in verbs:
+            name = f"{NAME}_{verb}"
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(found, name)), platform="cpu")
+    except (AttributeError, RuntimeError) as error:  # of an older library, or made for another jaxlib
+        return _cannot_be_loaded(error)
+    return found
+
+
+def _cannot_be_loaded(error: Exception) -> str:
+    return f"{build.LIBRARY.name} cannot be loaded: {error}; `python -m {build.__name__}` builds it again"

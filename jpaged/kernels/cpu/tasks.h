@@ -1,0 +1,60 @@
+// One call's work, taken from one counter by the caller and threads of XLA's pool.
+//
+// The caller never waits for a thread to begin, only for tasks that one has begun: a pool that is busy, or has no other
+// thread, costs time and nothing else.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jpaged {
+namespace {
+
+// Threads that may work at a call, the caller's among them.
+inline int64_t count_threads(xla::ffi::ThreadPool& pool, int64_t max_threads) {
+  const int64_t num_threads = std::max<int64_t>(pool.num_threads(), 1);
+  return max_threads > 0 ? std::min(num_threads, max_threads) : num_threads;
+}
+
+// Calls run(i) for every i below num_tasks, once each, on at most num_threads threads.
+template <class Run>
+void run_tasks(xla::ffi::ThreadPool& pool, int64_t num_tasks, int64_t num_threads, const Run& run) {
+  // A thread that comes too late finds no task: it touches this, and nothing that ends with the call.
+  struct Counters {
+    std::atomic<int64_t> next{0}, num_done{0};
+  };
+  const int64_t num_helpers = std::min(num_threads, num_tasks) - 1;
+  if (num_helpers <= 0) {
+    for (int64_t i = 0; i < num_tasks; ++i) run(i);
+    return;
+  }
+  const auto counters = std::make_shared<Counters>();
+  const auto work = [counters, num_tasks, &run] {
+    for (int64_t i; (i = counters->next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
+      run(i);
+      counters->num_done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  for (int64_t i = 0; i < num_helpers; ++i) pool.Schedule([work] { work(); });
+  work();
+  while (counters->num_done.load(std::memory_order_acquire) < num_tasks) std::this_thread::yield();
+}
+
+// Floats of this thread's own, aligned to a cache line; kept from call to call: fresh pages would cost as much as a
+// short row. What another call put there is lost.
+inline float* scratch_floats(int64_t num_floats) {
+  constexpr int64_t kLine = 16;
+  static thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < num_floats + kLine) memory.resize(num_floats + kLine);
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t{63});
+}
+
+}  // namespace
+}  // namespace jpaged

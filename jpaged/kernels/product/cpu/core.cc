@@ -1,0 +1,325 @@
+// The product of rows and a block of columns. Compiled once for each kind of processor, under its own JPAGED_CORE.
+//
+//     sums[r, c] += x[r, k] * block[k, c]      12 rows x 32 columns stay in registers, of narrow vectors 6 x 2 vectors
+//
+// No function of the standard library is called that is a template: compiled here for a processor with wide vectors, it
+// might be linked into code that runs on another.
+
+#include "core.h"
+
+#include "vector.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace jpaged::product {
+namespace {
+
+constexpr int kVectors = 2;                        // of a row's sums at once
+constexpr int kStrip = kVectors * kWidth;          // columns
+constexpr int kRows = kWidth == kMaxWidth ? 12 : 6;  // that leave registers for the block and a number of x
+constexpr int kStreamedRows = 8;                   // up to which memory is what counts
+constexpr int64_t kAhead = 2048;                   // bytes of a block that are asked for before they are needed
+
+using TwoHalves = uint32_t;  // numbers k and k + 1 of a column
+
+// --- products ----------------------------------------------------------------------------------------------------
+
+struct Singles {
+  using X = float;
+  using Stored = float;
+  static constexpr int64_t kDeep = 1;  // numbers of a column that lie side by side
+
+  template <int rows>
+  static inline void add(const X* x, int64_t stride, const Stored* block, Floats (*sums)[kVectors]) {
+    Floats w[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) w[v] = load(block + v * kWidth);
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; ++r) {
+      const Floats b = all(x[r * stride]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += b * w[v];
+    }
+  }
+};
+
+#ifdef __AVX512BF16__
+struct Pairs {
+  using X = uint16_t;
+  using Stored = TwoHalves;
+  static constexpr int64_t kDeep = 2;
+
+  template <int rows>
+  static inline void add(const X* x, int64_t stride, const Stored* block, Floats (*sums)[kVectors]) {
+    __m512bh w[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) w[v] = reinterpret_cast<__m512bh>(load_as<Uints>(block + v * kWidth));
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; ++r) {
+      TwoHalves two;
+      __builtin_memcpy(&two, x + r * stride, sizeof two);
+      const __m512bh b = reinterpret_cast<__m512bh>(Uints{} + two);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        sums[r][v] = reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums[r][v]), b, w[v]));
+      }
+    }
+  }
+};
+#else
+struct Pairs {
+  using X = float;
+  using Stored = TwoHalves;
+  static constexpr int64_t kDeep = 2;
+
+  template <int rows>
+  static inline void add(const X* x, int64_t stride, const Stored* block, Floats (*sums)[kVectors]) {
+    Floats first[kVectors], second[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const Uints two = load_as<Uints>(block + v * kWidth);
+      first[v] = floats_of(two << 16);
+      second[v] = floats_of(two & 0xffff0000u);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; ++r) {
+      const Floats b = all(x[r * stride]), c = all(x[r * stride + 1]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = sums[r][v] + b * first[v] + c * second[v];
+    }
+  }
+};
+#endif
+
+// Not inlined: GCC 12 would spill the sums of the largest.
+template <class N, int rows>
+[[gnu::noinline]] void multiply_strip(const typename N::X* x, int64_t stride, int64_t depth,
+                                      const typename N::Stored* block, float* to) {
+  Floats sums[rows][kVectors];
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = Floats{};
+  }
+  for (int64_t k = 0; k < depth; k += N::kDeep, block += kColumns) {
+    if constexpr (rows <= kStreamedRows) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        __builtin_prefetch(reinterpret_cast<const char*>(block + v * kWidth) + kAhead);
+      }
+    }
+    N::template add<rows>(x + k, stride, block, sums);
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) store(to + r * kColumns + v * kWidth, sums[r][v]);
+  }
+}
+
+template <class N, int rows = kRows>
+void multiply(const typename N::X* x, int64_t stride, int64_t num_rows, int64_t depth,
+              const typename N::Stored* block, float* to) {
+  if constexpr (rows > 0) {
+    if (num_rows < rows) return multiply<N, rows - 1>(x, stride, num_rows, depth, block, to);
+    for (int strip = 0; strip < kColumns; strip += kStrip) {
+      multiply_strip<N, rows>(x, stride, depth, block + strip, to + strip);
+    }
+  }
+}
+
+void multiply_f32(const float* x, int64_t stride, int64_t num_rows, int64_t depth, const float* block, float* sums) {
+  multiply<Singles>(x, stride, num_rows, depth, block, sums);
+}
+
+void multiply_bf16(const void* x, int64_t stride, int64_t num_rows, int64_t depth, const uint16_t* block,
+                   float* sums) {
+  multiply<Pairs>(static_cast<const Pairs::X*>(x), stride, num_rows, depth,
+                  reinterpret_cast<const TwoHalves*>(block), sums);
+}
+
+// --- rows --------------------------------------------------------------------------------------------------------
+
+float number_at(const void* from, Number number, int64_t i) {
+  if (number == Number::kF32) return static_cast<const float*>(from)[i];
+  return decode_bf16(static_cast<const uint16_t*>(from)[i]);
+}
+
+// Floats with zeros up to a whole vector; returns how many those are.
+int64_t decode(const void* from, Number number, int64_t count, float* to) {
+  const int64_t padded = (count + kWidth - 1) / kWidth * kWidth;
+  if (number == Number::kF32) {
+    __builtin_memcpy(to, from, 4 * count);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = decode_bf16(static_cast<const uint16_t*>(from)[i]);
+  }
+  for (int64_t i = count; i < padded; ++i) to[i] = 0;
+  return padded;
+}
+
+float sum_of_squares(const float* x, int64_t padded) {
+  Floats sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kWidth <= padded; i += 4 * kWidth) {
+    for (int j = 0; j < 4; ++j) sums[j] += load(x + i + j * kWidth) * load(x + i + j * kWidth);
+  }
+  for (; i < padded; i += kWidth) sums[0] += load(x + i) * load(x + i);
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+float sum_of(const float* x, int64_t padded) {
+  Floats total = {};
+  for (int64_t i = 0; i < padded; i += kWidth) total += load(x + i);
+  return sum(total);
+}
+
+float inverse_root(float x) { return 1.0f / __builtin_sqrtf(x); }
+
+// x / sqrt(mean(x^2) + eps) * scale
+void normalise_rms(float* x, int64_t count, int64_t padded, float eps, const void* scale, Number number) {
+  const float factor = inverse_root(sum_of_squares(x, padded) / static_cast<float>(count) + eps);
+  for (int64_t i = 0; i < count; ++i) x[i] = x[i] * factor * number_at(scale, number, i);
+}
+
+// (x - mean) / sqrt(variance + eps) * scale + bias
+void normalise_layer(const Before& before, float* x, int64_t padded) {
+  const int64_t count = before.depth;
+  const float mean = sum_of(x, padded) / static_cast<float>(count);
+  for (int64_t i = 0; i < count; ++i) x[i] -= mean;
+  const float factor = inverse_root(sum_of_squares(x, padded) / static_cast<float>(count) + before.eps);
+  for (int64_t i = 0; i < count; ++i) {
+    const float scaled = before.scale ? x[i] * factor * number_at(before.scale, before.number, i) : x[i] * factor;
+    x[i] = before.bias ? scaled + number_at(before.bias, before.number, i) : scaled;
+  }
+}
+
+void prepare(const Before& before, const void* x, float* row, void* to, int64_t padded) {
+  const int64_t count = before.depth, whole = decode(x, before.number, count, row);
+  if (before.norm == Norm::kRms) normalise_rms(row, count, whole, before.eps, before.scale, before.number);
+  if (before.norm == Norm::kLayer) normalise_layer(before, row, whole);
+  if (before.number == Number::kF32) {
+    float* singles = static_cast<float*>(to);
+    for (int64_t i = 0; i < count; ++i) singles[i] = row[i];
+    for (int64_t i = count; i < padded; ++i) singles[i] = 0;
+    return;
+  }
+  Pairs::X* pairs = static_cast<Pairs::X*>(to);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint16_t rounded = encode_bf16(row[i]);
+    if constexpr (sizeof(Pairs::X) == 2) {
+      pairs[i] = rounded;
+    } else {
+      pairs[i] = decode_bf16(rounded);
+    }
+  }
+  for (int64_t i = count; i < padded; ++i) pairs[i] = 0;
+}
+
+// --- results -----------------------------------------------------------------------------------------------------
+
+// Some of a vector's numbers of a row, the others 0.
+Floats load_some(const void* from, Number number, int64_t begin, int64_t count) {
+  float lanes[kWidth] = {};
+  for (int64_t i = 0; i < count; ++i) lanes[i] = number_at(from, number, begin + i);
+  return load(lanes);
+}
+
+Floats load_numbers(const void* from, Number number, int64_t begin, int64_t count) {
+  if (count < kWidth) return load_some(from, number, begin, count);
+  if (number == Number::kF32) return load(static_cast<const float*>(from) + begin);
+  return BF16::decode(static_cast<const uint16_t*>(from) + begin);
+}
+
+void store_numbers(void* to, Number number, int64_t begin, int64_t count, Floats x) {
+  if (number == Number::kF32) {
+    float* at = static_cast<float*>(to) + begin;
+    if (count >= kWidth) return store(at, x);
+    float lanes[kWidth];
+    store(lanes, x);
+    __builtin_memcpy(at, lanes, 4 * count);
+    return;
+  }
+  const Uints bits = bits_of(x), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  const Uints kept = x != x ? (bits >> 16 | 0x40u) : rounded;
+  const Halves halves = __builtin_convertvector(kept, Halves);
+  __builtin_memcpy(static_cast<uint16_t*>(to) + begin, &halves, count < kWidth ? 2 * count : sizeof halves);
+}
+
+// x / (1 + e^-x), of an exponential that is at most 1.
+Floats silu(Floats x) {
+  const Floats power = exponential(x > 0.0f ? -x : x);
+  return x * (x > 0.0f ? all(1.0f) : power) / (1.0f + power);
+}
+
+void finish(const After& after, const Place& place, const float* sums, const float* ups) {
+  const int64_t end = after.num_columns - place.column < kColumns ? after.num_columns - place.column : kColumns;
+  for (int64_t c = 0; c < end; c += kWidth) {
+    const int64_t column = place.column + c, count = end - c < kWidth ? end - c : kWidth;
+    const auto bias_at = [&](int64_t at) {
+      return after.bias ? load_numbers(after.bias, after.bias_number, at, count) : Floats{};
+    };
+    const Floats bias = bias_at(column), up_bias = after.is_gated ? bias_at(after.num_columns + column) : Floats{};
+    for (int64_t r = 0; r < place.num_rows; ++r) {
+      const int64_t at = (place.row + r) * after.num_columns + column;
+      Floats x = load(sums + r * kColumns + c) + bias;
+      if (after.is_gated) x = silu(x) * (load(ups + r * kColumns + c) + up_bias);
+      if (after.residual) x = load_numbers(after.residual, after.number, at, count) + x;
+      store_numbers(after.y, after.number, at, count, x);
+    }
+  }
+}
+
+// --- heads -------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kMaxHeadDim = 1024;
+
+void store_head(const float* x, int64_t count, Number number, void* to, int64_t begin) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (number == Number::kF32) {
+      static_cast<float*>(to)[begin + i] = x[i];
+    } else {
+      static_cast<uint16_t*>(to)[begin + i] = encode_bf16(x[i]);
+    }
+  }
+}
+
+// Dimension i turns against i + D/2.
+void turn(const float* x, const float* cos, const float* sin, int64_t half, float* to) {
+  for (int64_t i = 0; i < half; ++i) {
+    to[i] = x[i] * cos[i] - x[half + i] * sin[i];
+    to[half + i] = x[half + i] * cos[i] + x[i] * sin[i];
+  }
+}
+
+void rotate(const Heads& heads, int64_t token) {
+  const int64_t dim = heads.head_dim, half = dim / 2, rows = heads.group + 2;
+  const float *cos = heads.cos + token * half, *sin = heads.sin + token * half;
+  float x[kMaxHeadDim], turned[kMaxHeadDim];
+  for (int64_t g = 0; g < heads.num_groups; ++g) {
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t from = ((token * heads.num_groups + g) * rows + row) * dim;
+      const int64_t padded = decode(static_cast<const char*>(heads.qkv) + from * bytes_of(heads.number), heads.number,
+                                    dim, x);
+      if (row == heads.group + 1) {
+        store_head(x, dim, heads.number, heads.v, (token * heads.num_groups + g) * dim);
+        continue;
+      }
+      const bool is_query = row < heads.group;
+      const void* scale = is_query ? heads.q_scale : heads.k_scale;
+      if (scale) normalise_rms(x, dim, padded, heads.eps, scale, heads.number);
+      turn(x, cos, sin, half, turned);
+      const int64_t head = is_query ? (token * heads.num_groups + g) * heads.group + row : token * heads.num_groups + g;
+      store_head(turned, dim, heads.number, is_query ? heads.q : heads.k, head * dim);
+    }
+  }
+}
+
+}  // namespace
+
+extern const Core JPAGED_CORE;
+const Core JPAGED_CORE = {JPAGED_NAME,  kWidth,        kRows,  sizeof(Pairs::X) == 2, prepare,
+                          multiply_f32, multiply_bf16, finish, rotate};
+
+}  // namespace jpaged::product

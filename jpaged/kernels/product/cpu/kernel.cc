@@ -1,0 +1,340 @@
+// Products of rows with a packed matrix as an XLA custom call: what is computed where. core.cc has the arithmetic.
+//
+//     rows in use -> prepared once (norm, type) -> a task for some blocks of columns -> tiles of up to 12 rows
+//
+// Rows that are not in use are zeros in the result, whatever lies in them.
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "core.h"
+#include "processor.h"
+#include "tasks.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jpaged::product {
+
+#if defined(__x86_64__)
+extern const Core kProductAvx512Bf16, kProductAvx512, kProductAvx2;
+#endif
+extern const Core kProductBaseline;
+
+namespace {
+
+namespace ffi = xla::ffi;
+using ffi::AnyBuffer;
+using Ints32 = ffi::Buffer<ffi::S32>;
+
+// Less work than this, in multiply-adds, is done before another thread wakes up.
+constexpr double kLeastShared = 4e5;
+// Tasks for each thread, so that none is long without work when another is held up.
+constexpr int64_t kTasksPerThread = 4;
+// Rows so many bytes apart, or a multiple, fall on the same lines of the first cache.
+constexpr int64_t kConflict = 1024;
+constexpr int64_t kLine = 64;
+
+const Core& choose_core(int64_t width, bool has_bf16) {
+#if defined(__x86_64__)
+  if (has_avx512_bf16() && has_bf16 && width >= kProductAvx512Bf16.width) return kProductAvx512Bf16;
+  if (has_avx512() && width >= kProductAvx512.width) return kProductAvx512;
+  if (has_avx2() && width >= kProductAvx2.width) return kProductAvx2;
+#endif
+  return kProductBaseline;
+}
+
+bool is_number(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; }
+Number number_of(ffi::DataType type) { return type == ffi::F32 ? Number::kF32 : Number::kBF16; }
+const void* or_null(const AnyBuffer& x) { return x.element_count() ? x.untyped_data() : nullptr; }
+int64_t count_of(const AnyBuffer& x) { return static_cast<int64_t>(x.element_count()); }
+
+// The rows of a call as a core multiplies them.
+struct Rows {
+  const char* x;
+  int64_t stride;      // numbers
+  int64_t row_bytes;
+};
+
+// An odd number of cache lines that holds `depth` numbers.
+int64_t spread_stride(int64_t depth, int64_t item_bytes) {
+  const int64_t lines = (depth * item_bytes + kLine - 1) / kLine;
+  return (lines | 1) * kLine / item_bytes;
+}
+
+Rows prepare_rows(ffi::ThreadPool& pool, const Core& core, const Before& before, const void* x, int64_t num_rows,
+                  int64_t num_threads) {
+  const int64_t depth = before.depth, stored_bytes = depth * bytes_of(before.number);
+  const bool is_bf16 = before.number == Number::kBF16;
+  const bool is_as_it_is = before.norm == Norm::kNone && !(is_bf16 && (depth % 2 || !core.takes_bf16)) &&
+                           !(num_rows > 1 && stored_bytes % kConflict == 0);
+  if (is_as_it_is) return {static_cast<const char*>(x), depth, stored_bytes};
+  const int64_t item_bytes = is_bf16 && core.takes_bf16 ? 2 : 4;
+  const int64_t stride = spread_stride(depth + depth % 2, item_bytes), row_bytes = stride * item_bytes;
+  const int64_t row_floats = (depth + kMaxWidth - 1) / kMaxWidth * kMaxWidth;
+  char* to = reinterpret_cast<char*>(scratch_floats(num_rows * row_bytes / 4));
+  constexpr int64_t kRowsOfTask = 16;
+  const int64_t num_tasks = (num_rows + kRowsOfTask - 1) / kRowsOfTask;
+  run_tasks(pool, num_tasks, num_tasks > 2 ? num_threads : 1, [&](int64_t task) {
+    static thread_local std::vector<float> row;
+    if (static_cast<int64_t>(row.size()) < row_floats) row.resize(row_floats);
+    for (int64_t r = task * kRowsOfTask; r < std::min(num_rows, (task + 1) * kRowsOfTask); ++r) {
+      core.prepare(before, static_cast<const char*>(x) + r * stored_bytes, row.data(), to + r * row_bytes,
+                   depth + depth % 2);
+    }
+  });
+  return {to, stride, row_bytes};
+}
+
+struct Attributes {
+  float eps;
+  int64_t norm, is_gated, max_width, max_threads;
+};
+
+struct Operands {
+  AnyBuffer x, matrix;
+  Ints32 num_rows;
+  AnyBuffer scale, norm_bias, bias, residual;
+};
+
+// Shapes that contradict each other, in words; none that cpu.py makes do.
+const char* contradiction(const Operands& o, const AnyBuffer& y, const Attributes& a) {
+  const auto x = o.x.dimensions(), matrix = o.matrix.dimensions(), out = y.dimensions();
+  if (!is_number(o.x.element_type()) || !is_number(y.element_type())) return "rows are not float32 or bfloat16";
+  if (o.matrix.element_type() != o.x.element_type()) return "rows and matrix differ in type";
+  const bool is_bf16 = o.x.element_type() == ffi::BF16;
+  if (x.size() != 2 || out.size() != 2 || matrix.size() != (is_bf16 ? 4 : 3)) return "an operand has another rank";
+  if (x[0] != out[0] || matrix[2] != kColumns || (is_bf16 && matrix[3] != 2)) return "rows or blocks differ in shape";
+  if (matrix[1] != (is_bf16 ? (x[1] + 1) / 2 : x[1])) return "rows and matrix differ in depth";
+  const int64_t parts = a.is_gated ? 2 : 1;
+  if (matrix[0] != parts * ((out[1] + kColumns - 1) / kColumns)) return "matrix and result differ in columns";
+  if (o.num_rows.element_count() != 1) return "the number of rows is no scalar";
+  if (a.norm < 0 || a.norm > static_cast<int64_t>(Norm::kLayer)) return "no such norm";
+  for (const AnyBuffer& per_depth : {o.scale, o.norm_bias}) {
+    if (count_of(per_depth) && (count_of(per_depth) != x[1] || per_depth.element_type() != o.x.element_type())) {
+      return "scale or bias of the norm do not fit the rows";
+    }
+  }
+  if (a.norm == static_cast<int64_t>(Norm::kRms) && !count_of(o.scale)) return "the norm has no scale";
+  if (count_of(o.bias) && (count_of(o.bias) != parts * out[1] || !is_number(o.bias.element_type()))) {
+    return "the bias does not fit the result";
+  }
+  if (count_of(o.residual) && (count_of(o.residual) != out[0] * out[1] || o.residual.element_type() != y.element_type())) {
+    return "what is added does not fit the result";
+  }
+  return nullptr;
+}
+
+ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 num_rows, AnyBuffer scale,
+                    AnyBuffer norm_bias, AnyBuffer bias, AnyBuffer residual, ffi::Result<AnyBuffer> y, Attributes a) {
+  const Operands o{x, matrix, num_rows, scale, norm_bias, bias, residual};
+  if (const char* reason = contradiction(o, *y, a)) return ffi::Error::InvalidArgument(reason);
+  const int64_t num_tokens = x.dimensions()[0], depth = x.dimensions()[1], num_columns = y->dimensions()[1];
+  const int64_t rows_in_use = std::clamp<int64_t>(num_rows.typed_data()[0], 0, num_tokens);
+  const bool is_bf16 = x.element_type() == ffi::BF16;
+  const Core& core = choose_core(a.max_width, is_bf16);
+  const After after{or_null(bias), or_null(residual), y->untyped_data(), number_of(bias.element_type()),
+                    number_of(y->element_type()), num_columns, a.is_gated != 0};
+  const int64_t y_row_bytes = num_columns * bytes_of(after.number);
+  std::memset(static_cast<char*>(after.y) + rows_in_use * y_row_bytes, 0, (num_tokens - rows_in_use) * y_row_bytes);
+  if (!rows_in_use) return ffi::Error::Success();
+
+  const int64_t num_blocks = (num_columns + kColumns - 1) / kColumns, parts = after.is_gated ? 2 : 1;
+  const double work = 1.0 * rows_in_use * depth * num_blocks * kColumns * parts;
+  const int64_t num_threads = work > kLeastShared ? count_threads(pool, a.max_threads) : 1;
+  const Before before{static_cast<Norm>(a.norm), a.eps, or_null(scale), or_null(norm_bias), number_of(x.element_type()),
+                      depth};
+  const Rows rows = prepare_rows(pool, core, before, x.untyped_data(), rows_in_use, num_threads);
+
+  const int64_t even_depth = is_bf16 ? depth + depth % 2 : depth, block_bytes = even_depth * kColumns * (is_bf16 ? 2 : 4);
+  const char* blocks = static_cast<const char*>(matrix.untyped_data());
+  const auto sums_of = [&](int64_t block, int64_t row, int64_t count, float* sums) {
+    const char *from = rows.x + row * rows.row_bytes, *columns = blocks + block * block_bytes;
+    if (is_bf16) {
+      core.multiply_bf16(from, rows.stride, count, even_depth, reinterpret_cast<const uint16_t*>(columns), sums);
+    } else {
+      core.multiply_f32(reinterpret_cast<const float*>(from), rows.stride, count, even_depth,
+                        reinterpret_cast<const float*>(columns), sums);
+    }
+  };
+  const int64_t step = num_threads > 1 ? std::max<int64_t>(num_blocks / (kTasksPerThread * num_threads), 1) : num_blocks;
+  run_tasks(pool, (num_blocks + step - 1) / step, num_threads, [&](int64_t task) {
+    alignas(kLine) float sums[kMaxRows * kColumns], ups[kMaxRows * kColumns];
+    for (int64_t block = task * step; block < std::min(num_blocks, (task + 1) * step); ++block) {
+      for (int64_t row = 0; row < rows_in_use; row += core.max_rows) {
+        const int64_t count = std::min(core.max_rows, rows_in_use - row);
+        sums_of(block, row, count, sums);
+        if (after.is_gated) sums_of(num_blocks + block, row, count, ups);
+        core.finish(after, {row, count, block * kColumns}, sums, ups);
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// --- norms alone -------------------------------------------------------------------------------------------------
+
+ffi::Error normalise(ffi::ThreadPool pool, AnyBuffer x, Ints32 num_rows, AnyBuffer scale, AnyBuffer norm_bias,
+                     ffi::Result<AnyBuffer> y, Attributes a) {
+  const auto shape = x.dimensions();
+  if (!is_number(x.element_type()) || shape.size() != 2) return ffi::Error::InvalidArgument("rows are no matrix of numbers");
+  if (a.norm < 1 || a.norm > static_cast<int64_t>(Norm::kLayer)) return ffi::Error::InvalidArgument("no such norm");
+  for (const AnyBuffer& per_depth : {scale, norm_bias}) {
+    if (count_of(per_depth) && (count_of(per_depth) != shape[1] || per_depth.element_type() != x.element_type())) {
+      return ffi::Error::InvalidArgument("scale or bias of the norm do not fit the rows");
+    }
+  }
+  const int64_t depth = shape[1], rows_in_use = std::clamp<int64_t>(num_rows.typed_data()[0], 0, shape[0]);
+  const Before before{static_cast<Norm>(a.norm), a.eps, or_null(scale), or_null(norm_bias), number_of(x.element_type()),
+                      depth};
+  const int64_t row_bytes = depth * bytes_of(before.number);
+  char* out = static_cast<char*>(y->untyped_data());
+  std::memset(out + rows_in_use * row_bytes, 0, (shape[0] - rows_in_use) * row_bytes);
+  if (!rows_in_use) return ffi::Error::Success();
+  const Core& core = choose_core(a.max_width, before.number == Number::kBF16);
+  const Rows rows = prepare_rows(pool, core, before, x.untyped_data(), rows_in_use, count_threads(pool, a.max_threads));
+  const bool is_widened = before.number == Number::kBF16 && !core.takes_bf16;
+  for (int64_t r = 0; r < rows_in_use; ++r) {
+    const char* row = rows.x + r * rows.row_bytes;
+    if (!is_widened) {
+      std::memcpy(out + r * row_bytes, row, row_bytes);
+      continue;
+    }
+    for (int64_t i = 0; i < depth; ++i) {
+      reinterpret_cast<uint16_t*>(out)[r * depth + i] = encode_bf16(reinterpret_cast<const float*>(row)[i]);
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// --- heads -------------------------------------------------------------------------------------------------------
+
+struct HeadAttributes {
+  float eps;
+  int64_t max_width, max_threads;
+};
+
+const char* heads_contradiction(const AnyBuffer& qkv, const AnyBuffer& cos, const AnyBuffer& sin,
+                                const AnyBuffer& q_scale, const AnyBuffer& k_scale, const Ints32& num_rows) {
+  const auto shape = qkv.dimensions(), angles = cos.dimensions();
+  if (shape.size() != 4 || angles.size() != 2 || !is_number(qkv.element_type())) return "an operand has another rank";
+  if (shape[2] < 3 || shape[3] % 2 || shape[3] > 1024) return "heads are odd, too wide or none";
+  if (angles[0] != shape[0] || 2 * angles[1] != shape[3] || cos.element_type() != ffi::F32) return "angles do not fit";
+  if (sin.element_count() != cos.element_count() || sin.element_type() != ffi::F32) return "angles do not fit";
+  for (const AnyBuffer& scale : {q_scale, k_scale}) {
+    if (count_of(scale) && (count_of(scale) != shape[3] || scale.element_type() != qkv.element_type())) {
+      return "the scale of a norm does not fit the heads";
+    }
+  }
+  return num_rows.element_count() == 1 ? nullptr : "the number of rows is no scalar";
+}
+
+ffi::Error rotate(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer cos, AnyBuffer sin, AnyBuffer q_scale,
+                  AnyBuffer k_scale, Ints32 num_rows, ffi::Result<AnyBuffer> q, ffi::Result<AnyBuffer> k,
+                  ffi::Result<AnyBuffer> v, HeadAttributes a) {
+  if (const char* reason = heads_contradiction(qkv, cos, sin, q_scale, k_scale, num_rows)) {
+    return ffi::Error::InvalidArgument(reason);
+  }
+  const auto shape = qkv.dimensions();
+  const int64_t num_tokens = shape[0], rows_in_use = std::clamp<int64_t>(num_rows.typed_data()[0], 0, num_tokens);
+  const Heads heads{number_of(qkv.element_type()), shape[1], shape[2] - 2, shape[3], a.eps, or_null(q_scale),
+                    or_null(k_scale), qkv.untyped_data(), cos.typed_data<float>(), sin.typed_data<float>(),
+                    q->untyped_data(), k->untyped_data(), v->untyped_data()};
+  const Core& core = choose_core(a.max_width, true);
+  for (ffi::Result<AnyBuffer>* out : {&q, &k, &v}) {
+    const int64_t row_bytes = static_cast<int64_t>((*out)->size_bytes()) / std::max<int64_t>(num_tokens, 1);
+    std::memset(static_cast<char*>((*out)->untyped_data()) + rows_in_use * row_bytes, 0,
+                (num_tokens - rows_in_use) * row_bytes);
+  }
+  constexpr int64_t kRowsOfTask = 16;
+  const int64_t num_tasks = (rows_in_use + kRowsOfTask - 1) / kRowsOfTask;
+  run_tasks(pool, num_tasks, num_tasks > 2 ? count_threads(pool, a.max_threads) : 1, [&](int64_t task) {
+    for (int64_t t = task * kRowsOfTask; t < std::min(rows_in_use, (task + 1) * kRowsOfTask); ++t) core.rotate(heads, t);
+  });
+  return ffi::Error::Success();
+}
+
+// --- packing -----------------------------------------------------------------------------------------------------
+
+// Number (k, n) of the matrix lies at k * k_step + n * n_step.
+template <class T>
+void pack(const T* matrix, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step, int64_t deep, T* blocks) {
+  const int64_t even_depth = (depth + deep - 1) / deep * deep;
+  for (int64_t first = 0; first < num_columns; first += kColumns) {
+    const int64_t count = std::min(kColumns, num_columns - first);
+    for (int64_t k = 0; k < even_depth; ++k) {
+      T* to = blocks + (k / deep * deep) * kColumns + k % deep;
+      const T* from = matrix + k * k_step + first * n_step;
+      for (int64_t c = 0; c < kColumns; ++c) to[c * deep] = k < depth && c < count ? from[c * n_step] : T{};
+    }
+    blocks += even_depth * kColumns;
+  }
+}
+
+}  // namespace
+}  // namespace jpaged::product
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::product::Attributes, xla::ffi::StructMember<float>("eps"),
+                                      xla::ffi::StructMember<int64_t>("norm"),
+                                      xla::ffi::StructMember<int64_t>("is_gated"),
+                                      xla::ffi::StructMember<int64_t>("max_width"),
+                                      xla::ffi::StructMember<int64_t>("max_threads"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::product::HeadAttributes, xla::ffi::StructMember<float>("eps"),
+                                      xla::ffi::StructMember<int64_t>("max_width"),
+                                      xla::ffi::StructMember<int64_t>("max_threads"));
+
+namespace ffi = xla::ffi;
+using ffi::AnyBuffer;
+using jpaged::product::Ints32;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_multiply, jpaged::product::multiply,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<AnyBuffer>()  // rows
+                                  .Arg<AnyBuffer>()  // packed matrix
+                                  .Arg<Ints32>()     // number of rows
+                                  .Arg<AnyBuffer>()  // scale of the norm
+                                  .Arg<AnyBuffer>()  // its bias
+                                  .Arg<AnyBuffer>()  // bias of the product
+                                  .Arg<AnyBuffer>()  // what is added
+                                  .Ret<AnyBuffer>()
+                                  .Attrs<jpaged::product::Attributes>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_normalise, jpaged::product::normalise,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<AnyBuffer>()  // rows
+                                  .Arg<Ints32>()     // number of rows
+                                  .Arg<AnyBuffer>()  // scale of the norm
+                                  .Arg<AnyBuffer>()  // its bias
+                                  .Ret<AnyBuffer>()
+                                  .Attrs<jpaged::product::Attributes>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_rotate, jpaged::product::rotate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<AnyBuffer>()  // queries, keys and values
+                                  .Arg<AnyBuffer>()  // cosines
+                                  .Arg<AnyBuffer>()  // sines
+                                  .Arg<AnyBuffer>()  // scale of the queries' norm
+                                  .Arg<AnyBuffer>()  // scale of the keys' norm
+                                  .Arg<Ints32>()     // number of rows
+                                  .Ret<AnyBuffer>()
+                                  .Ret<AnyBuffer>()
+                                  .Ret<AnyBuffer>()
+                                  .Attrs<jpaged::product::HeadAttributes>());
+
+extern "C" void jpaged_pack(const void* matrix, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step,
+                            int64_t item_bytes, void* blocks) {
+  if (item_bytes == 4) {
+    jpaged::product::pack(static_cast<const float*>(matrix), depth, num_columns, k_step, n_step, 1,
+                          static_cast<float*>(blocks));
+  } else {
+    jpaged::product::pack(static_cast<const uint16_t*>(matrix), depth, num_columns, k_step, n_step, 2,
+                          static_cast<uint16_t*>(blocks));
+  }
+}
+
+extern "C" const char* jpaged_product_core() {
+  return jpaged::product::choose_core(jpaged::product::kMaxWidth, true).name;
+}
