@@ -5,4 +5,5 @@ kv_layout.py       where keys and values lie in the pool
 paged_attention/   attention over blocks
 product/           products with matrices packed for CPUs
 cpu/               the library of all CPU kernels
+sampling/          tokens from logits
 """

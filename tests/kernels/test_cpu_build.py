@@ -313,24 +313,64 @@ PRODUCT_FAULTS = (
     Fault("an odd depth is cut", _CALL, "(depth + deep - 1) / deep * deep", "depth / deep * deep", "float64"),
 )
 
+_ROW, _FLOORS, _NOISE = "sampling/cpu/core.cc", "sampling/cpu/floors.h", "sampling/cpu/noise.h"
+
+SAMPLING_FAULTS = (
+    Fault(
+        "of equals the higher token comes first", _ROW, "values[place - 1] < kept", "values[place - 1] <= kept", "width"
+    ),
+    Fault(
+        "a banned NaN is not seen",
+        _ROW,
+        "(!has_banned || is_below_where_banned(",
+        "(true || is_below_where_banned(",
+        "anywhere",
+    ),
+    Fault("what is banned has no probability", _ROW, "row.x = logits;\n    scan", "scan", "width"),
+    Fault("ranks count equals", _ROW, "row.size) > chosen", "row.size) >= chosen", "width"),
+    Fault("min_p is of the whole", _FLOORS, "? largest + logf(", "? logf(", "width"),
+    Fault("top_k keeps one more", _FLOORS, "static_cast<float>(top_k))", "top_k + 1.0f)", "width"),
+    Fault("top_p forgets top_k", _FLOORS, "has_floor ? share * weigh(kept, largest)", "false ? 0", "width"),
+    Fault(
+        "a share is looked for too near",
+        _FLOORS,
+        "if (weigh(kept, largest) >= need) break;",
+        "weigh(kept, largest);\n    break;",
+        "width",
+    ),
+    Fault("columns behind the end are kept", _FLOORS, "& (ids < static_cast<int32_t>(end))", "", "width"),
+    Fault("a round of the noise is another", _NOISE, "{13, 15, 26, 6}", "{13, 15, 26, 7}", "width"),
+    Fault("both halves have the first word", _NOISE, "is_first ? words.x : words.y", "words.x", "width"),
+    Fault("there is less noise than there is", _NOISE, "kMostNoise = 22.9f", "kMostNoise = 2.9f", "width"),
+    Fault("the bound is too low", _NOISE, "158 * kLn2", "150 * kLn2", "width"),
+    Fault(
+        "a thread leaves its last row out",
+        "sampling/cpu/kernel.cc",
+        "(task + 1) * num_rows / num_tasks;",
+        "(task + 1) * num_rows / num_tasks - 1;",
+        "among_others",
+    ),
+)
+
 _RUN = """
 import sys, pathlib, pytest
 from jpaged.kernels.cpu import build
-from jpaged.kernels import product
+from jpaged.kernels import product, sampling
 from jpaged.kernels.paged_attention.cpu import attention
 build.LIBRARY = pathlib.Path(sys.argv[1])
-kernel = product.kernel() if "product" in sys.argv[3] else attention.kernel()
-isinstance(kernel, str) and sys.exit(9)
+kernels = {"product": product.kernel, "sampling": sampling.kernel, "attention": attention.kernel}
+(kernel,) = (kernel for name, kernel in kernels.items() if name in sys.argv[3])
+isinstance(kernel(), str) and sys.exit(9)
 sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not long", "-k", sys.argv[2], sys.argv[3]]))
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", [*FAULTS, *PRODUCT_FAULTS], ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", [*FAULTS, *PRODUCT_FAULTS, *SAMPLING_FAULTS], ids=lambda fault: fault.name)
 def test_a_wrong_kernel_is_caught(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Wrong numbers are as wrong without optimising, which is more than half of a build.
     monkeypatch.setattr(build, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build._FLAGS))
-    operation = "Product" if fault.source.startswith("product/") else "Attention"
+    (operation,) = (name for name, folder in build.OPERATIONS.items() if fault.source.startswith(folder))
     for folder in (build.SHARED, build.OPERATIONS[operation]):
         shutil.copytree(build.KERNELS / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.py", "*.so"))
     path = tmp_path / fault.source
@@ -344,13 +384,19 @@ def test_a_wrong_kernel_is_caught(fault: Fault, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("operation", "faults"), [("Attention", FAULTS), ("Product", PRODUCT_FAULTS)])
+@pytest.mark.parametrize(
+    ("operation", "faults"), [("Attention", FAULTS), ("Product", PRODUCT_FAULTS), ("Sampling", SAMPLING_FAULTS)]
+)
 def test_the_right_kernel_passes_the_same_tests(operation: str, faults: tuple[Fault, ...]) -> None:
     status, output = _run_suite(build.LIBRARY, operation, " or ".join(fault.tests for fault in faults))
     assert status == 0, output
 
 
-_SUITES = {"Attention": "test_paged_attention_cpu.py", "Product": "test_product_cpu.py"}
+_SUITES = {
+    "Attention": "test_paged_attention_cpu.py",
+    "Product": "test_product_cpu.py",
+    "Sampling": "test_sampling_cpu.py",
+}
 
 
 def _run_suite(library: Path, operation: str, tests: str) -> tuple[int, str]:

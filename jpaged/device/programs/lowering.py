@@ -25,6 +25,7 @@ from jpaged.device.step.runner import ROW_WORDS
 from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.engine.executor import BucketTable, Geometry
+from jpaged.kernels.sampling import choose_kernel
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
@@ -75,6 +76,7 @@ def sized_step(
         mesh=mesh,
         backend=chosen.backend,
         linear_backend=choose_linear_backend(options.model.linear_backend, mesh, layer_mode),
+        sampler=choose_kernel(chosen.backend, num_parts),
     )
     return step, geometry
 

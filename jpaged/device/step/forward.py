@@ -27,6 +27,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
 from jpaged.kernels.paged_attention.spec import NewKV
+from jpaged.kernels.sampling import SamplingKernel
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace
@@ -65,6 +66,7 @@ class Step:
         mesh: the devices that each run their part.
         backend: whose attention kernel runs.
         linear_backend: what multiplies with the weights, and so whether they are packed.
+        sampler: the kernel that samples; None is XLA.
     """
 
     model: Model
@@ -75,6 +77,7 @@ class Step:
     mesh: Mesh
     backend: Backend
     linear_backend: LinearBackend
+    sampler: SamplingKernel | None
 
     def packed_forward(
         self,
@@ -129,7 +132,7 @@ class Step:
         vocabulary = Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
 
         def sample(logits_rv: jax.Array, how: sampling.RowSampling) -> sampling.Sampled:
-            return sampling.sample(logits_rv, how, vocabulary, detail)
+            return sampling.sample(logits_rv, how, vocabulary, detail, self.sampler)
 
         sampled = on_shards(sample, self.mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec())(logits_rv, how)
         last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.num_places - num_rows))

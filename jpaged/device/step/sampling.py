@@ -18,6 +18,8 @@ Whatever looks at a whole row does so through `Vocabulary`, so the same lines ru
 devices. Truncation is exact there too, and gathers nothing: a pass of a bisection takes one number a row from each
 device, 32 rows of which are 128 bytes; the logits of 32 rows over a vocabulary of 128k would be 16 MB.
 
+On CPUs a kernel does all of this (`jpaged.kernels.sampling`); what is here says what it does, and runs elsewhere.
+
 No step sorts the vocabulary: on CPUs a sort of 64 x 4096 takes 140 ms, and 32 passes of a bisection 6. What no row of
 the batch needs is skipped.
 """
@@ -37,6 +39,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jpaged.device.step import noise
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import TOP_WIDTH, Detail
+from jpaged.kernels.sampling import RowInputs, SamplingKernel
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -82,8 +85,24 @@ class Sampled:
     top_logprobs_rk: Float[Array, "R K"] | None = None
 
 
-def sample(logits_rv: Float[Array, "R V"], how: RowSampling, vocabulary: Vocabulary, detail: Detail) -> Sampled:
-    """Samples one token a row. `logits_rv` is float32: the vocabulary's, or this device's columns of them."""
+def sample(
+    logits_rv: Float[Array, "R V"],
+    how: RowSampling,
+    vocabulary: Vocabulary,
+    detail: Detail,
+    kernel: SamplingKernel | None = None,
+) -> Sampled:
+    """Samples one token a row.
+
+    Args:
+        logits_rv: float32: the vocabulary's, or this device's columns of them.
+        how: of each row.
+        vocabulary: which tokens the columns are.
+        detail: what is told besides.
+        kernel: does all of it where all columns are here; None leaves it to XLA.
+    """
+    if kernel is not None:
+        return _sample_in(kernel, logits_rv, how, detail)
     if vocabulary.axis is not None:  # padding
         logits_rv = jnp.where(vocabulary.ids(logits_rv.shape[1]) < vocabulary.size, logits_rv, -jnp.inf)
     logits_rv = with_layout_constraint(logits_rv, _ROWS)
@@ -114,6 +133,18 @@ def sample(logits_rv: Float[Array, "R V"], how: RowSampling, vocabulary: Vocabul
         return sampled
     top_rk, top_ids_rk = top
     return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_total_r1)
+
+
+def _sample_in(kernel: SamplingKernel, logits_rv: jax.Array, how: RowSampling, detail: Detail) -> Sampled:
+    num_top = min(TOP_WIDTH, logits_rv.shape[1]) if detail == Detail.TOP_LOGPROBS else 0
+    inputs = RowInputs(**{name: getattr(how, name) for name in RowInputs._fields})
+    told = kernel.sample(logits_rv, inputs, has_logprobs=detail >= Detail.LOGPROBS, num_top=num_top)
+    sampled = Sampled(told.token_ids_r, told.is_sound_r)
+    if detail >= Detail.LOGPROBS:
+        sampled = dataclasses.replace(sampled, logprobs_r=told.logprobs_r, ranks_r=told.ranks_r)
+    if num_top:
+        sampled = dataclasses.replace(sampled, top_ids_rk=told.top_ids_rk, top_logprobs_rk=told.top_logprobs_rk)
+    return sampled
 
 
 def first_largest(x_rv: Float[Array, "R V"], vocabulary: Vocabulary) -> Int[Array, "R"]:

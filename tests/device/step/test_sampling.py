@@ -17,6 +17,7 @@ from jpaged.device.step import noise, sampling
 from jpaged.device.step.runner import unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, TOP_WIDTH, Detail, SamplingInputs
+from jpaged.kernels.sampling import SamplingKernel, kernel
 from jpaged.types import MAX_LOGPROBS
 from tests.device.step import sampling_oracle as oracle
 from tests.device.step.sampling_oracle import Params
@@ -24,9 +25,31 @@ from tests.device.step.sampling_oracle import Params
 V = 61
 
 
-@functools.partial(jax.jit, static_argnames="detail")
-def _sample(logits: jax.Array, how: sampling.RowSampling, detail: Detail) -> sampling.Sampled:
-    return sampling.sample(logits, how, Vocabulary(logits.shape[1]), detail)
+@pytest.fixture(scope="module", autouse=True, params=["xla", "cpu"])
+def backend(request: pytest.FixtureRequest) -> None:
+    """Everything is asked of XLA's sampling, and of the kernel of CPUs."""
+    _kernel.append(kernel_of_cpus() if request.param == "cpu" else None)
+
+
+_kernel: list[SamplingKernel | None] = []
+"""What samples, the last of them."""
+
+
+def kernel_of_cpus() -> SamplingKernel:
+    found = kernel()
+    assert isinstance(found, SamplingKernel), found
+    return found
+
+
+def _sample(logits: np.ndarray, how: sampling.RowSampling, detail: Detail) -> sampling.Sampled:
+    return run_sampling(logits, how, detail, _kernel[-1])
+
+
+@functools.partial(jax.jit, static_argnames=("detail", "kernel"))
+def run_sampling(
+    logits: jax.Array, how: sampling.RowSampling, detail: Detail, kernel: SamplingKernel | None
+) -> sampling.Sampled:
+    return sampling.sample(jnp.asarray(logits, jnp.float32), how, Vocabulary(logits.shape[1]), detail, kernel)
 
 
 @jax.jit

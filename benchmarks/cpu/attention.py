@@ -7,7 +7,7 @@ Each core count is a process of its own, pinned before JAX starts its threads. I
 the same arrays, and medians are compared; what a call costs without any work is part of both. Beside the time on the
 clock stands the processor's time of all threads, which other processes of the machine disturb less.
 
-    python -m benchmarks.cpu_attention [--shapes qwen2.5-0.5b] [--kinds decode] [--rows 1 8] [--contexts 512] [--cpus 1]
+    python -m benchmarks.cpu.attention [--shapes qwen2.5-0.5b] [--kinds decode] [--rows 1 8] [--contexts 512] [--cpus 1]
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _measure_pinned(options: argparse.Namespace) -> Iterator[Point]:
     allowed = sorted(os.sched_getaffinity(0))
     lists = {name: [str(x) for x in getattr(options, name)] for name in ("shapes", "kinds", "rows", "contexts")}
     arguments = itertools.chain.from_iterable((f"--{name}", *values) for name, values in lists.items())
-    command = [sys.executable, "-m", "benchmarks.cpu_attention", *arguments]
+    command = [sys.executable, "-m", "benchmarks.cpu.attention", *arguments]
     for count in options.cpus or sorted({1, len(allowed)}):
         cores = ",".join(map(str, allowed[:count]))
         with subprocess.Popen([*command, "--cores", cores], stdout=subprocess.PIPE, text=True) as process:
@@ -201,13 +201,13 @@ def _save(points: list[Point]) -> Path:
     found = cpu.kernel()
     vectors = found if isinstance(found, str) else found.vectors
     facts = {"jax": version("jax"), "jaxlib": version("jaxlib"), "vectors": vectors}
-    command = f"python -m benchmarks.cpu_attention {' '.join(sys.argv[1:])}".rstrip()
+    command = f"python -m benchmarks.cpu.attention {' '.join(sys.argv[1:])}".rstrip()
     return save("cpu_attention", command, {**facts, "least_speedup": _worst(points), "points": records})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cpu_attention",
+        prog="python -m benchmarks.cpu.attention",
         description="Attention on CPUs: the C++ kernel against the XLA version, on one core and on all.",
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen2.5-0.5b", "llama-3-8b"])

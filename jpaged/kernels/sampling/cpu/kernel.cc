@@ -1,0 +1,121 @@
+// Sampling on CPUs as an XLA custom call: which thread samples which rows. core.cc samples one.
+
+#include <algorithm>
+
+#include "core.h"
+#include "processor.h"
+#include "tasks.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jpaged {
+
+#if defined(__x86_64__)
+extern const SamplingCore kSamplingAvx512, kSamplingAvx2;
+#endif
+extern const SamplingCore kSamplingBaseline;
+
+namespace {
+
+namespace ffi = xla::ffi;
+using Floats32 = ffi::Buffer<ffi::F32>;
+using Ints32 = ffi::Buffer<ffi::S32>;
+
+constexpr int64_t kLeastShared = 1 << 18;  // logits: less is done before another thread wakes up
+constexpr int64_t kDrawCost = 4;           // of a row that is sampled at random, in rows that are greedy
+constexpr int64_t kTasksPerThread = 4;
+
+const SamplingCore& choose_core(int64_t width) {
+#if defined(__x86_64__)
+  if (has_avx512() && width >= kSamplingAvx512.width) return kSamplingAvx512;
+  if (has_avx2() && width >= kSamplingAvx2.width) return kSamplingAvx2;
+#endif
+  return kSamplingBaseline;
+}
+
+void run_sampling(ffi::ThreadPool& pool, const SamplingCall& call, int64_t num_rows, const SamplingCore& core,
+                  int64_t max_threads) {
+  int64_t cost = 0;
+  for (int64_t r = 0; r < num_rows; ++r) cost += call.temperature_r[r] > 0 ? kDrawCost : 1;
+  const int64_t num_threads = cost * call.vocab_size < kLeastShared ? 1 : count_threads(pool, max_threads);
+  const int64_t num_tasks = std::min(num_rows, num_threads * kTasksPerThread);
+  run_tasks(pool, num_tasks, num_threads, [&](int64_t task) {
+    float* scratch = scratch_floats(core.num_scratch_floats(call));
+    for (int64_t r = task * num_rows / num_tasks; r < (task + 1) * num_rows / num_tasks; ++r) {
+      core.sample(call, r, scratch);
+    }
+  });
+}
+
+// Shapes that contradict each other, in words; none that sample.py makes do.
+const char* contradiction(int64_t num_rows, int64_t vocab_size, ffi::AnyBuffer::Dimensions logits,
+                          std::initializer_list<int64_t> per_row, std::initializer_list<int64_t> if_wanted) {
+  if (logits.size() != 2 || num_rows < 1 || vocab_size < 1) return "logits are not [R, V]";
+  for (const int64_t count : per_row) {
+    if (count != num_rows) return "the rows' arrays differ in length";
+  }
+  for (const int64_t count : if_wanted) {
+    if (count != 0 && count != num_rows) return "the results differ in length";
+  }
+  return nullptr;
+}
+
+ffi::Error sample(ffi::ThreadPool pool, Floats32 logits, Floats32 temperatures, Ints32 top_ks, Floats32 top_ps,
+                  Floats32 min_ps, ffi::Buffer<ffi::U32> seeds, Ints32 sequence_indices, Ints32 positions,
+                  Ints32 banned_token_ids, ffi::Result<Ints32> token_ids, ffi::Result<ffi::Buffer<ffi::PRED>> is_sound,
+                  ffi::Result<Floats32> logprobs, ffi::Result<Ints32> ranks, ffi::Result<Ints32> top_ids,
+                  ffi::Result<Floats32> top_logprobs, int64_t max_width, int64_t max_threads) {
+  const auto shape = logits.dimensions(), banned = banned_token_ids.dimensions(), top = top_ids->dimensions();
+  const int64_t num_rows = shape.size() == 2 ? shape[0] : 0, vocab_size = shape.size() == 2 ? shape[1] : 0;
+  const auto count = [](const auto& buffer) { return static_cast<int64_t>(buffer.element_count()); };
+  const char* reason = contradiction(
+      num_rows, vocab_size, shape,
+      {count(temperatures), count(top_ks), count(top_ps), count(min_ps), count(seeds) / 2, count(sequence_indices),
+       count(positions), banned.size() == 2 ? banned[0] : -1, count(*token_ids), count(*is_sound)},
+      {count(*logprobs), count(*ranks)});
+  if (reason) return ffi::Error::InvalidArgument(reason);
+  if (top.size() != 2 || count(*logprobs) != count(*ranks) || count(*top_ids) != count(*top_logprobs) || top[1] < 0 ||
+      top[1] > vocab_size || (top[1] && (top[0] != num_rows || !count(*logprobs)))) {
+    return ffi::Error::InvalidArgument("top log-probabilities are not [R, K], or come without log-probabilities");
+  }
+  const bool has_logprobs = count(*logprobs) > 0;
+  const SamplingCall call{
+      logits.typed_data(),      vocab_size,
+      temperatures.typed_data(), top_ps.typed_data(),
+      min_ps.typed_data(),      top_ks.typed_data(),
+      sequence_indices.typed_data(), positions.typed_data(),
+      banned_token_ids.typed_data(), seeds.typed_data(),
+      banned[1],                token_ids->typed_data(),
+      is_sound->typed_data(),   has_logprobs ? logprobs->typed_data() : nullptr,
+      has_logprobs ? ranks->typed_data() : nullptr,
+      top_ids->typed_data(),    top_logprobs->typed_data(),
+      top[1],
+  };
+  run_sampling(pool, call, num_rows, choose_core(max_width), max_threads);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jpaged
+
+namespace ffi = xla::ffi;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_sample, jpaged::sample,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<jpaged::Floats32>()       // logits [R, V]
+                                  .Arg<jpaged::Floats32>()       // temperatures [R]
+                                  .Arg<jpaged::Ints32>()         // top_k [R]
+                                  .Arg<jpaged::Floats32>()       // top_p [R]
+                                  .Arg<jpaged::Floats32>()       // min_p [R]
+                                  .Arg<ffi::Buffer<ffi::U32>>()  // seeds [R, 2]
+                                  .Arg<jpaged::Ints32>()         // sequence indices [R]
+                                  .Arg<jpaged::Ints32>()         // positions [R]
+                                  .Arg<jpaged::Ints32>()         // banned token ids [R, X]
+                                  .Ret<jpaged::Ints32>()         // token ids [R]
+                                  .Ret<ffi::Buffer<ffi::PRED>>() // which rows are sound [R]
+                                  .Ret<jpaged::Floats32>()       // log-probabilities [R] or [0]
+                                  .Ret<jpaged::Ints32>()         // ranks [R] or [0]
+                                  .Ret<jpaged::Ints32>()         // top ids [R, K]
+                                  .Ret<jpaged::Floats32>()       // top log-probabilities [R, K]
+                                  .Attr<int64_t>("max_width")
+                                  .Attr<int64_t>("max_threads"));
