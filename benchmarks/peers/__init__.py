@@ -8,6 +8,7 @@ gguf_file.py      a model in llama.cpp's format
 workloads.py      the requests, made from a seed
 session.py        a peer's process on its core
 rounds.py         peers in turns, A B A B
+serving.py        servers under load, at the rate where vLLM's saturates and above
 ratios.py         medians, ratios, agreement of greedy tokens
 limits.py         the least seconds that a workload can take on a core
 table.py          the record as markdown

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import checkpoints, rounds, table, workloads
+from benchmarks.peers import checkpoints, rounds, serving, table, workloads
 from benchmarks.peers.checkpoints import SHAPES, Shape
 from benchmarks.peers.environments import CannotInstall, Home, install
-from benchmarks.peers.peers import OURS, PEERS, START
+from benchmarks.peers.peers import OURS, PEERS, SERVE, START
 from benchmarks.peers.rounds import Plan, Rounds
 from benchmarks.peers.session import ROOT, require_taskset
 from benchmarks.record import RESULTS, machine
@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
     cores = sorted(os.sched_getaffinity(0))
     parser.add_argument("--peers", nargs="+", choices=others, default=others, help="beside jpaged (all)")
     parser.add_argument("--models", nargs="+", choices=[*SHAPES], default=[*SHAPES], help="(S M)")
-    every = (START, *workloads.WORKLOADS)
+    every = (START, *workloads.WORKLOADS, SERVE)
     parser.add_argument("--workloads", nargs="+", choices=every, help="(of S all, of M W5 and T1)")
     parser.add_argument("--repeats", type=_positive, help="turns of each peer (2 to 5, by the length of a workload)")
     parser.add_argument("--core", type=int, choices=cores, default=cores[-1], help="where all run (the last)")
@@ -123,7 +123,7 @@ def _make_inputs(plan: Plan, home: Home, missing: dict[str, str]) -> None:
         converter = [str(home.python("lcpp")), "-P", "-m", "benchmarks.peers.gguf_file", str(folder), str(made)]
         subprocess.run(converter, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
         made.rename(gguf)
-    for workload in plan.workloads:
+    for workload in plan.in_turns:
         if workload != START:
             workloads.write(rounds.workload_path(home, shape.name, workload), workloads.make(shape.name, workload))
 
@@ -144,12 +144,15 @@ def _measure(plan: Plan, missing: dict[str, str], home: Home, results: Path, rat
     _require_memory(plan)
     about_run = {"command": COMMAND, "commit": _commit(), "seed": workloads.SEED, "core": plan.core}
     with Rounds(plan, missing, home, _say) as turns:
-        for workload in plan.workloads:
-            before = machine()
+        for workload in plan.in_turns:
+            before = _moment()
             cells = turns.measure(workload)
             row = rounds.row(plan, workload, cells, turns.about)
-            date = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
-            _save(plan.shape, results, workload, {"date": date, "machine": before, **about_run, **row}, rates)
+            _save(plan.shape, results, workload, {**before, **about_run, **row}, rates)
+    if SERVE in plan.workloads:
+        before = _moment()
+        row = serving.measure(plan.shape, missing, home, plan.core, _say)
+        _save(plan.shape, results, SERVE, {**before, **about_run, **row}, rates)
 
 
 def _save(shape: Shape, results: Path, workload: str, row: dict, rates: dict[str, object] | None) -> None:
@@ -197,6 +200,11 @@ def _require_memory(plan: Plan) -> None:
             f"{', '.join(plan.peers)} beside each other need {needs / 2**30:.1f} GiB for {plan.shape.name} and "
             f"{available / 2**30:.1f} GiB are free: name fewer --peers"
         )
+
+
+def _moment() -> dict[str, object]:
+    """When it is, and how the machine is before a row is measured."""
+    return {"date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "machine": machine()}
 
 
 def _commit() -> str:

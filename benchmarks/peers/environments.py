@@ -13,6 +13,7 @@ index of yours has that, name a folder or an index that does by PIP_FIND_LINKS o
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ BUILD_TOOLS = ("scikit-build-core==1.1.2", "hatchling==1.33.0", "cmake==4.4.4", 
 TCMALLOC = "libtcmalloc-minimal4"
 COMPILERS = ("c++", "g++", "clang++")
 MAX_REASON_CHARS = 300
+_ERROR = re.compile(r"\b(?i:error|fatal)\b|Error:|^E:")
 
 
 class CannotInstall(Exception):
@@ -177,6 +179,6 @@ def _run(home: Home, log: str, command: Sequence[str], cwd: Path | None = None) 
 def reason(output: str, status: int) -> str:
     """Returns the line of an output that says why a command failed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.lower().startswith(("error", "e:", "fatal")) or ": error" in line.lower()]
+    errors = [line for line in lines if _ERROR.search(line)]
     line = (errors or lines or [f"it ended with {status} and said nothing"])[-1]
     return line if len(line) <= MAX_REASON_CHARS else line[:MAX_REASON_CHARS] + "..."

@@ -18,6 +18,10 @@ KV_CACHE_BYTES = 1 << 30
 """Each peer's pool of keys and values: more than any workload fills at once."""
 BLOCK_SIZE = 16
 """Tokens in a block of jpaged."""
+SERVE = "serve"
+"""Servers under load, as `serving.py` measures them."""
+SERVE_EXPECTED_S = 400.0
+"""About how long that takes, starts included."""
 _WORKERS = "benchmarks.peers.workers"
 LLAMA_SERVER = f"{_WORKERS}.llama_server"
 START = "start"

@@ -13,12 +13,12 @@ from typing import Any
 
 from benchmarks.peers.checkpoints import Shape
 from benchmarks.peers.environments import Home
-from benchmarks.peers.peers import OURS, PEERS, START, options_for
+from benchmarks.peers.peers import OURS, PEERS, SERVE, SERVE_EXPECTED_S, START, options_for
 from benchmarks.peers.ratios import agreement
 from benchmarks.peers.session import PeerFailed, Run, Session
 from benchmarks.peers.workloads import Job, digest, make
 
-WORKLOADS = {"S": (START, "W5", "W4", "W2", "W3", "T1", "W1"), "M": ("W5", "T1")}
+WORKLOADS = {"S": (START, "W5", "W4", "W2", "W3", "T1", "W1", SERVE), "M": ("W5", "T1")}
 """What is measured of each model unless others are named, the short ones first."""
 REPEATS = {START: 2, "W5": 5, "W4": 3, "W2": 3, "W3": 3, "T1": 2, "W1": 2}
 CANNOT = "has no beam search"
@@ -45,16 +45,21 @@ class Plan:
     repeats: int | None
     core: int
 
+    @property
+    def in_turns(self) -> list[str]:
+        """The workloads that peers run in turns, one session each."""
+        return [workload for workload in self.workloads if workload != SERVE]
+
     def num_rounds(self, workload: str) -> int:
         return REPEATS[workload] if self.repeats is None else self.repeats
 
     def expected_s(self) -> float:
         """Returns about how long all of it takes on a core of 2023; every session has one start before it is timed."""
-        total = 0.0
+        total = SERVE_EXPECTED_S if SERVE in self.workloads else 0.0
         for name in self.peers:
             expected = PEERS[name].expected_s[self.shape.name]
             total += expected[START] or 0.0
-            for workload in self.workloads:
+            for workload in self.in_turns:
                 total += self.num_rounds(workload) * (expected[workload] or 0.0)
         return total
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.peers.checkpoints import SHAPES, Shape
 from benchmarks.peers.limits import Rates, least_s
-from benchmarks.peers.peers import OURS, PEERS, START
+from benchmarks.peers.peers import OURS, PEERS, SERVE, START
 from benchmarks.peers.ratios import Timed, best, ratios
+from benchmarks.peers.serving import REFERENCE, saturation, sustained
 from benchmarks.peers.workloads import make
 
 ABOUT = {
@@ -57,6 +58,31 @@ def _of_model(shape: Shape, record: Mapping) -> Iterator[str]:
         ],
     )
     yield from _notes(rows, taken)
+    if SERVE in record["rows"]:
+        yield from _of_servers(record["rows"][SERVE])
+
+
+def _of_servers(row: Mapping) -> Iterator[str]:
+    """Yields the servers under load, rate by rate."""
+    yield "Servers, 128 requests of about 128 tokens and 128 more; each on one core, its client on the others:"
+    points: Mapping[str, Sequence[Mapping]] = row.get("points", {})
+    names = ("request_throughput", "output_throughput", "median_ttft_ms", "median_tpot_ms")
+    yield _table(
+        ["server", "requests a second", "answered", "tokens a second", "first token ms", "a token ms"],
+        [[name, p["rate"], *(_number(p[key]) for key in names)] for name, every in points.items() for p in every],
+    )
+    if "missing" in row:
+        yield f"Not measured, or not to the end: {row['missing']}"
+        return
+    rate = saturation(points[REFERENCE])
+    limit_ms = next(p["median_tpot_ms"] for p in points[REFERENCE] if p["rate"] == f"{rate:.3f}")
+    times, at_once = sustained(points[OURS], limit_ms) / rate, saturation(points[OURS]) / rate
+    yield (
+        f"vLLM's server saturates at {_number(rate)} requests a second, where half of them take {_number(limit_ms)} ms "
+        f"a token; jpaged's keeps to that up to {times:.2f} times the rate, and answers {at_once:.2f} times as many "
+        "when all come at once."
+    )
+    yield f"- {SERVE}: {_moment(row)}"
 
 
 def timed(row: Mapping) -> dict[str, Timed]:
@@ -148,15 +174,19 @@ def _share(agreed: Mapping[str, int]) -> str:
 def _versions(rows: Mapping[str, Mapping]) -> Iterator[str]:
     """Yields when, of which commit, on which machine, with which versions."""
     for workload, row in rows.items():
-        machine = row["machine"]
-        yield (
-            f"- {workload}: {row['date']}, commit {row['commit']}, {machine['processor']}, "
-            f"{machine['num_cpus']} cores, load {machine['load_average']}"
-        )
+        yield f"- {workload}: {_moment(row)}"
     about = {
         key: value for row in rows.values() for entry in row["peers"].values() for key, value in entry["about"].items()
     }
     yield "- versions: " + ", ".join(f"{key} {value}" for key, value in about.items())
+
+
+def _moment(row: Mapping) -> str:
+    machine = row["machine"]
+    return (
+        f"{row['date']}, commit {row['commit']}, {machine['processor']}, {machine['num_cpus']} cores, "
+        f"load {machine['load_average']}"
+    )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.peers import rounds, workloads
 from benchmarks.peers.environments import Home
-from benchmarks.peers.peers import OURS, PEERS, START
+from benchmarks.peers.peers import OURS, PEERS, SERVE, SERVE_EXPECTED_S, START
 from benchmarks.peers.rounds import Plan, Rounds
 from benchmarks.peers.session import PeerFailed, Session
 from benchmarks.peers.workloads import Job
@@ -133,6 +133,6 @@ def test_rounds_are_as_many_as_asked_for(repeats, expected):
 
 
 def test_the_time_told_is_that_of_all_starts_and_turns():
-    plan = Plan(TINY, ["vllm", "llama.cpp"], ["W4", "W5", START], 3, CORE)
+    plan = Plan(TINY, ["vllm", "llama.cpp"], ["W4", "W5", START, SERVE], 3, CORE)
     starts, beams, stream = 35 + 0.5, 3.9, 0.7 + 0.3  # llama.cpp has no beams
-    assert plan.expected_s() == pytest.approx(4 * starts + 3 * (beams + stream))
+    assert plan.expected_s() == pytest.approx(4 * starts + 3 * (beams + stream) + SERVE_EXPECTED_S)

@@ -124,3 +124,32 @@ def test_every_peer_says_how_long_each_workload_takes():
     for peer in PEERS.values():
         for model in SHAPES:
             assert peer.expected_s[model].keys() == {"W1", "W2", "W3", "W4", "W5", "T1", "start"}
+
+
+def point(rate, answered, tpot_ms):
+    return {
+        "rate": rate,
+        "request_throughput": answered,
+        "output_throughput": 128 * answered,
+        "median_ttft_ms": 50.0,
+        "median_tpot_ms": tpot_ms,
+        "completed": 128,
+    }
+
+
+def test_servers_are_told_by_the_rate_where_the_other_saturates():
+    ours = [
+        point("inf", 12.0, 40.0),
+        point("8.000", 8.0, 20.0),
+        point("11.200", 11.0, 29.0),
+        point("16.000", 12.0, 60.0),
+    ]
+    points = {"jpaged": ours, "vllm": [point("inf", 8.0, 70.0), point("8.000", 7.5, 30.0)]}
+    text = page(rows={"serve": {**row(), "points": points}})
+    assert "| vllm | 8.000 | 7.50 | 960.0 | 50.0 | 30.0 |" in text.splitlines()
+    assert "saturates at 8.00 requests a second, where half of them take 30.0 ms" in text
+    assert "keeps to that up to 1.40 times the rate, and answers 1.50 times as many" in text
+
+
+def test_servers_that_could_not_be_measured_say_why():
+    assert "Not measured, or not to the end: no network" in page(rows={"serve": {**row(), "missing": "no network"}})
