@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.peers import checkpoints, rounds, serving, table, workloads
 from benchmarks.peers.checkpoints import SHAPES, Shape
-from benchmarks.peers.environments import CannotInstall, Home, install
+from benchmarks.peers.environments import CannotInstall, Home, install, is_installed
 from benchmarks.peers.peers import OURS, PEERS, SERVE, START
 from benchmarks.peers.rounds import Plan, Rounds
 from benchmarks.peers.session import ROOT, require_taskset
@@ -130,10 +130,10 @@ def _make_inputs(plan: Plan, home: Home, missing: dict[str, str]) -> None:
 
 def _rates(home: Home, core: int) -> dict[str, object] | None:
     """Measures the core, where PyTorch is installed: without it the table has no limits."""
-    python = home.python(RATES)
-    if not python.exists():
-        _say(f"no limits: {python} is not there, whose PyTorch measures the core (install the peer transformers)")
+    if not is_installed(home, RATES):
+        _say("no limits: they are measured by PyTorch, which comes with the peer transformers")
         return None
+    python = home.python(RATES)
     command = ["taskset", "-c", str(core), str(python), "-P", "-m", "benchmarks.peers.workers.rates"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=True, text=True)

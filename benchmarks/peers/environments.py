@@ -70,18 +70,28 @@ def install(home: Home, environment: str, report: Callable[[str], None]) -> None
         CannotInstall: what is missing and what would help.
     """
     recipes = {"hf": _install_hf, "vllm": _install_vllm, "lcpp": _install_llama_cpp}
-    if not environment:
-        return
-    stamp = home.folder / "venvs" / environment / ".installed"
-    pins = " ".join([TORCH, *TRANSFORMERS, VLLM, *ZENTORCH, LLAMA_CPP, *BUILD_TOOLS, sys.version.split()[0]])
-    if stamp.exists() and stamp.read_text() == pins:
+    if not environment or is_installed(home, environment):
         return
     report(f"installing {environment} into {home.folder / 'venvs' / environment}")
     if not home.python(environment).exists():
         python = [sys.executable, "-m", "venv", str(home.folder / "venvs" / environment)]
         _run(home, f"install_{environment}", python)
     recipes[environment](home)
-    stamp.write_text(pins)
+    _stamp(home, environment).write_text(_pins())
+
+
+def is_installed(home: Home, environment: str) -> bool:
+    """Whether an environment is what this file says."""
+    stamp = _stamp(home, environment)
+    return stamp.exists() and stamp.read_text() == _pins()
+
+
+def _stamp(home: Home, environment: str) -> Path:
+    return home.folder / "venvs" / environment / ".installed"
+
+
+def _pins() -> str:
+    return " ".join([TORCH, *TRANSFORMERS, VLLM, *ZENTORCH, LLAMA_CPP, *BUILD_TOOLS, sys.version.split()[0]])
 
 
 def _install_hf(home: Home) -> None:

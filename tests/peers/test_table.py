@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.peers import __main__ as command
 from benchmarks.peers.checkpoints import SHAPES
+from benchmarks.peers.environments import Home
 from benchmarks.peers.limits import Rates, least_s
 from benchmarks.peers.peers import PEERS
 from benchmarks.peers.rounds import Plan
@@ -91,6 +92,14 @@ def test_a_measured_row_replaces_its_own_and_keeps_the_others(tmp_path, capsys):
     assert record["rows"]["W1"] == ROW
     command._write_table(tmp_path)
     assert (tmp_path / "peers.md").read_text() in capsys.readouterr().out
+
+
+def test_a_core_is_not_measured_without_the_environment_that_measures_it(tmp_path, capsys):
+    python = tmp_path / "venvs" / command.RATES / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()  # an installation that failed leaves its interpreter
+    assert command._rates(Home(tmp_path), 0) is None
+    assert "no limits: they are measured by PyTorch" in capsys.readouterr().out
 
 
 def test_without_a_record_there_is_no_table(tmp_path):
