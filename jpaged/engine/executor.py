@@ -237,6 +237,7 @@ ROW_FIELDS = (
     RowField("seeds_r2", "uint32", 0, width=2),  # the request's 64-bit seed as (high, low) words
     RowField("sequence_indices_r", "int32", 0),  # which sequence of its request the row is
     RowField("positions_r", "int32", 0),  # position in the sequence of the token that is sampled
+    RowField("is_padding_r", "int32", 0),  # 1 for the rows behind the last one that is sampled
     RowField("banned_token_ids_rx", "int32", BEYOND_TOKENS, width=BANNED_WIDTH),  # cannot be sampled
 )
 """Everything that a row of the sampler has. Records, padding, the buffer of a call and what is sent to other processes

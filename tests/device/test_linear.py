@@ -19,6 +19,7 @@ from jpaged.device.executor import JaxExecutor
 from jpaged.device.linear import choose_linear_backend, pack_params
 from jpaged.device.mesh import build_mesh, replicated, serving_mesh
 from jpaged.device.programs.lowering import abstract_serving
+from jpaged.engine.executor import Detail
 from jpaged.errors import Unsupported
 from jpaged.kernels import product
 from jpaged.kernels.cpu import build, library
@@ -109,16 +110,18 @@ def greedy(driver: Driver, sequence: Sequence, num_tokens: int) -> list[int]:
     return sequence.tokens
 
 
-def states(driver: Driver, rows: list[Row]) -> tuple[bytes, bytes]:
-    """The bits of the first row's hidden state and of its logits, of as many rows as a sampler would take."""
+def states(driver: Driver, rows: list[Row]) -> tuple[bytes, bytes, bytes]:
+    """The bits of the first row's hidden state, of its logits, and of its likeliest tokens' log-probabilities."""
     executor = driver.executor
     assert isinstance(executor, JaxExecutor)
     hidden = executor.forward(driver.inputs(rows))
     model, num_rows = executor._served.step.model, driver.geometry.buckets.num_rows(len(rows))
     logits = logits_of(model, executor._runner._head_params, hidden[:num_rows])
+    outputs = executor.collect(executor.sample(hidden, driver.sampling(rows, detail=Detail.TOP_LOGPROBS)))
     for row in rows:
         row.sequence.num_computed += row.num_tokens
-    return np.asarray(hidden)[0].tobytes(), np.asarray(logits)[0].tobytes()
+    assert outputs.top_logprobs_rnk is not None
+    return np.asarray(hidden)[0].tobytes(), np.asarray(logits)[0].tobytes(), outputs.top_logprobs_rnk[0].tobytes()
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -128,7 +131,7 @@ def logits_of(model: Model, params: Params, hidden_re: jax.Array) -> jax.Array:
 
 def bits_of_each_token(
     driver: Driver, prompt: list[int], chunks: list[int], num_beside: int
-) -> list[tuple[bytes, bytes]]:
+) -> list[tuple[bytes, bytes, bytes]]:
     """What a prompt's chunks end in, each in a step with so many other rows, of one token and of several."""
     rng = np.random.default_rng(num_beside)
     others = [driver.sequence(rng.integers(3, 90, 1 + i % 3).tolist()) for i in range(num_beside)]
@@ -160,11 +163,11 @@ def check_bits(case: str, dtype: str, tmp_path: Path, max_rows: int, num_beside:
     alone = bits_of_each_token(driver, prompt, [1] * 16, 0)
     for count in num_beside:
         for chunks in ([1] * 16, [16], [3, 5, 8], [9, 7]):
-            got = bits_of_each_token(driver, prompt, chunks, count)
+            found = bits_of_each_token(driver, prompt, chunks, count)
             ends = np.cumsum(chunks) - 1
-            for end, bits in zip(ends, got, strict=True):
-                assert bits[0] == alone[end][0], f"state: {count} rows beside, chunks {chunks}, position {end}"
-                assert bits[1] == alone[end][1], f"logits: {count} rows beside, chunks {chunks}, position {end}"
+            for end, bits in zip(ends, found, strict=True):
+                for what, got, want in zip(("state", "logits", "log-probabilities"), bits, alone[end], strict=True):
+                    assert got == want, f"{what}: {count} rows beside, chunks {chunks}, position {end}"
     executor.shutdown()
 
 

@@ -127,7 +127,7 @@ class Step:
         """
         how = sampling.RowSampling(**unpack_rows(words))
         num_rows = how.temperature_r.shape[0]
-        logits_rv = self.model.logits(params, hidden_se[:num_rows])
+        logits_rv = self.model.logits(params, hidden_se[:num_rows], how.num_in_use)
         logits_rv = jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
         vocabulary = Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
 

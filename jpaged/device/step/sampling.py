@@ -60,7 +60,13 @@ class RowSampling:
     seeds_r2: UInt32[Array, "R 2"]
     sequence_indices_r: Int[Array, "R"]
     positions_r: Int[Array, "R"]
+    is_padding_r: Int[Array, "R"]
     banned_token_ids_rx: Int[Array, "R X"]
+
+    @property
+    def num_in_use(self) -> Int[Array, ""]:
+        """Rows before the padding."""
+        return len(self.is_padding_r) - jnp.sum(self.is_padding_r)
 
 
 @jax.tree_util.register_dataclass

@@ -336,6 +336,7 @@ def build_sampling_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids:
         indices = [row.sequence.index for row in random_rows]
         positions = [row.start + row.num_tokens for row in random_rows]
         inputs.fill_columns(places, random_columns(params_r, indices, positions))
+    inputs.rows_r["is_padding_r"][num_rows:] = 1
     if schedule.order:
         inputs.rows_r[:num_rows] = inputs.rows_r[schedule.order]
     return inputs

@@ -93,6 +93,8 @@ def test_every_sampling_field_reaches_its_row():
     assert row["positions_r"] == 3
     assert row["banned_token_ids_rx"][:3].tolist() == [3, 9, BEYOND_TOKENS]
     assert inputs.detail == Detail.TOP_LOGPROBS
+    assert rows["is_padding_r"].tolist() == [0] + [1] * (len(rows) - 1)
+    neutral["is_padding_r"] = 1
     assert np.array_equal(rows[1:], neutral[1:])
 
 
@@ -115,5 +117,6 @@ def test_a_step_tells_what_its_requests_need(params: dict[str, Any], detail: Det
 def test_a_chunk_that_samples_nothing_is_greedy_and_forbids_nothing():
     sampling = SamplingParams(temperature=1.0, seed=1, min_tokens=1, stop_token_ids=(3,))
     (inputs,) = sampled([list(range(20))], max_num_batched_tokens=8, sampling=sampling)
-    rows = inputs.rows_r
-    assert np.array_equal(rows, SamplingInputs.neutral(len(rows)).rows_r)
+    rows, neutral = inputs.rows_r, SamplingInputs.neutral(len(inputs.rows_r)).rows_r
+    neutral["is_padding_r"][1:] = 1
+    assert np.array_equal(rows, neutral)
