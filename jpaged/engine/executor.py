@@ -350,8 +350,13 @@ class StepInputs:
     @property
     def num_pairs(self) -> int:
         """Pairs of a query and a key that attention looks at, over all rows, in one head of one layer."""
-        query_lens = np.diff(self.query_starts_s1[: self.num_rows + 1]).astype(np.int64)
-        return int(np.dot(query_lens, self.kv_lens_s[: self.num_rows]) - np.dot(query_lens, query_lens - 1) // 2)
+        return num_pairs(self.query_starts_s1[: self.num_rows + 1], self.kv_lens_s[: self.num_rows])
+
+
+def num_pairs(query_starts: I32, kv_lens: I32) -> int:
+    """Pairs of a query and a key, where the queries of each row are the last of its context."""
+    query_lens = np.diff(query_starts).astype(np.int64)
+    return int(np.dot(query_lens, kv_lens) - np.dot(query_lens, query_lens - 1) // 2)
 
 
 @dataclass(frozen=True, slots=True)

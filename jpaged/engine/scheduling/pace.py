@@ -132,7 +132,7 @@ class Pace:
         if not any(group.is_streamed and group not in prefilling for group in running):
             return budget
         for step in self.steps.take():
-            self._times.observe(*step)
+            self._times.observe(step.num_padded, step.num_pairs, step.seconds)
         num_decoding, num_decoding_pairs = len(context_lens), sum(context_lens)
         start = prefilling[0].live[0].num_computed_tokens if prefilling else 0
 

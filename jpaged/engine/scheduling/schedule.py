@@ -15,6 +15,7 @@ from jpaged.engine.executor import (
     Geometry,
     SamplingInputs,
     StepInputs,
+    num_pairs,
     random_columns,
     row_lists,
 )
@@ -223,16 +224,24 @@ class RanStep(NamedTuple):
 
     Attributes:
         num_padded: its tokens, padded to a bucket.
-        num_pairs: see `StepInputs.num_pairs`.
+        query_starts, kv_lens: see `StepInputs`; of the rows in use.
+        begin_s: when the first thing was done for it.
         seconds: from the end of the step before, where that overlapped with it, to its own.
     """
 
     num_padded: int
-    num_pairs: int
-    seconds: float
+    query_starts: I32
+    kv_lens: I32
+    begin_s: float
+    seconds: float = 0.0
+
+    @property
+    def num_pairs(self) -> int:
+        """See `StepInputs.num_pairs`: counted where it is asked for, as few steps are."""
+        return num_pairs(self.query_starts, self.kv_lens)
 
 
-_MAX_RECENT_STEPS = 512
+_MAX_RECENT_STEPS = 64
 
 
 class RecentSteps:
@@ -244,19 +253,21 @@ class RecentSteps:
 
     def __init__(self, buckets: BucketTable) -> None:
         self.buckets = buckets
-        self._under_way: deque[tuple[int, int, float]] = deque()
+        self._under_way: deque[RanStep] = deque()
         self._ran: deque[RanStep] = deque(maxlen=_MAX_RECENT_STEPS)
         self._last_end_s = 0.0
 
     def began(self, inputs: StepInputs, buckets: BucketTable, begin_s: float) -> None:
         """A step is on its way, for which the first thing was done at begin_s."""
         self.buckets = buckets
-        self._under_way.append((len(inputs.token_ids_t), inputs.num_pairs, begin_s))
+        query_starts = inputs.query_starts_s1[: inputs.num_rows + 1].copy()
+        kv_lens = inputs.kv_lens_s[: inputs.num_rows].copy()
+        self._under_way.append(RanStep(len(inputs.token_ids_t), query_starts, kv_lens, begin_s))
 
     def ended(self, now_s: float) -> None:
         """The oldest step that is on its way is here."""
-        num_padded, num_pairs, begin_s = self._under_way.popleft()
-        self._ran.append(RanStep(num_padded, num_pairs, now_s - max(begin_s, self._last_end_s)))
+        step = self._under_way.popleft()
+        self._ran.append(step._replace(seconds=now_s - max(step.begin_s, self._last_end_s)))
         self._last_end_s = now_s
 
     def take(self) -> list[RanStep]:
