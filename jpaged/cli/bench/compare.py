@@ -14,7 +14,6 @@ from jpaged.bench import plot
 from jpaged.bench.compare import Comparison, compare, read_result, runs_of
 from jpaged.errors import InvalidArgument
 
-HELP = "compare two results"
 DESCRIPTION = """\
 Compare two result files metric by metric, of `jpaged bench` or of vLLM's benchmarks, which have the same keys.
 

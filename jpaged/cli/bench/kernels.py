@@ -20,7 +20,6 @@ from jpaged.errors import InvalidArgument
 if TYPE_CHECKING:
     from jpaged.kernels.paged_attention.measure import Cell, Measurement, Survey
 
-HELP = "time the attention kernels"
 DESCRIPTION = """\
 Time the attention kernels of this device: paged against contiguous, and against the limit of the device.
 

@@ -16,7 +16,6 @@ from jpaged.cli.bench.offline import Offline, add_offline_flags, vocabulary_of, 
 from jpaged.cli.bench.report import print_result
 from jpaged.types import MAX_SEED, SamplingParams
 
-HELP = "measure how long one batch takes, offline"
 DESCRIPTION = """\
 Measure how long `LLM.generate` takes for one batch of random prompts, again and again.
 

@@ -13,7 +13,6 @@ from jpaged.bench import limits
 from jpaged.bench.limits import Limits
 from jpaged.errors import InternalError
 
-HELP = "measure bandwidth and FLOPs of this machine"
 DESCRIPTION = """\
 Measure what this machine does at best: bytes read from memory a second, and operations of matrix products a second.
 

@@ -45,7 +45,6 @@ from jpaged.errors import InvalidArgument
 if TYPE_CHECKING:
     from jpaged.cli.bench.servers import Served
 
-HELP = "measure a server under load"
 DESCRIPTION = """\
 Measure a server under load as its clients see it: time to first token, time per token, throughput, goodput.
 

@@ -20,7 +20,6 @@ from jpaged.config import EngineConfig, iter_options
 from jpaged.errors import InvalidArgument
 from jpaged.types import MAX_SEED
 
-HELP = "serve a trace in simulated time"
 DESCRIPTION = """\
 Serve a trace in simulated time: the real scheduler and KV memory, and steps that take what a data sheet says.
 

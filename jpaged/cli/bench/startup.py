@@ -23,7 +23,6 @@ from jpaged.cli.startup import StartupReport
 from jpaged.client import Client
 from jpaged.errors import Unavailable
 
-HELP = "measure how long a server takes until it answers"
 DESCRIPTION = """\
 Measure how long `jpaged serve` takes from its start until it answers requests, cold and warm.
 

@@ -22,7 +22,6 @@ from jpaged.cli.bench.offline import Offline, add_offline_flags, vocabulary_of, 
 from jpaged.cli.bench.report import print_result
 from jpaged.types import SamplingParams
 
-HELP = "measure requests and tokens a second, offline"
 DESCRIPTION = """\
 Measure how many requests and tokens a second `LLM.generate` reaches when it has all requests at once.
 
