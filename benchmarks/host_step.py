@@ -4,6 +4,7 @@
     pack       the schedule as padded arrays (build_step_inputs, build_sampling_inputs)
     publish    tokens to stop rules and events, and the step's counts
     step       all of it, as Engine.step does it
+    whole      the same where nobody reads along: one event when a request ends
 
 Every running sequence decodes: the most rows that a step can have. Time should grow with the rows and not with the
 pool. CPU time of the thread, so that other processes of the machine do not count: medians over steps, the minimum of
@@ -19,7 +20,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -52,7 +53,7 @@ PROMPT_LEN = 16
 NUM_STEPS = 31  # of one run: three blocks a sequence, so that 256 of them fit into the smallest pool
 NUM_RUNS = 5
 LIMIT_MS = 1.0
-PARTS = ("schedule", "pack", "publish", "step")
+PARTS = ("schedule", "pack", "publish", "step", "whole")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class HostCost:
     pack_ms: float
     publish_ms: float
     step_ms: float
+    whole_ms: float
 
 
 class NullExecutor:
@@ -156,9 +158,12 @@ class Loop:
 def measure(num_rows: int, num_blocks: int) -> HostCost:
     """The cost of a decoding step of so many rows over such a pool."""
     runs = [_time_parts(NullExecutor(num_rows, num_blocks)) for _ in range(NUM_RUNS)]
-    step_ms = min(_time_engine(NullExecutor(num_rows, num_blocks)) for _ in range(NUM_RUNS))
+    step_ms, whole_ms = (
+        min(_time_engine(NullExecutor(num_rows, num_blocks), is_whole=is_whole) for _ in range(NUM_RUNS))
+        for is_whole in (False, True)
+    )
     schedule_ms, pack_ms, publish_ms = (min(run[part] for run in runs) for part in range(3))
-    return HostCost(num_rows, num_blocks, schedule_ms, pack_ms, publish_ms, step_ms)
+    return HostCost(num_rows, num_blocks, schedule_ms, pack_ms, publish_ms, step_ms, whole_ms)
 
 
 def _time_parts(executor: NullExecutor) -> list[float]:
@@ -167,11 +172,11 @@ def _time_parts(executor: NullExecutor) -> list[float]:
     return [1e3 * statistics.median(part) for part in zip(*samples, strict=True)]
 
 
-def _time_engine(executor: NullExecutor) -> float:
+def _time_engine(executor: NullExecutor, *, is_whole: bool) -> float:
     geometry = executor.geometry
     engine = Engine(executor, NoTokenizer(VOCAB_SIZE), EngineConfig())
     for request in _requests(geometry.max_num_seqs):
-        engine.submit(request, _ignore)
+        engine.submit(replace(request, is_whole=is_whole), _ignore)
 
     def step() -> float:
         begin = time.thread_time()
@@ -215,13 +220,13 @@ def main() -> None:
         for num_blocks in options.blocks:
             cost = measure(num_rows, num_blocks)
             costs.append(cost)
-            values = (cost.schedule_ms, cost.pack_ms, cost.publish_ms, cost.step_ms)
+            values = (cost.schedule_ms, cost.pack_ms, cost.publish_ms, cost.step_ms, cost.whole_ms)
             per_row_us = 1e3 * cost.schedule_ms / num_rows
             print(f"{num_rows:>5} {num_blocks:>7} " + " ".join(f"{v:>12.3f}" for v in values) + f" {per_row_us:>12.2f}")
-    slowest = max(costs, key=lambda cost: cost.schedule_ms)
-    print(f"schedule at most {slowest.schedule_ms:.3f} ms; the limit is {LIMIT_MS} ms")
+    slowest = max(costs, key=lambda cost: cost.step_ms)
+    print(f"a step takes at most {slowest.step_ms:.3f} ms; the limit is {LIMIT_MS} ms")
     command = "python -m benchmarks.host_step"
-    path = save("host_step", command, {"limit_schedule_ms": LIMIT_MS, "costs": [asdict(cost) for cost in costs]})
+    path = save("host_step", command, {"limit_step_ms": LIMIT_MS, "costs": [asdict(cost) for cost in costs]})
     print(f"written to {path.relative_to(path.parents[2])}")
 
 

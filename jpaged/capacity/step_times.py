@@ -20,7 +20,7 @@ LINK_EFFICIENCY = 0.5
 """The share of a device's links that is in use: small slices have no wrap-around, a ring uses not all at once."""
 HOP_S = 1e-6
 HOST_S, HOST_ROW_S = 0.1e-3, 0.01e-3
-"""A step of the host: measured on one CPU core, 0.75 ms for 64 rows (benchmarks/results/host_step.json)."""
+"""A step of the host at most, 0.74 ms for 64 rows; `benchmarks/results/host_step.json` has what one takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, build_sampling_inputs, build_step_inputs
 from jpaged.engine.scheduling.scheduler import Scheduler
-from jpaged.engine.scheduling.shared_prefixes import share_prefixes
+from jpaged.engine.scheduling.shared_prefixes import PrefixSharing
 from jpaged.engine.sequence import Group, Sequence, Sink
 from jpaged.engine.stats import DEADLINE, DeviceIdle, StepStats
 from jpaged.engine.tokenizer import Tokenizer
@@ -247,6 +247,7 @@ class EngineLoop:
         self._device_wait_s = 0.0
         self._newest: Any = None  # the step that the device ends last; None once it was seen done
         self._idle = DeviceIdle()
+        self._sharing = PrefixSharing()
         self._num_arrivals = 0
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -279,8 +280,7 @@ class EngineLoop:
     def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any] | None:
         """Starts a step: its moves, which there may be without a row, and its rows."""
         begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
-        if schedule.num_rows > 1:
-            share_prefixes(schedule, geometry)
+        self._sharing.share(schedule, geometry)
         self.stats.count_step(schedule)
         for moves in schedule.ops.batches():
             self._executor.move_blocks(moves)

@@ -287,6 +287,13 @@ POLICY_FAULTS = (
         ("output/test_processor.py",),
     ),
     Fault(
+        "what rows had in common is kept when one has left",
+        "scheduling/shared_prefixes.py",
+        "found.sequences == sequences and ",
+        "",
+        ("scheduling/test_shared_prefixes.py",),
+    ),
+    Fault(
         "beams count as one row to the router",
         "data_parallel/routing.py",
         "num_rows = sampling.beam_width or sampling.num_samples",

@@ -167,6 +167,10 @@ class Schedule:
         self.ops = ops
         self.num_tokens = len(self.decodes) + sum(row.num_tokens for row in self.rows)
 
+    def share(self, runs: list[SharedPrefixGroup]) -> None:
+        """Has neighbouring rows read the beginnings of their contexts together."""
+        self.runs = runs
+
     def reorder(self, order: list[int]) -> None:
         """Gives the device the rows in another order, `order[new] = place entered`."""
         self.order = order

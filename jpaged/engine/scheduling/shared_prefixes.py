@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from jpaged.engine.executor import CascadeCosts, Geometry
 from jpaged.engine.scheduling.schedule import Schedule, SharedPrefixGroup
+from jpaged.engine.sequence import Sequence
 
 Places = list[int]
 """The places of rows in the schedule, ascending."""
@@ -50,18 +51,46 @@ class _Plan:
     rest: Places
 
 
-def share_prefixes(schedule: Schedule, geometry: Geometry) -> None:
+class PrefixSharing:
     """Moves rows that read a prefix together next to each other, and enters the runs into the schedule.
 
-    It costs a step in which nobody shares anything a look at one block of each row.
+    It costs a step in which nobody shares anything a look at one block of each row. What was found for a step of rows
+    that decode is good for the next while they are the same: each of them writes to blocks of its own.
     """
-    costs, block_size = geometry.cascade, geometry.block_size
-    if costs is None or schedule.num_rows < 2:
-        return
+
+    def __init__(self) -> None:
+        self._found: _Found | None = None
+
+    def share(self, schedule: Schedule, geometry: Geometry) -> None:
+        """Orders the rows of a schedule and enters its runs, where that pays."""
+        costs, sequences = geometry.cascade, schedule.decodes.sequences
+        if costs is None or schedule.num_rows < 2:
+            return
+        width = min(costs.tile_queries, geometry.buckets.num_tokens(schedule.num_tokens))
+        found = None if schedule.rows else self._found
+        if found is not None and found.sequences == sequences and found.width == width:
+            schedule.share(found.runs)
+            if found.order:
+                schedule.reorder(found.order)
+            return
+        _share_prefixes(schedule, costs, geometry.block_size, width)
+        self._found = None if schedule.rows else _Found(sequences, width, schedule.order, schedule.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What was found for a step of rows that decode, and what it depends on."""
+
+    sequences: list[Sequence]
+    width: int
+    order: list[int]
+    runs: list[SharedPrefixGroup]
+
+
+def _share_prefixes(schedule: Schedule, costs: CascadeCosts, block_size: int, width: int) -> None:
     alike = _rows_by_prefix(schedule, costs.granule_tokens, block_size)
     if not alike:
         return
-    width = min(costs.tile_queries, geometry.buckets.num_tokens(schedule.num_tokens))
     finder = _Finder(schedule, costs, width, block_size)
     plans = [finder.best(finder.tree(places, 0), 0) for places in alike]
     chosen = [run for plan in plans for run in plan.runs]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from jpaged.engine.executor import CascadeCosts
 from jpaged.engine.kv.blocks import KVHandle
+from jpaged.engine.scheduling import shared_prefixes
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, SharedPrefixGroup, build_step_inputs
-from jpaged.engine.scheduling.shared_prefixes import share_prefixes
+from jpaged.engine.scheduling.shared_prefixes import PrefixSharing
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.testing import FakeExecutor
 from jpaged.testing.fake_executor import expected_tokens
@@ -45,7 +46,7 @@ def shared(
 ) -> tuple[list[SharedPrefixGroup], list[int]]:
     """The runs, and the rows in their new order."""
     schedule = schedule_of(tables, **how)
-    share_prefixes(schedule, dataclasses.replace(GEOMETRY, cascade=costs))
+    PrefixSharing().share(schedule, dataclasses.replace(GEOMETRY, cascade=costs))
     return schedule.runs, indices(schedule)
 
 
@@ -78,7 +79,7 @@ def test_members_move_to_the_first_of_them_and_the_others_keep_their_order() -> 
 def test_what_names_rows_by_place_follows_them() -> None:
     schedule = schedule_of([[1], [2], [1], [2]], lens=[1, 1, 1, 0])
     schedule.rows[3].sample_row = 2  # a fresh fork of row 2, which has no token of its own
-    share_prefixes(schedule, dataclasses.replace(GEOMETRY, cascade=BYTES_ONLY))
+    PrefixSharing().share(schedule, dataclasses.replace(GEOMETRY, cascade=BYTES_ONLY))
     assert indices(schedule) == [0, 2, 1, 3]
     assert [schedule.row_at(row).sequence.in_flight_row for row in range(4)] == [0, 1, 2, 3]
     assert build_step_inputs(schedule, GEOMETRY).sample_tokens_s.tolist()[:4] == [0, 1, 2, 1]
@@ -184,6 +185,43 @@ def _partitions(items: list[int]) -> list[list[list[int]]]:
         for i in range(len(partition)):
             found.append([*partition[:i], [first, *partition[i]], *partition[i + 1 :]])
     return found
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_was_found_is_looked_for_again_where_something_changed(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For rows that keep together the runs are looked for once; others take the place of one that ends."""
+    looks: list[int] = []
+    look = shared_prefixes._share_prefixes
+
+    def counted(schedule: Schedule, *how: Any) -> None:
+        looks.append(schedule.num_rows)
+        look(schedule, *how)
+
+    monkeypatch.setattr(shared_prefixes, "_share_prefixes", counted)
+
+    def lived(*, forgets: bool) -> tuple[Harness, int]:
+        harness = Harness(FakeExecutor(max_num_batched_tokens=64, num_blocks=400, max_num_seqs=6), overlap=overlap)
+        harness.submit("a", list(range(10, 31)), n=3, temperature=1.0, seed=7, max_tokens=61)
+        harness.submit("b", list(range(10, 26)), n=2, temperature=1.0, seed=7, max_tokens=30)
+        harness.submit("c", [1, 2], temperature=0.0, max_tokens=41)
+        harness.submit("d", list(range(60, 90)), n=2, temperature=1.0, seed=7, max_tokens=25)
+        looks.clear()
+        while harness.step():
+            if forgets:
+                harness.engine._loop._sharing = PrefixSharing()
+        return harness, len(looks)
+
+    harness, num_looks = lived(forgets=False)
+    other, num_looks_always = lived(forgets=True)
+    assert other.executor.num_steps == harness.executor.num_steps
+    assert num_looks < num_looks_always / 2
+    for count in ("num_cascade_steps", "num_cascade_tokens"):
+        assert getattr(harness.engine.load(), count) == getattr(other.engine.load(), count) > 0
+    for name, n in (("a", 3), ("b", 2), ("c", 1), ("d", 2)):
+        for index in range(n):
+            assert harness.tokens(name, index) == other.tokens(name, index)
 
 
 # --- in the engine --------------------------------------------------------------------------------------------------
