@@ -158,11 +158,11 @@ def test_kv_cache_dtype_is_that_of_the_pool_alone(base: LLM, folder: Path, name:
     assert 1e-6 < abs(exact - rounded) < 0.2
 
 
-@flips("attention_backend")
-def test_attention_backend_is_the_one_that_was_named(base: LLM, folder: Path) -> None:
-    with open_llm(folder, attention_backend="xla", **BASE) as llm:
-        assert llm.config.model.attention_backend == "xla"
-    assert base.config.model.attention_backend in IMPLEMENTATIONS
+@flips("attention_backend", "linear_backend")
+def test_backends_are_those_that_were_named(base: LLM, folder: Path) -> None:
+    with open_llm(folder, attention_backend="xla", linear_backend="xla", **BASE) as llm:
+        assert (llm.config.model.attention_backend, llm.config.model.linear_backend) == ("xla", "xla")
+    assert (base.config.model.attention_backend, base.config.model.linear_backend) == ("cpu", "cpu")
     with pytest.raises(Unsupported, match=r"attention_backend: pallas-tpu cannot run here: .*cpu"):
         LLM(str(folder), attention_backend="pallas-tpu")
 

@@ -159,7 +159,14 @@ def test_only_the_templates_own_special_tokens_count_where_texts_are_literal(lit
     assert literal.decode(token_ids) == f"{HOSTILE}<|user|>"
 
 
-@given(st.text(alphabet=st.sampled_from("<|>userndoftx \ufdd0\ufdd1é"), max_size=30), st.booleans())
+def spells_no_special_token(text):
+    return "<|user|>" not in text and "<|endoftext|>" not in text
+
+
+ODD_TEXTS = st.text(alphabet=st.sampled_from("<|>userndoftx \ufdd0\ufdd1é"), max_size=30)
+
+
+@given(ODD_TEXTS.filter(spells_no_special_token), st.booleans())
 def test_other_texts_are_tokenised_alike(parsing, literal, text, is_chat):
     first, second = (chat(t, text or "x") if is_chat else t.encode(text) for t in (parsing, literal))
     assert first == second
