@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ def require_drawable(path: Path) -> None:
         InvalidArgument: matplotlib is missing, or the path is no picture's.
     """
     try:
-        import matplotlib  # noqa: F401
+        importlib.import_module("matplotlib")
     except ImportError as error:
         raise InvalidArgument(
             "--plot",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,12 @@ def test_packed_matrices_lie_where_they_were_packed() -> None:
     begins = [packed.blocks.unsafe_buffer_pointer() for packed in (first, second)]
     assert begins[0] % (2 << 20) == 0, "it begins with a huge page"
     assert begins[1] - begins[0] == first.blocks.nbytes
+
+
+def test_a_system_without_huge_pages_packs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # no such advice: EINVAL
+    matrix, x = numbers((64, 33), "float32"), numbers((3, 64), "float32", 1)
+    np.testing.assert_allclose(multiply(found_kernel(), x, pack(matrix)), x @ matrix, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,6 +6,7 @@ bfloat16   [parts * ceil(N / 32), ceil(K / 2), 32, 2]     two of a column side b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import math
@@ -124,6 +125,7 @@ def _map_huge_pages(num_bytes: int) -> np.ndarray:
     """Bytes that begin with a huge page; they take memory when they are written to."""
     mapped = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux alone has it
-        mapped.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # and some kernels and sandboxes of it have not
+            mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(mapped, np.uint8)
     return memory[-memory.ctypes.data % _HUGE_PAGE :][:num_bytes]
