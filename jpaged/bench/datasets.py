@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -222,14 +222,14 @@ def _random_ids(ids: np.ndarray, count: int, rng: np.random.Generator) -> tuple[
 
 def _as_text(sample: Sample, vocabulary: Vocabulary) -> Sample:
     """The text of a prompt of ids. Texts have tokens of their own, so what is too long is cut until it fits."""
-    token_ids = list(sample.prompt)
+    token_ids: Sequence[int] = [token_id for token_id in sample.prompt if isinstance(token_id, int)]
     text = ""
     for _ in range(_MAX_DECODES):
-        text = vocabulary.decode(token_ids)  # type: ignore[arg-type]
+        text = vocabulary.decode(token_ids)
         again = list(vocabulary.encode(text))
         if len(again) <= len(sample.prompt):
             return replace(sample, prompt=text, prompt_len=len(again))
-        token_ids = again[: len(sample.prompt)]  # type: ignore[assignment]
+        token_ids = again[: len(sample.prompt)]
     return replace(sample, prompt=text, prompt_len=len(vocabulary.encode(text)))
 
 

@@ -23,6 +23,9 @@ from jpaged.device.programs import saved, server_programs
 from jpaged.device.programs.compile import ProgramSpec, set_up_compile_cache, told
 from jpaged.device.programs.kept import KeptPrograms
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
+from jpaged.device.step.forward import Step
+from jpaged.engine.executor import Geometry
+from jpaged.models.layers import Params
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 
@@ -56,8 +59,8 @@ def some_tokens(executor: JaxExecutor) -> list[int]:
     return sampled + driver.run([Row(first, 1)]).token_ids_rn[:1, 0].tolist()
 
 
-def refuse_to_lower(step: object, params: object, geometry: object) -> dict[ProgramSpec, Callable[[], None]]:
-    specs = program_lowerings(step, params, geometry)  # type: ignore[arg-type]
+def refuse_to_lower(step: Step, params: Params, geometry: Geometry) -> dict[ProgramSpec, Callable[[], None]]:
+    specs = program_lowerings(step, params, geometry)
     return {spec: functools.partial(pytest.fail, f"{spec} was lowered") for spec in specs}
 
 
