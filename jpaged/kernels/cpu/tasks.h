@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -23,23 +24,40 @@ inline int64_t count_threads(xla::ffi::ThreadPool& pool, int64_t max_threads) {
   return max_threads > 0 ? std::min(num_threads, max_threads) : num_threads;
 }
 
-// Calls run(i) for every i below num_tasks, once each, on at most num_threads threads.
+constexpr int64_t kNoTask = -1;
+
+// Calls run(i) for every i below num_tasks, once each, on at most num_threads threads. A `run` of two arguments is told
+// in the second which task its thread runs after i, or kNoTask: tasks are then taken one ahead.
 template <class Run>
 void run_tasks(xla::ffi::ThreadPool& pool, int64_t num_tasks, int64_t num_threads, const Run& run) {
   // A thread that comes too late finds no task: it touches this, and nothing that ends with the call.
   struct Counters {
     std::atomic<int64_t> next{0}, num_done{0};
   };
+  constexpr bool looks_ahead = std::is_invocable_v<Run, int64_t, int64_t>;
+  const auto call = [&run](int64_t i, [[maybe_unused]] int64_t next) {
+    if constexpr (looks_ahead) {
+      run(i, next);
+    } else {
+      run(i);
+    }
+  };
   const int64_t num_helpers = std::min(num_threads, num_tasks) - 1;
   if (num_helpers <= 0) {
-    for (int64_t i = 0; i < num_tasks; ++i) run(i);
+    for (int64_t i = 0; i < num_tasks; ++i) call(i, i + 1 < num_tasks ? i + 1 : kNoTask);
     return;
   }
   const auto counters = std::make_shared<Counters>();
-  const auto work = [counters, num_tasks, &run] {
-    for (int64_t i; (i = counters->next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-      run(i);
+  const auto work = [counters, num_tasks, &call] {
+    const auto take = [&] {
+      const int64_t i = counters->next.fetch_add(1, std::memory_order_relaxed);
+      return i < num_tasks ? i : kNoTask;
+    };
+    for (int64_t i = take(), next = kNoTask; i != kNoTask; i = next) {
+      if (looks_ahead) next = take();
+      call(i, next);
       counters->num_done.fetch_add(1, std::memory_order_release);
+      if (!looks_ahead) next = take();
     }
   };
   for (int64_t i = 0; i < num_helpers; ++i) pool.Schedule([work] { work(); });

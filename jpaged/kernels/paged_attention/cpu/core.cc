@@ -25,6 +25,7 @@ namespace {
 
 constexpr float kLowest = -1e30f;  // start of a maximum: finite, so that a row which sees nothing leaves no NaN
 constexpr float kInfinity = __builtin_inff();
+constexpr int64_t kFetch = kMaxWidth;  // keys that are asked for together
 
 inline int64_t padded(int64_t n) { return (n + kWidth - 1) / kWidth * kWidth; }
 inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -114,54 +115,33 @@ void load_queries(const Call& call, const Tile& tile, int64_t kv_head, float* me
   load_rows<F16>(call, tile, kv_head, scratch);
 }
 
-// Where keys begin to end of a chunk lie; null for those that the row has not, or whose block the layer has not.
-// The value of a key follows it.
-template <class Stored>
-void find_keys(const Call& call, const Tile& tile, int64_t kv_head, int64_t chunk, const Stored** keys) {
-  const int64_t token_size = 2 * call.num_kv_heads * call.head_dim, first_key = chunk * kChunk;
-  const auto* head = reinterpret_cast<const Stored*>(call.pool) + 2 * kv_head * call.head_dim;
-  const int64_t begin = greater(tile.begin, first_key), end = lesser(tile.end, first_key + kChunk);
-  for (int64_t i = 0; i < kChunk; ++i) keys[i] = nullptr;
-  for (int64_t key = begin; key < end;) {
-    const int64_t index = key / call.block_size, block_end = lesser((index + 1) * call.block_size, end);
-    const int64_t block = tile.table[index];
-    if (block < 0 || block >= call.num_places) {
-      key = block_end;
-      continue;
-    }
-    const int64_t slot = (call.first_place + block) * call.block_size + key - index * call.block_size;
-    const Stored* at = head + slot * token_size;
-    for (; key < block_end; ++key, at += token_size) keys[key - first_key] = at;
-  }
-}
-
 // `count` keys or values in float32: in place where they are stored so, converted into the scratch where not.
 template <class N>
-inline void decode_rows(const typename N::Stored* const* from, int64_t count, int64_t head_dim, int64_t offset,
+inline void decode_rows(const char* const* from, int64_t count, int64_t head_dim, int64_t offset,
                         const Scratch& scratch, const float** to) {
-  constexpr bool is_f32 = sizeof(typename N::Stored) == sizeof(float);
+  using Stored = typename N::Stored;
+  constexpr bool is_f32 = sizeof(Stored) == sizeof(float);
   const int64_t depth = padded(head_dim);
   for (int64_t i = 0; i < count; ++i) {
-    if (!from[i]) {
+    const auto* at = reinterpret_cast<const Stored*>(from[i]);
+    if (!at) {
       to[i] = scratch.zeros;
     } else if (is_f32 && depth == head_dim) {
-      to[i] = reinterpret_cast<const float*>(from[i] + offset);
+      to[i] = reinterpret_cast<const float*>(at + offset);
     } else {
       float* row = scratch.rows + i * depth;
-      decode_row<N>(from[i] + offset, head_dim, row);
+      decode_row<N>(at + offset, head_dim, row);
       to[i] = row;
     }
   }
 }
 
-// Asks for keys and their values: heads lie apart, and no processor guesses where the next token's is. Decoding one
-// core took 4.0 ms instead of 8.1 with it (32 heads of 128 in bfloat16, 2 contexts of 1024).
-template <class Stored>
-inline void prefetch(const Stored* const* keys, int64_t count, int64_t head_dim) {
-  const int64_t num_bytes = 2 * head_dim * static_cast<int64_t>(sizeof(Stored));
-  for (int64_t i = 0; i < count; ++i) {
-    const char* at = reinterpret_cast<const char*>(keys[i]);
-    for (int64_t byte = 0; at && byte < num_bytes; byte += 64) __builtin_prefetch(at + byte, 0, 2);
+// Asks for memory that is read soon: heads lie apart, and no processor guesses where the next token's is. The requests
+// of a piece are spread over the arithmetic of another, for a processor has room for few at a time.
+inline void fetch(const Keys& keys, int64_t begin, int64_t end, int64_t offset, int64_t num_bytes) {
+  for (int64_t i = begin; i < end; ++i) {
+    if (!keys.at[i]) continue;
+    for (int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(keys.at[i] + offset + byte, 0, 2);
   }
 }
 
@@ -341,31 +321,39 @@ void add_tile(Weights weights, int64_t num_rows, const float* const* values, int
   for (; i + 4 <= num_rows; i += 4) {
     add_rows<4, kVectors>(weights.from(i, 0), values, count, depth, out + i * depth);
   }
-  for (; i < num_rows; ++i) add_rows<1, 4>(weights.from(i, 0), values, count, depth, out + i * depth);
+  const Weights rest = weights.from(i, 0);
+  switch (num_rows - i) {
+    case 3: return add_rows<3, kVectors>(rest, values, count, depth, out + i * depth);
+    case 2: return add_rows<2, kVectors>(rest, values, count, depth, out + i * depth);
+    case 1: return add_rows<1, 4>(rest, values, count, depth, out + i * depth);
+  }
 }
 
 // --- a chunk -----------------------------------------------------------------------------------------------------
 
 template <class N>
-void attend_to(const Call& call, const Tile& tile, int64_t kv_head, int64_t chunk, const Scratch& scratch,
-               Partial part) {
+void attend_to(const Call& call, const Piece& piece, const Keys& keys, const Keys* next,
+               const Scratch& scratch, Partial part) {
+  const Tile& tile = *piece.tile;
   const int64_t depth = padded(call.head_dim), num_lanes = padded(tile.num_rows);
   const bool is_many = has_many_rows(tile);
   const Weights weights =
       is_many ? Weights{scratch.scores, 1, num_lanes} : Weights{scratch.scores, kChunk, 1};
-  const Sight sight(call, tile, chunk);
-  const typename N::Stored* keys[kChunk];
-  find_keys(call, tile, kv_head, chunk, keys);
+  const Sight sight(call, tile, piece.chunk);
+  const int64_t num_bytes = call.head_dim * static_cast<int64_t>(sizeof(typename N::Stored));
 
   const float* rows[kStep];
   for (int64_t i = sight.begin; i < sight.end; i += kStep) {
     const int64_t count = lesser(kStep, sight.end - i);
-    if (!is_many) prefetch(keys + i + kStep, lesser(kStep, sight.end - i - kStep), call.head_dim);
-    decode_rows<N>(keys + i, count, call.head_dim, 0, scratch, rows);
+    decode_rows<N>(keys.at + i, count, call.head_dim, 0, scratch, rows);
     if (is_many) {
+      fetch(keys, i, i + count, num_bytes, num_bytes);
       score_many(scratch.q, num_lanes, rows, count, call.head_dim, scratch.scores + i * num_lanes);
     } else {
-      score_few(scratch.q, tile.num_rows, rows, count, depth, scratch.scores + i);
+      for (int64_t j = 0; j < count; j += kFetch) {
+        fetch(keys, i + j, i + j + kFetch, num_bytes, num_bytes);
+        score_few(scratch.q, tile.num_rows, rows + j, kFetch, depth, scratch.scores + i + j);
+      }
     }
   }
   if (is_many) {
@@ -374,21 +362,27 @@ void attend_to(const Call& call, const Tile& tile, int64_t kv_head, int64_t chun
     weigh_few(sight, tile.num_rows, call.soft_cap, scratch.scores, part);
   }
   for (int64_t i = 0; i < tile.num_rows * depth; i += kWidth) store(part.out + i, Floats{});
-  for (int64_t i = sight.begin; i < sight.end; i += kStep) {
-    const int64_t count = lesser(kStep, sight.end - i);
-    decode_rows<N>(keys + i, count, call.head_dim, call.head_dim, scratch, rows);
-    add_tile(weights.from(0, i), tile.num_rows, rows, count, depth, part.out);
+  const int64_t num_keys = sight.end - sight.begin;
+  const auto next_key = [&](int64_t i) { return next->begin + (next->end - next->begin) * i / num_keys; };
+  for (int64_t i = 0; i < num_keys; i += kStep) {
+    const int64_t count = lesser(kStep, num_keys - i), key = sight.begin + i;
+    decode_rows<N>(keys.at + key, count, call.head_dim, call.head_dim, scratch, rows);
+    for (int64_t j = 0; j < count; j += kFetch) {
+      if (next) fetch(*next, next_key(i + j), next_key(i + j + kFetch), 0, num_bytes);
+      add_tile(weights.from(0, key + j), tile.num_rows, rows + j, kFetch, depth, part.out);
+    }
   }
 }
 
-void attend(const Call& call, const Tile& tile, int64_t kv_head, int64_t chunk, float* memory, Partial part) {
+void attend(const Call& call, const Piece& piece, const Keys& keys, const Keys* next, float* memory,
+            Partial part) {
   const Scratch scratch(memory, call.head_dim);
   switch (call.kv_number) {
-    case Number::kF32: return attend_to<F32>(call, tile, kv_head, chunk, scratch, part);
-    case Number::kBF16: return attend_to<BF16>(call, tile, kv_head, chunk, scratch, part);
-    case Number::kF16: return attend_to<F16>(call, tile, kv_head, chunk, scratch, part);
-    case Number::kI8: return attend_to<I8>(call, tile, kv_head, chunk, scratch, part);
-    case Number::kF8: return attend_to<F8>(call, tile, kv_head, chunk, scratch, part);
+    case Number::kF32: return attend_to<F32>(call, piece, keys, next, scratch, part);
+    case Number::kBF16: return attend_to<BF16>(call, piece, keys, next, scratch, part);
+    case Number::kF16: return attend_to<F16>(call, piece, keys, next, scratch, part);
+    case Number::kI8: return attend_to<I8>(call, piece, keys, next, scratch, part);
+    case Number::kF8: return attend_to<F8>(call, piece, keys, next, scratch, part);
   }
 }
 

@@ -49,6 +49,19 @@ struct Tile {
   int64_t num_chunks() const { return begin < end ? (end + kChunk - 1) / kChunk - first_chunk() : 0; }
 };
 
+// One head's keys of one chunk for a tile: what is attended to at once.
+struct Piece {
+  const Tile* tile;
+  int64_t kv_head, chunk;
+};
+
+// Where the keys begin to end of a piece's chunk lie; null where the row has none, or the layer not the block. The value
+// of a key follows it.
+struct Keys {
+  const char* at[kChunk];
+  int64_t begin, end;
+};
+
 // The running softmax: for each row of a tile the maximum, the sum, and the output times the sum.
 struct Partial {
   float *max, *sum, *out;
@@ -67,8 +80,8 @@ struct Core {
   int64_t (*num_scratch_floats)(int64_t head_dim);
   // Puts the queries of one key/value head into the scratch, for `attend`.
   void (*load)(const Call&, const Tile&, int64_t kv_head, float* scratch);
-  // The partial result of one chunk for that head.
-  void (*attend)(const Call&, const Tile&, int64_t kv_head, int64_t chunk, float* scratch, Partial);
+  // The partial result of one piece. While it is computed the keys of the next one, if any, are fetched.
+  void (*attend)(const Call&, const Piece&, const Keys&, const Keys* next, float* scratch, Partial);
   // Nothing seen yet.
   void (*clear)(const Tile&, int64_t head_dim, Partial);
   // Adds what a later chunk gave.

@@ -76,11 +76,33 @@ std::vector<Tile> make_tiles(const Call& call, const Rows& rows) {
   return tiles;
 }
 
+// A tile and head, whole, or one chunk of them.
 struct Task {
   int64_t tile, kv_head;
-  int64_t chunk;  // or all of the tile's
+  int64_t first_chunk, num_chunks;
+  bool is_part;
 };
-constexpr int64_t kAllChunks = -1;
+
+void find_keys(const Call& call, const Piece& piece, Keys& keys) {
+  const Tile& tile = *piece.tile;
+  const int64_t number = bytes_of(call.kv_number), token_size = 2 * call.num_kv_heads * call.head_dim * number;
+  const int64_t first_key = piece.chunk * kChunk;
+  const char* head = call.pool + 2 * piece.kv_head * call.head_dim * number;
+  keys = {};
+  keys.begin = std::max<int64_t>(tile.begin - first_key, 0);
+  keys.end = std::min(tile.end - first_key, kChunk);
+  for (int64_t key = keys.begin; key < keys.end;) {
+    const int64_t index = (first_key + key) / call.block_size;
+    const int64_t block_end = std::min((index + 1) * call.block_size - first_key, keys.end);
+    const int64_t block = tile.table[index];
+    if (block < 0 || block >= call.num_places) {
+      key = block_end;
+      continue;
+    }
+    const int64_t slot = (call.first_place + block) * call.block_size + (first_key + key) % call.block_size;
+    for (const char* at = head + slot * token_size; key < block_end; ++key, at += token_size) keys.at[key] = at;
+  }
+}
 
 // A tile and head whose chunks are tasks of their own: the last of them to end merges what all have left.
 struct Split {
@@ -108,44 +130,53 @@ class Work {
     return sum * call_.num_kv_heads * call_.head_dim;
   }
 
-  void run(int64_t task) { run(tasks_[task]); }
-
- private:
-  void add_tasks(int64_t tile, int64_t kv_head, bool is_split) {
-    const int64_t num_chunks = tiles_[tile].num_chunks();
-    if (!is_split || num_chunks < 2) return tasks_.push_back({tile, kv_head, kAllChunks});
-    Split& split = split_of(tile, kv_head);
-    split.num_left.store(num_chunks, std::memory_order_relaxed);
-    split.memory.reset(new float[num_chunks * part_size(tiles_[tile])]);
-    for (int64_t i = 0; i < num_chunks; ++i) tasks_.push_back({tile, kv_head, tiles_[tile].first_chunk() + i});
-  }
-
-  Split& split_of(int64_t tile, int64_t kv_head) { return splits_[tile * call_.num_kv_heads + kv_head]; }
-  int64_t part_size(const Tile& tile) const { return Partial::num_floats(tile.num_rows, call_.head_dim); }
-
-  void run(const Task& task) {
+  // One task; `next` is the one that this thread runs after it, or none.
+  void run(int64_t index, int64_t next) {
+    const Task& task = tasks_[index];
     const Tile& tile = tiles_[task.tile];
     const int64_t size = part_size(tile);
     float* memory = scratch_floats(2 * size + core_.num_scratch_floats(call_.head_dim));
     const Partial whole = Partial::at(memory, tile.num_rows), part = Partial::at(memory + size, tile.num_rows);
     memory += 2 * size;
     core_.load(call_, tile, task.kv_head, memory);
-    if (task.chunk == kAllChunks) {
+    Keys keys[2];
+    if (task.num_chunks) find_keys(call_, piece_of(task, 0), keys[0]);
+    const auto attend = [&](int64_t i, Partial into) {
+      const bool is_last = i + 1 == task.num_chunks, has_next = !is_last || (next != kNoTask && tasks_[next].num_chunks);
+      Keys& later = keys[(i + 1) % 2];
+      if (has_next) find_keys(call_, is_last ? piece_of(tasks_[next], 0) : piece_of(task, i + 1), later);
+      core_.attend(call_, piece_of(task, i), keys[i % 2], has_next ? &later : nullptr, memory, into);
+    };
+    if (!task.is_part) {
       core_.clear(tile, call_.head_dim, whole);
-      for (int64_t i = 0; i < tile.num_chunks(); ++i) {
-        core_.attend(call_, tile, task.kv_head, tile.first_chunk() + i, memory, part);
+      for (int64_t i = 0; i < task.num_chunks; ++i) {
+        attend(i, part);
         core_.merge(tile, call_.head_dim, whole, part);
       }
       return core_.store(call_, tile, task.kv_head, whole);
     }
     Split& split = split_of(task.tile, task.kv_head);
     const auto part_of = [&](int64_t i) { return Partial::at(split.memory.get() + i * size, tile.num_rows); };
-    core_.attend(call_, tile, task.kv_head, task.chunk, memory, part_of(task.chunk - tile.first_chunk()));
+    attend(0, part_of(task.first_chunk - tile.first_chunk()));
     if (split.num_left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     core_.clear(tile, call_.head_dim, whole);
     for (int64_t i = 0; i < tile.num_chunks(); ++i) core_.merge(tile, call_.head_dim, whole, part_of(i));
     core_.store(call_, tile, task.kv_head, whole);
   }
+
+ private:
+  void add_tasks(int64_t tile, int64_t kv_head, bool is_split) {
+    const int64_t first = tiles_[tile].first_chunk(), num_chunks = tiles_[tile].num_chunks();
+    if (!is_split || num_chunks < 2) return tasks_.push_back({tile, kv_head, first, num_chunks, false});
+    Split& split = split_of(tile, kv_head);
+    split.num_left.store(num_chunks, std::memory_order_relaxed);
+    split.memory.reset(new float[num_chunks * part_size(tiles_[tile])]);
+    for (int64_t i = 0; i < num_chunks; ++i) tasks_.push_back({tile, kv_head, first + i, 1, true});
+  }
+
+  Piece piece_of(const Task& task, int64_t i) const { return {&tiles_[task.tile], task.kv_head, task.first_chunk + i}; }
+  Split& split_of(int64_t tile, int64_t kv_head) { return splits_[tile * call_.num_kv_heads + kv_head]; }
+  int64_t part_size(const Tile& tile) const { return Partial::num_floats(tile.num_rows, call_.head_dim); }
 
   const Call call_;
   const Core& core_;
@@ -167,7 +198,8 @@ void run_attention(ffi::ThreadPool& pool, const Call& call, const Rows& rows, in
   clear_outputs(call);
   Work work(call, rows, choose_core(max_width), num_threads);
   const bool is_shared = work.num_multiply_adds() > kLeastShared;
-  run_tasks(pool, work.num_tasks(), is_shared ? num_threads : 1, [&](int64_t task) { work.run(task); });
+  run_tasks(pool, work.num_tasks(), is_shared ? num_threads : 1,
+            [&](int64_t task, int64_t next) { work.run(task, next); });
 }
 
 // --- writing -----------------------------------------------------------------------------------------------------
