@@ -12,5 +12,6 @@ serving.py        servers under load, at the rate where vLLM's saturates and abo
 ratios.py         medians, ratios, agreement of greedy tokens
 limits.py         the least seconds that a workload can take on a core
 table.py          the record as markdown
+pictures.py       and as a picture
 workers/          what runs in a peer's environment
 """

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import checkpoints, rounds, serving, table, workloads
+from benchmarks.peers import checkpoints, pictures, rounds, serving, table, workloads
 from benchmarks.peers.checkpoints import SHAPES, Shape
 from benchmarks.peers.environments import CannotInstall, Home, install, is_installed
 from benchmarks.peers.peers import OURS, PEERS, SERVE, START
@@ -169,7 +169,7 @@ def _save(shape: Shape, results: Path, workload: str, row: dict, rates: dict[str
 
 
 def _write_table(results: Path) -> None:
-    """Writes the table of all records, and prints it.
+    """Writes the table of all records, and prints it; their picture lies beside it.
 
     Raises:
         CannotMeasure: there is no record.
@@ -180,6 +180,7 @@ def _write_table(results: Path) -> None:
         raise CannotMeasure(f"{results} has no record of {', '.join(path.name for path in paths.values())}")
     page = table.markdown(records)
     (results / "peers.md").write_text(page)
+    pictures.draw(records, results / "peers.png")
     print(page)
 
 
