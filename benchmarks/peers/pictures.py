@@ -27,7 +27,7 @@ _COLORS = {
 }
 _TICKS = (0.5, 1, 2, 5, 10, 20)
 _WIDTH = 0.8
-"""Of a group of bars; the groups are 1 apart."""
+"""Width of a group of bars; the groups are 1 apart."""
 
 
 def draw(records: Mapping[str, Mapping], path: Path) -> None:
