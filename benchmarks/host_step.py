@@ -83,7 +83,7 @@ class NullExecutor:
             buckets=BucketTable.build(max_num_batched_tokens=num_rows * PROMPT_LEN, max_num_seqs=num_rows),
         )
         sampled = np.ones((num_rows, 1), np.int32)
-        self._outputs = StepOutputs(sampled, np.ones(num_rows, np.bool_))
+        self._outputs = StepOutputs(sampled, np.ones((num_rows, 1), np.bool_))
 
     @property
     def geometry(self) -> Geometry:

@@ -79,7 +79,7 @@ async def _serve_one(model: LoadedModel, recorder: Recorder) -> int:
 def request_way() -> list[str]:
     """The files, each as it was entered first."""
     options = {"model": "demo", "port": 0, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 256}
-    model = build(EngineConfig.load({**options, "wait_for_all_programs": True}))
+    model = build(EngineConfig.load({**options, "num_scheduler_steps": 8, "wait_for_all_programs": True}))
     recorder = Recorder()
     recorder.install()
     try:

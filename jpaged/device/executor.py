@@ -3,6 +3,7 @@
     move_blocks  BlockMoves -> copy[C], swap_out[C] or swap_in[C]                            returns at once
     forward      StepInputs -> one buffer -> forward[T] -> hidden states                     returns at once
     sample       hidden states, SamplingInputs -> sample[R] -> copy to host begins           returns at once
+    decode       StepInputs, ... -> one buffer -> decode[R] -> copy to host begins              returns at once
     collect      waits for that copy -> StepOutputs; lands what has been swapped out
 
 Nothing is traced here: the verbs call executables that `warm_up` compiled, with numpy buffers as they are.
@@ -43,9 +44,10 @@ from jpaged.device.programs.saved import SavedPrograms, Target
 from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.device.programs.store import ProgramStore
 from jpaged.device.step.forward import Step, forward_packing
-from jpaged.device.step.runner import KVPool, PackedForward, StepRunner, unpack_outputs
+from jpaged.device.step.runner import DecodePacking, KVPool, PackedForward, StepRunner, unpack_outputs
 from jpaged.device.transfers import BlockMover, move_sizes
 from jpaged.engine.executor import (
+    I32,
     BlockMoves,
     BucketTable,
     Detail,
@@ -94,8 +96,9 @@ class JaxExecutor:
         self._host = HostPool(layout, geometry.num_host_blocks, NamedSharding(mesh, CONTENTS_SPEC))
         self._mover = BlockMover(layout, self._pool, self._host)
         packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
+        several = {size: DecodePacking(forward_packing(size, geometry), size) for size in geometry.buckets.decodes}
         last_tokens = jax.device_put(np.zeros(step.num_places, np.int32), replicated(step.mesh))
-        self._runner = StepRunner(params, last_tokens, packings, self._pool, self._programs)
+        self._runner = StepRunner(params, last_tokens, (packings, several), self._pool, self._programs)
         self._is_shut_down = False
 
     @classmethod
@@ -207,7 +210,7 @@ class JaxExecutor:
             InvalidArgument: the compiler finds no room for one.
             InternalError: together they take more memory than the plan has.
         """
-        self._require_alive()
+        _require_alive(self._is_shut_down)
         buckets, layout = self._geometry.buckets, self._served.step.layout
         has_host_blocks = self._geometry.num_host_blocks > 0
         make = program_specs if self._waits_for_all else least_programs
@@ -223,7 +226,8 @@ class JaxExecutor:
         """Lets steps have the shapes that are ready. A sample that tells most does for one that tells less."""
         tokens, rows = self._programs.sizes("forward"), self._programs.sizes("sample", detail=Detail.TOP_LOGPROBS)
         if tokens and rows:
-            self._geometry = dataclasses.replace(self._geometry, buckets=BucketTable(tokens, rows))
+            buckets = BucketTable(tokens, rows, self._programs.sizes("decode"))
+            self._geometry = dataclasses.replace(self._geometry, buckets=buckets)
         if len(self._programs.ready) == len(self._programs.specs):
             try:
                 self._memory_plan = self._memory_plan.verified(self._served.memory(self._programs.ready))
@@ -253,7 +257,7 @@ class JaxExecutor:
         Raises:
             InternalError: shapes of no compiled program.
         """
-        self._require_alive()
+        _require_alive(self._is_shut_down)
         return self._runner.pack(inputs)
 
     def forward_packed(self, packed: PackedForward) -> jax.Array:
@@ -269,6 +273,17 @@ class JaxExecutor:
         """
         with self._calling(f"a sample of {len(inputs.rows_r)} rows failed"):
             return self._runner.sample(hidden, inputs)
+
+    def decode(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> jax.Array:
+        """Starts several steps of rows that decode, and the copy of their tokens to the host.
+
+        Raises:
+            InternalError: shapes of no compiled program, or a fault of the device, after which the pool is spent.
+        """
+        with self._calling(f"{num_steps} steps of {len(sampling.rows_r)} rows failed"):
+            return self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps)
 
     def is_done(self, handle: jax.Array) -> bool:
         """Whether the step has run; whether its results are on the host already is not asked."""
@@ -295,14 +310,10 @@ class JaxExecutor:
         self._runner.release()
         self._programs.release()
 
-    def _require_alive(self) -> None:
-        if self._is_shut_down:
-            raise InternalError("the executor is shut down")
-
     @contextmanager
     def _calling(self, failure: str) -> Iterator[None]:
         """Counts the compiles of a call of programs, and raises an error of the device as ours, with what failed."""
-        self._require_alive()
+        _require_alive(self._is_shut_down)
         num_before = told.num_compiled
         try:
             yield
@@ -310,3 +321,8 @@ class JaxExecutor:
             raise InternalError(f"{failure}: {error}") from error
         finally:
             self.num_compiles_after_warm_up += told.num_compiled - num_before
+
+
+def _require_alive(is_shut_down: bool) -> None:
+    if is_shut_down:
+        raise InternalError("the executor is shut down")

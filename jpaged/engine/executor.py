@@ -1,6 +1,7 @@
 """What the engine asks of a device: the shapes of one step, and its verbs. Owned by the engine, implemented below it.
 
     forward(StepInputs) ── hidden ──> sample(hidden, SamplingInputs) ── handle ──> collect(handle) ──> StepOutputs
+    decode(StepInputs, SamplingInputs, ...), the two again and again ─ handle ──┘
 
 The engine decides, the executor computes. Padded numpy arrays go down and come back; what is in between stays on the
 device, and nothing waits before `collect`. The executor never changes what it was told to run, and the engine never
@@ -9,7 +10,7 @@ sees a device array.
     T  tokens packed in the step, padded to a bucket       S  rows of a step, always max_num_seqs
     M  width of a block-table row                          R  rows that the sampler runs on, padded to a bucket
     X  token ids that a row may ban                        K  top log-probabilities reported
-    n  tokens that a row samples in a step: 1
+    n  tokens that a row samples in a dispatch: 1, or one in each of its steps
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ class BucketTable:
 
     Two axes only. The forward is compiled for a number of packed tokens (T), the sampler for a number of rows (R);
     block tables and row arrays have one fixed size. Powers of two keep the padding below half and the list short.
+    `decodes` are the rows of programs that decode several steps; there may be none.
     """
 
     tokens: tuple[int, ...]
     rows: tuple[int, ...]
+    decodes: tuple[int, ...] = ()
 
     @classmethod
-    def build(cls, *, max_num_batched_tokens: int, max_num_seqs: int) -> BucketTable:
-        return cls(tokens=_powers_of_two_up_to(max_num_batched_tokens), rows=_powers_of_two_up_to(max_num_seqs))
+    def build(cls, *, max_num_batched_tokens: int, max_num_seqs: int, max_num_steps: int = 1) -> BucketTable:
+        rows = _powers_of_two_up_to(max_num_seqs)
+        return cls(_powers_of_two_up_to(max_num_batched_tokens), rows, rows if max_num_steps > 1 else ())
 
     def num_tokens(self, n: int) -> int:
         """The bucket for n packed tokens."""
@@ -52,6 +56,10 @@ class BucketTable:
     def num_rows(self, n: int) -> int:
         """The bucket for n rows."""
         return self.rows[bisect_left(self.rows, n)]
+
+    def num_decode_rows(self, n: int) -> int | None:
+        """The bucket for n rows that decode several steps; None where there is none."""
+        return next((size for size in self.decodes if size >= n), None)
 
     def __str__(self) -> str:
         return f"tokens {', '.join(map(str, self.tokens))}; rows {', '.join(map(str, self.rows))}"
@@ -73,6 +81,8 @@ Bool = NDArray[np.bool_]
 
 BANNED_WIDTH = 40
 """Token ids that a row may ban (X): a request's stop tokens and the model's own end-of-sequence tokens."""
+MAX_NUM_STEPS = 16
+"""Decode steps of one dispatch at most."""
 TOP_WIDTH = 32
 """Top log-probabilities of a row that wants them (K): as many as a request or a beam search may ask for."""
 NULL_BLOCK = 0
@@ -131,6 +141,7 @@ class Geometry:
         bytes_per_block: of KV memory, all layers, both keys and values.
         buckets: the shapes that were compiled.
         cascade: what reading a shared prefix once costs; None where the executor does not.
+        max_num_steps: decode steps of one dispatch at most.
     """
 
     num_blocks: int
@@ -142,6 +153,7 @@ class Geometry:
     buckets: BucketTable
     num_host_blocks: int = 0
     cascade: CascadeCosts | None = None
+    max_num_steps: int = 1
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -361,11 +373,11 @@ def num_pairs(query_starts: I32, kv_lens: I32) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What one step sampled, n tokens a row in their order, in host memory.
+    """What one dispatch sampled, n tokens a row in their order, in host memory.
 
     Attributes:
         token_ids_rn: the sampled tokens.
-        is_sound_r: False where a token means nothing: the logits hold NaN or plus infinity, or nothing is left to
+        is_sound_rn: False where a token means nothing: the logits hold NaN or plus infinity, or nothing is left to
             sample.
         logprobs_rn: their log-probabilities under the model's own distribution (before temperature and truncation);
             None of Detail.TOKENS.
@@ -375,11 +387,16 @@ class StepOutputs:
     """
 
     token_ids_rn: I32
-    is_sound_r: Bool
+    is_sound_rn: Bool
     logprobs_rn: F32 | None = None
     ranks_rn: I32 | None = None
     top_ids_rnk: I32 | None = None
     top_logprobs_rnk: F32 | None = None
+
+    def at(self, place: int) -> StepOutputs:
+        """What one step of a dispatch without log-probabilities sampled."""
+        only = slice(place, place + 1)
+        return StepOutputs(self.token_ids_rn[:, only], self.is_sound_rn[:, only])
 
     def token(self, row: int, place: int = 0) -> int:
         """The token that a row sampled in a place."""
@@ -458,6 +475,15 @@ class Executor(Protocol[Hidden, Handle]):
         """Starts sampling from what the last forward leaves; returns before it is done.
 
         The next forward finds the sampled tokens on the device, see `StepInputs.prev_sampled_rows_t`.
+        """
+        ...
+
+    def decode(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> Handle:
+        """Starts several steps of rows that decode; returns before they are done. The last tokens are as `sample`'s.
+
+        Row i has token i and no other in each of them, is of Detail.TOKENS, and its block table has room for all. One
+        that samples an id that ends it (BEYOND_TOKENS is none), or that a decode before has ended so, keeps that token:
+        what it gives afterwards is sound and means nothing. No further step is run when all rows have ended.
         """
         ...
 

@@ -24,7 +24,13 @@ from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, build_sampling_inputs, build_step_inputs
+from jpaged.engine.scheduling.schedule import (
+    Schedule,
+    ScheduledRow,
+    build_ending_ids,
+    build_sampling_inputs,
+    build_step_inputs,
+)
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.shared_prefixes import PrefixSharing
 from jpaged.engine.sequence import Group, Sequence, Sink
@@ -57,11 +63,16 @@ class Soundness:
         self._stats = stats
         self._has_told = False
 
-    def fail_unsound(self, schedule: Schedule, outputs: StepOutputs) -> list[Group]:
-        """Fails the requests whose rows are not sound; the groups, which hold their blocks still."""
+    def fail_unsound(self, schedule: Schedule, outputs: StepOutputs, step: int = 0) -> list[Group]:
+        """Fails the requests whose rows are not sound; the groups, which hold their blocks still.
+
+        Args:
+            outputs: of one step of the dispatch.
+            step: which one it is.
+        """
         failed: dict[Group, None] = {}
-        for row in np.flatnonzero(~outputs.is_sound_r[: schedule.num_rows]).tolist():
-            scheduled = schedule.row_at(row)
+        for row in np.flatnonzero(~outputs.is_sound_rn[: schedule.num_rows, 0]).tolist():
+            scheduled = schedule.row_at(row, step)
             if not scheduled.sequence.is_live:
                 self._forget(scheduled.sequence)
             elif scheduled.samples_token and scheduled.group not in failed:
@@ -232,7 +243,7 @@ class EngineLoop:
     ) -> None:
         geometry = executor.geometry
         self.memory = _make_memory(geometry, config.cache, max_cached_tokens)
-        self.scheduler = Scheduler(self.memory, config.scheduler, geometry, executor.rates)
+        self.scheduler = Scheduler(self.memory, config.scheduler, geometry, executor.rates, eos_token_ids)
         self.stats = StepStats(geometry, clock)
         self.in_flight = InFlight(self.scheduler.max_num_seqs, config.scheduler.max_num_queued_reqs)
         self.groups: dict[str, Group] = {}
@@ -257,6 +268,7 @@ class EngineLoop:
         self._device_wait_s = 0.0
         self._look_at_device()
         self._expire()
+        self.scheduler.lookahead.has_programs(self._executor.geometry.buckets)
         schedule = self.scheduler.schedule()
         dispatched = self._dispatch(schedule)
         collect_if_due()
@@ -287,14 +299,26 @@ class EngineLoop:
         if not schedule.num_rows:
             return None
         inputs = build_step_inputs(schedule, geometry)
-        self._look_at_device()
-        self.stats.count_idle(self._idle.end(self._clock()))
-        hidden = self._executor.forward(inputs)
+        self.scheduler.lookahead.began(0 if schedule.rows else schedule.num_rows, schedule.num_steps, begin_s)
         if pace is not None:
-            pace.steps.began(inputs, geometry.buckets, begin_s)
+            pace.steps.began(inputs, geometry.buckets, begin_s, schedule.num_steps)
+        if schedule.num_steps > 1:
+            sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids)
+            self._end_idle()
+            self._newest = self._executor.decode(
+                inputs, sampling, build_ending_ids(schedule, len(sampling.rows_r)), schedule.num_steps
+            )
+            return schedule, self._newest
+        self._end_idle()
+        hidden = self._executor.forward(inputs)
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids)
         self._newest = self._executor.sample(hidden, sampling)
         return schedule, self._newest
+
+    def _end_idle(self) -> None:
+        """Notes that the device is given something to do."""
+        self._look_at_device()
+        self.stats.count_idle(self._idle.end(self._clock()))
 
     def _look_at_device(self) -> None:
         """Notes when the newest step has run: from here on the device has nothing to do."""
@@ -312,11 +336,22 @@ class EngineLoop:
             self._idle.seen_done(now)
         if self.scheduler.pace is not None:
             self.scheduler.pace.steps.ended(now)
-        for group in self._soundness.fail_unsound(schedule, outputs):
+        self.scheduler.lookahead.ended(now)
+        if schedule.num_steps == 1:
+            self._take_in(schedule, outputs, now)
+        else:
+            for step in range(schedule.num_steps):
+                self._take_in(schedule, outputs.at(step), now, step)
+
+    def _take_in(self, schedule: Schedule, outputs: StepOutputs, now: float, step: int = 0) -> None:
+        """Has what one step of a dispatch sampled judged, counted and published."""
+        for group in self._soundness.fail_unsound(schedule, outputs, step):
             self._release(group)
-        tokens, beams = schedule.live_tokens()
-        self.stats.count_tokens([*tokens.groups, *beams.groups], now)
+        tokens, beams = schedule.live_tokens(step)
+        self.stats.count_tokens([*tokens.groups, *beams.groups], now, schedule.num_steps)
         for group, sequence in self._output.publish(tokens, outputs):
+            if max(schedule.num_steps, sequence.num_in_flight_tokens) > 1:
+                sequence.ended_on_the_way()
             self._end_sequence(group, sequence)
         for group, rows in beams.by_group().items():
             self._advance_beams(group, rows, outputs)

@@ -10,7 +10,8 @@
 
 A token "in flight" has been sampled by a dispatched step whose results the host has not seen: the sequence is already
 longer by it, but its value lives on the device alone. While a step is put together at most one token of a sequence is
-in flight; two are between the dispatch of that step and the collection of the one before.
+in flight, or those of one dispatch of several steps; twice as many are between the dispatch of that step and the
+collection of the one before.
 
 A group of several sequences computes its prompt once: only its leader runs until the prompt is in the pool. Then the
 others fork from it, sharing every block, and each samples its own first token from the same logits.
@@ -113,6 +114,10 @@ class Sequence:
         self.token_ids.append(token_id)
         self.cumulative_logprob += logprob
 
+    def ended_on_the_way(self) -> None:
+        """It ended with its last token, and steps behind that were dispatched: what they write is not its."""
+        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
+
     def discard_in_flight(self) -> None:
         """The oldest token in flight is collected, and means nothing: a beam goes on with tokens that are chosen."""
         self.num_in_flight_tokens -= 1
@@ -150,11 +155,11 @@ class Sequence:
         self.status = status
 
 
-def dispatched_one_each(sequences: list[Sequence]) -> None:
-    """A step will compute the next token of each and sample the one after it, in rows of their order."""
+def dispatched_each(sequences: list[Sequence], num_steps: int) -> None:
+    """So many steps will compute the next token of each and sample the one after it, in rows of their order."""
     for row, sequence in enumerate(sequences):
-        sequence.num_computed_tokens += 1
-        sequence.num_in_flight_tokens += 1
+        sequence.num_computed_tokens += num_steps
+        sequence.num_in_flight_tokens += num_steps
         sequence.in_flight_row = row
 
 
@@ -287,10 +292,10 @@ class Group:
     def sampled(self, num_tokens: int) -> None:
         self.num_sampled_tokens += num_tokens
 
-    def collected(self, now_s: float) -> None:
-        """The results of a step with tokens for it are here."""
+    def collected(self, now_s: float, num_steps: int = 1) -> None:
+        """The results of a dispatch of some steps with tokens for it are here."""
         if self.last_token_s is not None:
-            self.token_gap_s = now_s - self.last_token_s
+            self.token_gap_s = (now_s - self.last_token_s) / num_steps
         else:
             self.first_token_s = now_s
         self.last_token_s = now_s

@@ -103,12 +103,12 @@ class StepStats:
         self._num_ended = dict.fromkeys([*(reason.value for reason in FinishReason), DEADLINE, ERROR], 0)
 
     def count_step(self, schedule: Schedule) -> None:
-        self._counts["num_steps"] += bool(schedule.num_rows)
+        self._counts["num_steps"] += schedule.num_steps if schedule.num_rows else 0
         self._counts["num_preemptions"] += len(schedule.preempted)
         self._counts["num_recomputed_tokens"] += schedule.num_recomputed_tokens
         if schedule.runs:
-            self._counts["num_cascade_steps"] += 1
-            self._counts["num_cascade_tokens"] += schedule.num_tokens_shared
+            self._counts["num_cascade_steps"] += schedule.num_steps
+            self._counts["num_cascade_tokens"] += schedule.num_tokens_shared * schedule.num_steps
         for group in schedule.admitted:
             if group.first_scheduled_s is None:
                 now_s = self._clock()
@@ -116,13 +116,16 @@ class StepStats:
                 self._histograms["queue_time"].observe(now_s - group.arrival_s)
                 self._counts["num_prompt_tokens"] += len(group.request.prompt_token_ids)
 
-    def count_tokens(self, groups: Sequence[Group], now_s: float) -> None:
-        """Counts a token for each of these; the group of several sequences is named as often."""
+    def count_tokens(self, groups: Sequence[Group], now_s: float, num_steps: int = 1) -> None:
+        """Counts a token for each of these, in one of so many steps that end now.
+
+        The group of several sequences is named as often. Tokens of one dispatch count as if each had come in its time.
+        """
         self._counts["num_generation_tokens"] += len(groups)
         gaps_s = self._token_gaps_s
         for group in groups:
             if group.last_token_s != now_s:  # the first of the step
-                group.collected(now_s)
+                group.collected(now_s, num_steps)
                 if group.token_gap_s is None:
                     self._sum_first_token_s += now_s - group.arrival_s
                     self._counts["num_first_tokens"] += 1

@@ -1,12 +1,21 @@
 """Fakes for tests of one's own: an executor to compute by hand, a byte tokenizer, a clock to turn.
 
 fake_executor.py   an executor without a model
+single_steps.py    the steps of a decode, one by one
 byte_tokenizer.py  a token is a byte
 virtual_clock.py   a clock that moves when it is told to
 """
 
 from jpaged.testing.byte_tokenizer import ByteTokenizer
-from jpaged.testing.fake_executor import FakeExecutor, Faults, expected_tokens, top_logprobs
+from jpaged.testing.fake_executor import FakeExecutor, Faults, SeveralStepsExecutor, expected_tokens, top_logprobs
 from jpaged.testing.virtual_clock import VirtualClock
 
-__all__ = ["ByteTokenizer", "FakeExecutor", "Faults", "VirtualClock", "expected_tokens", "top_logprobs"]
+__all__ = [
+    "ByteTokenizer",
+    "FakeExecutor",
+    "Faults",
+    "SeveralStepsExecutor",
+    "VirtualClock",
+    "expected_tokens",
+    "top_logprobs",
+]

@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import (
+    I32,
+    MAX_NUM_STEPS,
     NULL_BLOCK,
     TOP_WIDTH,
     BlockMoves,
@@ -36,6 +38,7 @@ from jpaged.engine.executor import (
     StepOutputs,
 )
 from jpaged.errors import InternalError
+from jpaged.testing.single_steps import step_at
 
 _LOGPROB_STEP = -0.125  # sums of it are exact, so that equal sums are equal
 _UNWRITTEN = -1
@@ -92,6 +95,8 @@ class FakeExecutor:
     To read a slot that was never written, or that was written after another prefix, raises.
     """
 
+    max_num_steps = 1
+
     def __init__(
         self,
         *,
@@ -113,8 +118,13 @@ class FakeExecutor:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             bytes_per_block=block_size * 8,
-            buckets=BucketTable.build(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs),
+            buckets=BucketTable.build(
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                max_num_steps=self.max_num_steps,
+            ),
             num_host_blocks=num_host_blocks,
+            max_num_steps=self.max_num_steps,
             cascade=CascadeCosts(granule_tokens=block_size, tile_queries=max_num_batched_tokens, **_ANY_SHARING_PAYS),
         )
         # Of each slot the token, and the digest of the tokens up to it.
@@ -122,6 +132,7 @@ class FakeExecutor:
         self._pool: NDArray[np.int64] = np.full(((num_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         self._factors = np.cumprod(np.full(max_model_len, _DIGEST_FACTOR, np.int64))
         self._last_tokens = np.zeros(max_num_seqs, np.int64)
+        self._have_ended = np.zeros(max_num_seqs, np.bool_)  # in the last decode: not all that they read was written
         self._is_shut_down = False
 
     @property
@@ -164,7 +175,9 @@ class FakeExecutor:
         self._pool[inputs.slots_t[used], 0] = (tokens_t + is_nan_t * _NAN)[used]
         for row in range(inputs.num_rows):
             self._write_digests(inputs, row)
-        return [self._context(inputs, row) for row in range(inputs.num_rows)]
+        last_t = inputs.query_starts_s1[1 : inputs.num_rows + 1] - 1
+        has_ended = inputs.is_prev_sampled_t[last_t] & self._have_ended[inputs.prev_sampled_rows_t[last_t]]
+        return [self._context(inputs, row, is_checked=not has_ended[row]) for row in range(inputs.num_rows)]
 
     def sample(self, hidden: list[NDArray[np.int64]], inputs: SamplingInputs) -> StepOutputs:
         """Samples at once; the handle is the result."""
@@ -174,7 +187,35 @@ class FakeExecutor:
             is_sound_r[row] = context.max() < _NAN
             token_ids_r[row] = self._sample(context % _NAN, inputs.rows_r[row])
         self._last_tokens[: len(token_ids_r)] = token_ids_r[: len(self._last_tokens)]
-        return self._outputs(token_ids_r[:, None], is_sound_r, inputs.detail)
+        self._have_ended[:] = False
+        return self._outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.detail)
+
+    def decode(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> StepOutputs:
+        """Runs one step after the other at once, until every row has ended."""
+        num_rows, shape = inputs.num_rows, (len(sampling.rows_r), num_steps)
+        token_ids_rn, is_sound_rn = np.full(shape, -1, np.int32), np.ones(shape, np.bool_)
+
+        def end(tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+            is_ending: NDArray[np.bool_] = (tokens[:, None] == ending_token_ids_rx[:num_rows]).any(axis=1)
+            return is_ending
+
+        kept = self._last_tokens[inputs.prev_sampled_rows_t[:num_rows]]
+        ended = inputs.is_prev_sampled_t[:num_rows] & end(kept)
+        for place in range(num_steps):
+            if ended.all():
+                self._last_tokens[:num_rows] = kept
+                self._have_ended[:num_rows] = True
+                break
+            step, rows = step_at(place, inputs, sampling, self._geometry.block_size)
+            outputs = self.sample(self.forward(step), rows)
+            token_ids_rn[:, place] = outputs.token_ids_rn[:, 0]
+            is_sound_rn[:num_rows, place] = outputs.is_sound_rn[:num_rows, 0] | ended
+            self._last_tokens[:num_rows] = kept = np.where(ended, kept, self._last_tokens[:num_rows])
+            ended |= end(kept)
+            self._have_ended[:num_rows] = ended
+        return StepOutputs(token_ids_rn, is_sound_rn)
 
     def is_done(self, handle: StepOutputs) -> bool:
         return True
@@ -215,11 +256,13 @@ class FakeExecutor:
         slots: NDArray[np.int64] = blocks * block_size + positions % block_size
         return slots
 
-    def _context(self, inputs: StepInputs, row: int) -> NDArray[np.int64]:
+    def _context(self, inputs: StepInputs, row: int, *, is_checked: bool) -> NDArray[np.int64]:
         """The row's tokens, read back from the slots that attention would read."""
         slots = self._context_slots(inputs, row)
         tokens, digests = self._pool[slots, 0], self._pool[slots, 1]
         blocks = slots // self._geometry.block_size
+        if not is_checked:
+            return tokens
         if inputs.positions_t[inputs.sample_tokens_s[row]] != len(slots) - 1:
             raise InternalError(f"row {row} of {len(slots)} tokens samples from token {inputs.sample_tokens_s[row]}")
         if np.any(blocks == NULL_BLOCK) or np.any(tokens == _UNWRITTEN):
@@ -254,21 +297,27 @@ class FakeExecutor:
             token_id = (token_id + 1) % self._geometry.vocab_size
         return token_id
 
-    def _outputs(self, token_ids_rn: NDArray[np.int32], is_sound_r: NDArray[np.bool_], detail: Detail) -> StepOutputs:
+    def _outputs(self, token_ids_rn: NDArray[np.int32], is_sound_rn: NDArray[np.bool_], detail: Detail) -> StepOutputs:
         if detail == Detail.TOKENS:
-            return StepOutputs(token_ids_rn, is_sound_r)
-        logprobs_rn = np.where(is_sound_r[:, None], _LOGPROB_STEP, np.nan).astype(np.float32)
+            return StepOutputs(token_ids_rn, is_sound_rn)
+        logprobs_rn = np.where(is_sound_rn, _LOGPROB_STEP, np.nan).astype(np.float32)
         offsets = np.arange(TOP_WIDTH, dtype=np.int32)
         top_ids = (token_ids_rn[..., None] + offsets) % self._geometry.vocab_size
         top_logprobs = (offsets + 1) * logprobs_rn[..., None]
         return StepOutputs(
             token_ids_rn=token_ids_rn,
-            is_sound_r=is_sound_r,
+            is_sound_rn=is_sound_rn,
             logprobs_rn=logprobs_rn,
             ranks_rn=np.ones(token_ids_rn.shape, np.int32),
             top_ids_rnk=top_ids.astype(np.int32) if detail == Detail.TOP_LOGPROBS else None,
             top_logprobs_rnk=top_logprobs.astype(np.float32) if detail == Detail.TOP_LOGPROBS else None,
         )
+
+
+class SeveralStepsExecutor(FakeExecutor):
+    """A fake that decodes several steps in one dispatch, where the engine asks for them."""
+
+    max_num_steps = MAX_NUM_STEPS
 
 
 def _next_token(context: NDArray[np.int64], vocab_size: int) -> int:

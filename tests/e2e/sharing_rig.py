@@ -18,6 +18,7 @@ from jpaged.device.mesh import Placement, serving_meshes
 from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import (
+    I32,
     BlockMoves,
     CascadeCosts,
     DeviceRates,
@@ -102,6 +103,9 @@ class Share:
 
     def sample(self, hidden: Any, inputs: SamplingInputs) -> Any:
         return self._executor.sample(hidden, inputs)
+
+    def decode(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> Any:
+        return self._executor.decode(inputs, sampling, ending_token_ids_rx, num_steps)
 
     def is_done(self, handle: Any) -> bool:
         return self._executor.is_done(handle)

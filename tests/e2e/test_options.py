@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,13 +28,7 @@ from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
 UNSEEDED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, logprobs=0)
 BASE = {"max_model_len": 64, "num_blocks": 40}
-OTHER_SIZES = {
-    "max_model_len": 40,
-    "block_size": 4,
-    "num_blocks": 9,
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 11,
-}
+OTHER_SIZES = {"max_model_len": 40, "block_size": 4, "num_blocks": 9, "max_num_seqs": 3, "max_num_batched_tokens": 11}
 SERVER_VALUES = {
     "served_model_name": "another",
     "host": "0.0.0.0",
@@ -432,9 +427,7 @@ def test_preemption_goes_the_way_it_is_told(folder: Path, mode: str) -> None:
 
 @flips("overlap")
 @pytest.mark.parametrize("overlap", [True, False])
-def test_overlap_dispatches_a_step_before_it_collects_the_last(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
+def test_overlap_dispatches_before_it_collects(folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     calls: list[str] = []
     with open_llm(folder, overlap=overlap, **BASE) as llm:
         executor = engine_of(llm)._executor
@@ -459,10 +452,16 @@ def test_overlap_dispatches_a_step_before_it_collects_the_last(
     assert "".join(calls) == ("fsfscfscc" if overlap else "fscfscfsc")
 
 
+@flips("num_scheduler_steps")
+def test_num_scheduler_steps_go_in_one_dispatch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_llm(folder, num_scheduler_steps=4, wait_for_all_programs=True, **BASE) as llm:
+        loads = watch(llm, monkeypatch)
+        generate(llm, [[5, 6]], dataclasses.replace(GREEDY, logprobs=None))
+    assert max(after.num_steps - before.num_steps for before, after in itertools.pairwise(loads)) == 4
+
+
 @flips("max_inter_token_latency")
-def test_max_inter_token_latency_bounds_the_steps_that_streams_are_in(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_max_inter_token_latency_bounds_steps_of_streams(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "seconds", lambda times, num_padded, num_pairs: float(num_padded))
     options = {**BASE, "max_num_batched_tokens": 64, "wait_for_all_programs": True, "enable_prefix_caching": False}
     tokens, largest = {}, {}

@@ -31,6 +31,7 @@ class Harness:
     max_cached_tokens: int | None = None
     max_pinned_blocks: int | None = None
     max_inter_token_latency: float = 0.0
+    num_scheduler_steps: int = 1
     max_num_steps: int = 20_000
 
     def __post_init__(self):
@@ -46,6 +47,7 @@ class Harness:
             enable_prefix_caching=self.enable_prefix_caching,
             max_pinned_blocks=self.max_pinned_blocks,
             max_inter_token_latency=self.max_inter_token_latency,
+            num_scheduler_steps=self.num_scheduler_steps,
         )
         self.engine = Engine(
             self.executor,

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from jpaged.errors import InvalidArgument, RequestTooLong
-from jpaged.testing import FakeExecutor
+from jpaged.testing import SeveralStepsExecutor
 from jpaged.types import FinishReason
 from tests.engine.groups import num_swapped_blocks
 from tests.engine.harness import CheckedHarness
@@ -39,7 +39,7 @@ class Life:
         self.seed, self.random = seed, random.Random(seed)
         sample, choice = self.random.randint, self.random.choice
         block_size = sample(1, 4)
-        executor = FakeExecutor(
+        executor = SeveralStepsExecutor(
             num_blocks=sample(24, 60) // block_size,
             block_size=block_size,
             max_num_seqs=sample(4, 8),
@@ -55,6 +55,7 @@ class Life:
             "batching": choice(["continuous"] * 5 + ["static"]),
             "enable_prefix_caching": sample(1, 8) > 1,
         }
+        sampled["num_scheduler_steps"] = random.Random(2 * ~seed).choice([1, 2, 3, 8])
         # A step of the fake is said to take a microsecond a token: some of these leave prompts less than there is room.
         sampled["max_inter_token_latency"] = random.Random(~seed).choice([0.0, 0.0, 1e-6, 2e-5])
         self.h = CheckedHarness(executor=executor, max_num_steps=6000, **sampled | options)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from jpaged.config import Policy, PreemptionMode
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, RequestTooLong, Unsupported
-from jpaged.testing import FakeExecutor
+from jpaged.testing import SeveralStepsExecutor
 from jpaged.types import FinishReason
 from tests.engine.harness import CheckedHarness
 from tests.engine.kv.oracle import expected_outputs
@@ -68,9 +68,10 @@ class EngineMachine(RuleBasedStateMachine):
         batching=st.sampled_from(["continuous", "continuous", "static"]),
         enable_prefix_caching=st.booleans(),
         max_cached_tokens=st.sampled_from([None, None, 7]),
+        num_scheduler_steps=st.sampled_from([1, 2, 3, 8]),
     )
     def start(self, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, num_host_blocks, **options):
-        executor = FakeExecutor(
+        executor = SeveralStepsExecutor(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,

@@ -247,7 +247,7 @@ POLICY_FAULTS = (
     Fault(
         "rows decode whether or not there are blocks",
         "scheduling/scheduler.py",
-        "        if not self._memory.can_grow([*((sequence, 1) for sequence in due), *chain",
+        "        if not self._memory.can_grow([*grown, *chain",
         "        if not self._memory.can_grow([*chain",
         LIVES,
     ),

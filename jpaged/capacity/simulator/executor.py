@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from jpaged.capacity.simulator.deployment import Deployment
 from jpaged.capacity.simulator.steady import Seen
 from jpaged.engine.executor import (
+    I32,
     TOP_WIDTH,
     BlockMoves,
     BucketTable,
@@ -26,6 +27,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
+from jpaged.testing.single_steps import step_at
 from jpaged.testing.virtual_clock import VirtualClock
 
 _HASH = np.uint64(0x9E3779B97F4A7C15)
@@ -70,7 +72,7 @@ class SimulatedExecutor:
         )
         self._plain = StepOutputs(
             token_ids_rn=np.zeros((max_num_seqs, 1), np.int32),
-            is_sound_r=np.ones(max_num_seqs, np.bool_),
+            is_sound_rn=np.ones((max_num_seqs, 1), np.bool_),
             logprobs_rn=np.zeros((max_num_seqs, 1), np.float32),
             ranks_rn=np.ones((max_num_seqs, 1), np.int32),
         )
@@ -116,6 +118,15 @@ class SimulatedExecutor:
     def sample(self, hidden: NDArray[np.int32], inputs: SamplingInputs) -> StepOutputs:
         return self._top_logprobs(hidden) if inputs.detail == Detail.TOP_LOGPROBS else self._plain
 
+    def decode(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> StepOutputs:
+        """Takes the time of all steps: its tokens end nothing."""
+        for place in range(num_steps):
+            self.forward(step_at(place, inputs, sampling, self.geometry.block_size)[0])
+        shape = len(ending_token_ids_rx), num_steps
+        return StepOutputs(np.zeros(shape, np.int32), np.ones(shape, np.bool_))
+
     def is_done(self, handle: StepOutputs) -> bool:
         return True
 
@@ -145,7 +156,7 @@ class SimulatedExecutor:
         ids_rk = np.broadcast_to(np.arange(TOP_WIDTH, dtype=np.int32), (num_rows, TOP_WIDTH))
         return StepOutputs(
             token_ids_rn=self._plain.token_ids_rn,
-            is_sound_r=self._plain.is_sound_r,
+            is_sound_rn=self._plain.is_sound_rn,
             logprobs_rn=self._plain.logprobs_rn,
             ranks_rn=self._plain.ranks_rn,
             top_ids_rnk=ids_rk[:, None],

@@ -27,6 +27,7 @@ from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.device.multihost.messages import HEADS, decode, encode
 from jpaged.device.step.runner import PackedForward
 from jpaged.engine.executor import (
+    I32,
     ROW_DTYPE,
     BlockMoves,
     Detail,
@@ -52,7 +53,7 @@ _MOVES = tuple(Move)
 
 def sampled_of(outputs: StepOutputs) -> np.ndarray:
     """The tokens that every process must have sampled, -1 where there is none."""
-    return np.where(outputs.is_sound_r[:, None], outputs.token_ids_rn, -1)
+    return np.where(outputs.is_sound_rn, outputs.token_ids_rn, -1)
 
 
 def digest_of(told: Sequence[bytes | bytearray], token_ids_rn: np.ndarray) -> bytes:
@@ -210,6 +211,16 @@ class MultiHostExecutor:
             told = tuple(self._told)
             self._told.clear()
             return MultiHostHandle(hidden.number, self._executor.sample(hidden.array, inputs), told)
+
+    def decode(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> MultiHostHandle:
+        """Is not asked for: the geometry of several processes has one step a dispatch.
+
+        Raises:
+            InternalError: it was.
+        """
+        raise InternalError(f"several processes were asked for {num_steps} steps at once; their limit is 1")
 
     def is_done(self, handle: MultiHostHandle) -> bool:
         """Whether this process has run its part of the step."""

@@ -23,9 +23,12 @@ MoveKind = Literal["copy", "swap_out", "swap_in"]
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """One program: `forward` for T tokens, `sample` for R rows and what is told of their tokens, or a move."""
+    """One program: `forward` for T tokens, `sample` for R rows and what is told of their tokens, `decode`, or a move.
 
-    kind: Literal["forward", "sample"] | MoveKind
+    `decode` is several steps of R rows, which are told of tokens alone.
+    """
+
+    kind: Literal["forward", "sample", "decode"] | MoveKind
     size: int
     detail: Detail = Detail.TOKENS
 
@@ -59,8 +62,9 @@ def program_specs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_b
     details = (Detail.TOP_LOGPROBS, Detail.TOKENS, Detail.LOGPROBS)
     samples = [ProgramSpec("sample", size, detail) for detail in details for size in rows]
     moves = [ProgramSpec(move.kind, size) for size in move_sizes for move in least[2:]]
-    first_samples = [ProgramSpec("sample", rows[0], Detail.TOP_LOGPROBS), ProgramSpec("sample", rows[0])]
-    return list(dict.fromkeys((*least, *decodes, *first_samples, *forwards, *samples, *moves)))
+    several = [ProgramSpec("decode", size) for size in buckets.decodes]
+    first = [ProgramSpec("sample", rows[0], Detail.TOP_LOGPROBS), ProgramSpec("sample", rows[0]), *several[:1]]
+    return list(dict.fromkeys((*least, *decodes, *first, *forwards, *samples, *moves, *several)))
 
 
 def least_programs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool) -> list[ProgramSpec]:

@@ -20,8 +20,9 @@ from jpaged.device.host_pool import num_host_blocks
 from jpaged.device.linear import choose_linear_backend, params_for
 from jpaged.device.mesh import POOL_SPEC, SCALES_SPEC, Placement, first_device, num_shards, replicated
 from jpaged.device.programs.compile import ProgramSpec, compiler_options, program_specs
+from jpaged.device.step.decode import packed_decode
 from jpaged.device.step.forward import Step, forward_packing
-from jpaged.device.step.runner import ROW_WORDS
+from jpaged.device.step.runner import ROW_WORDS, DecodePacking
 from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.engine.executor import BucketTable, Geometry
@@ -31,6 +32,8 @@ from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 
 Lowering = Callable[[], jax.stages.Lowered]
+_NUM_STEPS, _NUM_STEPS_ELSEWHERE = {"cpu": 8}, 2
+"""Decode steps of one dispatch at most: on CPUs, where the host's part is the largest, more."""
 
 
 def sized_step(
@@ -56,6 +59,7 @@ def sized_step(
     if options.cache.enable_cascade_attention:
         num_heads = config.num_heads // num_parts
         cascade = cascade_costs(chosen.backend, layout.local, config.attention_kinds, num_heads)
+    max_num_steps = max_steps_of_dispatch(options, mesh)
     geometry = Geometry(
         num_blocks=num_blocks,
         block_size=layout.block_size,
@@ -63,9 +67,14 @@ def sized_step(
         max_model_len=sizes.max_model_len,
         vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
-        buckets=BucketTable.build(max_num_batched_tokens=sizes.max_num_batched_tokens, max_num_seqs=sizes.max_num_seqs),
+        buckets=BucketTable.build(
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_steps=max_num_steps,
+        ),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
         cascade=cascade,
+        max_num_steps=max_num_steps,
     )
     step = Step(
         model,
@@ -79,6 +88,14 @@ def sized_step(
         sampler=choose_kernel(chosen.backend, num_parts),
     )
     return step, geometry
+
+
+def max_steps_of_dispatch(options: EngineConfig, mesh: Mesh) -> int:
+    """Decode steps of one dispatch at most: one where several processes run them, which are told of single steps."""
+    if len({device.process_index for device in mesh.devices.flat}) > 1:
+        return 1
+    on_its_own = _NUM_STEPS.get(first_device(mesh).platform, _NUM_STEPS_ELSEWHERE)
+    return options.scheduler.num_scheduler_steps or on_its_own
 
 
 def abstract_serving(
@@ -124,6 +141,11 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             forward = functools.partial(step.packed_forward, packing=packing)
             jitted = jax.jit(forward, donate_argnums=1, out_shardings=(of_pool, whole), compiler_options=options)
             return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
+        if spec.kind == "decode":
+            several = DecodePacking(forward_packing(spec.size, geometry), spec.size)
+            decode = functools.partial(packed_decode, step, packing=several)
+            jitted = jax.jit(decode, donate_argnums=1, out_shardings=(of_pool, whole, whole), compiler_options=options)
+            return jitted.lower(params, pool, last_tokens, shape((several.size,), np.int32))
         if spec.kind != "sample":
             return lower_move(spec, layout, step.mesh)
         sample = functools.partial(step.packed_sample, detail=spec.detail)

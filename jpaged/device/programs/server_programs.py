@@ -77,7 +77,10 @@ class ServerPrograms:
 
     @property
     def decisive_specs(self) -> list[ProgramSpec]:
-        """The largest program of each kind, of `sample` the one with top log-probabilities; in the list's order."""
+        """The largest program of each kind, of `sample` the one with top log-probabilities; in the list's order.
+
+        None of `decode`, which is a forward and a sample of no more tokens and rows.
+        """
         return _decisive(self.sources)
 
     def compile(
@@ -109,12 +112,14 @@ class ServerPrograms:
         """What all programs take of one device; `compiled` has at least the decisive ones."""
         reports = {spec: ProgramReport.of(program.executable) for spec, program in compiled.items()}
         of_kind: dict[str, ProgramReport] = {spec.kind: reports[spec] for spec in _decisive(reports)}
-        temps = dict.fromkeys(of_kind, 0)
+        temps = {spec.kind: 0 for spec in reports}
         for spec, report in reports.items():
             temps[spec.kind] = max(temps[spec.kind], report.temp_bytes)
         # A step's forward and whatever the device runs next to it: its sample, or the moves of the step after.
-        temp_bytes = temps.pop("forward") + max(temps.values(), default=0)
-        code_bytes = sum((reports.get(spec) or of_kind[spec.kind]).code_bytes for spec in self.sources)
+        decode_bytes = temps.pop("decode", 0)  # beside which the moves of the step after may run
+        temp_bytes = max(temps.pop("forward"), decode_bytes) + max(temps.values(), default=0)
+        largest = of_kind["forward"]
+        code_bytes = sum((reports.get(spec) or of_kind.get(spec.kind, largest)).code_bytes for spec in self.sources)
         if len(reports) < len(self.sources):
             temp_bytes += temp_bytes // _MARGIN + _MARGIN_BYTES
             code_bytes += code_bytes // _MARGIN
@@ -133,7 +138,9 @@ class ServerPrograms:
 def _decisive(specs: Collection[ProgramSpec]) -> list[ProgramSpec]:
     largest: dict[str, ProgramSpec] = {}
     for spec in specs:
+        if spec.kind == "decode":
+            continue
         best = largest.setdefault(spec.kind, spec)
         if (spec.size, spec.detail) > (best.size, best.detail):
             largest[spec.kind] = spec
-    return [spec for spec in specs if largest[spec.kind] == spec]
+    return [spec for spec in specs if largest.get(spec.kind) == spec]

@@ -10,6 +10,7 @@ next step can be dispatched before the host has seen a token.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,16 @@ class Step:
         The parameters hold the pool's scales as "kv_scales" `[L, K, 2]` where it keeps 8 bits.
         """
         inputs = packing.unpack(words)
+        sampled_t = last_tokens_s[inputs["prev_sampled_rows_t"]]
+        ids_t = jnp.where(inputs["is_prev_sampled_t"], sampled_t, inputs["token_ids_t"])
+        hidden_te, pool = self.run(params, pool, ids_t, inputs)
+        num_missing = self.num_places - inputs["sample_tokens_s"].shape[0]
+        return pool, hidden_te[jnp.pad(inputs["sample_tokens_s"], (0, num_missing))]
+
+    def run(
+        self, params: Params, pool: Shaped[Array, "P B ..."], ids_t: Int[Array, "T"], inputs: Mapping[str, jax.Array]
+    ) -> tuple[Float[Array, "T E"], Shaped[Array, "P B ..."]]:
+        """Runs the layers on tokens, with the other fields of `StepInputs` by name; the hidden state of each."""
         alone = RaggedRows(
             query_starts_s1=inputs["query_starts_s1"],
             kv_lens_s=inputs["kv_lens_s"],
@@ -109,13 +120,9 @@ class Step:
             new_kv = k_tkd, v_tkd, inputs["slots_t"]
             return self._attend(q_thd, new_kv, pool, place, rows, params.get("kv_scales"))
 
-        sampled_t = last_tokens_s[inputs["prev_sampled_rows_t"]]
-        ids_t = jnp.where(inputs["is_prev_sampled_t"], sampled_t, inputs["token_ids_t"])
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin where the last one ends
         tokens = TokenBatch(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens)
-        hidden_te, pool = self.model.run(params, tokens, attend, pool, self.layer_mode)
-        num_missing = self.num_places - inputs["sample_tokens_s"].shape[0]
-        return pool, hidden_te[jnp.pad(inputs["sample_tokens_s"], (0, num_missing))]
+        return self.model.run(params, tokens, attend, pool, self.layer_mode)
 
     def packed_sample(
         self, params: Params, hidden_se: Float[Array, "S E"], words: Int[Array, "W"], *, detail: Detail
@@ -127,14 +134,7 @@ class Step:
         """
         how = sampling.RowSampling(**unpack_rows(words))
         num_rows = how.temperature_r.shape[0]
-        logits_rv = self.model.logits(params, hidden_se[:num_rows], how.num_in_use)
-        logits_rv = jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
-        vocabulary = Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
-
-        def sample(logits_rv: jax.Array, how: sampling.RowSampling) -> sampling.Sampled:
-            return sampling.sample(logits_rv, how, vocabulary, detail, self.sampler)
-
-        sampled = on_shards(sample, self.mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec())(logits_rv, how)
+        sampled = self.sample(params, hidden_se[:num_rows], how, detail)
         last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.num_places - num_rows))
         columns = [sampled.token_ids_r[:, None], sampled.is_sound_r[:, None].astype(jnp.int32)]
         if sampled.logprobs_r is not None and sampled.ranks_r is not None:
@@ -142,6 +142,19 @@ class Step:
         if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:
             columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
         return last_tokens_s, jnp.concatenate(columns, axis=1)
+
+    def sample(
+        self, params: Params, hidden_re: Float[Array, "R E"], how: sampling.RowSampling, detail: Detail
+    ) -> sampling.Sampled:
+        """Samples a token for each row, from the hidden state of its last one."""
+        logits_rv = self.model.logits(params, hidden_re, how.num_in_use)
+        logits_rv = jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
+        vocabulary = Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
+
+        def sample(logits_rv: jax.Array, how: sampling.RowSampling) -> sampling.Sampled:
+            return sampling.sample(logits_rv, how, vocabulary, detail, self.sampler)
+
+        return on_shards(sample, self.mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec())(logits_rv, how)
 
     def _attend(
         self,

@@ -2,6 +2,7 @@
 
     forward   inputs, last tokens  ->  hidden states        the pool is updated in place
     sample    hidden states, rows  ->  outputs              the last tokens are replaced, the copy to the host begins
+    decode    inputs, last tokens  ->  outputs              all of that, several times
 
 Nothing is traced here and nothing waits: the calls are of executables, with numpy buffers as they are.
 """
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.store import ProgramStore
-from jpaged.engine.executor import ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.models.layers import Params
@@ -146,6 +147,33 @@ def unpack_rows(words: jax.Array) -> dict[str, jax.Array]:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodePacking:
+    """One host buffer for all that a decode of R rows takes. Hashable: static under jit.
+
+    a forward's fields | number of steps | what ends each row [R, X] | the sampler's rows
+    """
+
+    step: Packing
+    num_rows: int
+
+    @property
+    def size(self) -> int:
+        return self.step.size + 1 + self.num_rows * (BANNED_WIDTH + ROW_WORDS)
+
+    def pack(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> I32:
+        """A fresh buffer: the device may read it after the call."""
+        steps, ending_words = np.array([num_steps], np.int32), ending_token_ids_rx.reshape(-1)
+        return np.concatenate([self.step.pack(inputs), steps, ending_words, sampling.words])
+
+    def unpack(self, words: jax.Array) -> tuple[dict[str, jax.Array], jax.Array, jax.Array, dict[str, jax.Array]]:
+        """The parts in this order, on the device; fields by name."""
+        ends = np.cumsum([self.step.size, 1, self.num_rows * BANNED_WIDTH]).tolist()
+        step_words, num_steps, ending_words, row_words = jnp.split(words, ends)
+        ending_rx = ending_words.reshape(self.num_rows, BANNED_WIDTH)
+        return self.step.unpack(step_words), num_steps[0], ending_rx, unpack_rows(row_words)
+
+
+@dataclass(frozen=True, slots=True)
 class PackedForward:
     """A step's inputs as the forward of so many tokens takes them."""
 
@@ -160,12 +188,14 @@ NUM_LOGPROB_COLUMNS = 4
 
 
 def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
-    """The columns of `packed_sample` on the host; as many as its `Detail` has."""
+    """The columns of `packed_sample` on the host, as many as its `Detail` has; or `packed_decode`'s `[n, R, C]`."""
+    if outputs_rc.ndim > 2:
+        return StepOutputs(outputs_rc[..., 0].T, outputs_rc[..., 1].T != 0)
     num_columns, logprobs_rc = outputs_rc.shape[1], outputs_rc.view(np.float32)
     has_logprobs, num_top = num_columns > NUM_TOKEN_COLUMNS, (num_columns - NUM_LOGPROB_COLUMNS) // 2
     return StepOutputs(
         token_ids_rn=outputs_rc[:, :1],
-        is_sound_r=outputs_rc[:, 1] != 0,
+        is_sound_rn=outputs_rc[:, 1:2] != 0,
         logprobs_rn=logprobs_rc[:, 2:3] if has_logprobs else None,
         ranks_rn=outputs_rc[:, 3:4] if has_logprobs else None,
         top_ids_rnk=outputs_rc[:, None, 4 : 4 + num_top] if num_top > 0 else None,
@@ -180,7 +210,7 @@ class StepRunner:
         self,
         params: Params,
         last_tokens: jax.Array,
-        packings: Mapping[int, Packing],
+        packings: tuple[Mapping[int, Packing], Mapping[int, DecodePacking]],
         pool: KVPool,
         programs: ProgramStore,
     ) -> None:
@@ -188,7 +218,7 @@ class StepRunner:
         self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
         self._pool = pool
         self._programs = programs
-        self._packings = packings
+        self._packings, self._decode_packings = packings
         self._last_tokens = last_tokens
 
     def pack(self, inputs: StepInputs) -> PackedForward:
@@ -218,6 +248,18 @@ class StepRunner:
         self._last_tokens, outputs_rc = program(self._head_params, hidden_se, inputs.words)
         outputs_rc.copy_to_host_async()
         return outputs_rc
+
+    def decode(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> jax.Array:
+        """Starts several steps of rows that decode; the outputs as one array, on their way to the host."""
+        num_rows = len(sampling.rows_r)
+        program = self._find(ProgramSpec("decode", num_rows))
+        words = self._decode_packings[num_rows].pack(inputs, sampling, ending_token_ids_rx, num_steps)
+        pool, self._last_tokens, outputs_nrc = program(self._params, self._pool.take(), self._last_tokens, words)
+        self._pool.put(pool)
+        outputs_nrc.copy_to_host_async()
+        return outputs_nrc
 
     def release(self) -> None:
         """Lets go of the parameters. Idempotent."""

@@ -265,7 +265,8 @@ class Prefixes:
         if sequence.num_computed_tokens < (first + 1) * self._block_size:
             return
         num_known = min(sequence.num_computed_tokens, len(sequence.token_ids))
-        num_full = min(num_known // self._block_size, self._num_cacheable(sequence))
+        # A sequence that was swapped out has learnt tokens since, of a dispatch of several steps, and has no blocks.
+        num_full = min(num_known // self._block_size, self._num_cacheable(sequence), kv.table.num_blocks)
         if first >= num_full:
             return
         keys = self._keys(sequence, num_full)

@@ -5,6 +5,7 @@ policies.py        who comes first, and who yields to whom
 rows.py            the rows that decode, as arrays that are edited
 cohorts.py         beams of several requests draw in the same steps
 pace.py            as many tokens of prompts as streams can wait for
+lookahead.py       how many decode steps one dispatch has
 preemption.py      how a group leaves: recompute or swap
 schedule.py        one step, decided, and the padded arrays that it becomes
 shared_prefixes.py rows that begin with the same blocks read them once

@@ -20,8 +20,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.executor import I32, Bool, Detail, Geometry, SamplingInputs, random_columns
-from jpaged.engine.sequence import Group, Sequence, Status, dispatched_one_each
+from jpaged.engine.executor import (
+    BANNED_WIDTH,
+    BEYOND_TOKENS,
+    I32,
+    Bool,
+    Detail,
+    Geometry,
+    SamplingInputs,
+    random_columns,
+)
+from jpaged.engine.sequence import Group, Sequence, Status, dispatched_each
 from jpaged.errors import InternalError
 
 
@@ -41,6 +50,8 @@ class Decodes:
         block_tables_sm, sampling_s: views, good until the rows are edited.
         is_random_s: who samples at random.
         detail: what the row that wants most is told.
+        ending_ids_sx: a view; what ends each row, as `Executor.decode` takes it.
+        num_steps: decode steps of the dispatch; above 1 there are no other rows.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -54,6 +65,8 @@ class Decodes:
     sampling_s: NDArray[np.void] = field(default_factory=lambda: SamplingInputs.neutral(0).rows_r)
     is_random_s: Bool = field(default_factory=lambda: np.zeros(0, np.bool_))
     detail: Detail = Detail.TOKENS
+    ending_ids_sx: I32 = field(default_factory=lambda: np.zeros((0, BANNED_WIDTH), np.int32))
+    num_steps: int = 1
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -64,9 +77,12 @@ class DecodingRows:
 
     Attributes:
         settled: groups all of whose live sequences have rows here.
+
+    Args:
+        eos_token_ids: the model's.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, eos_token_ids: frozenset[int] = frozenset()) -> None:
         self.settled: set[Group] = set()
         self._block_size = geometry.block_size
         self._sequences: list[Sequence] = []
@@ -81,6 +97,8 @@ class DecodingRows:
         self._neutral = SamplingInputs.neutral(1).rows_r[0]
         self._is_random_s = np.zeros(most, np.bool_)
         self._details_s = np.zeros(most, np.int32)
+        self._eos_token_ids = eos_token_ids
+        self._ending_ids_sx = np.full((most, BANNED_WIDTH), BEYOND_TOKENS, np.int32)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -113,6 +131,9 @@ class DecodingRows:
             self._sampling.rows_r[place] = self._neutral
             self._details_s[place] = Detail.of(params)
             self._is_random_s[place] = not params.is_greedy
+            ending_ids = sorted(params.ending_ids(self._eos_token_ids))[:BANNED_WIDTH]
+            self._ending_ids_sx[place] = BEYOND_TOKENS
+            self._ending_ids_sx[place, : len(ending_ids)] = ending_ids
             if not params.is_greedy:
                 random.append((place, params, sequence.index))
         if random:
@@ -146,9 +167,19 @@ class DecodingRows:
         """Those whose last token is in flight."""
         return self._where(self._num_left_s[: len(self._sequences)] <= 0)
 
-    def due(self) -> list[Sequence]:
-        """Those that have filled their last block: what they write next has no place yet."""
-        return self._where(self.lens_s % self._block_size == 0)
+    def due(self, num_steps: int = 1) -> list[Sequence]:
+        """Those whose blocks have no place yet for what they write in the next steps."""
+        return self._where(-self.lens_s % self._block_size < num_steps)
+
+    @property
+    def least_left(self) -> int:
+        """Steps that every row may make before one has all its tokens; 0 without rows."""
+        return int(self._num_left_s[: len(self)].min()) if self else 0
+
+    @property
+    def detail(self) -> Detail:
+        """What the row that wants most is told."""
+        return Detail(self._details_s[: len(self)].max(initial=Detail.TOKENS))
 
     def grown(self, sequence: Sequence) -> None:
         """A sequence has got a block."""
@@ -158,8 +189,8 @@ class DecodingRows:
         """The group of a sequence that has a row."""
         return self._groups[self._places[sequence]]
 
-    def take(self) -> Decodes:
-        """Every row as it goes into the next step, and advances all of them past it."""
+    def take(self, num_steps: int = 1) -> Decodes:
+        """Every row as it goes into the next dispatch, and advances all of them past its steps."""
         num_rows, sequences = len(self._sequences), list(self._sequences)
         # Each was in the step before, and in no other since: the tokens of all of them are in flight, or of none.
         is_in_flight = num_rows > 0 and sequences[0].num_in_flight_tokens > 0
@@ -168,17 +199,19 @@ class DecodingRows:
             list(self._groups),
             self._starts_s[:num_rows].copy(),
             self._prompt_lens_s[:num_rows].copy(),
-            self._num_left_s[:num_rows] == 1,
+            self._num_left_s[:num_rows] == num_steps,
             token_ids=[] if is_in_flight else [sequence.token_ids[-1] for sequence in sequences],
             prev_rows=[sequence.in_flight_row for sequence in sequences] if is_in_flight else [],
             block_tables_sm=self._block_tables_sm[:num_rows],
             sampling_s=self._sampling.rows_r[:num_rows],
             is_random_s=self._is_random_s[:num_rows],
-            detail=Detail(self._details_s[:num_rows].max(initial=Detail.TOKENS)),
+            detail=self.detail,
+            ending_ids_sx=self._ending_ids_sx[:num_rows],
+            num_steps=num_steps,
         )
-        self._starts_s[:num_rows] += 1
-        self._num_left_s[:num_rows] -= 1
-        dispatched_one_each(sequences)
+        self._starts_s[:num_rows] += num_steps
+        self._num_left_s[:num_rows] -= num_steps
+        dispatched_each(sequences, num_steps)
         return decodes
 
     def check(self) -> None:
@@ -212,4 +245,5 @@ class DecodingRows:
             self._sampling.rows_r,
             self._is_random_s,
             self._details_s,
+            self._ending_ids_sx,
         )

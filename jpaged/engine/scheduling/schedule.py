@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.engine.executor import (
+    BANNED_WIDTH,
+    BEYOND_TOKENS,
     I32,
     BucketTable,
     Detail,
@@ -125,6 +127,11 @@ class Schedule:
         return len(self.decodes) + len(self.rows)
 
     @property
+    def num_steps(self) -> int:
+        """Decode steps of the dispatch: 1 unless all rows decode."""
+        return self.decodes.num_steps
+
+    @property
     def sequences(self) -> list[Sequence]:
         """The sequence of each row, as they were entered."""
         return [*self.decodes.sequences, *(row.sequence for row in self.rows)]
@@ -181,12 +188,12 @@ class Schedule:
             elif self.rows[place - num_decodes].samples_token:
                 self.rows[place - num_decodes].sequence.moved_to_row(new)
 
-    def row_at(self, row: int) -> ScheduledRow:
-        """What the device has in a row."""
+    def row_at(self, row: int, step: int = 0) -> ScheduledRow:
+        """What the device has in a row, in one of the steps."""
         place, decodes = self.order[row] if self.order else row, self.decodes
         if place >= len(decodes):
             return self.rows[place - len(decodes)]
-        start = decodes.starts_s.item(place)
+        start = decodes.starts_s.item(place) + step
         return ScheduledRow(
             group=decodes.groups[place],
             sequence=decodes.sequences[place],
@@ -198,11 +205,16 @@ class Schedule:
             output_index=start + 1 - decodes.prompt_lens_s.item(place),
         )
 
-    def live_tokens(self) -> tuple[Sampled, Sampled]:
-        """Who samples a token and has not ended since: sequences that go on with it, and beams that are chosen from."""
-        decodes = self.decodes
+    def live_tokens(self, step: int = 0) -> tuple[Sampled, Sampled]:
+        """Who samples a token and has not ended since: sequences that go on with it, and beams that are chosen from.
+
+        Args:
+            step: of the dispatch.
+        """
+        decodes, is_last_step = self.decodes, step + 1 == self.num_steps
         live = [place for place, one in enumerate(decodes.sequences) if one.status is not Status.FINISHED]
-        groups, sequences, are_last = [*decodes.groups], [*decodes.sequences], decodes.are_last_s.tolist()
+        groups, sequences = [*decodes.groups], [*decodes.sequences]
+        are_last = decodes.are_last_s.tolist() if is_last_step else [False] * len(decodes)
         if len(live) < len(decodes):
             groups = [groups[place] for place in live]
             sequences = [sequences[place] for place in live]
@@ -231,6 +243,7 @@ class RanStep(NamedTuple):
         query_starts, kv_lens: see `StepInputs`; of the rows in use.
         begin_s: when the first thing was done for it.
         seconds: from the end of the step before, where that overlapped with it, to its own.
+        num_steps: of its dispatch, each of which takes so long.
     """
 
     num_padded: int
@@ -238,6 +251,7 @@ class RanStep(NamedTuple):
     kv_lens: I32
     begin_s: float
     seconds: float = 0.0
+    num_steps: int = 1
 
     @property
     def num_pairs(self) -> int:
@@ -261,17 +275,17 @@ class RecentSteps:
         self._ran: deque[RanStep] = deque(maxlen=_MAX_RECENT_STEPS)
         self._last_end_s = 0.0
 
-    def began(self, inputs: StepInputs, buckets: BucketTable, begin_s: float) -> None:
-        """A step is on its way, for which the first thing was done at begin_s."""
+    def began(self, inputs: StepInputs, buckets: BucketTable, begin_s: float, num_steps: int = 1) -> None:
+        """A dispatch of some steps is on its way, for which the first thing was done at begin_s."""
         self.buckets = buckets
         query_starts = inputs.query_starts_s1[: inputs.num_rows + 1].copy()
         kv_lens = inputs.kv_lens_s[: inputs.num_rows].copy()
-        self._under_way.append(RanStep(len(inputs.token_ids_t), query_starts, kv_lens, begin_s))
+        self._under_way.append(RanStep(len(inputs.token_ids_t), query_starts, kv_lens, begin_s, num_steps=num_steps))
 
     def ended(self, now_s: float) -> None:
         """The oldest step that is on its way is here."""
         step = self._under_way.popleft()
-        self._ran.append(step._replace(seconds=now_s - max(step.begin_s, self._last_end_s)))
+        self._ran.append(step._replace(seconds=(now_s - max(step.begin_s, self._last_end_s)) / step.num_steps))
         self._last_end_s = now_s
 
     def take(self) -> list[RanStep]:
@@ -297,7 +311,8 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
     """
     block_size, max_rows = geometry.block_size, geometry.max_num_seqs
     num_rows, num_tokens = schedule.num_rows, schedule.num_tokens
-    num_padded = geometry.buckets.num_tokens(num_tokens)
+    several = geometry.buckets.num_decode_rows(num_rows) if schedule.num_steps > 1 else None
+    num_padded = several or geometry.buckets.num_tokens(num_tokens)
     columns = _columns(schedule)
     starts, lens = columns.starts, columns.lens
     ends = np.cumsum(lens, dtype=np.int32)
@@ -333,6 +348,14 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
     )
 
 
+def build_ending_ids(schedule: Schedule, num_padded: int) -> I32:
+    """What ends each row of a dispatch of several steps, as `Executor.decode` takes it."""
+    ending_ids_rx = np.full((num_padded, BANNED_WIDTH), BEYOND_TOKENS, np.int32)
+    ending_ids_sx = schedule.decodes.ending_ids_sx
+    ending_ids_rx[: schedule.num_rows] = ending_ids_sx[schedule.order] if schedule.order else ending_ids_sx
+    return ending_ids_rx
+
+
 def build_sampling_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: frozenset[int]) -> SamplingInputs:
     """How the rows of a schedule are sampled, in the device's order."""
     decodes, num_rows = schedule.decodes, schedule.num_rows
@@ -340,7 +363,9 @@ def build_sampling_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids:
         (i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows, len(decodes)) if row.samples_token
     ]
     detail = max((Detail.of(params) for _, _, params in sampled), default=Detail.TOKENS)
-    inputs = SamplingInputs.neutral(geometry.buckets.num_rows(num_rows), detail=max(detail, decodes.detail))
+    several = geometry.buckets.num_decode_rows(num_rows) if schedule.num_steps > 1 else None
+    num_padded = several or geometry.buckets.num_rows(num_rows)
+    inputs = SamplingInputs.neutral(num_padded, detail=max(detail, decodes.detail))
     inputs.rows_r[: len(decodes)] = decodes.sampling_s
     inputs.rows_r["positions_r"][: len(decodes)] = np.where(decodes.is_random_s, decodes.starts_s + 1, 0)
     for i, row, params in sampled:

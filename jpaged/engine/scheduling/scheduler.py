@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from jpaged.config import SchedulerOptions
-from jpaged.engine.executor import DeviceRates, Geometry
+from jpaged.engine.executor import Detail, DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
 from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
+from jpaged.engine.scheduling.lookahead import Lookahead
 from jpaged.engine.scheduling.pace import Pace
 from jpaged.engine.scheduling.policies import POLICIES, SchedulingPolicy
 from jpaged.engine.scheduling.preemption import Preemption
@@ -130,9 +131,20 @@ class Scheduler:
         max_num_seqs: rows of a step.
         pace: bounds what prompts add to the steps of streams, and is told of each step; None without a bound.
         rows: those that decode, which every step takes as they are.
+        lookahead: chooses how many steps of them go in one dispatch, and is told of each.
+
+    Args:
+        eos_token_ids: the model's.
     """
 
-    def __init__(self, memory: KVMemory, options: SchedulerOptions, geometry: Geometry, rates: DeviceRates) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        options: SchedulerOptions,
+        geometry: Geometry,
+        rates: DeviceRates,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.max_num_seqs = min(options.max_num_seqs or geometry.max_num_seqs, geometry.max_num_seqs)
         most = geometry.max_num_batched_tokens
         self._max_num_batched_tokens = min(options.max_num_batched_tokens or most, most)
@@ -143,7 +155,8 @@ class Scheduler:
         bound_s = options.max_inter_token_latency
         self.pace = Pace(bound_s, rates, geometry.buckets) if bound_s else None
         self.queues = Queues(self._policy)
-        self.rows = DecodingRows(geometry)
+        self.lookahead = Lookahead(options.num_scheduler_steps, rates, geometry)
+        self.rows = DecodingRows(geometry, eos_token_ids)
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)
 
@@ -241,19 +254,27 @@ class Scheduler:
         return parts, budget
 
     def _decode(self, parts: dict[Group, Shares], schedule: Schedule) -> bool:
-        """Enters every row that decodes; False, and nothing, where these and the others do not all find blocks."""
-        prefixes = self._memory.prefixes
-        due = self.rows.due()
+        """Enters every row that decodes; False, and nothing, where these and the others do not all find blocks.
+
+        For several steps where there are no others, nobody waits, and all are told of tokens alone.
+        """
+        prefixes, num_steps = self._memory.prefixes, 1
+        if not (self.queues.num_waiting or any(parts.values()) or self.rows.detail > Detail.TOKENS):
+            num_steps = self.lookahead.num_steps(len(self.rows), self.rows.least_left)
+        due = self.rows.due(num_steps)
+        if num_steps > 1 and not self._memory.can_grow([(sequence, num_steps) for sequence in due]):
+            num_steps, due = 1, self.rows.due()
         if prefixes is not None:
             for sequence in due:
                 prefixes.register_full_blocks(sequence)
-        if not self._memory.can_grow([*((sequence, 1) for sequence in due), *chain.from_iterable(parts.values())]):
+        grown = [(sequence, num_steps) for sequence in due]
+        if not self._memory.can_grow([*grown, *chain.from_iterable(parts.values())]):
             return False
         for sequence in due:
-            self._memory.grow(sequence, 1)
+            self._memory.grow(sequence, num_steps)
             self.rows.grown(sequence)
-        schedule.decode(self.rows.take())
-        self._policy.decoded(schedule.decodes.groups)
+        schedule.decode(self.rows.take(num_steps))
+        self._policy.decoded(schedule.decodes.groups * num_steps)
         return True
 
     def _grow_running(self, parts: dict[Group, Shares], schedule: Schedule) -> None:
@@ -292,6 +313,8 @@ class Scheduler:
         """The next group to run, if it may now: not without rows and blocks, nor while its prefix is computed."""
         group, prefixes = self.queues.next_group(), self._memory.prefixes
         if group is None or not self._has_room(group, outstanding):
+            return None
+        if any(sequence.num_in_flight_tokens > 1 for sequence in group.live):  # inputs of it are not known yet
             return None
         is_new = group.status is not Status.SWAPPED
         if is_new and prefixes is not None and prefixes.is_being_computed(group, self.queues.running):

@@ -47,12 +47,12 @@ def test_the_pool_takes_what_is_left_to_the_last_block() -> None:
     assert memory.used_bytes <= 64 * MIB
     assert memory.free_bytes < 2 * memory.request.bytes_per_block
     assert {program.name for program in found.programs} == {"forward[16]", "forward[8]", "sample[8, top]", "copy[512]"}
-    assert found.num_programs == 2 + 3 + 3
+    assert found.num_programs == 2 + 3 + 3 + 1
 
 
 def test_every_program_is_compiled_where_that_is_asked() -> None:
     found = deployment(64 * MIB, all_programs=True)
-    assert len(found.programs) == found.num_programs == 8
+    assert len(found.programs) == found.num_programs == 9
     assert found.memory.free_bytes is not None
     assert found.memory.free_bytes >= 0
 

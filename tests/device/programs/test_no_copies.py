@@ -50,6 +50,24 @@ def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: s
     assert pool_sized_operations(executable, math.prod(layout.shape)) == set()
 
 
+@pytest.mark.parametrize(("dtype", "layer_mode"), [("float32", "loop"), ("bfloat16", "scan")])
+def test_several_steps_update_the_pool_in_place_and_copy_no_weight(dtype: str, layer_mode: LayerMode) -> None:
+    """The embedding is the largest weight; nothing else is of its size."""
+    options = EngineConfig.load({"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64})
+    mesh, config = build_mesh(jax.devices()[:1]), dataclasses.replace(tiny_model.CONFIG, vocab_size=1999)
+    model = Model(config, jnp.dtype(dtype))
+    step, geometry = sized_step(model, options, layer_mode, 2000, mesh)
+    params = Placement.of(model, mesh, layer_mode).abstract_params()
+    executable = program_lowerings(step, params, geometry)[ProgramSpec("decode", 8)]().compile()
+    memory, pool = executable.memory_analysis(), step.layout
+    assert memory is not None
+    assert memory.alias_size_in_bytes == pool.num_bytes
+    assert memory.temp_size_in_bytes < pool.num_bytes // 10
+    assert pool_sized_operations(executable, math.prod(pool.shape)) == set()
+    made = pool_sized_operations(executable, config.vocab_size * config.hidden_size)
+    assert not {opcode for opcode in made if opcode.startswith("copy")}
+
+
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("detail", list(Detail))
 def test_a_sample_copies_no_logits(detail: Detail, num_devices: int) -> None:

@@ -1,0 +1,71 @@
+"""How many decode steps the next dispatch has.
+
+    one step a dispatch       | host | step | host | step | host | step |       what the host does for a dispatch
+    several of them           | host | step   step   step |                     is paid once
+
+Who arrives waits for what is dispatched: unless a number is asked for, a dispatch is no longer than that may take. So
+steps of a large model, beside which the host's part is nothing, go one by one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+import numpy as np
+
+from jpaged.engine.executor import BucketTable, DeviceRates, Geometry
+
+_LONGEST_S = 0.02
+"""Seconds of a dispatch of several steps; tokens that come that close together are read as one."""
+_NUM_KEPT = 5
+
+
+class Lookahead:
+    """Chooses the number of steps, by what the device was timed at and what dispatches of that size have taken since.
+
+    Args:
+        num_steps: as many as there can be, whatever they take; 0 leaves it to time.
+    """
+
+    def __init__(self, num_steps: int, rates: DeviceRates, geometry: Geometry) -> None:
+        self._chosen = num_steps
+        self._most = min(num_steps or geometry.max_num_steps, geometry.max_num_steps)
+        self._forward_s = rates.forward_s
+        self._buckets = geometry.buckets
+        self._seen_s: dict[int, deque[float]] = {}
+        self._under_way: deque[tuple[int, int, float]] = deque()
+        self._last_end_s = 0.0
+
+    def has_programs(self, buckets: BucketTable) -> None:
+        """Notes which sizes there are by now."""
+        self._buckets = buckets
+
+    def num_steps(self, num_rows: int, least_left: int) -> int:
+        """Steps of a dispatch of so many rows, each of which may make least_left at least."""
+        most = min(self._most, least_left)
+        size = self._buckets.num_decode_rows(num_rows) if most > 1 else None
+        if size is None:
+            return 1
+        if self._chosen:
+            return most
+        seen_s = self._seen_s.get(size)
+        step_s = median(seen_s) if seen_s else self._timed_s(size)
+        return most if step_s * most <= _LONGEST_S else max(1, int(_LONGEST_S / step_s))
+
+    def began(self, num_rows: int, num_steps: int, begin_s: float) -> None:
+        """A dispatch is on its way, for which the first thing was done at begin_s; num_rows is 0 unless all decode."""
+        self._under_way.append((num_rows, num_steps, begin_s))
+
+    def ended(self, now_s: float) -> None:
+        """The oldest dispatch that is on its way is here."""
+        num_rows, num_steps, begin_s = self._under_way.popleft()
+        seconds, self._last_end_s = now_s - max(begin_s, self._last_end_s), now_s
+        size = self._buckets.num_decode_rows(num_rows) if num_rows else None
+        if size is not None:
+            self._seen_s.setdefault(size, deque(maxlen=_NUM_KEPT)).append(seconds / num_steps)
+
+    def _timed_s(self, size: int) -> float:
+        """A step as the device was timed at its start; below the least size in proportion."""
+        sizes, seconds = zip(*self._forward_s, strict=True)
+        return float(np.interp(size, sizes, seconds)) * min(1.0, size / sizes[0])
