@@ -29,7 +29,8 @@ inline Vector load_as(const T* from) {
 
 inline Floats load(const float* from) { return load_as<Floats>(from); }
 inline void store(float* to, Floats x) { __builtin_memcpy(to, &x, sizeof x); }
-inline Floats all(float x) { return Floats{} + x; }
+// x - 0 is x for every x, and costs nothing; 0 + x is an addition, for it makes 0 of -0.
+inline Floats all(float x) { return x - Floats{}; }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats floats_of(Uints bits) { return reinterpret_cast<Floats>(bits); }
 inline Uints bits_of(Floats x) { return reinterpret_cast<Uints>(x); }
