@@ -23,7 +23,9 @@ from jpaged.config import EngineConfig
 from jpaged.device.aot.tpu import GENERATIONS
 from jpaged.device.mesh import MESH_AXES, build_mesh
 from jpaged.device.programs.lowering import abstract_serving
+from jpaged.device.step.decode import packed_decode
 from jpaged.device.step.forward import forward_packing
+from jpaged.device.step.runner import DecodePacking
 from jpaged.models.model import Model
 
 NUM_TOKENS = 16
@@ -37,23 +39,29 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("program", ["forward", "decode"])
 @pytest.mark.parametrize("name", GENERATIONS)
-def test_the_forward_lowers_with_its_attention_kernel(name: str) -> None:
+def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> None:
     model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
     step, geometry, _ = abstract_serving(model, EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:1]))
     layout = dataclasses.replace(step.layout, form="tpu")
     step = dataclasses.replace(step, layout=layout, backend="pallas-tpu", layer_mode="scan")
     packing = forward_packing(NUM_TOKENS, geometry)
+    several = DecodePacking(forward_packing(8, geometry), 8)
     arguments = (
         step.model.abstract_params("scan"),
         jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
         jax.ShapeDtypeStruct((step.num_places,), np.int32),
-        jax.ShapeDtypeStruct((packing.size,), np.int32),
+        jax.ShapeDtypeStruct((packing.size if program == "forward" else several.size,), np.int32),
     )
-    jitted = jax.jit(functools.partial(step.packed_forward, packing=packing), donate_argnums=1)
+    forward = functools.partial(step.packed_forward, packing=packing)
+    decode = functools.partial(packed_decode, step, packing=several)
+    jitted = jax.jit(forward if program == "forward" else decode, donate_argnums=1)
     device = AbstractDevice(GENERATIONS[name].device_kind, 1, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1), MESH_AXES, abstract_device=device)):
-        text = export.export(jitted, platforms=["tpu"])(*arguments).mlir_module()
+        # The sampler says how its logits lie; a file that lasts must not, and this is none.
+        checks = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+        text = export.export(jitted, platforms=["tpu"], disabled_checks=checks)(*arguments).mlir_module()
     assert "@tpu_custom_call" in text
     assert "stablehlo.while" in text
     assert "tf.aliasing_output" in text or "jax.buffer_donor" in text

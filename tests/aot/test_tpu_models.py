@@ -71,7 +71,7 @@ def check_sample(result: ProgramResult, rows: int, *, has_top: bool) -> None:
 @pytest.mark.parametrize(
     ("cell", "num_devices"),
     [
-        ("llama-3-8b@v6e:1x1#forward[64],forward[512],sample[64],copy[8]", 1),
+        ("llama-3-8b@v6e:1x1#forward[64],forward[512],sample[64],decode[64],copy[8]", 1),
         ("llama-3-8b@v6e:2x2#forward[64],sample[64, top],copy[8]", 4),
         ("llama-3-8b@v5e:2x4#forward[64],sample[64]", 8),
         ("llama-3-8b@v5p:2x2x1#forward[64]", 4),
@@ -89,7 +89,7 @@ def test_a_model_is_served_in_place(cell: str, num_devices: int) -> None:
     for result in results:
         assert (result.num_devices, result.backend) == (num_devices, "pallas-tpu")
         # A sample has its logits three times: as they are, divided by the temperature, and with what is forbidden.
-        is_sample = result.program.startswith("sample")
+        is_sample = result.program.startswith(("sample", "decode"))
         check(result, work_mib=256 if "512" in result.program else 112 if is_sample else 80)
         check_exchanges(result)
 

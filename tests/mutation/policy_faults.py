@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.planting import Fault
 
 LIVES = ("test_lives.py",)
+LOOKAHEAD = ("scheduling/test_lookahead.py",)
 PACE = ("scheduling/test_pace.py",)
 COHORTS = ("scheduling/test_cohorts.py",)
 SCHEDULER = ("scheduling/test_scheduler.py",)
@@ -243,6 +244,41 @@ POLICY_FAULTS = (
         "        for sequence in self.rows.spent():\n            self.rows.leave(sequence)\n",
         "",
         ("scheduling/test_rows.py",),
+    ),
+    Fault(
+        "several steps go in one dispatch while somebody waits",
+        "scheduling/scheduler.py",
+        "        if not (self.queues.num_waiting or any(parts.values())",
+        "        if not (any(parts.values())",
+        LOOKAHEAD,
+    ),
+    Fault(
+        "a dispatch has more steps than a row may make",
+        "scheduling/lookahead.py",
+        "        most = min(self._most, least_left)\n",
+        "        most = self._most if least_left > 1 else 1\n",
+        LOOKAHEAD,
+    ),
+    Fault(
+        "what a dispatch that ended early did not compute is cached",
+        "loop.py",
+        "                sequence.ended_on_the_way()\n",
+        "                pass\n",
+        LOOKAHEAD,
+    ),
+    Fault(
+        "blocks are given for one of several steps",
+        "scheduling/scheduler.py",
+        "            self._memory.grow(sequence, num_steps)\n",
+        "            self._memory.grow(sequence, 1)\n",
+        LOOKAHEAD,
+    ),
+    Fault(
+        "the steps of a dispatch are all counted as its first",
+        "loop.py",
+        "self._take_in(schedule, outputs.at(step), now, step)",
+        "self._take_in(schedule, outputs.at(step), now)",
+        LOOKAHEAD,
     ),
     Fault(
         "rows decode whether or not there are blocks",

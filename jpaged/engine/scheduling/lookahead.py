@@ -26,10 +26,12 @@ class Lookahead:
 
     Args:
         num_steps: as many as there can be, whatever they take; 0 leaves it to time.
+        bound_s: of the time between two tokens of a stream; 0 is none.
     """
 
-    def __init__(self, num_steps: int, rates: DeviceRates, geometry: Geometry) -> None:
+    def __init__(self, num_steps: int, bound_s: float, rates: DeviceRates, geometry: Geometry) -> None:
         self._chosen = num_steps
+        self._longest_s = min(bound_s, _LONGEST_S) if bound_s else _LONGEST_S
         self._most = min(num_steps or geometry.max_num_steps, geometry.max_num_steps)
         self._forward_s = rates.forward_s
         self._buckets = geometry.buckets
@@ -51,7 +53,7 @@ class Lookahead:
             return most
         seen_s = self._seen_s.get(size)
         step_s = median(seen_s) if seen_s else self._timed_s(size)
-        return most if step_s * most <= _LONGEST_S else max(1, int(_LONGEST_S / step_s))
+        return most if step_s * most <= self._longest_s else max(1, int(self._longest_s / step_s))
 
     def began(self, num_rows: int, num_steps: int, begin_s: float) -> None:
         """A dispatch is on its way, for which the first thing was done at begin_s; num_rows is 0 unless all decode."""

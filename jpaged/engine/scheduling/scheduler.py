@@ -155,7 +155,7 @@ class Scheduler:
         bound_s = options.max_inter_token_latency
         self.pace = Pace(bound_s, rates, geometry.buckets) if bound_s else None
         self.queues = Queues(self._policy)
-        self.lookahead = Lookahead(options.num_scheduler_steps, rates, geometry)
+        self.lookahead = Lookahead(options.num_scheduler_steps, bound_s, rates, geometry)
         self.rows = DecodingRows(geometry, eos_token_ids)
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)

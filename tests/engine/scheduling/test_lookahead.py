@@ -213,16 +213,20 @@ def test_preemption_in_the_middle_of_dispatches_changes_nothing(preemption_mode)
 # --- by time ----------------------------------------------------------------------------------------------------------
 
 
-def lookahead(num_steps, seconds, **options):
+def lookahead(num_steps, seconds, bound_s=0.0):
     """The choice for a device that was timed at so many seconds a step."""
-    geometry = dataclasses.replace(SeveralStepsExecutor(**options).geometry, max_num_steps=num_steps or MAX_NUM_STEPS)
-    return Lookahead(num_steps, DeviceRates(1.0, 1.0, ((8, seconds), (16, seconds))), geometry)
+    geometry = dataclasses.replace(SeveralStepsExecutor().geometry, max_num_steps=num_steps or MAX_NUM_STEPS)
+    return Lookahead(num_steps, bound_s, DeviceRates(1.0, 1.0, ((8, seconds), (16, seconds))), geometry)
 
 
 @pytest.mark.parametrize(("seconds", "want"), [(0.001, 16), (0.004, 5), (0.009, 2), (0.011, 1), (3.0, 1)])
 def test_unless_a_number_is_asked_for_a_dispatch_is_short(seconds, want):
     assert lookahead(0, seconds).num_steps(3, 99) == want
     assert lookahead(8, seconds).num_steps(3, 99) == 8
+
+
+def test_a_dispatch_is_as_short_as_streams_are_promised():
+    assert [lookahead(0, 0.001, bound_s).num_steps(3, 99) for bound_s in (0.2, 0.005, 0.0005)] == [16, 5, 1]
 
 
 def test_a_dispatch_has_no_more_steps_than_any_row_may_make():
