@@ -35,6 +35,8 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
 
 
+_DEFAULTS = {"wait_for_all_programs": True, "num_scheduler_steps": 8}
+"""What differs from a server, which has newcomers."""
 GivenPrompt = str | TextPrompt | TokensPrompt
 Messages = Sequence[Mapping[str, str]]
 
@@ -46,7 +48,8 @@ class LLM:
         model: `demo`, a folder in Hugging Face layout or from `jpaged convert`, or a hub id.
         options: the command line's options with underscores (`dtype`, `max_model_len`, `block_size`, `num_blocks`,
             `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...). All programs are waited for unless
-            `wait_for_all_programs` is False: which program computes a token does not depend on the time of day.
+            `wait_for_all_programs` is False: which program computes a token does not depend on the time of day. Decode
+            steps are dispatched 8 at a time unless `num_scheduler_steps` says otherwise: a batch has no newcomers.
         progress: told (what, done, total) while the model loads and its programs compile.
 
     Raises:
@@ -57,7 +60,7 @@ class LLM:
         for name in (*field_names(ServerOptions), *PROCESS_OPTIONS):
             if name in options:
                 raise InvalidArgument(name, "is an option of `jpaged serve`; there is no server here")
-        config = EngineConfig.load({"model": model, "wait_for_all_programs": True, **options})
+        config = EngineConfig.load({"model": model, **_DEFAULTS, **options})
         self._serving = build(config) if progress is None else build(config, progress)
         self._num_requests = 0
 
