@@ -73,7 +73,7 @@ class LoopThread:
             while not self._stopping.is_set():
                 with collected_between_steps:
                     while self.step() and not self._stopping.is_set():
-                        """There is more to do."""
+                        self._await_arrivals()
                 if not self._stopping.is_set():  # which the step may have read from the inbox
                     self._loop.check()
                     self._inbox.get()()
@@ -104,6 +104,15 @@ class LoopThread:
             except queue.Empty:
                 return
             command()
+
+    def _await_arrivals(self) -> None:
+        """While the device runs several steps, waits for what may be asked for before the next are decided."""
+        seconds = self._loop.spare_s
+        if seconds > 0:
+            try:
+                self._inbox.get(timeout=seconds)()
+            except queue.Empty:
+                """Nobody came."""
 
     def _give_up(self, error: Exception) -> None:
         if self._loop.in_flight.failure is None and not self._stopping.is_set():

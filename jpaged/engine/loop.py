@@ -285,6 +285,11 @@ class EngineLoop:
             self._idle.end(start_s)
         return schedule.num_rows > 0 or dispatched is not None or has_work
 
+    @property
+    def spare_s(self) -> float:
+        """Seconds until the next step need be decided, while the device runs several; 0 and less is now."""
+        return self.scheduler.lookahead.spare_s(self._clock()) if self.scheduler.queues.has_work else 0.0
+
     def check(self) -> None:
         self.memory.check(self.scheduler.queues.groups())
         self.scheduler.rows.check()

@@ -19,6 +19,8 @@ from jpaged.engine.executor import BucketTable, DeviceRates, Geometry
 _LONGEST_S = 0.02
 """Seconds of a dispatch of several steps; tokens that come that close together are read as one."""
 _NUM_KEPT = 5
+_SPARE_SHARE = 0.65
+"""The part of a dispatch in which the next one is not decided yet; in the rest of it that is got ready."""
 
 
 class Lookahead:
@@ -66,6 +68,20 @@ class Lookahead:
         size = self._buckets.num_decode_rows(num_rows) if num_rows else None
         if size is not None:
             self._seen_s.setdefault(size, deque(maxlen=_NUM_KEPT)).append(seconds / num_steps)
+
+    def spare_s(self, now_s: float) -> float:
+        """Seconds for which the host need not decide what follows the dispatch under way; 0 and less is none.
+
+        Who arrives in them runs right behind it, and not behind another one.
+        """
+        if len(self._under_way) != 1:
+            return 0.0
+        num_rows, num_steps, begin_s = self._under_way[0]
+        size = self._buckets.num_decode_rows(num_rows) if num_steps > 1 else None
+        seen_s = self._seen_s.get(size) if size is not None else None
+        if not seen_s:
+            return 0.0
+        return max(begin_s, self._last_end_s) + _SPARE_SHARE * num_steps * median(seen_s) - now_s
 
     def _timed_s(self, size: int) -> float:
         """A step as the device was timed at its start; below the least size in proportion."""

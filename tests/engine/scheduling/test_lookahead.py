@@ -1,6 +1,7 @@
 """Several decode steps in one dispatch: the same tokens, in fewer dispatches, where nobody waits."""
 
 import dataclasses
+from collections import deque
 
 import pytest
 
@@ -240,6 +241,42 @@ def test_dispatches_that_ran_say_better_how_long_a_step_takes():
         one.began(3, 16, float(begin_s))
         one.ended(begin_s + 0.15)
     assert one.num_steps(3, 99) == 2
+
+
+def test_what_follows_a_dispatch_of_several_steps_is_decided_when_it_nears_its_end():
+    """It is known by then how long one takes; with two on the way, or a single step, there is nothing to wait for."""
+    one = lookahead(8, 0.001)
+    one.began(3, 8, 0.0)
+    assert one.spare_s(0.0) == 0
+    one.ended(0.016)
+    assert one.spare_s(0.016) == 0
+    one.began(3, 8, 0.01)
+    assert one.spare_s(0.018) == pytest.approx(0.016 + 0.65 * 0.016 - 0.018)
+    assert one.spare_s(0.031) < 0
+    one.began(3, 8, 0.02)
+    assert one.spare_s(0.021) == 0
+    one.ended(0.032)
+    one.ended(0.048)
+    one.began(3, 1, 0.05)
+    assert one.spare_s(0.05) == 0
+
+
+def test_an_engine_waits_no_longer_for_arrivals_than_it_has_to_spare():
+    """Its clock stands, so that there would be time for ever; what arrives ends the wait."""
+    h = make(8)
+    h.submit("a", [1], max_tokens=40)
+    for _ in range(6):
+        h.step()
+    loop, thread = h.engine._loop, h.engine._thread
+    assert loop.spare_s == 0
+    loop.scheduler.lookahead._seen_s[8] = deque([1000.0])
+    assert loop.spare_s == pytest.approx(0.65 * 8000)
+    h.submit("b", [2], max_tokens=9)
+    thread._await_arrivals()
+    assert loop.scheduler.queues.num_waiting == 1
+    h.run()
+    assert h.tokens("b") == expected_tokens([2], 9)
+    assert loop.spare_s == 0
 
 
 def test_a_size_without_a_program_goes_step_by_step():
