@@ -43,6 +43,16 @@ def test_the_list_of_programs() -> None:
     assert sorted(with_swaps) == sorted([*names, *swaps])
 
 
+def test_several_steps_are_compiled_last_but_for_the_fewest_rows() -> None:
+    buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=9, max_num_steps=2)
+    assert buckets.decodes == buckets.rows == (8, 9)
+    names = list(map(str, program_specs(buckets, (8,), has_host_blocks=False)))
+    single = program_specs(BucketTable(buckets.tokens, buckets.rows), (8,), has_host_blocks=False)
+    assert [name for name in names if not name.startswith("decode")] == list(map(str, single))
+    assert names.index("decode[8]") < names.index("sample[9]")
+    assert names[-1] == "decode[9]"
+
+
 def test_the_list_begins_with_what_any_step_can_be_padded_to() -> None:
     buckets = BucketTable.build(max_num_batched_tokens=64, max_num_seqs=16)
     for has_host_blocks in (True, False):
