@@ -171,7 +171,9 @@ class Life:
         if last.error is not None:
             assert isinstance(last.error, RequestTooLong), last.error  # beside pins
             return
-        if last.finish.reason is not FinishReason.ABORT:
+        # Of a request that is told whole, the sequence that is told last may have ended before the others were aborted.
+        reasons = {event.finish.reason for event in self.h.events[name] if event.finish is not None}
+        if FinishReason.ABORT not in reasons:
             sampling = self.requests[name].sampling
             self.ended[(sampling.num_samples, sampling.beam_width or 0, bool(sampling.cache_salt))] += 1
             tokens = [self.h.tokens(name, index) for index in range(len(self.h.expected[name]))]

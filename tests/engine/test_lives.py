@@ -36,6 +36,12 @@ def test_lives_see_everything_that_can_happen_to_a_block():
     assert min(counts.values()) > 10, counts
 
 
+@pytest.mark.parametrize("seed", [5748, 90449])
+def test_lives_in_which_samples_run_again_and_are_preempted_once_more(seed):
+    """A sample that was forked anew is not taken for the one that it was forked from, when it looks for its blocks."""
+    Life(seed, overlap=seed % 4 > 0, batching="continuous").run()
+
+
 def test_lives_that_are_swapped_with_tokens_in_flight():
     for seed in range(10):
         Life(seed, overlap=True, preemption_mode="swap").run()

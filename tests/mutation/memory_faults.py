@@ -145,9 +145,16 @@ MEMORY_FAULTS = (
     Fault(
         "samples write down their keys in one list",
         "kv/blocks.py",
-        "self._keys = list(parent._keys)",
+        "self._keys = parent._keys[:num_full]",
         "self._keys = parent._keys",
         ("kv/test_prefixes.py",),
+    ),
+    Fault(
+        "a sample takes the keys of another's tokens for its own",
+        "kv/blocks.py",
+        "self._keys = parent._keys[:num_full]",
+        "self._keys = list(parent._keys)",
+        ("test_lives.py",),
     ),
     Fault(
         "a duplicate cannot be pinned",

@@ -120,10 +120,13 @@ class KVHandle:
         """Notes that the first num_blocks were offered to the prefix cache, and none after them."""
         self.num_registered_blocks = num_blocks
 
-    def share(self, parent: KVHandle) -> None:
-        """Takes over what is known of the parent's blocks, which this one's sequence holds too."""
-        self._keys = list(parent._keys)
-        self.num_registered_blocks = parent.num_registered_blocks
+    def share(self, parent: KVHandle, num_full: int) -> None:
+        """Takes over what is known of the parent's first full blocks, which this one's sequence holds too.
+
+        Of the others the parent may know keys as well, of tokens that are its own: it was preempted, and ran before.
+        """
+        self._keys = parent._keys[:num_full]
+        self.num_registered_blocks = min(parent.num_registered_blocks, num_full)
 
     def rewind(self, num_blocks: int) -> None:
         """Forgets the keys of all blocks but the first num_blocks."""

@@ -90,7 +90,7 @@ class PagedMemory:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         self._pool.fork(parent.kv.table, child.kv.table)
         self._host.pool.fork(parent.kv.host_table, child.kv.host_table)
-        child.kv.share(parent.kv)
+        child.kv.share(parent.kv, parent.num_computed_tokens // self.block_size)
         child.resume_at(parent.num_computed_tokens)
 
     def rewind(self, sequence: Sequence) -> None:
