@@ -157,8 +157,8 @@ class SchedulerOptions:
     num_scheduler_steps: int = option(
         0,
         "decode steps in one dispatch, where all rows decode and nobody waits; 0 is up to 8 on CPUs and 2 elsewhere, "
-        "as far as they take no more than 0.02 s",
-        low=0,
+        "as far as they take no more than 0.02 s; -1 is 0 without that bound where no row may end early (LLM's own)",
+        low=-1,
         high=16,
     )
     max_inter_token_latency: float = option(

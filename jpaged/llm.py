@@ -35,7 +35,7 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
 
 
-_DEFAULTS = {"wait_for_all_programs": True, "num_scheduler_steps": 8}
+_DEFAULTS = {"wait_for_all_programs": True, "num_scheduler_steps": -1}
 """What differs from a server, which has newcomers."""
 GivenPrompt = str | TextPrompt | TokensPrompt
 Messages = Sequence[Mapping[str, str]]
@@ -48,8 +48,8 @@ class LLM:
         model: `demo`, a folder in Hugging Face layout or from `jpaged convert`, or a hub id.
         options: the command line's options with underscores (`dtype`, `max_model_len`, `block_size`, `num_blocks`,
             `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...). All programs are waited for unless
-            `wait_for_all_programs` is False: which program computes a token does not depend on the time of day. Decode
-            steps are dispatched 8 at a time unless `num_scheduler_steps` says otherwise: a batch has no newcomers.
+            `wait_for_all_programs` is False: which program computes a token does not depend on the time of day.
+            `num_scheduler_steps` is -1 unless it is given: a batch has no newcomers.
         progress: told (what, done, total) while the model loads and its programs compile.
 
     Raises:

@@ -95,7 +95,8 @@ def max_steps_of_dispatch(options: EngineConfig, mesh: Mesh) -> int:
     if len({device.process_index for device in mesh.devices.flat}) > 1:
         return 1
     on_its_own = _NUM_STEPS.get(first_device(mesh).platform, _NUM_STEPS_ELSEWHERE)
-    return options.scheduler.num_scheduler_steps or on_its_own
+    chosen = options.scheduler.num_scheduler_steps
+    return chosen if chosen > 0 else on_its_own
 
 
 def abstract_serving(

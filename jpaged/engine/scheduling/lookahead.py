@@ -4,7 +4,8 @@
     several of them           | host | step   step   step |                     is paid once
 
 Who arrives waits for what is dispatched: unless a number is asked for, a dispatch is no longer than that may take. So
-steps of a large model, beside which the host's part is nothing, go one by one.
+steps of a large model, beside which the host's part is nothing, go one by one. Where nobody arrives (`NO_NEWCOMERS`) it
+is no longer where a row may end in it, for what that computes behind its end is in vain.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 
 from jpaged.engine.executor import BucketTable, DeviceRates, Geometry
 
+NO_NEWCOMERS = -1
+"""A number of steps that is left to time, where rows may end, and to what there can be, where none does."""
 _LONGEST_S = 0.02
 """Seconds of a dispatch of several steps; tokens that come that close together are read as one."""
 _NUM_KEPT = 5
@@ -27,14 +30,14 @@ class Lookahead:
     """Chooses the number of steps, by what the device was timed at and what dispatches of that size have taken since.
 
     Args:
-        num_steps: as many as there can be, whatever they take; 0 leaves it to time.
+        num_steps: as many as there can be, whatever they take; 0 leaves it to time, and so may NO_NEWCOMERS.
         bound_s: of the time between two tokens of a stream; 0 is none.
     """
 
     def __init__(self, num_steps: int, bound_s: float, rates: DeviceRates, geometry: Geometry) -> None:
         self._chosen = num_steps
         self._longest_s = min(bound_s, _LONGEST_S) if bound_s else _LONGEST_S
-        self._most = min(num_steps or geometry.max_num_steps, geometry.max_num_steps)
+        self._most = min(num_steps if num_steps > 0 else geometry.max_num_steps, geometry.max_num_steps)
         self._forward_s = rates.forward_s
         self._buckets = geometry.buckets
         self._seen_s: dict[int, deque[float]] = {}
@@ -45,13 +48,13 @@ class Lookahead:
         """Notes which sizes there are by now."""
         self._buckets = buckets
 
-    def num_steps(self, num_rows: int, least_left: int) -> int:
-        """Steps of a dispatch of so many rows, each of which may make least_left at least."""
+    def num_steps(self, num_rows: int, least_left: int, *, may_end: bool = True) -> int:
+        """Steps of a dispatch of so many rows, each of which may make least_left at least, or end before if it may."""
         most = min(self._most, least_left)
         size = self._buckets.num_decode_rows(num_rows) if most > 1 else None
         if size is None:
             return 1
-        if self._chosen:
+        if self._chosen > 0 or (self._chosen == NO_NEWCOMERS and not may_end):
             return most
         seen_s = self._seen_s.get(size)
         step_s = median(seen_s) if seen_s else self._timed_s(size)

@@ -99,6 +99,7 @@ class DecodingRows:
         self._details_s = np.zeros(most, np.int32)
         self._eos_token_ids = eos_token_ids
         self._ending_ids_sx = np.full((most, BANNED_WIDTH), BEYOND_TOKENS, np.int32)
+        self._may_end_s = np.zeros(most, np.bool_)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -134,6 +135,7 @@ class DecodingRows:
             ending_ids = sorted(params.ending_ids(self._eos_token_ids))[:BANNED_WIDTH]
             self._ending_ids_sx[place] = BEYOND_TOKENS
             self._ending_ids_sx[place, : len(ending_ids)] = ending_ids
+            self._may_end_s[place] = bool(ending_ids or params.stop)
             if not params.is_greedy:
                 random.append((place, params, sequence.index))
         if random:
@@ -175,6 +177,11 @@ class DecodingRows:
     def least_left(self) -> int:
         """Steps that every row may make before one has all its tokens; 0 without rows."""
         return int(self._num_left_s[: len(self)].min()) if self else 0
+
+    @property
+    def may_end(self) -> bool:
+        """Some row may end before it has all its tokens."""
+        return bool(self._may_end_s[: len(self)].any())
 
     @property
     def detail(self) -> Detail:
@@ -246,4 +253,5 @@ class DecodingRows:
             self._is_random_s,
             self._details_s,
             self._ending_ids_sx,
+            self._may_end_s,
         )

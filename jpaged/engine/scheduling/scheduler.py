@@ -260,7 +260,8 @@ class Scheduler:
         """
         prefixes, num_steps = self._memory.prefixes, 1
         if not (self.queues.num_waiting or any(parts.values()) or self.rows.detail > Detail.TOKENS):
-            num_steps = self.lookahead.num_steps(len(self.rows), self.rows.least_left)
+            rows = self.rows
+            num_steps = self.lookahead.num_steps(len(rows), rows.least_left, may_end=rows.may_end)
         due = self.rows.due(num_steps)
         if num_steps > 1 and not self._memory.can_grow([(sequence, num_steps) for sequence in due]):
             num_steps, due = 1, self.rows.due()

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections import deque
+from typing import Any
 
 import pytest
 
 from jpaged.engine.executor import MAX_NUM_STEPS, DeviceRates
-from jpaged.engine.scheduling.lookahead import Lookahead
+from jpaged.engine.scheduling.lookahead import NO_NEWCOMERS, Lookahead
 from jpaged.testing import FakeExecutor, Faults, SeveralStepsExecutor, expected_tokens
 from jpaged.types import FinishReason
 from tests.engine.harness import Harness
@@ -216,7 +217,8 @@ def test_preemption_in_the_middle_of_dispatches_changes_nothing(preemption_mode)
 
 def lookahead(num_steps, seconds, bound_s=0.0):
     """The choice for a device that was timed at so many seconds a step."""
-    geometry = dataclasses.replace(SeveralStepsExecutor().geometry, max_num_steps=num_steps or MAX_NUM_STEPS)
+    most = num_steps if num_steps > 0 else MAX_NUM_STEPS
+    geometry = dataclasses.replace(SeveralStepsExecutor().geometry, max_num_steps=most)
     return Lookahead(num_steps, bound_s, DeviceRates(1.0, 1.0, ((8, seconds), (16, seconds))), geometry)
 
 
@@ -228,6 +230,28 @@ def test_unless_a_number_is_asked_for_a_dispatch_is_short(seconds, want):
 
 def test_a_dispatch_is_as_short_as_streams_are_promised():
     assert [lookahead(0, 0.001, bound_s).num_steps(3, 99) for bound_s in (0.2, 0.005, 0.0005)] == [16, 5, 1]
+
+
+@pytest.mark.parametrize(("seconds", "want"), [(0.001, 16), (0.009, 2), (3.0, 1)])
+def test_where_nobody_arrives_a_dispatch_is_short_only_if_a_row_may_end_in_it(seconds, want):
+    one = lookahead(NO_NEWCOMERS, seconds)
+    assert one.num_steps(3, 99, may_end=True) == want
+    assert one.num_steps(3, 99, may_end=False) == MAX_NUM_STEPS
+    assert one.num_steps(3, 5, may_end=False) == 5
+
+
+def test_a_row_may_end_by_a_stop_token_or_a_stop_string_or_not_at_all():
+    h = make(NO_NEWCOMERS)
+    rows, seen = h.engine._loop.scheduler.rows, []
+    ways: list[dict[str, Any]] = [{}, {"stop_token_ids": (250,)}, {"stop": ("never",)}, {}]
+    for number, sampling in enumerate(ways):
+        h.submit(str(number), [number + 1], max_tokens=6, **sampling)
+        h.step()
+        h.step()
+        seen.append(rows.may_end)
+        h.run()
+    assert seen == [False, True, True, False]
+    assert not rows.may_end
 
 
 def test_a_dispatch_has_no_more_steps_than_any_row_may_make():
