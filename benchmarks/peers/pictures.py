@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from benchmarks.peers.peers import OURS, PEERS, SERVE
+from benchmarks.peers.peers import OURS, PEERS, SERVE, START
 from benchmarks.peers.ratios import ratios
 from benchmarks.peers.serving import AT_ONCE
 from benchmarks.peers.table import ABOUT, timed
@@ -49,10 +49,10 @@ def draw(records: Mapping[str, Mapping], path: Path) -> None:
 def _bars(ax: Axes, records: Mapping[str, Mapping]) -> None:
     """Draws how many times as fast jpaged is, a group for each workload."""
     groups = [
-        (f"{model} {name}\n{ABOUT[name]}", ratios(timed(record["rows"][name])))
+        (f"{model} {name}", ratios(timed(record["rows"][name])))
         for model, record in records.items()
         for name in ABOUT
-        if name in record["rows"]
+        if name in record["rows"] and name != START
     ]
     peers = [name for name in PEERS if any(name in group for _, group in groups)]
     width = _WIDTH / max(len(peers), 1)

@@ -29,7 +29,15 @@ def drawn(monkeypatch):
     return figures
 
 
-RECORDS = {"S": {"rows": {"W5": row(jpaged=2.0, vllm=3.0, llama_cpp=1.0), "W2": row(jpaged=1.0, vllm=4.0)}}}
+RECORDS = {
+    "S": {
+        "rows": {
+            "W5": row(jpaged=2.0, vllm=3.0, llama_cpp=1.0),
+            "W2": row(jpaged=1.0, vllm=4.0),
+            "start": row(jpaged=1, vllm=9),
+        }
+    }
+}
 
 
 def heights(ax):
@@ -40,7 +48,7 @@ def test_each_peer_has_a_bar_in_each_workload_that_it_ran(drawn, tmp_path):
     pictures.draw(RECORDS, tmp_path / "peers.png")
     (ax,) = drawn[0].axes
     assert heights(ax) == {"vllm": [4.0, 1.5], "llama.cpp": [0.5]}
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["S W2\nshared prefix", "S W5\none stream"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["S W2", "S W5"]
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
