@@ -9,6 +9,7 @@ begins to look at the process; it then runs again until the seconds asked for ar
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import signal
@@ -19,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +27,7 @@ from rich.table import Table
 from benchmarks.peers import checkpoints, workloads
 from benchmarks.peers.checkpoints import SHAPES
 from benchmarks.peers.peers import OURS, PEERS, options_for
+from benchmarks.peers.workers.protocol import Settings
 from benchmarks.record import save
 
 PARTS = (
@@ -60,38 +61,23 @@ def shares(lines: Iterable[str]) -> dict[str, float]:
 
 def run(model: str, workload: str, folder: str, least_s: float) -> None:
     """Runs a workload until the seconds are over, after a line that says that it begins."""
-    from jpaged import LLM, SamplingParams
-    from jpaged.llm import TokensPrompt
+    from benchmarks.peers.workers.jpaged_offline import Jpaged
 
-    jobs = workloads.make(model, workload)
-    prompts = [TokensPrompt(prompt_token_ids=job.prompt) for job in jobs]
-    sampling = [
-        SamplingParams(
-            n=job.num_sequences,
-            beam_width=job.beam_width or None,
-            temperature=job.temperature,
-            max_tokens=job.max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-        )
-        for job in jobs
-    ]
-    shape = SHAPES[model]
-    settings: dict[str, Any] = options_for(PEERS[OURS], shape)
-    with LLM(folder, dtype=shape.dtype, **settings) as llm:
+    jobs, shape = workloads.make(model, workload), SHAPES[model]
+    worker = Jpaged(Settings(folder, shape.dtype, min(os.sched_getaffinity(0)), options_for(PEERS[OURS], shape)))
 
-        def generate() -> None:
-            llm.reset_prefix_cache()
-            llm.generate(prompts, sampling, use_tqdm=False)
+    def generate() -> None:
+        worker.forget()
+        worker.run(jobs)
 
+    generate()
+    print("ready", flush=True)
+    sys.stdin.readline()  # perf looks on
+    begin_s = time.monotonic()
+    while time.monotonic() - begin_s < least_s:
         generate()
-        print("ready", flush=True)
-        sys.stdin.readline()  # perf looks on
-        begin_s = time.monotonic()
-        while time.monotonic() - begin_s < least_s:
-            generate()
-        print("done", flush=True)
-        sys.stdin.readline()  # it no longer does
+    print("done", flush=True)
+    sys.stdin.readline()  # it no longer does
 
 
 def profile(model: str, workload: str, folder: Path, least_s: float) -> dict[str, float]:
