@@ -16,7 +16,7 @@ from jax import export
 
 # How an abstract mesh says which device it is of has no public name yet.
 from jax._src.mesh import AbstractDevice
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.config import EngineConfig
@@ -58,7 +58,7 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
     decode = functools.partial(packed_decode, step, packing=several)
     jitted = jax.jit(forward if program == "forward" else decode, donate_argnums=1)
     device = AbstractDevice(GENERATIONS[name].device_kind, 1, "tpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1), MESH_AXES, abstract_device=device)):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1), MESH_AXES, (AxisType.Auto,) * 2, abstract_device=device)):
         # The sampler says how its logits lie; a file that lasts must not, and this is none.
         checks = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
         text = export.export(jitted, platforms=["tpu"], disabled_checks=checks)(*arguments).mlir_module()
