@@ -194,7 +194,8 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids_t: jax.Array) -> jax.Array:
         """`[T]` to `[T, width]`."""
-        embedding = self.embedding.get_value()
+        # CPUs gather bfloat16 from float32: XLA would widen it all ahead of a loop, did that not need the ids.
+        embedding, ids_t = jax.lax.optimization_barrier((self.embedding.get_value(), ids_t))
         return embedding.rows(ids_t) if isinstance(embedding, product.PackedMatrix) else embedding[ids_t]
 
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array, norm: Norm | None) -> jax.Array:

@@ -187,6 +187,19 @@ def test_packed_matrices_lie_where_they_were_packed() -> None:
     assert begins[1] - begins[0] == first.blocks.nbytes
 
 
+def test_packed_matrices_lie_in_memory_that_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory has huge pages only where the system is set up for it."""
+    flags, real = list[int](), mmap.mmap
+
+    def recorded(*arguments: int, **named: int) -> mmap.mmap:
+        flags.append(named.get("flags", mmap.MAP_SHARED))
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(mmap, "mmap", recorded)
+    pack(numbers((64, 33), "float32"))
+    assert flags == [mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS]
+
+
 def test_a_system_without_huge_pages_packs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # no such advice: EINVAL
     matrix, x = numbers((64, 33), "float32"), numbers((3, 64), "float32", 1)

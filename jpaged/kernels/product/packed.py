@@ -123,7 +123,9 @@ class Packer:
 
 def _map_huge_pages(num_bytes: int) -> np.ndarray:
     """Bytes that begin with a huge page; they take memory when they are written to."""
-    mapped = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
+    # Shared pages, which mmap makes by itself, are huge only where the system is set up for that.
+    how = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    mapped = mmap.mmap(-1, num_bytes + _HUGE_PAGE, **how)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux alone has it
         with contextlib.suppress(OSError):  # and some kernels and sandboxes of it have not
             mapped.madvise(mmap.MADV_HUGEPAGE)
