@@ -156,8 +156,8 @@ class SchedulerOptions:
     overlap: bool = option(True, "prepare a step while the device still runs the one before")
     num_scheduler_steps: int = option(
         0,
-        "decode steps in one dispatch, where all rows decode and nobody waits; 0 is up to 8 on CPUs and 2 elsewhere, "
-        "as far as they take no more than 0.02 s; -1 is 0 without that bound where no row may end early (LLM's own)",
+        "decode steps in one dispatch, while nobody can join; 0 is up to 8 on CPUs, 2 elsewhere, of 0.02 s at most, "
+        "or 0.05 s with all rows taken and no row that may end early; -1 is 0 without a bound for those (LLM's own)",
         low=-1,
         high=16,
     )

@@ -241,15 +241,22 @@ POLICY_FAULTS = (
     Fault(
         "a row stays whose last token is in flight",
         "scheduling/scheduler.py",
-        "        for sequence in self.rows.spent():\n            self.rows.leave(sequence)\n",
-        "",
+        "            self.rows.leave(sequence)\n        self._make_way",
+        "            pass\n        self._make_way",
         ("scheduling/test_rows.py",),
     ),
     Fault(
-        "several steps go in one dispatch while somebody waits",
+        "several steps go in one dispatch while somebody waits who could join",
         "scheduling/scheduler.py",
-        "        if not (self.queues.num_waiting or any(parts.values())",
+        "        if not (is_joined or any(parts.values())",
         "        if not (any(parts.values())",
+        LOOKAHEAD,
+    ),
+    Fault(
+        "a row that is about to be free is not waited for",
+        "scheduling/scheduler.py",
+        "(bool(spent) or queues.has_next_within(self.max_num_seqs))",
+        "queues.has_next_within(self.max_num_seqs)",
         LOOKAHEAD,
     ),
     Fault(

@@ -4,8 +4,9 @@
     several of them           | host | step   step   step |                     is paid once
 
 Who arrives waits for what is dispatched: unless a number is asked for, a dispatch is no longer than that may take. So
-steps of a large model, beside which the host's part is nothing, go one by one. Where nobody arrives (`NO_NEWCOMERS`) it
-is no longer where a row may end in it, for what that computes behind its end is in vain.
+steps of a large model, beside which the host's part is nothing, go one by one. Longer may be one in which no row may
+end, for what that computes behind its end is in vain: where all rows are taken, so that who arrives has to wait for one
+of them anyhow, and where nobody arrives (`NO_NEWCOMERS`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ NO_NEWCOMERS = -1
 """A number of steps that is left to time, where rows may end, and to what there can be, where none does."""
 _LONGEST_S = 0.02
 """Seconds of a dispatch of several steps; tokens that come that close together are read as one."""
+_LONGEST_WITHOUT_ROOM_S = 0.05
+"""The same where who arrives finds no row: tokens come so close together that they are read as a flow."""
 _NUM_KEPT = 5
 _SPARE_SHARE = 0.65
 """The part of a dispatch in which the next one is not decided yet; in the rest of it that is got ready."""
@@ -36,7 +39,8 @@ class Lookahead:
 
     def __init__(self, num_steps: int, bound_s: float, rates: DeviceRates, geometry: Geometry) -> None:
         self._chosen = num_steps
-        self._longest_s = min(bound_s, _LONGEST_S) if bound_s else _LONGEST_S
+        longest_s = _LONGEST_S, _LONGEST_WITHOUT_ROOM_S
+        self._longest_s, self._longest_without_room_s = (min(s, bound_s or s) for s in longest_s)
         self._most = min(num_steps if num_steps > 0 else geometry.max_num_steps, geometry.max_num_steps)
         self._forward_s = rates.forward_s
         self._buckets = geometry.buckets
@@ -48,8 +52,12 @@ class Lookahead:
         """Notes which sizes there are by now."""
         self._buckets = buckets
 
-    def num_steps(self, num_rows: int, least_left: int, *, may_end: bool = True) -> int:
-        """Steps of a dispatch of so many rows, each of which may make least_left at least, or end before if it may."""
+    def num_steps(self, num_rows: int, least_left: int, *, may_end: bool = True, has_room: bool = True) -> int:
+        """Steps of a dispatch of so many rows, each of which may make least_left at least, or end before if it may.
+
+        Args:
+            has_room: there are rows for others.
+        """
         most = min(self._most, least_left)
         size = self._buckets.num_decode_rows(num_rows) if most > 1 else None
         if size is None:
@@ -58,7 +66,8 @@ class Lookahead:
             return most
         seen_s = self._seen_s.get(size)
         step_s = median(seen_s) if seen_s else self._timed_s(size)
-        return most if step_s * most <= self._longest_s else max(1, int(self._longest_s / step_s))
+        longest_s = self._longest_s if has_room or may_end else self._longest_without_room_s
+        return most if step_s * most <= longest_s else max(1, int(longest_s / step_s))
 
     def began(self, num_rows: int, num_steps: int, begin_s: float) -> None:
         """A dispatch is on its way, for which the first thing was done at begin_s; num_rows is 0 unless all decode."""

@@ -71,6 +71,11 @@ class Queues:
         is_earlier = waiting.num_preemptions and self._policy.running_key(waiting) < self._policy.running_key(swapped)
         return waiting if is_earlier or self._policy.yields_to(swapped, waiting) else swapped
 
+    def has_next_within(self, max_num_rows: int) -> bool:
+        """The next group, if there is one, finds so many rows enough; whether it finds blocks is not asked."""
+        group = self.next_group()
+        return group is not None and self.num_rows + group.num_rows <= max_num_rows
+
     def add(self, group: Group) -> None:
         self._policy.arrived(group, self.waiting)
         self.waiting[group] = None
@@ -163,14 +168,18 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Decides the next step and enters it into the sequences: what it returns must be dispatched."""
         schedule = Schedule()
-        for sequence in self.rows.spent():
+        spent = self.rows.spent()
+        for sequence in spent:
             self.rows.leave(sequence)
         self._make_way(schedule)
         num_yielded = len(schedule.preempted)
         parts, budget = self._share_tokens()
         is_early = not self.rows and len(parts) > 1 and draw_with_the_next(parts)
         if not is_early or self._entering(self._num_outstanding_blocks()) is not None:
-            if not self._decode(parts, schedule):  # somebody has to leave: the rows are looked at one by one
+            queues = self.queues
+            is_joined = queues.num_waiting > 0 and (bool(spent) or queues.has_next_within(self.max_num_seqs))
+            if not self._decode(parts, schedule, is_joined=is_joined):
+                # Somebody has to leave: the rows are looked at one by one.
                 self.rows.clear()
                 parts, budget = self._share_tokens()
             self._grow_running(parts, schedule)
@@ -253,15 +262,15 @@ class Scheduler:
             budget -= _num_tokens(parts[group])
         return parts, budget
 
-    def _decode(self, parts: dict[Group, Shares], schedule: Schedule) -> bool:
+    def _decode(self, parts: dict[Group, Shares], schedule: Schedule, *, is_joined: bool) -> bool:
         """Enters every row that decodes; False, and nothing, where these and the others do not all find blocks.
 
-        For several steps where there are no others, nobody waits, and all are told of tokens alone.
+        For several steps where there are no others and all are told of tokens alone, unless who waits may join them.
         """
-        prefixes, num_steps = self._memory.prefixes, 1
-        if not (self.queues.num_waiting or any(parts.values()) or self.rows.detail > Detail.TOKENS):
-            rows = self.rows
-            num_steps = self.lookahead.num_steps(len(rows), rows.least_left, may_end=rows.may_end)
+        prefixes, rows, num_steps = self._memory.prefixes, self.rows, 1
+        if not (is_joined or any(parts.values()) or rows.detail > Detail.TOKENS):
+            has_room = self.queues.num_rows < self.max_num_seqs
+            num_steps = self.lookahead.num_steps(len(rows), rows.least_left, may_end=rows.may_end, has_room=has_room)
         due = self.rows.due(num_steps)
         if num_steps > 1 and not self._memory.can_grow([(sequence, num_steps) for sequence in due]):
             num_steps, due = 1, self.rows.due()

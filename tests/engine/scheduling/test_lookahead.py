@@ -84,15 +84,45 @@ def test_who_arrives_is_admitted_with_the_next_dispatch_and_decodes_beside_the_o
     assert h.tokens("b") == expected_tokens([2], 30)
 
 
-def test_steps_go_one_by_one_while_somebody_waits():
-    h = make(overlap=False, executor=Counted(max_num_seqs=1))
+def test_steps_go_one_by_one_while_somebody_waits_for_whom_there_is_a_row():
+    h = make(overlap=False, executor=Counted(max_num_seqs=2, num_blocks=6, block_size=4))
     h.submit("a", [1], max_tokens=12)
-    h.submit("b", [2], max_tokens=12)
+    h.submit("b", [2] * 9, max_tokens=12)  # finds no blocks beside it
     while not h.ended("a"):
         h.step()
     assert set(h.executor.dispatches) == {1}
     h.run()
-    assert 8 in h.executor.dispatches
+    assert max(h.executor.dispatches) > 1
+
+
+def test_who_waits_for_a_row_leaves_the_others_their_several_steps():
+    h = make(overlap=False, executor=Counted(max_num_seqs=2))
+    for name, num_tokens in (("a", 12), ("b", 30), ("c", 9)):
+        h.submit(name, [ord(name)], max_tokens=num_tokens)
+    while not h.ended("a"):
+        h.step()
+    assert h.executor.dispatches == [1, 1, 8, 2]
+    h.step()
+    assert len(h.events["c"]) == 1, "it gets the row with the next dispatch"
+    h.run()
+    for name, num_tokens in (("a", 12), ("b", 30), ("c", 9)):
+        assert h.tokens(name) == expected_tokens([ord(name)], num_tokens)
+
+
+def test_who_waits_gets_a_row_no_later_than_step_by_step():
+    """With a step under way a row is free when that is collected: the one dispatch until then has one step."""
+    steps = {}
+    for num_steps in (1, 8):
+        h = make(num_steps, overlap=True, executor=Counted(max_num_seqs=2))
+        for name, num_tokens in (("a", 11), ("b", 40), ("c", 3)):
+            h.submit(name, [ord(name)], max_tokens=num_tokens, ignore_eos=True)
+        while not h.ended("a"):
+            h.step()
+        steps[num_steps] = sum(h.executor.dispatches)
+        assert max(h.executor.dispatches) == num_steps
+        h.run()
+        assert h.tokens("c") == expected_tokens([ord("c")], 3)
+    assert steps[8] == steps[1]
 
 
 @pytest.mark.parametrize(
@@ -238,6 +268,14 @@ def test_where_nobody_arrives_a_dispatch_is_short_only_if_a_row_may_end_in_it(se
     assert one.num_steps(3, 99, may_end=True) == want
     assert one.num_steps(3, 99, may_end=False) == MAX_NUM_STEPS
     assert one.num_steps(3, 5, may_end=False) == 5
+
+
+def test_with_all_rows_taken_a_dispatch_is_longer_unless_a_row_may_end_in_it():
+    one = lookahead(0, 0.009)
+    assert one.num_steps(3, 99, may_end=False, has_room=True) == 2
+    assert one.num_steps(3, 99, may_end=False, has_room=False) == 5
+    assert one.num_steps(3, 99, may_end=True, has_room=False) == 2
+    assert lookahead(0, 0.009, 0.03).num_steps(3, 99, may_end=False, has_room=False) == 3
 
 
 def test_a_row_may_end_by_a_stop_token_or_a_stop_string_or_not_at_all():
