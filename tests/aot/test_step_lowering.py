@@ -1,12 +1,13 @@
-"""A step of Llama-3-8B lowers for TPUs, its attention kernel included, with the plain wheels and without libtpu.
+"""A step of Llama-3-8B lowers for TPUs and Hopper GPUs, its attention kernel included, with the plain wheels of jax.
 
-Mosaic and XLA have not compiled it then: `test_tpu_models.py` has libtpu do it.
+Neither Mosaic nor XLA has compiled it then: `test_tpu_models.py` has libtpu do it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,14 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.capacity.known_models import KNOWN_MODELS
-from jpaged.config import EngineConfig
+from jpaged.config import Backend, EngineConfig
 from jpaged.device.aot.tpu import GENERATIONS
 from jpaged.device.mesh import MESH_AXES, build_mesh
 from jpaged.device.programs.lowering import abstract_serving
 from jpaged.device.step.decode import packed_decode
 from jpaged.device.step.forward import forward_packing
 from jpaged.device.step.runner import DecodePacking
+from jpaged.kernels.kv_layout import KVForm
 from jpaged.models.model import Model
 
 NUM_TOKENS = 16
@@ -39,13 +41,34 @@ OPTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class Target:
+    """A device that is not here, and what its attention kernel is called in a module."""
+
+    device: AbstractDevice
+    platform: str
+    backend: Backend
+    form: KVForm
+    call: str
+
+
+TARGETS = {
+    **{
+        name: Target(AbstractDevice(one.device_kind, 1, "tpu"), "tpu", "pallas-tpu", "tpu", "@tpu_custom_call")
+        for name, one in GENERATIONS.items()
+    },
+    "h200": Target(AbstractDevice("NVIDIA H200", 132, "gpu"), "cuda", "pallas-gpu", "gpu", "@mosaic_gpu_v2"),
+}
+
+
 @pytest.mark.parametrize("program", ["forward", "decode"])
-@pytest.mark.parametrize("name", GENERATIONS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> None:
+    target = TARGETS[name]
     model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
     step, geometry, _ = abstract_serving(model, EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:1]))
-    layout = dataclasses.replace(step.layout, form="tpu")
-    step = dataclasses.replace(step, layout=layout, backend="pallas-tpu", layer_mode="scan")
+    layout = dataclasses.replace(step.layout, form=target.form)
+    step = dataclasses.replace(step, layout=layout, backend=target.backend, layer_mode="scan")
     packing = forward_packing(NUM_TOKENS, geometry)
     several = DecodePacking(forward_packing(8, geometry), 8)
     arguments = (
@@ -57,11 +80,11 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
     forward = functools.partial(step.packed_forward, packing=packing)
     decode = functools.partial(packed_decode, step, packing=several)
     jitted = jax.jit(forward if program == "forward" else decode, donate_argnums=1)
-    device = AbstractDevice(GENERATIONS[name].device_kind, 1, "tpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1), MESH_AXES, (AxisType.Auto,) * 2, abstract_device=device)):
+    mesh = AbstractMesh((1, 1), MESH_AXES, (AxisType.Auto,) * 2, abstract_device=target.device)
+    with jax.sharding.use_abstract_mesh(mesh):
         # The sampler says how its logits lie; a file that lasts must not, and this is none.
         checks = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
-        text = export.export(jitted, platforms=["tpu"], disabled_checks=checks)(*arguments).mlir_module()
-    assert "@tpu_custom_call" in text
-    assert "stablehlo.while" in text
+        text = export.export(jitted, platforms=[target.platform], disabled_checks=checks)(*arguments).mlir_module()
+    assert target.call in text
+    assert text.count("stablehlo.while") >= (2 if program == "decode" else 1), "layers, and the steps around them"
     assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
