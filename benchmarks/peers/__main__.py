@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import checkpoints, pictures, rounds, serving, table, workloads
+from benchmarks.peers import checkpoints, limits, pictures, rounds, serving, table, workloads
 from benchmarks.peers.checkpoints import SHAPES, Shape
 from benchmarks.peers.environments import CannotInstall, Home, install, is_installed
 from benchmarks.peers.peers import OURS, PEERS, SERVE, START
@@ -128,7 +128,7 @@ def _make_inputs(plan: Plan, home: Home, missing: dict[str, str]) -> None:
             workloads.write(rounds.workload_path(home, shape.name, workload), workloads.make(shape.name, workload))
 
 
-def _rates(home: Home, core: int) -> dict[str, object] | None:
+def _rates(home: Home, core: int) -> dict[str, Any] | None:
     """Measures the core, where PyTorch is installed: without it the table has no limits."""
     if not is_installed(home, RATES):
         _say("no limits: they are measured by PyTorch, which comes with the peer transformers")
@@ -140,7 +140,7 @@ def _rates(home: Home, core: int) -> dict[str, object] | None:
     return json.loads(answer.stdout)
 
 
-def _measure(plan: Plan, missing: dict[str, str], home: Home, results: Path, rates: dict[str, object] | None) -> None:
+def _measure(plan: Plan, missing: dict[str, str], home: Home, results: Path, rates: dict[str, Any] | None) -> None:
     _require_memory(plan)
     about_run = {"command": COMMAND, "commit": _commit(), "seed": workloads.SEED, "core": plan.core}
     with Rounds(plan, missing, home, _say) as turns:
@@ -155,14 +155,14 @@ def _measure(plan: Plan, missing: dict[str, str], home: Home, results: Path, rat
         _save(plan.shape, results, SERVE, {**before, **about_run, **row}, rates)
 
 
-def _save(shape: Shape, results: Path, workload: str, row: dict, rates: dict[str, object] | None) -> None:
-    """Puts a row into the record of a model."""
+def _save(shape: Shape, results: Path, workload: str, row: dict, rates: dict[str, Any] | None) -> None:
+    """Puts a row into the record of a model, and those rates that are greater than before."""
     path = _record_path(results, shape.name)
     empty = {"model": shape.name, "dtype": shape.dtype, "rows": {}}
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty
     record["rows"][workload] = row
     if rates is not None:
-        record["rates"] = rates
+        record["rates"] = limits.greatest(rates, record.get("rates", rates))
     results.mkdir(parents=True, exist_ok=True)
     path.write_text(json_text.dumps(record, indent=2) + "\n")
     _say(f"{workload} is in {path}")

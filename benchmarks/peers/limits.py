@@ -8,8 +8,9 @@ Sampling, norms and the host take no time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.peers.checkpoints import HEAD_DIM, Shape
 from benchmarks.peers.workloads import Job
@@ -38,6 +39,12 @@ def least_s(shape: Shape, jobs: Sequence[Job], rates: Rates) -> float:
     decode_s = sum(max(weights_s, row_s * count) for count in num_rows)
     prompt_s = max(weights_s, _prompt_flops(shape, jobs) / rates.flops)
     return prompt_s + decode_s + _keys_read_bytes(shape, jobs) / rates.read_bytes_s
+
+
+def greatest(rates: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns of each rate the greater, as `benchmarks.peers.workers.rates` measured them at two times on one core."""
+    flops = {name: max(value, others["flops"].get(name, value)) for name, value in rates["flops"].items()}
+    return {"read_bytes_s": max(rates["read_bytes_s"], others["read_bytes_s"]), "flops": flops}
 
 
 def num_shared_tokens(jobs: Sequence[Job]) -> int:

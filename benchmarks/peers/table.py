@@ -43,15 +43,18 @@ def _of_model(shape: Shape, record: Mapping) -> Iterator[str]:
     least = limits(shape, record, taken)
     yield f"## {shape.name}, {shape.dtype}"
     yield _table(
-        ["seconds", *names, "least possible"],
+        ["seconds", *names, "at the core's rates"],
         [
             [_title(name, rows[name]), *(_seconds(taken[name].get(n)) for n in names), _number(least.get(name))]
             for name in rows
         ],
     )
-    yield "How many times as fast as each peer jpaged is, by the clock (by processor time), and the most that could be:"
+    yield (
+        "How many times as fast as each peer jpaged is, by the clock (by processor time), and would be if it did "
+        "nothing but load and multiply at the core's rates, those of PyTorch:"
+    )
     yield _table(
-        ["ratio", *others, "against the best", "at most"],
+        ["ratio", *others, "against the best", "at the core's rates"],
         [
             [_title(name, {}), *_ratios(taken[name], others), *_against_best(taken[name], least.get(name))]
             for name in rows
@@ -92,7 +95,7 @@ def timed(row: Mapping) -> dict[str, Timed]:
 
 
 def limits(shape: Shape, record: Mapping, taken: Mapping[str, Mapping[str, Timed]]) -> dict[str, float]:
-    """Returns the least possible seconds by workload; nothing where the core's rates were not measured.
+    """Returns the least seconds by workload at the core's rates; nothing where the core's rates were not measured.
 
     Memory is read as quickly as PyTorch reads it, or as any peer's one stream reads the weights if that is quicker.
     """

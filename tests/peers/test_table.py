@@ -1,6 +1,7 @@
 """The page that is written from the records."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ ROW = row(
     vllm={"wall_s": [3.0], "processor_s": [1.9], "agreement": AGREED},
 )
 ROW["peers"]["llama.cpp"] = {"about": {}, "missing": "could not be installed: no compiler"}
-RATES = {"read_bytes_s": 1e9, "flops": {"float32": 1e12, "bfloat16": 2e12}}
+RATES: dict[str, Any] = {"read_bytes_s": 1e9, "flops": {"float32": 1e12, "bfloat16": 2e12}}
 
 
 def page(**record):
@@ -92,6 +93,14 @@ def test_a_measured_row_replaces_its_own_and_keeps_the_others(tmp_path, capsys):
     assert record["rows"]["W1"] == ROW
     command._write_table(tmp_path)
     assert (tmp_path / "peers.md").read_text() in capsys.readouterr().out
+
+
+def test_of_rates_that_were_measured_twice_the_greater_stay(tmp_path):
+    read, flops = RATES["read_bytes_s"], RATES["flops"]
+    for rates in (RATES, {"read_bytes_s": 2 * read, "flops": {name: value / 2 for name, value in flops.items()}}):
+        command._save(SHAPES["S"], tmp_path, "W5", ROW, rates)
+    record = json.loads((tmp_path / "peers_S.json").read_text())
+    assert record["rates"] == {"read_bytes_s": 2 * read, "flops": flops}
 
 
 def test_a_core_is_not_measured_without_the_environment_that_measures_it(tmp_path, capsys):
