@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -17,18 +16,6 @@ from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 from tests.models import dense
-
-
-@pytest.fixture(scope="module")
-def executor() -> Iterator[JaxExecutor]:
-    executor = tiny_model.warm_executor()
-    yield executor
-    executor.shutdown()
-
-
-@pytest.fixture
-def driver(executor: JaxExecutor) -> Driver:
-    return Driver(executor)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,23 +10,10 @@ from jpaged.device.executor import JaxExecutor
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, I32, Detail, StepOutputs
 from jpaged.errors import InternalError
 from jpaged.testing.single_steps import step_at
-from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 
 NUM_ROWS, NUM_STEPS = 8, 9
 NO_IDS = np.full((NUM_ROWS, BANNED_WIDTH), BEYOND_TOKENS, np.int32)
-
-
-@pytest.fixture(scope="module")
-def executor() -> Iterator[JaxExecutor]:
-    executor = tiny_model.warm_executor()
-    yield executor
-    executor.shutdown()
-
-
-@pytest.fixture
-def driver(executor: JaxExecutor) -> Driver:
-    return Driver(executor)
 
 
 def begin(driver: Driver) -> list[Sequence]:
