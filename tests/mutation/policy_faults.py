@@ -205,8 +205,8 @@ POLICY_FAULTS = (
     Fault(
         "a step lets somebody in for whom another had to leave",
         "scheduling/scheduler.py",
-        "if len(schedule.preempted) == num_yielded:",
-        "if True:",
+        "if len(schedule.preempted) == num_yielded and",
+        "if",
         SCHEDULER,
     ),
     Fault(
@@ -257,6 +257,13 @@ POLICY_FAULTS = (
         "scheduling/scheduler.py",
         "(bool(spent) or queues.has_next_within(self.max_num_seqs))",
         "queues.has_next_within(self.max_num_seqs)",
+        LOOKAHEAD,
+    ),
+    Fault(
+        "somebody joins several steps, which changed who is next",
+        "scheduling/scheduler.py",
+        " and schedule.num_steps == 1:",
+        ":",
         LOOKAHEAD,
     ),
     Fault(

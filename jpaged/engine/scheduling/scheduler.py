@@ -183,7 +183,8 @@ class Scheduler:
                 self.rows.clear()
                 parts, budget = self._share_tokens()
             self._grow_running(parts, schedule)
-            if len(schedule.preempted) == num_yielded:  # nobody had to leave for want of blocks
+            # Nobody had to leave for want of blocks, nor goes on for several steps: those have changed who is next.
+            if len(schedule.preempted) == num_yielded and schedule.num_steps == 1:
                 self._resume_and_admit(budget, schedule)
         schedule.close(self._memory.take_ops())
         if not self._is_static:  # in a batch that is, who has ended keeps its blocks

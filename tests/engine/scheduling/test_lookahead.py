@@ -109,6 +109,20 @@ def test_who_waits_for_a_row_leaves_the_others_their_several_steps():
         assert h.tokens(name) == expected_tokens([ord(name)], num_tokens)
 
 
+def test_nobody_joins_several_steps_because_these_change_who_is_next():
+    """Who is next wants more rows than are free; with the tokens of the steps it is another tenant's turn."""
+    h = make(2, overlap=True, policy="fair", executor=Counted(max_num_seqs=4))
+    requests = (("a", "y", 4, 7), ("b", "x", 3, 2), ("c", "x", 2, 12), ("d", "z", 2, 12), ("e", "z", 4, 10))
+    for name, tenant, n, num_tokens in requests:
+        h.submit(name, [ord(name)], max_tokens=num_tokens, temperature=1.0, seed=5, n=n, tenant=tenant)
+    h.run()
+    assert 2 in h.executor.dispatches
+    for name, _, n, num_tokens in requests:
+        for index in range(n):
+            want = expected_tokens([ord(name)], num_tokens, seed=5, sequence_index=index)
+            assert h.tokens(name, index) == want
+
+
 def test_who_waits_gets_a_row_no_later_than_step_by_step():
     """With a step under way a row is free when that is collected: the one dispatch until then has one step."""
     steps = {}
