@@ -73,6 +73,8 @@ class Queues:
 
     def has_next_within(self, max_num_rows: int) -> bool:
         """The next group, if there is one, finds so many rows enough; whether it finds blocks is not asked."""
+        if self.num_rows >= max_num_rows:  # a full queue is not looked through
+            return False
         group = self.next_group()
         return group is not None and self.num_rows + group.num_rows <= max_num_rows
 
