@@ -22,6 +22,7 @@ TORCH ?= 2.13.0
 
 BIN := $(VENV)/bin
 AOT := $(VENV)/aot
+AOT_NEWEST := $(VENV)/aot-newest
 STAMP := $(VENV)/.installed
 CHOICES := $(VENV)/.choices
 CONSTRAINTS := $(VENV)/constraints.txt
@@ -83,7 +84,7 @@ demo-model: $(STAMP) ## train the embedded model again
 test: $(STAMP) ## the quick tests
 	@$(BIN)/python -m pytest -q -m 'not long' -n $(JOBS) --dist worksteal $(ARGS)
 
-test-long: $(STAMP) $(AOT)/.installed ## the long tests
+test-long: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed ## the long tests
 	@$(BIN)/python -m pytest -q -m long -n $(JOBS) --dist worksteal $(ARGS)
 
 # What an interpreter or its jax can break, once and in a minute: the command line and its help, options, messages, client
@@ -110,8 +111,9 @@ compat: $(STAMP) ## test-compat and the demo on every other Python of this machi
 	@$(BIN)/python -m tests.compat
 
 # libtpu lies beside the packages, not among them: jax would take an installed one for a sign of TPUs. TPU_LIBRARY_PATH
-# names it to the processes that compile. The one that jax's metadata pins is 0.6 GB; .installed says which it is.
-aot: $(AOT)/.installed ## add libtpu, which compiles for TPUs without one
+# names it to the processes that compile. The one that jax's metadata pins is 0.6 GB; .installed says which it is. The
+# newest beside it, which may be the same, is what the cycles of kernels are held with too.
+aot: $(AOT)/.installed $(AOT_NEWEST)/.installed ## add libtpu, which compiles for TPUs without one
 
 $(AOT)/.installed: $(STAMP)
 	@wanted=$$($(BIN)/python -m tests.aot.libtpu_requirement); \
@@ -121,12 +123,19 @@ $(AOT)/.installed: $(STAMP)
 	fi; \
 	echo "$$wanted" > $@
 
+$(AOT_NEWEST)/.installed: $(STAMP)
+	@if [ ! -e $(AOT_NEWEST)/libtpu/libtpu.so ]; then \
+	    echo "==> installing the newest libtpu into $(AOT_NEWEST)"; rm -rf $(AOT_NEWEST); \
+	    $(INSTALL) --no-deps --upgrade --target $(AOT_NEWEST) libtpu; \
+	fi
+	@touch $@
+
 # In an environment of its own: jax would take CUDA's packages for a sign of GPUs.
 GPU_VENV := .venv-aot-gpu
 GPU_JAX = $(or $(JAX),$(shell $(PYTHON) -c 'import sys; print("0.11.2" if sys.version_info >= (3, 12) else "")'))
 
-aot-gpu: ## compile the GPU programs for an H200 without one (5 GB in .venv-aot-gpu)
-	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) EXTRAS=cuda JAX='$(GPU_JAX)'
+aot-gpu: ## compile the GPU programs for an H200 without one, and hold the kernels to their record (5 GB in .venv-aot-gpu)
+	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) EXTRAS=aot-gpu JAX='$(GPU_JAX)'
 	@$(GPU_VENV)/bin/python -m benchmarks.aot_gpu $(ARGS)
 
 # In an environment of its own: Ray brings sixty packages that nothing else needs.

@@ -1,4 +1,8 @@
-"""Everything that needs an accelerator, in one command: the kernels' tests, their benchmark, and a whole model.
+"""Everything that needs an accelerator, in one command: the kernels' tests, their benchmarks, and a whole model.
+
+conformance  the kernels against the oracle        kernels    attention at a few sizes, scattered and in order
+executor     moves and sampling on the device      bandwidth  its share of the bandwidth, 1 to 256 rows of 1k to 32k
+decode       a whole model's steps                 prefill    chunks of 2048 tokens behind contexts of 2k to 32k
 
     python -m benchmarks.accelerator
 
@@ -30,10 +34,19 @@ def parts(platform: str, device: str, model: str) -> dict[str, list[str]]:
     bench = ["jpaged", "bench", "kernels", "--shape", "llama-3-8b"]
     files = ["--json", f"{kernels}.json", "--plot", f"{kernels}.png"]
     sizes = ["--block-size", "16", "32", "64", "128"] if platform == "tpu" else []
+    cells = {
+        "bandwidth": ["--kind", "decode", "--num-seqs", "1", "2", "4", "8", "16", "32", "64", "128", "256"],
+        "prefill": ["--kind", "prefill"],
+    }
+    contexts = ["--context", "1024", "2048", "8192", "32768", "--block-size", "32", "--max-gib", "32"]
     return {
         "conformance": ["pytest", "-q", "tests/accelerator/attention.py"],
         "executor": ["pytest", "-q", "tests/device/test_transfers.py", "tests/device/step/test_sampling.py"],
         "kernels": [*bench, *files, *sizes],
+        **{
+            name: [*bench, *words, *contexts, "--json", f"{RESULTS / name}_{device}.json"]
+            for name, words in cells.items()
+        },
         "decode": ["benchmarks.decode", "--model", model, "--name", f"decode_{device}"],
     }
 

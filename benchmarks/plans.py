@@ -1,34 +1,79 @@
-"""Plans Llama 3.1 on TPU slices, and writes the table into docs/performance.md.
+"""Plans Llama 3.1 and Qwen3 on TPU slices, and writes the tables into docs/performance.md.
 
-    make aot && python -m benchmarks.plans [--only TOPOLOGY] [--table] [--all-programs]
+    make aot && python -m benchmarks.plans [--only TOPOLOGY] [--all-programs]
+    python -m benchmarks.plans --estimate
 
-`--table` writes the table again from what was recorded. Each plan is a call of `jpaged plan`, which compiles the
-programs that decide; with `--all-programs` every one.
+Each plan is a call of `jpaged plan`, which compiles the programs that decide; with `--all-programs` every one.
+`--estimate` compiles nothing: it takes the memory that was recorded, and estimates again with the cycles of today, for
+both tables. The second has published figures of other engines on TPUs beside what the formula says of ours there: with
+the same lengths, rows and tokens a step, and the memory of the plan that was recorded for the slice.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, save
+import numpy as np
+
+from benchmarks.record import RESULTS, put_on_page, save
+from jpaged.capacity.cost import StepLoad
+from jpaged.capacity.estimate import Estimate, Lengths, Pool, estimate
+from jpaged.capacity.known_models import KNOWN_MODELS
+from jpaged.capacity.step_times import PlannedModel, StepTimes
+from jpaged.capacity.target import find_target
 
 _ROOT = Path(__file__).resolve().parents[1]
-_PAGE = _ROOT / "docs" / "performance.md"
-_BEGIN, _END = "<!-- plans: begin -->", "<!-- plans: end -->"
 _GIB = 1 << 30
+_LENGTHS = Lengths(1024, 256)
 _OPTIONS = ("--max-model-len", "8192", "--input-len", "1024", "--output-len", "256")
+GOOD_SHARE = 0.86
+"""The share of the bandwidth that ragged paged attention of tpu-inference is published to decode at."""
 CELLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     *(("llama-3.1-8b", topology, ()) for topology in ("v5e:2x2", "v6e:1x1", "v6e:2x4", "v5p:2x2x1", "tpu7x:2x2x1")),
-    *(("llama-3.1-70b", topology, ()) for topology in ("v6e:2x4", "v5p:2x2x2")),
+    ("llama-3.1-70b", "v6e:2x4", ()),
+    ("qwen3-32b", "v6e:2x4", ()),
     ("llama-3.1-70b", "v6e:2x4", ("--num-blocks", "10000")),
 )
 """Model, topology, and options besides."""
+
+
+_RECIPES = "AI-Hypercomputer/tpu-recipes, inference/trillium/vLLM/Llama3.x (c8cfe2f)"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One figure; all weights and KV caches are bfloat16.
+
+    Attributes:
+        num_rows: that run at once at most: the server's limit, or the clients.
+        num_tokens: of a step at most; None where it is not said.
+        requests_per_s: as published.
+        source: where; of Llama 3.3 70B, whose shape is 3.1's, too.
+    """
+
+    model: str
+    topology: str
+    lengths: Lengths
+    num_rows: int
+    num_tokens: int | None
+    requests_per_s: float
+    source: str
+
+
+PUBLISHED = (
+    Published("llama-3.1-8b", "v6e:1x1", Lengths(1199, 123), 128, None, 11.5, "vLLM; its page was not noted"),
+    Published("llama-3.1-8b", "v6e:1x1", Lengths(1800, 128), 512, 512, 8.37, "vllm-project/vllm, pull request 16458"),
+    Published("llama-3.1-70b", "v6e:2x4", Lengths(999, 1000), 64, 512, 2.49, f"{_RECIPES}, 64 clients"),
+    Published("llama-3.1-70b", "v6e:2x4", Lengths(999, 1000), 128, 512, 3.54, f"{_RECIPES}, 128 clients"),
+)
 
 
 def command(model: str, topology: str, more: Sequence[str]) -> list[str]:
@@ -46,12 +91,47 @@ def plan(model: str, topology: str, more: Sequence[str]) -> dict[str, Any]:
     return {"command": " ".join(words), **found}
 
 
+def estimated(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded plan with the estimates of today, and what they are beside a kernel at 86 % of the bandwidth."""
+    if not found["fits"]:
+        return dict(found)
+    times, sizes = planned(found).step_times(), Pool(*(found[name.name] for name in dataclasses.fields(Pool)))
+    one = estimate(_LENGTHS, sizes, times)
+    parts = {name: dataclasses.asdict(getattr(one, name)) for name in ("decode", "prefill")}
+    numbers = {"decode_s": one.decode.seconds, "prefill_s": one.prefill.seconds, "tokens_per_s": one.tokens_per_s}
+    again = {
+        "estimates": [{**dataclasses.asdict(_LENGTHS), "num_fitting": one.num_fitting, "num_running": one.num_running}
+                      | parts | numbers],
+        "assumptions": times.assumptions(sizes.max_num_seqs),
+        "slice_tokens_per_s": one.tokens_per_s * found["num_copies"],
+        "decode_beside_good_attention": beside_good_attention(one, times),
+        "prefill_flops_share": flops_share(one, times, sizes.max_num_batched_tokens),
+    }  # fmt: skip
+    return {**found, **again}
+
+
+def beside_good_attention(one: Estimate, times: StepTimes) -> float:
+    """How much longer a decode step takes than one whose attention reads at 86 % of the bandwidth."""
+    roofline = times.roofline
+    context = one.lengths.input_len + one.lengths.output_len / 2
+    num_bytes = max(1, one.num_running) * context * roofline.shape.kv_bytes_per_token
+    good_s = num_bytes / (roofline.num_devices * roofline.hardware.hbm_bytes_per_s * GOOD_SHARE)
+    return one.decode.seconds / dataclasses.replace(one.decode, attention_s=good_s).seconds
+
+
+def flops_share(one: Estimate, times: StepTimes, num_tokens: int) -> float:
+    """The share of the peak that a prefill step's products and attention are, its masked half left out."""
+    roofline, load = times.roofline, StepLoad.prompts(num_tokens, one.lengths.input_len)
+    return roofline.flops_s(load) * roofline.assumptions.flops_efficiency / one.prefill.seconds
+
+
 def table(plans: Sequence[Mapping[str, Any]]) -> str:
     """Markdown, a plan a row."""
     rows = [
-        "| model | topology | devices a copy | weights | pool | programs | blocks | sequences of 1024 + 256 "
-        "| decode step | prefill step | output tokens/s | compiled | compile time |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | topology | devices a copy | rows, tokens, block | weights | pool | programs | blocks "
+        "| sequences of 1024 + 256 | decode step | of it attention | beside 86 % | prefill step | of the peak "
+        "| output tokens/s | compiled | compile time |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join([*rows, *(_row(found) for found in plans)])
 
@@ -64,6 +144,7 @@ def _row(found: Mapping[str, Any]) -> str:
         found["model"],
         found["topology"],
         str(found["tensor_parallel_size"]),
+        f"{found['max_num_seqs']}, {found['max_num_batched_tokens']}, {found['block_size']}",
         f"{memory['weight_bytes'] / _GIB:.2f} GiB",
         f"{memory['pool_bytes'] / _GIB:.2f} GiB",
         taken,
@@ -71,48 +152,97 @@ def _row(found: Mapping[str, Any]) -> str:
     ]
     if found["fits"]:
         one = found["estimates"][0]
+        attention_s = one["decode"]["attention_s"]
         cells += [
             f"{one['num_fitting']} ({one['num_running']} run)",
             f"{one['decode_s'] * 1e3:.2f} ms",
+            f"{attention_s * 1e3:.2f} ms" if attention_s else "not counted",
+            f"{found['decode_beside_good_attention']:.2f}" if attention_s else "-",
             f"{one['prefill_s'] * 1e3:.2f} ms",
+            f"{found['prefill_flops_share']:.0%}",
             f"{found['slice_tokens_per_s']:.0f}",
         ]
     else:
         over = f"{-memory['free_bytes'] / _GIB:.2f} GiB over"
-        cells += [f"does not fit: {over}, {found['most_blocks']} blocks would", "-", "-", "-"]
+        cells += [f"does not fit: {over}, {found['most_blocks']} blocks would", *"------"]
     cells.append(f"{len(found['compiled_programs'])} of {found['num_programs']}")
     cells.append(f"{found['compile_seconds']:.0f} s")
     return f"| {' | '.join(cells)} |"
 
 
-def write_table(plans: Sequence[Mapping[str, Any]]) -> None:
-    """Between its marks on the page."""
-    before, rest = _PAGE.read_text(encoding="utf-8").split(_BEGIN)
-    after = rest.split(_END)[1]
-    _PAGE.write_text(f"{before}{_BEGIN}\n{table(plans)}\n{_END}{after}", encoding="utf-8")
+def planned(found: Mapping[str, Any]) -> PlannedModel:
+    """The model of a recorded plan."""
+    memory = found["memory_of_one_device"]
+    itemsize = np.dtype("float32").itemsize if found["dtype"] == "float32" else 2
+    return PlannedModel(
+        config=KNOWN_MODELS[found["model"]].config,
+        kv_dtype=found["kv_cache_dtype"],
+        itemsize=itemsize,
+        target=find_target(found["topology"]),
+        num_devices=found["tensor_parallel_size"],
+        weight_bytes=memory["weight_bytes"],
+        bytes_per_block=memory["bytes_per_block"],
+        block_size=found["block_size"],
+        number_bytes=found["bytes_of_a_summed_number"] or itemsize,
+    )
+
+
+def published_table(plans: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown, a figure a row, beside what was planned for the same model and slice."""
+    rows = [
+        "| model | slice | prompt + output | rows, tokens a step at most | published, requests/s "
+        "| of ours, estimated | ratio | decode step, ms | source |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for figure in PUBLISHED:
+        found = next(
+            one for one in plans if one["fits"] and (one["model"], one["topology"]) == (figure.model, figure.topology)
+        )
+        num_tokens = figure.num_tokens or found["max_num_batched_tokens"]
+        sizes = Pool(found["num_blocks"], found["block_size"], figure.num_rows, num_tokens)
+        one = estimate(figure.lengths, sizes, planned(found).step_times())
+        ours = one.tokens_per_s / figure.lengths.output_len
+        cells = [
+            figure.model,
+            figure.topology,
+            f"{figure.lengths.input_len} + {figure.lengths.output_len}",
+            f"{figure.num_rows} ({one.num_running} fit), {num_tokens}",
+            f"{figure.requests_per_s:.2f}",
+            f"{ours:.2f}",
+            f"{ours / figure.requests_per_s:.2f}",
+            str(one.decode),
+            figure.source,
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def write(plans: Sequence[Mapping[str, Any]]) -> None:
+    """Records plans, and writes both tables between their marks on the page."""
+    save("plans", "python -m benchmarks.plans", {"plans": plans})
+    put_on_page({"plans": table(plans), "published": published_table(plans)})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Plan Llama 3.1 on TPU slices, and write the table into docs/performance.md."
+        description="Plan Llama 3.1 and Qwen3 on TPU slices, and write the tables into docs/performance.md."
     )
     parser.add_argument("--only", default="", help="plan for this topology, and record nothing")
-    parser.add_argument("--table", action="store_true", help="write the table from the record, and plan nothing")
+    parser.add_argument("--estimate", action="store_true", help="estimate again from the record, and compile nothing")
     parser.add_argument("--all-programs", action="store_true", help="compile every program of each plan")
     chosen = parser.parse_args()
-    if chosen.table:
-        write_table(json.loads((RESULTS / "plans.json").read_text())["plans"])
+    if chosen.estimate:
+        write([estimated(found) for found in json.loads((RESULTS / "plans.json").read_text())["plans"]])
         return
     plans = []
     for model, topology, more in CELLS:
         if chosen.only in topology:
-            plans.append(plan(model, topology, (*more, *(["--all-programs"] if chosen.all_programs else []))))
-            if not chosen.only:
-                save("plans", "python -m benchmarks.plans", {"plans": plans})
+            found = plan(model, topology, (*more, *(["--all-programs"] if chosen.all_programs else [])))
+            plans.append(estimated(found))
     if chosen.only:
         print(table(plans))
     else:
-        write_table(plans)
+        write(plans)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         num_blocks=geometry.num_blocks,
         kv_cache_memory_bytes=executor.memory_plan.pool_bytes,
         max_pinned_blocks=pin_limit(options.server.max_pinned_blocks, geometry),
+        memory_utilization=executor.memory_plan.request.memory_utilization,
         block_size=geometry.block_size,
         max_num_seqs=geometry.max_num_seqs,
         max_num_batched_tokens=geometry.max_num_batched_tokens,
@@ -185,7 +186,8 @@ def _make_executors(
 
     The weights are read once, and all are in memory before the first pool is: it decides how large the others are.
     """
-    for line in Attention.on(model, options, places[0].mesh).passed_over():
+    attention = Attention.on(model, options, places[0].mesh)
+    for line in (*attention.reasons(), *attention.passed_over()):
         progress(line, 1, 1)
     cache = compile_cache_dir()
     set_up_compile_cache(cache)

@@ -26,7 +26,7 @@ PreemptionMode = Literal["auto", "recompute", "swap"]
 Batching = Literal["continuous", "static"]
 KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
 LinearBackend = Literal["cpu", "xla"]
-Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "cpu"]
+Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cpu"]
 """Whose attention kernels run."""
 
 
@@ -38,7 +38,7 @@ def option(
     high: float | None = None,
     choices: tuple[str, ...] = (),
     unit: str = "",
-    by_platform: Mapping[str, int] | None = None,
+    by_platform: Mapping[str, float] | None = None,
 ) -> Any:
     """A field of a section: its default, its help line and its limits (both inclusive).
 
@@ -85,7 +85,7 @@ class CacheOptions:
 
     block_size: int | None = option(
         None,
-        "token slots in a block; on TPUs 128 where sequences are so long that their block tables ask for it",
+        "token slots in a block; on TPUs 128 where sequences are long, or a device has few key/value heads",
         low=1,
         high=1024,
         unit="tokens",
@@ -101,8 +101,12 @@ class CacheOptions:
         low=1,
         unit="bytes",
     )
-    memory_utilization: float = option(
-        0.9, "share of the device's memory that weights, programs and the pool may take", low=0.01, high=1.0
+    memory_utilization: float | None = option(
+        None,
+        "share of the device's memory that weights, programs and the pool may take; the compiler says what programs do",
+        low=0.01,
+        high=1.0,
+        by_platform={"cpu": 0.9, "gpu": 0.95, "tpu": 0.97},
     )
     kv_cache_dtype: str = option(
         "auto",
@@ -133,15 +137,15 @@ class SchedulerOptions:
 
     max_num_seqs: int | None = option(
         None,
-        "rows of a step; when left out no more than max_num_batched_tokens, and no more than block tables of the "
-        "longest sequences allow a TPU's kernel",
+        "rows of a step; when left out up to 512 where the device's memory holds so many sequences, no more than "
+        "max_num_batched_tokens, and no more than block tables of the longest sequences allow a TPU's kernel",
         low=1,
         high=4096,
         by_platform={"cpu": 64, "gpu": 128, "tpu": 128},
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "tokens of a step, all rows; when left out no fewer than max_num_seqs",
+        "tokens of a step, all rows; when left out no fewer than max_num_seqs, and up to 4096 as the device asks for",
         low=8,
         high=1 << 20,
         by_platform={"cpu": 512, "gpu": 1024, "tpu": 1024},
@@ -421,9 +425,9 @@ def iter_options() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:
             yield spec.name, section, spec
 
 
-def platform_default(name: str, platform: str) -> int:
+def platform_default(name: str, platform: str) -> Any:
     """What an option is on a platform, as jax calls it, unless it is chosen; one that is not known is like a GPU."""
-    by_platform: dict[str, int] = {other: spec.metadata["by_platform"] for other, _, spec in iter_options()}[name]
+    by_platform: dict[str, Any] = {other: spec.metadata["by_platform"] for other, _, spec in iter_options()}[name]
     return by_platform.get(platform, by_platform["gpu"])
 
 
@@ -461,10 +465,7 @@ def _checked(spec: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def compile_cache_dir() -> Path | None:
-    """Where compiled programs are kept between runs: in JPAGED_CACHE_DIR, else the user's cache folder.
-
-    None when JPAGED_CACHE_DIR is set to nothing, which turns the cache off.
-    """
+    """Where compiled programs are kept between runs: in JPAGED_CACHE_DIR, nowhere if that is empty, else the user's."""
     chosen = os.environ.get("JPAGED_CACHE_DIR")
     if chosen is not None:
         return Path(chosen) / "programs" if chosen else None
@@ -488,10 +489,7 @@ def tpu_library() -> Path | None:
 
 
 def keep_tokenizers_on_their_thread() -> None:
-    """Tells the tokenizers library to work on the thread that asks, unless the environment says otherwise.
-
-    Its own pool has a thread a core: a few long texts would take all, and short ones wait for them.
-    """
+    """Tells the tokenizers library to work on the thread that asks: a few long texts would take all of its own."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

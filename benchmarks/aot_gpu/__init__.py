@@ -1,4 +1,11 @@
-"""Compiles the GPU programs for an H200 on a machine without a GPU, and reads off what the compiler made of them.
+"""Compiles programs for an H200 and other GPUs on a machine without one, and reads off what the compiler made of them.
 
-`make aot-gpu`, or `python -m benchmarks.aot_gpu` where jax has its CUDA packages (about 5 GB; no GPU is needed).
+`make aot-gpu`, or `python -m benchmarks.aot_gpu` where jax has its CUDA packages and nvdisasm (about 5 GB; no GPU is
+needed). That is why this gate is a command of its own and no part of the tests.
+
+cases.py          what is compiled
+compile_case.py   one case, in a process of its own
+judge.py          whether it is as it should be
+sass.py           what the assembler made of our kernels
+gate.py           and whether that is as good as before
 """

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.config import EngineConfig
+from jpaged.config import Backend, EngineConfig
 from jpaged.device.mesh import replicated
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
@@ -22,6 +22,7 @@ from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_atte
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu.tiling import choose_tiling
 from jpaged.kernels.paged_attention.spec import AttentionCall
+from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut
 from jpaged.models.llama.config import LlamaConfig
 from jpaged.models.model import Model
 from jpaged.models.rope_config import RopeConfig
@@ -38,6 +39,7 @@ class Program:
         weight_shapes: of arrays that may not be copied either, their axes in ascending order.
         max_temp_bytes: what it may take beside its arguments and results.
         num_kernels: kernels of ours in it, at least.
+        num_writes: operations that may write the pool, each in place: a layer's keys and values, at once.
     """
 
     lowered: jax.stages.Lowered
@@ -46,6 +48,7 @@ class Program:
     weight_shapes: frozenset[tuple[int, ...]]
     max_temp_bytes: int
     num_kernels: int
+    num_writes: int
 
 
 MoveKind = Literal["copy", "swap_out", "swap_in"]
@@ -61,6 +64,10 @@ class Case(Protocol):
     @property
     def expected_error(self) -> str:
         """A part of the message with which it has to be refused; empty where it has to compile."""
+
+    @property
+    def gpu(self) -> str:
+        """The GPU that it is compiled for, one of `jpaged.device.aot.gpu.GPUS`."""
 
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
         """Traces and lowers it for the mesh's device."""
@@ -81,6 +88,8 @@ class AttentionCase:
     sliding_window: int | None = None
     soft_cap: float | None = None
     table_width: int = 128
+    backend: Backend = "pallas-gpu"
+    gpu: str = "h200"
     expected_error: str = ""
 
     @property
@@ -90,7 +99,8 @@ class AttentionCase:
         extra = "-window" if self.sliding_window else ""
         extra += "-cap" if self.soft_cap else ""
         sizes = f"h{self.num_heads}-k{self.num_kv_heads}-d{self.head_dim}-b{self.block_size}"
-        return f"attention-{sizes}-t{self.num_tokens}-s{self.num_rows}-{kind}{extra}"
+        where = "" if self.backend == "pallas-gpu" else f"{self.gpu}-"
+        return f"attention-{where}{sizes}-t{self.num_tokens}-s{self.num_rows}-{kind}{extra}"
 
     def spec(self) -> AttentionSpec:
         """The static side of the call."""
@@ -103,11 +113,29 @@ class AttentionCase:
         spec = self.spec()
         arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in self.arguments()]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = jax.jit(functools.partial(attend, spec=spec), donate_argnums=0).lower(*arguments)
+            call = functools.partial(attend, spec=spec, backend=self.backend)
+            lowered = jax.jit(call, donate_argnums=0).lower(*arguments)
+        if self.backend == "pallas-triton":
+            return self._of_triton(lowered)
         tile_bytes = self.num_tokens * self.num_heads * 64 * self.head_dim * 4
         return Program(
-            lowered, spec.layout.num_bytes, spec.layout.shape, frozenset(), (16 << 20) + tile_bytes, num_kernels=1
+            lowered, spec.layout.num_bytes, spec.layout.shape, frozenset(), (16 << 20) + tile_bytes, 1, num_writes=1
         )
+
+    def _of_triton(self, lowered: jax.stages.Lowered) -> Program:
+        """What has to be true of the Triton kernels: memory for parts of contexts, and little more."""
+        spec, cut = self.spec(), self.triton_cut()
+        part_bytes = cut.num_parts * self.num_kv_heads * cut.tile_rows * (self.head_dim + 2) * 4
+        num_kernels = 2 if cut.num_parts else 1
+        max_temp_bytes = (1 << 20) + part_bytes
+        return Program(
+            lowered, spec.layout.num_bytes, spec.layout.shape, frozenset(), max_temp_bytes, num_kernels, num_writes=1
+        )
+
+    def triton_cut(self) -> Cut:
+        """How the Triton kernels cut it."""
+        sizes = self.num_tokens, self.num_rows, self.table_width
+        return choose_cut(self.spec(), jnp.dtype(self.dtype), self.num_heads, sizes)
 
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of what `attend` takes."""
@@ -125,12 +153,12 @@ class AttentionCase:
         ]
 
 
-def attend(pool: jax.Array, *rest: jax.Array, spec: AttentionSpec) -> Any:
+def attend(pool: jax.Array, *rest: jax.Array, spec: AttentionSpec, backend: Backend = "pallas-gpu") -> Any:
     """The operation on arrays alone, in the order of `AttentionCase.arguments`."""
     q, k, v, slots, layer, starts, lens, tables, num_rows, *scales = rest
     rows = RaggedRows(starts, lens, tables, num_rows)
     return paged_attention_update(
-        q, (k, v, slots), pool, layer, rows, spec, scales[0] if scales else None, backend="pallas-gpu"
+        q, (k, v, slots), pool, layer, rows, spec, scales[0] if scales else None, backend=backend
     )
 
 
@@ -140,6 +168,7 @@ class MoveCase:
 
     kind: MoveKind
     dtype: str = "bfloat16"
+    gpu: str = "h200"
     expected_error: str = ""
 
     @property
@@ -152,7 +181,7 @@ class MoveCase:
         size = move_sizes(layout)[-1]
         lowered = lower_move(ProgramSpec(self.kind, size), layout, mesh)
         donated = 0 if self.kind == "swap_out" else layout.num_bytes
-        return Program(lowered, donated, layout.shape, frozenset(), 3 * size * layout.bytes_per_block, num_kernels=0)
+        return Program(lowered, donated, layout.shape, frozenset(), 3 * size * layout.bytes_per_block, 0, num_writes=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +191,21 @@ class StepCase:
     model: str
     num_tokens: int
     kv_cache_dtype: str = "auto"
+    backend: Backend = "pallas-gpu"
+    gpu: str = "h200"
     expected_error: str = ""
 
     @property
     def name(self) -> str:
         """Model, tokens and the pool's type."""
-        return f"step-{self.model}-t{self.num_tokens}-kv-{self.kv_cache_dtype}"
+        where = "" if self.backend == "pallas-gpu" else f"{self.gpu}-"
+        return f"step-{where}{self.model}-t{self.num_tokens}-kv-{self.kv_cache_dtype}"
 
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
         model = Model(MODELS[self.model], jnp.dtype("bfloat16"))
         options = EngineConfig.load(
             {
-                "attention_backend": "pallas-gpu",
+                "attention_backend": self.backend,
                 "kv_cache_dtype": self.kv_cache_dtype,
                 "max_num_seqs": min(64, self.num_tokens),
                 "max_num_batched_tokens": self.num_tokens,
@@ -190,7 +222,13 @@ class StepCase:
         layout = step.layout
         wide = max(model.config.intermediate_size * 2, model.config.num_heads * 64 * model.config.head_dim)
         return Program(
-            lowered, layout.num_bytes, layout.shape, shapes, (32 << 20) + 8 * self.num_tokens * wide, num_kernels=1
+            lowered,
+            layout.num_bytes,
+            layout.shape,
+            shapes,
+            (32 << 20) + 8 * self.num_tokens * wide,
+            1,
+            model.config.num_layers,
         )
 
 
@@ -199,13 +237,14 @@ class OverflowCase:
     """More stages than shared memory holds, behind the backend's back: the compiler says so too."""
 
     name: str = "overflow-of-shared-memory"
+    gpu: str = "h200"
     expected_error: str = "232448"
 
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
         case = AttentionCase()
         spec = case.spec()
         q, table = case.arguments()[1], case.arguments()[8]
-        tiling = choose_tiling(spec, case.num_heads, case.num_tokens, case.num_rows, case.table_width)
+        tiling = choose_tiling(spec, case.num_heads, case.num_tokens, case.table_width)
         tiling = dataclasses.replace(tiling, stages=7)
 
         def call(q: jax.Array, pool: jax.Array, tables: jax.Array, numbers: jax.Array) -> Any:
@@ -216,7 +255,7 @@ class OverflowCase:
         shapes = q, case.arguments()[0], table, numbers
         sharded = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)) for x in shapes]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return Program(jax.jit(call).lower(*sharded), 0, spec.layout.shape, frozenset(), 0, num_kernels=1)
+            return Program(jax.jit(call).lower(*sharded), 0, spec.layout.shape, frozenset(), 0, 1, num_writes=0)
 
 
 def _llama(hidden_size: int, intermediate_size: int, num_layers: int, heads: tuple[int, int, int], vocab: int) -> Any:
@@ -256,6 +295,23 @@ ATTENTION: tuple[AttentionCase, ...] = (
     AttentionCase(8, 4, 256, num_tokens=2048, sliding_window=4096, soft_cap=50.0),
 )
 
+_TRITON: dict[str, Any] = {"backend": "pallas-triton"}
+TRITON_GPUS = ("a100", "rtx3090", "l4", "h100", "h200", "b200", "rtx5090")
+TRITON: tuple[AttentionCase, ...] = (
+    *(AttentionCase(num_tokens=t, gpu=gpu, **_TRITON) for gpu in TRITON_GPUS for t in (64, 2048)),
+    *(
+        AttentionCase(kv_dtype=kv, num_tokens=t, gpu=gpu, **_TRITON)
+        for gpu in ("a100", "l4", "b200")
+        for kv in ("int8", "float8_e4m3fn")
+        for t in (64, 512)
+    ),
+    *(AttentionCase(8, 4, 256, num_tokens=t, soft_cap=50.0, gpu="l4", **_TRITON) for t in (64, 2048)),
+    *(AttentionCase(head_dim=d, gpu="l4", **_TRITON) for d in (16, 64, 80, 96)),
+    *(AttentionCase(block_size=b, gpu="l4", **_TRITON) for b in (1, 48, 256)),
+    *(AttentionCase(h, k, 64, gpu="l4", **_TRITON) for h, k in ((14, 2), (8, 8), (71, 1))),
+    AttentionCase(dtype="float16", num_tokens=512, sliding_window=1024, gpu="a100", **_TRITON),
+)
+
 REFUSED = (AttentionCase(head_dim=256, block_size=128, expected_error="the limit is 232448"), OverflowCase())
 
 CASES: tuple[Case, ...] = (
@@ -263,6 +319,9 @@ CASES: tuple[Case, ...] = (
     *(StepCase("small", t) for t in (8, 64, 512)),
     *(StepCase("llama-3-8b", t) for t in (64, 2048)),
     StepCase("llama-3-8b", 64, "int8"),
+    *(StepCase("small", t, gpu=gpu, **_TRITON) for gpu in TRITON_GPUS for t in (64, 512)),
+    StepCase("llama-3-8b", 64, gpu="a100", **_TRITON),
     *REFUSED,
     *ATTENTION,
+    *TRITON,
 )

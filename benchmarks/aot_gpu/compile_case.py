@@ -28,14 +28,16 @@ def compile_case(case: Case, saved: Path | None) -> dict[str, Any]:
     """What the compiler made of the case, and what it was allowed as `limits`."""
     begin = time.monotonic()
     try:
-        program = case.lower(build_mesh(compile_only_gpus(1)))
+        program = case.lower(build_mesh(compile_only_gpus(1, case.gpu)))
         lowered = time.monotonic()
         compiled = program.lowered.compile()
     except Exception as error:
         return {"error": re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")}
     found: dict[str, Any] = {"lower_s": round(lowered - begin, 1), "compile_s": round(time.monotonic() - lowered, 1)}
     found |= _memory(compiled)
-    found["big_copies"] = _big_copies(compiled.as_text() or "", program)
+    text = compiled.as_text() or ""
+    found["big_copies"] = _big_copies(text, program)
+    found["pool_writes"] = pool_writes(text, program.pool_shape)
     if saved is not None:
         saved.write_bytes(serialize(compiled)[0])
         found["saved_bytes"] = saved.stat().st_size
@@ -43,6 +45,7 @@ def compile_case(case: Case, saved: Path | None) -> dict[str, Any]:
         "pool_bytes": program.pool_bytes,
         "max_temp_bytes": program.max_temp_bytes,
         "num_kernels": program.num_kernels,
+        "num_writes": program.num_writes,
     }
     return {**found, "limits": limits}
 
@@ -69,6 +72,13 @@ def _big_copies(text: str, program: Program) -> list[str]:
             if shape in shapes or tuple(sorted(n for n in shape if n > 1)) in program.weight_shapes:
                 found.append(f"{match[2]} {shape}")
     return found
+
+
+def pool_writes(text: str, pool_shape: tuple[int, ...]) -> int:
+    """Counts the launches whose result is the pool: those outside of the fusions, which XLA lists by themselves."""
+    shape = ",".join(map(str, pool_shape))
+    outside = re.sub(r"(?ms)^%fused_.*?^}", "", text)
+    return len(re.findall(rf"= \(?\w+\[{shape}\]\S* (?:fusion|scatter|dynamic-update-slice)\(", outside))
 
 
 def main() -> int:

@@ -7,14 +7,13 @@ from typing import Any
 
 
 def kernels(output: str) -> dict[str, Any]:
-    """Registers, spills and shared memory of our kernels, out of what Mosaic and the assembler printed."""
+    """Registers, spills, products and copies of our kernels, out of what compilers and the assembler printed."""
     return {
         "kernels": output.count("Compiling entry function"),
-        "registers": [int(n) for n in re.findall(r"Used (\d+) registers", output)],
         "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", output)),
-        "shared_bytes": [int(n) for n in re.findall(r"smem_scratch_bytes=(\d+)", output)],
-        "tensor_core_products": len(re.findall(r"wgmma\.mma_async", output)),
-        "bulk_copies": len(re.findall(r"cp\.async\.bulk\.(?:tensor|global)", output)),
+        "registers": [int(n) for n in re.findall(r"Used (\d+) registers", output)],
+        "tensor_core_products": len(re.findall(r"wgmma\.mma_async|\bmma\.sync|tcgen05\.mma", output)),
+        "bulk_copies": len(re.findall(r"cp\.async\.(?:bulk\.(?:tensor|global)|c[ag]\.)", output)),
     }
 
 
@@ -31,10 +30,12 @@ def judge(found: dict[str, Any], expected_error: str) -> list[str]:
         failures.append(f"{found['temp_bytes']} bytes of working memory; the limit is {limits['max_temp_bytes']}")
     if found["big_copies"]:
         failures.append(f"copies of the pool or of weights: {', '.join(found['big_copies'])}")
+    if found["pool_writes"] > limits["num_writes"]:
+        failures.append(f"{found['pool_writes']} writes of the pool; {limits['num_writes']} are enough")
     if found["kernels"] < limits["num_kernels"]:
         failures.append(f"{found['kernels']} kernels; {limits['num_kernels']} were to be there")
     if limits["num_kernels"] and not (found["tensor_core_products"] and found["bulk_copies"]):
-        failures.append("a kernel without products of the tensor core, or without bulk copies")
+        failures.append("a kernel without products of the tensor core, or without copies that it need not wait for")
     if found["spilled_bytes"]:
         failures.append(f"{found['spilled_bytes']} bytes of registers are spilled")
     return failures

@@ -30,7 +30,7 @@ from jpaged.device.step.runner import unpack_rows
 from jpaged.device.step.sampling import RowSampling, sample
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Detail, SamplingInputs
-from jpaged.kernels.sampling import SamplingKernel, kernel
+from jpaged.kernels.sampling.cpu.sampling import CpuSampling, kernel
 
 NUM_TURNS = 7
 LEAST_TURN_S = 0.004
@@ -70,7 +70,7 @@ class Point:
 
 
 @functools.partial(jax.jit, static_argnames=("detail", "kernel"))
-def run(logits_rv: jax.Array, words: jax.Array, detail: Detail, kernel: SamplingKernel | None) -> list[Any]:
+def run(logits_rv: jax.Array, words: jax.Array, detail: Detail, kernel: CpuSampling | None) -> list[Any]:
     how = RowSampling(**unpack_rows(words))
     return jax.tree.leaves(sample(logits_rv, how, Vocabulary(logits_rv.shape[1]), detail, kernel))
 
@@ -86,7 +86,7 @@ def seconds(call: Callable[[], object]) -> float:
     return spent / num_calls
 
 
-def measure(name: str, vocab_size: int, num_rows: int, native: SamplingKernel) -> Point:
+def measure(name: str, vocab_size: int, num_rows: int, native: CpuSampling) -> Point:
     way, rng = WAYS[name], np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(scale=way.deviation, size=(num_rows, vocab_size)).astype(np.float32))
     inputs = SamplingInputs.neutral(num_rows)

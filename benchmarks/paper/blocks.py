@@ -9,9 +9,10 @@ from benchmarks.paper.rates import at_share, by_seed, saturated
 from benchmarks.paper.runner import Runner
 from benchmarks.paper.spread import Spread
 from benchmarks.paper.table import Table
-from jpaged.capacity.hardware import HARDWARE
+from jpaged.capacity.cost import StepLoad
 from jpaged.capacity.simulator.deployment import deploy
 from jpaged.capacity.simulator.models import MODELS
+from jpaged.hardware import HARDWARE
 
 _SIZES = (1, 8, 16, 32, 64, 128, 256)
 _PREEMPTION_SIZES = (1, 4, 16, 64, 256)
@@ -79,14 +80,15 @@ def preemption_costs() -> Table:
         deployment = deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"], block_size=size)
         num_blocks = -(-_PREEMPTED_TOKENS // size)
         swap_s = deployment.swap_s(num_blocks)
-        with_it = deployment.step_s(_PREEMPTED_TOKENS, 10_000, 10_000 + _PREEMPTED_TOKENS**2 // 2)
+        with_it = deployment.step_s(StepLoad(1, _PREEMPTED_TOKENS, 10_000, 10_000 + _PREEMPTED_TOKENS**2 // 2))
         table.add(
             block_size=size,
             swap_out_ms=1000 * swap_s,
             swap_in_ms=1000 * swap_s,
             swap_both_ms=2000 * swap_s,
-            recompute_ms=1000 * (with_it - deployment.step_s(1, 10_000, 10_000)),
-            step_ms=1000 * deployment.step_s(_PREEMPTED_TOKENS, _PREEMPTED_TOKENS, _PREEMPTED_TOKENS**2 // 2),
+            recompute_ms=1000 * (with_it - deployment.step_s(StepLoad(1, 1, 10_000, 10_000))),
+            step_ms=1000
+            * deployment.step_s(StepLoad(1, _PREEMPTED_TOKENS, _PREEMPTED_TOKENS, _PREEMPTED_TOKENS**2 // 2)),
         )
     return table
 

@@ -11,13 +11,13 @@ from functools import cache
 import numpy as np
 
 from benchmarks.paper.batches import Pool, batch_size, region_tokens
-from jpaged.capacity.hardware import HARDWARE
 from jpaged.capacity.simulator.deployment import Deployment, deploy
 from jpaged.capacity.simulator.models import MODELS
 from jpaged.capacity.simulator.simulation import Served, Simulation, simulate
 from jpaged.capacity.simulator.steady import FILLING_SHARE, mean, requests_per_s
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, arrivals, draw_lengths, synthesize
 from jpaged.config import EngineConfig
+from jpaged.hardware import HARDWARE
 
 SEEDS = (0, 1, 2)
 """The seeds of the traces; the systems of a comparison serve traces of the same seeds."""

@@ -22,22 +22,9 @@ import numpy as np
 
 from jpaged.bench.trace import Trace
 from jpaged.capacity.cost import Shape
-from jpaged.capacity.hardware import HARDWARE
 from jpaged.errors import InvalidArgument
+from jpaged.hardware import HARDWARE
 
-DEVICE_KINDS: Mapping[str, str] = {
-    "TPU v5 lite": "tpu-v5e",
-    "TPU v5e": "tpu-v5e",
-    "TPU v5": "tpu-v5p",
-    "TPU v5p": "tpu-v5p",
-    "TPU v6 lite": "tpu-v6e",
-    "TPU v6e": "tpu-v6e",
-    "TPU7x": "tpu7x",
-    "NVIDIA H200": "h200",
-    "NVIDIA A100-SXM4-40GB": "a100-40gb",
-    "NVIDIA A100-SXM4-80GB": "a100-80gb",
-}
-"""What jax calls a device -> its name in the table of accelerators."""
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 _FILE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _PROBE_BYTES = 512 << 20

@@ -1,9 +1,10 @@
 """`jpaged plan`: what a model needs on devices that are not here, and what it would do there.
 
-hardware.py      what each accelerator has, and how fast it is
 target.py        a slice of TPUs or some GPUs
 known_models.py  the configurations of well-known models
 cost.py          what a step reads and computes, and how long devices take for that
+cycles.py        cycles of kernels, as counted: the nearest case of cycles.json
+counted_times.py how long attention and sampling take by them
 step_times.py    how long a planned step takes
 named_model.py   the model that a plan is for
 compiled.py      it, compiled for a target

@@ -10,17 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.capacity.cost import Roofline, Shape
 from jpaged.capacity.named_model import find_config
-from jpaged.capacity.step_times import StepTimes
+from jpaged.capacity.step_times import PlannedModel, StepTimes
 from jpaged.capacity.target import Target, find_target
-from jpaged.checkpoints.names import num_params
 from jpaged.config import EngineConfig
 from jpaged.device.aot.deployment import Deployment, compile_deployment
 from jpaged.device.aot.gpu import compile_only_gpus
 from jpaged.device.aot.tpu import compile_only_devices, find_topology
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import build_mesh
+from jpaged.device.step_sizes import Attention
 from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
@@ -100,10 +99,12 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         if target.platform == "tpu"
         else compile_only_gpus(target.num_devices)
     )
+    mesh = build_mesh(devices[:num_devices])
+    notes += Attention.on(model, options, mesh).reasons()
     deployment = compile_deployment(
         model,
         options,
-        build_mesh(devices[:num_devices]),
+        mesh,
         target.hardware.usable_bytes,
         all_programs=question.all_programs,
         progress=progress,
@@ -118,7 +119,17 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
         notes=tuple(notes),
         deployment=deployment,
-        step_times=_step_times(config, model.dtype, target, num_devices, deployment),
+        step_times=PlannedModel(
+            config=config,
+            kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
+            itemsize=model.dtype.itemsize,
+            target=target,
+            num_devices=num_devices,
+            weight_bytes=deployment.memory.request.weight_bytes,
+            bytes_per_block=deployment.memory.request.bytes_per_block,
+            block_size=deployment.geometry.block_size,
+            number_bytes=deployment.number_bytes or model.dtype.itemsize,
+        ).step_times(),
         versions={name: version(name) for name in ("jax", "jaxlib")},
     )
 
@@ -138,20 +149,3 @@ def _num_devices(config: ModelConfig, target: Target, chosen: int | None) -> tup
     return largest, [
         f"{config.num_heads} heads are not split over {target.num_devices} devices: tensor_parallel_size is {largest}"
     ]
-
-
-def _step_times(
-    config: ModelConfig, dtype: np.dtype, target: Target, num_devices: int, deployment: Deployment
-) -> StepTimes:
-    """The time of each step. An embedding that is only looked up counts for nothing: next to nothing of it is read."""
-    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    memory, block_size = deployment.memory, deployment.geometry.block_size
-    shape = Shape(
-        num_params=num_params(config) - looked_up,
-        num_layers=config.num_layers,
-        query_width=config.num_heads * config.head_dim,
-        weight_bytes=memory.request.weight_bytes * num_devices - looked_up * dtype.itemsize,
-        kv_bytes_per_token=memory.request.bytes_per_block * num_devices / block_size,
-    )
-    roofline = Roofline(shape, target.hardware, num_devices)
-    return StepTimes(roofline, target, config.hidden_size, deployment.number_bytes or dtype.itemsize)

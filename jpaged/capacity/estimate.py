@@ -13,7 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jpaged.capacity.step_times import StepTimes
+from jpaged.capacity.cost import StepLoad
+from jpaged.capacity.step_times import StepParts, StepTimes
 
 MAX_LOAD = 0.8
 """Share of the estimated tokens a second that a load may take: above it, waiting times grow without bound."""
@@ -34,16 +35,16 @@ class Estimate:
     Attributes:
         num_fitting: that the pool holds at their full length.
         num_running: of those, that run at once: max_num_seqs at most.
-        decode_s: a step that gives each of them a token.
-        prefill_s: a step of max_num_batched_tokens of their prompts.
+        decode: a step that gives each of them a token.
+        prefill: a step of max_num_batched_tokens of their prompts.
         tokens_per_s: of output, prompts being computed in between; 0 where not one sequence fits.
     """
 
     lengths: Lengths
     num_fitting: int
     num_running: int
-    decode_s: float
-    prefill_s: float
+    decode: StepParts
+    prefill: StepParts
     tokens_per_s: float
 
 
@@ -63,10 +64,10 @@ def estimate(lengths: Lengths, pool: Pool, times: StepTimes) -> Estimate:
     num_fitting = pool.num_blocks // math.ceil((input_len + output_len) / pool.block_size)
     num_running = min(num_fitting, pool.max_num_seqs)
     num_rows = max(1, num_running)
-    decode_s = times.decode_s(num_rows, input_len + output_len / 2)
-    prefill_s = times.prefill_s(pool.max_num_batched_tokens, input_len)
-    batch_s = num_rows * input_len / pool.max_num_batched_tokens * prefill_s + output_len * decode_s
-    return Estimate(lengths, num_fitting, num_running, decode_s, prefill_s, num_running * output_len / batch_s)
+    decode = times.parts(StepLoad.decoding(num_rows, input_len + output_len / 2))
+    prefill = times.parts(StepLoad.prompts(pool.max_num_batched_tokens, input_len))
+    batch_s = num_rows * input_len / pool.max_num_batched_tokens * prefill.seconds + output_len * decode.seconds
+    return Estimate(lengths, num_fitting, num_running, decode, prefill, num_running * output_len / batch_s)
 
 
 def mean_lengths(lengths: Sequence[Lengths]) -> Lengths:

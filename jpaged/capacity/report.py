@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpaged.capacity.compiled import CompiledPlan
-from jpaged.capacity.cost import ASSUMED
 from jpaged.capacity.estimate import (
     MAX_LOAD,
     Estimate,
@@ -21,7 +20,6 @@ from jpaged.capacity.estimate import (
     serve,
     usd_per_million,
 )
-from jpaged.capacity.step_times import LINK_EFFICIENCY
 
 _GIB = 1 << 30
 
@@ -125,7 +123,8 @@ def lines(found: Assessment) -> list[str]:
             f"{sizes.max_model_len} tokens, or"
         )
         text += [f"    {line}" for line in _estimate_lines(found)]
-        text.append(f"  estimated, not measured: {_assumptions()}")
+        text.append("  estimated, not measured:")
+        text += [f"    {line}" for line in plan.step_times.assumptions(sizes.max_num_seqs)]
     slowest = max(deployment.programs, key=lambda program: program.seconds, default=None)
     text.append(
         f"  {len(deployment.programs)} of {deployment.num_programs} programs compiled in {deployment.seconds:.1f} s"
@@ -199,7 +198,7 @@ def as_json(found: Assessment) -> dict[str, Any]:
             "free_bytes": memory.free_bytes,
         },
         "estimates": [_estimate_json(one) for one in found.estimates],
-        "assumptions": _assumptions(),
+        "assumptions": plan.step_times.assumptions(deployment.geometry.max_num_seqs),
         "slice_tokens_per_s": found.slice_tokens_per_s,
         "price_per_chip_hour": found.price,
         "usd_per_million_output_tokens": found.usd_per_million,
@@ -214,7 +213,8 @@ def as_json(found: Assessment) -> dict[str, Any]:
 
 def _estimate_json(one: Estimate) -> dict[str, Any]:
     values = dataclasses.asdict(one)
-    return {**values.pop("lengths"), **values}
+    seconds = {"decode_s": one.decode.seconds, "prefill_s": one.prefill.seconds}
+    return {**values.pop("lengths"), **values, **seconds}
 
 
 def _by_how_much(found: Assessment) -> str:
@@ -236,17 +236,11 @@ def _estimate_lines(found: Assessment) -> list[str]:
         cost = None if found.price is None else usd_per_million(found.price, found.plan.target.num_chips, tokens_per_s)
         text.append(
             f"{one.num_fitting} of {one.lengths.input_len} + {one.lengths.output_len} tokens: {one.num_running} run at "
-            f"once, a decode step {one.decode_s * 1e3:.2f} ms, a prefill step {one.prefill_s * 1e3:.2f} ms, "
-            f"{tokens_per_s:.0f} output tokens/s" + ("" if cost is None else f", {cost:.3f} USD a million")
+            f"once, a decode step {one.decode.seconds * 1e3:.2f} ms, a prefill step {one.prefill.seconds * 1e3:.2f} "
+            f"ms, {tokens_per_s:.0f} output tokens/s" + ("" if cost is None else f", {cost:.3f} USD a million")
         )
+        text += [f"  decode, ms: {one.decode}", f"  prefill, ms: {one.prefill}"]
     return text
-
-
-def _assumptions() -> str:
-    return (
-        f"a roofline at {ASSUMED.bandwidth_efficiency:.0%} of the HBM's bandwidth, {ASSUMED.flops_efficiency:.0%} of "
-        f"the bfloat16 peak and {LINK_EFFICIENCY:.0%} of the links between devices"
-    )
 
 
 def _service(service: Service, plan: CompiledPlan) -> str:

@@ -1,26 +1,127 @@
 """How long a step of ours takes, at best and as assumed: what the devices take, their sums, and no less than the host.
 
-    devices   = the roofline of a step (`jpaged.capacity.cost`)
-    sums      = (2 * layers + 1) all-reduces of [tokens, E] float32, each 2 * (n - 1) / n of its bytes over the links
-                and 2 * (size - 1) hops along every axis
-    step      = devices + sums, and no less than the host's part
+    products  = weights over bandwidth, or FLOPs over peak (`jpaged.capacity.cost`)
+    attention, sampling = cycles that were counted (`jpaged.capacity.counted_times`), on TPUs
+    glue      = a share of products and attention: norms, rotations, layouts
+    sums      = (2 * layers + 1) all-reduces of [tokens, E] in the type that the program sums in, each 2 * (n - 1) / n
+                of its bytes over the links and 2 * (size - 1) hops along every axis
+    step      = all of these, and no less than the host's part
 
-The host prepares a step while the device runs the one before, so its time counts only where it is the longer. Nothing
-was measured on these devices.
+Where no cycles are known, as of GPUs, attention is in the products' roofline, with lower efficiencies, and sampling and
+glue are left out. The host prepares a step while the device runs the one before, so its time counts only where it is
+the longer. Nothing was measured on these devices.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
-from jpaged.capacity.cost import Roofline
+from jpaged.capacity.cost import ASSUMED, HBM_EFFICIENCY, PRODUCTS_EFFICIENCY, Roofline, Shape, StepLoad
+from jpaged.capacity.counted_times import CountedTimes
+from jpaged.capacity.cycles import CountedCycles, HeadShape, counted_cycles
 from jpaged.capacity.target import Target
+from jpaged.checkpoints.names import num_params
+from jpaged.models.config import ModelConfig
+from jpaged.models.sharding import pad_for_sharding
 
 LINK_EFFICIENCY = 0.5
 """The share of a device's links that is in use: small slices have no wrap-around, a ring uses not all at once."""
 HOP_S = 1e-6
+GLUE_SHARE = 0.03
+"""The part of products and attention that norms, rotations and layouts take besides."""
 HOST_S, HOST_ROW_S = 0.1e-3, 0.01e-3
 """A step of the host at most, 0.74 ms for 64 rows; `benchmarks/results/host_step.json` has what one takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Where a step's time goes, in seconds.
+
+    Attributes:
+        products_s: attention with them where it is not counted.
+        host_s: prepares the next step meanwhile.
+    """
+
+    products_s: float
+    attention_s: float
+    sampling_s: float
+    glue_s: float
+    sums_s: float
+    host_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return max(self.host_s, self.products_s + self.attention_s + self.sampling_s + self.glue_s + self.sums_s)
+
+    def __str__(self) -> str:
+        named = dataclasses.asdict(self)
+        if self.host_s < self.seconds:
+            del named["host_s"]
+        return ", ".join(f"{name.removesuffix('_s')} {value * 1e3:.2f}" for name, value in named.items() if value)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A copy of a model on some devices of a target, as it was planned or compiled.
+
+    Attributes:
+        kv_dtype: that keys and values are kept in.
+        itemsize: bytes of a weight.
+        num_devices: that share the copy.
+        weight_bytes: of one device.
+        bytes_per_block: of all layers, on one device.
+        number_bytes: of each number that is summed over devices.
+    """
+
+    config: ModelConfig
+    kv_dtype: str
+    itemsize: int
+    target: Target
+    num_devices: int
+    weight_bytes: int
+    bytes_per_block: int
+    block_size: int
+    number_bytes: float
+
+    def step_times(self, counted: CountedCycles | None = None) -> StepTimes:
+        """The time of each step; an embedding that is only looked up counts for nothing: little of it is read.
+
+        Args:
+            counted: the cycles of kernels; those of the package when left out.
+        """
+        config, num_devices, hardware = self.config, self.num_devices, self.target.hardware
+        head_params = config.vocab_size * config.hidden_size
+        looked_up = 0 if config.tie_word_embeddings else head_params
+        shape = Shape(
+            num_params=num_params(config) - looked_up,
+            num_layers=config.num_layers,
+            query_width=config.num_heads * config.head_dim,
+            weight_bytes=self.weight_bytes * num_devices - looked_up * self.itemsize,
+            kv_bytes_per_token=self.bytes_per_block * num_devices / self.block_size,
+            head_params=head_params,
+        )
+        local = pad_for_sharding(config, num_devices)
+        heads = HeadShape(
+            num_kv_heads=local.num_kv_heads // num_devices,
+            group=local.num_heads // local.num_kv_heads,
+            head_dim=local.head_dim,
+            kv_dtype=self.kv_dtype,
+            block_size=self.block_size,
+        )
+        times = CountedTimes.find(
+            counted or counted_cycles(),
+            hardware,
+            heads,
+            config.num_layers,
+            self.bytes_per_block / self.block_size / config.num_layers,
+            math.ceil(local.vocab_size / num_devices),
+            is_split=num_devices > 1,
+        )
+        roofline = Roofline(shape, hardware, num_devices)
+        return StepTimes(roofline, self.target, config.hidden_size, self.number_bytes, times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +133,42 @@ class StepTimes:
         target: that they are of.
         hidden_size: width of what is summed over devices.
         number_bytes: of each number that is summed over devices.
+        counted: attention and sampling of one device; None where no cycles are known.
     """
 
     roofline: Roofline
     target: Target
     hidden_size: int
     number_bytes: float
+    counted: CountedTimes | None = None
 
-    def step_s(self, num_rows: int, num_tokens: int, num_kv_tokens: float, num_pairs: float) -> float:
-        """Seconds of a step of so many sequences; the other arguments are the roofline's."""
-        device_s = self.roofline.step_s(num_tokens, num_kv_tokens, num_pairs) + self._sums_s(num_tokens)
-        return max(device_s, HOST_S + HOST_ROW_S * num_rows)
+    def parts(self, load: StepLoad) -> StepParts:
+        """Where the time of a step goes."""
+        sums_s, host_s = self._sums_s(load.num_tokens), HOST_S + HOST_ROW_S * load.num_rows
+        if self.counted is None:
+            return StepParts(self.roofline.step_s(load), 0.0, 0.0, 0.0, sums_s, host_s)
+        products_s, attention_s = self.roofline.products_s(load), self.counted.attention_s(load)
+        glue_s = GLUE_SHARE * (products_s + attention_s)
+        return StepParts(products_s, attention_s, self.counted.sampling_s(load.num_rows), glue_s, sums_s, host_s)
 
-    def decode_s(self, num_rows: int, context_len: float) -> float:
-        """Seconds of a step of one token for each of so many rows with a context of this length."""
-        num_kv_tokens = num_rows * context_len
-        return self.step_s(num_rows, num_rows, num_kv_tokens, num_kv_tokens)
+    def step_s(self, load: StepLoad) -> float:
+        """Seconds of a step."""
+        return self.parts(load).seconds
 
-    def prefill_s(self, num_tokens: int, prompt_len: float) -> float:
-        """Seconds of a step of so many tokens of prompts of this length, at the mean of their positions."""
-        num_rows = max(1.0, num_tokens / prompt_len)
-        return self.step_s(int(num_rows), num_tokens, num_rows * prompt_len / 2, num_tokens * prompt_len / 2)
+    def assumptions(self, num_rows: int) -> list[str]:
+        """What the times are made of, a line each; of steps of so many rows at most."""
+        links = f"{LINK_EFFICIENCY:.0%} of the links between devices"
+        if self.counted is None:
+            return [
+                f"no cycles are known of {self.target.family}: a roofline at {ASSUMED.bandwidth_efficiency:.0%} of the "
+                f"HBM's bandwidth, {ASSUMED.flops_efficiency:.0%} of the bfloat16 peak and {links}, attention with it; "
+                "without sampling"
+            ]
+        return [
+            f"products at {PRODUCTS_EFFICIENCY:.0%} of the bfloat16 peak, weights at {HBM_EFFICIENCY:.0%} of the HBM's "
+            f"bandwidth, {links}, and {GLUE_SHARE:.0%} of products and attention for what is neither",
+            *self.counted.lines(num_rows),
+        ]
 
     def _sums_s(self, num_tokens: int) -> float:
         n = self.roofline.num_devices

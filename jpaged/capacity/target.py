@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jpaged.capacity.hardware import HARDWARE, Hardware
 from jpaged.device.aot.tpu import TOPOLOGIES
 from jpaged.errors import InvalidArgument
+from jpaged.hardware import HARDWARE, Hardware
 
 _MAX_GPUS = 8
 _FAMILIES = {name.removeprefix("tpu-"): device for name, device in HARDWARE.items()}

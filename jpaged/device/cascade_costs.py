@@ -8,31 +8,74 @@
     tpu   reckoned: the chip's one core reads a prefix at the full rate for one row as for many, so a tile costs 1; two
           outputs of H heads are written, read and merged, 2.5 H / K tokens; starting a kernel takes some 5 us, in which
           800 GB/s read about 4 MB
+    gpu   reckoned, for the kernel on Hopper: a tile has room for 64 query heads of a key/value head and costs what a
+          row that decodes alone does, which fills it less; a query's second output is written in 32 bits, read and
+          merged, 2 H / K tokens. No kernel is started for it, but more blocks of threads: 0.3 us at 3.3 TB/s
 
-On GPUs rows do not read together: XLA brings the number of runs to the host for its decision in every layer of every
-step, and one long row on a few processors is slower than many rows on all, before it is split.
+In layers with a sliding window there is a third pass, over what only some queries see; it is empty or a block or two.
+What that shares is the part of a prefix that all windows hold. Other kernels do not share on GPUs: the number of
+runs would go to the host for a decision in every layer of every step.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 from jpaged.config import Backend
-from jpaged.engine.executor import CascadeCosts
+from jpaged.engine.cascade_costs import CascadeCosts
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
+from jpaged.kernels.paged_attention.gpu.tiling import TILE_ROWS
 from jpaged.kernels.paged_attention.reference import CHUNK_TOKENS, TILE_QUERIES
 
 _TPU_START_BYTES = 4e6
+_GPU_START_BYTES = 1e6
+_THIRD_PASS = 1.5
+"""What a pass over the edges of windows adds to the costs of the second, where it is a call of its own."""
 
 
 def cascade_costs(
     backend: Backend, layout: KVLayout, kinds: Sequence[AttentionKind], num_heads: int
 ) -> CascadeCosts | None:
-    """The costs on a backend; None on GPUs, and with a sliding window: no key is then common to all queries."""
-    block_size = layout.block_size
-    if any(kind.sliding_window is not None for kind in kinds) or layout.form == "gpu":
+    """The costs on a backend; None where rows do not share.
+
+    Args:
+        backend: that runs attention.
+        layout: one device's part of the pool.
+        kinds: of attention, a layer each.
+        num_heads: query heads of one device.
+    """
+    joint = IMPLEMENTATIONS[backend].attend_parts is not None
+    if layout.form == "gpu" and not joint:
         return None
+    costs = _full_costs(backend, layout, num_heads)
+    windows = Counter(kind.sliding_window for kind in kinds if kind.sliding_window is not None)
+    if not windows:
+        return costs
+    passes = 1.0 if joint else _THIRD_PASS
+    return dataclasses.replace(
+        costs,
+        query_tokens=costs.query_tokens * passes,
+        step_tokens=costs.step_tokens * passes,
+        windows=tuple((window, count / len(kinds)) for window, count in sorted(windows.items())),
+    )
+
+
+def _full_costs(backend: Backend, layout: KVLayout, num_heads: int) -> CascadeCosts:
+    """Without a window."""
+    block_size, group = layout.block_size, num_heads // layout.num_kv_heads
+    if layout.form == "gpu":
+        return CascadeCosts(
+            granule_tokens=block_size,
+            tile_queries=max(1, TILE_ROWS // group),
+            tile_tokens=1.0,
+            query_share=0.0,
+            query_tokens=2.0 * group,
+            step_tokens=_GPU_START_BYTES * block_size * layout.num_layers / layout.bytes_per_block,
+        )
     if backend == "cpu":
         return CascadeCosts(
             granule_tokens=block_size,

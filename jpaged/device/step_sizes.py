@@ -1,24 +1,31 @@
 """Sizes of a step that nobody chose: they belong to the platform, the model's length and the attention kernel.
 
-The numbers are the platform's own defaults of `block_size`, `max_num_seqs` and `max_num_batched_tokens`, as
+The least are the platform's own defaults of `block_size`, `max_num_seqs` and `max_num_batched_tokens`, as
 `jpaged.config` has them. What is left out is found by this rule:
 
-1. A step has a token for every row: more tokens than the default where more rows were chosen, and fewer rows where
-   fewer tokens were.
-2. The first block size with which the platform's own attention kernel runs, of the default and, on TPUs, 128: the block
+1. As many rows as sequences of 1024 tokens fit beside the weights, rounded up to a power of two, up to 512 and to a
+   MiB of block tables, which go to the device whole with every step.
+2. As many tokens as products need to take twice the time of reading the weights, rounded up to a power of two, up to
+   4096, and no fewer than four times the rows, so that prompts have room beside rows that decode.
+   Where the device is not in the table of `jpaged.hardware`, both are the platform's.
+3. A step has a token for every row: more tokens than these where more rows were chosen, and fewer rows where fewer
+   tokens were.
+4. On a TPU blocks of 128 where one device's part of a smaller one is below 64 KiB.
+5. The first block size with which the platform's own attention kernel runs, of that and, on TPUs, 128: the block
    tables of long sequences are too large for a TPU's scalar memory with the first.
-3. Where it runs with neither, half the rows, and again half, down to 8, with the last block size.
-4. Where it never runs, because of what was chosen or of the device: 1 alone. The kernel is passed over then, and
+6. Where it runs with neither, half the rows, and again half, down to 8, with the last block size.
+7. Where it never runs, because of what was chosen or of the device: 1 to 4 alone. The kernel is passed over then, and
    `passed_over` says why, and which option would bring it back.
 
-Why: a TPU starts and awaits a copy for each block, 58 cycles, which with blocks of 16 is half the time of a decode's
-attention. Steps of 1024 tokens are where products, and no longer weights, take the time, on GPUs and TPUs alike.
+Why: a TPU starts a copy for each block, 15 to 58 cycles, and 64 KiB are 70 cycles of a v6e's memory. Rows share the
+reading of weights, and cost little where they are empty; the tokens of a step share it too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,17 +34,25 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jpaged.checkpoints.names import num_params
 from jpaged.config import EngineConfig, iter_options, platform_default
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import first_device, num_shards
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.hardware import Hardware, find_hardware
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import Choice, Queries, choose
 from jpaged.models.model import Model
 from jpaged.models.sharding import pad_for_sharding
 
 _LARGER_BLOCKS = {"tpu": (128,)}
-_LEAST_ROWS = 8
+_LEAST_BLOCK_BYTES = 64 << 10
+"""A TPU's block in one layer: less takes the kernel longer to fetch than the memory."""
+_LEAST_ROWS, _MOST_ROWS = 8, 512
+_MOST_TABLE_ENTRIES = 1 << 18
+_MOST_TOKENS, _TOKENS_OF_ROW = 4096, 4
+_SEQUENCE_TOKENS = 1024
+"""The length of a sequence whose keys and values a row is counted with."""
 _BLOCK_SIZES = (16, 32, 64, 128)
 """The block sizes that `passed_over` tries."""
 _BFLOAT16 = "--dtype bfloat16"
@@ -110,37 +125,86 @@ class Attention:
             for backend, reason in choice.passed_over
         ]
 
+    def reasons(self) -> list[str]:
+        """A line on what the sizes that nobody chose were made of; none where all were chosen, and none on a CPU."""
+        scheduler = self.options.scheduler
+        chosen = (self.options.cache.block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        if self.device.platform == "cpu" or None not in chosen:
+            return []
+        hardware, sizes = find_hardware(self.device.device_kind), self.sizes()
+        steps = f"{sizes.max_num_seqs} rows, {sizes.max_num_batched_tokens} tokens and blocks of {sizes.block_size}"
+        if hardware is None:
+            return [f"{steps}: as on any {self.device.platform.upper()}; {self.device.device_kind} is not in the table"]
+        length = min(_SEQUENCE_TOKENS, sizes.max_model_len)
+        block_kib = self._layout(sizes.block_size).bytes_per_block / self.model.config.num_layers / 1024
+        return [
+            f"{steps}: {hardware.name} has room for {self._num_fitting(hardware, sizes.max_model_len)} sequences of "
+            f"{length} tokens beside the weights, and {hardware.ridge_tokens:.0f} FLOPs a byte of memory; a block is "
+            f"{block_kib:.0f} KiB in a layer"
+        ]
+
     def _candidates(self) -> Iterator[StepSizes]:
         """The sizes of the rule, in its order; what was chosen has one value only."""
-        scheduler, platform = self.options.scheduler, self.device.platform
+        scheduler = self.options.scheduler
         limit = self.model.config.max_model_len
         max_model_len = self.options.model.max_model_len or limit
         if max_model_len > limit:
             raise InvalidArgument("max_model_len", f"{max_model_len} is above the limit of the model, {limit}")
+        blocks = self._block_sizes()
+        own_rows, own_tokens = self._of_device(max_model_len, -(-max_model_len // blocks[-1]))
         tokens = scheduler.max_num_batched_tokens
-        rows = scheduler.max_num_seqs or min(
-            platform_default("max_num_seqs", platform), tokens or platform_default("max_num_seqs", platform)
-        )
-        tokens = tokens or max(rows, platform_default("max_num_batched_tokens", platform))
-        chosen = self.options.cache.block_size
-        default = platform_default("block_size", platform)
-        blocks = (default, *_LARGER_BLOCKS.get(platform, ())) if chosen is None else (chosen,)
+        rows = scheduler.max_num_seqs or min(own_rows, tokens or own_rows)
+        tokens = tokens or max(rows, own_tokens)
         for block_size in blocks:
             yield StepSizes(block_size, rows, tokens, max_model_len)
         while scheduler.max_num_seqs is None and rows > _LEAST_ROWS:
             rows = max(_LEAST_ROWS, rows // 2)
             yield StepSizes(blocks[-1], rows, tokens, max_model_len)
 
-    def _choice(self, sizes: StepSizes) -> Choice:
+    def _block_sizes(self) -> tuple[int, ...]:
+        """The block sizes of the rule, in its order."""
+        if (chosen := self.options.cache.block_size) is not None:
+            return (chosen,)
+        default = platform_default("block_size", self.device.platform)
+        larger = _LARGER_BLOCKS.get(self.device.platform, ())
+        is_small = self._layout(default).bytes_per_block < _LEAST_BLOCK_BYTES * self.model.config.num_layers
+        return larger if larger and is_small else (default, *larger)
+
+    def _of_device(self, max_model_len: int, table_width: int) -> tuple[int, int]:
+        """The rows and tokens of a step that fit the device, or its platform where it is not in the table."""
+        platform = self.device.platform
+        least_rows = platform_default("max_num_seqs", platform)
+        least_tokens = platform_default("max_num_batched_tokens", platform)
+        hardware = find_hardware(self.device.device_kind)
+        if hardware is None:
+            return least_rows, least_tokens
+        num_fitting = self._num_fitting(hardware, max_model_len)
+        rows = min(_MOST_ROWS, _power_of_two(num_fitting), _power_of_two(_MOST_TABLE_ENTRIES // table_width))
+        rows = max(least_rows, rows)
+        of_products = min(_MOST_TOKENS, max(least_tokens, _power_of_two(math.ceil(2 * hardware.ridge_tokens))))
+        return rows, max(of_products, _TOKENS_OF_ROW * (self.options.scheduler.max_num_seqs or rows))
+
+    def _num_fitting(self, hardware: Hardware, max_model_len: int) -> int:
+        """Sequences of 1024 tokens that one device's memory holds beside its weights."""
+        share = self.options.cache.memory_utilization or platform_default("memory_utilization", self.device.platform)
+        weight_bytes = num_params(self.model.config) * self.model.dtype.itemsize / self.num_parts
+        sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len)
+        return max(0, int((share * hardware.usable_bytes - weight_bytes) // sequence_bytes))
+
+    def _layout(self, block_size: int) -> KVLayout:
         config = pad_for_sharding(self.model.config, self.num_parts)
-        layout = KVLayout(
+        return KVLayout(
             num_layers=config.num_layers,
             num_blocks=1,
-            block_size=sizes.block_size,
+            block_size=block_size,
             num_kv_heads=config.num_kv_heads // self.num_parts,
             head_dim=config.head_dim,
             dtype=kv_dtype(self.options.cache.kv_cache_dtype, self.model.dtype),
         )
+
+    def _choice(self, sizes: StepSizes) -> Choice:
+        config = pad_for_sharding(self.model.config, self.num_parts)
+        layout = self._layout(sizes.block_size)
         queries = Queries(
             config.num_heads // self.num_parts,
             self.model.dtype,
@@ -202,6 +266,11 @@ class Attention:
 
     def _with(self, **changes: Any) -> Attention:
         return dataclasses.replace(self, options=self.options.replace(**changes))
+
+
+def _power_of_two(least: int) -> int:
+    """The least power of two that is not below a number."""
+    return 1 << max(0, least - 1).bit_length()
 
 
 def _flag(name: str) -> str:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from jpaged.engine.cascade_costs import CascadeCosts
 from jpaged.errors import InternalError
 from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
 
@@ -36,8 +37,8 @@ class BucketTable:
     """The finite list of shapes: sizes that were compiled, ascending; a step is padded to the smallest that holds it.
 
     Two axes only. The forward is compiled for a number of packed tokens (T), the sampler for a number of rows (R);
-    block tables and row arrays have one fixed size. Powers of two keep the padding below half and the list short.
-    `decodes` are the rows of programs that decode several steps; there may be none.
+    tables and row arrays have one size. Powers of two keep padding below half; from some tokens on there may be one
+    more halfway between two. `decodes` are rows of programs that decode several steps, if any.
     """
 
     tokens: tuple[int, ...]
@@ -45,9 +46,11 @@ class BucketTable:
     decodes: tuple[int, ...] = ()
 
     @classmethod
-    def build(cls, *, max_num_batched_tokens: int, max_num_seqs: int, max_num_steps: int = 1) -> BucketTable:
-        rows = _powers_of_two_up_to(max_num_seqs)
-        return cls(_powers_of_two_up_to(max_num_batched_tokens), rows, rows if max_num_steps > 1 else ())
+    def build(
+        cls, *, max_num_batched_tokens: int, max_num_seqs: int, max_num_steps: int = 1, halves_from: int | None = None
+    ) -> BucketTable:
+        tokens, rows = _sizes_up_to(max_num_batched_tokens, halves_from), _sizes_up_to(max_num_seqs)
+        return cls(tokens, rows, rows if max_num_steps > 1 else ())
 
     def num_tokens(self, n: int) -> int:
         """The bucket for n packed tokens."""
@@ -65,14 +68,11 @@ class BucketTable:
         return f"tokens {', '.join(map(str, self.tokens))}; rows {', '.join(map(str, self.rows))}"
 
 
-def _powers_of_two_up_to(limit: int) -> tuple[int, ...]:
+def _sizes_up_to(limit: int, halves_from: int | None = None) -> tuple[int, ...]:
     """8, 16, ... and the limit itself, which need not be a power of two; at least MIN_BUCKET."""
-    sizes = []
-    size = MIN_BUCKET
-    while size < limit:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, max(limit, MIN_BUCKET))
+    powers = [MIN_BUCKET << i for i in range(limit.bit_length()) if MIN_BUCKET << i < limit]
+    halves = [size * 3 // 2 for size in powers if halves_from and halves_from <= size < limit * 2 / 3]
+    return (*sorted(powers + halves), max(limit, MIN_BUCKET))
 
 
 I32 = NDArray[np.int32]
@@ -87,44 +87,6 @@ TOP_WIDTH = 32
 """Top log-probabilities of a row that wants them (K): as many as a request or a beam search may ask for."""
 NULL_BLOCK = 0
 """Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class CascadeCosts:
-    """What it costs to read a prefix once for several rows, in a second pass of attention.
-
-    The unit is a token of context read for one query alone, by a row that decodes: its keys and values in all layers,
-    so many bytes at the rate of the device. Queries that go over a prefix together do so in tiles,
-
-        tile(q) = 1 for one query, else ceil(q / w) * (tile_tokens + query_share * w)     w = min(tile_queries, T)
-        gain    = sum of tile(queries of a row) * n - tile(queries of all rows) * n - queries * query_tokens
-
-    for n tokens that rows have in common. With tile(q) = 1, as where memory is all that counts, this is the bytes that
-    are not read again, (rows - 1) * n, less what the outputs of two passes cost. A step has to gain more than
-    step_tokens by all its runs.
-
-    Attributes:
-        granule_tokens: prefixes are shared in multiples of it, which is a multiple of the block size: the tokens that
-            a kernel reads at a time, so that neither pass reads a part of them in vain.
-        tile_queries: queries of a tile at most.
-        tile_tokens: a tile's cost for each token, besides what its queries add.
-        query_share: what each place of a tile adds, whether or not a query is in it.
-        query_tokens: writing, reading and merging the two outputs of a query.
-        step_tokens: starting the second pass in every layer.
-    """
-
-    granule_tokens: int
-    tile_queries: int
-    tile_tokens: float
-    query_share: float
-    query_tokens: float
-    step_tokens: float
-
-    def tile_cost(self, num_queries: int, width: int) -> float:
-        """tile(q): what a token costs that so many queries read together, in tiles of a width."""
-        if num_queries == 1:
-            return 1.0
-        return -(-num_queries // width) * (self.tile_tokens + self.query_share * width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from jpaged.models import rope
 from jpaged.models.config import ModelConfig
 from jpaged.models.matmul import dot
 from jpaged.models.stack import LayerPlace
-from jpaged.models.tokens import TokenBatch
+from jpaged.models.tokens import HeadsKernel, TokenBatch
 
 # Attention over whatever the carry holds: (q_thd, k_tkd, v_tkd, carry, which layer) -> (o_thd, carry).
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, LayerPlace], tuple[jax.Array, Any]]
@@ -164,22 +164,33 @@ class QKVLinear(Linear):
         self,
         x_te: jax.Array,
         num_tokens: jax.Array,
-        cos_sin: tuple[jax.Array, jax.Array],
+        angles: Any,
         norm: Norm,
         head_norms: tuple[RMSNorm, RMSNorm] | None,
+        heads: HeadsKernel | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`project` with queries and keys normalised, where there are norms for them, and turned by their angles."""
+        """`project` with queries and keys normalised, where there are norms for them, and turned by their angles.
+
+        The angles are cosines and sines `[T, D/2]`, or what the kernel made of them.
+        """
+        if heads is not None:
+            # Behind the barrier XLA for TPUs leaves head after head, where it may have put tokens into the lanes.
+            qkv = jax.lax.optimization_barrier(self(x_te, num_tokens, norm=norm))
+            if head_norms is None:
+                return heads.turn(qkv, angles, None)
+            q_norm, k_norm = head_norms
+            return heads.turn(qkv, angles, (q_norm.scale[...], k_norm.scale[...], q_norm.eps))
         if isinstance(self.kernel.get_value(), product.PackedMatrix):
             qkv = self(x_te, num_tokens, norm=norm)
             if head_norms is None:
-                return product.loaded().rotate(qkv, cos_sin, num_tokens)
+                return product.loaded().rotate(qkv, angles, num_tokens)
             q_scale, k_scale = (head_norm.scale[...] for head_norm in head_norms)
             eps = head_norms[0].eps
-            return product.loaded().rotate(qkv, cos_sin, num_tokens, q_scale=q_scale, k_scale=k_scale, eps=eps)
+            return product.loaded().rotate(qkv, angles, num_tokens, q_scale=q_scale, k_scale=k_scale, eps=eps)
         q_thd, k_tkd, v_tkd = self.project(x_te, num_tokens, norm)
         if head_norms is not None:
             q_thd, k_tkd = head_norms[0](q_thd), head_norms[1](k_tkd)
-        return rope.apply(q_thd, *cos_sin), rope.apply(k_tkd, *cos_sin), v_tkd
+        return rope.apply(q_thd, *angles), rope.apply(k_tkd, *angles), v_tkd
 
 
 # The keys of what is before the layers, and of what is behind them.

@@ -51,13 +51,13 @@ def run_layers(
             every layer its own arrays, and the jitted layer is traced and lowered once for each kind.
     """
     if mode == "scan" and len(set(kinds)) == 1:
+        # The layer's number is counted: read off an array it is an operation of its own.
+        def body(state: tuple[jax.Array, Any, jax.Array], params: Any) -> tuple[tuple[jax.Array, Any, jax.Array], None]:
+            x, carry, layer_index = state
+            return (*layer(params, x, carry, LayerPlace(layer_index, kinds[0])), layer_index + 1), None
 
-        def body(state: tuple[jax.Array, Any], step: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
-            params, layer_index = step
-            return layer(params, *state, LayerPlace(layer_index, kinds[0])), None
-
-        state, _ = jax.lax.scan(body, (x, carry), (layer_params, jnp.arange(len(kinds), dtype=jnp.int32)))
-        return state
+        (x, carry, _), _ = jax.lax.scan(body, (x, carry, jnp.int32(0)), layer_params)
+        return x, carry
     if mode == "scan":
         layer_params = [jax.tree.map(operator.itemgetter(index), layer_params) for index in range(len(kinds))]
     jitted = jax.jit(layer)

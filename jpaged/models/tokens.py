@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsKernel:
+    """What takes the projection of queries, keys and values apart and turns them, in place of XLA.
+
+    Attributes:
+        angles: (cos, sin) `[T, D/2]` -> the angles as `turn` takes them: made once for all layers.
+        turn: (projection `[T, K, G + 2, D]`, angles, scales of the norms of queries' and keys' heads and their epsilon,
+            or None) -> (q_thd, k_tkd, v_tkd).
+    """
+
+    angles: Callable[[jax.Array, jax.Array], Any]
+    turn: Callable[[jax.Array, Any, HeadNorms | None], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+HeadNorms = tuple[jax.Array, jax.Array, float]
+"""Scales `[D]` of the norms of each query and each key, and their epsilon."""
 
 
 @jax.tree_util.register_dataclass
@@ -18,12 +39,14 @@ class TokenBatch:
         positions_t: int32 `[T]`, the token's place in its sequence.
         rope_lens_t: int32 `[T]`, see `jpaged.models.rope.cos_sin`; learned positions do not depend on it.
         num_tokens: int32 scalar, how many are in use, the first ones; None is all. What the others become is undefined.
+        heads: what turns heads there; None is XLA, or the kernel that belongs to packed weights. Static.
     """
 
     ids_t: jax.Array
     positions_t: jax.Array
     rope_lens_t: jax.Array
     num_tokens: jax.Array | None = None
+    heads: HeadsKernel | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def num_in_use(self) -> jax.Array:

@@ -13,6 +13,7 @@ its token: the right tokens after another prefix are a mistake as well, and read
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from jpaged.engine.cascade_costs import CascadeCosts
 from jpaged.engine.executor import (
     I32,
     MAX_NUM_STEPS,
@@ -27,7 +29,6 @@ from jpaged.engine.executor import (
     TOP_WIDTH,
     BlockMoves,
     BucketTable,
-    CascadeCosts,
     Detail,
     DeviceRates,
     Geometry,
@@ -45,7 +46,7 @@ _UNWRITTEN = -1
 _NAN = 1 << 40
 """Added to the token in a slot whose keys and values are NaN."""
 _DIGEST_FACTOR = 6_364_136_223_846_793_005  # odd, so that no power of it is 0 in 64 bits
-_ANY_SHARING_PAYS = {"tile_tokens": 1.0, "query_share": 0.0, "query_tokens": 0.0, "step_tokens": 0.0}
+_ANY_SHARING_PAYS = CascadeCosts(1, 1, tile_tokens=1.0, query_share=0.0, query_tokens=0.0, step_tokens=0.0)
 
 
 @dataclass(slots=True)
@@ -125,7 +126,9 @@ class FakeExecutor:
             ),
             num_host_blocks=num_host_blocks,
             max_num_steps=self.max_num_steps,
-            cascade=CascadeCosts(granule_tokens=block_size, tile_queries=max_num_batched_tokens, **_ANY_SHARING_PAYS),
+            cascade=dataclasses.replace(
+                _ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens
+            ),
         )
         # Of each slot the token, and the digest of the tokens up to it.
         self._host: NDArray[np.int64] = np.full(((num_host_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)

@@ -1,4 +1,4 @@
-"""The Hopper kernel passes Mosaic's lowering for CUDA, with the plain wheels of jax and without a GPU."""
+"""The kernels of Hopper and of other GPUs are lowered for CUDA, with the plain wheels of jax and without a GPU."""
 
 from __future__ import annotations
 
@@ -12,27 +12,46 @@ from jax import export
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh
 
-from benchmarks.aot_gpu.cases import ATTENTION, AttentionCase, attend
+from benchmarks.aot_gpu.cases import ATTENTION, CASES, TRITON, AttentionCase, attend
+from jpaged.device.aot.gpu import GPUS
 from jpaged.errors import Unsupported
 
-H200 = AbstractMesh((1,), ("model",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+KINDS = {
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "l4": "NVIDIA L4",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "b200": "NVIDIA B200",
+}
 
+TRITON_CALL = "__gpu$xla.gpu.triton"
 QUICK = (
     AttentionCase(),
     AttentionCase(num_tokens=8, num_rows=8, kv_dtype="int8"),
     AttentionCase(8, 4, 256, block_size=48, num_tokens=512, dtype="float16", sliding_window=100, soft_cap=50.0),
     AttentionCase(14, 2, 64, kv_dtype="float8_e4m3fn", num_tokens=512),
+    AttentionCase(gpu="a100", backend="pallas-triton"),
+    AttentionCase(71, 1, 80, block_size=1, num_tokens=512, sliding_window=1000, gpu="l4", backend="pallas-triton"),
+    AttentionCase(kv_dtype="float8_e4m3fn", gpu="b200", backend="pallas-triton"),
 )
+WHOLE = (*ATTENTION, *(case for case in TRITON if case.gpu in KINDS))
 
 
 def lower(case: AttentionCase) -> str:
-    with jax.sharding.use_abstract_mesh(H200):
-        jitted = jax.jit(functools.partial(attend, spec=case.spec()), donate_argnums=0)
-        return export.export(jitted, platforms=["cuda"])(*case.arguments()).mlir_module()
+    device = AbstractDevice(KINDS[case.gpu], 100, "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("model",), abstract_device=device)):
+        jitted = jax.jit(functools.partial(attend, spec=case.spec(), backend=case.backend), donate_argnums=0)
+        # Triton's code is no promise from one jax to the next; it is compiled where it was made.
+        checks = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
+        return export.export(jitted, platforms=["cuda"], disabled_checks=checks)(*case.arguments()).mlir_module()
 
 
 def check(case: AttentionCase) -> None:
     text = lower(case)
+    if case.backend == "pallas-triton":
+        assert text.count(f"custom_call @{TRITON_CALL}(") == (2 if case.triton_cut().num_parts else 1)
+        assert "num_stages = 2" in text
+        return
     assert text.count("custom_call @mosaic_gpu_v2(") == 1
     # Its code is in the call as text: products of the tensor core, and copies that signal barriers.
     assert "wgmma" in text
@@ -45,7 +64,9 @@ def test_the_kernel_is_lowered(case: AttentionCase) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*ATTENTION, *(case for case in TRITON if case.gpu in KINDS)], ids=lambda case: case.name
+)
 def test_the_whole_matrix_is_lowered(case: AttentionCase) -> None:
     check(case)
 
@@ -53,3 +74,9 @@ def test_the_whole_matrix_is_lowered(case: AttentionCase) -> None:
 def test_more_than_shared_memory_holds_is_refused_before_lowering() -> None:
     with pytest.raises(Unsupported, match="the limit is 232448"):
         lower(AttentionCase(head_dim=256, block_size=128))
+
+
+def test_every_case_is_for_a_gpu_that_is_described() -> None:
+    assert {case.gpu for case in CASES} == set(GPUS)
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)

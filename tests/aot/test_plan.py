@@ -46,20 +46,20 @@ def test_with_its_defaults_llama_3_8b_fits_into_four_v5e() -> None:
     assert found["compile_seconds"] > 0
     assert {program["name"] for program in found["compiled_programs"]} >= {"forward[1024]", "forward[128]"}
     assert found["bytes_of_a_summed_number"] == 2  # though the programs ask for sums in float32
-    assert found["estimates"][0]["prefill_s"] == pytest.approx(0.0484, rel=0.01)
+    assert found["estimates"][0]["prefill_s"] == pytest.approx(0.0357, rel=0.01)
 
 
 def test_with_its_defaults_qwen_3_32b_fits_into_eight_v6e() -> None:
-    plan_with_defaults("qwen3-32b", "v6e:2x4", (40960, 64, 128, 1024))
+    plan_with_defaults("qwen3-32b", "v6e:2x4", (40960, 128, 512, 2048))
 
 
 def test_a_pool_that_is_too_large_for_70b_is_reported_with_what_to_change() -> None:
     done = plan("llama-3.1-70b", "--topology", "v6e:2x4", "--max-model-len", "8192", "--num-blocks", "10000")
     assert done.returncode == 1
-    assert "llama-3.1-70b on v6e:2x4: does not fit, over by 13.0" in done.stdout
-    assert "num_blocks: 10000 blocks do not fit: 0.9 of 31.25 GiB (" in done.stdout
+    assert "llama-3.1-70b on v6e:2x4: does not fit, over by 35.7" in done.stdout
+    assert "num_blocks: 10000 blocks do not fit: 0.97 of 31.25 GiB (" in done.stdout
     assert "), less 16.43 for weights" in done.stdout
-    assert "lower num_blocks to 46" in done.stdout
+    assert "lower num_blocks to 26" in done.stdout
     assert "the compiler says: RESOURCE_EXHAUSTED: Ran out of memory" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import jax
@@ -17,6 +19,7 @@ from jax import export
 
 # How an abstract mesh says which device it is of has no public name yet.
 from jax._src.mesh import AbstractDevice
+from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.capacity.known_models import KNOWN_MODELS
@@ -28,6 +31,7 @@ from jpaged.device.step.decode import packed_decode
 from jpaged.device.step.forward import forward_packing
 from jpaged.device.step.runner import DecodePacking
 from jpaged.kernels.kv_layout import KVForm
+from jpaged.kernels.sampling import choose_kernel
 from jpaged.models.model import Model
 
 NUM_TOKENS = 16
@@ -61,6 +65,43 @@ TARGETS = {
 }
 
 
+def on(target: Target) -> AbstractContextManager[object]:
+    """What is lowered inside is for this device."""
+    mesh = AbstractMesh((1, 1), MESH_AXES, (AxisType.Auto,) * 2, abstract_device=target.device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def primitives(jaxpr: Jaxpr) -> Iterator[str]:
+    """The operations of a program, those of the programs within it included."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jaxprs_in_params(equation.params):
+            yield from primitives(inner)
+
+
+def test_layers_on_a_tpu_find_the_lists_of_rows_made() -> None:
+    target = TARGETS["v6e"]
+    model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
+    step, geometry, _ = abstract_serving(model, EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:1]))
+    layout = dataclasses.replace(step.layout, form=target.form)
+    step = dataclasses.replace(step, layout=layout, backend=target.backend, layer_mode="scan")
+    packing = forward_packing(NUM_TOKENS, geometry)
+    with on(target):
+        program = jax.make_jaxpr(functools.partial(step.packed_forward, packing=packing))(
+            step.model.abstract_params("scan"),
+            jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
+            jax.ShapeDtypeStruct((step.num_places,), np.int32),
+            jax.ShapeDtypeStruct((packing.size,), np.int32),
+        )
+    (layers,) = (equation for equation in program.eqns if equation.primitive.name == "scan")
+    assert "cumsum" in set(primitives(program.jaxpr)), "segments are counted"
+    (layer,) = jaxprs_in_params(layers.params)
+    assert "pallas_call" in set(primitives(layer))
+    assert "turn_heads" in str(layer), "heads are turned by a kernel"
+    for_lists = {"cumsum", "cos", "sin"}
+    assert not for_lists & set(primitives(layer)), "made in every layer"
+
+
 @pytest.mark.parametrize("program", ["forward", "decode"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> None:
@@ -68,7 +109,8 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
     model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
     step, geometry, _ = abstract_serving(model, EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:1]))
     layout = dataclasses.replace(step.layout, form=target.form)
-    step = dataclasses.replace(step, layout=layout, backend=target.backend, layer_mode="scan")
+    sampler = choose_kernel(target.backend, 1, model.config.vocab_size)
+    step = dataclasses.replace(step, layout=layout, backend=target.backend, layer_mode="scan", sampler=sampler)
     packing = forward_packing(NUM_TOKENS, geometry)
     several = DecodePacking(forward_packing(8, geometry), 8)
     arguments = (
@@ -80,8 +122,7 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
     forward = functools.partial(step.packed_forward, packing=packing)
     decode = functools.partial(packed_decode, step, packing=several)
     jitted = jax.jit(forward if program == "forward" else decode, donate_argnums=1)
-    mesh = AbstractMesh((1, 1), MESH_AXES, (AxisType.Auto,) * 2, abstract_device=target.device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with on(target):
         # The sampler says how its logits lie; a file that lasts must not, and this is none.
         checks = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
         text = export.export(jitted, platforms=[target.platform], disabled_checks=checks)(*arguments).mlir_module()

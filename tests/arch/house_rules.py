@@ -12,9 +12,13 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 # What each top-level name of jpaged may import, besides itself. `engine.executor` opens one module of a package.
-VALUES = {"errors", "types", "launchers", "config", "version", "json_text", "load", "completions", "progress_bar"}
+VALUES = {
+    *("errors", "types", "launchers", "config", "version", "json_text", "load", "completions", "progress_bar"),
+    "hardware",
+}
 MAY_IMPORT = {
     "version": set(),
+    "hardware": set(),
     "json_text": set(),
     "load": set(),
     "errors": set(),
@@ -26,7 +30,7 @@ MAY_IMPORT = {
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
     "checkpoints": VALUES | {"models", "demo"},
-    "device": VALUES | {"kernels", "models", "engine.executor"},
+    "device": VALUES | {"kernels", "models", "engine.executor", "engine.cascade_costs", "checkpoints.names"},
     "engine": VALUES,
     "_proto": set(),
     "client": VALUES | {"_proto"},
@@ -34,7 +38,7 @@ MAY_IMPORT = {
     "server": VALUES | {"engine", "service", "_proto"},
     "testing": VALUES | {"engine"},
     "demo": set(),
-    "bench": VALUES | {"client", "capacity.cost", "capacity.hardware"},
+    "bench": VALUES | {"client", "capacity.cost"},
     "capacity": VALUES | {"models", "checkpoints", "device", "engine", "testing"},
     "assemble": VALUES | {"kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
     "llm": VALUES | {"engine", "service", "assemble", "client"},

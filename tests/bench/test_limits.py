@@ -9,7 +9,6 @@ import pytest
 
 from jpaged.bench import limits
 from jpaged.bench.limits import (
-    DEVICE_KINDS,
     Limits,
     ServedModel,
     of_accelerator,
@@ -19,9 +18,9 @@ from jpaged.bench.limits import (
     serving_shares,
 )
 from jpaged.capacity.cost import Shape
-from jpaged.capacity.hardware import HARDWARE
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument
+from jpaged.hardware import HARDWARE, find_hardware
 from tests.bench.words import trace_of
 
 MODEL = ServedModel(Shape(num_params=1000, num_layers=2, query_width=16, weight_bytes=2400, kv_bytes_per_token=32), 200)
@@ -106,7 +105,12 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path):
 
 
 def test_accelerators_are_those_of_the_table():
-    assert set(DEVICE_KINDS.values()) == HARDWARE.keys()
+    assert [find_hardware(kind) for kind in ("TPU v6e", "NVIDIA H200", "TPU v1")] == [
+        HARDWARE["tpu-v6e"],
+        HARDWARE["h200"],
+        None,
+    ]
+    assert all(find_hardware(kind) is device for device in HARDWARE.values() for kind in device.kinds)
     assert of_accelerator("h200", 2) == Limits(2 * 4800e9, 2 * 989e12, "data sheet of 2 x h200")
 
 

@@ -5,13 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jpaged.capacity.cost import Assumptions
-from jpaged.capacity.hardware import HARDWARE, Hardware
+from jpaged.capacity.cost import Assumptions, StepLoad
 from jpaged.capacity.simulator.deployment import Deployment, deploy
 from jpaged.capacity.simulator.executor import SimulatedExecutor
 from jpaged.capacity.simulator.models import MODELS, SimulatedModel
+from jpaged.capacity.simulator.simulation import simulate
+from jpaged.capacity.simulator.trace import TraceRequest
+from jpaged.capacity.step_times import PlannedModel
+from jpaged.capacity.target import find_target
+from jpaged.config import EngineConfig
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InvalidArgument
+from jpaged.hardware import HARDWARE, Hardware
 from jpaged.testing.virtual_clock import VirtualClock
 
 CONFIG = replace(
@@ -28,24 +33,24 @@ def toy(num_devices: int = 1, assumptions: Assumptions = EXACT) -> Deployment:
 
 def test_a_small_step_takes_the_time_of_its_bytes():
     # Weights 2e9 bytes; a token's KV is 2 * 10 * 50 * 2 = 2000 bytes, 100 000 of them 2e8: 2.2e9 bytes at 1e12.
-    assert toy().step_s(1, 100_000, 100_000) == pytest.approx(0.0022 + 0.001)
+    assert toy().step_s(StepLoad(1, 1, 100_000, 100_000)) == pytest.approx(0.0022 + 0.001)
 
 
 def test_a_large_step_takes_the_time_of_its_flops():
     # 2 * 1e9 * 1000 tokens = 2e12, and 4 * 10 * 100 * 500 500 pairs = 2.002e9, at 1e14.
-    assert toy().step_s(1000, 1000, 500_500) == pytest.approx((2e12 + 2.002e9) / 1e14 + 0.001)
+    assert toy().step_s(StepLoad(1, 1000, 1000, 500_500)) == pytest.approx((2e12 + 2.002e9) / 1e14 + 0.001)
 
 
 def test_devices_divide_a_step_and_add_their_all_reduces():
     two = toy(num_devices=2)
-    assert two.step_s(1, 100_000, 100_000) == pytest.approx(0.0011 + 0.001 + 2 * 10 * 1e-5)
+    assert two.step_s(StepLoad(1, 1, 100_000, 100_000)) == pytest.approx(0.0011 + 0.001 + 2 * 10 * 1e-5)
 
 
 def test_short_runs_of_memory_are_gathered_slower():
     # 16 slots * 50 * 2 bytes = 1600 bytes; with 400 at half rate, 80 percent of the bandwidth are left.
     slow = toy(assumptions=replace(EXACT, half_rate_run_bytes=400.0))
     assert slow.roofline.gather_efficiency == pytest.approx(0.8)
-    assert slow.step_s(1, 100_000, 1) == pytest.approx(0.002 + 0.0002 / 0.8 + 0.001)
+    assert slow.step_s(StepLoad(1, 1, 100_000, 1)) == pytest.approx(0.002 + 0.0002 / 0.8 + 0.001)
 
 
 def test_paged_attention_costs_what_the_paper_measured_and_contiguous_memory_nothing_more():
@@ -99,6 +104,40 @@ def test_elsewhere_the_pool_is_what_the_weights_leave():
 def test_a_model_that_does_not_fit_is_refused_with_the_sizes():
     with pytest.raises(InvalidArgument, match=r"num_devices: 1 x tpu-v5e leave 14\.4 GB for 26\.0 GB"):
         deploy(MODELS["opt-13b"], HARDWARE["tpu-v5e"])
+
+
+def test_steps_of_tpus_are_a_plans() -> None:
+    model = MODELS["llama-3.1-8b"]
+    deployment = deploy(model, HARDWARE["tpu-v6e"], num_kv_slots=1 << 17, block_size=64)
+    planned = PlannedModel(
+        config=model.config,
+        kv_dtype="bfloat16",
+        itemsize=2,
+        target=find_target("v6e:1x1"),
+        num_devices=1,
+        weight_bytes=int(model.shape.weight_bytes),
+        bytes_per_block=64 * (128 << 10),
+        block_size=64,
+        number_bytes=2,
+    ).step_times()
+    for load in (StepLoad.decoding(64, 1000), StepLoad.prompts(2048, 500)):
+        assert deployment.step_s(load) == planned.step_s(load)
+    assert deploy(model, HARDWARE["h200"]).times is None
+
+
+def test_a_simulated_step_knows_its_rows_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = deploy(MODELS["llama-3.1-8b"], HARDWARE["tpu-v6e"], num_kv_slots=1 << 17, block_size=64)
+    options = EngineConfig.load({"max_num_seqs": 8, "max_num_batched_tokens": 64})
+    loads: list[StepLoad] = []
+
+    def step_s(deployment: Deployment, load: StepLoad) -> float:
+        loads.append(load)
+        return 1.0
+
+    monkeypatch.setattr(Deployment, "step_s", step_s)
+    simulate([TraceRequest(0.0, 40, 3), TraceRequest(1.5, 50, 2)], deployment, options)
+    steps = [(load.num_rows, load.num_tokens, load.num_decoding, load.num_decoding_kv_tokens) for load in loads]
+    assert steps[-4:] == [(1, 40, 0, 0), (1, 1, 1, 41), (2, 51, 1, 42), (1, 1, 1, 51)]
 
 
 def test_the_clock_moves_by_what_steps_and_moves_take():

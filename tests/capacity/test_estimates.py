@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from jpaged.capacity.cost import Roofline, Shape
+from jpaged.capacity.cost import Roofline, Shape, StepLoad
 from jpaged.capacity.estimate import (
     Lengths,
     Pool,
@@ -17,10 +17,10 @@ from jpaged.capacity.estimate import (
     serve,
     usd_per_million,
 )
-from jpaged.capacity.hardware import Hardware
 from jpaged.capacity.step_times import HOP_S, HOST_ROW_S, HOST_S, StepTimes
 from jpaged.capacity.target import Target, find_target
 from jpaged.errors import InvalidArgument
+from jpaged.hardware import Hardware
 
 GB, TERA = 1e9, 1e12
 # Seven tenths of the bandwidth are 700 GB/s, half of the peak 100 TFLOP/s, half of the links 50 GB/s.
@@ -44,35 +44,42 @@ POOL = Pool(num_blocks=100, block_size=16, max_num_seqs=8, max_num_batched_token
 
 def test_decoding_takes_the_time_to_read_weights_and_contexts() -> None:
     """7 GB of weights and 8 * 1000 * 10 kB of KV at 700 GB/s."""
-    assert times().decode_s(8, 1000) == pytest.approx((7e9 + 8e7) / 700e9)
+    assert times().step_s(StepLoad.decoding(8, 1000)) == pytest.approx((7e9 + 8e7) / 700e9)
 
 
 def test_a_long_prefill_takes_the_time_of_its_products() -> None:
     """2 * 1e9 FLOPs a token and 4 * 10 * 1000 a pair, 500 pairs a token on average, at 100 TFLOP/s."""
     flops = 2e9 * 4000 + 4e4 * 4000 * 500
-    assert times().prefill_s(4000, 1000) == pytest.approx(flops / 100e12)
+    assert times().step_s(StepLoad.prompts(4000, 1000)) == pytest.approx(flops / 100e12)
 
 
 def test_devices_share_the_products_and_sum_over_their_links() -> None:
     """Two a layer and one: [4000, 1000] bfloat16, half of it sent twice, at 50 GB/s, and a hop there and back."""
     flops = (2e9 * 4000 + 4e4 * 4000 * 500) / 2
     sums = 21 * (4000 * 1000 * 2 / 50e9 + 2 * HOP_S)
-    assert times(2).prefill_s(4000, 1000) == pytest.approx(flops / 100e12 + sums)
+    assert times(2).step_s(StepLoad.prompts(4000, 1000)) == pytest.approx(flops / 100e12 + sums)
     sums = 21 * (4000 * 1000 * 4 / 50e9 + 2 * HOP_S)
-    assert times(2, number_bytes=4).prefill_s(4000, 1000) == pytest.approx(flops / 100e12 + sums)
+    assert times(2, number_bytes=4).step_s(StepLoad.prompts(4000, 1000)) == pytest.approx(flops / 100e12 + sums)
+
+
+def test_the_output_matrix_is_for_sampled_rows_alone() -> None:
+    """Half of the parameters are its, for one row of 4000 tokens; the others are for all."""
+    shape = dataclasses.replace(SHAPE, head_params=5 * 10**8)
+    flops = 1e9 * 4000 + 1e9 + 4e4 * 4000 * 2000
+    assert times(shape=shape).step_s(StepLoad.prompts(4000, 4000)) == pytest.approx(flops / 100e12)
 
 
 def test_a_step_is_no_shorter_than_the_hosts_part() -> None:
     small = dataclasses.replace(SHAPE, weight_bytes=1, num_params=1)
-    assert times(shape=small).decode_s(64, 1) == HOST_S + 64 * HOST_ROW_S
+    assert times(shape=small).step_s(StepLoad.decoding(64, 1)) == HOST_S + 64 * HOST_ROW_S
 
 
 def test_sequences_take_whole_blocks_and_no_more_than_the_rows_run() -> None:
     found = estimate(Lengths(100, 29), POOL, times())  # 129 tokens: 9 blocks
     assert (found.num_fitting, found.num_running) == (11, 8)
-    steps = 8 * 100 / 512 * found.prefill_s + 29 * found.decode_s
+    steps = 8 * 100 / 512 * found.prefill.seconds + 29 * found.decode.seconds
     assert found.tokens_per_s == pytest.approx(8 * 29 / steps)
-    assert found.decode_s == times().decode_s(8, 114.5)
+    assert found.decode.seconds == times().step_s(StepLoad.decoding(8, 114.5))
 
 
 def test_a_sequence_that_does_not_fit_gives_no_tokens() -> None:

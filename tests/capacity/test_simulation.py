@@ -3,13 +3,14 @@
 import pytest
 
 from benchmarks.paper.point import with_sampling
-from jpaged.capacity.hardware import HARDWARE
+from jpaged.capacity.cost import StepLoad
 from jpaged.capacity.simulator.deployment import deploy
 from jpaged.capacity.simulator.models import MODELS
 from jpaged.capacity.simulator.simulation import Simulation, simulate
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestTooLong
+from jpaged.hardware import HARDWARE
 
 PAPER = EngineConfig().replace(
     max_num_seqs=256,
@@ -47,9 +48,9 @@ def test_every_request_gets_its_tokens_and_the_same_seed_the_same_times():
 def test_one_request_alone_takes_the_sum_of_its_steps():
     deployment = deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"])
     result = serve([TraceRequest(1.0, 100, 3)])
-    prefill_s = deployment.step_s(100, 100, 5050)
+    prefill_s = deployment.step_s(StepLoad(1, 100, 100, 5050))
     assert result.served[0].first_token_s == pytest.approx(1.0 + prefill_s)
-    decode_s = deployment.step_s(1, 101, 101) + deployment.step_s(1, 102, 102)
+    decode_s = deployment.step_s(StepLoad(1, 1, 101, 101)) + deployment.step_s(StepLoad(1, 1, 102, 102))
     assert result.served[0].end_s == pytest.approx(1.0 + prefill_s + decode_s)
     assert result.mean_batched_requests == 1.0
 
@@ -59,8 +60,10 @@ def test_regions_are_read_without_gathering_and_blocks_are_not():
     contiguous = deployment.contiguous()
     for policy, read in (("paged", deployment), ("reserve-oracle", contiguous)):
         result = serve([TraceRequest(0.0, 1500, 2)], kv_policy=policy)
-        decode_s = read.step_s(1, 1501, 1501)
-        assert result.served[0].end_s == pytest.approx(deployment.step_s(1500, 1500, 1500 * 1501 // 2) + decode_s)
+        decode_s = read.step_s(StepLoad(1, 1, 1501, 1501))
+        assert result.served[0].end_s == pytest.approx(
+            deployment.step_s(StepLoad(1, 1500, 1500, 1500 * 1501 // 2)) + decode_s
+        )
 
 
 def test_policies_come_in_the_papers_order():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.paper.point import sustained_requests_per_s
-from jpaged.capacity.hardware import HARDWARE
+from jpaged.capacity.cost import StepLoad
 from jpaged.capacity.simulator import steady
 from jpaged.capacity.simulator.deployment import deploy
 from jpaged.capacity.simulator.models import MODELS
@@ -13,6 +13,7 @@ from jpaged.capacity.simulator.simulation import simulate
 from jpaged.capacity.simulator.steady import Seen, Step, Window
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
 from jpaged.config import EngineConfig
+from jpaged.hardware import HARDWARE
 
 STEP = Step(0.0, 1.0, 2, 0, 0, 2, Seen(100, 8, 0, False))
 OPTIONS = EngineConfig().replace(
@@ -88,8 +89,8 @@ def test_equal_requests_are_served_at_the_rate_of_one_batch(batching):
     options = OPTIONS.replace(kv_policy="reserve-oracle", batching=batching)
     result = simulate([TraceRequest(0.0, 40, 24)] * 20, deployment, options)
     contiguous = deployment.contiguous()
-    batch_s = contiguous.step_s(80, 80, 2 * 820)
-    batch_s += sum(contiguous.step_s(2, 2 * length, 2 * length) for length in range(41, 64))
+    batch_s = contiguous.step_s(StepLoad(2, 80, 80, 2 * 820))
+    batch_s += sum(contiguous.step_s(StepLoad(2, 2, 2 * length, 2 * length)) for length in range(41, 64))
     assert sustained_requests_per_s(result) == pytest.approx(2 / batch_s)
     assert result.mean_batched_requests == pytest.approx(2.0)
     assert result.window.seconds == pytest.approx(7 * batch_s)  # batches 3 to 9, to the tenth's first token

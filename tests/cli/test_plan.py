@@ -149,7 +149,9 @@ def test_the_text_says_what_fits_and_by_how_much(capsys: pytest.CaptureFixture[s
     assert "demo on v6e:1x1: fits, " in said
     assert "demo on v5e:1x1: does not fit, over by " in said
     assert "the weights alone are" in said
-    assert "a roofline at 70% of the HBM's bandwidth, 50% of the bfloat16 peak" in said
+    assert "products at 70% of the bfloat16 peak, weights at 90% of the HBM's bandwidth" in said
+    assert "attention that decodes: " in said
+    assert "  decode, ms: products " in said
     assert "cheapest: v6e:1x1, " in said
 
 

@@ -47,7 +47,8 @@ def test_each_layer_attends_in_its_own_way(layer_mode: LayerMode, backend: str) 
     options = dataclasses.replace(tiny_model.OPTIONS, model=chosen)
     executor = JaxExecutor.create(MODEL, tiny_model.params(layer_mode), options)
     executor.warm_up(tiny_model.quiet)
-    assert executor.geometry.cascade is None
+    assert executor.geometry.cascade is not None
+    assert executor.geometry.cascade.windows == ((5, 1 / 3),)
     driver = Driver(executor)
     prompt = np.random.default_rng(0).integers(0, tiny_model.CONFIG.vocab_size, 20).tolist()
     sequence = driver.sequence(prompt)

@@ -77,4 +77,28 @@ def test_a_granule_is_whole_blocks(block_size: int, backend: Backend) -> None:
     costs = cascade_costs(backend, layout, [kind, kind], 4)
     assert costs is not None
     assert costs.granule_tokens % block_size == 0
-    assert cascade_costs(backend, layout, [kind, AttentionKind(1.0, sliding_window=64)], 4) is None
+
+
+def test_on_hopper_a_tile_of_queries_costs_what_one_row_does() -> None:
+    layout = KVLayout(32, 100, 16, 8, 128, np.dtype("int8"), "gpu")
+    costs = cascade_costs("pallas-gpu", layout, [AttentionKind(1.0)] * 32, 32)
+    assert costs is not None
+    assert (costs.tile_queries, costs.tile_cost(16, 64), costs.tile_cost(17, 64)) == (16, 1.0, 1.0)
+    assert (costs.granule_tokens, costs.query_tokens, costs.windows) == (16, 8.0, ())
+    assert costs.step_tokens == 1e6 / (8 * 2 * 128)  # bytes over those of a token in a layer
+    assert cascade_costs("xla", layout, [AttentionKind(1.0)] * 32, 32) is None
+
+
+@pytest.mark.parametrize(("backend", "form", "passes"), [("pallas-gpu", "gpu", 1.0), ("xla", "cpu", 1.5)])
+def test_windows_are_counted_by_layers(backend: Backend, form: KVForm, passes: float) -> None:
+    layout, full = KVLayout(6, 100, 16, 8, 128, np.dtype("bfloat16"), form), AttentionKind(1.0)
+    narrow = dataclasses.replace(full, sliding_window=1024)
+    plain, costs = (cascade_costs(backend, layout, kinds, 32) for kinds in ([full] * 6, [*[narrow] * 3, *[full] * 3]))
+    assert plain is not None
+    assert costs is not None
+    assert costs.windows == ((1024, 0.5),)
+    assert (costs.step_tokens, costs.query_tokens) == (plain.step_tokens * passes, plain.query_tokens * passes)
+    assert plain.seen_tokens(2000, 5000) == 2000
+    assert costs.seen_tokens(2000, 5000) == 1000  # the window has left the prefix
+    assert costs.seen_tokens(2000, 2524) == 1250
+    assert costs.seen_tokens(800, 1000) == 800

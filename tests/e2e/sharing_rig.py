@@ -15,12 +15,12 @@ from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, serving_meshes
+from jpaged.engine.cascade_costs import CascadeCosts
 from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import (
     I32,
     BlockMoves,
-    CascadeCosts,
     DeviceRates,
     Geometry,
     Progress,

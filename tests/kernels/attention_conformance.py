@@ -339,6 +339,15 @@ class PagedAttentionPromises(BackendUnderTest):
         begins[0] = 64  # sees nothing at all
         self.check_case(dataclasses.replace(case, kv_begins_s=begins), shape)
 
+    def test_a_part_of_each_context_in_a_window(self) -> None:
+        """Windows that end within the keys, where they begin, and behind all of them."""
+        shape = Shape(sliding_window=30)
+        case = make_case([(1, 64), (5, 48), (1, 100), (20, 90), (1, 33)], shape)
+        distances = np.array([12, 40, 29, 25, 0, 0, 0, 0], np.int32)
+        begins = np.array([48, 0, 80, 64, 32, 0, 0, 0], np.int32)
+        self.check_case(dataclasses.replace(case, first_positions_s=case.kv_lens_s + distances), shape)
+        self.check_case(dataclasses.replace(case, kv_begins_s=begins), shape)
+
 
 class PagedAttentionConformance(PagedAttentionPromises):
     """The promises, and every size and type by itself; and what attention stores on its way."""

@@ -7,6 +7,7 @@ that numbers can be compared to the sixth digit, although the device has no such
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,45 +17,49 @@ import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows
 from jpaged.kernels.paged_attention.backends import implementation
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu.tiling import Tiling, choose_tiling
-from jpaged.kernels.paged_attention.spec import AttentionCall
+from jpaged.kernels.paged_attention.spec import AttentionCall, ContextPart
 from tests.conftest import QUICK_XLA_OPTIONS
 
 # Copies of several engines, so that waiting for one does not look like waiting for those before it.
 PARAMS = InterpretGPUParams(detect_races=True, num_tma_threads_per_device=5)
 
 
-def _run(q, pool, layer, rows, scales, spec: AttentionSpec, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    return gpu.attend(AttentionCall(q, pool, layer, rows, spec, scales), tiling, PARAMS)
+def _run(q, pool, layer, parts, scales, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
+    rows, spec = parts[0].rows, parts[0].spec
+    return gpu.attend_parts(AttentionCall(q, pool, layer, rows, spec, scales), parts, tiling, PARAMS)
 
 
 # What XLA compiles is the interpreter, which is not what a server runs: it need not be quick.
-_jitted = jax.jit(_run, static_argnames=("spec", "tiling"), compiler_options=QUICK_XLA_OPTIONS)
+_jitted = jax.jit(_run, static_argnames="tiling", compiler_options=QUICK_XLA_OPTIONS)
 
 
 def attend(
     q: jax.Array,
     pool: jax.Array,
     layer: jax.Array,
-    rows: RaggedRows,
-    spec: AttentionSpec,
+    parts: Sequence[ContextPart],
     scales: jax.Array | None,
-    splits: int = 1,
+    max_parts: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """The backend's `attend` with a given number of splits and two stages; a race is an error."""
+    """The backend's `attend_parts` with contexts cut into so many parts and two stages; a race is an error.
+
+    The first of the parts is of the call's rows.
+    """
+    rows, spec = parts[0].rows, parts[0].spec
     on_device = spec.layout
     if on_device.dtype == jnp.float32:
         on_device = dataclasses.replace(on_device, dtype=jnp.dtype("bfloat16"))
     dtype = jnp.dtype("bfloat16") if q.dtype == jnp.float32 else q.dtype
     queries = dataclasses.replace(AttentionCall(q, pool, layer, rows, spec, scales).queries, dtype=dtype)
     implementation("pallas-gpu", dataclasses.replace(spec, layout=on_device), queries)
-    tiling = choose_tiling(spec, q.shape[1], q.shape[0], *rows.block_tables_sm.shape)
-    tiling = dataclasses.replace(tiling, splits=splits, min_chunks=1, stages=2)
+    tiling = choose_tiling(spec, q.shape[1], q.shape[0], rows.block_tables_sm.shape[1])
+    wanted = rows.kv_lens_s.shape[0] * max_parts  # room for all parts of all rows
+    tiling = dataclasses.replace(tiling, max_parts=max_parts, wanted_items=wanted, min_chunks=1, stages=2)
     try:
-        out = jax.block_until_ready(_jitted(q, pool, layer, rows, scales, spec=spec, tiling=tiling))
+        out = jax.block_until_ready(_jitted(q, pool, layer, tuple(parts), scales, tiling=tiling))
         races: Any = interpreter.get_races()
         assert not races.races_found
     finally:

@@ -102,11 +102,22 @@ def test_a_float32_model_over_a_pool_of_16_bits_is_passed_over_before_it_is_trac
     hopper: Any = Device("gpu", compute_capability="9.0")
     layout = dataclasses.replace(LAYOUT, dtype=jnp.dtype("bfloat16"))
     chosen = choose("auto", hopper, layout, QUERIES)
-    assert chosen.backend == "xla"
+    assert chosen.backend == "pallas-triton"
     ((backend, reason),) = chosen.passed_over
     assert (backend, reason[:52]) == ("pallas-gpu", "queries are float32 and the pool holds bfloat16; que")
     same = dataclasses.replace(QUERIES, dtype=jnp.dtype("bfloat16"))
     assert choose("auto", hopper, layout, same).backend == "pallas-gpu"
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "10.0", "12.0"])
+def test_gpus_other_than_hopper_have_a_kernel(capability: str) -> None:
+    device: Any = Device("gpu", compute_capability=capability)
+    chosen = choose("auto", device, LAYOUT, QUERIES)
+    assert (chosen.backend, chosen.layout.form) == ("pallas-triton", "gpu")
+    older: Any = Device("gpu", compute_capability="7.5")
+    chosen = choose("auto", older, LAYOUT, QUERIES)
+    assert chosen.backend == "xla"
+    assert [backend for backend, _ in chosen.passed_over] == ["pallas-gpu", "pallas-triton"]
 
 
 def test_tables_beyond_a_tpus_scalar_memory_are_refused_before_they_are_traced() -> None:

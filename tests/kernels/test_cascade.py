@@ -5,19 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from jpaged.config import Backend
 from jpaged.kernels.paged_attention import AttentionSpec, paged_attention
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update, merge
+from jpaged.kernels.paged_attention.gpu import work
+from jpaged.kernels.paged_attention.gpu.tiling import choose_tiling
 from jpaged.kernels.paged_attention.spec import AttentionCall, NewKV, Updated
 from tests.device.programs.hlo import pool_sized_operations
 from tests.kernels import attention_oracle as oracle
+from tests.kernels import gpu_interpreter
 from tests.kernels.attention_conformance import (
     TOLERANCE,
     PagedAttentionConformance,
@@ -77,7 +83,7 @@ def shared_case(name: str, shape: Shape) -> tuple[oracle.Case, CascadeRows]:
     starts = np.full(shape.num_rows + 1, len(lengths), np.int32)
     starts[: len(runs) + 1] = np.cumsum([0, *(num_rows for num_rows, _ in runs)])
     rows = dataclasses.replace(RIG.rows(case), kv_begins_s=jnp.asarray(begins))
-    return case, CascadeRows.of(rows, jnp.asarray(starts), jnp.int32(len(runs)))
+    return case, CascadeRows.of(rows, jnp.asarray(starts), jnp.int32(len(runs)), RIG.spec(case, shape))
 
 
 def call(case: oracle.Case, shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array, AttentionSpec, jax.Array | None]:
@@ -117,7 +123,7 @@ def test_a_shared_prefix_is_read_through_its_first_row_alone(name: str) -> None:
         tables[first : first + num_rows, : shared // 16] = 10_000
         first += num_rows
     rows = dataclasses.replace(cascade.rows, block_tables_sm=jnp.asarray(tables))
-    got = _cascade(q, pool, layer, CascadeRows(rows, cascade.prefixes), spec, backend="xla")
+    got = _cascade(q, pool, layer, dataclasses.replace(cascade, rows=rows), spec, backend="xla")
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -128,6 +134,92 @@ def test_without_runs_it_is_the_plain_call_to_the_bit() -> None:
     plain = _plain(q, pool, layer, RIG.rows(case), spec, backend="xla")
     for got, want in zip(_cascade(q, pool, layer, cascade, spec, backend="xla"), plain, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+# Smaller than what follows the prefixes, within them, and larger than all contexts.
+WINDOWS = (3, 20, 37, 64, 1000)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_sliding_window_is_each_querys_own(name: str, window: int) -> None:
+    shape = Shape(sliding_window=window)
+    case, cascade = shared_case(name, shape)
+    q, pool, layer, spec, _ = call(case, shape)
+    o_thd, lse_th = _cascade(q, pool, layer, cascade, spec, backend="xla")
+    want_o_thd, want_lse_th = oracle.attention(case)
+    np.testing.assert_allclose(o_thd, want_o_thd, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("window", "prefix", "edge"), [(1000, (0, 96), 0), (60, (96, 96), 96), (90, (64, 96), 64)])
+def test_in_a_window_the_rows_read_together_what_all_of_them_see(
+    window: int, prefix: tuple[int, int], edge: int
+) -> None:
+    """The last of the queries stands at 149: it sees what lies behind 149 - window."""
+    _, cascade = shared_case("samples_decode", Shape(sliding_window=window))
+    assert cascade.edges is not None
+    assert (int(cascade.prefixes.begins[0]), int(cascade.prefixes.kv_lens_s[0])) == prefix
+    assert cascade.edges.kv_lens_s[:4].tolist() == [edge] * 4
+    assert cascade.edges.positions[:4].tolist() == [99, 100, 96, 149]
+
+
+GPU = {
+    "samples_decode": (None, 1),
+    "chunks_take_part": (37, 1),
+    "two_runs": (64, 3),
+    "a_row_without_queries": (1000, 2),
+    "nothing_shared": (None, 1),
+}
+
+
+@pytest.mark.parametrize("name", GPU)
+def test_hopper_reads_all_parts_in_one_launch(name: str) -> None:
+    window, max_parts = GPU[name]
+    shape = Shape(sliding_window=window, num_tokens=64)
+    case, cascade = shared_case(name, shape)
+    q, pool, layer, spec, _ = call(case, shape)
+    spec = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, form="gpu"))
+    o_thd, lse_th = gpu_interpreter.attend(q, pool, layer, cascade.parts(spec), None, max_parts)
+    want_o_thd, want_lse_th = oracle.attention(case)
+    np.testing.assert_allclose(o_thd, want_o_thd, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
+
+
+def test_on_hopper_a_prefix_is_one_tile_for_all_its_rows() -> None:
+    """And it is what the update runs there: one kernel, no condition, the keys stored first."""
+    shape = Shape(dtype="bfloat16", num_tokens=64)
+    case, cascade = shared_case("samples_decode", shape)
+    q, _, layer, spec, _ = call(case, shape)
+    spec = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, form="gpu"))
+    tiling = choose_tiling(spec, shape.num_heads, shape.num_tokens, 12, 2)
+    items, places = work.plan(cascade.parts(spec), tiling, shape.num_tokens)
+    used = np.asarray(items)[np.asarray(items)[:, 2] > 0]
+    fields = used[:, [0, 2, 4, 5]].tolist()
+    assert sorted(fields) == sorted([[i, 1, 96, end] for i, end in enumerate((100, 101, 97, 150))] + [[0, 4, 0, 96]])
+    assert places.parts_lt[:, :5].tolist() == [[1, 1, 1, 1, 0]] * 2
+    new_kv, _ = take_new(case, shape)
+    pool = jax.ShapeDtypeStruct(spec.layout.shape, spec.layout.storage_dtype)
+    update = functools.partial(cascade_attention_update, spec=spec, backend="pallas-gpu")
+    program = jax.make_jaxpr(update)(q, new_kv, pool, layer, cascade).jaxpr
+    names = [name for name in _outside_of_kernels(program) if name in {"scatter", "cond", _KERNEL}]
+    assert names == ["scatter", _KERNEL]
+
+
+_KERNEL = "the kernel"
+
+
+def _outside_of_kernels(jaxpr: Any) -> Iterator[str]:
+    """The steps of a program in order, a kernel's as one."""
+    for equation in jaxpr.eqns:
+        inner = list(jaxprs_in_params(equation.params))
+        if "wgmma_ref" in str(equation) and equation.primitive.name not in {"pjit", "jit"}:
+            yield _KERNEL
+        elif inner and equation.primitive.name != "cond":
+            for program in inner:
+                yield from _outside_of_kernels(program)
+        else:
+            yield equation.primitive.name
 
 
 def test_a_soft_cap_is_kept() -> None:

@@ -1,4 +1,4 @@
-"""The TPU kernel with one mistake in it: the suite has to notice each."""
+"""The TPU kernels with one mistake in them: the suite has to notice each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import jpaged.kernels.paged_attention as package
 from tests.kernels import tpu_interpreter
-from tests.kernels.attention_conformance import RAGGED, Shape
+from tests.kernels.attention_conformance import RAGGED, Shape, make_case
 from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, Early, Interpreted, Late
 
-MODULE = "jpaged.kernels.paged_attention.tpu.kernel"
-SOURCE = (Path(package.__file__).parent / "tpu" / "kernel.py").read_text()
+STORE, ITEMS, STAGES, DECODE = "store", "decode.items", "decode.stages", "decode.kernel"
+KEYS, CHUNK_STAGES, CHUNKS = "chunks.keys", "chunks.stages", "chunks.kernel"
+FILES = (STORE, ITEMS, STAGES, DECODE, KEYS, CHUNK_STAGES, CHUNKS)
+"""The kernels' modules, each behind those that it uses."""
+FOLDER = Path(package.__file__).parent / "tpu"
+SOURCES = {name: (FOLDER / f"{name.replace('.', '/')}.py").read_text() for name in FILES}
 
 Check = Callable[[Interpreted], None]
 
@@ -26,8 +31,20 @@ def decodes(suite: Interpreted) -> None:
     suite.check(RAGGED["decodes"], Shape())
 
 
+def several_of_a_row(suite: Interpreted) -> None:
+    suite.check([(1, 130), (1, 5), (1, 192)], Shape(num_tokens=8, dtype="bfloat16"))
+
+
 def decodes_of_8_bits(suite: Interpreted) -> None:
     suite.check(RAGGED["decodes"], Shape(kv_dtype="int8"))
+
+
+def chunks_of_8_bits(suite: Interpreted) -> None:
+    suite.check(RAGGED["chunk_continues"], Shape(kv_dtype="int8"))
+
+
+def chunk_ids_outside(suite: Interpreted) -> None:
+    suite.test_block_ids_outside_of_the_layer_read_as_zeros(num_queries=30)
 
 
 def chunks(suite: Interpreted) -> None:
@@ -36,6 +53,20 @@ def chunks(suite: Interpreted) -> None:
 
 def two_chunks(suite: Interpreted) -> None:
     suite.check(RAGGED["longest_table"], Shape())
+
+
+def decodes_in_a_window(suite: Interpreted) -> None:
+    suite.check(RAGGED["decodes"], Shape(sliding_window=33))
+
+
+def poisoned(suite: Interpreted) -> None:
+    """A long row of NaN, and short ones into whose buffers it came before."""
+    shape = Shape(num_tokens=8)
+    case = make_case([(1, 120)] * 7 + [(1, 20)], shape, num_slots=1024)
+    for row in range(7):
+        case.v_lnbkd[case.layer, case.block_tables_sm[row, :8]] = float("nan")
+    o_thd, _ = suite.run(case, shape)
+    assert np.isfinite(o_thd[7]).all()
 
 
 def window(suite: Interpreted) -> None:
@@ -52,18 +83,23 @@ def update(suite: Interpreted) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An edit of the kernel, and a check that notices it."""
+    """An edit of a kernel, and a check that notices it."""
 
     name: str
+    file: str
     before: str
     after: str
     check: Check
     suite: Interpreted
 
 
+WAIT = "            fetch(scalars, step, c, pool_ref, kept, plan)[1](buffer_of(this_turn))\n"
+UNPACK = "            unpack(kept, buffer_of(this_turn), chunk, segments.begin[step], segments.end[step], plan)\n"
+
 FAULTS = (
     Fault(
         "single tokens are not waited for",
+        STORE,
         "_repeat(num_singles, lambda _: copy_token(0, 0, 0).wait())",
         "pass",
         update,
@@ -71,6 +107,7 @@ FAULTS = (
     ),
     Fault(
         "whole blocks are not waited for",
+        STORE,
         "_repeat(num_blocks, lambda _: copy_block(0, 0).wait())",
         "pass",
         update,
@@ -78,6 +115,7 @@ FAULTS = (
     ),
     Fault(
         "a whole block is stored a token too late",
+        STORE,
         "new_ref.at[pl.ds(t, block_size)]",
         "new_ref.at[pl.ds(t + 1, block_size)]",
         update,
@@ -85,56 +123,204 @@ FAULTS = (
     ),
     *(
         Fault(
-            f"a buffer is read before its block has come ({name})",
-            "            fetch(step, c, this_turn, is_start=False)\n"
-            "            _attend(scalars, step, c, q_ref, kept.chunk.at[this_turn & 1], kept, plan)\n",
-            "            _attend(scalars, step, c, q_ref, kept.chunk.at[this_turn & 1], kept, plan)\n"
-            "            fetch(step, c, this_turn, is_start=False)\n",
+            f"a decode's buffer is read before its blocks have come ({name})",
+            DECODE,
+            "            items.wait(scalars, segment, item, buffer, kept, plan)\n",
+            "",
             decodes,
             suite,
         )
         for name, suite in (("late", Late()), ("early", Early()))
     ),
     Fault(
-        "the next chunk comes into the buffer that is read",
-        "        buffer = turn & 1\n",
-        "        buffer = 0 * turn\n",
-        chunks,
+        "half of the blocks are waited for",
+        ITEMS,
+        "for i in reversed(range(plan.fetch_blocks.bit_length()))",
+        "for i in reversed(range(plan.fetch_blocks.bit_length() - 1))",
+        several_of_a_row,
         Early(),
     ),
-    Fault("the layer is not counted", "pool_ref.at[first_block + block_id]", "pool_ref.at[block_id]", decodes, Late()),
-    Fault("a key too few", "(key_1w <= position_r1)", "(key_1w < position_r1)", decodes, Late()),
-    Fault("a key too many", "(key_1w <= position_r1)", "(key_1w <= position_r1 + 1)", chunks, Late()),
     Fault(
-        "the window is one too wide", "< spec.kind.sliding_window\n", "<= spec.kind.sliding_window\n", window, Late()
+        "a block comes into a buffer that is read",
+        ITEMS,
+        "return jnp.where(buffer + 1 == plan.sizes.ring, 0, buffer + 1)",
+        "return jnp.where(buffer + 1 >= plan.sizes.ring - 3, 0, buffer + 1)",
+        several_of_a_row,
+        Early(),
     ),
-    Fault("a stale maximum", "fade_r1 = jnp.exp(m_r1 - m_new_r1)", "fade_r1 = jnp.ones_like(m_r1)", two_chunks, Late()),
-    Fault("values are not masked", "jnp.where(is_filled_w1, v_wd, 0.0)", "v_wd", decodes, Late()),
     Fault(
-        "the values' scale for keys",
-        "* scalars.scales[2 * head]",
-        "* scalars.scales[2 * head + 1]",
+        "a decode's layer is not counted",
+        ITEMS,
+        "pool_ref.at[first_block + jnp.where(is_outside, 0, block_id)]",
+        "pool_ref.at[jnp.where(is_outside, 0, block_id)]",
+        decodes,
+        Late(),
+    ),
+    Fault("a decode sees a key too few", STAGES, "(token < end)", "(token < end - 1)", decodes, Late()),
+    Fault("a decode sees a key too many", STAGES, "(token < end)", "(token <= end)", decodes, Late()),
+    Fault(
+        "a decode sees a key before its window",
+        STAGES,
+        "(token >= begin)",
+        "(token >= begin - 1)",
+        decodes_in_a_window,
+        Late(),
+    ),
+    Fault(
+        "a decode's output does not fade",
+        STAGES,
+        "kept.o[place, bundle] * fade_rd",
+        "kept.o[place, bundle]",
+        several_of_a_row,
+        Late(),
+    ),
+    Fault(
+        "a row goes on where the one before ended",
+        STAGES,
+        "m_rl = jnp.where(is_first, LOWEST, kept.m[place, bundle])",
+        "m_rl = kept.m[place, bundle]",
+        decodes,
+        Late(),
+    ),
+    Fault(
+        "values that are not seen stay",
+        ITEMS,
+        "@pl.when((begin > 0) | (end < tokens))",
+        "@pl.when(False)",
+        poisoned,
+        Late(),
+    ),
+    Fault(
+        "a decode's values' scale for keys",
+        STAGES,
+        "jnp.tile(refs.scale[0, bundle]",
+        "jnp.tile(refs.scale[1, bundle]",
         decodes_of_8_bits,
         Late(),
     ),
     Fault(
-        "a tile's other queries are lost", "return (query >= lo) & (query < hi)", "return query >= 0", chunks, Late()
+        "an id outside of the layer is another's block",
+        ITEMS,
+        "@pl.when(kept.strange[buffer] > 0)",
+        "@pl.when(kept.strange[buffer] > 1)",
+        ids_outside,
+        Late(),
+    ),
+    *(
+        Fault(
+            f"a chunk is taken apart before its blocks have come ({name})",
+            CHUNKS,
+            WAIT + UNPACK,
+            UNPACK + WAIT,
+            chunks,
+            suite,
+        )
+        for name, suite in (("late", Late()), ("early", Early()))
     ),
     Fault(
-        "an id outside of the layer leaves what was there",
-        "buffer_ref[place] = jnp.zeros(buffer_ref.shape[1:], buffer_ref.dtype)",
+        "a chunk of whole blocks is not waited for",
+        KEYS,
+        "pltpu.make_async_copy(whole, whole, kept.fetched.at[buffer]).wait()",
         "pass",
-        ids_outside,
+        chunks,
+        Late(),
+    ),
+    Fault(
+        "a tile's next chunk comes into the buffer that is read",
+        CHUNKS,
+        "return turn & 1",
+        "return 0 * turn",
+        chunks,
+        Early(),
+    ),
+    Fault(
+        "a chunk's values are overwritten before they are multiplied",
+        CHUNKS,
+        "lax.rem(c, num_buffers(layout))",
+        "lax.rem(c, 1)",
+        chunks,
+        Late(),
+    ),
+    Fault("the pipeline keeps its last items", CHUNKS, "jnp.where(is_last, 2, 0)", "is_last", chunks, Late()),
+    Fault(
+        "items behind the last one count",
+        CHUNKS,
+        "slot = jnp.where(i < chunk.num_items, part * layout.num_kv_heads + head, plan.num_slots)",
+        "slot = part * layout.num_kv_heads + head",
+        chunks,
+        Late(),
+    ),
+    Fault(
+        "a chunk that is seen in part is taken for one that is seen whole",
+        CHUNKS,
+        "    is_whole &= position + jnp.maximum(lo, first_part << shift) >= last_key\n",
+        "",
+        chunks,
+        Late(),
+    ),
+    Fault(
+        "a tile's layer is not counted",
+        KEYS,
+        "copy(first_block + block_id, buffer",
+        "copy(block_id, buffer",
+        chunks,
+        Late(),
+    ),
+    Fault(
+        "a tile's values' scale for keys",
+        CHUNK_STAGES,
+        "s_rw * (scalars.scales[2 * head] * LOG2_E)",
+        "s_rw * (scalars.scales[2 * head + 1] * LOG2_E)",
+        chunks_of_8_bits,
+        Late(),
+    ),
+    Fault("a tile sees a key too few", CHUNK_STAGES, "<= position_r1", "< position_r1", chunks, Late()),
+    Fault("a tile sees a key too many", CHUNK_STAGES, "<= position_r1", "<= position_r1 + 1", chunks, Late()),
+    Fault("the window is one too wide", CHUNK_STAGES, "key_1w < window", "key_1w <= window", window, Late()),
+    Fault(
+        "a tile's stale maximum",
+        CHUNK_STAGES,
+        "jnp.exp2(m_rl - m_new_rl)",
+        "jnp.ones_like(m_rl)",
+        two_chunks,
+        Late(),
+    ),
+    Fault(
+        "a tile's values are not masked",
+        KEYS,
+        "functools.partial(unpack_words, is_masked=True)",
+        "functools.partial(unpack_words, is_masked=False)",
+        chunks,
+        Late(),
+    ),
+    Fault(
+        "a tile's other queries are lost",
+        CHUNKS,
+        "is_ours_q1 = (query_q1 >= lo) & (query_q1 < hi)",
+        "is_ours_q1 = query_q1 >= 0",
+        chunks,
+        Late(),
+    ),
+    Fault(
+        "an id outside of the layer leaves what a tile's buffer had",
+        KEYS,
+        "kept.chunk[buffer, place] = jnp.zeros(kept.chunk.shape[2:], kept.chunk.dtype)",
+        "pass",
+        chunk_ids_outside,
         Late(),
     ),
 )
 
 
-def plant(patch: pytest.MonkeyPatch, source: str) -> None:
-    """Makes the backend use a kernel of this source, and compiles nothing from what was compiled before."""
-    module = types.ModuleType(MODULE)
-    patch.setitem(sys.modules, MODULE, module)
-    exec(compile(source, MODULE, "exec"), module.__dict__)
+def plant(patch: pytest.MonkeyPatch, sources: dict[str, str]) -> None:
+    """Makes the backend use kernels of these sources, and compiles nothing from what was compiled before."""
+    for name in FILES:
+        full_name = f"jpaged.kernels.paged_attention.tpu.{name}"
+        module = types.ModuleType(full_name)
+        folder, _, last = full_name.rpartition(".")
+        patch.setitem(sys.modules, full_name, module)
+        patch.setattr(sys.modules[folder], last, module, raising=False)
+        exec(compile(sources[name], full_name, "exec"), module.__dict__)
     for name, function, place_of_spec in (
         ("_attention", package.paged_attention, 4),
         ("_update", package.paged_attention_update, 5),
@@ -152,16 +338,17 @@ def plant(patch: pytest.MonkeyPatch, source: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_noticed(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert SOURCE.count(fault.before) == 1
-    plant(monkeypatch, SOURCE.replace(fault.before, fault.after))
+    source = SOURCES[fault.file]
+    assert source.count(fault.before) == 1
+    plant(monkeypatch, SOURCES | {fault.file: source.replace(fault.before, fault.after)})
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
         fault.check(fault.suite)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("suite", [Late(), Early()], ids=["late", "early"])
-@pytest.mark.parametrize("check", [decodes, update])
+@pytest.mark.parametrize("check", [decodes, chunks, update])
 def test_without_a_fault_nothing_is_noticed(check: Check, suite: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planting itself harms neither program; that the kernel passes every check is what TestLate and TestEarly see."""
-    plant(monkeypatch, SOURCE)
+    plant(monkeypatch, SOURCES)
     check(suite)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jpaged.config import Backend
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
-from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention
+from jpaged.kernels.kv_layout import KVForm, KVLayout
+from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention, reference
 from jpaged.kernels.paged_attention.shapes import SHAPES
+from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, real_shape
 
 
@@ -24,6 +26,45 @@ class TestXla(PagedAttentionConformance):
     @pytest.mark.parametrize("name", SHAPES)
     def test_real_head_shapes(self, name: str) -> None:
         self.check(RAGGED["mixed"], real_shape(name))
+
+
+class TestXlaInGroups(PagedAttentionConformance):
+    """As accelerators run it, in groups so small that the cases need several, the last of them not full."""
+
+    backend = "xla"
+    form = "gpu"
+
+    @pytest.fixture(autouse=True)
+    def _small_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reference, "GROUP_ROWS", 3)
+        monkeypatch.setattr(reference, "GROUP_TILES", 2)
+
+
+@pytest.mark.parametrize(("form", "turns"), [("cpu", 3 + 2 + 1 + 3), ("gpu", 3 + 3)])
+def test_rows_take_the_chunks_of_their_contexts_in_turns(
+    form: KVForm, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows that decode and a prompt of three chunks: one by one on CPUs, else as many turns as the longest."""
+    seen: list[int] = []
+    read = reference._read_chunks
+
+    def counted(call: AttentionCall, chunks_n: jax.Array, segments: Any) -> Any:
+        jax.debug.callback(seen.append, chunks_n.shape[0])
+        return read(call, chunks_n, segments)
+
+    monkeypatch.setattr(reference, "_read_chunks", counted)
+    spec = AttentionSpec(KVLayout(1, 40, 16, 2, 16, jnp.dtype("float32"), form), AttentionKind(1.0))
+    nums, lens = np.array([1, 1, 1, 5]), np.array([300, 200, 100, 384])
+    rows = RaggedRows(
+        jnp.asarray(np.cumsum([0, *nums]), jnp.int32),
+        jnp.asarray(lens, jnp.int32),
+        jnp.zeros((4, 24), jnp.int32),
+        jnp.int32(4),
+    )
+    pool, q_thd = jnp.zeros(spec.layout.shape), jnp.zeros((8, 2, 16))
+    jax.block_until_ready(paged_attention(q_thd, pool, 0, rows, spec, backend="xla"))
+    jax.effects_barrier()
+    assert len(seen) == turns
 
 
 def _call(

@@ -2,20 +2,37 @@
 
 LATE    a DMA happens when somebody waits for it: what nobody waits for never happens
 EARLY   a DMA happens at once, and each access is checked against all that it is not ordered with
+
+It is taught references that are seen as another type or shape, which Mosaic knows and the interpreter does not:
+
+    ref.at[i].bitcast(int32).reshape(n, 128)[pl.ds(first, size, stride), :]
+        └─ read whole, and looked at for races ─┘ └─ what is taken of it ─┘
+
+Only reads are taught. A view counts as a read of all that it shows: that finds no fewer races.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax._src.pallas.mosaic.interpret import utils
+from jax._src.state import types
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention import paged_attention, paged_attention_update
-from jpaged.kernels.paged_attention.tpu import sizes as sizing
+from jpaged.kernels.paged_attention.tpu import words
+from jpaged.kernels.paged_attention.tpu.chunks import sizes as chunk_sizes
+from jpaged.kernels.paged_attention.tpu.decode import sizes as decode_sizes
 from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels.attention_conformance import PagedAttentionConformance, Support
 
@@ -33,25 +50,85 @@ _update = jax.jit(
 )
 
 
+_VIEWS = (types.BitcastTransform, types.ReshapeTransform)
+
+
+def seen_as(array: np.ndarray, view: Any) -> np.ndarray:
+    """The array as a TPU sees it: a word of 32 bits is one lane of rows that follow each other, the first lowest."""
+    if isinstance(view, types.ReshapeTransform):
+        return array.reshape(view.shape)
+    ratio = np.dtype(view.dtype).itemsize // array.dtype.itemsize
+    *outer, rows, lanes = array.shape
+    assert ratio and rows % ratio == 0
+    words = np.moveaxis(array.reshape(*outer, rows // ratio, ratio, lanes), -2, -1)
+    return np.ascontiguousarray(words).view(view.dtype).reshape(*outer, rows // ratio, lanes)
+
+
+@contextlib.contextmanager
+def views() -> Iterator[None]:
+    """Reads through views work inside."""
+    get = interpreter.get
+
+    @functools.wraps(get)
+    def get_through_views(*args: Any, **options: Any) -> Any:
+        *before, transforms = args[:6]
+        first = next((i for i, transform in enumerate(transforms) if isinstance(transform, _VIEWS)), len(transforms))
+        token, array = get(*before, transforms[:first], *args[6:], **options)
+        for transform in transforms[first:]:
+            if isinstance(transform, _VIEWS):
+                array = seen_as(np.asarray(array), transform)
+            else:
+                array = array[utils.to_range((jax.tree.map(int, transform),))]
+        return token, array
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "get", get_through_views)
+        yield
+
+
 @contextlib.contextmanager
 def interpreted(params: pltpu.InterpretParams) -> Iterator[None]:
     """What is called inside runs in the interpreter; a race is an error."""
     # The interpreter's own record is renewed by every call of a kernel, and an update makes two; what it prints stays.
     printed = io.StringIO()
     try:
-        with pltpu.force_tpu_interpret_mode(params), contextlib.redirect_stdout(printed):
+        with pltpu.force_tpu_interpret_mode(params), views(), contextlib.redirect_stdout(printed):
             yield
     finally:
         pltpu.reset_tpu_interpret_mode_state()
     assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
 
 
+def read_words(buffer_ref: Any, start: Any, num: int, stride: int) -> jax.Array:
+    """What `words.read` does, of the buffer as it is: the interpreter knows no other view of it."""
+    return lax.dynamic_slice_in_dim(_words(buffer_ref[...]), start, (num - 1) * stride + 1)[::stride]
+
+
+def write_words(buffer_ref: Any, start: Any, rows: jax.Array) -> None:
+    """What `words.write` does."""
+    whole = buffer_ref[...]
+    changed = lax.dynamic_update_slice_in_dim(_words(whole), rows, start, axis=0)
+    *blocks, pack, lanes = whole.shape
+    parts = lax.bitcast_convert_type(changed, whole.dtype)
+    buffer_ref[...] = jnp.swapaxes(parts.reshape(*blocks, lanes, pack), -1, -2)
+
+
+def _words(whole: jax.Array) -> jax.Array:
+    parts = jnp.swapaxes(whole, -1, -2)
+    found = lax.bitcast_convert_type(parts if parts.shape[-1] > 1 else parts[..., 0], jnp.int32)
+    return found.reshape(-1, words.LANES)
+
+
 @contextlib.contextmanager
 def small_sizes() -> Iterator[None]:
-    """Chunks and tiles that the short contexts of tests have several of."""
+    """Chunks and tiles that the short contexts of tests have several of, and loads that the interpreter knows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizing, "_MAX_CHUNK_TOKENS", 128)
-        patch.setattr(sizing, "_TILES", (32, 16))
+        patch.setattr(decode_sizes, "_MAX_CHUNK_TOKENS", 128)
+        patch.setattr(words, "read", read_words)
+        patch.setattr(words, "write", write_words)
+        patch.setattr(chunk_sizes, "_CHUNK_TOKENS", (128, 256))
+        patch.setattr(chunk_sizes, "_TILES", (32, 16))
+        patch.setattr(chunk_sizes, "_PART_ROWS", 32)
         yield
 
 
@@ -60,7 +137,7 @@ class Interpreted(PagedAttentionConformance):
 
     backend = "pallas-tpu"
     form = "tpu"
-    supports = Support(block_sizes=frozenset({8, 16, 32, 64, 128}))
+    supports = Support(block_sizes=frozenset({8, 16, 32, 64, 128, 256}))
     params = LATE
 
     def attend(self, q, pool, layer, rows, spec, scales):

@@ -34,10 +34,10 @@ FAULTS = (
     ),
     Fault(
         "a tile begins between two eights of rows",
-        "attention.py",
+        "work.py",
         "jnp.cumsum((size_n * tiling.group + 7) // 8)",
         "jnp.cumsum(size_n * tiling.group // 8)",
-        ("test_every_query",),
+        ("test_every_key",),
     ),
     Fault(
         "a slot is refilled while it is read",
@@ -84,8 +84,8 @@ FAULTS = (
     Fault(
         "the window is a key too wide",
         _KERNEL,
-        "keys > positions - window",
-        "keys >= positions - window",
+        "keys > positions - work.window",
+        "keys >= positions - work.window",
         ("parts",),
     ),
     Fault(
@@ -118,10 +118,31 @@ FAULTS = (
     ),
     Fault(
         "parts of a context overlap",
-        _KERNEL,
-        "jnp.minimum(jnp.maximum(num_chunks - split * share, 0), share)",
-        "jnp.maximum(num_chunks - split * share, 0)",
+        "work.py",
+        "jnp.clip(chunks_n[tile_i] - skipped_i, 0, share_n[tile_i])",
+        "jnp.maximum(chunks_n[tile_i] - skipped_i, 0)",
         ("parts",),
+    ),
+    Fault(
+        "what was rounded off is written while the result is still read",
+        _KERNEL,
+        "        plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
+        "",
+        _COMMITS,
+    ),
+    Fault(
+        "what was rounded off is lost",
+        _KERNEL,
+        "memory.q_s[...] = (out - out.astype(memory.q_s.dtype).astype(jnp.float32))",
+        "memory.q_s[...] = (out - out)",
+        ("test_parts_are_merged",),
+    ),
+    Fault(
+        "the parts fill the arrays and not the chip",
+        "work.py",
+        "mean = -(-chunks_n.sum() // tiling.wanted_items)",
+        "mean = -(-chunks_n.max() // tiling.max_parts)",
+        ("test_contexts_are_cut",),
     ),
     Fault(
         "parts are merged without their sums",
@@ -142,8 +163,8 @@ FAULTS = (
 NO_FAULT = Fault(
     "nothing is planted",
     _KERNEL,
-    "class TileField(",
-    "class TileField(",
+    "class ItemField(",
+    "class ItemField(",
     tuple(sorted({name for fault in FAULTS for name in fault.tests})),
 )
 

@@ -2,11 +2,15 @@
 
 import pytest
 
-from tests.mutation import plant_gpu, planting
+from tests.mutation import plant_gpu, plant_triton, planting
 from tests.mutation.plant import BED, FAULTS, NO_FAULT
 
 
-@pytest.mark.parametrize(("bed", "faults"), [(BED, FAULTS), (plant_gpu.BED, plant_gpu.FAULTS)], ids=["engine", "gpu"])
+@pytest.mark.parametrize(
+    ("bed", "faults"),
+    [(BED, FAULTS), (plant_gpu.BED, plant_gpu.FAULTS), (plant_triton.BED, plant_triton.FAULTS)],
+    ids=["engine", "gpu", "triton"],
+)
 def test_every_fault_is_one_edit_of_the_code_as_it_is_and_a_program(bed, faults):
     assert len({fault.name for fault in faults}) == len(faults)
     for fault in faults:

@@ -1,4 +1,7 @@
-"""A model on devices with a pool of blocks, in a system like the one that the paper measured: what its steps take.
+"""A model on devices with a pool of blocks: what its steps take.
+
+On TPUs a step is what a plan's is (`jpaged.capacity.step_times`); on GPUs the system is like the one that the paper
+measured:
 
 step   = the roofline's (`jpaged.capacity.cost`) + overhead + all-reduces
 copy   = 2 * bytes / (devices * bandwidth * eff)                                  a read and a write
@@ -8,11 +11,15 @@ swap   = blocks * 2 * layers * latency + bytes / (devices * link * eff)         
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from jpaged.capacity.cost import ASSUMED, Assumptions, Roofline
-from jpaged.capacity.hardware import Hardware
+from jpaged.capacity.cost import ASSUMED, Assumptions, Roofline, StepLoad
 from jpaged.capacity.simulator.models import SimulatedModel
 from jpaged.errors import InvalidArgument
+from jpaged.hardware import Hardware
+
+if TYPE_CHECKING:
+    from jpaged.capacity.step_times import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +31,7 @@ class Deployment:
         num_kv_slots: tokens that the pool holds.
         block_size: token slots in a block.
         num_host_blocks: blocks in host memory to swap out to.
+        times: of steps where a plan's are known; None for the paper's system.
     """
 
     model: SimulatedModel
@@ -31,6 +39,7 @@ class Deployment:
     num_kv_slots: int
     block_size: int
     num_host_blocks: int
+    times: StepTimes | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -44,9 +53,9 @@ class Deployment:
         """The same with each sequence's KV in one piece, so that nothing is gathered."""
         return replace(self, roofline=replace(self.roofline, gather_efficiency=1.0))
 
-    def step_s(self, num_tokens: int, num_kv_tokens: int, num_pairs: int) -> float:
-        """Seconds of a step; the arguments are the roofline's."""
-        return self.roofline.step_s(num_tokens, num_kv_tokens, num_pairs) + self.overhead_s
+    def step_s(self, load: StepLoad) -> float:
+        """Seconds of a step."""
+        return self.roofline.step_s(load) + self.overhead_s if self.times is None else self.times.step_s(load)
 
     @property
     def overhead_s(self) -> float:
@@ -97,4 +106,24 @@ def deploy(
     run_bytes = block_size * model.config.head_dim * 2
     gather_efficiency = run_bytes / (run_bytes + assumptions.half_rate_run_bytes)
     roofline = Roofline(shape, hardware, devices, assumptions, gather_efficiency)
-    return Deployment(model, roofline, num_kv_slots, block_size, num_host_blocks)
+    times = _planned_times(model, hardware, devices, block_size) if hardware.clock_hz is not None else None
+    return Deployment(model, roofline, num_kv_slots, block_size, num_host_blocks, times)
+
+
+def _planned_times(model: SimulatedModel, hardware: Hardware, num_devices: int, block_size: int) -> StepTimes:
+    """The times of a plan in bfloat16 for devices in a line."""
+    from jpaged.capacity.step_times import PlannedModel  # imports jax
+    from jpaged.capacity.target import Target
+
+    shape, family = model.shape, hardware.name.removeprefix("tpu-")
+    return PlannedModel(
+        config=model.config,
+        kv_dtype="bfloat16",
+        itemsize=2,
+        target=Target(family, family, "tpu", num_devices, num_devices, hardware, (num_devices,)),
+        num_devices=num_devices,
+        weight_bytes=int(shape.weight_bytes / num_devices),
+        bytes_per_block=int(shape.kv_bytes_per_token * block_size / num_devices),
+        block_size=block_size,
+        number_bytes=2,
+    ).step_times()

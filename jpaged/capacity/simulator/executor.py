@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from jpaged.capacity.cost import StepLoad
 from jpaged.capacity.simulator.deployment import Deployment
 from jpaged.capacity.simulator.steady import Seen
 from jpaged.engine.executor import (
@@ -80,11 +81,14 @@ class SimulatedExecutor:
     @property
     def rates(self) -> DeviceRates:
         swap = self._deployment.bytes_per_block / self._deployment.swap_s(1)
-        step_s = self._deployment.step_s
-        forward_s = tuple((size, step_s(size, 0, 0)) for size in self.geometry.buckets.tokens)
+
+        def step_s(num_tokens: int, num_pairs: int) -> float:
+            return self._deployment.step_s(StepLoad(0, num_tokens, 0, num_pairs))
+
+        forward_s = tuple((size, step_s(size, 0)) for size in self.geometry.buckets.tokens)
         num_tokens, seconds = forward_s[-1]
         num_pairs = num_tokens * self.geometry.max_model_len  # as many as one step may have
-        return DeviceRates(swap, swap, forward_s, (step_s(num_tokens, 0, num_pairs) - seconds) / num_pairs)
+        return DeviceRates(swap, swap, forward_s, (step_s(num_tokens, num_pairs) - seconds) / num_pairs)
 
     def warm_up(self, progress: Progress) -> None:
         progress("programs", 1, 1)
@@ -106,12 +110,20 @@ class SimulatedExecutor:
         query_lens = np.diff(inputs.query_starts_s1[: num_rows + 1]).astype(np.int64)
         kv_lens = np.where(query_lens > 0, inputs.kv_lens_s[:num_rows], 0).astype(np.int64)
         num_kv_tokens = int(kv_lens.sum())
-        num_pairs = inputs.num_pairs
-        seconds = self._deployment.step_s(inputs.num_tokens, num_kv_tokens, num_pairs)
+        is_decoding = query_lens == 1
+        load = StepLoad(
+            num_rows=num_rows,
+            num_tokens=inputs.num_tokens,
+            num_kv_tokens=num_kv_tokens,
+            num_pairs=inputs.num_pairs,
+            num_decoding=int(is_decoding.sum()),
+            num_decoding_kv_tokens=int(kv_lens[is_decoding].sum()),
+        )
+        seconds = self._deployment.step_s(load)
         self._clock.advance(seconds)
         self._num_steps += 1
         roofline = self._deployment.roofline
-        is_flops_bound = roofline.flops_s(inputs.num_tokens, num_pairs) > roofline.bytes_s(num_kv_tokens)
+        is_flops_bound = roofline.flops_s(load) > roofline.bytes_s(num_kv_tokens)
         self.seen = Seen(num_kv_tokens, *self._count_blocks(inputs), is_flops_bound)
         return inputs.kv_lens_s[:num_rows]
 

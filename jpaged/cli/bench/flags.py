@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jpaged.bench.datasets import DatasetName, DatasetOptions
-from jpaged.capacity.hardware import HARDWARE
 from jpaged.cli.options import flag_of
 from jpaged.errors import InvalidArgument
+from jpaged.hardware import HARDWARE
 
 _HELP: Mapping[str, str] = {
     "dataset_name": "what is sent",

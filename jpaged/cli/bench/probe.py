@@ -12,6 +12,7 @@ from jpaged import json_text
 from jpaged.bench import limits
 from jpaged.bench.limits import Limits
 from jpaged.errors import InternalError
+from jpaged.hardware import find_hardware
 
 DESCRIPTION = """\
 Measure what this machine does at best: bytes read from memory a second, and operations of matrix products a second.
@@ -46,8 +47,8 @@ def _here(dtype: str) -> Limits:
     from jpaged.kernels.paged_attention.measure import survey  # imports jax
 
     device = survey([], "demo", dtype, "auto", 0).device
-    if (name := limits.DEVICE_KINDS.get(device.kind)) is not None:
-        return limits.of_accelerator(name, 1)
+    if (known := find_hardware(device.kind)) is not None:
+        return limits.of_accelerator(known.name, 1)
     if device.kind != "cpu":
         return Limits(device.limits.bytes_per_s, device.limits.flops_per_s, f"measured: XLA on {device.kind}, {dtype}")
     plain = limits.probe()

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from jpaged.bench.drive import Backend
 from jpaged.bench.grpc_backend import GrpcBackend
-from jpaged.bench.limits import DEVICE_KINDS, Limits, ServedModel, of_accelerator, read_model
+from jpaged.bench.limits import Limits, ServedModel, of_accelerator, read_model
 from jpaged.bench.openai_backend import ENDPOINTS, OpenAIBackend, first_model
 from jpaged.bench.vocabulary import FolderVocabulary, NumberedVocabulary, ServerVocabulary, Vocabulary
 from jpaged.checkpoints.hub import find_folder, find_local
@@ -24,6 +24,7 @@ from jpaged.cli.server_process import ServerProcess, startup_texts, unwinding_at
 from jpaged.client import Client, ServerInfo
 from jpaged.client.channel import require_target
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
+from jpaged.hardware import find_hardware
 
 _START_FLAGS = ("--wait-for-all-programs",)
 """Programs that compile beside the load would be measured with it."""
@@ -177,10 +178,10 @@ def _limits_of_server(
             return None, "the server is on another machine: name its --hardware"
         with console.status("measuring the machine"):
             return probed(dtype), ""
-    name = DEVICE_KINDS.get(info.device_kind or "")
-    if name is None:
+    device = find_hardware(info.device_kind or "")
+    if device is None:
         return None, f"the data sheet of {info.device_kind} is not in the table"
-    return of_accelerator(name, info.num_devices), ""
+    return of_accelerator(device.name, info.num_devices), ""
 
 
 def _openai(arguments: argparse.Namespace, console: Console) -> Served:

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from jpaged import json_text
-from jpaged.capacity.hardware import HARDWARE
 from jpaged.capacity.simulator.deployment import Deployment, deploy
 from jpaged.capacity.simulator.models import MODELS
 from jpaged.capacity.simulator.simulation import Served, Simulation, simulate
@@ -18,6 +17,7 @@ from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
 from jpaged.capacity.simulator.trace_file import read_trace
 from jpaged.config import EngineConfig, iter_options
 from jpaged.errors import InvalidArgument
+from jpaged.hardware import HARDWARE
 from jpaged.types import MAX_SEED
 
 DESCRIPTION = """\

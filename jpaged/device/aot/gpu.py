@@ -9,23 +9,29 @@ from jax.experimental import topologies
 
 from jpaged.errors import Unsupported
 
-H200 = Path(__file__).with_name("h200.txtpb")
+GPUS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.txtpb")))
+"""Names of the GPUs that are described here."""
 
 
-def compile_only_gpus(num_devices: int) -> list[jax.Device]:
-    """H200s of one machine that programs can be lowered and compiled for, and nothing else.
+def compile_only_gpus(num_devices: int, name: str = "h200") -> list[jax.Device]:
+    """GPUs of one machine that programs can be lowered and compiled for, and nothing else.
+
+    Args:
+        num_devices: how many they are.
+        name: which they are, one of `GPUS`.
 
     Raises:
         Unsupported: jax has no CUDA packages here.
     """
+    description = Path(__file__).with_name(f"{name}.txtpb").read_text()
     try:
         topology = topologies.get_topology_desc(
-            "", platform="cuda", target_config=H200.read_text(), topology=f"1x1x{num_devices}"
+            "", platform="cuda", target_config=description, topology=f"1x1x{num_devices}"
         )
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise Unsupported(
-            f"h200: this Python cannot compile for CUDA: {reason}: install jax's CUDA packages (`pip install "
+            f"{name}: this Python cannot compile for CUDA: {reason}: install jax's CUDA packages (`pip install "
             "'jax[cuda13]'`, or `make EXTRAS=cuda`; no GPU is needed)"
         ) from error
     devices: list[jax.Device] = topology.devices

@@ -31,6 +31,8 @@ from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 
+_HALVES_FROM = 256
+"""Tokens of a step from which there are programs for half as many again: on CPUs padding is not computed."""
 Lowering = Callable[[], jax.stages.Lowered]
 _NUM_STEPS, _NUM_STEPS_ELSEWHERE = {"cpu": 8}, 2
 """Decode steps of one dispatch at most: on CPUs, where the host's part is the largest, more."""
@@ -71,6 +73,7 @@ def sized_step(
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_num_seqs=sizes.max_num_seqs,
             max_num_steps=max_num_steps,
+            halves_from=None if first_device(mesh).platform == "cpu" else _HALVES_FROM,
         ),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
         cascade=cascade,
@@ -85,7 +88,7 @@ def sized_step(
         mesh=mesh,
         backend=chosen.backend,
         linear_backend=choose_linear_backend(options.model.linear_backend, mesh, layer_mode),
-        sampler=choose_kernel(chosen.backend, num_parts),
+        sampler=choose_kernel(chosen.backend, num_parts, vocab_size),
     )
     return step, geometry
 

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jpaged.config import CacheOptions
+from jpaged.config import CacheOptions, platform_default
 from jpaged.device.host_pool import MAX_ON_THE_WAY
-from jpaged.device.mesh import local_bytes
+from jpaged.device.mesh import first_device, local_bytes
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.kept import KeptPrograms
 from jpaged.device.programs.lowering import program_lowerings
@@ -102,7 +102,8 @@ class ServerPrograms:
             block_size=self.geometry.block_size,
             max_num_seqs=self.geometry.max_num_seqs,
             max_model_len=self.geometry.max_model_len,
-            memory_utilization=cache.memory_utilization,
+            memory_utilization=cache.memory_utilization
+            or platform_default("memory_utilization", first_device(self.step.mesh).platform),
             weight_bytes=self.weight_bytes,
             num_blocks=cache.num_blocks,
             pool_bytes=None if cache.num_blocks is not None else cache.kv_cache_memory_bytes,

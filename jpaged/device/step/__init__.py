@@ -5,5 +5,4 @@ decode.py      the two again and again, in one program
 runner.py      what a call takes in one buffer, the pool between two calls, and the calls
 sampling.py    logits -> the next token of each row
 vocabulary.py  the vocabulary as columns, whole or split over devices
-noise.py       random numbers as a function of seed, sequence and position
 """

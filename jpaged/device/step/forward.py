@@ -19,20 +19,31 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.config import Backend, LinearBackend
-from jpaged.device.mesh import HEADS_SPEC, LOGITS_SPEC, MODEL_AXIS, POOL_SPEC, SCALES_SPEC, num_shards, on_shards
+from jpaged.device.mesh import (
+    HEADS_SPEC,
+    LOGITS_SPEC,
+    MODEL_AXIS,
+    POOL_SPEC,
+    PROJECTION_SPEC,
+    SCALES_SPEC,
+    num_shards,
+    on_shards,
+)
 from jpaged.device.step import sampling
 from jpaged.device.step.runner import Packing, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Detail, Geometry, StepInputs
+from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.kernels.heads import tpu as heads
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
-from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update, prepare_rows
+from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update, prefix_spec
 from jpaged.kernels.paged_attention.spec import NewKV
 from jpaged.kernels.sampling import SamplingKernel
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace
-from jpaged.models.tokens import TokenBatch
+from jpaged.models.tokens import HeadsKernel, TokenBatch
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped
@@ -111,17 +122,16 @@ class Step:
             num_rows=inputs["num_rows"],
             kv_begins_s=inputs.get("kv_begins_s"),
         )
-        has_runs = "num_runs" in inputs
-        rows = CascadeRows.of(alone, inputs["run_starts_s1"], inputs["num_runs"]) if has_runs else alone
+        rows = {kind: self._prepare(kind, alone, inputs) for kind in set(self.model.config.attention_kinds)}
 
         def attend(
             q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, pool: jax.Array, place: LayerPlace
         ) -> tuple[jax.Array, jax.Array]:
             new_kv = k_tkd, v_tkd, inputs["slots_t"]
-            return self._attend(q_thd, new_kv, pool, place, rows, params.get("kv_scales"))
+            return self._attend(q_thd, new_kv, pool, place, rows[place.attention], params.get("kv_scales"))
 
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin where the last one ends
-        tokens = TokenBatch(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens)
+        tokens = TokenBatch(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens, self._heads())
         return self.model.run(params, tokens, attend, pool, self.layer_mode)
 
     def packed_sample(
@@ -155,6 +165,34 @@ class Step:
             return sampling.sample(logits_rv, how, vocabulary, detail, self.sampler)
 
         return on_shards(sample, self.mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec())(logits_rv, how)
+
+    def _heads(self) -> HeadsKernel | None:
+        """The kernel that turns heads as this backend's attention takes them: each device has its own heads."""
+        config, layout = self.model.config, self.layout.local
+        num_rows = config.num_heads // num_shards(self.mesh) + 2 * layout.num_kv_heads
+        if self.backend != "pallas-tpu" or heads.unsupported_reason(
+            config.head_dim, jnp.dtype(self.model.dtype), layout.dtype, num_rows
+        ):
+            return None
+        whole = PartitionSpec()
+        turn = on_shards(heads.turn, self.mesh, (PROJECTION_SPEC, whole, whole), (HEADS_SPEC,) * 3)
+        return HeadsKernel(heads.angles, turn)
+
+    def _prepare(
+        self, kind: AttentionKind, rows: RaggedRows, inputs: Mapping[str, jax.Array]
+    ) -> RaggedRows | CascadeRows:
+        """The rows as the layers of a kind take them: what depends on the step alone is made once."""
+        spec, config, slots_t = AttentionSpec(self.layout.local, kind), self.model.config, inputs["slots_t"]
+        num_rows, table_width = rows.block_tables_sm.shape
+        num_heads = config.num_heads // num_shards(self.mesh)
+        queries = Queries(num_heads, jnp.dtype(self.model.dtype), num_rows, table_width, slots_t.shape[0])
+        prepared = prepare_rows(rows, slots_t, spec, queries, backend=self.backend)
+        if "num_runs" not in inputs:
+            return prepared
+        cascade = CascadeRows.of(rows, inputs["run_starts_s1"], inputs["num_runs"], spec)
+        prefixes = prepare_rows(cascade.prefixes, None, prefix_spec(spec), queries, backend=self.backend)
+        edges = cascade.edges and prepare_rows(cascade.edges, None, spec, queries, backend=self.backend)
+        return dataclasses.replace(cascade, rows=prepared, prefixes=prefixes, edges=edges)
 
     def _attend(
         self,

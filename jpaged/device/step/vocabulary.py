@@ -71,6 +71,15 @@ class Vocabulary:
         here_r = functools.reduce(operator.add, (x_rv.sum(axis=1) for x_rv in parts))
         return here_r if self.axis is None else lax.psum(here_r, self.axis)
 
+    def sums(self, *parts: Float[Array, "R V"]) -> Float[Array, "N R"]:
+        """The sums of each row, of each of N arrays, in one reading of what they are made from."""
+        if len(parts) == 1:
+            return self.sum(*parts)[None]
+        zeros = tuple(jnp.zeros((), x_rv.dtype) for x_rv in parts)
+        # One reduction of many operands: XLA for GPUs would run many of one operand after each other.
+        here_nr = jnp.stack(lax.reduce(parts, zeros, lambda a, b: tuple(map(operator.add, a, b)), [1]))
+        return here_nr if self.axis is None else lax.psum(here_nr, self.axis)
+
     def log_sum_exp(self, largest_r1: Float[Array, "R 1"], *parts: Float[Array, "R ..."]) -> Float[Array, "R 1"]:
         """log(sum(exp(x))) of each row over all that is given, whose largest is known."""
         return largest_r1 + jnp.log(self.sum(*(jnp.exp(x_rv - largest_r1) for x_rv in parts)))[:, None]

@@ -20,9 +20,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.executor import CascadeCosts, Geometry
+from jpaged.engine.cascade_costs import CascadeCosts
+from jpaged.engine.executor import Geometry
 from jpaged.engine.scheduling.schedule import Schedule, SharedPrefixGroup
 from jpaged.engine.sequence import Sequence
+
+_WINDOW_MOVES = 64
+"""Tokens by which rows may grow before it is asked again how much of a prefix their windows hold."""
 
 Places = list[int]
 """The places of rows in the schedule, ascending."""
@@ -68,23 +72,35 @@ class PrefixSharing:
             return
         width = min(costs.tile_queries, geometry.buckets.num_tokens(schedule.num_tokens))
         found = None if schedule.rows else self._found
-        if found is not None and found.sequences == sequences and found.width == width:
+        if found is not None and found.holds(schedule, width):
             schedule.share(found.runs)
             if found.order:
                 schedule.reorder(found.order)
             return
         _share_prefixes(schedule, costs, geometry.block_size, width)
-        self._found = None if schedule.rows else _Found(sequences, width, schedule.order, schedule.runs)
+        end = int(schedule.decodes.starts_s.max()) + _WINDOW_MOVES if costs.windows and sequences else None
+        self._found = None if schedule.rows else _Found(sequences, width, end, schedule.order, schedule.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What was found for a step of rows that decode, and what it depends on."""
+    """What was found for a step of rows that decode, and what it depends on.
+
+    Attributes:
+        end: the position up to which it is good, where windows move out of prefixes as rows grow.
+    """
 
     sequences: list[Sequence]
     width: int
+    end: int | None
     order: list[int]
     runs: list[SharedPrefixGroup]
+
+    def holds(self, schedule: Schedule, width: int) -> bool:
+        """Whether it would be found again."""
+        if self.sequences != schedule.decodes.sequences or self.width != width:
+            return False
+        return self.end is None or int(schedule.decodes.starts_s.max()) <= self.end
 
 
 def _share_prefixes(schedule: Schedule, costs: CascadeCosts, block_size: int, width: int) -> None:
@@ -161,7 +177,9 @@ class _Finder:
         run = sorted(with_run.rest), node.num_tokens
         with_run = _Plan([*with_run.runs, run], with_run.gain + self._gain(*run), [])
         without = self._gather(node, num_tokens)
-        if len(run[0]) > 1 and with_run.gain > without.gain + self._alone(without.rest) * num_tokens:
+        if len(run[0]) > 1 and with_run.gain > without.gain + self._alone(without.rest) * self._seen(
+            without.rest, num_tokens
+        ):
             return with_run
         return without
 
@@ -185,7 +203,14 @@ class _Finder:
         """What rows save by reading so many tokens together; see `CascadeCosts`."""
         num_queries = len(places) if self._only_decodes else sum(self._lens[place] for place in places)
         together = self._costs.tile_cost(num_queries, self._width)
-        return (self._alone(places) - together) * num_tokens - num_queries * self._costs.query_tokens
+        saved = (self._alone(places) - together) * self._seen(places, num_tokens)
+        return saved - num_queries * self._costs.query_tokens
+
+    def _seen(self, places: Places, num_tokens: int) -> float:
+        """How many of so many tokens are read together."""
+        if not self._costs.windows or not places:
+            return num_tokens
+        return self._costs.seen_tokens(num_tokens, max(self._starts[place] + self._lens[place] for place in places))
 
     def _alone(self, places: Places) -> float:
         """What the rows pay for a token when each of them reads it by itself."""

@@ -10,9 +10,10 @@ measure.py     how fast it is on this device
 cpu/           the kernel for CPUs
 gpu/           the kernel for Hopper GPUs
 tpu/           the kernel for TPUs
+triton/        the kernels for other GPUs
 """
 
-from jpaged.kernels.paged_attention.api import paged_attention, paged_attention_update
+from jpaged.kernels.paged_attention.api import paged_attention, paged_attention_update, prepare_rows
 from jpaged.kernels.paged_attention.backends import Choice, choose
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
 
@@ -24,4 +25,5 @@ __all__ = [
     "choose",
     "paged_attention",
     "paged_attention_update",
+    "prepare_rows",
 ]

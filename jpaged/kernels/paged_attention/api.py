@@ -7,10 +7,32 @@ from typing import TYPE_CHECKING
 
 from jpaged.config import Backend
 from jpaged.kernels.paged_attention.backends import implementation
-from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, NewKV, RaggedRows, Updated
+from jpaged.kernels.paged_attention.spec import (
+    Attended,
+    AttentionCall,
+    AttentionSpec,
+    NewKV,
+    Queries,
+    RaggedRows,
+    Updated,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped
+
+
+def prepare_rows(
+    rows: RaggedRows, slots_t: Int[Array, "T"] | None, spec: AttentionSpec, queries: Queries, *, backend: Backend
+) -> RaggedRows:
+    """The rows with what the backend makes of them once for all layers of a step; a call makes it itself otherwise.
+
+    They are good for calls of this spec with queries of this description, and to store keys in these slots.
+
+    Raises:
+        Unsupported: as `paged_attention` does.
+    """
+    found = implementation(backend, spec, queries)
+    return rows if found.prepare is None else found.prepare(rows, slots_t, spec, queries)
 
 
 def paged_attention(
@@ -57,10 +79,8 @@ def paged_attention_update(
     """
     call = AttentionCall(q_thd, pool, layer, rows, spec, scales_lk2)
     run = implementation(backend, spec, call.queries)
-    k_tkd, v_tkd, slots_t = new_kv
-    if scales_lk2 is not None:
-        k_tkd, v_tkd = k_tkd / scales_lk2[layer, :, :1], v_tkd / scales_lk2[layer, :, 1:]
+    new_kv = call.scaled(new_kv)
     if run.update is not None:
-        return run.update(call, (k_tkd, v_tkd, slots_t))
-    pool = spec.layout.write(pool, layer, k_tkd, v_tkd, slots_t)
+        return run.update(call, new_kv)
+    pool = spec.layout.write(pool, layer, *new_kv)
     return *run.attend(dataclasses.replace(call, pool=pool)), pool

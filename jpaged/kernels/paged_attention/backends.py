@@ -1,10 +1,11 @@
 """Which kernels there are, where each one runs, and what it cannot do.
 
-    backend      device               made for
-    pallas-tpu   TPUs                 pools of form tpu; the step's keys and values are stored in the kernel
-    pallas-gpu   Hopper GPUs (sm_90)  queries of 16 bits; pools of form gpu
-    cpu          CPUs                 every call; built where a C++ compiler is; stores the step's keys itself, too
-    xla          any                  CPUs without a compiler, GPUs other than Hopper: correct everywhere, fast nowhere
+    backend        device               made for
+    pallas-tpu     TPUs                 pools of form tpu; the step's keys and values are stored in the kernel
+    pallas-gpu     Hopper GPUs (sm_90)  queries of 16 bits; pools of form gpu
+    pallas-triton  GPUs since Ampere    and what pallas-gpu refuses on Hopper; pools of form gpu
+    cpu            CPUs                 every call; built where a C++ compiler is; stores the step's keys itself, too
+    xla            any                  CPUs without a compiler, GPUs before Ampere: correct everywhere, fast nowhere
 
 The reasons for which one may refuse are known before anything is traced, so that a server says them when it starts.
 """
@@ -12,7 +13,7 @@ The reasons for which one may refuse are known before anything is traced, so tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -24,8 +25,18 @@ from jpaged.kernels.kv_layout import KVForm, KVLayout
 from jpaged.kernels.paged_attention import reference
 from jpaged.kernels.paged_attention.cpu import attention as cpu
 from jpaged.kernels.paged_attention.gpu import attention as gpu
-from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, NewKV, Queries, Updated
+from jpaged.kernels.paged_attention.spec import (
+    Attended,
+    AttentionCall,
+    AttentionSpec,
+    ContextPart,
+    NewKV,
+    Queries,
+    RaggedRows,
+    Updated,
+)
 from jpaged.kernels.paged_attention.tpu import attention as tpu
+from jpaged.kernels.paged_attention.triton import attention as triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,10 @@ class Implementation:
         form: of the pool that it reads; None reads any.
         unsupported_reason: (the pool's layout, queries) -> why it cannot, or None; no kind of attention is refused.
         unsupported_device_reason: device -> why it does not run there, or None.
+        prepare: (rows, slots of the step's tokens or None, spec, queries) -> rows with what its calls in all layers of
+            a step need to know of them; None where that is nothing.
+        attend_parts: attention over several parts of each context in one launch (`cascade.py`); None where each is a
+            call of its own.
     """
 
     attend: Callable[[AttentionCall], Attended]
@@ -48,13 +63,26 @@ class Implementation:
     form: KVForm | None
     unsupported_reason: Callable[[KVLayout, Queries], str | None]
     unsupported_device_reason: Callable[[jax.Device], str | None]
+    prepare: Callable[[RaggedRows, jax.Array | None, AttentionSpec, Queries], RaggedRows] | None = None
+    attend_parts: Callable[[AttentionCall, Sequence[ContextPart]], Attended] | None = None
 
 
 IMPLEMENTATIONS: dict[Backend, Implementation] = {
     "pallas-tpu": Implementation(
-        tpu.attend, tpu.update, "tpu", "tpu", tpu.unsupported_reason, tpu.unsupported_device_reason
+        tpu.attend, tpu.update, "tpu", "tpu", tpu.unsupported_reason, tpu.unsupported_device_reason, tpu.prepare
     ),
-    "pallas-gpu": Implementation(gpu.attend, None, "gpu", "gpu", gpu.unsupported_reason, gpu.unsupported_device_reason),
+    "pallas-gpu": Implementation(
+        gpu.attend,
+        None,
+        "gpu",
+        "gpu",
+        gpu.unsupported_reason,
+        gpu.unsupported_device_reason,
+        attend_parts=gpu.attend_parts,
+    ),
+    "pallas-triton": Implementation(
+        triton.attend, None, "gpu", "gpu", triton.unsupported_reason, triton.unsupported_device_reason
+    ),
     "cpu": Implementation(cpu.attend, cpu.update, "cpu", "cpu", cpu.unsupported_reason, cpu.unsupported_device_reason),
     "xla": Implementation(reference.attend, None, None, None, lambda pool, queries: None, lambda device: None),
 }

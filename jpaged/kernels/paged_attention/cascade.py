@@ -9,12 +9,21 @@ The two outputs of a query are merged by the logarithms of their sums of exponen
 
     lse = log(e^lse_a + e^lse_b)         o = o_a e^(lse_a - lse) + o_b e^(lse_b - lse)
 
-This is what Hydragen (Juravsky et al., 2024) and cascade inference (Ye et al., 2024) do, in two calls of whichever
-backend runs. A step in which no rows share a prefix pays for one comparison a layer.
+This is what Hydragen (Juravsky et al., 2024) and cascade inference (Ye et al., 2024) do. Where a backend takes several
+lists of rows in one launch, as on Hopper, the two are one call, and a step in which no rows share a prefix pays for
+nothing. Elsewhere they are two calls, and such a step pays for one comparison a layer.
+
+Sliding windows begin at different keys. What all queries of a run see of the prefix is read once like any other; each
+row reads by itself what lies before that, from the beginning of its own window to that of the last:
+
+    row 0   . . E E p p | a          E  edges: seen by some of the run's queries
+    row 1   . . . E p p | b b        p  prefixes: seen by all of them
+    row 2   . . . . p p | c c c
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +32,16 @@ import jax.numpy as jnp
 
 from jpaged.config import Backend
 from jpaged.kernels.paged_attention.api import paged_attention, paged_attention_update
-from jpaged.kernels.paged_attention.spec import Attended, AttentionSpec, NewKV, RaggedRows, Updated
+from jpaged.kernels.paged_attention.backends import implementation
+from jpaged.kernels.paged_attention.spec import (
+    Attended,
+    AttentionCall,
+    AttentionSpec,
+    ContextPart,
+    NewKV,
+    RaggedRows,
+    Updated,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped
@@ -36,14 +54,24 @@ class CascadeRows:
 
     Attributes:
         rows: with `kv_begins_s`: the tokens that each row shares with its neighbours.
-        prefixes: a row for each run of neighbours, over what they share; none where nobody shares anything.
+        prefixes: a row for each run of neighbours, over what they share and all see; none where nobody shares anything.
+        first_rows_s: the first row of each run, whose block table it is.
+        edges: the rows again, over what only some queries of their run see of the prefix; None without a window.
     """
 
     rows: RaggedRows
     prefixes: RaggedRows
+    first_rows_s: Int[Array, "S"]
+    edges: RaggedRows | None = None
 
     @classmethod
-    def of(cls, rows: RaggedRows, run_starts_s1: Int[Array, "S+1"], num_runs: Int[Array, ""]) -> CascadeRows:
+    def of(
+        cls,
+        rows: RaggedRows,
+        run_starts_s1: Int[Array, "S+1"],
+        num_runs: Int[Array, ""],
+        spec: AttentionSpec,
+    ) -> CascadeRows:
         """Takes the prefixes from the first row of each run.
 
         Args:
@@ -51,6 +79,7 @@ class CascadeRows:
                 of each one's first query; so far their block tables are alike.
             run_starts_s1: run g is the rows run_starts[g] to run_starts[g + 1]; the runs cover the rows in use.
             num_runs: 0 where no two rows share anything.
+            spec: of the calls that they are for.
         """
         first_rows_s = jnp.minimum(run_starts_s1[:-1], rows.kv_lens_s.shape[0] - 1)
         lens_s = rows.begins[first_rows_s]
@@ -61,7 +90,37 @@ class CascadeRows:
             num_rows=num_runs,
             first_positions_s=lens_s,
         )
-        return cls(rows, prefixes)
+        if spec.kind.sliding_window is None:
+            return cls(rows, prefixes, first_rows_s)
+        places_s = jnp.arange(lens_s.shape[0])
+        run_s = (run_starts_s1[None, 1:] <= places_s[:, None]).sum(axis=1)
+        is_run_s = places_s < num_runs
+        ends_s = rows.positions + rows.query_starts_s1[1:] - rows.query_starts_s1[:-1]
+        last_ends_s = jnp.where(run_s[None, :] == places_s[:, None], ends_s[None, :], 0).max(axis=1)
+        # Rounded up to whole blocks: a part of a context begins with one.
+        block_size = spec.layout.block_size
+        begins_s = -(-jnp.maximum(last_ends_s - spec.kind.sliding_window, 0) // block_size) * block_size
+        begins_s = jnp.where(is_run_s, jnp.minimum(begins_s, lens_s), 0)
+        edges = dataclasses.replace(
+            rows,
+            kv_lens_s=begins_s[jnp.minimum(run_s, len(places_s) - 1)],
+            num_rows=jnp.where(num_runs > 0, rows.num_rows, 0),
+            first_positions_s=rows.positions,
+            kv_begins_s=None,
+            lists=None,
+        )
+        return cls(rows, dataclasses.replace(prefixes, kv_begins_s=begins_s), first_rows_s, edges)
+
+    def parts(self, spec: AttentionSpec) -> tuple[ContextPart, ...]:
+        """What is attended and merged: the rows' own part first."""
+        own = ContextPart(self.rows, spec)
+        prefixes = ContextPart(self.prefixes, prefix_spec(spec), self.first_rows_s)
+        return (own, prefixes) if self.edges is None else (own, prefixes, ContextPart(self.edges, spec))
+
+
+def prefix_spec(spec: AttentionSpec) -> AttentionSpec:
+    """The spec of the call over the prefixes: what all queries of a run see has no end of a window in it."""
+    return dataclasses.replace(spec, kind=dataclasses.replace(spec.kind, sliding_window=None))
 
 
 def cascade_attention_update(
@@ -77,28 +136,38 @@ def cascade_attention_update(
 ) -> Updated:
     """`paged_attention_update` of `cascade.rows` from the beginning of their contexts, reading each shared prefix once.
 
-    Donate the pool: it is updated in place. Not for a sliding window, which ends at another key for every query:
-    nothing would be common to all.
+    Donate the pool: it is updated in place.
 
     The keys of the step are stored with the rows' own part. The prefixes are older, so that they could be read before
     or after; after, the pool is an input of the condition and no output, which XLA would have to copy.
 
     Returns:
-        what `paged_attention_update` returns, up to rounding: each part comes in the queries' type, the sum is in
-        float32.
+        what `paged_attention_update` returns, up to rounding: where a part is a call of its own it comes in the
+        queries' type; the sum is in float32.
 
     Raises:
         Unsupported, InternalError: as `paged_attention_update` does.
     """
+    parts = cascade.parts(spec)
+    call = AttentionCall(q_thd, pool, layer, cascade.rows, spec, scales_lk2)
+    if (attend_parts := implementation(backend, spec, call.queries).attend_parts) is not None:
+        pool = spec.layout.write(pool, layer, *call.scaled(new_kv))
+        return *attend_parts(dataclasses.replace(call, pool=pool), parts), pool
+
     o_thd, lse_th, pool = paged_attention_update(
         q_thd, new_kv, pool, layer, cascade.rows, spec, scales_lk2, backend=backend
     )
-    own = o_thd, lse_th
+    # Whole rows go through the condition: XLA for TPUs would move [T, H, D] into another order for it, and back.
+    own_tw = o_thd.reshape(o_thd.shape[0], -1)
 
     def with_prefixes() -> Attended:
-        return merge(paged_attention(q_thd, pool, layer, cascade.prefixes, spec, scales_lk2, backend=backend), own)
+        found = own_tw.reshape(q_thd.shape), lse_th
+        for part in parts[1:]:
+            found = merge(paged_attention(q_thd, pool, layer, part.rows, part.spec, scales_lk2, backend=backend), found)
+        return found[0].reshape(own_tw.shape), found[1]
 
-    return *jax.lax.cond(cascade.prefixes.num_rows > 0, with_prefixes, lambda: own), pool
+    o_tw, lse_th = jax.lax.cond(cascade.prefixes.num_rows > 0, with_prefixes, lambda: (own_tw, lse_th))
+    return o_tw.reshape(q_thd.shape), lse_th, pool
 
 
 def merge(a: Attended, b: Attended) -> Attended:

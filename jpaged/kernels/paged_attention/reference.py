@@ -1,16 +1,17 @@
-"""Paged attention in plain XLA: the specification of the operation, and how CPUs run it.
+"""Paged attention in plain XLA: the specification of the operation, and how it runs where no kernel does.
 
-    for each row in use                               (a dynamic loop: unused rows cost nothing)
-        for each tile of its queries                  (one query alone when the row decodes)
-            for each chunk of its context             (only chunks that the tile can see)
-                gather the chunk's blocks, update the running maximum, sum and output
+    for each group of segments                        a segment: a row that decodes, or a tile of another's queries
+        for each chunk of the longest's context       (only chunks that one of the group can see)
+            gather that chunk's blocks of every segment, update their running maxima, sums and outputs
 
 The running (online) softmax is that of "Efficient Memory Management for Large Language Model Serving with
 PagedAttention" (Kwon et al., 2023), block by block, as in FlashAttention: with m the maximum and l the sum so far,
 
     m' = max(m, max s)      l' = l e^(m - m') + sum e^(s - m')      o' = o e^(m - m') + e^(s - m') v
 
-so the cost follows the contexts' real lengths, not the longest that is allowed. Everything is accumulated in float32.
+so the cost follows the contexts' real lengths, not the longest that is allowed: segments of a group have about one
+length, because they are sorted by it. A chunk of which a segment sees nothing changes no bit of its sums, so that its
+company does not matter. Everything is accumulated in float32.
 """
 
 from __future__ import annotations
@@ -21,165 +22,220 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpaged.kernels.kv_layout import split_rows
+from jpaged.kernels.kv_layout import KVLayout, split_rows
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec
 
 CHUNK_TOKENS = 128
-"""Context tokens that one turn of the inner loop reads. 64 to 256 measure alike on CPUs, 512 is half as fast."""
+"""Context tokens of a segment that one turn of the inner loop reads. 64 to 256 measure alike on CPUs, 512 is half as
+fast."""
 TILE_QUERIES = 64
 """Queries of a prefill row that share the reading of a chunk."""
+
+GROUP_ROWS = 32
+"""Decoding rows that take each turn together on accelerators."""
+GROUP_TILES = 8
+"""Tiles of prefill rows that do."""
 
 _LOWEST = -1e30
 """Start of the running maximum: finite, so that a chunk without a visible key leaves no NaN."""
 
 
+class _Segments(NamedTuple):
+    """Queries of one row that read its context together, each field a list; those behind the last are all 0.
+
+    Attributes:
+        rows: whose they are.
+        places: of the first among the packed tokens.
+        lens: how many they are.
+        positions: of the first in its row's context.
+        begins: the first chunk that any of them sees.
+        ends: one behind the last.
+    """
+
+    rows: jax.Array
+    places: jax.Array
+    lens: jax.Array
+    positions: jax.Array
+    begins: jax.Array
+    ends: jax.Array
+
+
+class _Running(NamedTuple):
+    """The running softmax of n segments: maxima and sums [n, K, Q, G], outputs [n, K, Q, G, D]."""
+
+    m: jax.Array
+    l: jax.Array
+    o: jax.Array
+
+
+_Out = tuple[jax.Array, jax.Array]  # output [T, K, G, D] and log-sum-exp [T, K, G]
+
+
 def attend(call: AttentionCall) -> Attended:
     """See `jpaged.kernels.paged_attention.paged_attention`."""
-    q_thd, rows, spec = call.q_thd, call.rows, call.spec
+    q_thd, layout = call.q_thd, call.spec.layout
     num_tokens, num_heads, head_dim = q_thd.shape
-    num_kv_heads = spec.layout.num_kv_heads
-    tile = min(TILE_QUERIES, num_tokens)
-    # A tile may reach beyond the last token: the padding keeps it from being moved back onto its neighbours.
-    q_tkgd = jnp.pad(q_thd.astype(jnp.float32) * spec.kind.scale, ((0, tile), (0, 0), (0, 0)))
-    q_tkgd = q_tkgd.reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    tables_sm = _pad_tables(rows.block_tables_sm, spec)
-    positions_s, begins_s = rows.positions, rows.begins
-    scales_k2 = None if call.scales_lk2 is None else call.scales_lk2[call.layer]
-
-    def row(i: jax.Array, out: _Out) -> _Out:
-        start, end = rows.query_starts_s1[i], rows.query_starts_s1[i + 1]
-        context = _Context(call.pool, call.layer, tables_sm[i], begins_s[i], rows.kv_lens_s[i], scales_k2)
-
-        def attend(width: int, place: jax.Array, out: _Out) -> _Out:
-            position, num_queries = positions_s[i] + place - start, jnp.minimum(width, end - place)
-            q_qkgd = lax.dynamic_slice_in_dim(q_tkgd, place, width)
-            return _store(out, _attend_tile(q_qkgd, position, num_queries, context, spec), place, num_queries)
-
-        # A loop of no or one turn instead of a condition: its carry is updated in place.
-        is_decode = end - start == 1
-        out = lax.fori_loop(0, is_decode.astype(jnp.int32), lambda _, out: attend(1, start, out), out)
-        num_tiles = jnp.where(is_decode, 0, (end - start + tile - 1) // tile)
-        return lax.fori_loop(0, num_tiles, lambda j, out: attend(tile, start + j * tile, out), out)
-
-    out = jnp.zeros(q_tkgd.shape, jnp.float32), jnp.full(q_tkgd.shape[:-1], -jnp.inf)
-    num_rows = jnp.minimum(rows.num_rows, rows.kv_lens_s.shape[0])
-    o_tkgd, lse_tkg = lax.fori_loop(0, num_rows, row, out)
-    o_thd = o_tkgd[:num_tokens].reshape(q_thd.shape).astype(q_thd.dtype)
-    return o_thd, lse_tkg[:num_tokens].reshape(num_tokens, num_heads)
+    shape = (num_tokens, layout.num_kv_heads, num_heads // layout.num_kv_heads, head_dim)
+    q_tkgd = (q_thd.astype(jnp.float32) * call.spec.kind.scale).reshape(shape)
+    out = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf)
+    for tile in (1, min(TILE_QUERIES, num_tokens)) if num_tokens > 1 else (1,):
+        segments = _segments(call, tile)
+        out = _attend_groups(call, q_tkgd, segments, out, tile)
+    o_tkgd, lse_tkg = out
+    return o_tkgd.reshape(q_thd.shape).astype(q_thd.dtype), lse_tkg.reshape(num_tokens, num_heads)
 
 
-_Out = tuple[jax.Array, jax.Array]  # output [T, K, G, D] and log-sum-exp [T, K, G]; or those of one tile
+def _group_size(tile: int, layout: KVLayout) -> int:
+    """How many segments take each turn together.
 
-
-class _Context(NamedTuple):
-    """One row's context: its table and the keys from begin to end, in a layer of the pool."""
-
-    pool: jax.Array
-    layer: jax.Array | int
-    table_m: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    scales_k2: jax.Array | None
+    A turn costs an accelerator about the same however many they are. A CPU's caches hold the chunk of one: with 16 of
+    the heads of Llama 3 it takes eight times as long a key.
+    """
+    if layout.form == "cpu":
+        return 1
+    return GROUP_ROWS if tile == 1 else GROUP_TILES
 
 
 def _chunk_blocks(spec: AttentionSpec) -> int:
     return max(1, CHUNK_TOKENS // spec.layout.block_size)
 
 
-def _pad_tables(block_tables_sm: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Pads tables to whole chunks of blocks, so that the last chunk is not moved back."""
-    return jnp.pad(block_tables_sm, ((0, 0), (0, -block_tables_sm.shape[1] % _chunk_blocks(spec))))
-
-
-def _attend_tile(
-    q_qkgd: jax.Array, position: jax.Array, num_queries: jax.Array, context: _Context, spec: AttentionSpec
-) -> _Out:
-    """One tile of queries at `position`, `position + 1`, ... over the chunks that it can see."""
-    table_m = context.table_m
-    chunk_tokens = _chunk_blocks(spec) * spec.layout.block_size
-    num_seen = jnp.minimum(context.end, position + num_queries)
-    end = jnp.minimum((num_seen + chunk_tokens - 1) // chunk_tokens, table_m.shape[0] // _chunk_blocks(spec))
-    begin = context.begin
+def _segments(call: AttentionCall, tile: int) -> _Segments:
+    """The segments of the rows of one query (tile 1), or of those of more, from the longest context to none."""
+    rows, spec, num_tokens = call.rows, call.spec, call.q_thd.shape[0]
+    starts_s, num_rows = rows.query_starts_s1[:-1], rows.kv_lens_s.shape[0]
+    nums_s = rows.query_starts_s1[1:] - starts_s
+    is_ours_s = (jnp.arange(num_rows) < rows.num_rows) & ((nums_s == 1) if tile == 1 else (nums_s > 1))
+    tiles_s = jnp.where(is_ours_s, -(-nums_s // tile), 0)
+    lasts_s = jnp.cumsum(tiles_s)
+    most = min(num_rows, num_tokens) if tile == 1 else num_tokens // tile + min(num_rows, num_tokens // 2)
+    i_n = jnp.arange(most)
+    row_n = jnp.minimum((i_n[:, None] >= lasts_s).sum(axis=1), num_rows - 1)
+    first_n = (i_n - (lasts_s - tiles_s)[row_n]) * tile
+    len_n = jnp.where(i_n < lasts_s[-1], jnp.minimum(tile, nums_s[row_n] - first_n), 0)
+    position_n = rows.positions[row_n] + first_n
+    begin_n = rows.begins[row_n]
     if spec.kind.sliding_window is not None:
-        begin = jnp.maximum(begin, position - spec.kind.sliding_window + 1)
-    begin = begin // chunk_tokens
-
-    q_kqgd = q_qkgd.transpose(1, 0, 2, 3)
-    positions_q = position + jnp.arange(q_qkgd.shape[0])
-
-    def chunk(c: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        m_kqg, l_kqg, o_kqgd = state
-        k_wkd, v_wkd = _read_chunk(c, context, spec)
-        s_kqgw = _scores(q_kqgd, k_wkd, positions_q, (c * chunk_tokens, context), spec)
-        m_new_kqg = jnp.maximum(m_kqg, s_kqgw.max(axis=-1))
-        p_kqgw = jnp.exp(s_kqgw - m_new_kqg[..., None])
-        fade_kqg = jnp.exp(m_kqg - m_new_kqg)
-        pv_kqgd = _weighted_sum(p_kqgw, v_wkd)
-        return m_new_kqg, l_kqg * fade_kqg + p_kqgw.sum(axis=-1), o_kqgd * fade_kqg[..., None] + pv_kqgd
-
-    empty = jnp.zeros(q_kqgd.shape[:-1])
-    m_kqg, l_kqg, o_kqgd = lax.fori_loop(begin, end, chunk, (empty + _LOWEST, empty, jnp.zeros(q_kqgd.shape)))
-    has_keys = l_kqg > 0
-    lse_kqg = jnp.where(has_keys, m_kqg + jnp.log(jnp.where(has_keys, l_kqg, 1)), -jnp.inf)
-    o_kqgd = o_kqgd / jnp.where(has_keys, l_kqg, 1)[..., None]
-    return o_kqgd.transpose(1, 0, 2, 3), lse_kqg.transpose(1, 0, 2)
+        begin_n = jnp.maximum(begin_n, position_n - spec.kind.sliding_window + 1)
+    chunk_tokens = _chunk_blocks(spec) * spec.layout.block_size
+    seen_n = jnp.minimum(rows.kv_lens_s[row_n], position_n + len_n)
+    end_n = jnp.minimum(-(-seen_n // chunk_tokens), -(-rows.block_tables_sm.shape[1] // _chunk_blocks(spec)))
+    begin_n = jnp.maximum(begin_n, 0) // chunk_tokens
+    unsorted = _Segments(row_n, starts_s[row_n] + first_n, len_n, position_n, begin_n, jnp.maximum(begin_n, end_n))
+    unsorted = _Segments(*(jnp.where(len_n > 0, field, 0).astype(jnp.int32) for field in unsorted))
+    order_n = jnp.argsort(jnp.where(len_n > 0, unsorted.begins - unsorted.ends, 1))
+    return _Segments(*(field[order_n] for field in unsorted))
 
 
-def _read_chunk(c: jax.Array, context: _Context, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of chunk c in float32; zero outside of the context, whatever the memory holds there."""
-    num_blocks, layout = _chunk_blocks(spec), spec.layout
-    ids_n = lax.dynamic_slice_in_dim(context.table_m, c * num_blocks, num_blocks)
-    rows_nbkd = layout.gather(context.pool, context.layer, ids_n).astype(jnp.float32)
-    rows_wkd = rows_nbkd.reshape(-1, *rows_nbkd.shape[2:])
-    places_w = c * rows_wkd.shape[0] + jnp.arange(rows_wkd.shape[0])
-    is_context_w = (places_w >= context.begin) & (places_w < context.end)
-    k_wkd, v_wkd = split_rows(jnp.where(is_context_w[:, None, None], rows_wkd, 0))
-    if context.scales_k2 is None:
-        return k_wkd, v_wkd
-    return k_wkd * context.scales_k2[:, :1], v_wkd * context.scales_k2[:, 1:]
+def _attend_groups(
+    call: AttentionCall,
+    q_tkgd: jax.Array,
+    segments: _Segments,
+    out: _Out,
+    tile: int,
+) -> _Out:
+    """Attends all segments of at most `tile` queries, and puts the results in their places."""
+    num_tokens, most = q_tkgd.shape[0], segments.lens.shape[0]
+    size = min(_group_size(tile, call.spec.layout), most)
+    padded = _Segments(*(jnp.pad(field, (0, -most % size)) for field in segments))
+    num_groups = ((segments.lens > 0).sum(dtype=jnp.int32) + size - 1) // size
+
+    def group(i: jax.Array, out: _Out) -> _Out:
+        ours = _Segments(*(lax.dynamic_slice_in_dim(field, i * size, size) for field in padded))
+        query_q = jnp.arange(tile)
+        places_nq = ours.places[:, None] + query_q
+        q_nqkgd = q_tkgd.at[places_nq].get(mode="clip")
+        parts = _attend_segments(call, q_nqkgd.transpose(0, 2, 1, 3, 4), ours)
+        places_nq = jnp.where(query_q < ours.lens[:, None], places_nq, num_tokens)
+        o_tkgd, lse_tkg = (
+            whole.at[places_nq].set(jnp.moveaxis(part, 1, 2), mode="drop")
+            for whole, part in zip(out, parts, strict=True)
+        )
+        return o_tkgd, lse_tkg
+
+    return lax.fori_loop(0, num_groups, group, out)
+
+
+def _attend_segments(call: AttentionCall, q_nkqgd: jax.Array, segments: _Segments) -> tuple[jax.Array, jax.Array]:
+    """Outputs [n, K, Q, G, D] and log-sum-exp [n, K, Q, G] of the segments' queries."""
+
+    def chunk(j: jax.Array, running: _Running) -> _Running:
+        chunks_n = segments.begins + j
+        k_nwkd, v_nwkd, is_context_nw = _read_chunks(call, chunks_n, segments)
+        s_nkqgw = _scores(q_nkqgd, k_nwkd, chunks_n, segments, is_context_nw, call.spec)
+        m_new = jnp.maximum(running.m, s_nkqgw.max(axis=-1))
+        p_nkqgw = jnp.exp(s_nkqgw - m_new[..., None])
+        fade = jnp.exp(running.m - m_new)
+        o = running.o * fade[..., None] + _weighted_sum(p_nkqgw, v_nwkd)
+        return _Running(m_new, running.l * fade + p_nkqgw.sum(axis=-1), o)
+
+    empty = jnp.zeros(q_nkqgd.shape[:-1])
+    begin = _Running(empty + _LOWEST, empty, jnp.zeros(q_nkqgd.shape))
+    m, l, o = lax.fori_loop(0, (segments.ends - segments.begins).max(), chunk, begin)
+    has_keys = l > 0
+    lse = jnp.where(has_keys, m + jnp.log(jnp.where(has_keys, l, 1)), -jnp.inf)
+    return o / jnp.where(has_keys, l, 1)[..., None], lse
+
+
+def _read_chunks(
+    call: AttentionCall, chunks_n: jax.Array, segments: _Segments
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys and values [n, W, K, D] in float32 of each segment's chunk, and which of them are of its context.
+
+    They are zero outside of it, whatever the memory holds there. A segment that has no such chunk reads the null block.
+    """
+    spec, layout, tables_sm = call.spec, call.spec.layout, call.rows.block_tables_sm
+    num_blocks = _chunk_blocks(spec)
+    columns_nb = chunks_n[:, None] * num_blocks + jnp.arange(num_blocks)
+    is_block_nb = (chunks_n < segments.ends)[:, None] & (columns_nb < tables_sm.shape[1])
+    ids_nb = jnp.where(is_block_nb, tables_sm.at[segments.rows[:, None], columns_nb].get(mode="clip"), 0)
+    blocks = layout.gather(call.pool, call.layer, ids_nb.reshape(-1)).astype(jnp.float32)
+    rows_nwkd = blocks.reshape(chunks_n.shape[0], -1, *blocks.shape[2:])
+    num_keys = rows_nwkd.shape[1]
+    places_nw = chunks_n[:, None] * num_keys + jnp.arange(num_keys)
+    is_context_nw = (places_nw >= call.rows.begins[segments.rows][:, None]) & (
+        places_nw < call.rows.kv_lens_s[segments.rows][:, None]
+    )
+    is_context_nw &= jnp.repeat(is_block_nb, layout.block_size, axis=1)
+    k_nwkd, v_nwkd = split_rows(jnp.where(is_context_nw[..., None, None], rows_nwkd, 0))
+    if call.scales_lk2 is not None:
+        scales_k2 = call.scales_lk2[call.layer]
+        k_nwkd, v_nwkd = k_nwkd * scales_k2[:, :1], v_nwkd * scales_k2[:, 1:]
+    return k_nwkd, v_nwkd, is_context_nw
 
 
 def _scores(
-    q_kqgd: jax.Array,
-    k_wkd: jax.Array,
-    positions_q: jax.Array,
-    keys: tuple[jax.Array, _Context],
+    q_nkqgd: jax.Array,
+    k_nwkd: jax.Array,
+    chunks_n: jax.Array,
+    segments: _Segments,
+    is_context_nw: jax.Array,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """Scores [K, Q, G, W]; minus infinity where a query does not see a key. `keys`: the first one's place, of what."""
-    s_kqgw = _dot_products(q_kqgd, k_wkd)
+    """Scores [n, K, Q, G, W]; minus infinity where a query does not see a key."""
+    s_nkqgw = _dot_products(q_nkqgd, k_nwkd)
     if spec.kind.soft_cap is not None:
-        s_kqgw = spec.kind.soft_cap * jnp.tanh(s_kqgw / spec.kind.soft_cap)
-    first_key, context = keys
-    places_w = first_key + jnp.arange(k_wkd.shape[0])
-    distance_qw = positions_q[:, None] - places_w[None, :]
-    is_seen_qw = (distance_qw >= 0) & (places_w >= context.begin) & (places_w < context.end)
+        s_nkqgw = spec.kind.soft_cap * jnp.tanh(s_nkqgw / spec.kind.soft_cap)
+    num_keys = k_nwkd.shape[1]
+    positions_nq = segments.positions[:, None] + jnp.arange(q_nkqgd.shape[2])
+    places_nw = chunks_n[:, None] * num_keys + jnp.arange(num_keys)
+    distance_nqw = positions_nq[:, :, None] - places_nw[:, None, :]
+    is_seen_nqw = (distance_nqw >= 0) & is_context_nw[:, None]
     if spec.kind.sliding_window is not None:
-        is_seen_qw &= distance_qw < spec.kind.sliding_window
-    return jnp.where(is_seen_qw[:, None, :], s_kqgw, -jnp.inf)
+        is_seen_nqw &= distance_nqw < spec.kind.sliding_window
+    return jnp.where(is_seen_nqw[:, None, :, None], s_nkqgw, -jnp.inf)
 
 
 # For a query alone, CPUs multiply and sum a quarter faster than they transpose and call a matrix product.
 
 
-def _dot_products(q_kqgd: jax.Array, k_wkd: jax.Array) -> jax.Array:
-    if q_kqgd.shape[1] == 1:
-        return (q_kqgd[:, :, :, None] * k_wkd.transpose(1, 0, 2)[:, None, None]).sum(axis=-1)
-    return jnp.einsum("kqgd,wkd->kqgw", q_kqgd, k_wkd, precision=lax.Precision.HIGHEST)
+def _dot_products(q_nkqgd: jax.Array, k_nwkd: jax.Array) -> jax.Array:
+    if q_nkqgd.shape[2] == 1:
+        return (q_nkqgd[..., None, :] * k_nwkd.transpose(0, 2, 1, 3)[:, :, None, None]).sum(axis=-1)
+    return jnp.einsum("nkqgd,nwkd->nkqgw", q_nkqgd, k_nwkd, precision=lax.Precision.HIGHEST)
 
 
-def _weighted_sum(p_kqgw: jax.Array, v_wkd: jax.Array) -> jax.Array:
-    if p_kqgw.shape[1] == 1:
-        return (p_kqgw[..., None] * v_wkd.transpose(1, 0, 2)[:, None, None]).sum(axis=-2)
-    return jnp.einsum("kqgw,wkd->kqgd", p_kqgw, v_wkd, precision=lax.Precision.HIGHEST)
-
-
-def _store(out: _Out, part: _Out, place: jax.Array, num_queries: jax.Array) -> _Out:
-    """Puts a tile's results in place; its queries beyond num_queries belong to other rows and stay."""
-
-    def put(whole: jax.Array, new: jax.Array) -> jax.Array:
-        is_ours = (jnp.arange(new.shape[0]) < num_queries).reshape(-1, *(1,) * (new.ndim - 1))
-        old = lax.dynamic_slice_in_dim(whole, place, new.shape[0])
-        return lax.dynamic_update_slice_in_dim(whole, jnp.where(is_ours, new, old), place, axis=0)
-
-    return put(out[0], part[0]), put(out[1], part[1])
+def _weighted_sum(p_nkqgw: jax.Array, v_nwkd: jax.Array) -> jax.Array:
+    if p_nkqgw.shape[2] == 1:
+        return (p_nkqgw[..., None] * v_nwkd.transpose(0, 2, 1, 3)[:, :, None, None]).sum(axis=-2)
+    return jnp.einsum("nkqgw,nwkd->nkqgd", p_nkqgw, v_nwkd, precision=lax.Precision.HIGHEST)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,8 @@ class RaggedRows:
         num_rows: rows in use.
         first_positions_s: position of the row's first query; None is kv_len less the number of queries.
         kv_begins_s: the first key that the row sees, a multiple of the block size; None is 0.
+        lists: what a backend made of the other fields for all layers of a step (`prepare_rows`), a tree of arrays; None
+            where it has yet to do so.
     """
 
     query_starts_s1: Int[Array, "S+1"]
@@ -87,6 +90,7 @@ class RaggedRows:
     num_rows: Int[Array, ""]
     first_positions_s: Int[Array, "S"] | None = None
     kv_begins_s: Int[Array, "S"] | None = None
+    lists: Any = None
 
     @property
     def positions(self) -> Int[Array, "S"]:
@@ -144,3 +148,26 @@ class AttentionCall:
         num_tokens, num_heads, _ = self.q_thd.shape
         num_rows, table_width = self.rows.block_tables_sm.shape
         return Queries(num_heads, self.q_thd.dtype, num_rows, table_width, num_tokens)
+
+    def scaled(self, new_kv: NewKV) -> NewKV:
+        """New keys and values as this layer of the pool holds them: divided by their scales where it has any."""
+        k_tkd, v_tkd, slots_t = new_kv
+        if self.scales_lk2 is None:
+            return new_kv
+        return k_tkd / self.scales_lk2[self.layer, :, :1], v_tkd / self.scales_lk2[self.layer, :, 1:], slots_t
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["rows", "table_rows_s"], meta_fields=["spec"])
+@dataclass(frozen=True, slots=True)
+class ContextPart:
+    """Rows that see a part of the contexts of a call's rows: attention over all parts is merged.
+
+    Attributes:
+        rows: over the same packed tokens; a token is in one of them at most.
+        spec: differs from the call's in the window alone.
+        table_rows_s: which of the call's rows has each one's block table; None is its own place.
+    """
+
+    rows: RaggedRows
+    spec: AttentionSpec
+    table_rows_s: Int[Array, "S"] | None = None

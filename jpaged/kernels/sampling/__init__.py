@@ -1,11 +1,15 @@
-"""Sampling of tokens on CPUs, one row after the other in one or two passes over its logits.
+"""Sampling of tokens in one call, where one device has all logits.
 
-kernel.py  the call, and whether there is a kernel for it
-cpu/       the kernel
+rows.py     what a kernel takes and gives
+choose.py   whether there is one for a device
+noise.py    random numbers as a function of seed, sequence and position
+cpu/        the kernel of CPUs: one row after the other, in one or two passes over its logits
+tpu/        the kernel of TPUs: groups of rows, which are read once and stay on the chip
 
 `jpaged.device.step.sampling` is the specification, and what runs everywhere else.
 """
 
-from jpaged.kernels.sampling.kernel import RowInputs, RowOutputs, SamplingKernel, choose_kernel, kernel
+from jpaged.kernels.sampling.choose import choose_kernel
+from jpaged.kernels.sampling.rows import RowInputs, RowOutputs, SamplingKernel
 
-__all__ = ["RowInputs", "RowOutputs", "SamplingKernel", "choose_kernel", "kernel"]
+__all__ = ["RowInputs", "RowOutputs", "SamplingKernel", "choose_kernel"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from jpaged.models import rope
 from jpaged.models.layers import Attend, Ends, EndsKeys, GatedLinear, Linear, QKVLinear, RMSNorm
 from jpaged.models.llama.config import LlamaConfig
 from jpaged.models.stack import LayerPlace
-from jpaged.models.tokens import TokenBatch
+from jpaged.models.tokens import HeadsKernel, TokenBatch
 
 
 @jax.tree_util.register_dataclass
@@ -22,13 +23,14 @@ class LlamaShared:
     """What all layers share.
 
     Attributes:
-        cos_td: of each token's angles, float32 `[T, D/2]`, as is sin_td.
+        angles: of each token: cosines and sines, float32 `[T, D/2]`, or what the kernel made of them.
         num_tokens: tokens in use, the first ones.
+        heads: the kernel that turns heads, if there is one. Static.
     """
 
-    cos_td: jax.Array
-    sin_td: jax.Array
+    angles: Any
     num_tokens: jax.Array
+    heads: HeadsKernel | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 class Attention(nnx.Module):
@@ -47,7 +49,7 @@ class Attention(nnx.Module):
         head_norms = None
         if self.q_norm is not None and self.k_norm is not None:
             head_norms = self.q_norm, self.k_norm
-        return self.qkv.project_rotated(x_te, shared.num_tokens, (shared.cos_td, shared.sin_td), norm, head_norms)
+        return self.qkv.project_rotated(x_te, shared.num_tokens, shared.angles, norm, head_norms, shared.heads)
 
 
 class MLP(nnx.Module):
@@ -89,9 +91,11 @@ class LlamaEnds(Ends):
 
     def begin(self, tokens: TokenBatch) -> tuple[jax.Array, LlamaShared]:
         """See `Ends`."""
-        config = self.config
-        cos_td, sin_td = rope.cos_sin(config.rope, config.head_dim, tokens.positions_t, tokens.rope_lens_t)
-        return self.embed(tokens.ids_t), LlamaShared(cos_td, sin_td, tokens.num_in_use)
+        config, heads = self.config, tokens.heads
+        angles = rope.cos_sin(config.rope, config.head_dim, tokens.positions_t, tokens.rope_lens_t)
+        # Behind the barrier, XLA for TPUs does not compute them again in every layer.
+        angles = jax.lax.optimization_barrier(angles if heads is None else heads.angles(*angles))
+        return self.embed(tokens.ids_t), LlamaShared(angles, tokens.num_in_use, heads)
 
     @property
     def final_norm(self) -> RMSNorm:

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.device.step import noise, sampling
+from jpaged.device.step import sampling
 from jpaged.device.step.runner import unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, TOP_WIDTH, Detail, SamplingInputs
-from jpaged.kernels.sampling import SamplingKernel, kernel
+from jpaged.kernels.sampling import SamplingKernel, noise
+from jpaged.kernels.sampling.cpu.sampling import CpuSampling, kernel
 from jpaged.types import MAX_LOGPROBS
 from tests.device.step import sampling_oracle as oracle
 from tests.device.step.sampling_oracle import Params
@@ -35,9 +36,9 @@ _kernel: list[SamplingKernel | None] = []
 """What samples, the last of them."""
 
 
-def kernel_of_cpus() -> SamplingKernel:
+def kernel_of_cpus() -> CpuSampling:
     found = kernel()
-    assert isinstance(found, SamplingKernel), found
+    assert isinstance(found, CpuSampling), found
     return found
 
 

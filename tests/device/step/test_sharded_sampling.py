@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jpaged.device.mesh import LOGITS_SPEC, MODEL_AXIS, build_mesh, on_shards
-from jpaged.device.step import noise, sampling
+from jpaged.device.step import sampling
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Detail
+from jpaged.kernels.sampling import noise
 from tests.device.step.sampling_oracle import Params
 from tests.device.step.test_sampling import V, random_logits, row_sampling, unsound_rows
 
@@ -73,6 +74,27 @@ def test_ties_between_devices_go_to_the_lowest_token(num_parts: int) -> None:
     got = sample_split(logits, how, num_parts, Detail.TOP_LOGPROBS)
     assert np.asarray(got.token_ids_r).tolist() == [0, 20, 1]
     assert_same_sample(got, sample_whole(logits, how, Detail.TOP_LOGPROBS))
+
+
+@pytest.mark.parametrize("num_bits", [2, 4])
+def test_passes_that_settle_more_bits_find_the_same_thresholds(num_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerators settle several at once; here one at a time is the rule."""
+    logits, how = random_logits(len(ROWS), 11), row_sampling(ROWS)
+    logits[2, :40] *= 1e30
+    logits[3] = np.round(logits[3])
+    logits[5] = np.where(np.arange(V) < 3, 1.0, -3e38)
+    assert sampling.BITS_OF_A_PASS["cpu"] == 1
+
+    def floors(num_parts: int) -> np.ndarray:
+        mesh, axis = build_mesh(jax.devices()[:num_parts]), MODEL_AXIS if num_parts > 1 else None
+        padded = np.pad(logits, ((0, 0), (0, -V % num_parts)), constant_values=-np.inf)
+        run = functools.partial(sampling.truncation_floor, vocabulary=Vocabulary(V, axis))
+        return np.asarray(jax.jit(on_shards(run, mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec()))(padded, how))
+
+    want = [floors(1), floors(2)]
+    monkeypatch.setitem(sampling.BITS_OF_A_PASS, "cpu", num_bits)
+    np.testing.assert_array_equal([floors(1), floors(2)], want)
+    assert np.isfinite(want).sum() > len(ROWS)
 
 
 @pytest.mark.parametrize("detail", list(Detail))

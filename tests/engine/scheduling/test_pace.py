@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from jpaged.capacity.hardware import HARDWARE
 from jpaged.capacity.simulator.deployment import deploy
 from jpaged.capacity.simulator.models import MODELS
 from jpaged.capacity.simulator.simulation import simulate
@@ -13,6 +12,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.executor import BucketTable, DeviceRates
 from jpaged.engine.scheduling.pace import LEAST_SHARE, LEAST_TOKENS, StepTimes
 from jpaged.engine.scheduling.scheduler import _within
+from jpaged.hardware import HARDWARE
 from jpaged.testing import expected_tokens
 from tests.engine.groups import group_of
 from tests.engine.timed import TimedExecutor

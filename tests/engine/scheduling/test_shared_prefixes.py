@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine.executor import CascadeCosts
+from jpaged.engine.cascade_costs import CascadeCosts
 from jpaged.engine.kv.blocks import KVHandle
 from jpaged.engine.scheduling import shared_prefixes
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, SharedPrefixGroup, build_step_inputs
@@ -122,6 +122,28 @@ def test_what_a_second_pass_costs_is_weighed() -> None:
     assert shared(tables, dataclasses.replace(BYTES_ONLY, tile_tokens=2.5))[0] == [SharedPrefixGroup(3, 8)]
     assert shared(tables, dataclasses.replace(BYTES_ONLY, query_share=0.25))[0] == []
     assert shared(tables, dataclasses.replace(BYTES_ONLY, tile_queries=1))[0] == []
+
+
+def test_of_a_prefix_counts_what_windows_hold() -> None:
+    """The last row's query stands at 12; of 8 tokens its window of 7 holds those from 6 on."""
+    tables = [[1, 2, i] for i in range(3, 6)]
+    windowed = dataclasses.replace(BYTES_ONLY, windows=((7, 1.0),), step_tokens=3.9)
+    assert shared(tables, windowed)[0] == [SharedPrefixGroup(3, 8)]
+    assert shared(tables, dataclasses.replace(windowed, step_tokens=4.0))[0] == []
+    assert shared(tables, dataclasses.replace(windowed, windows=((5, 1.0),)))[0] == []
+    assert shared(tables, dataclasses.replace(windowed, windows=((5, 0.5),)))[0] == [SharedPrefixGroup(3, 8)]
+
+
+def test_windows_that_have_left_a_prefix_end_its_run() -> None:
+    tables = [[1, 2, 3], [1, 2, 4]]
+    sharing = PrefixSharing()
+    geometry = dataclasses.replace(GEOMETRY, cascade=dataclasses.replace(BYTES_ONLY, windows=((40, 1.0),)))
+    runs = []
+    for start in (12, 47, 90):
+        schedule = schedule_of(tables, starts=[start, start])
+        sharing.share(schedule, geometry)
+        runs.append(schedule.runs)
+    assert runs == [[SharedPrefixGroup(2, 8)], [], []]
 
 
 def test_a_prefix_is_shared_in_whole_granules() -> None:
@@ -255,6 +277,18 @@ def test_cached_prefixes_are_read_together_whoever_is_between_them() -> None:
     load = harness.engine.load()
     assert load.num_cascade_steps >= 5
     assert load.num_cascade_tokens == load.num_cascade_steps * 2 * 20
+
+
+def test_a_run_ends_when_windows_have_left_its_prefix() -> None:
+    """It is asked for again every 64 tokens, although the rows are the same."""
+    executor = FakeExecutor(max_num_batched_tokens=32, num_blocks=400, max_model_len=400)
+    costs = dataclasses.replace(BYTES_ONLY, windows=((40, 1.0),))
+    executor._geometry = dataclasses.replace(executor.geometry, cascade=costs)
+    harness = Harness(executor)
+    harness.submit("a", list(range(10, 31)), n=2, temperature=1.0, seed=7, max_tokens=200)
+    harness.run()
+    # The window of 40 has left the 20 tokens at position 60, which is found out 64 behind the first step.
+    assert harness.engine.load().num_cascade_steps in range(64, 68)
 
 
 def test_an_executor_that_does_not_cascade_gets_no_runs() -> None:

@@ -7,8 +7,8 @@
 
     for each chunk        wait; [convert to 16 bits]; [clean]; S = Q K^T; softmax; O += P V; commit; fetch ahead
 
-The grid is (tiles, parts, KV heads), heads fastest: they read neighbouring memory. What is asked of a tile is in its
-row of an array; see `TileField`.
+The grid is (items, KV heads), heads fastest: they read neighbouring memory. An item is a tile and a part of its keys;
+what is asked is in its row of an array, see `ItemField` and `work.py`.
 
 Whatever a chunk holds outside of what the tile sees is cleared before it is used, since 0 times NaN is NaN: only at
 the ends of what is seen, and in rows whose tables name blocks outside of the layer, which read as zeros.
@@ -39,21 +39,26 @@ _WGMMA = plgpu.Layout.WGMMA
 _ROWS = _WGMMA.reduce(1)
 
 
-class TileField(enum.IntEnum):
-    """Columns of the array that describes the tiles."""
+class ItemField(enum.IntEnum):
+    """Columns of the array that describes the items."""
 
     ROW = 0
     """The row whose block table is read."""
     FIRST_ROW = 1
     """Where its queries begin: a multiple of 8, as copies into tiled memory round others without an error."""
     NUM_TOKENS = 2
-    """0 for a tile that is not used."""
+    """0 for an item that is not used."""
     POSITION = 3
     """The position of its first query."""
     KV_BEGIN = 4
     KV_END = 5
-    """First key that may be seen, and the first behind them."""
-    HAS_BAD_IDS = 6
+    """First key that some query of the tile sees, and the first behind them."""
+    FIRST_CHUNK = 6
+    NUM_CHUNKS = 7
+    """Its part of them."""
+    WINDOW = 8
+    """Keys that a query sees at most, itself among them."""
+    HAS_BAD_IDS = 9
     """Whether its row's table names a block outside of the layer."""
 
 
@@ -72,52 +77,53 @@ class Static:
     is_interpreted: bool = False
 
 
-def attend_tiles(
+def attend_items(
     q_kmd: jax.Array,
     pool: jax.Array,
     tables_sm: jax.Array,
-    tiles_nf: jax.Array,
+    items_nf: jax.Array,
     layer: jax.Array,
     scales: jax.Array | None,
     static: Static,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the kernel over all tiles.
+    """Runs the kernel over all items.
 
     Args:
-        q_kmd: [K, rows, D], the query heads of a token and KV head one after the other; see `TileField.FIRST_ROW`.
+        q_kmd: [K, rows, D], the query heads of a token and KV head one after the other; see `ItemField.FIRST_ROW`.
         pool: [P, B, K, 2D], the pool with each key next to its value.
         tables_sm: block ids within the layer.
-        tiles_nf: [tiles, len(TileField)].
+        items_nf: [items, len(ItemField)].
         layer: [1].
         scales: [L * K * 2], or None.
         static: what it is compiled for.
         interpret: parameters of the interpreter, or None for the device.
 
     Returns:
-        outputs [tiles, K, splits, 64, D] divided by their sums, running maxima [tiles, K, splits, 64] in base 2, and
-        sums. What belongs to tiles that are not used, and to the last rows of a tile of one token, is not written.
+        outputs [items, K, 1 or 2, 64, D] divided by their sums, in the queries' type; where contexts may be cut, what
+        that rounds off lies behind them. Running maxima [items, K, 64] in base 2, and sums. What belongs to items that
+        are not used, and to the last rows of a tile of one token, is not written.
     """
     tiling = static.tiling
     num_kv_heads, _, head_dim = q_kmd.shape
-    shape = (tiles_nf.shape[0], num_kv_heads, tiling.splits, TILE_ROWS)
-    out_dtype = q_kmd.dtype if tiling.splits == 1 else jnp.float32
-    arguments = (q_kmd, pool, tables_sm, tiles_nf, layer, *(() if scales is None else (scales,)))
-    sums = jax.ShapeDtypeStruct(shape, jnp.float32)
+    shape = (items_nf.shape[0], num_kv_heads)
+    arguments = (q_kmd, pool, tables_sm, items_nf, layer, *(() if scales is None else (scales,)))
+    out = jax.ShapeDtypeStruct((*shape, 1 if tiling.max_parts == 1 else 2, tiling.tile_rows, head_dim), q_kmd.dtype)
+    sums = jax.ShapeDtypeStruct((*shape, tiling.tile_rows), jnp.float32)
     kernel = plgpu.kernel(
-        functools.partial(_paged_attention_tile, static, len(arguments)),
-        out_type=[jax.ShapeDtypeStruct((*shape, head_dim), out_dtype), sums, sums],
+        functools.partial(_paged_attention_item, static, len(arguments)),
+        out_type=[out, sums, sums],
         scratch_types=_scratch(q_kmd.dtype, pool.dtype, head_dim, tiling),
-        grid=(shape[0], shape[2], shape[1]),
-        grid_names=("tile", "split", "head"),
+        grid=shape,
+        grid_names=("item", "head"),
         kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    out = kernel(*arguments)
-    return out[0], out[1], out[2]
+    results = kernel(*arguments)
+    return results[0], results[1], results[2]
 
 
 def _scratch(q_dtype: Any, kv_dtype: Any, head_dim: int, tiling: Tiling) -> dict[str, Any]:
@@ -167,18 +173,9 @@ class _Refs:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What this block of threads has to do.
+    """What this block of threads has to do: its place in the grid, and the fields of its item, see `ItemField`."""
 
-    Attributes:
-        tile: its place in the grid, and so are split and head; what is not told here is in `TileField`.
-        begin: first key that some query of the tile sees.
-        end: first key behind those.
-        first_chunk: of its part of the keys.
-        num_chunks: of its part.
-    """
-
-    tile: jax.Array
-    split: jax.Array
+    item: jax.Array
     head: jax.Array
     row: jax.Array
     first_row: jax.Array
@@ -188,51 +185,22 @@ class _Work:
     end: jax.Array
     first_chunk: jax.Array
     num_chunks: jax.Array
+    window: jax.Array
     has_bad_ids: jax.Array
 
 
-def _paged_attention_tile(static: Static, num_arguments: int, *refs: Any, wide_s: Any = None, **scratch: Any) -> None:
-    q, pool, tables, tiles, layer, *scales = refs[:num_arguments]
+def _paged_attention_item(static: Static, num_arguments: int, *refs: Any, wide_s: Any = None, **scratch: Any) -> None:
+    q, pool, tables, items, layer, *scales = refs[:num_arguments]
     out, out_max, out_sum = refs[num_arguments:]
     memory = _Refs(
         q, pool, tables, layer, scales[0] if scales else None, out, out_max, out_sum, wide_s=wide_s, **scratch
     )
+    item = lax.axis_index("item")
 
-    @pl.when(tiles[lax.axis_index("tile"), int(TileField.NUM_TOKENS)] > 0)
+    @pl.when(items[item, int(ItemField.NUM_TOKENS)] > 0)
     def _() -> None:
-        _attend_tile(memory, _plan(tiles, static), static)
-
-
-def _plan(tiles: Any, static: Static) -> _Work:
-    """The chunks that fall to this block of threads."""
-    tiling = static.tiling
-    tile, split = lax.axis_index("tile"), lax.axis_index("split")
-    row, first_row, num_tokens, position, begin, end, has_bad_ids = (tiles[tile, int(field)] for field in TileField)
-    end = jnp.minimum(end, position + num_tokens)
-    if static.spec.kind.sliding_window is not None:
-        begin = jnp.maximum(begin, position - (static.spec.kind.sliding_window - 1))
-    span = jnp.int32(tiling.chunk_tokens)
-    first = lax.div(begin, span)
-    num_chunks = jnp.maximum(lax.div(end + (span - 1), span) - first, 0)
-    if tiling.splits > 1:
-        share = lax.div(num_chunks + (tiling.splits - 1), jnp.int32(tiling.splits))
-        share = jnp.maximum(share, tiling.min_chunks)
-        first = first + split * share
-        num_chunks = jnp.minimum(jnp.maximum(num_chunks - split * share, 0), share)
-    return _Work(
-        tile=tile,
-        split=split,
-        head=lax.axis_index("head"),
-        row=row,
-        first_row=first_row,
-        num_tokens=num_tokens,
-        position=position,
-        begin=begin,
-        end=end,
-        first_chunk=first,
-        num_chunks=num_chunks,
-        has_bad_ids=has_bad_ids,
-    )
+        fields = (items[item, int(field)] for field in ItemField)
+        _attend_tile(memory, _Work(item, lax.axis_index("head"), *fields), static)
 
 
 def _attend_tile(memory: _Refs, work: _Work, static: Static) -> None:
@@ -368,15 +336,15 @@ def _scores(memory: _Refs, k_s: Any, work: _Work, static: Static) -> jax.Array:
 
 def _masked(scores: jax.Array, first_key: jax.Array, work: _Work, static: Static) -> jax.Array:
     """Minus infinity where a query does not see a key."""
-    tiling, window = static.tiling, static.spec.kind.sliding_window
+    tiling = static.tiling
     rows, columns = (_count(scores.shape, axis, static) for axis in range(2))
     keys = first_key + columns
     positions = work.position + lax.div(rows, jnp.int32(tiling.group))
     is_seen = (keys <= positions) & (keys < work.end) & (keys >= work.begin)
     if tiling.chunk_rows > tiling.chunk_tokens:
         is_seen &= columns < tiling.chunk_tokens
-    if window is not None:
-        is_seen &= keys > positions - window
+    if static.spec.kind.sliding_window is not None:
+        is_seen &= keys > positions - work.window
     return jnp.where(is_seen, scores, -jnp.inf)
 
 
@@ -431,30 +399,35 @@ def _clean(first_key: jax.Array, block_ids: list[jax.Array], kv_s: Any, work: _W
 
 
 def _store(state: _State, memory: _Refs, work: _Work, static: Static) -> None:
-    place = work.tile, work.head, work.split
+    place = work.item, work.head
     memory.max_s[...] = state.max
     memory.sum_s[...] = state.sum
     inverse = jnp.where(state.sum > 0, 1 / state.sum, 0.0)
     if memory.scales is not None:
         inverse *= _scale(1, memory, work, static)
     out = state.out * lax.broadcast_in_dim(inverse, state.out.shape, [0])
-    if static.tiling.splits > 1:
-        memory.out[place] = out
-    else:
-        memory.q_s[...] = out.astype(memory.q_s.dtype)  # the queries have done their part
+    memory.q_s[...] = out.astype(memory.q_s.dtype)  # the queries have done their part
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(memory.max_s, memory.out_max.at[place])
     plgpu.copy_smem_to_gmem(memory.sum_s, memory.out_sum.at[place])
-    if static.tiling.splits == 1:
-        decode_rows = -(-static.tiling.group // 8) * 8
-
-        @pl.when(work.num_tokens == 1)
-        def _() -> None:
-            rows = pl.ds(0, decode_rows)
-            plgpu.copy_smem_to_gmem(memory.q_s.at[rows], memory.out.at[(*place, rows)])
-
-        @pl.when(work.num_tokens > 1)
-        def _() -> None:
-            plgpu.copy_smem_to_gmem(memory.q_s, memory.out.at[place])
-
+    _copy_out((*place, 0), memory, work, static)
+    if static.tiling.max_parts > 1:
+        # Two numbers of 16 bits are as good as one of 32, and need no memory of their own.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        memory.q_s[...] = (out - out.astype(memory.q_s.dtype).astype(jnp.float32)).astype(memory.q_s.dtype)
+        plgpu.commit_smem()
+        _copy_out((*place, 1), memory, work, static)
     plgpu.wait_smem_to_gmem(0)
+
+
+def _copy_out(place: tuple[Any, ...], memory: _Refs, work: _Work, static: Static) -> None:
+    """Starts the copy of a tile's results: of one token's where it has no more."""
+    rows = pl.ds(0, -(-static.tiling.group // 8) * 8)
+
+    @pl.when(work.num_tokens == 1)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(memory.q_s.at[rows], memory.out.at[(*place, rows)])
+
+    @pl.when(work.num_tokens > 1)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(memory.q_s, memory.out.at[place])

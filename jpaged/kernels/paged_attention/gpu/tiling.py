@@ -2,12 +2,15 @@
 
 tile     64 rows, as the tensor core wants them: 64 / group tokens of one row by the query heads of one KV head
 chunk    whole blocks, stored in 64 or 128 rows of shared memory, of which two or more are on their way
-split    a part of a context that another multiprocessor works on; merged by the log-sum-exp
+part     chunks of a context that one block of threads works on; merged by the log-sum-exp
+
+How many parts a context has is found from the contexts of the step, in `work.py`; here is how many it may have.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jpaged.kernels.kv_layout import KVLayout
@@ -26,6 +29,8 @@ _HALF_PROCESSOR_BYTES = 233_472 // 2 - 1024
 """So little that two blocks of threads fit a multiprocessor, and the one's products hide the other's softmax."""
 _MIN_PART_TOKENS = 256
 """Keys below which another part costs more in merging than it gains."""
+_MERGE_BYTES = 8 << 20
+"""What merging may read in float32, used or not: some 2 us out of the second-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,8 @@ class Tiling:
         chunk_tokens: keys of a chunk.
         chunk_rows: rows of shared memory for them; those beyond the tokens stay zero.
         stages: chunks that lie in shared memory at a time.
-        splits: parts into which each context is cut.
+        max_parts: into which a tile's keys are cut at most; 1 cuts none.
+        wanted_items: tiles and parts of one key/value head that keep the whole chip busy, and have room at once.
         min_chunks: chunks of a part, but for the last one.
     """
 
@@ -49,12 +55,19 @@ class Tiling:
     chunk_tokens: int
     chunk_rows: int
     stages: int
-    splits: int
+    max_parts: int
+    wanted_items: int
     min_chunks: int
+    tile_rows: int = TILE_ROWS
 
     def num_tiles(self, num_tokens: int, num_rows: int) -> int:
         """The most tiles that so many tokens in so many rows make: only a row's last tile has room left."""
         return max(1, min(num_tokens, (num_tokens + num_rows * (self.tile_tokens - 1)) // self.tile_tokens))
+
+    def num_items(self, num_tokens: int, nums_rows: Sequence[int]) -> int:
+        """The most items of lists of so many rows: cutting adds no more than the chip has room for (`work.py`)."""
+        num_tiles = sum(self.num_tiles(num_tokens, num_rows) for num_rows in nums_rows)
+        return num_tiles if self.max_parts == 1 else min(num_tiles * self.max_parts, num_tiles + self.wanted_items)
 
 
 def chunk_rows(block_size: int) -> int:
@@ -73,8 +86,8 @@ def fixed_bytes(layout: KVLayout) -> int:
     return TILE_ROWS * layout.head_dim * 2 + 2 * TILE_ROWS * 4 + wide_bytes + _RESERVED_BYTES
 
 
-def choose_tiling(spec: AttentionSpec, num_heads: int, num_tokens: int, num_rows: int, table_width: int) -> Tiling:
-    """The cut for a call of these sizes."""
+def choose_tiling(spec: AttentionSpec, num_heads: int, num_tokens: int, table_width: int, num_lists: int = 1) -> Tiling:
+    """The cut for a call of these sizes; `num_lists`: of rows that see parts of the contexts."""
     layout = spec.layout
     rows = chunk_rows(layout.block_size)
     group = num_heads // layout.num_kv_heads
@@ -89,12 +102,13 @@ def choose_tiling(spec: AttentionSpec, num_heads: int, num_tokens: int, num_rows
         chunk_tokens=chunk_tokens,
         chunk_rows=rows,
         stages=min(MAX_STAGES, (limit - fixed) // stage),
-        splits=1,
+        max_parts=1,
+        wanted_items=max(1, 2 * NUM_PROCESSORS // layout.num_kv_heads),
         min_chunks=-(-_MIN_PART_TOKENS // chunk_tokens),
     )
-    num_workers = tiling.num_tiles(num_tokens, num_rows) * layout.num_kv_heads
     max_keys = table_width * layout.block_size
     if spec.kind.sliding_window is not None:
         max_keys = min(max_keys, spec.kind.sliding_window + tiling.tile_tokens)
-    max_splits = max(1, max_keys // _MIN_PART_TOKENS)
-    return dataclasses.replace(tiling, splits=min(max_splits, max(1, 2 * NUM_PROCESSORS // num_workers)))
+    merged_bytes = num_lists * num_tokens * num_heads * layout.head_dim * 4
+    max_parts = min(tiling.wanted_items, max_keys // _MIN_PART_TOKENS, _MERGE_BYTES // merged_bytes)
+    return dataclasses.replace(tiling, max_parts=max(1, max_parts))

@@ -41,7 +41,7 @@ def exponentials(
     A row's key is the hash of its sequence index and position under the request's seed. Token v takes the first word of
     counter v in the vocabulary's first half, and the second word of counter v - half in the other.
     """
-    key_r1 = _row_keys(seeds_r2, sequence_indices_r, positions_r)
+    key_r1 = row_keys(seeds_r2, sequence_indices_r, positions_r)
     half = (vocab_size + 1) // 2
     counter_v = jnp.arange(half, dtype=jnp.uint32)[None, :]
     words = threefry_2x32(key_r1, (counter_v, jnp.zeros_like(counter_v)))
@@ -56,7 +56,7 @@ def exponentials_of(
     vocab_size: int,
 ) -> Float[Array, "R V"]:
     """The columns of `exponentials` that belong to these tokens, at twice the work for each."""
-    key_r1 = _row_keys(seeds_r2, sequence_indices_r, positions_r)
+    key_r1 = row_keys(seeds_r2, sequence_indices_r, positions_r)
     half = (vocab_size + 1) // 2
     is_first_v = token_ids_v < half
     counter_v = jnp.where(is_first_v, token_ids_v, token_ids_v - half).astype(jnp.uint32)[None, :]
@@ -64,9 +64,8 @@ def exponentials_of(
     return _exponentials(jnp.where(is_first_v, *words))
 
 
-def _row_keys(
-    seeds_r2: jax.Array, sequence_indices_r: jax.Array, positions_r: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def row_keys(seeds_r2: jax.Array, sequence_indices_r: jax.Array, positions_r: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Each row's key, two words [R, 1]: the hash of its sequence index and position under the request's seed."""
     place_r = sequence_indices_r.astype(jnp.uint32), positions_r.astype(jnp.uint32)
     key_r = threefry_2x32((seeds_r2[:, 0], seeds_r2[:, 1]), place_r)
     return key_r[0][:, None], key_r[1][:, None]

@@ -18,7 +18,8 @@ from jpaged.device.step.runner import unpack_rows
 from jpaged.device.step.sampling import RowSampling, Sampled
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, Detail, SamplingInputs
 from jpaged.kernels.cpu import build, library
-from jpaged.kernels.sampling import RowInputs, choose_kernel, kernel
+from jpaged.kernels.sampling import RowInputs, choose_kernel
+from jpaged.kernels.sampling.cpu.sampling import kernel
 from tests.device.step.test_sampling import kernel_of_cpus, run_sampling
 
 NUM_ROWS = 24
@@ -132,15 +133,15 @@ def test_rows_that_contradict_each_other_are_refused() -> None:
 def test_the_kernel_samples_where_its_library_attends_and_a_device_has_all_logits(
     backend: Backend, num_devices: int, is_taken: bool
 ) -> None:
-    assert (choose_kernel(backend, num_devices) is not None) == is_taken
+    assert (choose_kernel(backend, num_devices, 61) is not None) == is_taken
 
 
 def test_without_the_library_xla_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "LIBRARY", build.LIBRARY.with_name("missing.so"))
     library.library.cache_clear()
     kernel.cache_clear()
-    assert choose_kernel("cpu", 1) is None
+    assert choose_kernel("cpu", 1, 61) is None
     monkeypatch.undo()
     library.library.cache_clear()
     kernel.cache_clear()
-    assert choose_kernel("cpu", 1) is not None
+    assert choose_kernel("cpu", 1, 61) is not None

@@ -1,4 +1,4 @@
-"""Accelerators: the one table that plans and simulations are made of.
+"""Accelerators: the one table that plans, simulations and a server's own sizes are made of.
 
 | | HBM | for programs | bandwidth | peak | host link | other devices | source |
 |---|---|---|---|---|---|---|---|
@@ -17,6 +17,9 @@ Memory has two numbers, as two questions are asked. What the sheet says is what 
 What programs may use decides whether a plan fits: of a TPU what libtpu's compiler says (its out-of-memory error), which
 is more than a sheet says whose GB are GiB; of a GPU three quarters, which jax takes unless told otherwise, of what the
 driver reports (150 GB of an H200; of an A100, which nothing is planned for, of the sheet's).
+
+Cycles of a TPU become time by its clock. Those of v5e (1.5 GHz), v5p and v6e (1.75 GHz) are what their peaks give with
+the products that their matrix units do in a cycle; that of tpu7x (2.2 GHz) is its peak over as many products as v6e's.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ class Hardware:
         flops: peak of bfloat16 products.
         host_bytes_per_s: to the host's memory, one way.
         link_bytes_per_s: to the other devices over all links together, one way.
+        kinds: what jax calls such a device.
+        clock_hz: that cycles are counted in; None where nothing is counted in cycles.
     """
 
     name: str
@@ -47,17 +52,29 @@ class Hardware:
     flops: float
     host_bytes_per_s: float
     link_bytes_per_s: float
+    kinds: tuple[str, ...] = ()
+    clock_hz: float | None = None
+
+    @property
+    def ridge_tokens(self) -> float:
+        """The tokens of a step with which products of 16 bits take as long as reading the weights."""
+        return self.flops / self.hbm_bytes_per_s
 
 
 HARDWARE: Mapping[str, Hardware] = {
     device.name: device
     for device in (
-        Hardware("a100-40gb", 40e9, 30_000_000_000, 1555e9, 312e12, 32e9, 300e9),
-        Hardware("a100-80gb", 80e9, 60_000_000_000, 2039e9, 312e12, 32e9, 300e9),
-        Hardware("h200", 141e9, 112_500_000_000, 4800e9, 989e12, 64e9, 450e9),
-        Hardware("tpu-v5e", 16e9, int(15.75 * _GIB), 819e9, 197e12, 16e9, 200e9),
-        Hardware("tpu-v5p", 95e9, int(95.74 * _GIB), 2765e9, 459e12, 32e9, 600e9),
-        Hardware("tpu-v6e", 32e9, int(31.25 * _GIB), 1638e9, 918e12, 64e9, 400e9),
-        Hardware("tpu7x", 96e9, int(94.75 * _GIB), 7380e9 / 2, 2307e12 / 2, 32e9, 600e9 / 2),
+        Hardware("a100-40gb", 40e9, 30_000_000_000, 1555e9, 312e12, 32e9, 300e9, ("NVIDIA A100-SXM4-40GB",)),
+        Hardware("a100-80gb", 80e9, 60_000_000_000, 2039e9, 312e12, 32e9, 300e9, ("NVIDIA A100-SXM4-80GB",)),
+        Hardware("h200", 141e9, 112_500_000_000, 4800e9, 989e12, 64e9, 450e9, ("NVIDIA H200",)),
+        Hardware("tpu-v5e", 16e9, int(15.75 * _GIB), 819e9, 197e12, 16e9, 200e9, ("TPU v5 lite", "TPU v5e"), 1.5e9),
+        Hardware("tpu-v5p", 95e9, int(95.74 * _GIB), 2765e9, 459e12, 32e9, 600e9, ("TPU v5", "TPU v5p"), 1.75e9),
+        Hardware("tpu-v6e", 32e9, int(31.25 * _GIB), 1638e9, 918e12, 64e9, 400e9, ("TPU v6 lite", "TPU v6e"), 1.75e9),
+        Hardware("tpu7x", 96e9, int(94.75 * _GIB), 7380e9 / 2, 2307e12 / 2, 32e9, 600e9 / 2, ("TPU7x",), 2.2e9),
     )
 }
+
+
+def find_hardware(device_kind: str) -> Hardware | None:
+    """What a device has, by what jax calls it; None where that is not in the table."""
+    return next((device for device in HARDWARE.values() if device_kind in device.kinds), None)

@@ -1,0 +1,136 @@
+"""How long attention and sampling take on a TPU, from cycles that were counted.
+
+Of a layer of rows that decode, on each device, whichever takes longer:
+
+    memory    bytes of their contexts / (bandwidth * HBM_EFFICIENCY)
+    kernel    MiB * compute + blocks * issue + chunks * wait + rows * row, in cycles of the clock
+
+and of chunks of prompts, with half a tile of 256 keys more for each query, which the last tile of a row masks:
+
+    kernel    (pairs + 128 * tokens) / (256 * 256) * heads * tile
+
+A sampler is taken to be as the nearest that was counted, by its logits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jpaged.capacity.cost import HBM_EFFICIENCY, StepLoad
+from jpaged.capacity.cycles import ChunkCycles, CountedCycles, DecodeCycles, HeadShape, SamplingCycles
+from jpaged.hardware import Hardware
+
+SAMPLED, SAMPLED_IN_PARTS = "top-p", "top-p, in parts"
+"""What every row is taken to ask of the sampler: of the kernel's, and where devices share the vocabulary of XLA's."""
+_MIB = 1 << 20
+_TILE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CountedTimes:
+    """One device of a model.
+
+    Attributes:
+        hardware: of the device.
+        clock_hz: that cycles are counted in.
+        heads: on the device.
+        num_layers: with attention.
+        layer_bytes: of one token's keys and values in one layer.
+        vocab: logits of a row on the device.
+        decode: the nearest case that was counted.
+        chunks: the same.
+        sampling: the same; None where none was, and sampling takes no time.
+    """
+
+    hardware: Hardware
+    clock_hz: float
+    heads: HeadShape
+    num_layers: int
+    layer_bytes: float
+    vocab: int
+    decode: DecodeCycles
+    chunks: ChunkCycles
+    sampling: tuple[SamplingCycles, ...]
+
+    @classmethod
+    def find(
+        cls,
+        counted: CountedCycles,
+        hardware: Hardware,
+        heads: HeadShape,
+        num_layers: int,
+        layer_bytes: float,
+        vocab: int,
+        *,
+        is_split: bool = False,
+    ) -> CountedTimes | None:
+        """The times of a device; None where its kernels were not counted. `is_split`: others have the other logits."""
+        generation = hardware.name.removeprefix("tpu-")
+        decode, chunks = counted.decode_of(generation, heads), counted.chunks_of(generation, heads)
+        if decode is None or chunks is None or hardware.clock_hz is None:
+            return None
+        what = SAMPLED_IN_PARTS if is_split else SAMPLED
+        sampling = tuple(case for case in counted.sampling if (case.generation, case.what) == (generation, what))
+        return cls(hardware, hardware.clock_hz, heads, num_layers, layer_bytes, vocab, decode, chunks, sampling)
+
+    def attention_s(self, load: StepLoad) -> float:
+        """Seconds in all layers, of the rows that decode and then of the chunks."""
+        return self.num_layers * (self._decode_s(load) + self._chunks_s(load))
+
+    def sampling_s(self, num_rows: int) -> float:
+        """Seconds of the sampler."""
+        case = self._sampling_of(num_rows)
+        if case is None or num_rows == 0:
+            return 0.0
+        return case.cycles * (num_rows * self.vocab) / (case.rows * case.vocab) / self.clock_hz
+
+    def _sampling_of(self, num_rows: int) -> SamplingCycles | None:
+        def distance(case: SamplingCycles) -> float:
+            return abs(math.log2(case.vocab / self.vocab)) + abs(math.log2(case.rows / max(1, num_rows)))
+
+        return min(self.sampling, key=distance, default=None)
+
+    def _decode_s(self, load: StepLoad) -> float:
+        if not load.num_decoding:
+            return 0.0
+        case, num_bytes = self.decode, load.num_decoding_kv_tokens * self.layer_bytes
+        context = load.num_decoding_kv_tokens / load.num_decoding
+        num_blocks = load.num_decoding * math.ceil(context / self.heads.block_size)
+        num_chunks = load.num_decoding * math.ceil(context * self.layer_bytes / case.chunk_bytes)
+        cycles = num_bytes / _MIB * case.compute_per_mib + num_blocks * case.issue_per_block
+        cycles += num_chunks * case.wait_per_chunk + load.num_decoding * case.per_row
+        memory_s = num_bytes / (self.hardware.hbm_bytes_per_s * HBM_EFFICIENCY)
+        return max(memory_s, cycles / self.clock_hz)
+
+    def _chunks_s(self, load: StepLoad) -> float:
+        num_tokens = load.num_tokens - load.num_decoding
+        if num_tokens <= 0:
+            return 0.0
+        num_pairs = max(0.0, load.num_pairs - load.num_decoding_kv_tokens) + num_tokens * _TILE / 2
+        num_tiles = num_pairs / _TILE**2 * self.heads.num_kv_heads * self.heads.group
+        return num_tiles * self.chunks.per_256x256_head / self.clock_hz
+
+    def lines(self, num_rows: int) -> list[str]:
+        """What was counted, and for which case."""
+        decode, chunks, sampling = self.decode, self.chunks, self._sampling_of(num_rows)
+        found = [
+            f"cycles at {self.clock_hz / 1e9:g} GHz, as counted off the compiled kernels, stalls left out; attention "
+            f"takes no less than its bytes at {HBM_EFFICIENCY:.0%} of {self.hardware.hbm_bytes_per_s / 1e9:.0f} GB/s",
+            f"attention that decodes: {decode.compute_per_mib:g} a MiB of KV, {decode.issue_per_block:g} a block, "
+            f"{decode.wait_per_chunk:g} a chunk of {decode.chunk_bytes / _MIB:g} MiB, {decode.per_row:g} a row"
+            + _counted_for(decode.heads, self.heads),
+            f"attention of prompts: {chunks.per_256x256_head:g} for 256 x 256 of a head"
+            + _counted_for(chunks.heads, self.heads),
+        ]
+        if sampling is None:
+            return [*found, "sampling was not counted, and left out"]
+        return [
+            *found,
+            f"sampling: every row asks for {sampling.what}; {sampling.cycles:g} counted for {sampling.rows} rows of "
+            f"{sampling.vocab} logits, and others by their number",
+        ]
+
+
+def _counted_for(counted: HeadShape, asked: HeadShape) -> str:
+    return "" if counted == asked else f" (counted for {counted}; here {asked})"

@@ -1,0 +1,170 @@
+"""What the kernels take in cycles of a device, as counted off the programs that libtpu compiles for them.
+
+`cycles.json` is written by `python -m benchmarks.tpu_cycles --record`. Only bundles are counted, so that stalls are
+left out: a device can only take longer. What is asked for is answered by the nearest case that was counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jpaged.errors import InternalError
+
+_PATH = Path(__file__).with_name("cycles.json")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The attention of one device: what a case was counted for, and what is asked for.
+
+    Attributes:
+        num_kv_heads: on the device.
+        group: query heads of each.
+        kv_dtype: that keys and values are kept in.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    kv_dtype: str
+    block_size: int
+
+    def distance(self, other: HeadShape) -> float:
+        """How far another is, in doublings; another type or head size is farther than any number of heads."""
+        far = 16.0 * (self.kv_dtype != other.kv_dtype) + 8.0 * abs(math.log2(self.head_dim / other.head_dim))
+        heads = abs(math.log2(self.num_kv_heads / other.num_kv_heads)) + abs(math.log2(self.group / other.group)) / 2
+        return far + heads + abs(math.log2(self.block_size / other.block_size)) / 4
+
+    def __str__(self) -> str:
+        heads = f"{self.num_kv_heads} x {self.group} heads of {self.head_dim}"
+        return f"{heads}, {self.kv_dtype}, blocks of {self.block_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCycles:
+    """Attention of rows that decode.
+
+    Attributes:
+        generation: of TPUs.
+        chunk_bytes: that are awaited together.
+        compute_per_mib: for a MiB of keys and values.
+        issue_per_block: to start the copy of a block.
+        wait_per_chunk: to wait for a chunk.
+        per_row: for each row besides.
+    """
+
+    generation: str
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    kv_dtype: str
+    block_size: int
+    chunk_bytes: float
+    compute_per_mib: float
+    issue_per_block: float
+    wait_per_chunk: float
+    per_row: float
+
+    @property
+    def heads(self) -> HeadShape:
+        return HeadShape(self.num_kv_heads, self.group, self.head_dim, self.kv_dtype, self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCycles:
+    """Attention of chunks of prompts: cycles for 256 queries of one head beside 256 keys."""
+
+    generation: str
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    kv_dtype: str
+    block_size: int
+    per_256x256_head: float
+
+    @property
+    def heads(self) -> HeadShape:
+        return HeadShape(self.num_kv_heads, self.group, self.head_dim, self.kv_dtype, self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingCycles:
+    """A sampler of so many rows.
+
+    Attributes:
+        vocab: logits of a row on one device.
+        what: the rows ask for.
+    """
+
+    generation: str
+    vocab: int
+    rows: int
+    what: str
+    cycles: float
+
+
+_Kind = TypeVar("_Kind", DecodeCycles, ChunkCycles, SamplingCycles)
+_Heads = TypeVar("_Heads", DecodeCycles, ChunkCycles)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedCycles:
+    """All cases."""
+
+    decode: tuple[DecodeCycles, ...]
+    chunks: tuple[ChunkCycles, ...]
+    sampling: tuple[SamplingCycles, ...]
+
+    @classmethod
+    def read(cls, text: str) -> CountedCycles:
+        """The cases of a file.
+
+        Raises:
+            InternalError: it has a case that misses a number, or one that is not above or at zero.
+        """
+        found = json.loads(text)
+        return cls(
+            _entries(DecodeCycles, found["decode"]),
+            _entries(ChunkCycles, found["chunks"]),
+            _entries(SamplingCycles, found["sampling"]),
+        )
+
+    def decode_of(self, generation: str, heads: HeadShape) -> DecodeCycles | None:
+        """The nearest case of a generation; None where there is none."""
+        return _nearest(self.decode, generation, heads)
+
+    def chunks_of(self, generation: str, heads: HeadShape) -> ChunkCycles | None:
+        """The nearest case of a generation; None where there is none."""
+        return _nearest(self.chunks, generation, heads)
+
+
+@cache
+def counted_cycles() -> CountedCycles:
+    """The cases that come with the package."""
+    return CountedCycles.read(_PATH.read_text(encoding="utf-8"))
+
+
+def _nearest(cases: Iterable[_Heads], generation: str, heads: HeadShape) -> _Heads | None:
+    ours = [case for case in cases if case.generation == generation]
+    return min(ours, key=lambda case: heads.distance(case.heads), default=None)
+
+
+def _entries(kind: type[_Kind], entries: Iterable[Mapping[str, Any]]) -> tuple[_Kind, ...]:
+    """Reads cases; what a case has besides the fields is for whoever counts again."""
+    names = [spec.name for spec in fields(kind)]
+    cases = []
+    for entry in entries:
+        if missing := [name for name in names if name not in entry]:
+            raise InternalError(f"cycles.json: a {kind.__name__} misses {', '.join(missing)}: {dict(entry)}")
+        values = {name: entry[name] for name in names}
+        below = [name for name, value in values.items() if not isinstance(value, str) and not value >= 0]
+        if below:
+            raise InternalError(f"cycles.json: a {kind.__name__} has {below[0]} below 0: {dict(entry)}")
+        cases.append(kind(**values))
+    return tuple(cases)

@@ -1,0 +1,179 @@
+"""Heads on TPUs, in Pallas Mosaic: a projection is read once, and written as the attention kernels take it.
+
+    projection    [K, G + 2, T, D]     a head after the other, as the product leaves it; each of them rows of tokens
+    queries       [T, K * G * D]       a token's heads beside each other, turned
+    keys, values  [T, K, 2, D]         as the pool keeps them, keys turned: two numbers of 16 bits a word
+
+XLA moves sublanes one by one for each of the three (a fifth of a step of 64 tokens, and a third of one of 2048, by
+libtpu's own estimate). Here queries are moved by whole tiles, and a key and its value become words that are stored with
+a stride.
+
+The results are seen as [T, H, D] and twice [T, K, D]: who packs them as they lie costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+_LANES = 128
+_TILES = (128, 64, 32, 16, 8)
+_VMEM_BYTES = 16 * 2**20
+Angles = tuple[jax.Array, jax.Array]
+"""Cosines and sines of each token [T, D], the sines of the first half of the dimensions negative."""
+Norms = tuple[jax.Array, jax.Array, jax.Array | float]
+"""Scales [D] of the norms of each query and of each key, and their epsilon, which shard_map traces."""
+
+
+def unsupported_reason(head_dim: int, dtype: jnp.dtype, kv_dtype: jnp.dtype, num_rows: int) -> str | None:
+    """Why there is no kernel for heads of this size and type, or None. `num_rows`: heads in a projection, K (G + 2)."""
+    if head_dim % _LANES:
+        return f"head_dim {head_dim} is no multiple of {_LANES}"
+    if dtype != jnp.bfloat16 or kv_dtype != jnp.bfloat16:
+        return f"heads of {dtype} whose keys are kept as {kv_dtype} are not both bfloat16"
+    if _bytes_of_tile(_TILES[-1], num_rows, head_dim) > _VMEM_BYTES:
+        return f"{num_rows} heads of {head_dim} do not fit the vector memory"
+    return None
+
+
+def angles(cos_td: Float[Array, "T D/2"], sin_td: Float[Array, "T D/2"]) -> Angles:
+    """Angles as `turn` takes them, once for all layers."""
+    return jnp.concatenate([cos_td, cos_td], axis=1), jnp.concatenate([-sin_td, sin_td], axis=1)
+
+
+def turn(
+    qkv_tkrd: Float[Array, "T K G+2 D"], angles: Angles, norms: Norms | None
+) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
+    """Queries and keys turned by their angles, in float32, and values.
+
+    Args:
+        qkv_tkrd: for each key/value head its queries, their key and their value.
+        angles: as `angles` makes them.
+        norms: scales [D] of the norm of each query and of each key, and their epsilon; None leaves them.
+    """
+    num_tokens, num_kv_heads, num_rows, head_dim = qkv_tkrd.shape
+    q_tl, new_tk2d = _call(qkv_tkrd.transpose(1, 2, 0, 3), angles, norms)
+    q_thd = q_tl.reshape(num_tokens, num_kv_heads * (num_rows - 2), head_dim)
+    return q_thd, new_tk2d[:, :, 0], new_tk2d[:, :, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    tile: int
+
+
+def _bytes_of_tile(tile: int, num_rows: int, head_dim: int) -> int:
+    """What a tile of tokens takes: heads come and go at a time, twice, and angles."""
+    return 2 * tile * head_dim * (2 * 2 * num_rows + 2 * 4)
+
+
+def _call(qkv_krtd: jax.Array, angles: Angles, norms: Norms | None) -> tuple[jax.Array, jax.Array]:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    num_kv_heads, num_rows, num_tokens, head_dim = qkv_krtd.shape
+    num_heads = num_kv_heads * num_rows
+    tile = next(
+        (t for t in _TILES if num_tokens % t == 0 and _bytes_of_tile(t, num_heads, head_dim) <= _VMEM_BYTES), num_tokens
+    )
+    scales = () if norms is None else norms[:2]
+    epsilons = () if norms is None else norms[2:]
+    sizes = _Sizes(num_kv_heads, num_rows - 2, head_dim, tile)
+    width = num_kv_heads * sizes.group * head_dim
+    new_shape = (num_kv_heads, 2, head_dim)
+    of_angles = pl.BlockSpec((tile, head_dim), lambda i: (i, 0))
+    q_tl, new = pl.pallas_call(
+        functools.partial(_kernel, sizes=sizes),
+        grid=(num_tokens // tile,),
+        in_specs=[
+            pl.BlockSpec((num_kv_heads, num_rows, tile, head_dim), lambda i: (0, 0, i, 0)),
+            of_angles,
+            of_angles,
+            *(pl.BlockSpec((1, head_dim), lambda i: (0, 0)) for _ in scales),
+            *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in epsilons),
+        ],
+        out_specs=[
+            pl.BlockSpec((tile, width), lambda i: (i, 0)),
+            pl.BlockSpec((tile, *new_shape), lambda i: (i, 0, 0, 0)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((num_tokens, width), qkv_krtd.dtype),
+            jax.ShapeDtypeStruct((num_tokens, *new_shape), qkv_krtd.dtype),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=2 * _VMEM_BYTES),
+        cost_estimate=pl.CostEstimate(
+            flops=3 * qkv_krtd.size, transcendentals=0, bytes_accessed=2 * qkv_krtd.nbytes + 2 * angles[0].nbytes
+        ),
+        name="turn_heads",
+    )(
+        qkv_krtd,
+        *angles,
+        *(jnp.asarray(scale, jnp.float32).reshape(1, -1) for scale in scales),
+        *(jnp.asarray(eps, jnp.float32).reshape(1) for eps in epsilons),
+    )
+    return q_tl, new
+
+
+def _kernel(qkv_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any, sizes: _Sizes) -> None:
+    """One tile of tokens, head by head."""
+    *norm_refs, q_ref, new_ref = refs
+    cos_td, sin_td, head_dim = cos_ref[...], sin_ref[...], sizes.head_dim
+    q_scale_1d, k_scale_1d = (ref[...] for ref in norm_refs[:2]) if norm_refs else (None, None)
+    eps = norm_refs[2][0] if norm_refs else 0.0
+
+    def turned(x_td: Any, scale_1d: Any) -> Any:
+        x_td = x_td.astype(jnp.float32)
+        if scale_1d is not None:
+            mean_t1 = jnp.mean(jnp.square(x_td), axis=1, keepdims=True)
+            normal_td = x_td * jax.lax.rsqrt(mean_t1 + eps) * scale_1d
+            x_td = normal_td.astype(qkv_ref.dtype).astype(jnp.float32)
+        return (x_td * cos_td + _halves_swapped(x_td) * sin_td).astype(qkv_ref.dtype)
+
+    for k in range(sizes.num_kv_heads):
+        for g in range(sizes.group):
+            head = k * sizes.group + g
+            q_ref[:, head * head_dim : (head + 1) * head_dim] = turned(qkv_ref[k, g], q_scale_1d)
+        key_td, value_td = turned(qkv_ref[k, sizes.group], k_scale_1d), qkv_ref[k, sizes.group + 1]
+        for lane in range(0, head_dim, _LANES):
+            lanes = slice(lane, lane + _LANES)
+            store(new_ref, k, lane // _LANES, _words(key_td[:, lanes], value_td[:, lanes]))
+
+
+def _halves_swapped(x_td: Any) -> Any:
+    from jax.experimental.pallas import tpu as pltpu
+
+    half = x_td.shape[1] // 2
+    if half % _LANES == 0:
+        return jnp.concatenate([x_td[:, half:], x_td[:, :half]], axis=1)
+    return pltpu.roll(x_td, half, 1)
+
+
+def _words(key_tl: Any, value_tl: Any) -> Any:
+    """Words whose lower half is a key's number, and whose upper half the value's."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    key_bits, value_bits = (pltpu.bitcast(x.astype(jnp.float32), jnp.int32) for x in (key_tl, value_tl))
+    return jax.lax.shift_right_logical(key_bits, jnp.int32(16)) | (value_bits & jnp.int32(-(1 << 16)))
+
+
+def store(new_ref: Any, head: int, part: int, words_tl: Any) -> None:
+    """Puts words [t, 128] where a head has that part of its lanes in [t, K, 2, D], seen as rows of words.
+
+    The interpreter knows no reference as another type: tests replace this.
+    """
+    from jax.experimental import pallas as pl
+
+    num_tokens, num_heads, _, head_dim = new_ref.shape
+    parts = head_dim // _LANES
+    rows_ref = new_ref.bitcast(jnp.int32).reshape(num_tokens * num_heads * parts, _LANES)
+    rows_ref[pl.ds(head * parts + part, num_tokens, stride=num_heads * parts), :] = words_tl

@@ -1,0 +1,192 @@
+"""The list of what the Hopper kernel does, made in the traced program from the rows that are there.
+
+    rows      | a: 40 tokens | b: 1 | c: 1 |         tiles of 16 tokens of one row, by the heads of a key/value head
+    tiles     | a a a | b | c |
+    items     | a a a | b b b b b b | c c |          a tile and a part of the keys that it sees: b has a long context
+
+Their number is fixed by the sizes of the arrays, for a grid of threads is part of a program; what is cut follows the
+contexts. A part is about as long as each processor's share of the whole step, so that none is waited for: one row fills
+the chip by itself, and of sixty rows those that are longer than the rest are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.kernels.paged_attention.gpu.tiling import Tiling
+from jpaged.kernels.paged_attention.spec import AttentionSpec, ContextPart, RaggedRows
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+_FINENESS = 16
+"""Lengths of parts that are tried between a processor's share and twice as much."""
+_NO_WINDOW = 1 << 30
+"""A window that no context fills."""
+
+
+class Places(NamedTuple):
+    """Where queries and results lie in the kernel's arrays. L is the number of lists of rows.
+
+    Attributes:
+        tokens_m: the token of each row of queries that the kernel reads; each tile begins at a multiple of 8 rows.
+        heads_m: and which of the heads that share a key/value head.
+        items_lt: the first of the items that have each token's results.
+        parts_lt: how many have, one behind the other; none where the token sees no key.
+        first_rows_lt: the first of its rows in each of them.
+    """
+
+    tokens_m: jax.Array
+    heads_m: jax.Array
+    items_lt: jax.Array
+    parts_lt: jax.Array
+    first_rows_lt: jax.Array
+
+
+class _Tiles(NamedTuple):
+    """Tiles of one list of rows, [n]: whose they are, what they hold and see; and where each token is, [t]."""
+
+    row_n: jax.Array
+    first_token_n: jax.Array
+    size_n: jax.Array
+    position_n: jax.Array
+    begin_n: jax.Array
+    end_n: jax.Array
+    window_n: jax.Array
+    is_bad_n: jax.Array
+    tile_t: jax.Array
+    first_row_t: jax.Array
+    is_row_t: jax.Array
+
+
+def plan(parts: Sequence[ContextPart], tiling: Tiling, num_tokens: int) -> tuple[Int[Array, "n F"], Places]:
+    """Items as the kernel reads them (`kernel.ItemField`), and the places of what they read and write.
+
+    Args:
+        parts: lists of rows over the same packed tokens; a token may be in one of each, over other keys.
+        tiling: how the work is cut.
+        num_tokens: T.
+    """
+    found = [_tiles(part, tiling, num_tokens) for part in parts]
+    row_n, first_token_n, size_n, position_n, begin_n, end_n, window_n, is_bad_n = (
+        jnp.concatenate([getattr(tiles, name) for tiles in found])
+        for name in ("row_n", "first_token_n", "size_n", "position_n", "begin_n", "end_n", "window_n", "is_bad_n")
+    )
+    eighth_ends_n = jnp.cumsum((size_n * tiling.group + 7) // 8)
+    eighth_starts_n = _starts(eighth_ends_n)
+
+    first_chunk_n = begin_n // tiling.chunk_tokens
+    chunks_n = jnp.where(size_n > 0, -(-end_n // tiling.chunk_tokens) - first_chunk_n, 0)
+    share_n = _share(chunks_n, tiling)
+    parts_n = -(-chunks_n // share_n)
+    item_ends_n = jnp.cumsum(parts_n)
+    item_starts_n = _starts(item_ends_n)
+    items = jnp.arange(tiling.num_items(num_tokens, [part.rows.kv_lens_s.shape[0] for part in parts]))
+    tile_i = jnp.minimum(_first_above(item_ends_n, items), len(size_n) - 1)
+    skipped_i = (items - item_starts_n[tile_i]) * share_n[tile_i]
+    fields = (
+        row_n[tile_i],
+        eighth_starts_n[tile_i] * 8,
+        jnp.where(items < item_ends_n[-1], size_n[tile_i], 0),
+        position_n[tile_i],
+        begin_n[tile_i],
+        end_n[tile_i],
+        first_chunk_n[tile_i] + skipped_i,
+        jnp.clip(chunks_n[tile_i] - skipped_i, 0, share_n[tile_i]),
+        window_n[tile_i],
+        is_bad_n[tile_i],
+    )
+    items_nf = jnp.stack([field.astype(jnp.int32) for field in fields], axis=1)
+
+    # Rows of queries in eights. The last tile may reach beyond the last token.
+    num_eighths = (len(parts) * num_tokens * tiling.group + 7 * len(size_n)) // 8 + tiling.tile_rows // 8
+    eighths = jnp.arange(num_eighths)
+    tile_e = jnp.minimum(_first_above(eighth_ends_n, eighths), len(size_n) - 1)
+    row_m = (((eighths - eighth_starts_n[tile_e]) * 8)[:, None] + jnp.arange(8)).reshape(-1)
+    token_m = jnp.clip(jnp.repeat(first_token_n[tile_e], 8) + row_m // tiling.group, 0, num_tokens - 1)
+
+    num_tiles = [len(tiles.size_n) for tiles in found]
+    tile_lt = jnp.stack([tiles.tile_t + sum(num_tiles[:i]) for i, tiles in enumerate(found)])
+    is_row_lt, first_row_lt = (jnp.stack([getattr(x, name) for x in found]) for name in ("is_row_t", "first_row_t"))
+    parts_lt = jnp.where(is_row_lt, parts_n[tile_lt], 0)
+    return items_nf, Places(token_m, row_m % tiling.group, item_starts_n[tile_lt], parts_lt, first_row_lt)
+
+
+def _tiles(part: ContextPart, tiling: Tiling, num_tokens: int) -> _Tiles:
+    rows, spec = part.rows, part.spec
+    num_rows = rows.kv_lens_s.shape[0]
+    is_used_s = (jnp.arange(num_rows) < rows.num_rows) & (rows.kv_lens_s > rows.begins)
+    starts_s = rows.query_starts_s1[:-1]
+    counts_s = jnp.where(is_used_s, rows.query_starts_s1[1:] - starts_s, 0)
+    tile_ends_s = jnp.cumsum(-(-counts_s // tiling.tile_tokens))
+    tile_starts_s = _starts(tile_ends_s)
+
+    tiles_n = jnp.arange(tiling.num_tiles(num_tokens, num_rows))
+    row_n = jnp.minimum(_first_above(tile_ends_s, tiles_n), num_rows - 1)
+    offset_n = (tiles_n - tile_starts_s[row_n]) * tiling.tile_tokens
+    size_n = jnp.where(tiles_n < tile_ends_s[-1], jnp.clip(counts_s[row_n] - offset_n, 0, tiling.tile_tokens), 0)
+    position_n = rows.positions[row_n] + offset_n
+    begin_n, end_n = rows.begins[row_n], jnp.minimum(rows.kv_lens_s[row_n], position_n + size_n)
+    window = _NO_WINDOW if spec.kind.sliding_window is None else spec.kind.sliding_window
+    begin_n = jnp.maximum(begin_n, position_n - (window - 1))
+    size_n = jnp.where(begin_n < end_n, size_n, 0)
+
+    tokens_t = jnp.arange(num_tokens)
+    ends_s = jnp.where(jnp.arange(num_rows) < rows.num_rows, rows.query_starts_s1[1:], num_tokens)
+    row_t = jnp.minimum(_first_above(ends_s, tokens_t), num_rows - 1)
+    offset_t = tokens_t - starts_s[row_t]
+    is_row_t = (offset_t >= 0) & (offset_t < counts_s[row_t])
+    offset_t = jnp.where(is_row_t, offset_t, 0)
+    return _Tiles(
+        row_n=row_n if part.table_rows_s is None else part.table_rows_s[row_n],
+        first_token_n=starts_s[row_n] + offset_n,
+        size_n=size_n,
+        position_n=position_n,
+        begin_n=begin_n,
+        end_n=end_n,
+        window_n=jnp.full_like(row_n, window),
+        is_bad_n=_has_bad_ids(rows, spec)[row_n],
+        tile_t=jnp.minimum(tile_starts_s[row_t] + offset_t // tiling.tile_tokens, len(tiles_n) - 1),
+        first_row_t=offset_t % tiling.tile_tokens * tiling.group,
+        is_row_t=is_row_t,
+    )
+
+
+def _share(chunks_n: jax.Array, tiling: Tiling) -> jax.Array:
+    """Chunks of each tile's parts.
+
+    It is the least length at which all parts have a place on the chip at once: one that is left over would be waited
+    for as long as all others took. Where the tiles alone are more than that, the longer ones are cut.
+    """
+    if tiling.max_parts == 1:
+        return jnp.maximum(chunks_n, 1)
+    mean = -(-chunks_n.sum() // tiling.wanted_items)
+    limits_c = jnp.maximum(mean + mean * jnp.arange(_FINENESS + 1) // _FINENESS, tiling.min_chunks)
+    parts_cn = jnp.minimum(-(-chunks_n // limits_c[:, None]), tiling.max_parts)
+    highest = 2**31 - 1
+    limit = jnp.where(parts_cn.sum(axis=1) <= tiling.wanted_items, limits_c, highest).min()
+    limit = jnp.where(limit == highest, limits_c[0], limit)
+    parts_n = jnp.clip(-(-chunks_n // limit), 1, tiling.max_parts)
+    return jnp.maximum(-(-chunks_n // parts_n), 1)
+
+
+def _starts(ends_n: jax.Array) -> jax.Array:
+    return jnp.concatenate((jnp.zeros(1, ends_n.dtype), ends_n[:-1]))
+
+
+def _first_above(ends_s: jax.Array, numbers_n: jax.Array) -> jax.Array:
+    """Counts for each number the ends not above it. One fused pass: a binary search would be a loop of launches."""
+    return (ends_s[None, :] <= numbers_n[:, None]).sum(axis=1)
+
+
+def _has_bad_ids(rows: RaggedRows, spec: AttentionSpec) -> Int[Array, "S"]:
+    """Whether a row's table names blocks outside of the layer, as far as its context needs the table."""
+    layout, tables_sm = spec.layout, rows.block_tables_sm
+    first_keys_m = jnp.arange(tables_sm.shape[1]) * layout.block_size
+    is_needed_sm = (first_keys_m >= rows.begins[:, None]) & (first_keys_m < rows.kv_lens_s[:, None])
+    is_bad_sm = (tables_sm < 0) | (tables_sm >= layout.blocks_per_layer)
+    return (is_needed_sm & is_bad_sm).any(axis=1)

@@ -1,0 +1,240 @@
+"""The Mosaic kernel for rows of several queries: one call over a list of segments, each a part of a tile of queries.
+
+    segment     the queries of one row in one tile, over the chunks of keys that they see
+    chunk       `fetch_blocks` blocks, each one DMA; the next chunk is on its way while this one is computed
+    part        `part` queries of the tile, with all query heads of a key/value head the rows of a product
+    item        a part, a key/value head and a chunk: what one turn of the pipeline multiplies
+
+    a chunk has come:   its words are taken apart, head by head: keys and values of each head lie dense    (`unpack`)
+    then, two items at a time, each stage on other items, so that no unit waits for another:
+
+        turn t      scores of items t      | weights of items t - 1   | values of items t - 2
+                    q k, scaled, masked    | maximum, 2^x, sums       | p v, added to what is faded
+                    ──► s                  | s ──► p, fade            | p, fade ──► o
+
+The pipeline runs on from chunk to chunk of a segment and is emptied at its end. Items beyond the last one work on a
+slot that nobody reads. A part that sees nothing of a chunk has no items in it, and chunks that all of their parts see
+whole have their scores unmasked.
+
+Scores are kept in units of log 2. A maximum fills the 128 lanes of its row, and each lane has a sum of its own until
+the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jpaged.kernels.paged_attention.tpu.chunks.keys import fetch, repeat, unpack
+from jpaged.kernels.paged_attention.tpu.chunks.plan import Chunk, Item, Plan, Scalars, Scratch, cost, scratch_shapes
+from jpaged.kernels.paged_attention.tpu.chunks.sizes import ITEMS_A_TURN, VMEM_LIMIT_BYTES, num_buffers
+from jpaged.kernels.paged_attention.tpu.chunks.stages import LOG2_E, is_seen, scores, values, weights, wide
+
+LOWEST = -1e30
+"""Start of the running maximum: finite, so that a chunk without a visible key leaves no NaN."""
+
+
+def _chunk(scalars: Scalars, segment: Any, c: Any, plan: Plan) -> Chunk:
+    """What part of the tile meets chunk c."""
+    layout, segments, window = plan.spec.layout, scalars.segments, plan.spec.kind.sliding_window
+    lo, hi, position = segments.lo[segment], segments.hi[segment], segments.position[segment]
+    first_key, last_key = c * plan.chunk_tokens, (c + 1) * plan.chunk_tokens - 1
+    shift = plan.part.bit_length() - 1
+    first_part = jnp.maximum(lo, first_key - position) >> shift
+    last_query = hi - 1 if window is None else jnp.minimum(hi - 1, last_key - 1 - position + window)
+    num_parts = jnp.maximum((last_query >> shift) - first_part + 1, 0)
+    is_whole = (segments.begin[segment] <= first_key) & (segments.end[segment] > last_key)
+    is_whole &= position + jnp.maximum(lo, first_part << shift) >= last_key
+    if window is not None:
+        is_whole &= position + hi - window <= first_key
+    buffer = lax.rem(c, num_buffers(layout)) * (layout.token_shape[0] * layout.pack)
+    return Chunk(first_key, buffer, first_part, num_parts * layout.num_kv_heads, is_whole)
+
+
+def _item(chunk: Chunk, i: Any, plan: Plan) -> tuple[Any, Any, Item]:
+    """The part and the head of item i, and what later turns know of it; one behind the last repeats the last."""
+    layout = plan.spec.layout
+    this = jnp.clip(i, 0, jnp.maximum(chunk.num_items - 1, 0))
+    head = lax.rem(this, layout.num_kv_heads)
+    part = jnp.minimum(chunk.first_part + lax.div(this, layout.num_kv_heads), plan.tile // plan.part - 1)
+    slot = jnp.where(i < chunk.num_items, part * layout.num_kv_heads + head, plan.num_slots)
+    return part, head, Item(slot, chunk.buffer + (head if layout.is_joined else 2 * head + 1))
+
+
+def _attend(
+    scalars: Scalars, segment: Any, chunk: Chunk, is_last: Any, items: Any, q_ref: Any, kept: Scratch, plan: Plan
+) -> Any:
+    """Runs the chunk's items into the pipeline, and all out of it after the last chunk; returns what is in it."""
+    num_turns = pl.cdiv(chunk.num_items, ITEMS_A_TURN) + jnp.where(is_last, 2, 0)
+
+    def turns(is_masked: bool) -> Callable[[], Any]:
+        def turn(t: Any, items: Any) -> Any:
+            before, before_that = items
+            # The last stage first: what it reads is overwritten by the stage before.
+            values(before_that, kept, plan)
+            weights(before, kept, plan)
+            news = []
+            for place in range(ITEMS_A_TURN):
+                part, head, new = _item(chunk, t * ITEMS_A_TURN + place, plan)
+                s_rw = scores(scalars, chunk, part, head, q_ref, kept, plan)
+                if is_masked:
+                    s_rw = jnp.where(is_seen(scalars, segment, chunk, part, plan), s_rw, -jnp.inf)
+                kept.s[place] = s_rw
+                news.append(new)
+            return news, before
+
+        return lambda: lax.fori_loop(0, num_turns, turn, items)
+
+    return lax.cond(chunk.is_whole, turns(False), turns(True))
+
+
+def _begin(scalars: Scalars, segment: Any, kept: Scratch, plan: Plan) -> None:
+    """Empties the running values of the segment's parts."""
+    begin, end = _slots(scalars, segment, plan)
+
+    def clear(slot: Any) -> None:
+        kept.m[slot] = jnp.full(kept.m.shape[1:], LOWEST, jnp.float32)
+        kept.l[slot] = jnp.zeros(kept.l.shape[1:], jnp.float32)
+        kept.o[slot] = jnp.zeros(kept.o.shape[1:], jnp.float32)
+
+    repeat(begin, end, clear)
+
+
+def _slots(scalars: Scalars, segment: Any, plan: Plan) -> tuple[Any, Any]:
+    heads, shift = plan.spec.layout.num_kv_heads, plan.part.bit_length() - 1
+    lo, hi = scalars.segments.lo[segment], scalars.segments.hi[segment]
+    return (lo >> shift) * heads, (((hi - 1) >> shift) + 1) * heads
+
+
+def _finish(scalars: Scalars, segment: Any, o_ref: Any, lse_ref: Any, kept: Scratch, plan: Plan) -> None:
+    """Results of the segment's queries; those of the tile's other queries stay."""
+    layout = plan.spec.layout
+    lo, hi = scalars.segments.lo[segment], scalars.segments.hi[segment]
+    begin, end = _slots(scalars, segment, plan)
+
+    def finish(slot: Any) -> None:
+        part, head = lax.div(slot, layout.num_kv_heads), lax.rem(slot, layout.num_kv_heads)
+        queries = pl.ds(pl.multiple_of(part * plan.part, plan.part), plan.part)
+        l_r1 = kept.l[slot].sum(axis=1, keepdims=True)
+        has_keys_r1 = l_r1 > 0
+        l_r1 = jnp.where(has_keys_r1, l_r1, 1.0)
+        o_rd = kept.o[slot] * (scalars.scales[2 * head + 1] / l_r1)
+        lse_rl = jnp.where(has_keys_r1, (kept.m[slot] + jnp.log2(l_r1)) * (1 / LOG2_E), -jnp.inf)
+        query_q1 = part * plan.part + lax.broadcasted_iota(jnp.int32, (plan.part, 1), 0)
+        is_ours_q1 = (query_q1 >= lo) & (query_q1 < hi)
+        lse_ql = lse_ref[queries]
+        lane = lax.broadcasted_iota(jnp.int32, lse_ql.shape, 1)
+        for g in range(plan.group):
+            rows, query_head = slice(g * plan.part, (g + 1) * plan.part), head * plan.group + g
+            lanes = pl.ds(pl.multiple_of(query_head * layout.lanes, layout.lanes), layout.lanes)
+            o_ref[queries, lanes] = jnp.where(is_ours_q1, o_rd[rows].astype(o_ref.dtype), o_ref[queries, lanes])
+            lse_ql = jnp.where(is_ours_q1 & (lane == query_head), wide(lse_rl[rows], plan.lse_lanes), lse_ql)
+        lse_ref[queries] = lse_ql
+
+    repeat(begin, end, finish)
+
+
+def _kernel(scalars: Scalars, q_ref: Any, pool_ref: Any, o_ref: Any, lse_ref: Any, kept: Scratch, plan: Plan) -> None:
+    step, num_segments = pl.program_id(0), scalars.num_segments[0]
+    segments = scalars.segments
+
+    def first_chunk(segment: Any) -> Any:
+        return lax.div(segments.begin[segment], plan.chunk_tokens)
+
+    def buffer_of(turn: Any) -> Any:
+        return turn & 1
+
+    def start(segment: Any, chunk: Any, turn: Any) -> None:
+        fetch(scalars, segment, chunk, pool_ref, kept, plan)[0](buffer_of(turn))
+
+    @pl.when(step == 0)
+    def _() -> None:
+        kept.turn[0] = 0
+
+        @pl.when(num_segments > 0)
+        def _() -> None:
+            start(0, first_chunk(0), 0)
+
+    @pl.when(step < num_segments)
+    def _() -> None:
+        _begin(scalars, step, kept, plan)
+        first, begin_turn = first_chunk(step), kept.turn[0]
+        # One chunk at least, even of no block: whoever started its fetch relies on the turn.
+        end = jnp.maximum(pl.cdiv(segments.end[step], plan.chunk_tokens), first + 1)
+
+        def turn(c: Any, items: Any) -> Any:
+            this_turn = begin_turn + c - first
+
+            @pl.when(c + 1 < end)
+            def _() -> None:
+                start(step, c + 1, this_turn + 1)
+
+            @pl.when((c + 1 == end) & (step + 1 < num_segments))
+            def _() -> None:
+                start(step + 1, first_chunk(step + 1), this_turn + 1)
+
+            chunk = _chunk(scalars, step, c, plan)
+            fetch(scalars, step, c, pool_ref, kept, plan)[1](buffer_of(this_turn))
+            unpack(kept, buffer_of(this_turn), chunk, segments.begin[step], segments.end[step], plan)
+            return _attend(scalars, step, chunk, c + 1 == end, items, q_ref, kept, plan)
+
+        nobody = [Item(jnp.int32(plan.num_slots), jnp.int32(0))] * ITEMS_A_TURN
+        lax.fori_loop(first, end, turn, (nobody, nobody))
+        kept.turn[0] = begin_turn + end - first
+        _finish(scalars, step, o_ref, lse_ref, kept, plan)
+
+
+def call(scalars: Scalars, q: jax.Array, pool: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """Runs the kernel over all segments.
+
+    Args:
+        scalars: as arrays.
+        q: [T, H * lanes], T whole tiles.
+        pool: of all layers.
+        plan: the static side.
+
+    Returns:
+        outputs shaped as q, and log-sum-exp [T, lanes of `Plan.lse_lanes`]. Queries in no segment get anything.
+    """
+    flat, tree = jax.tree.flatten(scalars)
+    num_scalars = len(flat)
+
+    def at_tile(step: Any, *refs: Any) -> tuple[Any, ...]:
+        return jax.tree.unflatten(tree, refs).segments.tile[step], 0
+
+    def body(*refs: Any) -> None:
+        q_ref, pool_ref, o_ref, lse_ref, *others = refs[num_scalars:]
+        _kernel(jax.tree.unflatten(tree, refs[:num_scalars]), q_ref, pool_ref, o_ref, lse_ref, Scratch(*others), plan)
+
+    o, lse = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=num_scalars,
+            grid=(jnp.maximum(scalars.num_segments[0], 1),),
+            in_specs=[pl.BlockSpec((plan.tile, q.shape[1]), at_tile), pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=[
+                pl.BlockSpec((plan.tile, q.shape[1]), at_tile),
+                pl.BlockSpec((plan.tile, plan.lse_lanes), at_tile),
+            ],
+            scratch_shapes=list(scratch_shapes(plan)),
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((q.shape[0], plan.lse_lanes), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+            # Ids are looked at before they are used; every other place is a number of the kernel's own.
+            disable_bounds_checks=True,
+        ),
+        cost_estimate=cost(scalars, q, plan),
+        name="paged_attention_chunks",
+    )(*flat, q, pool)
+    return o, lse

@@ -1,0 +1,134 @@
+"""The keys and values of a chunk: fetched into a buffer, and taken apart head by head."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jpaged.kernels.paged_attention.tpu.chunks.plan import LANES, Chunk, Plan, Scalars, Scratch
+
+
+def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
+    """Calls the body with each number from begin to end."""
+
+    def turn(i: Any, carry: None) -> None:
+        body(i)
+        return carry
+
+    lax.fori_loop(begin, end, turn, None)
+
+
+def fetch(scalars: Scalars, segment: Any, chunk: Any, pool_ref: Any, kept: Scratch, plan: Plan) -> tuple[Any, Any]:
+    """Returns what starts the DMAs of a chunk into a buffer, and what waits for them."""
+    layout, segments = plan.spec.layout, scalars.segments
+    table, first_block = segments.row[segment] * plan.table_width, scalars.layer[0] * layout.blocks_per_layer
+    begin = jnp.maximum(segments.begin[segment] // layout.block_size, chunk * plan.fetch_blocks)
+    end = jnp.minimum(pl.cdiv(segments.end[segment], layout.block_size), (chunk + 1) * plan.fetch_blocks)
+
+    def copy(block: Any, buffer: Any, place: Any) -> Any:
+        return pltpu.make_async_copy(pool_ref.at[block], kept.chunk.at[buffer, place], kept.fetched.at[buffer])
+
+    def is_inside(block_id: Any) -> Any:
+        return (block_id >= 0) & (block_id < layout.blocks_per_layer)
+
+    def start(buffer: Any) -> None:
+        def block(j: Any, num_missing: Any) -> Any:
+            block_id = scalars.tables[table + j]
+
+            @pl.when(is_inside(block_id))
+            def _() -> None:
+                copy(first_block + block_id, buffer, j - chunk * plan.fetch_blocks).start()
+
+            return num_missing + jnp.where(is_inside(block_id), 0, 1)
+
+        kept.num_missing[buffer] = lax.fori_loop(begin, end, block, jnp.int32(0))
+
+    def wait(buffer: Any) -> None:
+        is_all = (end - begin == plan.fetch_blocks) & (kept.num_missing[buffer] == 0)
+
+        @pl.when(is_all)
+        def _() -> None:
+            whole = kept.chunk.at[buffer]
+            pltpu.make_async_copy(whole, whole, kept.fetched.at[buffer]).wait()
+
+        @pl.when(jnp.logical_not(is_all))
+        def _() -> None:
+            repeat(begin, end, functools.partial(wait_for, buffer))
+
+    def wait_for(buffer: Any, j: Any) -> None:
+        block_id, place = scalars.tables[table + j], j - chunk * plan.fetch_blocks
+
+        @pl.when(is_inside(block_id))
+        def _() -> None:
+            copy(0, buffer, place).wait()
+
+        @pl.when(jnp.logical_not(is_inside(block_id)))
+        def _() -> None:
+            kept.chunk[buffer, place] = jnp.zeros(kept.chunk.shape[2:], kept.chunk.dtype)
+
+    return start, wait
+
+
+def unpack(kept: Scratch, buffer: Any, chunk: Chunk, begin: Any, end: Any, plan: Plan) -> None:
+    """Takes a chunk apart: each row of its tokens dense, and zero where no query of the segment sees the token."""
+    layout, width = plan.spec.layout, plan.chunk_tokens
+    tiles = layout.lanes // LANES
+    num_words = layout.token_shape[0] * tiles
+    # A word has the same lane of `pack` rows of one token. A tile of 128 lanes has the words of one row of tiles.
+    words_ref = kept.chunk.at[buffer].bitcast(jnp.int32).reshape(width * num_words, LANES)
+
+    def unpack_words(index: Any, is_masked: bool) -> None:
+        for tile in range(tiles):
+
+            def words(first: int, num_tokens: int, tile: int = tile) -> Any:
+                places = pl.ds(first * num_words + index * tiles + tile, num_tokens, num_words)
+                if not is_masked:
+                    return words_ref[places, :]
+                key_w1 = chunk.first_key + first + lax.broadcasted_iota(jnp.int32, (num_tokens, 1), 0)
+                return jnp.where((key_w1 >= begin) & (key_w1 < end), words_ref[places, :], 0)
+
+            parts = _pair(words, width) if plan.is_paired else _numbers(words(0, width), layout.dtype)
+            for j, part_wl in enumerate(parts):
+                lanes = pl.ds(tile * LANES, LANES)
+                kept.rows[chunk.buffer + index * layout.pack + j, :, lanes] = part_wl.astype(plan.compute_dtype)
+
+    is_full = (begin <= chunk.first_key) & (end >= chunk.first_key + width)
+
+    @pl.when(is_full)
+    def _() -> None:
+        repeat(0, layout.token_shape[0], functools.partial(unpack_words, is_masked=False))
+
+    @pl.when(jnp.logical_not(is_full))
+    def _() -> None:
+        repeat(0, layout.token_shape[0], functools.partial(unpack_words, is_masked=True))
+
+
+def _pair(words: Callable[[int, int], Any], width: int) -> tuple[Any, Any]:
+    """Two rows of bfloat16 [W, 128]: of the words' low halves and of their high ones."""
+    a, b = words(0, width // 2), words(width // 2, width // 2)
+    low = (a & jnp.int32(0xFFFF)) | (b << 16)
+    high = lax.shift_right_logical(a, jnp.int32(16)) | (b & jnp.int32(-(1 << 16)))
+    return pltpu.bitcast(low, jnp.bfloat16), pltpu.bitcast(high, jnp.bfloat16)
+
+
+def _numbers(words: Any, dtype: jnp.dtype) -> list[Any]:
+    """Each part of the words, the lowest first, as numbers of 32 bits."""
+    if dtype == jnp.float32:
+        return [pltpu.bitcast(words, jnp.float32)]
+    if dtype == jnp.bfloat16:
+        return [pltpu.bitcast(bits, jnp.float32) for bits in (words << 16, words & jnp.int32(-(1 << 16)))]
+    if dtype == jnp.int8:
+        return [((words << (24 - 8 * j)) >> 24).astype(jnp.float32) for j in range(4)]
+    return [pltpu.bitcast((words >> (8 * j)).astype(jnp.int8), dtype).astype(jnp.float32) for j in range(4)]
+
+
+def key_order(shape: tuple[int, int], axis: int, plan: Plan) -> Any:
+    """Which key of a chunk lies at each place of `axis`."""
+    place = lax.broadcasted_iota(jnp.int32, shape, axis)
+    return (place >> 1) + (place & 1) * (plan.chunk_tokens // 2) if plan.is_paired else place

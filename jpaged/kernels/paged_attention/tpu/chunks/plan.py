@@ -1,0 +1,217 @@
+"""What the kernel for rows of several queries is given and keeps: its lists, its static side, its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries
+from jpaged.kernels.paged_attention.tpu.chunks import sizes as sizing
+from jpaged.kernels.paged_attention.tpu.chunks.sizes import ITEMS_A_TURN, num_buffers
+
+LANES = 128
+
+
+class Segments(NamedTuple):
+    """Which queries meet in one step of the grid, and the keys that they see; each a list in scalar memory.
+
+    Attributes:
+        row: whose block table is meant.
+        tile: of the packed queries, in units of the query tile.
+        lo: first query in the tile that is the row's.
+        hi: one behind the last.
+        position: of the tile's first query, were it the row's.
+        begin: first key that any of them sees.
+        end: one behind the last.
+    """
+
+    row: Any
+    tile: Any
+    lo: Any
+    hi: Any
+    position: Any
+    begin: Any
+    end: Any
+
+
+class Scalars(NamedTuple):
+    """What lies in scalar memory before the kernel starts.
+
+    Attributes:
+        layer: [1].
+        num_segments: [1].
+        segments: see there.
+        tables: block tables [S * M], row by row: with two axes each row would be padded to 128 entries.
+        scales: [2K], of keys and values in turns, the softmax scale multiplied into those of the keys.
+    """
+
+    layer: Any
+    num_segments: Any
+    segments: Segments
+    tables: Any
+    scales: Any
+
+
+class Scratch(NamedTuple):
+    """Memory of the kernel's own, kept from step to step.
+
+    Attributes:
+        chunk: two buffers of blocks [2, n, B, R, pack, lanes], as they lie in the pool.
+        rows: rows of tokens, taken apart [buffers * R * pack, W, lanes].
+        m: running maxima [slots, rows, 128].
+        l: running sums, alike.
+        o: running outputs [slots, rows, lanes].
+        s: scores of the items of a turn [items, rows, W].
+        p: their weights, alike.
+        fade: what their outputs so far are multiplied by [items, rows, 128].
+        turn: [1], number of chunks so far: which buffer is next.
+        num_missing: [2], blocks of a buffer that nobody fetches: their ids are outside of the layer.
+        fetched: semaphores of the buffers.
+    """
+
+    chunk: Any
+    rows: Any
+    m: Any
+    l: Any
+    o: Any
+    s: Any
+    p: Any
+    fade: Any
+    turn: Any
+    num_missing: Any
+    fetched: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The static side of one call.
+
+    Attributes:
+        spec: of the attention.
+        num_heads: query heads.
+        tile: queries of a tile.
+        part: queries of an item, a power of two.
+        fetch_blocks: blocks of a chunk.
+        table_width: blocks in a row's table (M).
+        compute_dtype: of the matrix products' operands.
+    """
+
+    spec: AttentionSpec
+    num_heads: int
+    tile: int
+    part: int
+    fetch_blocks: int
+    table_width: int
+    compute_dtype: jnp.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.num_heads // self.spec.layout.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Rows of an item's products."""
+        return self.group * self.part
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Keys of an item's products."""
+        return self.fetch_blocks * self.spec.layout.block_size
+
+    @property
+    def num_slots(self) -> int:
+        """Parts of a tile times heads: what has running values; the slot behind them is nobody's."""
+        return self.tile // self.part * self.spec.layout.num_kv_heads
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether two tokens half a chunk apart are neighbours among a product's keys: bfloat16 needs no arithmetic."""
+        return self.spec.layout.dtype == jnp.bfloat16 and self.compute_dtype == jnp.bfloat16
+
+    @property
+    def lse_lanes(self) -> int:
+        return -(-self.num_heads // LANES) * LANES
+
+
+def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str) -> Plan:
+    """The static side of a call."""
+    layout = spec.layout
+    sizes = sizing.choose(layout, queries.num_heads, device_kind)
+    # A step of fewer tokens than a tile needs no whole one.
+    tile = min(sizes.tile, max(16, 1 << (queries.num_tokens - 1).bit_length()))
+    is_wide = jnp.float32 in (queries.dtype, layout.dtype)
+    return Plan(
+        spec=spec,
+        num_heads=queries.num_heads,
+        tile=tile,
+        part=min(tile, sizing.part_of(layout, queries.num_heads)),
+        fetch_blocks=sizes.fetch_blocks,
+        table_width=queries.table_width,
+        compute_dtype=jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16),
+    )
+
+
+class Item(NamedTuple):
+    """What later turns have to know of an item: its running values and its head's values, by their numbers."""
+
+    slot: Any
+    value_row: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One chunk of keys and the parts of the tile that see some of it.
+
+    Attributes:
+        first_key: of the chunk.
+        buffer: first of its rows of tokens, taken apart.
+        first_part: that sees a key.
+        num_items: parts from there on times heads.
+        is_whole: whether all of them see all keys.
+    """
+
+    first_key: Any
+    buffer: Any
+    first_part: Any
+    num_items: Any
+    is_whole: Any
+
+
+def scratch_shapes(plan: Plan) -> Scratch:
+    """The kernel's own memory."""
+    layout, slots = plan.spec.layout, plan.num_slots + 1
+    num_rows = num_buffers(layout) * layout.token_shape[0] * layout.pack
+    items = (ITEMS_A_TURN, plan.rows)
+    return Scratch(
+        chunk=pltpu.VMEM((2, plan.fetch_blocks, layout.block_size, *layout.token_shape), layout.storage_dtype),
+        rows=pltpu.VMEM((num_rows, plan.chunk_tokens, layout.lanes), plan.compute_dtype),
+        m=pltpu.VMEM((slots, plan.rows, LANES), jnp.float32),
+        l=pltpu.VMEM((slots, plan.rows, LANES), jnp.float32),
+        o=pltpu.VMEM((slots, plan.rows, layout.lanes), jnp.float32),
+        s=pltpu.VMEM((*items, plan.chunk_tokens), jnp.float32),
+        p=pltpu.VMEM((*items, plan.chunk_tokens), plan.compute_dtype),
+        fade=pltpu.VMEM((*items, LANES), jnp.float32),
+        turn=pltpu.SMEM((1,), jnp.int32),
+        num_missing=pltpu.SMEM((2,), jnp.int32),
+        fetched=pltpu.SemaphoreType.DMA((2,)),
+    )
+
+
+def cost(scalars: Scalars, q: jax.Array, plan: Plan) -> pl.CostEstimate:
+    """The cost with full tables, a bound: the lengths are not known when a program is compiled."""
+    layout = plan.spec.layout
+    num_keys = plan.table_width * layout.block_size
+    num_segments = scalars.segments.row.shape[0]
+    num_scores = num_segments * plan.num_heads * plan.tile * num_keys
+    bytes_per_token = layout.bytes_per_block // layout.num_layers // layout.block_size
+    return pl.CostEstimate(
+        flops=4 * num_scores * layout.lanes,
+        transcendentals=num_scores,
+        bytes_accessed=2 * q.nbytes + num_segments * num_keys * bytes_per_token,
+    )

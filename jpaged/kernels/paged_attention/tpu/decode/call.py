@@ -1,0 +1,104 @@
+"""The call of the kernel for rows that decode: what it reads, and where its results go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from jpaged.kernels.paged_attention.spec import AttentionCall, NewKV, Updated
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from jpaged.kernels.paged_attention.tpu.decode.plan import Plan
+    from jpaged.kernels.paged_attention.tpu.lists import StepLists
+
+
+def attend(call: AttentionCall, lists: StepLists, new_kv: NewKV | None) -> Updated:
+    """Attention of the rows of one query, and the pool with the new keys and values of all tokens.
+
+    Args:
+        call: of all rows.
+        lists: of the step.
+        new_kv: see there; None stores none.
+
+    Returns:
+        See `Updated`; tokens of other rows have anything.
+    """
+    from jpaged.kernels.paged_attention.tpu.decode.kernel import call as call_kernel
+    from jpaged.kernels.paged_attention.tpu.decode.plan import Scalars
+    from jpaged.kernels.paged_attention.tpu.lists import decode_plan_for
+
+    ours, q, num_tokens = lists.decodes, call.q_thd, call.q_thd.shape[0]
+    plan = decode_plan_for(call.spec, call.queries, has_writes=new_kv is not None)
+    is_gathered = plan.is_gathered(num_tokens)
+    if is_gathered:
+        q = _whole(q).at[lists.decode_tokens_n].get(mode="clip").reshape(-1, *q.shape[1:])
+    scalars = Scalars(
+        layer=jnp.asarray(call.layer, jnp.int32).reshape(1),
+        num_segments=ours.num_segments,
+        segments=ours.segments,
+        tables=lists.tables,
+        writes=() if new_kv is None else lists.writes,
+    )
+    new = None if new_kv is None else call.spec.layout.token_rows(*new_kv[:2])
+    o, lse, pool = call_kernel(scalars, _pack(q, plan), _scales(call, plan), new, call.pool, plan)
+    o_xhd, lse_xh = _unpack(o, lse, q, plan)
+    if is_gathered:
+        return _whole(o_xhd)[ours.row_t].reshape(call.q_thd.shape), lse_xh[ours.row_t], pool
+    return o_xhd, lse_xh, pool
+
+
+def _whole(x_xhd: Float[Array, "X H D"]) -> Float[Array, "X H*D"]:
+    """The heads of a token beside each other: rows are found whole, where XLA would move sublane by sublane."""
+    return x_xhd.reshape(x_xhd.shape[0], -1)
+
+
+def _pack(q_xhd: Float[Array, "X H D"], plan: Plan) -> Float[Array, "places bundles rows lanes"]:
+    """The queries of the heads of a bundle below each other."""
+    layout, sizes = plan.spec.layout, plan.sizes
+    num, _, head_dim = q_xhd.shape
+    padding = -num % sizes.places
+    q_xkgd = q_xhd.reshape(num, layout.num_kv_heads, plan.group, head_dim)
+    missing = plan.num_bundles * sizes.bundle - layout.num_kv_heads
+    q_xkgd = jnp.pad(q_xkgd, ((0, padding), (0, missing), (0, 0), (0, layout.lanes - head_dim)))
+    q_xbrd = q_xkgd.reshape(num + padding, plan.num_bundles, -1, layout.lanes)
+    return jnp.pad(q_xbrd, ((0, 0), (0, 0), (0, plan.rows - q_xbrd.shape[2]), (0, 0)))
+
+
+def _unpack(
+    o: Float[Array, "places bundles rows lanes"],
+    lse: Float[Array, "places 1 lanes"],
+    q_xhd: Float[Array, "X H D"],
+    plan: Plan,
+) -> tuple[Float[Array, "X H D"], Float[Array, "X H"]]:
+    """Outputs and log-sum-exp in the order of the heads."""
+    layout, (num, num_heads, head_dim) = plan.spec.layout, q_xhd.shape
+    used = plan.sizes.bundle * plan.group
+    first_lane = layout.lanes // 2 if layout.is_joined else 0
+    o_xbrd = o[:num, :, :used, first_lane : first_lane + head_dim]
+    lse_xbr = lse[:num, 0, : plan.num_bundles * plan.rows].reshape(num, plan.num_bundles, plan.rows)[:, :, :used]
+    return o_xbrd.reshape(num, -1, head_dim)[:, :num_heads], lse_xbr.reshape(num, -1)[:, :num_heads]
+
+
+def _scales(call: AttentionCall, plan: Plan) -> Float[Array, "2 bundles rows 128"]:
+    """What the scores of each row of a bundle are multiplied by, in powers of two unless they are capped, and outputs.
+
+    A product of queries with keys that come too small is too small by what the queries were not lifted.
+    """
+    from jpaged.kernels.paged_attention.tpu.decode.plan import LIFT, LOG2_E
+    from jpaged.kernels.paged_attention.tpu.words import FP8_SHIFT
+
+    layout, kind = call.spec.layout, call.spec.kind
+    scales_k2 = jnp.ones((layout.num_kv_heads, 2), jnp.float32)
+    if call.scales_lk2 is not None:
+        scales_k2 = call.scales_lk2[call.layer].astype(jnp.float32)
+    tiny = (2.0 ** (FP8_SHIFT - LIFT), 2.0**FP8_SHIFT) if plan.is_tiny else (1.0, 1.0)
+    factors = (kind.scale * (1.0 if kind.soft_cap is not None else LOG2_E) * tiny[0], tiny[1])
+    scales_2k = (scales_k2 * jnp.asarray(factors, jnp.float32)).T
+    missing = plan.num_bundles * plan.sizes.bundle - layout.num_kv_heads
+    scales_2bh = jnp.pad(scales_2k, ((0, 0), (0, missing))).reshape(2, plan.num_bundles, -1)
+    scales_2br = jnp.repeat(scales_2bh, plan.group, axis=2)
+    scales_2br = jnp.pad(scales_2br, ((0, 0), (0, 0), (0, plan.rows - scales_2br.shape[2])))
+    return jnp.broadcast_to(scales_2br[..., None], (*scales_2br.shape, 128))

@@ -1,0 +1,199 @@
+"""The Mosaic kernel of rows that decode: one query a row, and the memory's speed the limit.
+
+All rows' chunks of keys are one list of items, worked off by one loop. Three items are under way in each turn, at three
+stages that do not wait for each other, while the blocks of the items behind them arrive in a ring of buffers:
+
+    turn i      fetch   item i + 3
+                wait    item i
+                stage 3 of item i - 2    output += weights x values
+                stage 2 of item i - 1    running maximum and sum, weights
+                stage 1 of item i        scores = queries x keys, masked
+
+    rows        | row 0         | row 1 | row 2                 |
+    items       |  0    1    2  |  3    |  4    5    6    7     |
+
+What is kept of a row (maximum, sum, output) lies in the row's place, so that stages of two rows do not meet; all rows
+of a step of the grid are divided by their sums at its end, together.
+
+Heads that share a product, a bundle, have their queries below each other and their keys beside each other:
+
+    | q0  0 |   | k0 |T       | s0 |
+    | 0  q1 | x | k1 |    =   | s1 |        8 rows are a register, and a product is as deep as the multiplier
+
+The new keys are in the pool before the first fetch starts. Blocks that no query sees are not fetched; what their part
+of a buffer holds is masked in the scores, and made zero where it would be a value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jpaged.kernels.paged_attention.tpu import words
+from jpaged.kernels.paged_attention.tpu.decode import items, stages
+from jpaged.kernels.paged_attention.tpu.decode.plan import Kept, Plan, Refs, Scalars
+from jpaged.kernels.paged_attention.tpu.store import store
+
+_STORES = 4
+"""Rows that are finished in a row: their reductions do not wait for each other."""
+
+
+def _kernel(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
+    step, num_segments, segments = pl.program_id(0), scalars.num_segments[0], scalars.segments
+    places, ahead = plan.sizes.places, plan.sizes.ahead
+    first = step * places
+    last = jnp.minimum(first + places, num_segments)
+    begin_turn, num_items, all_items = segments.items[first], segments.items[last], segments.items[num_segments]
+    num_items = num_items - begin_turn
+
+    @pl.when(step == 0)
+    def _() -> None:
+        if plan.has_writes:
+            store(scalars.writes, scalars.layer[0], refs.new, refs.pool, kept.written, plan.spec.layout)
+        kept.cursor[0], kept.cursor[1], kept.cursor[2] = 0, segments.first[0], 0
+        kept.turn[0] = 0
+        items.repeat(0, jnp.minimum(ahead, all_items), lambda _: items.start(scalars, refs.pool, kept, plan))
+
+    nobody = jnp.int32(places)
+
+    def turn(i: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        (segment, item, buffer), (place_2, is_begin_2, buffer_2), (place_3, is_begin_3, buffer_3) = state
+        is_item = i < num_items
+
+        @pl.when(is_item)
+        def _() -> None:
+            @pl.when(begin_turn + i + ahead < all_items)
+            def _() -> None:
+                items.start(scalars, refs.pool, kept, plan)
+
+            items.wait(scalars, segment, item, buffer, kept, plan)
+            items.clean(scalars, segment, item, buffer, kept, plan)
+
+        stages.add(place_3, is_begin_3, buffer_3, kept, plan)
+        stages.weigh(place_2, is_begin_2, kept, plan)
+        stages.score(scalars, segment, item, buffer, refs, kept, plan)
+        place = jnp.where(is_item, segments.place[segment], nobody)
+        is_row_begin = item == segments.first[segment]
+        after = items.following(segments, segment, item)
+        # Behind the last item, stages see it again, for nobody.
+        goes_on = i + 1 < num_items
+        following = tuple(jnp.where(goes_on, a, b) for a, b in zip(after, (segment, item), strict=True))
+        buffer_after = jnp.where(goes_on, items.buffer_after(buffer, plan), buffer)
+        return (*following, buffer_after), (place, is_row_begin, buffer), (place_2, is_begin_2, buffer_2)
+
+    @pl.when(num_items > 0)
+    def _() -> None:
+        buffer = kept.turn[0]
+        state = (first, segments.first[first], buffer)
+        idle = (nobody, jnp.bool_(True), buffer)
+        (_, _, buffer), _, _ = lax.fori_loop(0, num_items + 2, turn, (state, idle, idle))
+        kept.turn[0] = items.buffer_after(buffer, plan)
+
+        def some(i: Any) -> None:
+            for j in range(_STORES):
+                segment = jnp.minimum(first + i * _STORES + j, last - 1)
+                stages.finish(segments.place[segment], refs, kept, plan)
+
+        items.repeat(0, pl.cdiv(last - first, _STORES), some)
+
+
+def call(
+    scalars: Scalars, q: jax.Array, scale: jax.Array, new: jax.Array | None, pool: jax.Array, plan: Plan
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs the kernel over all segments.
+
+    Args:
+        scalars: as arrays.
+        q: [places of all steps, bundles, rows, lanes].
+        scale: of scores, in powers of two unless they are capped, and of outputs [2, bundles, rows, 128].
+        new: [T, R, pack, lanes] in the pool's type, where the plan writes.
+        pool: of all layers.
+        plan: the static side.
+
+    Returns:
+        outputs shaped as q; log-sum-exp [places, 1, `Plan.lse_lanes`]; the pool.
+        Places of no segment get anything.
+    """
+    flat, tree = jax.tree.flatten(scalars)
+    places, bundles = plan.sizes.places, plan.num_bundles
+    tile = (places, bundles, plan.rows, plan.spec.layout.lanes)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    num_scalars, inputs = len(flat), [q, scale, *([] if new is None else [new]), pool]
+
+    def body(*refs: Any) -> None:
+        scalar_refs, refs = jax.tree.unflatten(tree, refs[:num_scalars]), refs[num_scalars:]
+        new_ref, pool_ref = refs[2] if plan.has_writes else None, refs[len(inputs) - 1]
+        o_ref, lse_ref, *others = refs[len(inputs) :]
+        pool_ref = others.pop(0) if plan.has_writes else pool_ref
+        _kernel(scalar_refs, Refs(refs[0], refs[1], new_ref, pool_ref, o_ref, lse_ref), Kept(*others), plan)
+
+    results = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=num_scalars,
+            grid=(pl.cdiv(jnp.maximum(scalars.num_segments[0], 1), places),),
+            in_specs=[
+                pl.BlockSpec(tile, lambda step, *_: (step, 0, 0, 0)),
+                pl.BlockSpec((2, bundles, plan.rows, words.LANES), lambda *_: (0, 0, 0, 0)),
+                *([anywhere] * (len(inputs) - 2)),
+            ],
+            out_specs=[
+                pl.BlockSpec(tile, lambda step, *_: (step, 0, 0, 0)),
+                pl.BlockSpec((places, 1, plan.lse_lanes), lambda step, *_: (step, 0, 0)),
+                *([anywhere] if plan.has_writes else []),
+            ],
+            scratch_shapes=list(_scratch_shapes(plan)),
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((q.shape[0], 1, plan.lse_lanes), jnp.float32),
+            *([jax.ShapeDtypeStruct(pool.shape, pool.dtype)] if plan.has_writes else []),
+        ],
+        input_output_aliases={num_scalars + len(inputs) - 1: 2} if plan.has_writes else {},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=plan.sizes.vmem_limit_bytes,
+            # Ids are compared with the layer's blocks before they are used.
+            disable_bounds_checks=True,
+        ),
+        cost_estimate=_cost(scalars, q, plan),
+        name="paged_attention_decode",
+    )(*flat, *inputs)
+    return results[0], results[1], results[2] if plan.has_writes else pool
+
+
+def _scratch_shapes(plan: Plan) -> Kept:
+    layout, sizes, rows = plan.spec.layout, plan.sizes, (plan.num_bundles, plan.rows)
+    tile = (sizes.pitch, *layout.token_shape[1:])
+    return Kept(
+        chunks=pltpu.VMEM((sizes.ring, plan.fetch_blocks, layout.block_size, *tile), layout.storage_dtype),
+        scores=pltpu.VMEM((*rows, sizes.chunk_tokens), jnp.float32),
+        weights=pltpu.VMEM((*rows, sizes.chunk_tokens), jnp.float32),
+        fade=pltpu.VMEM((*rows, words.LANES), jnp.float32),
+        m=pltpu.VMEM((sizes.places + 1, *rows, words.LANES), jnp.float32),
+        l=pltpu.VMEM((sizes.places + 1, *rows, words.LANES), jnp.float32),
+        o=pltpu.VMEM((sizes.places + 1, *rows, layout.lanes), jnp.float32),
+        cursor=pltpu.SMEM((3,), jnp.int32),
+        turn=pltpu.SMEM((1,), jnp.int32),
+        strange=pltpu.SMEM((sizes.ring,), jnp.int32),
+        fetched=pltpu.SemaphoreType.DMA((sizes.ring,)),
+        written=pltpu.SemaphoreType.DMA((2,)),
+    )
+
+
+def _cost(scalars: Scalars, q: jax.Array, plan: Plan) -> pl.CostEstimate:
+    """The cost with full tables, a bound: the lengths are not known when a program is compiled."""
+    layout = plan.spec.layout
+    num_keys, num_segments = plan.table_width * layout.block_size, scalars.segments.row.shape[0]
+    num_scores = num_segments * plan.num_bundles * plan.rows * num_keys
+    bytes_per_token = layout.bytes_per_block // layout.num_layers // layout.block_size
+    return pl.CostEstimate(
+        flops=4 * num_scores * layout.lanes * plan.sizes.bundle,
+        transcendentals=num_scores,
+        bytes_accessed=2 * q.nbytes + num_segments * num_keys * bytes_per_token,
+    )

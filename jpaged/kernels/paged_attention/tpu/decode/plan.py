@@ -1,0 +1,175 @@
+"""What the kernel of rows that decode is given and keeps, and the static side of its call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries
+from jpaged.kernels.paged_attention.tpu import words
+from jpaged.kernels.paged_attention.tpu.decode.sizes import DecodeSizes, choose
+
+FP8_KINDS = ("TPU7x",)
+"""Device kinds whose products take numbers of 8 bits in floating point, beside bfloat16."""
+LOG2_E = math.log2(math.e)
+LIFT = 100
+"""Queries and weights are multiplied by 2^100 where keys and values are 2^120 times too small."""
+
+
+class Segments(NamedTuple):
+    """What one query sees; each a list in scalar memory, `first` and `items` one longer than the others.
+
+    Attributes:
+        row: whose block table is meant.
+        place: of the query, in the step of the grid.
+        begin: first key that it sees.
+        end: one behind the last.
+        first: first item of its chunks.
+        last: one behind the last; one item at least, even of no key.
+        items: items of all segments before.
+    """
+
+    row: Any
+    place: Any
+    begin: Any
+    end: Any
+    first: Any
+    last: Any
+    items: Any
+
+
+class Scalars(NamedTuple):
+    """What lies in scalar memory before the kernel starts.
+
+    Attributes:
+        layer: [1].
+        num_segments: [1].
+        segments: see there.
+        tables: block tables [S * M], row by row.
+        writes: (slots [T], whether B tokens from here on fill a block [T]); empty where nothing is written.
+    """
+
+    layer: Any
+    num_segments: Any
+    segments: Segments
+    tables: Any
+    writes: tuple[Any, ...]
+
+
+class Kept(NamedTuple):
+    """Memory of the kernel's own.
+
+    Attributes:
+        chunks: ring of buffers [ring, n, B, pitch, pack, lanes].
+        scores: of the item at stage 2 [bundles, rows, W].
+        weights: of the item at stage 3, alike.
+        fade: what its row's output is multiplied by [bundles, rows, 128], alike in all lanes.
+        m: running maxima [places + 1, bundles, rows, 128], alike in all lanes; the last place is nobody's.
+        l: running sums, by lane.
+        o: running outputs [places + 1, bundles, rows, lanes].
+        cursor: (segment, item of it, buffer) of the next fetch.
+        turn: [1], the buffer of the next item.
+        strange: [ring], whether the buffer's item has ids outside of the layer.
+        fetched: semaphores of the buffers.
+        written: semaphores of whole blocks and of single tokens.
+    """
+
+    chunks: Any
+    scores: Any
+    weights: Any
+    fade: Any
+    m: Any
+    l: Any
+    o: Any
+    cursor: Any
+    turn: Any
+    strange: Any
+    fetched: Any
+    written: Any
+
+
+class Refs(NamedTuple):
+    """Arguments and results."""
+
+    q: Any
+    scale: Any
+    new: Any
+    pool: Any
+    o: Any
+    lse: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The static side of one call.
+
+    Attributes:
+        spec: of the attention.
+        sizes: how the work is cut.
+        group: query heads of a key/value head.
+        table_width: blocks in a row's table (M).
+        compute_dtype: of the matrix products' operands.
+        takes_fp8: whether numbers of 8 bits in floating point are used as they are: products take them, or they become
+            numbers of 32 bits.
+        has_writes: whether new keys and values are stored.
+    """
+
+    spec: AttentionSpec
+    sizes: DecodeSizes
+    group: int
+    table_width: int
+    compute_dtype: jnp.dtype
+    takes_fp8: bool
+    has_writes: bool
+
+    @property
+    def fetch_blocks(self) -> int:
+        return self.sizes.chunk_tokens // self.spec.layout.block_size
+
+    @property
+    def num_bundles(self) -> int:
+        return -(-self.spec.layout.num_kv_heads // self.sizes.bundle)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a bundle's product."""
+        return -(-self.sizes.bundle * self.group // 8) * 8
+
+    @property
+    def folds(self) -> int:
+        return self.spec.layout.lanes // words.LANES
+
+    @property
+    def lse_lanes(self) -> int:
+        return -(-self.num_bundles * self.rows // words.LANES) * words.LANES
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether numbers come 2^FP8_SHIFT times too small."""
+        return self.spec.layout.dtype == jnp.float8_e4m3fn and not self.takes_fp8
+
+    def is_gathered(self, num_tokens: int) -> bool:
+        """Whether the kernel takes one query a row, in order, and not all tokens: those have no room together."""
+        return self.sizes.places < num_tokens
+
+
+def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, *, has_writes: bool) -> Plan:
+    """The static side of a call with these queries on devices of this kind."""
+    layout = spec.layout
+    sizes = choose(layout, queries.num_heads, queries.num_tokens, device_kind)
+    if sizes.places < queries.num_tokens:
+        sizes = dataclasses.replace(sizes, places=min(sizes.places, queries.num_rows))
+    is_wide = jnp.float32 in (queries.dtype, layout.dtype)
+    return Plan(
+        spec=spec,
+        sizes=sizes,
+        group=queries.num_heads // layout.num_kv_heads,
+        table_width=queries.table_width,
+        compute_dtype=jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16),
+        takes_fp8=is_wide or device_kind in FP8_KINDS,
+        has_writes=has_writes,
+    )

@@ -1,0 +1,142 @@
+"""How the kernel of rows that decode cuts its work.
+
+ring      buffers of a chunk each: three that are worked on, and those whose blocks are on their way
+places    rows of one step of the grid: their queries, outputs, maxima and sums lie in vector memory
+bundle    heads that share a product, so that it has 8 rows
+pitch     rows of words from token to token in a buffer; a load with a stride that 4 divides takes longer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from jpaged.errors import InternalError
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention.tpu import sizes as sizing
+
+VMEM_LIMIT_BYTES = 56 * 2**20
+"""What the compiler may use; of the generations since v5e the smallest has 64 MiB."""
+VMEM_BUDGET_BYTES = 44 * 2**20
+"""What is planned; the rest is the compiler's, for values that find no register."""
+_CHUNK_BYTES = {"TPU7x": 2 * 2**20}
+_CHUNK_BYTES_ELSEWHERE = 2**20
+_MAX_CHUNK_TOKENS = 2048
+_MAX_AHEAD = 3
+_STAGES = 3
+_PLACES_BYTES = 12 * 2**20
+_LANES, _SUBLANES = 128, 8
+_MAX_BUNDLE_LANES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSizes:
+    """The sizes of one call.
+
+    Attributes:
+        chunk_tokens: of a buffer, a multiple of 128 and of the block size.
+        ahead: chunks that are fetched before they are needed.
+        bundle: heads of one product.
+        pitch: rows of tiles from token to token in a buffer, of which the token has some.
+        places: rows of a step of the grid.
+    """
+
+    chunk_tokens: int
+    ahead: int
+    bundle: int
+    pitch: int
+    places: int
+
+    @property
+    def ring(self) -> int:
+        """Buffers."""
+        return self.ahead + _STAGES
+
+    @property
+    def vmem_limit_bytes(self) -> int:
+        return VMEM_LIMIT_BYTES
+
+
+def choose(
+    layout: KVLayout, num_heads: int, num_places: int, device_kind: str, folder: Path = sizing.TUNED
+) -> DecodeSizes:
+    """Chunks as measured on this device kind for this shape, or the rule's.
+
+    Raises:
+        InternalError: an entry that cannot be used.
+    """
+    entry = sizing.measured(layout, num_heads, is_decode=True, device_kind=device_kind, folder=folder)
+    if entry is None:
+        return rule(layout, num_heads, num_places, device_kind)
+    where = f"tuned sizes of {device_kind} for {num_heads}/{layout.num_kv_heads} heads of {layout.head_dim}"
+    tokens = entry["fetch_blocks"] * layout.block_size
+    if tokens < 1 or tokens % _LANES:
+        blocks = entry["fetch_blocks"]
+        raise InternalError(f"{where}: fetch_blocks {blocks} are {tokens} tokens, no multiple of {_LANES}")
+    sizes = rule(layout, num_heads, num_places, device_kind, tokens)
+    if (need := vmem_bytes(sizes, layout, num_heads)) > VMEM_BUDGET_BYTES:
+        limit = VMEM_BUDGET_BYTES / 2**20
+        raise InternalError(f"{where}: need {need / 2**20:.1f} MiB of vector memory; the limit is {limit:.1f} MiB")
+    return sizes
+
+
+def refusal(layout: KVLayout, num_heads: int) -> str | None:
+    """Why there is not enough vector memory for any sizes, or None."""
+    need = vmem_bytes(rule(layout, num_heads, _SUBLANES, ""), layout, num_heads)
+    if need <= VMEM_BUDGET_BYTES:
+        return None
+    return (
+        f"{layout.num_kv_heads} key/value heads and {num_heads} query heads of {layout.head_dim} a chip need "
+        f"{need / 2**20:.1f} MiB of vector memory; the limit is {VMEM_BUDGET_BYTES / 2**20:.1f} MiB: split the heads "
+        f"over more chips"
+    )
+
+
+def rule(
+    layout: KVLayout, num_heads: int, num_places: int, device_kind: str, chunk_tokens: int | None = None
+) -> DecodeSizes:
+    """Chunks of one or two MiB, and as many under way as the vector memory holds; at least one.
+
+    The last sizes come back even where it is not enough (see `vmem_bytes`).
+    """
+    group, rows = num_heads // layout.num_kv_heads, layout.token_shape[0]
+    folds = layout.lanes // _LANES
+    bundle = max(1, min(layout.num_kv_heads, _SUBLANES // group, _MAX_BUNDLE_LANES // layout.lanes))
+    if chunk_tokens is None:
+        token_bytes = rows * folds * _LANES * 4
+        wanted = min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES.get(device_kind, _CHUNK_BYTES_ELSEWHERE) // token_bytes)
+        chunk_tokens = max(_LANES, layout.block_size, 1 << max(wanted, 1).bit_length() - 1)
+    sizes = DecodeSizes(
+        chunk_tokens=chunk_tokens,
+        ahead=_MAX_AHEAD,
+        bundle=bundle,
+        pitch=rows + 1 if rows * folds % 4 == 0 else rows,
+        places=1,
+    )
+    most = max(8, _PLACES_BYTES // _place_bytes(sizes, layout, num_heads) // 8 * 8)
+    sizes = dataclasses.replace(sizes, places=min(most, num_places))
+    while vmem_bytes(sizes, layout, num_heads) > VMEM_BUDGET_BYTES and sizes.ahead > 1:
+        sizes = dataclasses.replace(sizes, ahead=sizes.ahead - 1)
+    return sizes
+
+
+def vmem_bytes(sizes: DecodeSizes, layout: KVLayout, num_heads: int) -> int:
+    """Vector memory of a call with queries of 32 bits."""
+    bundles, rows = _rows(sizes, layout, num_heads)
+    chunk = sizes.chunk_tokens * sizes.pitch * layout.lanes * 4
+    scores = 2 * bundles * rows * sizes.chunk_tokens * 4
+    one_bundle = 3 * sizes.chunk_tokens * sizes.bundle * layout.lanes * 4
+    return sizes.ring * chunk + scores + one_bundle + (sizes.places + 1) * _place_bytes(sizes, layout, num_heads)
+
+
+def _rows(sizes: DecodeSizes, layout: KVLayout, num_heads: int) -> tuple[int, int]:
+    group = num_heads // layout.num_kv_heads
+    return -(-layout.num_kv_heads // sizes.bundle), -(-sizes.bundle * group // _SUBLANES) * _SUBLANES
+
+
+def _place_bytes(sizes: DecodeSizes, layout: KVLayout, num_heads: int) -> int:
+    bundles, rows = _rows(sizes, layout, num_heads)
+    queries_and_outputs, kept = 2 * 2 * layout.lanes * 4, (2 * _LANES + layout.lanes) * 4
+    lse = 2 * _SUBLANES * -(-bundles * rows // _LANES) * _LANES * 4
+    return bundles * rows * (queries_and_outputs + kept) + lse

@@ -1,0 +1,124 @@
+"""The arithmetic of an item at each of its three stages, and what ends a row."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jpaged.kernels.paged_attention.tpu import words
+from jpaged.kernels.paged_attention.tpu.decode.items import seen
+from jpaged.kernels.paged_attention.tpu.decode.plan import LIFT, LOG2_E, Kept, Plan, Refs, Scalars
+
+LOWEST = -1e30
+"""Start of the running maximum: finite, so that an item without a visible key leaves no NaN."""
+_LN_2 = math.log(2)
+
+
+def _heads(bundle: int, plan: Plan) -> range:
+    first = bundle * plan.sizes.bundle
+    return range(first, min(first + plan.sizes.bundle, plan.spec.layout.num_kv_heads))
+
+
+def _load(chunk_ref: Any, bundle: int, plan: Plan, *, is_value: bool) -> Any:
+    """Keys or values of a bundle's heads beside each other, [W, heads * lanes]."""
+    layout, pitch = plan.spec.layout, plan.sizes.pitch * plan.folds
+    num_parts = words.tokens_a_word(layout.dtype, takes_fp8=plan.takes_fp8)
+    num_tokens = plan.sizes.chunk_tokens // num_parts
+
+    @functools.cache
+    def parts(start: int) -> list[Any]:
+        return [words.read(chunk_ref, start + i * num_tokens * pitch, num_tokens, pitch) for i in range(num_parts)]
+
+    def head(index: int) -> Iterator[Any]:
+        row, j = divmod(index if layout.is_joined else 2 * index + is_value, layout.pack)
+        for fold in range(plan.folds):
+            yield words.numbers(parts(row * plan.folds + fold), j, layout.dtype, takes_fp8=plan.takes_fp8)
+
+    columns = [column for index in _heads(bundle, plan) for column in head(index)]
+    if plan.compute_dtype == jnp.float32 or layout.dtype == jnp.int8:
+        columns = [column.astype(plan.compute_dtype) for column in columns]
+    return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)
+
+
+def _dot(plan: Plan) -> Callable[..., Any]:
+    precision = lax.Precision.HIGHEST if plan.compute_dtype == jnp.float32 else lax.Precision.DEFAULT
+    return functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+
+
+def score(scalars: Scalars, segment: Any, item: Any, buffer: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
+    """Stage 1: scores in powers of two, minus infinity where no key is seen."""
+    tokens, cap = plan.sizes.chunk_tokens, plan.spec.kind.soft_cap
+    num_parts = words.tokens_a_word(plan.spec.layout.dtype, takes_fp8=plan.takes_fp8)
+    column = lax.broadcasted_iota(jnp.int32, (plan.rows, tokens), 1)
+    token = column // num_parts + (column % num_parts) * (tokens // num_parts)
+    begin, end = seen(scalars, segment, item, plan)
+    is_seen = (token >= begin) & (token < end)
+    place, dot = scalars.segments.place[segment], _dot(plan)
+    head_of_row = lax.broadcasted_iota(jnp.int32, (plan.rows, plan.spec.layout.lanes), 0) // plan.group
+    for bundle in range(plan.num_bundles):
+        q_rd = refs.q[place, bundle].astype(jnp.float32)
+        if plan.is_tiny:
+            q_rd = q_rd * 2.0**LIFT
+        num_heads = len(_heads(bundle, plan))
+        if num_heads > 1:
+            q_rd = jnp.concatenate([jnp.where(head_of_row == i, q_rd, 0.0) for i in range(num_heads)], axis=1)
+        k_wd = _load(kept.chunks.at[buffer], bundle, plan, is_value=False)
+        s_rw = dot(q_rd.astype(plan.compute_dtype), k_wd, (((1,), (1,)), ((), ())))
+        s_rw = s_rw * jnp.tile(refs.scale[0, bundle], (1, tokens // words.LANES))
+        if cap is not None:
+            s_rw = cap * LOG2_E * jnp.tanh(s_rw / cap)
+        kept.scores[bundle] = jnp.where(is_seen, s_rw, -jnp.inf)
+
+
+def weigh(place: Any, is_first: Any, kept: Kept, plan: Plan) -> None:
+    """Stage 2: the running maximum and sum of the row, and the weights of this item's values."""
+    for bundle in range(plan.num_bundles):
+        s_rw = kept.scores[bundle]
+        m_rl = jnp.where(is_first, LOWEST, kept.m[place, bundle])
+        m_new_rl = jnp.maximum(m_rl, s_rw.max(axis=1, keepdims=True))
+        fade_rl = jnp.exp2(m_rl - m_new_rl)
+        level_rl = m_new_rl - float(LIFT) if plan.is_tiny else m_new_rl
+        parts = [s_rw[:, i : i + words.LANES] for i in range(0, s_rw.shape[1], words.LANES)]
+        parts = [jnp.exp2(part - level_rl) for part in parts]
+        l_rl = jnp.where(is_first, 0.0, kept.l[place, bundle]) * fade_rl
+        kept.l[place, bundle] = l_rl + functools.reduce(lambda a, b: a + b, parts)
+        kept.m[place, bundle] = m_new_rl
+        kept.fade[bundle] = fade_rl
+        kept.weights[bundle] = jnp.concatenate(parts, axis=1)
+
+
+def add(place: Any, is_first: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
+    """Stage 3: weighted values join the output of the row."""
+    lanes, dot = plan.spec.layout.lanes, _dot(plan)
+    head_of_row = lax.broadcasted_iota(jnp.int32, (plan.rows, lanes), 0) // plan.group
+    for bundle in range(plan.num_bundles):
+        v_wd = _load(kept.chunks.at[buffer], bundle, plan, is_value=True)
+        pv_rd = dot(kept.weights[bundle].astype(plan.compute_dtype), v_wd, (((1,), (0,)), ((), ())))
+        o_rd = pv_rd[:, :lanes]
+        for i in range(1, len(_heads(bundle, plan))):
+            o_rd = jnp.where(head_of_row == i, pv_rd[:, i * lanes : (i + 1) * lanes], o_rd)
+        fade_rd = jnp.tile(kept.fade[bundle], (1, plan.folds))
+        kept.o[place, bundle] = jnp.where(is_first, 0.0, kept.o[place, bundle] * fade_rd) + o_rd
+
+
+def finish(place: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
+    """A row's output and its log-sum-exp, a lane for each head."""
+    lane = lax.broadcasted_iota(jnp.int32, (plan.rows, plan.lse_lanes), 1)
+    row = lax.broadcasted_iota(jnp.int32, (plan.rows, plan.lse_lanes), 0)
+    lse = jnp.zeros((plan.rows, plan.lse_lanes), jnp.float32)
+    for bundle in range(plan.num_bundles):
+        l_r1 = kept.l[place, bundle].sum(axis=1, keepdims=True)
+        has_keys_r1 = l_r1 > 0
+        l_r1 = jnp.where(has_keys_r1, l_r1, 1.0)
+        scale_rd = jnp.tile(refs.scale[1, bundle], (1, plan.folds))
+        refs.o[place, bundle] = (kept.o[place, bundle] / l_r1 * scale_rd).astype(refs.o.dtype)
+        log2_r1 = jnp.log(l_r1) * LOG2_E - (float(LIFT) if plan.is_tiny else 0.0)
+        lse_r1 = jnp.where(has_keys_r1, (kept.m[place, bundle][:, :1] + log2_r1) * _LN_2, -jnp.inf)
+        # A column becomes a row of lanes: everything but the diagonal is added as zero.
+        lse = jnp.where(lane == bundle * plan.rows + row, lse_r1, lse)
+    refs.lse[place] = lse.sum(axis=0, keepdims=True)

@@ -1,0 +1,98 @@
+"""A buffer of blocks as rows of 128 words of 32 bits, and the numbers in its words.
+
+A token's row of tiles in the pool is `pack` rows of numbers in one row of words. Reading one row of words of every
+token is a load with a stride; cut out of the five axes of a buffer it would be shuffled together of single sublanes
+(counted for v6e: 1350 cycles of arithmetic a MiB of keys and values, 400 with strides).
+
+    words     t0: k v   t1: k v  ...   tw: k v  ...          (bfloat16: a key and its value share a word)
+    numbers   k: t0 tw t1 tw+1 ...                           two tokens a word: of the first half, of the second
+
+The interpreter knows references neither reshaped nor as another type: tests replace `read` and `write`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+FP8_SHIFT = 120
+"""Numbers of 8 bits in floating point come 2^120 times too small where their bits are moved into a bfloat16."""
+
+
+def read(buffer_ref: Any, start: Any, num: int, stride: int) -> Any:
+    """Words [num, 128] from every stride-th row of a buffer [..., pack, lanes] on."""
+    return _rows(buffer_ref)[pl.ds(start, num, stride=stride), :]
+
+
+def write(buffer_ref: Any, start: Any, words: Any) -> None:
+    """Puts words [n, 128] into rows one behind the other."""
+    _rows(buffer_ref)[pl.ds(start, words.shape[0]), :] = words
+
+
+def _rows(buffer_ref: Any) -> Any:
+    words_ref = buffer_ref if buffer_ref.dtype == jnp.int32 else buffer_ref.bitcast(jnp.int32)
+    return words_ref.reshape(-1, LANES)
+
+
+def tokens_a_word(dtype: jnp.dtype, *, takes_fp8: bool) -> int:
+    """How many tokens share a word of what `numbers` makes."""
+    if dtype == jnp.int8 or (dtype == jnp.float8_e4m3fn and takes_fp8):
+        return 4
+    return 1 if dtype == jnp.float32 else 2
+
+
+def numbers(parts: list[Any], j: int, dtype: jnp.dtype, *, takes_fp8: bool) -> Any:
+    """Part j of each word, the lowest first, as numbers [W, 128].
+
+    Args:
+        parts: words [W / n, 128] of the chunk's first tokens, of the next, ..., n as `tokens_a_word` says.
+        j: which of the `pack` numbers of each word.
+        dtype: of the numbers in the words.
+        takes_fp8: whether numbers of 8 bits in floating point are wanted as they are.
+
+    Returns:
+        Numbers of token i of part 0, of part 1, ..., then of token i + 1. Those of float8 are 2^FP8_SHIFT times too
+        small unless they are wanted as they are, and those below 2^-6, its subnormals, may be zero.
+    """
+    if dtype == jnp.float32:
+        return pltpu.bitcast(parts[0], jnp.float32)
+    if len(parts) == 4:
+        return _bytes(parts, j, dtype)
+    a, b = parts
+    if dtype == jnp.bfloat16:
+        return pltpu.bitcast(_halves(a, b, j), jnp.bfloat16)
+    # Sign, four bits of exponent and three of mantissa go to their places in each half of a word.
+    halves = _halves(a, b, j // 2)
+    if j % 2:
+        magnitude, sign = (halves >> 4) & jnp.int32(0x07F007F0), halves & _signed(0x80008000)
+    else:
+        magnitude, sign = (halves & jnp.int32(0x007F007F)) << 4, (halves & jnp.int32(0x00800080)) << 8
+    return pltpu.bitcast(magnitude | sign, jnp.bfloat16)
+
+
+def _halves(a: Any, b: Any, j: int) -> Any:
+    """The lower (0) or upper half of a's words below that of b's."""
+    if j == 0:
+        return (a & jnp.int32(0xFFFF)) | (b << 16)
+    return lax.shift_right_logical(a, jnp.int32(16)) | (b & _signed(0xFFFF0000))
+
+
+def _bytes(parts: list[Any], j: int, dtype: jnp.dtype) -> Any:
+    """Byte j of four words as one word."""
+
+    def pair(low: Any, high: Any) -> Any:
+        if j % 2 == 0:
+            return (low & jnp.int32(0x00FF00FF)) | ((high & jnp.int32(0x00FF00FF)) << 8)
+        return (lax.shift_right_logical(low, jnp.int32(8)) & jnp.int32(0x00FF00FF)) | (high & _signed(0xFF00FF00))
+
+    a, b, c, d = parts
+    return pltpu.bitcast(_halves(pair(a, b), pair(c, d), j // 2), dtype)
+
+
+def _signed(word: int) -> Any:
+    return jnp.int32(word - 2**32)

@@ -1,0 +1,87 @@
+"""Paged attention on GPUs since Ampere: prefill chunks and decodes of ragged rows in a launch of a Triton kernel.
+
+    rows -> tiles -> items -> kernel -> outputs of tokens
+                                └ parts of a context, where it was divided -> a second kernel merges them
+
+The list of items is made in the traced program, from arrays: its length is fixed, and items that are not used do
+nothing. The kernels are in `kernel.py`, which is imported when a call is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, Queries
+from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut, plan
+
+_QUERY_DTYPES = ("float32", "bfloat16", "float16")
+_MAX_HEAD_DIM = 256
+_MAX_GROUP = 128
+_MIN_CAPABILITY = (8, 0)
+_TRITON = "jax.experimental.pallas.triton"
+
+
+def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
+    """Why a call cannot run here, or None."""
+    group, dtype = queries.num_heads // layout.num_kv_heads, queries.dtype.name
+    if dtype not in _QUERY_DTYPES:
+        return f"queries are {dtype}; they have to be {', '.join(_QUERY_DTYPES)}"
+    if layout.head_dim % 16 or layout.head_dim > _MAX_HEAD_DIM:
+        return f"head_dim {layout.head_dim} is not a multiple of 16 up to {_MAX_HEAD_DIM}"
+    if group > _MAX_GROUP:
+        return f"{group} query heads share a key/value head; the limit is {_MAX_GROUP}"
+    if layout.is_scaled and layout.head_dim % 32 and 1 << 31 < layout.num_bytes <= 1 << 32:
+        return (
+            f"the pool has {layout.num_bytes} bytes in heads of {layout.head_dim} numbers of 8 bits; from {1 << 31} to "
+            f"{1 << 32} bytes they have to be a multiple of 32"
+        )
+    return None
+
+
+def unsupported_device_reason(device: jax.Device) -> str | None:
+    """Why it does not run on this device, or with this jax, or None."""
+    if device.platform != "gpu":
+        return f"runs on NVIDIA GPUs since Ampere (sm_80); this is a {device.platform}"
+    capability = str(device.compute_capability)
+    numbers = capability.split(".")
+    if not all(number.isdigit() for number in numbers):
+        return f"runs on NVIDIA GPUs; this is {device.device_kind}, {capability}"
+    if tuple(map(int, numbers)) < _MIN_CAPABILITY:
+        return f"runs on Ampere (sm_80) and later; this is {device.device_kind}, sm_{capability.replace('.', '')}"
+    return None if has_triton() else f"is written in Pallas Triton, which jax {jax.__version__} does not have"
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether this jax still has the compiler that the kernels are written for."""
+    return importlib.util.find_spec(_TRITON) is not None
+
+
+def attend(call: AttentionCall, cut: Cut | None = None, *, is_interpreted: bool = False) -> Attended:
+    """See `jpaged.kernels.paged_attention.paged_attention`.
+
+    Args:
+        call: which it is.
+        cut: another one than that of the rule.
+        is_interpreted: run the kernels on a CPU, in Pallas' interpreter.
+    """
+    from jpaged.kernels.paged_attention.triton import kernel
+
+    q_thd, rows, spec = call.q_thd, call.rows, call.spec
+    num_tokens, num_heads, _ = q_thd.shape
+    num_rows, table_width = rows.block_tables_sm.shape
+    cut = cut or choose_cut(spec, q_thd.dtype, num_heads, (num_tokens, num_rows, table_width))
+    return kernel.attend_items(
+        q_thd,
+        kernel.words_of(call.pool, spec.layout),
+        rows.block_tables_sm.astype(jnp.int32),
+        plan(rows, spec, cut, num_tokens),
+        jnp.asarray(call.layer, jnp.int32).reshape(1),
+        jnp.zeros((1, 1, 1), jnp.float32) if call.scales_lk2 is None else call.scales_lk2.astype(jnp.float32),
+        kernel.Static(spec, cut, is_interpreted),
+    )

@@ -1,0 +1,413 @@
+"""The Triton kernels of paged attention: one attends to parts of contexts, one merges the parts of a tile.
+
+    rows of a tile    | t0 h0 | t0 h1 | t1 h0 | t1 h1 | ...     tokens of one row, the query heads of one KV head
+
+    for each chunk    ids of its keys' blocks; K; S = Q K^T; softmax; V; O += P V
+
+The compiler turns the loop into a pipeline: while a chunk is multiplied, the next one's keys and values are on their
+way (cp.async). A key is found by its block's id alone, so that blocks may be of any size. Head sizes that are no power
+of two are cut into powers of two, as arrays of a program have such axes only: 80 is 64 and 16.
+
+Numbers of 8 bits come in pairs, as words of 16: Triton counts the elements before one with 31 bits, of which a pool of
+4 GiB would need 32. Even columns and odd ones are multiplied apart. Ampere converts no floats of 8 bits, so that it is
+done by shifts: they are those of 16 bits with an exponent that is 8 too small.
+
+What a program does not see it does not read: masked lanes become zeros, and so do keys and values of blocks outside of
+the layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention.spec import Attended, AttentionSpec
+from jpaged.kernels.paged_attention.triton.work import Cut, ItemField, TileField, Work
+
+_LOG2_E = math.log2(math.e)
+_LOWEST = -1e30
+"""Start of the running maximum: finite, so that a chunk without a visible key leaves no NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """What the kernels are compiled for.
+
+    Attributes:
+        spec: of the call.
+        cut: how the work is cut.
+        is_interpreted: run them on a CPU, in Pallas' interpreter.
+    """
+
+    spec: AttentionSpec
+    cut: Cut
+    is_interpreted: bool = False
+
+    @property
+    def lanes(self) -> int:
+        """Numbers of the pool that come in a word."""
+        return 2 if is_paired(self.spec.layout) else 1
+
+    @property
+    def pieces(self) -> list[_Piece]:
+        """The powers of two that make up a head's words; for each, its lanes one after the other."""
+        begin, left, found = 0, self.spec.layout.head_dim // self.lanes, []
+        while left:
+            size = 1 << (left.bit_length() - 1)
+            found += [_Piece(begin, size, lane, self.lanes) for lane in range(self.lanes)]
+            begin, left = begin + size, left - size
+        return found
+
+    def dtype(self, q_dtype: Any) -> Any:
+        """What is multiplied: the queries' type, and the pool's where it is wider."""
+        return q_dtype if self.spec.layout.is_scaled else jnp.promote_types(q_dtype, self.spec.layout.dtype)
+
+
+class _Piece(NamedTuple):
+    """Columns of a head that are multiplied at a time.
+
+    Attributes:
+        begin: of its words.
+        size: how many they are.
+        lane: which number of each word.
+        lanes: numbers of a word.
+    """
+
+    begin: int
+    size: int
+    lane: int
+    lanes: int
+
+    @property
+    def words(self) -> jax.Array:
+        """Where its words lie in a head's."""
+        return self.begin + jnp.arange(self.size)[None, :]
+
+    @property
+    def columns(self) -> jax.Array:
+        """Where its numbers lie in a head."""
+        return self.lanes * self.words + self.lane
+
+
+def is_paired(layout: KVLayout) -> bool:
+    """Whether the pool's numbers come in pairs: those of 8 bits, where halves of a head are wide enough."""
+    return layout.is_scaled and layout.head_dim % 32 == 0
+
+
+def words_of(pool: jax.Array, layout: KVLayout) -> jax.Array:
+    """The pool as the kernel reads it, which costs nothing: bits are only called by another name."""
+    if not layout.is_scaled:
+        return pool
+    if not is_paired(layout):
+        return lax.bitcast_convert_type(pool, jnp.int8)
+    return lax.bitcast_convert_type(pool.reshape(*pool.shape[:-1], -1, 2), jnp.int16)
+
+
+class _Memory(NamedTuple):
+    """References to the kernel's arrays."""
+
+    items: Any
+    tables: Any
+    layer: Any
+    scales: Any
+    q: Any
+    pool: Any
+    out: Any
+    lse: Any
+    part_out: Any
+    part_max: Any
+    part_sum: Any
+
+
+class _State(NamedTuple):
+    """The online softmax so far: largest score in base 2, sum of weights, sums of weighted values by pieces."""
+
+    max: jax.Array
+    sum: jax.Array
+    out: tuple[jax.Array, ...]
+
+
+def attend_items(
+    q_thd: jax.Array,
+    pool: jax.Array,
+    tables_sm: jax.Array,
+    work: Work,
+    layer: jax.Array,
+    scales: jax.Array,
+    static: Static,
+) -> Attended:
+    """Runs both kernels.
+
+    Args:
+        q_thd: queries.
+        pool: [P, B, 2K, D], or what `words_of` makes of it.
+        tables_sm: block ids within the layer.
+        work: what there is to do.
+        layer: [1].
+        scales: [L, K, 2], or one number that is not read.
+        static: what the kernels are compiled for.
+
+    Returns:
+        outputs [T, H, D] in the queries' type and log-sum-exps [T, H] of all tokens.
+    """
+    cut, layout = static.cut, static.spec.layout
+    part_shape = (max(1, cut.num_parts), layout.num_kv_heads, cut.tile_rows)
+    whole = (
+        jax.ShapeDtypeStruct(q_thd.shape, q_thd.dtype),
+        jax.ShapeDtypeStruct(q_thd.shape[:2], jnp.float32),
+    )
+    sums = jax.ShapeDtypeStruct(part_shape, jnp.float32)
+    parts = (jax.ShapeDtypeStruct((*part_shape, layout.head_dim), jnp.float32), sums, sums)
+    call = functools.partial(pl.pallas_call, interpret=static.is_interpreted)
+    out, lse, *part_sums = call(
+        functools.partial(_paged_attention, static),
+        out_shape=(*whole, *parts),
+        grid=(layout.num_kv_heads, cut.num_items),
+        compiler_params=plgpu.CompilerParams(num_warps=_num_warps(static, q_thd.dtype), num_stages=2),
+        name="paged_attention",
+    )(work.items, tables_sm, layer, scales, q_thd, pool)
+    if cut.num_parts == 0:
+        return out, lse
+    out, lse = call(
+        functools.partial(_paged_attention_merge, static),
+        out_shape=whole,
+        grid=(layout.num_kv_heads, min(cut.num_tiles, cut.num_parts)),
+        input_output_aliases={4: 0, 5: 1},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        name="paged_attention_merge",
+    )(work.tiles, *part_sums, out, lse)
+    return out, lse
+
+
+def _num_warps(static: Static, q_dtype: Any) -> int:
+    """Twice as many where a tile would not fit the registers of four, with the numbers that are made of 8 bits."""
+    size = static.cut.tile_rows * static.spec.layout.head_dim * static.dtype(q_dtype).itemsize
+    return 8 if size * (2 if static.spec.layout.is_scaled else 1) > 64 * 128 * 2 else 4
+
+
+def _paged_attention(static: Static, *refs: Any) -> None:
+    memory = _Memory(*refs)
+    head, item = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(memory.items[item, ItemField.NUM_TOKENS] > 0)
+    def _attend() -> None:
+        _attend_item(item, head, memory, static)
+
+
+def _attend_item(item: jax.Array, head: jax.Array, memory: _Memory, static: Static) -> None:
+    cut = static.cut
+    first_token, num_tokens = (memory.items[item, field] for field in (ItemField.FIRST_TOKEN, ItemField.NUM_TOKENS))
+    places = _Places.of(head, first_token, num_tokens, cut)
+    queries = [
+        plgpu.load(_at(memory.q, places, piece), mask=places.is_row[:, None], other=0).astype(
+            static.dtype(memory.q.dtype)
+        )
+        for piece in static.pieces
+    ]
+
+    fields = _Item.of(item, head, memory, static)
+
+    def chunk(i: jax.Array, state: Any) -> Any:
+        max_, sum_, *out = state
+        new = _attend_chunk(i, _State(max_, sum_, tuple(out)), queries, fields, memory, static)
+        return (new.max, new.sum, *new.out)
+
+    start = (
+        jnp.full((cut.tile_rows,), _LOWEST, jnp.float32),
+        jnp.zeros((cut.tile_rows,), jnp.float32),
+        *(jnp.zeros((cut.tile_rows, piece.size), jnp.float32) for piece in static.pieces),
+    )
+    max_, sum_, *out = lax.fori_loop(0, memory.items[item, ItemField.NUM_CHUNKS], chunk, start)
+    state = _State(max_, sum_, tuple(out))
+    if static.spec.layout.is_scaled:
+        state = state._replace(out=tuple(x * _scale(1, head, memory) for x in state.out))
+    if cut.num_parts == 0:
+        _store(state, places, memory.out, memory.lse, static)
+        return
+    is_part = memory.items[item, ItemField.IS_PART] > 0
+    pl.when(~is_part)(lambda: _store(state, places, memory.out, memory.lse, static))
+
+    @pl.when(is_part)
+    def _store_part() -> None:
+        rows = jnp.arange(cut.tile_rows)
+        memory.part_max[item, head, rows] = state.max
+        memory.part_sum[item, head, rows] = state.sum
+        for piece, numbers in zip(static.pieces, state.out, strict=True):
+            memory.part_out[item, head, rows[:, None], piece.columns] = numbers
+
+
+class _Item(NamedTuple):
+    """What all chunks of an item have in common, in registers; see `ItemField`.
+
+    Attributes:
+        first_place: the layer's first block in the pool.
+        scale: of the scores, the head's keys included.
+    """
+
+    head: jax.Array
+    row: jax.Array
+    position: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    first_key: jax.Array
+    first_place: jax.Array
+    scale: jax.Array | float
+
+    @classmethod
+    def of(cls, item: jax.Array, head: jax.Array, memory: _Memory, static: Static) -> _Item:
+        layout = static.spec.layout
+        return cls(
+            head=head,
+            row=memory.items[item, ItemField.ROW],
+            position=memory.items[item, ItemField.POSITION],
+            begin=memory.items[item, ItemField.KV_BEGIN],
+            end=memory.items[item, ItemField.KV_END],
+            first_key=memory.items[item, ItemField.FIRST_KEY],
+            first_place=memory.layer[0] * layout.blocks_per_layer,
+            scale=static.spec.kind.scale * (_scale(0, head, memory) if layout.is_scaled else 1.0),
+        )
+
+
+class _Places(NamedTuple):
+    """Token and query head of each row of a tile, and whether it is one."""
+
+    token: jax.Array
+    head: jax.Array
+    is_row: jax.Array
+
+    @classmethod
+    def of(cls, head: jax.Array, first_token: jax.Array, num_tokens: jax.Array, cut: Cut) -> _Places:
+        rows = jnp.arange(cut.tile_rows, dtype=jnp.int32)
+        tokens = lax.div(rows, jnp.int32(cut.group))
+        return cls(first_token + tokens, head * cut.group + lax.rem(rows, jnp.int32(cut.group)), tokens < num_tokens)
+
+
+def _at(ref: Any, places: _Places, piece: _Piece) -> Any:
+    return ref.at[places.token[:, None], places.head[:, None], piece.columns]
+
+
+def _scale(part: int, head: jax.Array, memory: _Memory) -> jax.Array:
+    """What this head's keys (0) or values (1) are divided by in the pool."""
+    return memory.scales[memory.layer[0], head, part]
+
+
+def _attend_chunk(
+    i: jax.Array,
+    state: _State,
+    queries: list[jax.Array],
+    item: _Item,
+    memory: _Memory,
+    static: Static,
+) -> _State:
+    spec, cut = static.spec, static.cut
+    keys = item.first_key + i * cut.chunk_tokens + jnp.arange(cut.chunk_tokens, dtype=jnp.int32)
+    is_context = (keys >= item.begin) & (keys < item.end)
+    columns = lax.div(keys, jnp.int32(spec.layout.block_size))
+    ids = plgpu.load(memory.tables.at[item.row, columns], mask=is_context, other=0)
+    is_read = is_context & (ids >= 0) & (ids < spec.layout.blocks_per_layer)
+    places = jnp.where(is_read, ids, 0) + item.first_place
+    offsets = lax.rem(keys, jnp.int32(spec.layout.block_size))
+
+    def read(part: int) -> list[jax.Array]:
+        numbers = []
+        for piece in static.pieces[:: static.lanes]:
+            words = memory.pool.at[places[:, None], offsets[:, None], 2 * item.head + part, piece.words]
+            found = plgpu.load(words, mask=is_read[:, None], other=0)
+            numbers += [_number(found, lane, static).astype(queries[0].dtype) for lane in range(static.lanes)]
+        return numbers
+
+    scores = jnp.zeros((cut.tile_rows, cut.chunk_tokens), jnp.float32)
+    for query, numbers in zip(queries, read(0), strict=True):
+        scores += _product(query, numbers.T)
+    rows = lax.div(jnp.arange(cut.tile_rows, dtype=jnp.int32), jnp.int32(cut.group))
+    distances = (item.position + rows)[:, None] - keys[None, :]
+    is_seen = is_context[None, :] & (distances >= 0)
+    if spec.kind.sliding_window is not None:
+        is_seen &= distances < spec.kind.sliding_window
+    scores = jnp.where(is_seen, _capped(scores, item.scale, spec.kind.soft_cap), -jnp.inf)
+
+    new_max = jnp.maximum(state.max, scores.max(axis=1))
+    weights = jnp.exp2(scores - new_max[:, None])
+    fade = jnp.exp2(state.max - new_max)
+    out = tuple(
+        total * fade[:, None] + _product(weights.astype(queries[0].dtype), numbers)
+        for total, numbers in zip(state.out, read(1), strict=True)
+    )
+    return _State(new_max, state.sum * fade + weights.sum(axis=1), out)
+
+
+def _number(words: jax.Array, lane: int, static: Static) -> jax.Array:
+    """One number of each word; those of 8 bits as floats of 32."""
+    layout = static.spec.layout
+    if not layout.is_scaled:
+        return words
+    words = words.astype(jnp.int16)
+    bits = words >> 8 if lane else (words << 8) >> 8  # with their sign
+    if layout.dtype == jnp.int8:
+        return bits.astype(jnp.float32)
+    bits = (bits & -0x8000) | ((bits & 0x7F) << 7)
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * 256.0
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _capped(scores: jax.Array, scale: jax.Array | float, soft_cap: float | None) -> jax.Array:
+    """Scores in base 2."""
+    if soft_cap is None:
+        return scores * (scale * _LOG2_E)
+    # tanh by one power: the device's own is good for 3 digits.
+    power = jnp.exp2(scores * (scale * (2 * _LOG2_E / soft_cap)))
+    return (soft_cap * _LOG2_E) * (1 - 2 / (power + 1))
+
+
+def _store(state: _State, places: _Places, out: Any, lse: Any, static: Static) -> None:
+    """Writes a tile's results; a row that has seen no key gets 0 and minus infinity."""
+    has_keys = state.sum > 0
+    total = jnp.where(has_keys, state.sum, 1.0)
+    logarithms = jnp.where(has_keys, state.max * math.log(2.0) + jnp.log(total), -jnp.inf)
+    plgpu.store(lse.at[places.token, places.head], logarithms, mask=places.is_row)
+    for piece, numbers in zip(static.pieces, state.out, strict=True):
+        whole = (numbers / total[:, None]).astype(out.dtype)
+        plgpu.store(_at(out, places, piece), whole, mask=places.is_row[:, None])
+
+
+def _paged_attention_merge(static: Static, *refs: Any) -> None:
+    tiles, part_out, part_max, part_sum, _, _, out, lse = refs
+    tile, head, cut = pl.program_id(1), pl.program_id(0), static.cut
+    first_item, num_items = (tiles[tile, field] for field in (TileField.FIRST_ITEM, TileField.NUM_ITEMS))
+    rows = jnp.arange(cut.tile_rows)
+
+    def part(i: jax.Array, state: Any) -> Any:
+        max_, sum_, *sums = state
+        item = first_item + i
+        their_max = part_max[item, head, rows]
+        new_max = jnp.maximum(max_, their_max)
+        fade, share = jnp.exp2(max_ - new_max), jnp.exp2(their_max - new_max)
+        sums = [
+            numbers * fade[:, None] + part_out[item, head, rows[:, None], piece.columns] * share[:, None]
+            for piece, numbers in zip(static.pieces, sums, strict=True)
+        ]
+        return (new_max, sum_ * fade + part_sum[item, head, rows] * share, *sums)
+
+    @pl.when(num_items > 1)
+    def _merge() -> None:
+        start = (
+            jnp.full((cut.tile_rows,), _LOWEST, jnp.float32),
+            jnp.zeros((cut.tile_rows,), jnp.float32),
+            *(jnp.zeros((cut.tile_rows, piece.size), jnp.float32) for piece in static.pieces),
+        )
+        max_, sum_, *sums = lax.fori_loop(0, num_items, part, start)
+        places = _Places.of(head, tiles[tile, TileField.FIRST_TOKEN], tiles[tile, TileField.NUM_TOKENS], cut)
+        _store(_State(max_, sum_, tuple(sums)), places, out, lse, static)

@@ -1,0 +1,57 @@
+"""Rows of logits to tokens, and to what the model's own distribution says of them, in one call.
+
+What becomes of a row is a function of that row alone, to the last bit: neither the other rows, nor the threads, nor
+what else is told of it show in its token. The noise has the bits of the specification, which takes other logarithms of
+them: where rounding decides between two tokens, and there alone, the two may differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
+from jpaged.kernels.sampling.rows import RowInputs, RowOutputs
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSampling:
+    """The library's function, as XLA knows it: a `jpaged.kernels.sampling.SamplingKernel`.
+
+    Attributes:
+        max_width: floats of the widest vectors to use, where the processor has them: 16, 8 or 4.
+        max_threads: of XLA's pool, at most; 0 is all.
+    """
+
+    max_width: int = MAX_WIDTH
+    max_threads: int = 0
+
+    def sample(
+        self, logits_rv: Float[Array, "R V"], how: RowInputs, *, has_logprobs: bool, num_top: int = 0
+    ) -> RowOutputs:
+        """Samples a token a row."""
+        num_rows = logits_rv.shape[0]
+        num_told = num_rows if has_logprobs else 0
+        shapes = [
+            *(jax.ShapeDtypeStruct((num_rows,), jnp.int32), jax.ShapeDtypeStruct((num_rows,), jnp.bool_)),
+            *(jax.ShapeDtypeStruct((num_told,), jnp.float32), jax.ShapeDtypeStruct((num_told,), jnp.int32)),
+            *(jax.ShapeDtypeStruct((num_rows, num_top), dtype) for dtype in (jnp.int32, jnp.float32)),
+        ]
+        run = jax.ffi.ffi_call(f"{NAME}_sample", shapes)
+        limits = {"max_width": np.int64(self.max_width), "max_threads": np.int64(self.max_threads)}
+        return RowOutputs(*run(logits_rv, *how, **limits))
+
+
+@functools.cache
+def kernel() -> CpuSampling | str:
+    """The package's own kernel, or why there is none."""
+    found = register("sample")
+    return found if isinstance(found, str) else CpuSampling()

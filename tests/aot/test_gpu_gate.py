@@ -1,0 +1,116 @@
+"""What the assembler made of a kernel is read rightly, and a kernel that got worse is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.aot_gpu.compile_case import pool_writes
+from benchmarks.aot_gpu.gate import regressions
+from benchmarks.aot_gpu.sass import kernels
+
+# As Mosaic and nvdisasm print them: an outer loop, an inner one with two products, a third product behind both.
+OUTPUT = """
+.maxntid 128, 1, 1
+ptxas info    : Used 154 registers, used 2 barriers, 1 bytes smem
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   SYNCS.EXCH.64 URZ, [UR40+0x14808], UR8 ;
+        /*0020*/                   SYNCS.EXCH.64 URZ, [UR40+0x14800], UR8 ;
+.L_x_7:
+        /*0030*/              @!P1 BRA `(.L_x_1) ;
+.L_x_8:
+.L_x_9:
+        /*0040*/                   LDS.64 R2, [R4] ;
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR8], RZ, !UPT ;
+        /*0060*/                   F2FP.BF16.F32.PACK_AB R4, R5, R4 ;
+        /*0070*/                   MUFU.EX2 R4, R4 ;
+        /*0080*/                   HGMMA.64x128x16.F32.BF16 R88, gdesc[UR8], R88 ;
+        /*0090*/              @!P1 BRA `(.L_x_9) ;
+        /*00a0*/                   LDL R4, [R1] ;
+        /*00b0*/                   BRA `(.L_x_7) ;
+.L_x_1:
+        /*00c0*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR8], RZ, !UPT ;
+        /*00d0*/                   NOP ;
+"""
+
+
+def test_the_loop_over_keys_is_found_and_counted() -> None:
+    (kernel,) = kernels(OUTPUT)
+    assert kernel == {
+        "instructions": 13,
+        "tensor_products": 3,
+        "local_accesses": 1,
+        "shared_bytes": 0x14810,
+        "loop_instructions": 5,
+        "loop_products": 3,
+        "loop_conversions": 1,
+        "loop_powers": 1,
+        "loop_shared_accesses": 1,
+        "loop_barriers": 0,
+        "registers": 154,
+        "threads": 128,
+        "blocks_per_processor": 2,
+    }
+    assert kernels("") == []
+
+
+@pytest.mark.parametrize(("registers", "blocks"), [(128, 2), (224, 2), (255, 2), (160, 2)])
+def test_shared_memory_bounds_how_many_blocks_fit(registers: int, blocks: int) -> None:
+    (kernel,) = kernels(OUTPUT.replace("154", str(registers)))
+    assert kernel["blocks_per_processor"] == blocks
+
+
+def test_registers_bound_how_many_blocks_fit() -> None:
+    (kernel,) = kernels(OUTPUT.replace("Used 154", "Used 168").replace("maxntid 128", "maxntid 384"))
+    assert kernel["blocks_per_processor"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"local_accesses": 2}, "local_accesses 2; 1 are recorded"),
+        ({"shared_bytes": 100_000}, "shared_bytes 100000; 83984 are recorded"),
+        ({"blocks_per_processor": 1}, "4 warps fit a processor; 8 are recorded"),
+        ({"loop_instructions": 6}, "2.00 instructions for a product of 64 x 64 x 16 in the loop; 1.67 are recorded"),
+        ({"loop_conversions": 2}, "0.67 conversions for"),
+        ({"loop_products": 0}, "no loop with products of the tensor core"),
+    ],
+)
+def test_what_got_worse_is_named(change: dict[str, Any], message: str) -> None:
+    before = kernels(OUTPUT)
+    (failure,) = regressions([before[0] | change], before)
+    assert failure.startswith(f"kernel 0: {message}")
+
+
+def test_what_is_as_good_passes() -> None:
+    before = kernels(OUTPUT)
+    twice = {name: before[0][name] * 2 for name in before[0] if name.startswith("loop_")}
+    assert regressions([before[0] | twice | {"registers": 160}], before) == []
+    assert regressions(before, []) == []
+
+
+def test_a_kernel_that_cannot_be_read_is_an_error() -> None:
+    (failure,) = regressions([], kernels(OUTPUT))
+    assert failure == "0 kernels could be read; 1 are recorded: is nvdisasm there?"
+
+
+PROGRAM = """
+%fused_scatter (param_0: s8[8,16,4,32], param_1: bf16[64,2,32]) -> s8[8,16,4,32] {
+  %param_0 = s8[8,16,4,32]{3,2,1,0} parameter(0)
+  ROOT %scatter.1 = s8[8,16,4,32]{3,2,1,0} scatter(%param_0, %concatenate.1, %bitcast.1)
+}
+
+ENTRY %main (pool.1: s8[8,16,4,32]) -> s8[8,16,4,32] {
+  %pool.1 = s8[8,16,4,32]{3,2,1,0} parameter(0)
+  %first = s8[8,16,4,32]{3,2,1,0} fusion(%pool.1, %rest.1), kind=kInput, calls=%fused_scatter
+  %second = s8[8,16,4,32]{3,2,1,0} scatter(%first, %a, %b)
+  %bitcast.2 = s8[8,16,2,64]{3,2,1,0} bitcast(%second)
+  %other = s8[8,16,4]{2,1,0} fusion(%second), kind=kLoop
+  ROOT %tuple = (s8[8,16,4,32]{3,2,1,0}) tuple(%second)
+}
+"""
+
+
+def test_writes_of_the_pool_are_counted_once_each() -> None:
+    assert pool_writes(PROGRAM, (8, 16, 4, 32)) == 2
