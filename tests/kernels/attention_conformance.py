@@ -21,6 +21,7 @@ from jpaged.kernels.kv_layout import KVForm, KVLayout
 from jpaged.kernels.paged_attention import (
     AttentionSpec,
     RaggedRows,
+    add_sinks,
     paged_attention,
     paged_attention_update,
 )
@@ -60,6 +61,7 @@ class Shape:
     kv_dtype: str | None = None
     sliding_window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
 
     @property
     def stored_dtype(self) -> str:
@@ -130,6 +132,7 @@ def make_case(rows: list[tuple[int, int]], shape: Shape, seed: int = 0, *, num_s
         scale=shape.head_dim**-0.5,
         sliding_window=shape.sliding_window,
         soft_cap=shape.soft_cap,
+        sinks_h=np.linspace(-3, 6, shape.num_heads, dtype=np.float32) if shape.has_sinks else None,
     )
 
 
@@ -207,6 +210,9 @@ class BackendUnderTest:
         )
         assert o_thd.dtype == jnp.dtype(shape.dtype)
         assert lse_th.dtype == jnp.float32
+        if case.sinks_h is not None:
+            o_thd, lse_th = add_sinks((o_thd, lse_th), jnp.asarray(case.sinks_h))
+            assert (o_thd.dtype, lse_th.dtype) == (jnp.dtype(shape.dtype), jnp.float32)
         return np.asarray(o_thd, np.float32), np.asarray(lse_th)
 
     def check(self, rows: list[tuple[int, int]], shape: Shape) -> None:
@@ -381,11 +387,11 @@ class PagedAttentionConformance(PagedAttentionPromises):
             got, want = (np.asarray(spec.layout.gather(x, layer, ids), np.float32) for x in (pool, whole))
             np.testing.assert_array_equal(got, want)
 
-    @pytest.mark.parametrize("block_size", [1, 8, 32, 48, 256])
+    @pytest.mark.parametrize("block_size", [1, 8, 32, 48, 128, 256])
     def test_block_sizes(self, block_size: int) -> None:
         self.check(RAGGED["mixed"], Shape(block_size=block_size))
 
-    @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 3), (7, 1), (16, 2)])
+    @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 3), (7, 1), (16, 2), (71, 1)])
     def test_head_groups(self, num_heads: int, num_kv_heads: int) -> None:
         self.check(RAGGED["mixed"], Shape(num_heads=num_heads, num_kv_heads=num_kv_heads))
 
@@ -396,6 +402,13 @@ class PagedAttentionConformance(PagedAttentionPromises):
     @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
     def test_soft_cap(self, soft_cap: float) -> None:
         self.check(RAGGED["mixed"], Shape(soft_cap=soft_cap))
+
+    @pytest.mark.parametrize(
+        "shape", [Shape(has_sinks=True), Shape(has_sinks=True, sliding_window=20, soft_cap=5.0, dtype="bfloat16")]
+    )
+    def test_sinks(self, shape: Shape) -> None:
+        self.check(RAGGED["empty_rows"], shape)
+        self.check(RAGGED["mixed"], shape)
 
     @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -24,6 +24,7 @@ class Case:
     soft_cap: float | None = None
     first_positions_s: np.ndarray | None = None
     kv_begins_s: np.ndarray | None = None
+    sinks_h: np.ndarray | None = None
 
     def first_position(self, row: int) -> int:
         if self.first_positions_s is not None:
@@ -66,7 +67,10 @@ def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
                 s = k[seen, h // group] @ case.q_thd[t, h].astype(np.float64) * case.scale
                 if case.soft_cap is not None:
                     s = case.soft_cap * np.tanh(s / case.soft_cap)
-                p = np.exp(s - s.max())
-                o_thd[t, h] = p @ v[seen, h // group] / p.sum()
-                lse_th[t, h] = s.max() + np.log(p.sum())
+                sink = -np.inf if case.sinks_h is None else float(case.sinks_h[h])
+                highest = max(s.max(), sink)
+                p = np.exp(s - highest)
+                total = p.sum() + np.exp(sink - highest)
+                o_thd[t, h] = p @ v[seen, h // group] / total
+                lse_th[t, h] = highest + np.log(total)
     return o_thd, lse_th

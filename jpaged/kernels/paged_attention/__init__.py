@@ -5,6 +5,7 @@ spec.py        what a call is made of
 backends.py    which kernels there are, where each runs, what it cannot do
 reference.py   the operation in plain XLA: its specification
 cascade.py     rows that begin with the same blocks
+sinks.py       scores of heads that have no value
 shapes.py      head shapes of real models
 measure.py     how fast it is on this device
 cpu/           the kernel for CPUs
@@ -15,6 +16,7 @@ triton/        the kernels for other GPUs
 
 from jpaged.kernels.paged_attention.api import paged_attention, paged_attention_update, prepare_rows
 from jpaged.kernels.paged_attention.backends import Choice, choose
+from jpaged.kernels.paged_attention.sinks import add_sinks
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "Choice",
     "Queries",
     "RaggedRows",
+    "add_sinks",
     "choose",
     "paged_attention",
     "paged_attention_update",
