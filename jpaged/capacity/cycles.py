@@ -47,17 +47,8 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeCycles:
-    """Attention of rows that decode.
-
-    Attributes:
-        generation: of TPUs.
-        chunk_bytes: that are awaited together.
-        compute_per_mib: for a MiB of keys and values.
-        issue_per_block: to start the copy of a block.
-        wait_per_chunk: to wait for a chunk.
-        per_row: for each row besides.
-    """
+class _AttentionCycles:
+    """What was counted for the heads of one device, on a generation of TPUs."""
 
     generation: str
     num_kv_heads: int
@@ -65,11 +56,6 @@ class DecodeCycles:
     head_dim: int
     kv_dtype: str
     block_size: int
-    chunk_bytes: float
-    compute_per_mib: float
-    issue_per_block: float
-    wait_per_chunk: float
-    per_row: float
 
     @property
     def heads(self) -> HeadShape:
@@ -77,20 +63,29 @@ class DecodeCycles:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkCycles:
+class DecodeCycles(_AttentionCycles):
+    """Attention of rows that decode.
+
+    Attributes:
+        chunk_bytes: that are awaited together.
+        compute_per_mib: for a MiB of keys and values.
+        issue_per_block: to start the copy of a block.
+        wait_per_chunk: to wait for a chunk.
+        per_row: for each row besides.
+    """
+
+    chunk_bytes: float
+    compute_per_mib: float
+    issue_per_block: float
+    wait_per_chunk: float
+    per_row: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCycles(_AttentionCycles):
     """Attention of chunks of prompts: cycles for 256 queries of one head beside 256 keys."""
 
-    generation: str
-    num_kv_heads: int
-    group: int
-    head_dim: int
-    kv_dtype: str
-    block_size: int
     per_256x256_head: float
-
-    @property
-    def heads(self) -> HeadShape:
-        return HeadShape(self.num_kv_heads, self.group, self.head_dim, self.kv_dtype, self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
