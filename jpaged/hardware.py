@@ -4,7 +4,12 @@
 |---|---|---|---|---|---|---|---|
 | a100-40gb | 40 GB | 30 GB | 1555 GB/s | 312 TFLOP/s | 32 GB/s (PCIe 4 x16) | 300 GB/s | NVIDIA A100 data sheet |
 | a100-80gb | 80 GB | 60 GB | 2039 GB/s | 312 TFLOP/s | 32 GB/s | 300 GB/s | NVIDIA A100 data sheet (SXM) |
+| b200 | 180 GB | 142.5 GB | 8000 GB/s | 2250 TFLOP/s | 64 GB/s | 900 GB/s | NVIDIA HGX B200 data sheet, an eighth |
+| h100 | 80 GB | 63.75 GB | 3350 GB/s | 989 TFLOP/s | 64 GB/s | 450 GB/s | NVIDIA H100 data sheet (SXM) |
 | h200 | 141 GB | 112.5 GB | 4800 GB/s | 989 TFLOP/s | 64 GB/s (PCIe 5 x16) | 450 GB/s | NVIDIA H200 data sheet (SXM) |
+| l4 | 24 GB | 18 GB | 300 GB/s | 121 TFLOP/s | 32 GB/s | 32 GB/s (PCIe) | NVIDIA L4 data sheet |
+| rtx3090 | 24 GB | 19 GB | 936 GB/s | 71 TFLOP/s | 32 GB/s | 32 GB/s (PCIe) | NVIDIA GA102 white paper |
+| rtx5090 | 32 GB | 25.5 GB | 1792 GB/s | 209.5 TFLOP/s | 64 GB/s | 64 GB/s (PCIe) | NVIDIA RTX Blackwell white paper |
 | tpu-v5e | 16 GB | 15.75 GiB | 819 GB/s | 197 TFLOP/s | 16 GB/s, assumed | 200 GB/s | Cloud TPU documentation |
 | tpu-v5p | 95 GB | 95.74 GiB | 2765 GB/s | 459 TFLOP/s | 32 GB/s, assumed | 600 GB/s | Cloud TPU documentation |
 | tpu-v6e | 32 GB | 31.25 GiB | 1638 GB/s | 918 TFLOP/s | 64 GB/s (PCIe 5) | 400 GB/s | Cloud TPU documentation |
@@ -16,7 +21,7 @@ links of one direction: half of what the sheets give for both (a v5e chip has 40
 Memory has two numbers, as two questions are asked. What the sheet says is what simulations share out, like the paper.
 What programs may use decides whether a plan fits: of a TPU what libtpu's compiler says (its out-of-memory error), which
 is more than a sheet says whose GB are GiB; of a GPU three quarters, which jax takes unless told otherwise, of what the
-driver reports (150 GB of an H200; of an A100, which nothing is planned for, of the sheet's).
+driver reports (`device/aot/*.txtpb`; 150 GB of an H200), or of the sheet's.
 
 Cycles of a TPU become time by its clock. Those of v5e (1.5 GHz), v5p and v6e (1.75 GHz) are what their peaks give with
 the products that their matrix units do in a cycle; that of tpu7x (2.2 GHz) is its peak over as many products as v6e's.
@@ -66,7 +71,12 @@ HARDWARE: Mapping[str, Hardware] = {
     for device in (
         Hardware("a100-40gb", 40e9, 30_000_000_000, 1555e9, 312e12, 32e9, 300e9, ("NVIDIA A100-SXM4-40GB",)),
         Hardware("a100-80gb", 80e9, 60_000_000_000, 2039e9, 312e12, 32e9, 300e9, ("NVIDIA A100-SXM4-80GB",)),
+        Hardware("b200", 180e9, 142_500_000_000, 8000e9, 2250e12, 64e9, 900e9, ("NVIDIA B200",)),
+        Hardware("h100", 80e9, 63_750_000_000, 3350e9, 989e12, 64e9, 450e9, ("NVIDIA H100 80GB HBM3",)),
         Hardware("h200", 141e9, 112_500_000_000, 4800e9, 989e12, 64e9, 450e9, ("NVIDIA H200",)),
+        Hardware("l4", 24e9, 18_000_000_000, 300e9, 121e12, 32e9, 32e9, ("NVIDIA L4",)),
+        Hardware("rtx3090", 24e9, 19_000_000_000, 936e9, 71e12, 32e9, 32e9, ("NVIDIA GeForce RTX 3090",)),
+        Hardware("rtx5090", 32e9, 25_500_000_000, 1792e9, 209.5e12, 64e9, 64e9, ("NVIDIA GeForce RTX 5090",)),
         Hardware("tpu-v5e", 16e9, int(15.75 * _GIB), 819e9, 197e12, 16e9, 200e9, ("TPU v5 lite", "TPU v5e"), 1.5e9),
         Hardware("tpu-v5p", 95e9, int(95.74 * _GIB), 2765e9, 459e12, 32e9, 600e9, ("TPU v5", "TPU v5p"), 1.75e9),
         Hardware("tpu-v6e", 32e9, int(31.25 * _GIB), 1638e9, 918e12, 64e9, 400e9, ("TPU v6 lite", "TPU v6e"), 1.75e9),

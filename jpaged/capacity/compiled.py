@@ -97,7 +97,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     devices = (
         compile_only_devices(find_topology(target.name))
         if target.platform == "tpu"
-        else compile_only_gpus(target.num_devices)
+        else compile_only_gpus(target.num_devices, target.family)
     )
     mesh = build_mesh(devices[:num_devices])
     notes += Attention.on(model, options, mesh).reasons()

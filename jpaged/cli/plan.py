@@ -24,7 +24,7 @@ Plan a deployment on devices that are not here: does it fit, how much does it ho
     jpaged plan llama-3.1-70b --topology v6e:2x4,v5p:2x2x2 --input-len 1000 --output-len 300 \\
         --price v6e=2.7,v5p=4.2 --request-rate 20
 
-The real step programs are compiled for the devices, by libtpu (TPU) or jax's CUDA packages (h200); nothing runs.
+The real step programs are compiled for the devices, by libtpu (TPU) or jax's CUDA packages (GPUs); nothing runs.
 Without a --tensor-parallel-size one copy of the model takes as many of a topology's devices as its heads allow. Times
 are a roofline's, with the efficiencies that are printed. Exit code 1: it fits nowhere.
 """
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="T[,T...]",
-        help="v6e:2x4, h200:8, ...; several are compared, and the cheapest is named",
+        help="v6e:2x4, h200:8, a100, ...; several are compared, and the cheapest is named",
     )
     lengths = "may be several, which are a mix"
     parser.add_argument(

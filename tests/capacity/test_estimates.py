@@ -19,6 +19,7 @@ from jpaged.capacity.estimate import (
 )
 from jpaged.capacity.step_times import HOP_S, HOST_ROW_S, HOST_S, StepTimes
 from jpaged.capacity.target import Target, find_target
+from jpaged.device.aot.gpu import GPUS
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import Hardware
 
@@ -123,7 +124,15 @@ def test_targets_have_what_their_generation_has() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["h200:9", "h200:0", "h100", "v6e:3x3", ""])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_gpu_that_is_described_can_be_planned_for(gpu: str) -> None:
+    found = find_target(f"{gpu}:4")
+    assert (found.platform, found.family, found.num_devices, found.shape) == ("cuda", gpu, 4, (4,))
+    assert found.hardware.name.startswith(gpu)
+    assert found.hardware.usable_bytes < found.hardware.hbm_bytes
+
+
+@pytest.mark.parametrize("name", ["h200:9", "h200:0", "v100", "a100-80gb", "v6e:3x3", ""])
 def test_an_unknown_target_is_refused_with_those_that_are_known(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=r"^topology: .* is not known; known are h200.*v6e:2x4"):
+    with pytest.raises(InvalidArgument, match=r"^topology: .* is not known; known are a100, .*h200, .*v6e:2x4"):
         find_target(name)

@@ -25,7 +25,7 @@ MIB = 1 << 20
     ("words", "code", "message"),
     [
         (["demo"], 2, "the following arguments are required: --topology"),
-        (["demo", "--topology", "v6e:3x3"], 2, "--topology: 'v6e:3x3' is not known; known are h200"),
+        (["demo", "--topology", "v6e:3x3"], 2, "--topology: 'v6e:3x3' is not known; known are a100, "),
         (["no-such-model", "--topology", "v6e:1x1"], 1, "'no-such-model' is no config.json, no folder and no built-in"),
         (["demo", "--topology", "v6e:1x1", "--price", "cheap"], 2, "--price: 'cheap' is not a number of USD"),
         (["demo", "--topology", "v6e:1x1", "--price", "v6e=-1"], 2, "--price: -1 is below the limit of 0"),

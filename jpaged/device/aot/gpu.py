@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax
@@ -11,6 +12,12 @@ from jpaged.errors import Unsupported
 
 GPUS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.txtpb")))
 """Names of the GPUs that are described here."""
+
+
+def device_kind(name: str) -> str:
+    """What jax calls the devices of a description, one of `GPUS`."""
+    (kind,) = re.findall(r'^device_description_str: "(.+)"$', _description(name), re.MULTILINE)
+    return str(kind)
 
 
 def compile_only_gpus(num_devices: int, name: str = "h200") -> list[jax.Device]:
@@ -23,10 +30,9 @@ def compile_only_gpus(num_devices: int, name: str = "h200") -> list[jax.Device]:
     Raises:
         Unsupported: jax has no CUDA packages here.
     """
-    description = Path(__file__).with_name(f"{name}.txtpb").read_text()
     try:
         topology = topologies.get_topology_desc(
-            "", platform="cuda", target_config=description, topology=f"1x1x{num_devices}"
+            "", platform="cuda", target_config=_description(name), topology=f"1x1x{num_devices}"
         )
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -36,3 +42,7 @@ def compile_only_gpus(num_devices: int, name: str = "h200") -> list[jax.Device]:
         ) from error
     devices: list[jax.Device] = topology.devices
     return devices
+
+
+def _description(name: str) -> str:
+    return Path(__file__).with_name(f"{name}.txtpb").read_text(encoding="utf-8")
