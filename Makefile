@@ -134,7 +134,7 @@ $(AOT_NEWEST)/.installed: $(STAMP)
 GPU_VENV := .venv-aot-gpu
 GPU_JAX = $(or $(JAX),$(shell $(PYTHON) -c 'import sys; print("0.11.2" if sys.version_info >= (3, 12) else "")'))
 
-aot-gpu: ## compile the GPU programs for an H200 without one, and hold the kernels to their record (5 GB in .venv-aot-gpu)
+aot-gpu: ## compile the GPU programs for seven GPUs without one, and hold the kernels to their record (5 GB in .venv-aot-gpu)
 	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) EXTRAS=aot-gpu JAX='$(GPU_JAX)'
 	@$(GPU_VENV)/bin/python -m benchmarks.aot_gpu $(ARGS)
 

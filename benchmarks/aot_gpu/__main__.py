@@ -51,8 +51,9 @@ def run(case: Case, folder: Path | None, recorded: dict[str, Any]) -> dict[str, 
         lines = done.stdout.splitlines()
         if done.returncode or not lines:
             return {"failures": [f"the process ended with {done.returncode}: {done.stderr[-1500:]}"]}
-        found = {"gpu": case.gpu} | json.loads(lines[-1]) | kernels(done.stdout + report(Path(dump)))
-    found["sass"] = sass.kernels(done.stdout)
+        output = done.stdout + report(Path(dump))
+        found = {"gpu": case.gpu} | json.loads(lines[-1]) | kernels(output)
+    found["sass"] = sass.kernels(output, case.gpu)
     found["failures"] = judge(found, case.expected_error) + gate.regressions(found["sass"], recorded.get("sass", []))
     found.pop("limits", None)
     return {**found, "wall_s": round(time.monotonic() - begin, 1), "versions": _versions()}

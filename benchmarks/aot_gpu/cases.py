@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
@@ -19,6 +20,7 @@ from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu.tiling import choose_tiling
 from jpaged.kernels.paged_attention.spec import AttentionCall
@@ -88,6 +90,7 @@ class AttentionCase:
     sliding_window: int | None = None
     soft_cap: float | None = None
     table_width: int = 128
+    is_cascade: bool = False
     backend: Backend = "pallas-gpu"
     gpu: str = "h200"
     expected_error: str = ""
@@ -98,6 +101,7 @@ class AttentionCase:
         kind = f"{self.dtype}-{self.kv_dtype}" if self.kv_dtype else self.dtype
         extra = "-window" if self.sliding_window else ""
         extra += "-cap" if self.soft_cap else ""
+        extra += "-cascade" if self.is_cascade else ""
         sizes = f"h{self.num_heads}-k{self.num_kv_heads}-d{self.head_dim}-b{self.block_size}"
         where = "" if self.backend == "pallas-gpu" else f"{self.gpu}-"
         return f"attention-{where}{sizes}-t{self.num_tokens}-s{self.num_rows}-{kind}{extra}"
@@ -113,11 +117,10 @@ class AttentionCase:
         spec = self.spec()
         arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in self.arguments()]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            call = functools.partial(attend, spec=spec, backend=self.backend)
-            lowered = jax.jit(call, donate_argnums=0).lower(*arguments)
+            lowered = jax.jit(self.call, donate_argnums=0).lower(*arguments)
         if self.backend == "pallas-triton":
             return self._of_triton(lowered)
-        tile_bytes = self.num_tokens * self.num_heads * 64 * self.head_dim * 4
+        tile_bytes = self.num_lists * self.num_tokens * self.num_heads * 64 * self.head_dim * 4
         return Program(
             lowered, spec.layout.num_bytes, spec.layout.shape, frozenset(), (16 << 20) + tile_bytes, 1, num_writes=1
         )
@@ -125,8 +128,8 @@ class AttentionCase:
     def _of_triton(self, lowered: jax.stages.Lowered) -> Program:
         """What has to be true of the Triton kernels: memory for parts of contexts, and little more."""
         spec, cut = self.spec(), self.triton_cut()
-        part_bytes = cut.num_parts * self.num_kv_heads * cut.tile_rows * (self.head_dim + 2) * 4
-        num_kernels = 2 if cut.num_parts else 1
+        part_bytes = cut.merged_rows * self.num_kv_heads * (self.head_dim + 2) * 4
+        num_kernels = 2 if cut.merged_rows else 1
         max_temp_bytes = (1 << 20) + part_bytes
         return Program(
             lowered, spec.layout.num_bytes, spec.layout.shape, frozenset(), max_temp_bytes, num_kernels, num_writes=1
@@ -135,14 +138,28 @@ class AttentionCase:
     def triton_cut(self) -> Cut:
         """How the Triton kernels cut it."""
         sizes = self.num_tokens, self.num_rows, self.table_width
-        return choose_cut(self.spec(), jnp.dtype(self.dtype), self.num_heads, sizes)
+        are_shared = (False, True, False)[: self.num_lists]
+        return choose_cut(self.spec(), jnp.dtype(self.dtype), self.num_heads, sizes, are_shared)
+
+    @property
+    def num_lists(self) -> int:
+        """Lists of rows: their own parts, and where prefixes are shared these, and the edges of windows."""
+        return 1 + self.is_cascade * (1 + (self.sliding_window is not None))
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """What is compiled, over `arguments`."""
+        run = cascade if self.is_cascade else attend
+        return functools.partial(run, spec=self.spec(), backend=self.backend)
 
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of what `attend` takes."""
         t, s, layout = self.num_tokens, self.num_rows, self.spec().layout
         new = jax.ShapeDtypeStruct((t, self.num_kv_heads, self.head_dim), self.dtype)
-        ints = ((t,), (), (s + 1,), (s,), (s, self.table_width), ())
+        ints: tuple[tuple[int, ...], ...] = ((t,), (), (s + 1,), (s,), (s, self.table_width), ())
         scales = [jax.ShapeDtypeStruct((4, self.num_kv_heads, 2), jnp.float32)] if layout.is_scaled else []
+        if self.is_cascade:
+            ints = (*ints, (s,), (s + 1,), ())
         return [
             jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
             jax.ShapeDtypeStruct((t, self.num_heads, self.head_dim), self.dtype),
@@ -159,6 +176,16 @@ def attend(pool: jax.Array, *rest: jax.Array, spec: AttentionSpec, backend: Back
     rows = RaggedRows(starts, lens, tables, num_rows)
     return paged_attention_update(
         q, (k, v, slots), pool, layer, rows, spec, scales[0] if scales else None, backend=backend
+    )
+
+
+def cascade(pool: jax.Array, *rest: jax.Array, spec: AttentionSpec, backend: Backend = "pallas-gpu") -> Any:
+    """The same where rows may share prefixes; behind the rows lie where each one's own part begins, and the runs."""
+    q, k, v, slots, layer, starts, lens, tables, num_rows, begins, run_starts, num_runs, *scales = rest
+    rows = RaggedRows(starts, lens, tables, num_rows, kv_begins_s=begins)
+    shared = CascadeRows.of(rows, run_starts, num_runs, spec)
+    return cascade_attention_update(
+        q, (k, v, slots), pool, layer, shared, spec, scales[0] if scales else None, backend=backend
     )
 
 
@@ -293,6 +320,7 @@ ATTENTION: tuple[AttentionCase, ...] = (
     AttentionCase(block_size=128, kv_dtype="float8_e4m3fn", num_tokens=512),
     AttentionCase(num_tokens=512, sliding_window=1024, soft_cap=30.0),
     AttentionCase(8, 4, 256, num_tokens=2048, sliding_window=4096, soft_cap=50.0),
+    *(AttentionCase(is_cascade=True, sliding_window=window) for window in (None, 1024)),
 )
 
 _TRITON: dict[str, Any] = {"backend": "pallas-triton"}
@@ -310,6 +338,14 @@ TRITON: tuple[AttentionCase, ...] = (
     *(AttentionCase(block_size=b, gpu="l4", **_TRITON) for b in (1, 48, 256)),
     *(AttentionCase(h, k, 64, gpu="l4", **_TRITON) for h, k in ((14, 2), (8, 8), (71, 1))),
     AttentionCase(dtype="float16", num_tokens=512, sliding_window=1024, gpu="a100", **_TRITON),
+    *(
+        AttentionCase(num_tokens=t, is_cascade=True, gpu=gpu, **_TRITON)
+        for gpu in ("a100", "l4", "b200")
+        for t in (64, 2048)
+    ),
+    *(AttentionCase(is_cascade=True, sliding_window=1024, gpu=gpu, **_TRITON) for gpu in ("a100", "l4")),
+    AttentionCase(is_cascade=True, kv_dtype="int8", gpu="l4", **_TRITON),
+    AttentionCase(8, 4, 256, is_cascade=True, gpu="l4", **_TRITON),
 )
 
 REFUSED = (AttentionCase(head_dim=256, block_size=128, expected_error="the limit is 232448"), OverflowCase())

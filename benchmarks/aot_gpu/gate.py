@@ -36,6 +36,8 @@ def _regressions(kernel: dict[str, Any], before: dict[str, Any]) -> list[str]:
     warps, warps_before = (x["blocks_per_processor"] * x["threads"] // 32 for x in (kernel, before))
     if warps < warps_before:
         failures.append(f"{warps} warps fit a processor; {warps_before} are recorded")
+    if not before["loop_products"]:
+        return failures
     if not kernel["loop_products"]:
         return [*failures, "no loop with products of the tensor core"]
     for name in _PER_PRODUCT:

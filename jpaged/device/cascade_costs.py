@@ -8,13 +8,14 @@
     tpu   reckoned: the chip's one core reads a prefix at the full rate for one row as for many, so a tile costs 1; two
           outputs of H heads are written, read and merged, 2.5 H / K tokens; starting a kernel takes some 5 us, in which
           800 GB/s read about 4 MB
-    gpu   reckoned, for the kernel on Hopper: a tile has room for 64 query heads of a key/value head and costs what a
-          row that decodes alone does, which fills it less; a query's second output is written in 32 bits, read and
-          merged, 2 H / K tokens. No kernel is started for it, but more blocks of threads: 0.3 us at 3.3 TB/s
+    gpu   reckoned: a tile has room for 64 query heads of a key/value head, in Triton's kernel for 32 (16 where they are
+          wide), and costs what a row that decodes alone does, which fills it less. On Hopper a query's second output
+          is written in 32 bits, read and merged, 2 H / K tokens; Triton's kernel does so with both, 4 H / K. No kernel
+          is started for it, but more blocks of threads: 0.3 us at 3.3 TB/s, or 0.5 us at 2 TB/s
 
 In layers with a sliding window there is a third pass, over what only some queries see; it is empty or a block or two.
-What that shares is the part of a prefix that all windows hold. Other kernels do not share on GPUs: the number of
-runs would go to the host for a decision in every layer of every step.
+What that shares is the part of a prefix that all windows hold. XLA's loop does not share on GPUs: the number of runs
+would go to the host for a decision in every layer of every step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from jpaged.config import Backend
 from jpaged.engine.cascade_costs import CascadeCosts
 from jpaged.kernels.attention_kind import AttentionKind
@@ -30,6 +33,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
 from jpaged.kernels.paged_attention.gpu.tiling import TILE_ROWS
 from jpaged.kernels.paged_attention.reference import CHUNK_TOKENS, TILE_QUERIES
+from jpaged.kernels.paged_attention.triton.work import shared_rows
 
 _TPU_START_BYTES = 4e6
 _GPU_START_BYTES = 1e6
@@ -68,12 +72,14 @@ def _full_costs(backend: Backend, layout: KVLayout, num_heads: int) -> CascadeCo
     """Without a window."""
     block_size, group = layout.block_size, num_heads // layout.num_kv_heads
     if layout.form == "gpu":
+        is_triton = backend == "pallas-triton"
+        tile_rows = shared_rows(layout, np.dtype(np.float16)) if is_triton else TILE_ROWS
         return CascadeCosts(
             granule_tokens=block_size,
-            tile_queries=max(1, TILE_ROWS // group),
+            tile_queries=max(1, tile_rows // group),
             tile_tokens=1.0,
             query_share=0.0,
-            query_tokens=2.0 * group,
+            query_tokens=(4.0 if is_triton else 2.0) * group,
             step_tokens=_GPU_START_BYTES * block_size * layout.num_layers / layout.bytes_per_block,
         )
     if backend == "cpu":

@@ -55,6 +55,42 @@ def test_the_loop_over_keys_is_found_and_counted() -> None:
     assert kernels("") == []
 
 
+# As XLA and nvdisasm print Triton's: two loops, the second left and entered again; a kernel without products.
+TRITON_OUTPUT = """
+001: kCustomKernel [source | sink] paged_attention grid: [8, 128, 1] threads: [128, 1, 1]  shared_memory: 57344 bytes
+.reqntid 128, 1, 1
+ptxas info    : Used 255 registers, used 1 barriers, 440 bytes cmem[0]
+.L_x_1:
+        /*0000*/                   HMMA.16816.F32.BF16 R88, R4, R8, RZ ;
+        /*0010*/                   LDSM.16.M88.4 R12, [R4] ;
+        /*0020*/              @!P0 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0030*/                   HMMA.16816.F32.BF16 R88, R4, R8, RZ ;
+.L_x_3:
+        /*0040*/                   HMMA.1688.F32.TF32 R88, R4, R8, RZ ;
+        /*0050*/               @P0 BRA `(.L_x_2) ;
+        /*0060*/                   MUFU.EX2 R4, R4 ;
+        /*0070*/                   BRA `(.L_x_3) ;
+002: kCustomKernel [source | sink] paged_attention_merge grid: [8, 16, 1] threads: [128, 1, 1]  shared_memory: 64 bytes
+.reqntid 128, 1, 1
+ptxas info    : Used 64 registers, used 1 barriers, 416 bytes cmem[0]
+        /*0000*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(("gpu", "blocks"), [("a100", 2), ("l4", 1), ("h200", 2)])
+def test_kernels_of_triton_are_counted_as_their_gpu_runs_them(gpu: str, blocks: int) -> None:
+    kernel, merge = kernels(TRITON_OUTPUT, gpu)
+    assert (kernel["registers"], kernel["threads"], kernel["shared_bytes"]) == (255, 128, 57_344)
+    assert kernel["blocks_per_processor"] == blocks
+    assert (kernel["tensor_products"], kernel["loop_products"]) == (3, 5 / 16)  # two and a half of an eighth
+    assert (kernel["loop_instructions"], kernel["loop_shared_accesses"], kernel["loop_powers"]) == (4, 1, 0)
+    assert (merge["registers"], merge["blocks_per_processor"], merge["loop_products"]) == (64, 8, 0)
+    assert regressions([kernel, merge], [kernel, merge]) == []
+    (failure,) = regressions([kernel, merge | {"registers": 80, "blocks_per_processor": 6}], [kernel, merge])
+    assert failure == "kernel 1: 24 warps fit a processor; 32 are recorded"
+
+
 @pytest.mark.parametrize(("registers", "blocks"), [(128, 2), (224, 2), (255, 2), (160, 2)])
 def test_shared_memory_bounds_how_many_blocks_fit(registers: int, blocks: int) -> None:
     (kernel,) = kernels(OUTPUT.replace("154", str(registers)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import pytest
 from jax import export
@@ -12,7 +10,7 @@ from jax import export
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh
 
-from benchmarks.aot_gpu.cases import ATTENTION, CASES, TRITON, AttentionCase, attend
+from benchmarks.aot_gpu.cases import ATTENTION, CASES, TRITON, AttentionCase
 from jpaged.device.aot.gpu import GPUS
 from jpaged.errors import Unsupported
 
@@ -33,6 +31,7 @@ QUICK = (
     AttentionCase(gpu="a100", backend="pallas-triton"),
     AttentionCase(71, 1, 80, block_size=1, num_tokens=512, sliding_window=1000, gpu="l4", backend="pallas-triton"),
     AttentionCase(kv_dtype="float8_e4m3fn", gpu="b200", backend="pallas-triton"),
+    AttentionCase(is_cascade=True, sliding_window=1024, gpu="a100", backend="pallas-triton"),
 )
 WHOLE = (*ATTENTION, *(case for case in TRITON if case.gpu in KINDS))
 
@@ -40,7 +39,7 @@ WHOLE = (*ATTENTION, *(case for case in TRITON if case.gpu in KINDS))
 def lower(case: AttentionCase) -> str:
     device = AbstractDevice(KINDS[case.gpu], 100, "gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("model",), abstract_device=device)):
-        jitted = jax.jit(functools.partial(attend, spec=case.spec(), backend=case.backend), donate_argnums=0)
+        jitted = jax.jit(case.call, donate_argnums=0)
         # Triton's code is no promise from one jax to the next; it is compiled where it was made.
         checks = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
         return export.export(jitted, platforms=["cuda"], disabled_checks=checks)(*case.arguments()).mlir_module()
@@ -49,7 +48,7 @@ def lower(case: AttentionCase) -> str:
 def check(case: AttentionCase) -> None:
     text = lower(case)
     if case.backend == "pallas-triton":
-        assert text.count(f"custom_call @{TRITON_CALL}(") == (2 if case.triton_cut().num_parts else 1)
+        assert text.count(f"custom_call @{TRITON_CALL}(") == (2 if case.triton_cut().merged_rows else 1)
         assert "num_stages = 2" in text
         return
     assert text.count("custom_call @mosaic_gpu_v2(") == 1

@@ -89,7 +89,19 @@ def test_on_hopper_a_tile_of_queries_costs_what_one_row_does() -> None:
     assert cascade_costs("xla", layout, [AttentionKind(1.0)] * 32, 32) is None
 
 
-@pytest.mark.parametrize(("backend", "form", "passes"), [("pallas-gpu", "gpu", 1.0), ("xla", "cpu", 1.5)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "tile_queries"), [("bfloat16", 128, 8), ("int8", 128, 8), ("int8", 256, 4)]
+)
+def test_with_triton_a_tile_is_as_large_as_the_kernel_makes_it(dtype: str, head_dim: int, tile_queries: int) -> None:
+    layout = KVLayout(32, 100, 16, 8, head_dim, np.dtype(dtype), "gpu")
+    costs = cascade_costs("pallas-triton", layout, [AttentionKind(1.0)] * 32, 32)
+    assert costs is not None
+    assert (costs.tile_queries, costs.tile_cost(tile_queries, 64), costs.query_tokens) == (tile_queries, 1.0, 16.0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "form", "passes"), [("pallas-gpu", "gpu", 1.0), ("pallas-triton", "gpu", 1.0), ("xla", "cpu", 1.5)]
+)
 def test_windows_are_counted_by_layers(backend: Backend, form: KVForm, passes: float) -> None:
     layout, full = KVLayout(6, 100, 16, 8, 128, np.dtype("bfloat16"), form), AttentionKind(1.0)
     narrow = dataclasses.replace(full, sliding_window=1024)

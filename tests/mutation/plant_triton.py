@@ -14,6 +14,8 @@ _WORK = "work.py"
 _CHUNKS = ("right and chunks",)
 _PARTS = ("right and parts",)
 _CUT = ("every_query",)
+_PLACES = ("merged",)
+_CASCADE = ("all_parts",)
 
 FAULTS = (
     Fault(
@@ -88,10 +90,10 @@ FAULTS = (
         ("right and pieces",),
     ),
     Fault(
-        "a tile with others stores its own result",
+        "the first of the results that are merged is lost",
         _KERNEL,
-        "is_part = memory.items[item, ItemField.IS_PART] > 0",
-        "is_part = memory.items[item, ItemField.IS_PART] > 1",
+        "@pl.when(first_row >= 0)",
+        "@pl.when(first_row > 0)",
         _PARTS,
     ),
     Fault(
@@ -104,8 +106,8 @@ FAULTS = (
     Fault(
         "parts of a context overlap",
         _WORK,
-        "jnp.clip(chunks_n[tile_i] - done_i, 0, part_chunks)",
-        "jnp.maximum(chunks_n[tile_i] - done_i, 0)",
+        "jnp.clip(seen_n[tile_i] - part_i * part_tokens, 0, part_tokens)",
+        "jnp.maximum(seen_n[tile_i] - part_i * part_tokens, 0)",
         _CUT,
     ),
     Fault(
@@ -118,7 +120,7 @@ FAULTS = (
     Fault(
         "padding belongs to nobody",
         _WORK,
-        "jnp.append(counts_s, num_tokens - rows.query_starts_s1[used])",
+        "jnp.append(counts_s, num_tokens - rows.query_starts_s1[used] if place == 0 else 0)",
         "jnp.append(counts_s, 0)",
         _CUT,
     ),
@@ -132,9 +134,58 @@ FAULTS = (
     Fault(
         "heads of a token's row lie in another order",
         _KERNEL,
-        "head * cut.group + lax.rem(rows, jnp.int32(cut.group))",
-        "head * cut.group + cut.group - 1 - lax.rem(rows, jnp.int32(cut.group)) * 0",
+        "head * tile.group + lax.rem(rows, jnp.int32(tile.group))",
+        "head * tile.group + tile.group - 1 - lax.rem(rows, jnp.int32(tile.group)) * 0",
         _CHUNKS,
+    ),
+    Fault(
+        "a prefix is read through its rows' own tables",
+        _WORK,
+        "if part.table_rows_s is None else part.table_rows_s[table_row_n]",
+        "if part.table_rows_s is None else table_row_n",
+        _CASCADE,
+    ),
+    Fault(
+        "a row whose prefix others read stores its own part",
+        _WORK,
+        "jnp.cumsum(parts_lt.sum(axis=0) > 1)",
+        "jnp.cumsum(parts_lt.max(axis=0) > 1)",
+        _CASCADE,
+    ),
+    Fault(
+        "results that are merged lie over one another",
+        _WORK,
+        "merged_starts_n[tile_i] + part_i * rows_n[tile_i]",
+        "merged_starts_n[tile_i]",
+        _PLACES,
+    ),
+    Fault(
+        "results are looked for at their tile's first row",
+        _WORK,
+        "merged_starts_n[tile_lt] + jnp.stack([tiles.first_row_t for tiles in found])",
+        "merged_starts_n[tile_lt]",
+        _PLACES,
+    ),
+    Fault(
+        "every list's results are taken for the first one's tiles",
+        _KERNEL,
+        "first_rows + i * kinds[place].tile.rows",
+        "first_rows + i * kinds[0].tile.rows",
+        _CASCADE,
+    ),
+    Fault(
+        "prefixes are cut into tiles like rows that decode",
+        _KERNEL,
+        "if its == kind]",
+        "if its == kinds[0]]",
+        _CASCADE,
+    ),
+    Fault(
+        "what lies before a prefix that all see is left out",
+        _KERNEL,
+        "for place in range(len(kinds)):\n            state",
+        "for place in range(min(2, len(kinds))):\n            state",
+        _CASCADE,
     ),
 )
 

@@ -14,9 +14,14 @@ GPUS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.txtpb"))
 """Names of the GPUs that are described here."""
 
 
+def description(name: str) -> str:
+    """What is written about a GPU, one of `GPUS`."""
+    return Path(__file__).with_name(f"{name}.txtpb").read_text(encoding="utf-8")
+
+
 def device_kind(name: str) -> str:
     """What jax calls the devices of a description, one of `GPUS`."""
-    (kind,) = re.findall(r'^device_description_str: "(.+)"$', _description(name), re.MULTILINE)
+    (kind,) = re.findall(r'^device_description_str: "(.+)"$', description(name), re.MULTILINE)
     return str(kind)
 
 
@@ -32,7 +37,7 @@ def compile_only_gpus(num_devices: int, name: str = "h200") -> list[jax.Device]:
     """
     try:
         topology = topologies.get_topology_desc(
-            "", platform="cuda", target_config=_description(name), topology=f"1x1x{num_devices}"
+            "", platform="cuda", target_config=description(name), topology=f"1x1x{num_devices}"
         )
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -42,7 +47,3 @@ def compile_only_gpus(num_devices: int, name: str = "h200") -> list[jax.Device]:
         ) from error
     devices: list[jax.Device] = topology.devices
     return devices
-
-
-def _description(name: str) -> str:
-    return Path(__file__).with_name(f"{name}.txtpb").read_text(encoding="utf-8")

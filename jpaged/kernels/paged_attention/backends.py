@@ -81,7 +81,13 @@ IMPLEMENTATIONS: dict[Backend, Implementation] = {
         attend_parts=gpu.attend_parts,
     ),
     "pallas-triton": Implementation(
-        triton.attend, None, "gpu", "gpu", triton.unsupported_reason, triton.unsupported_device_reason
+        triton.attend,
+        None,
+        "gpu",
+        "gpu",
+        triton.unsupported_reason,
+        triton.unsupported_device_reason,
+        attend_parts=triton.attend_parts,
     ),
     "cpu": Implementation(cpu.attend, cpu.update, "cpu", "cpu", cpu.unsupported_reason, cpu.unsupported_device_reason),
     "xla": Implementation(reference.attend, None, None, None, lambda pool, queries: None, lambda device: None),

@@ -10,8 +10,8 @@ The two outputs of a query are merged by the logarithms of their sums of exponen
     lse = log(e^lse_a + e^lse_b)         o = o_a e^(lse_a - lse) + o_b e^(lse_b - lse)
 
 This is what Hydragen (Juravsky et al., 2024) and cascade inference (Ye et al., 2024) do. Where a backend takes several
-lists of rows in one launch, as on Hopper, the two are one call, and a step in which no rows share a prefix pays for
-nothing. Elsewhere they are two calls, and such a step pays for one comparison a layer.
+lists of rows in one launch, as the kernels for GPUs do, the two are one call, and a step in which no rows share a
+prefix pays for nothing. Elsewhere they are two calls, and such a step pays for one comparison a layer.
 
 Sliding windows begin at different keys. What all queries of a run see of the prefix is read once like any other; each
 row reads by itself what lies before that, from the beginning of its own window to that of the last:

@@ -16,11 +16,9 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention
 from jpaged.kernels.paged_attention.backends import implementation
 from jpaged.kernels.paged_attention.shapes import SHAPES
-from jpaged.kernels.paged_attention.spec import AttentionCall
+from jpaged.kernels.paged_attention.spec import ContextPart
 from jpaged.kernels.paged_attention.triton import attention as triton
 from jpaged.kernels.paged_attention.triton.kernel import words_of
-from jpaged.kernels.paged_attention.triton.work import choose_cut
-from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels.attention_conformance import (
     RAGGED,
     PagedAttentionConformance,
@@ -30,13 +28,7 @@ from tests.kernels.attention_conformance import (
     make_case,
     real_shape,
 )
-
-
-def _run(q, pool, layer, rows, scales, spec, cut):
-    return triton.attend(AttentionCall(q, pool, layer, rows, spec, scales), cut, is_interpreted=True)
-
-
-_jitted = jax.jit(_run, static_argnames=("spec", "cut"), compiler_options=QUICK_XLA_OPTIONS)
+from tests.kernels.triton import triton_interpreter
 
 
 class Interpreted(PagedAttentionPromises):
@@ -49,13 +41,7 @@ class Interpreted(PagedAttentionPromises):
     """Chunks of the shortest part, for contexts that are too short for the rule's."""
 
     def attend(self, q, pool, layer, rows, spec, scales):
-        implementation("pallas-triton", spec, AttentionCall(q, pool, layer, rows, spec, scales).queries)
-        num_rows, table_width = rows.block_tables_sm.shape
-        cut = choose_cut(spec, q.dtype, q.shape[1], (q.shape[0], num_rows, table_width))
-        if self.part_chunks is not None:
-            chunks = table_width * spec.layout.block_size // cut.chunk_tokens + 2
-            cut = dataclasses.replace(cut, part_chunks=self.part_chunks, num_parts=64, max_chunks=chunks)
-        return _jitted(q, pool, layer, rows, scales, spec=spec, cut=cut)
+        return triton_interpreter.attend(q, pool, layer, [ContextPart(rows, spec)], scales, self.part_chunks)
 
     def update(self, q, new_kv, pool, layer, rows, spec, scales):
         k_tkd, v_tkd, slots_t = new_kv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows
-from jpaged.kernels.paged_attention.triton.work import Cut, ItemField, TileField, choose_cut, plan
+from jpaged.kernels.paged_attention.cascade import CascadeRows
+from jpaged.kernels.paged_attention.spec import ContextPart
+from jpaged.kernels.paged_attention.triton.work import Cut, ItemField, MergeField, Work, choose_cut, plan
 
 LAYOUT = KVLayout(1, 8, 16, 8, 128, jnp.dtype("bfloat16"), "gpu")
 SPEC = AttentionSpec(LAYOUT, AttentionKind(1.0))
@@ -26,55 +29,137 @@ def decodes(lens: list[int], num_rows: int, table_width: int) -> RaggedRows:
     return RaggedRows(jnp.array(starts), jnp.array(kv_lens), tables, jnp.int32(len(lens)))
 
 
-def items_of(rows: RaggedRows, cut: Cut, num_tokens: int, spec: AttentionSpec = SPEC) -> list[list[int]]:
+def used(work: Work) -> list[list[int]]:
     """The items in use."""
-    items = np.asarray(plan(rows, spec, cut, num_tokens).items).tolist()
-    return [item for item in items if item[ItemField.NUM_TOKENS]]
+    return [item for item in np.asarray(work.items).tolist() if item[ItemField.NUM_TOKENS]]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_every_query_is_in_one_tile_and_every_key_that_it_sees_in_one_part(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def items_of(rows: RaggedRows, cut: Cut, num_tokens: int, spec: AttentionSpec = SPEC) -> list[list[int]]:
+    """The items in use of a call without shared prefixes."""
+    return used(plan([ContextPart(rows, spec)], cut, num_tokens))
+
+
+class Draw:
+    """Rows of random lengths, neighbours of which may share the beginnings of their contexts, and a cut for them."""
+
     num_rows, num_tokens, width = 6, 90, 8
-    window = [None, 40][seed % 2]
-    counts = rng.multinomial(int(rng.integers(0, num_tokens + 1)), np.ones(num_rows) / num_rows) * (rng.random(6) < 0.8)
-    used = int(rng.integers(0, num_rows + 1))
-    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    kv_lens = np.minimum(counts + rng.integers(0, 50, num_rows), width * 16).astype(np.int32)
-    spec = dataclasses.replace(SPEC, kind=AttentionKind(1.0, window))
-    cut = choose_cut(spec, BFLOAT16, 56, (num_tokens, num_rows, width))
-    cut = dataclasses.replace(cut, chunk_tokens=16, part_chunks=1, num_parts=int(rng.integers(2, 60)), max_chunks=9)
-    tables = jnp.zeros((num_rows, width), jnp.int32)
-    rows = RaggedRows(jnp.array(starts), jnp.array(kv_lens), tables, jnp.int32(used))
-    work = plan(rows, spec, cut, num_tokens)
-    seen: dict[int, list[int]] = {}
-    for item in np.asarray(work.items).tolist():
-        first, size, row = item[ItemField.FIRST_TOKEN], item[ItemField.NUM_TOKENS], item[ItemField.ROW]
-        keys = range(item[ItemField.FIRST_KEY], item[ItemField.FIRST_KEY] + 16 * item[ItemField.NUM_CHUNKS])
-        assert item[ItemField.FIRST_KEY] % 16 == 0
-        for i in range(size):
-            if (token := first + i) < starts[used]:
-                assert starts[row] <= token < starts[row + 1]
-                assert item[ItemField.POSITION] + i == kv_lens[row] - counts[row] + token - starts[row]
-                assert (item[ItemField.KV_BEGIN], item[ItemField.KV_END]) == (0, kv_lens[row])
-            seen.setdefault(token, []).extend(keys)
-    assert sorted(seen) == list(range(num_tokens))
-    for token, found in seen.items():
+
+    def __init__(self, seed: int, *, are_shared: bool) -> None:
+        rng = np.random.default_rng(seed)
+        self.window = [None, 40][seed % 2]
+        self.spec = dataclasses.replace(SPEC, kind=AttentionKind(1.0, self.window))
+        weights = np.ones(self.num_rows) / self.num_rows
+        counts = rng.multinomial(int(rng.integers(0, self.num_tokens + 1)), weights) * (rng.random(6) < 0.8)
+        self.used = int(rng.integers(0, self.num_rows + 1))
+        self.starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        self.counts = counts
+        before = rng.integers(0, 50, self.num_rows)
+        runs = sorted(rng.choice(np.arange(self.used + 1), size=min(3, self.used + 1), replace=False).tolist())
+        runs = sorted({0, *runs, self.used}) if are_shared else [0]
+        begins = np.zeros(self.num_rows, np.int32)
+        for first, end in itertools.pairwise(runs):
+            begins[first:end] = 16 * int(rng.integers(0, 4))
+        self.begins = begins
+        self.kv_lens = np.minimum(counts + before + begins, self.width * 16).astype(np.int32)
+        tables = jnp.zeros((self.num_rows, self.width), jnp.int32)
+        rows = RaggedRows(jnp.array(self.starts), jnp.array(self.kv_lens), tables, jnp.int32(self.used))
+        self.parts: tuple[ContextPart, ...] = (ContextPart(rows, self.spec),)
+        if are_shared:
+            run_starts = np.full(self.num_rows + 1, self.used, np.int32)
+            run_starts[: len(runs)] = runs
+            rows = dataclasses.replace(rows, kv_begins_s=jnp.asarray(begins))
+            cascade = CascadeRows.of(rows, jnp.asarray(run_starts), jnp.int32(len(runs) - 1), self.spec)
+            self.parts = cascade.parts(self.spec)
+        shared = [part.table_rows_s is not None for part in self.parts]
+        cut = choose_cut(self.spec, BFLOAT16, 56, (self.num_tokens, self.num_rows, self.width), shared)
+        tiles = tuple(dataclasses.replace(tile, chunk_tokens=16) for tile in cut.tiles)
+        num_parts = int(rng.integers(2, 60))
+        self.cut = dataclasses.replace(cut, tiles=tiles, part_tokens=16, num_parts=num_parts, max_tokens=144)
+
+    def row_of(self, token: int) -> int:
+        return int(np.searchsorted(self.starts, token, "right")) - 1
+
+    def seen(self, token: int) -> list[int]:
+        """The keys that a token sees."""
+        if token >= self.starts[self.used]:
+            return []
+        row = self.row_of(token)
+        position = int(self.kv_lens[row] - self.counts[row] + token - self.starts[row])
+        return list(range(max(0, position + 1 - (self.window or position + 1)), position + 1))
+
+
+@pytest.mark.parametrize("are_shared", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_query_sees_each_of_its_keys_in_one_part(seed: int, are_shared: bool) -> None:
+    draw = Draw(seed, are_shared=are_shared)
+    seen: dict[int, list[int]] = {token: [] for token in range(draw.num_tokens)}
+    read: dict[tuple[int, int], list[int]] = {}
+    for item in used(plan(draw.parts, draw.cut, draw.num_tokens)):
+        spec = draw.parts[item[ItemField.LIST]].spec
+        first_key = item[ItemField.FIRST_KEY]
+        assert first_key % 16 == 0
+        keys = range(first_key, first_key + 16 * item[ItemField.NUM_CHUNKS])
+        for i in range(item[ItemField.NUM_TOKENS]):
+            token, position = item[ItemField.FIRST_TOKEN] + i, item[ItemField.POSITION] + i
+            begin, end = item[ItemField.KV_BEGIN], min(item[ItemField.KV_END], position + 1)
+            if spec.kind.sliding_window is not None:
+                begin = max(begin, position + 1 - spec.kind.sliding_window)
+            seen[token] += [key for key in keys if begin <= key < end]
+            read.setdefault((token, item[ItemField.LIST]), []).extend(keys)
+            if token < draw.starts[draw.used]:
+                its_row = draw.row_of(token)
+                assert item[ItemField.ROW] == its_row or (are_shared and item[ItemField.ROW] < its_row)
+    for token, keys_of_token in seen.items():
+        assert sorted(keys_of_token) == draw.seen(token)
+    assert {token for token, place in read if place == 0} == set(range(draw.num_tokens))
+    for found in read.values():
         assert len(set(found)) == len(found)
-        if token >= starts[used]:
-            assert found == []
-            continue
-        row = int(np.searchsorted(starts, token, "right")) - 1
-        position = int(kv_lens[row] - counts[row] + token - starts[row])
-        assert set(range(max(0, position + 1 - (window or position + 1)), position + 1)) <= set(found)
-    tiles = np.asarray(work.tiles)
-    if (tiles[:, TileField.NUM_ITEMS] > 1).any():
-        assert tiles[:, TileField.NUM_ITEMS].sum() <= cut.num_parts
-    for tile in tiles.tolist():
-        for i in range(tile[TileField.NUM_ITEMS]):
-            item = np.asarray(work.items)[tile[TileField.FIRST_ITEM] + i]
-            assert item[ItemField.FIRST_TOKEN] == tile[TileField.FIRST_TOKEN]
-            assert item[ItemField.IS_PART] == (tile[TileField.NUM_ITEMS] > 1)
+
+
+@pytest.mark.parametrize("are_shared", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_results_that_are_merged_have_a_place_of_their_own_and_others_are_whole(seed: int, are_shared: bool) -> None:
+    draw = Draw(seed, are_shared=are_shared)
+    work = plan(draw.parts, draw.cut, draw.num_tokens)
+    tiles, items = draw.cut.tiles, used(work)
+    places: dict[tuple[int, int], list[int]] = {}
+    num_results = dict.fromkeys(range(draw.num_tokens), 0)
+    taken: list[int] = []
+    for item in items:
+        place, first_row = item[ItemField.LIST], item[ItemField.MERGED_ROW]
+        if first_row >= 0:
+            taken += range(first_row, first_row + tiles[place].rows)
+        for i in range(item[ItemField.NUM_TOKENS]):
+            num_results[token := item[ItemField.FIRST_TOKEN] + i] += 1
+            if first_row >= 0:
+                places.setdefault((place, token), []).append(first_row + i * tiles[place].group)
+    assert len(set(taken)) == len(taken)
+    assert max(taken, default=0) < draw.cut.merged_rows
+    for place, fields_of_tokens in enumerate(np.asarray(work.merges).tolist()):
+        for token, fields in enumerate(fields_of_tokens):
+            count, row = fields[MergeField.NUM_PARTS], fields[MergeField.FIRST_ROW]
+            assert places.get((place, token), []) == [row + i * tiles[place].rows for i in range(count)]
+            if num_results[token] > 1 and token < draw.starts[draw.used]:
+                assert sum(len(places.get((other, token), [])) for other in range(len(tiles))) == num_results[token]
+    if len(items) > sum(draw.cut.nums_tiles):
+        assert len(items) <= draw.cut.num_parts
+
+
+def test_a_prefix_is_read_by_the_queries_of_all_its_rows_together() -> None:
+    """In tiles of 32 rows, 8 queries of 4 heads, where rows that decode alone have tiles of 16."""
+    rows = dataclasses.replace(decodes([1000, 1001, 997, 1050, 30], 64, 512), kv_begins_s=jnp.zeros(64, jnp.int32))
+    rows = dataclasses.replace(rows, kv_begins_s=rows.begins.at[:4].set(960))
+    starts = jnp.full(65, 5).at[:3].set(jnp.array([0, 4, 5]))
+    cascade = CascadeRows.of(rows, starts, jnp.int32(2), SPEC)
+    cut = choose_cut(SPEC, BFLOAT16, 32, (64, 64, 512), (False, True))
+    assert [tile.rows for tile in cut.tiles] == [16, 32]
+    work = plan(cascade.parts(SPEC), cut, 64)
+    fields = ItemField.LIST, ItemField.ROW, ItemField.NUM_TOKENS, ItemField.KV_BEGIN, ItemField.KV_END
+    own = [[0, i, 1, 960, end] for i, end in enumerate((1000, 1001, 997, 1050))] + [[0, 4, 1, 0, 30]]
+    items = [[item[field] for field in fields] for item in used(work)]
+    assert items[:5] == own
+    assert items[-4:] == [[1, 0, 4, 0, 960]] * 4
+    assert np.asarray(work.merges)[:, :6, MergeField.NUM_PARTS].tolist() == [[1] * 4 + [0] * 2, [4] * 4 + [0] * 2]
 
 
 def test_parts_follow_from_the_rows_that_are_there_and_not_from_the_bucket() -> None:
@@ -97,7 +182,7 @@ def test_short_contexts_are_not_divided() -> None:
     window = dataclasses.replace(SPEC, kind=AttentionKind(1.0, sliding_window=128))
     assert choose_cut(window, BFLOAT16, 32, (1, 1, 4096)).num_parts == 0
     cut = choose_cut(SPEC, BFLOAT16, 32, (8, 8, 64))
-    assert all(not item[ItemField.IS_PART] for item in items_of(decodes([256] * 8, 8, 64), cut, 8))
+    assert all(item[ItemField.MERGED_ROW] < 0 for item in items_of(decodes([256] * 8, 8, 64), cut, 8))
 
 
 @pytest.mark.parametrize(
@@ -108,8 +193,9 @@ def test_tiles_hold_the_heads_of_a_token_and_where_there_are_prompts_more_tokens
     sizes: tuple[int, int, int], num_heads: int, tile_rows: int
 ) -> None:
     cut = choose_cut(SPEC, BFLOAT16, num_heads, sizes)
-    assert (cut.tile_rows, cut.tile_tokens) == (tile_rows, tile_rows * 8 // num_heads)
-    assert cut.num_tiles <= sizes[0]
+    ((tile,), (num_tiles,)) = cut.tiles, cut.nums_tiles
+    assert (tile.rows, tile.num_tokens) == (tile_rows, tile_rows * 8 // num_heads)
+    assert num_tiles <= sizes[0]
 
 
 @pytest.mark.parametrize(
@@ -119,4 +205,15 @@ def test_tiles_hold_the_heads_of_a_token_and_where_there_are_prompts_more_tokens
 def test_chunks_are_no_larger_than_shared_memory_has_room_for(head_dim: int, dtype: str, chunk_tokens: int) -> None:
     layout = dataclasses.replace(LAYOUT, head_dim=head_dim, dtype=jnp.dtype(dtype))
     spec = dataclasses.replace(SPEC, layout=layout)
-    assert choose_cut(spec, BFLOAT16, 32, (64, 64, 8)).chunk_tokens == chunk_tokens
+    assert choose_cut(spec, BFLOAT16, 32, (64, 64, 8)).tiles[0].chunk_tokens == chunk_tokens
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "rows"),
+    [(64, "bfloat16", 32), (256, "bfloat16", 32), (256, "float32", 16), (128, "int8", 32), (256, "int8", 16)],
+)
+def test_tiles_of_prefixes_take_no_more_warps_than_rows_that_decode(head_dim: int, dtype: str, rows: int) -> None:
+    layout = dataclasses.replace(LAYOUT, head_dim=head_dim, dtype=jnp.dtype(dtype))
+    cut = choose_cut(dataclasses.replace(SPEC, layout=layout), BFLOAT16, 32, (64, 64, 8), (False, True))
+    assert [tile.rows for tile in cut.tiles] == [16, rows]
+    assert [tile.num_warps(layout, BFLOAT16) for tile in cut.tiles] == [4, 4]

@@ -1,7 +1,7 @@
 """Paged attention on GPUs since Ampere: prefill chunks and decodes of ragged rows in a launch of a Triton kernel.
 
     rows -> tiles -> items -> kernel -> outputs of tokens
-                                └ parts of a context, where it was divided -> a second kernel merges them
+                                └ parts of a context, where several saw one -> a second kernel merges them
 
 The list of items is made in the traced program, from arrays: its length is fixed, and items that are not used do
 nothing. The kernels are in `kernel.py`, which is imported when a call is traced.
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, Queries
+from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, ContextPart, Queries
 from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut, plan
 
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
@@ -70,18 +71,26 @@ def attend(call: AttentionCall, cut: Cut | None = None, *, is_interpreted: bool 
         cut: another one than that of the rule.
         is_interpreted: run the kernels on a CPU, in Pallas' interpreter.
     """
+    return attend_parts(call, [ContextPart(call.rows, call.spec)], cut, is_interpreted=is_interpreted)
+
+
+def attend_parts(
+    call: AttentionCall, parts: Sequence[ContextPart], cut: Cut | None = None, *, is_interpreted: bool = False
+) -> Attended:
+    """`attend` over parts of the contexts of the call's rows, all of them in one launch and merged in another."""
     from jpaged.kernels.paged_attention.triton import kernel
 
     q_thd, rows, spec = call.q_thd, call.rows, call.spec
     num_tokens, num_heads, _ = q_thd.shape
     num_rows, table_width = rows.block_tables_sm.shape
-    cut = cut or choose_cut(spec, q_thd.dtype, num_heads, (num_tokens, num_rows, table_width))
+    sizes = num_tokens, num_rows, table_width
+    cut = cut or choose_cut(spec, q_thd.dtype, num_heads, sizes, [part.table_rows_s is not None for part in parts])
     return kernel.attend_items(
         q_thd,
         kernel.words_of(call.pool, spec.layout),
         rows.block_tables_sm.astype(jnp.int32),
-        plan(rows, spec, cut, num_tokens),
+        plan(parts, cut, num_tokens),
         jnp.asarray(call.layer, jnp.int32).reshape(1),
         jnp.zeros((1, 1, 1), jnp.float32) if call.scales_lk2 is None else call.scales_lk2.astype(jnp.float32),
-        kernel.Static(spec, cut, is_interpreted),
+        kernel.Static(tuple(part.spec for part in parts), cut, is_interpreted),
     )

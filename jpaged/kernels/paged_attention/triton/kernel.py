@@ -1,4 +1,4 @@
-"""The Triton kernels of paged attention: one attends to parts of contexts, one merges the parts of a tile.
+"""The Triton kernels of paged attention: one attends to parts of contexts, one merges what they have of a token.
 
     rows of a tile    | t0 h0 | t0 h1 | t1 h0 | t1 h1 | ...     tokens of one row, the query heads of one KV head
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.spec import Attended, AttentionSpec
-from jpaged.kernels.paged_attention.triton.work import Cut, ItemField, TileField, Work
+from jpaged.kernels.paged_attention.triton.work import Cut, ItemField, MergeField, Tile, Work
 
 _LOG2_E = math.log2(math.e)
 _LOWEST = -1e30
@@ -43,14 +44,32 @@ class Static:
     """What the kernels are compiled for.
 
     Attributes:
-        spec: of the call.
+        specs: of what the rows of each list see.
         cut: how the work is cut.
         is_interpreted: run them on a CPU, in Pallas' interpreter.
     """
 
-    spec: AttentionSpec
+    specs: tuple[AttentionSpec, ...]
     cut: Cut
     is_interpreted: bool = False
+
+    @property
+    def kinds(self) -> tuple[_Kind, ...]:
+        """What the programs of each list are compiled for."""
+        return tuple(_Kind(spec, tile) for spec, tile in zip(self.specs, self.cut.tiles, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a program is compiled for: the same for several lists of rows, or not.
+
+    Attributes:
+        spec: of what its rows see.
+        tile: what a program works on at a time.
+    """
+
+    spec: AttentionSpec
+    tile: Tile
 
     @property
     def lanes(self) -> int:
@@ -159,90 +178,95 @@ def attend_items(
     Returns:
         outputs [T, H, D] in the queries' type and log-sum-exps [T, H] of all tokens.
     """
-    cut, layout = static.cut, static.spec.layout
-    part_shape = (max(1, cut.num_parts), layout.num_kv_heads, cut.tile_rows)
+    cut, kinds = static.cut, static.kinds
+    layout, tile = kinds[0].spec.layout, cut.tiles[0]
+    merged_shape = (layout.num_kv_heads, max(1, cut.merged_rows))
     whole = (
         jax.ShapeDtypeStruct(q_thd.shape, q_thd.dtype),
         jax.ShapeDtypeStruct(q_thd.shape[:2], jnp.float32),
     )
-    sums = jax.ShapeDtypeStruct(part_shape, jnp.float32)
-    parts = (jax.ShapeDtypeStruct((*part_shape, layout.head_dim), jnp.float32), sums, sums)
+    sums = jax.ShapeDtypeStruct(merged_shape, jnp.float32)
+    merged = (jax.ShapeDtypeStruct((*merged_shape, layout.head_dim), jnp.float32), sums, sums)
     call = functools.partial(pl.pallas_call, interpret=static.is_interpreted)
-    out, lse, *part_sums = call(
-        functools.partial(_paged_attention, static),
-        out_shape=(*whole, *parts),
+    num_warps = max(kind.tile.num_warps(layout, q_thd.dtype) for kind in kinds)
+    out, lse, *parts = call(
+        functools.partial(_paged_attention, kinds, cut.merged_rows > 0),
+        out_shape=(*whole, *merged),
         grid=(layout.num_kv_heads, cut.num_items),
-        compiler_params=plgpu.CompilerParams(num_warps=_num_warps(static, q_thd.dtype), num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
         name="paged_attention",
     )(work.items, tables_sm, layer, scales, q_thd, pool)
-    if cut.num_parts == 0:
+    if cut.merged_rows == 0:
         return out, lse
     out, lse = call(
-        functools.partial(_paged_attention_merge, static),
+        functools.partial(_paged_attention_merge, kinds),
         out_shape=whole,
-        grid=(layout.num_kv_heads, min(cut.num_tiles, cut.num_parts)),
+        grid=(layout.num_kv_heads, -(-q_thd.shape[0] // tile.num_tokens)),
         input_output_aliases={4: 0, 5: 1},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         name="paged_attention_merge",
-    )(work.tiles, *part_sums, out, lse)
+    )(work.merges, *parts, out, lse)
     return out, lse
 
 
-def _num_warps(static: Static, q_dtype: Any) -> int:
-    """Twice as many where a tile would not fit the registers of four, with the numbers that are made of 8 bits."""
-    size = static.cut.tile_rows * static.spec.layout.head_dim * static.dtype(q_dtype).itemsize
-    return 8 if size * (2 if static.spec.layout.is_scaled else 1) > 64 * 128 * 2 else 4
-
-
-def _paged_attention(static: Static, *refs: Any) -> None:
+def _paged_attention(kinds: tuple[_Kind, ...], has_merges: bool, *refs: Any) -> None:
     memory = _Memory(*refs)
     head, item = pl.program_id(0), pl.program_id(1)
+    is_used = memory.items[item, ItemField.NUM_TOKENS] > 0
+    different = dict.fromkeys(kinds)
+    for kind in different:
+        is_mine = is_used
+        if len(different) > 1:
+            lists = [memory.items[item, ItemField.LIST] == place for place, its in enumerate(kinds) if its == kind]
+            is_mine &= functools.reduce(operator.or_, lists)
+        pl.when(is_mine)(functools.partial(_attend_item, item, head, memory, kind, has_merges))
 
-    @pl.when(memory.items[item, ItemField.NUM_TOKENS] > 0)
-    def _attend() -> None:
-        _attend_item(item, head, memory, static)
 
-
-def _attend_item(item: jax.Array, head: jax.Array, memory: _Memory, static: Static) -> None:
-    cut = static.cut
+def _attend_item(item: jax.Array, head: jax.Array, memory: _Memory, kind: _Kind, has_merges: bool) -> None:
+    tile = kind.tile
     first_token, num_tokens = (memory.items[item, field] for field in (ItemField.FIRST_TOKEN, ItemField.NUM_TOKENS))
-    places = _Places.of(head, first_token, num_tokens, cut)
+    places = _Places.of(head, first_token, num_tokens, tile)
     queries = [
         plgpu.load(_at(memory.q, places, piece), mask=places.is_row[:, None], other=0).astype(
-            static.dtype(memory.q.dtype)
+            kind.dtype(memory.q.dtype)
         )
-        for piece in static.pieces
+        for piece in kind.pieces
     ]
 
-    fields = _Item.of(item, head, memory, static)
+    fields = _Item.of(item, head, memory, kind)
 
     def chunk(i: jax.Array, state: Any) -> Any:
         max_, sum_, *out = state
-        new = _attend_chunk(i, _State(max_, sum_, tuple(out)), queries, fields, memory, static)
+        new = _attend_chunk(i, _State(max_, sum_, tuple(out)), queries, fields, memory, kind)
         return (new.max, new.sum, *new.out)
 
-    start = (
-        jnp.full((cut.tile_rows,), _LOWEST, jnp.float32),
-        jnp.zeros((cut.tile_rows,), jnp.float32),
-        *(jnp.zeros((cut.tile_rows, piece.size), jnp.float32) for piece in static.pieces),
-    )
-    max_, sum_, *out = lax.fori_loop(0, memory.items[item, ItemField.NUM_CHUNKS], chunk, start)
+    max_, sum_, *out = lax.fori_loop(0, memory.items[item, ItemField.NUM_CHUNKS], chunk, _nothing(kind))
     state = _State(max_, sum_, tuple(out))
-    if static.spec.layout.is_scaled:
+    if kind.spec.layout.is_scaled:
         state = state._replace(out=tuple(x * _scale(1, head, memory) for x in state.out))
-    if cut.num_parts == 0:
-        _store(state, places, memory.out, memory.lse, static)
+    if not has_merges:
+        _store(state, places, memory.out, memory.lse, kind)
         return
-    is_part = memory.items[item, ItemField.IS_PART] > 0
-    pl.when(~is_part)(lambda: _store(state, places, memory.out, memory.lse, static))
+    first_row = memory.items[item, ItemField.MERGED_ROW]
+    pl.when(first_row < 0)(lambda: _store(state, places, memory.out, memory.lse, kind))
 
-    @pl.when(is_part)
+    @pl.when(first_row >= 0)
     def _store_part() -> None:
-        rows = jnp.arange(cut.tile_rows)
-        memory.part_max[item, head, rows] = state.max
-        memory.part_sum[item, head, rows] = state.sum
-        for piece, numbers in zip(static.pieces, state.out, strict=True):
-            memory.part_out[item, head, rows[:, None], piece.columns] = numbers
+        rows = first_row + jnp.arange(tile.rows)
+        memory.part_max[head, rows] = state.max
+        memory.part_sum[head, rows] = state.sum
+        for piece, numbers in zip(kind.pieces, state.out, strict=True):
+            memory.part_out[head, rows[:, None], piece.columns] = numbers
+
+
+def _nothing(kind: _Kind) -> tuple[jax.Array, ...]:
+    """The state before anything is seen, as a loop takes it."""
+    rows = kind.tile.rows
+    return (
+        jnp.full((rows,), _LOWEST, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        *(jnp.zeros((rows, piece.size), jnp.float32) for piece in kind.pieces),
+    )
 
 
 class _Item(NamedTuple):
@@ -263,8 +287,8 @@ class _Item(NamedTuple):
     scale: jax.Array | float
 
     @classmethod
-    def of(cls, item: jax.Array, head: jax.Array, memory: _Memory, static: Static) -> _Item:
-        layout = static.spec.layout
+    def of(cls, item: jax.Array, head: jax.Array, memory: _Memory, kind: _Kind) -> _Item:
+        layout = kind.spec.layout
         return cls(
             head=head,
             row=memory.items[item, ItemField.ROW],
@@ -273,7 +297,7 @@ class _Item(NamedTuple):
             end=memory.items[item, ItemField.KV_END],
             first_key=memory.items[item, ItemField.FIRST_KEY],
             first_place=memory.layer[0] * layout.blocks_per_layer,
-            scale=static.spec.kind.scale * (_scale(0, head, memory) if layout.is_scaled else 1.0),
+            scale=kind.spec.kind.scale * (_scale(0, head, memory) if layout.is_scaled else 1.0),
         )
 
 
@@ -285,10 +309,10 @@ class _Places(NamedTuple):
     is_row: jax.Array
 
     @classmethod
-    def of(cls, head: jax.Array, first_token: jax.Array, num_tokens: jax.Array, cut: Cut) -> _Places:
-        rows = jnp.arange(cut.tile_rows, dtype=jnp.int32)
-        tokens = lax.div(rows, jnp.int32(cut.group))
-        return cls(first_token + tokens, head * cut.group + lax.rem(rows, jnp.int32(cut.group)), tokens < num_tokens)
+    def of(cls, head: jax.Array, first_token: jax.Array, num_tokens: jax.Array, tile: Tile) -> _Places:
+        rows = jnp.arange(tile.rows, dtype=jnp.int32)
+        tokens = lax.div(rows, jnp.int32(tile.group))
+        return cls(first_token + tokens, head * tile.group + lax.rem(rows, jnp.int32(tile.group)), tokens < num_tokens)
 
 
 def _at(ref: Any, places: _Places, piece: _Piece) -> Any:
@@ -306,10 +330,10 @@ def _attend_chunk(
     queries: list[jax.Array],
     item: _Item,
     memory: _Memory,
-    static: Static,
+    kind: _Kind,
 ) -> _State:
-    spec, cut = static.spec, static.cut
-    keys = item.first_key + i * cut.chunk_tokens + jnp.arange(cut.chunk_tokens, dtype=jnp.int32)
+    spec, tile = kind.spec, kind.tile
+    keys = item.first_key + i * tile.chunk_tokens + jnp.arange(tile.chunk_tokens, dtype=jnp.int32)
     is_context = (keys >= item.begin) & (keys < item.end)
     columns = lax.div(keys, jnp.int32(spec.layout.block_size))
     ids = plgpu.load(memory.tables.at[item.row, columns], mask=is_context, other=0)
@@ -319,16 +343,16 @@ def _attend_chunk(
 
     def read(part: int) -> list[jax.Array]:
         numbers = []
-        for piece in static.pieces[:: static.lanes]:
+        for piece in kind.pieces[:: kind.lanes]:
             words = memory.pool.at[places[:, None], offsets[:, None], 2 * item.head + part, piece.words]
             found = plgpu.load(words, mask=is_read[:, None], other=0)
-            numbers += [_number(found, lane, static).astype(queries[0].dtype) for lane in range(static.lanes)]
+            numbers += [_number(found, lane, kind).astype(queries[0].dtype) for lane in range(kind.lanes)]
         return numbers
 
-    scores = jnp.zeros((cut.tile_rows, cut.chunk_tokens), jnp.float32)
+    scores = jnp.zeros((tile.rows, tile.chunk_tokens), jnp.float32)
     for query, numbers in zip(queries, read(0), strict=True):
         scores += _product(query, numbers.T)
-    rows = lax.div(jnp.arange(cut.tile_rows, dtype=jnp.int32), jnp.int32(cut.group))
+    rows = lax.div(jnp.arange(tile.rows, dtype=jnp.int32), jnp.int32(tile.group))
     distances = (item.position + rows)[:, None] - keys[None, :]
     is_seen = is_context[None, :] & (distances >= 0)
     if spec.kind.sliding_window is not None:
@@ -345,9 +369,9 @@ def _attend_chunk(
     return _State(new_max, state.sum * fade + weights.sum(axis=1), out)
 
 
-def _number(words: jax.Array, lane: int, static: Static) -> jax.Array:
+def _number(words: jax.Array, lane: int, kind: _Kind) -> jax.Array:
     """One number of each word; those of 8 bits as floats of 32."""
-    layout = static.spec.layout
+    layout = kind.spec.layout
     if not layout.is_scaled:
         return words
     words = words.astype(jnp.int16)
@@ -372,42 +396,55 @@ def _capped(scores: jax.Array, scale: jax.Array | float, soft_cap: float | None)
     return (soft_cap * _LOG2_E) * (1 - 2 / (power + 1))
 
 
-def _store(state: _State, places: _Places, out: Any, lse: Any, static: Static) -> None:
+def _store(state: _State, places: _Places, out: Any, lse: Any, kind: _Kind) -> None:
     """Writes a tile's results; a row that has seen no key gets 0 and minus infinity."""
     has_keys = state.sum > 0
     total = jnp.where(has_keys, state.sum, 1.0)
     logarithms = jnp.where(has_keys, state.max * math.log(2.0) + jnp.log(total), -jnp.inf)
     plgpu.store(lse.at[places.token, places.head], logarithms, mask=places.is_row)
-    for piece, numbers in zip(static.pieces, state.out, strict=True):
+    for piece, numbers in zip(kind.pieces, state.out, strict=True):
         whole = (numbers / total[:, None]).astype(out.dtype)
         plgpu.store(_at(out, places, piece), whole, mask=places.is_row[:, None])
 
 
-def _paged_attention_merge(static: Static, *refs: Any) -> None:
-    tiles, part_out, part_max, part_sum, _, _, out, lse = refs
-    tile, head, cut = pl.program_id(1), pl.program_id(0), static.cut
-    first_item, num_items = (tiles[tile, field] for field in (TileField.FIRST_ITEM, TileField.NUM_ITEMS))
-    rows = jnp.arange(cut.tile_rows)
+def _paged_attention_merge(kinds: tuple[_Kind, ...], *refs: Any) -> None:
+    """Merges what all lists of rows have of some tokens, where it lies in several places."""
+    merges, part_out, part_max, part_sum, _, _, out, lse = refs
+    kind, num_tokens = kinds[0], out.shape[0]
+    head, first_token = pl.program_id(0), pl.program_id(1) * kind.tile.num_tokens
+    places = _Places.of(head, first_token, jnp.minimum(num_tokens - first_token, kind.tile.num_tokens), kind.tile)
+    heads = places.head - head * kind.tile.group
 
-    def part(i: jax.Array, state: Any) -> Any:
-        max_, sum_, *sums = state
-        item = first_item + i
-        their_max = part_max[item, head, rows]
-        new_max = jnp.maximum(max_, their_max)
-        fade, share = jnp.exp2(max_ - new_max), jnp.exp2(their_max - new_max)
-        sums = [
-            numbers * fade[:, None] + part_out[item, head, rows[:, None], piece.columns] * share[:, None]
-            for piece, numbers in zip(static.pieces, sums, strict=True)
-        ]
-        return (new_max, sum_ * fade + part_sum[item, head, rows] * share, *sums)
+    def field(place: int, field: MergeField) -> jax.Array:
+        return plgpu.load(merges.at[place, places.token, int(field)], mask=places.is_row, other=0)
 
-    @pl.when(num_items > 1)
+    nums_parts = [field(place, MergeField.NUM_PARTS) for place in range(len(kinds))]
+    is_merged = functools.reduce(jnp.maximum, nums_parts)
+
+    def parts_of(place: int, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        first_rows = field(place, MergeField.FIRST_ROW) + heads
+
+        def part(i: jax.Array, state: Any) -> Any:
+            max_, sum_, *sums = state
+            is_part = i < nums_parts[place]
+            rows = first_rows + i * kinds[place].tile.rows
+            their_max = plgpu.load(part_max.at[head, rows], mask=is_part, other=_LOWEST)
+            their_sum = plgpu.load(part_sum.at[head, rows], mask=is_part, other=0)
+            new_max = jnp.maximum(max_, their_max)
+            fade, share = jnp.exp2(max_ - new_max), jnp.exp2(their_max - new_max)
+            found = []
+            for piece, numbers in zip(kind.pieces, sums, strict=True):
+                at = part_out.at[head, rows[:, None], piece.columns]
+                found.append(numbers * fade[:, None] + plgpu.load(at, mask=is_part[:, None], other=0) * share[:, None])
+            return (new_max, sum_ * fade + their_sum * share, *found)
+
+        merged: tuple[jax.Array, ...] = lax.fori_loop(0, nums_parts[place].max(), part, state)
+        return merged
+
+    @pl.when(is_merged.max() > 0)
     def _merge() -> None:
-        start = (
-            jnp.full((cut.tile_rows,), _LOWEST, jnp.float32),
-            jnp.zeros((cut.tile_rows,), jnp.float32),
-            *(jnp.zeros((cut.tile_rows, piece.size), jnp.float32) for piece in static.pieces),
-        )
-        max_, sum_, *sums = lax.fori_loop(0, num_items, part, start)
-        places = _Places.of(head, tiles[tile, TileField.FIRST_TOKEN], tiles[tile, TileField.NUM_TOKENS], cut)
-        _store(_State(max_, sum_, tuple(sums)), places, out, lse, static)
+        state = _nothing(kind)
+        for place in range(len(kinds)):
+            state = parts_of(place, state)
+        max_, sum_, *sums = state
+        _store(_State(max_, sum_, tuple(sums)), places._replace(is_row=is_merged > 0), out, lse, kind)

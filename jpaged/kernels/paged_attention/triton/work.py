@@ -1,26 +1,31 @@
 """How the Triton kernels cut their work: into tiles of queries, chunks of keys, and parts of a context.
 
-    tile     16, 64 or 128 rows: the queries of some tokens of one row by the query heads of one KV head
+    tile     16, 32, 64 or 128 rows: the queries of some tokens of one row by the query heads of one KV head
     chunk    16 to 64 keys, wherever their blocks lie
-    part     whole chunks of what a tile sees, which one program reads; a tile of several is merged by its log-sum-exp
+    part     whole chunks of what a tile sees, which one program reads
     item     a part of a tile: what the programs of all KV heads do
 
     tiles    | row 0 . . . . | row 1 | row 2 . | padding |         items   0 0 0 0 | 1 | 2 2 | 3
 
 Parts are as short as leaves all programs busy, and all of one length: it follows from the contexts that are there, so
 that a long one has more of them. Tokens that belong to no row are tiles too, which see nothing: they become zeros.
+
+Rows that share a prefix are a second list of rows over the same tokens (`cascade.py`): its tiles are larger, for
+each of them reads the prefix once. What several parts or lists have of a token is merged by log-sum-exps.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jpaged.kernels.paged_attention.spec import AttentionSpec, RaggedRows
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention.spec import AttentionSpec, ContextPart
 
 MIN_TILE_ROWS = 16
 """The rows of the smallest product of a tensor core."""
@@ -28,71 +33,133 @@ NUM_PROGRAMS = 512
 """As many programs fill the largest of these GPUs (170 multiprocessors) three times."""
 MIN_PART_TOKENS = 256
 """Keys below which another part costs more in merging than it gains."""
-_PREFILL_ROWS = 64
+_PROMPT_ROWS = 64
+_SHARED_ROWS = 32
+"""On an A100 three blocks of threads fit a processor beside such tiles of 128 numbers, two beside tiles of 64 rows; on
+an L4 two, and one. Alone, rows that decode fit four times and twice."""
+_WARPS_BYTES = 64 * 128 * 2
+"""A tile of so much and its sums fit the registers of four warps."""
 _CHUNK_BYTES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """One way to cut the work of a call.
+class Tile:
+    """What a program works on at a time.
 
     Attributes:
         group: query heads of a key/value head.
-        tile_rows: rows of a tile, a power of two.
+        rows: of queries, a power of two.
         chunk_tokens: keys of a chunk, a power of two.
-        part_chunks: chunks of the shortest part.
-        num_tiles: tiles at most.
-        num_parts: parts of divided tiles at most; 0 where no context can be long enough.
-        max_chunks: chunks of the longest context.
     """
 
     group: int
-    tile_rows: int
+    rows: int
     chunk_tokens: int
-    part_chunks: int
-    num_tiles: int
-    num_parts: int
-    max_chunks: int
 
     @property
-    def tile_tokens(self) -> int:
-        """Queries of a row that one tile holds."""
-        return self.tile_rows // self.group
+    def num_tokens(self) -> int:
+        """Queries of a row that it holds."""
+        return self.rows // self.group
+
+    def num_warps(self, layout: KVLayout, dtype: jnp.dtype) -> int:
+        """Those whose registers hold it, for queries of a type; with the numbers that are made of 8 bits."""
+        return 4 if _tile_bytes(self.rows, layout, dtype) <= _WARPS_BYTES else 8
+
+    def max_num(self, num_tokens: int, num_rows: int) -> int:
+        """The most that a list of so many tokens and rows makes: only the last tile of a row has room left."""
+        return min(num_tokens, (num_tokens + num_rows * (self.num_tokens - 1)) // self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One way to cut the work of a call, whose lists of rows have tiles of their own.
+
+    Attributes:
+        tiles: of each list.
+        nums_tiles: tiles of each list at most.
+        part_tokens: keys of the shortest part, in whole chunks of all tiles.
+        num_parts: parts of divided tiles at most; 0 where no context can be long enough.
+        max_tokens: keys of the longest context.
+    """
+
+    tiles: tuple[Tile, ...]
+    nums_tiles: tuple[int, ...]
+    part_tokens: int
+    num_parts: int
+    max_tokens: int
 
     @property
     def num_items(self) -> int:
         """Items at most."""
-        return max(self.num_tiles, self.num_parts)
+        return max(sum(self.nums_tiles), self.num_parts)
+
+    @property
+    def merged_rows(self) -> int:
+        """Rows of results at most that wait to be merged; 0 where none ever does."""
+        whole = sum(count * tile.rows for count, tile in zip(self.nums_tiles, self.tiles, strict=True))
+        divided = self.num_parts * max(tile.rows for tile in self.tiles)
+        return max(divided, whole if len(self.tiles) > 1 else 0)
 
 
-def choose_cut(spec: AttentionSpec, dtype: jnp.dtype, num_heads: int, sizes: tuple[int, int, int]) -> Cut:
-    """The cut for a call of these sizes: tokens, rows, and the width of their tables."""
+def choose_cut(
+    spec: AttentionSpec,
+    dtype: jnp.dtype,
+    num_heads: int,
+    sizes: tuple[int, int, int],
+    are_shared: Sequence[bool] = (False,),
+) -> Cut:
+    """The cut for a call.
+
+    Args:
+        spec: of its first list of rows.
+        dtype: of queries.
+        num_heads: query heads.
+        sizes: tokens, rows, and the width of their tables.
+        are_shared: of each list of rows, whether what they see is the prefix of several.
+    """
     layout = spec.layout
     num_tokens, num_rows, table_width = sizes
     group = num_heads // layout.num_kv_heads
-    tile_rows = MIN_TILE_ROWS if num_tokens <= num_rows else _PREFILL_ROWS
-    while tile_rows < group:
-        tile_rows *= 2
+    has_prompts = num_tokens > num_rows
+    tiles = tuple(_choose_tile(layout, dtype, group, is_shared, has_prompts) for is_shared in are_shared)
+    max_tokens = table_width * layout.block_size
+    if spec.kind.sliding_window is not None and not any(are_shared):
+        seen = max(tile.num_tokens + tile.chunk_tokens for tile in tiles)
+        max_tokens = min(max_tokens, spec.kind.sliding_window + seen)
+    return Cut(
+        tiles=tiles,
+        # What belongs to no row is one more.
+        nums_tiles=tuple(tile.max_num(num_tokens, num_rows + 1) for tile in tiles),
+        part_tokens=MIN_PART_TOKENS,
+        num_parts=max(2, NUM_PROGRAMS // layout.num_kv_heads) if max_tokens > MIN_PART_TOKENS else 0,
+        max_tokens=max_tokens,
+    )
+
+
+def _choose_tile(layout: KVLayout, dtype: jnp.dtype, group: int, is_shared: bool, has_prompts: bool) -> Tile:
+    rows = _PROMPT_ROWS if has_prompts else shared_rows(layout, dtype) if is_shared else MIN_TILE_ROWS
+    while rows < group:
+        rows *= 2
     itemsize = max(2, layout.dtype.itemsize, dtype.itemsize)
-    if layout.is_scaled and tile_rows > MIN_TILE_ROWS:
+    if layout.is_scaled and rows > MIN_TILE_ROWS:
         itemsize = 4  # what 8 bits become on their way lies in registers, beside a large tile's sums
     chunk_tokens = 64
     while chunk_tokens > 16 and chunk_tokens * layout.head_dim * itemsize > _CHUNK_BYTES:
         chunk_tokens //= 2
-    max_keys = table_width * layout.block_size
-    if spec.kind.sliding_window is not None:
-        max_keys = min(max_keys, spec.kind.sliding_window + tile_rows // group + chunk_tokens)
-    tile_tokens = tile_rows // group
-    return Cut(
-        group=group,
-        tile_rows=tile_rows,
-        chunk_tokens=chunk_tokens,
-        part_chunks=MIN_PART_TOKENS // chunk_tokens,
-        # Only the last tile of a row has room left, and what belongs to no row is one more.
-        num_tiles=min(num_tokens, (num_tokens + (num_rows + 1) * (tile_tokens - 1)) // tile_tokens),
-        num_parts=max(2, NUM_PROGRAMS // layout.num_kv_heads) if max_keys > MIN_PART_TOKENS else 0,
-        max_chunks=-(-max_keys // chunk_tokens),
-    )
+    return Tile(group, rows, chunk_tokens)
+
+
+def shared_rows(layout: KVLayout, dtype: jnp.dtype) -> int:
+    """Rows of the tiles that read prefixes beside rows that decode: more, and no more warps than these take."""
+    rows = _SHARED_ROWS
+    while rows > MIN_TILE_ROWS and _tile_bytes(rows, layout, dtype) > _WARPS_BYTES:
+        rows //= 2
+    return rows
+
+
+def _tile_bytes(rows: int, layout: KVLayout, dtype: jnp.dtype) -> int:
+    itemsize = 2 * dtype.itemsize if layout.is_scaled else max(layout.dtype.itemsize, dtype.itemsize)
+    return rows * layout.head_dim * itemsize
 
 
 class ItemField(enum.IntEnum):
@@ -111,18 +178,19 @@ class ItemField(enum.IntEnum):
     FIRST_KEY = 6
     NUM_CHUNKS = 7
     """Where the part begins, at a multiple of a chunk, and how long it is."""
-    IS_PART = 8
-    """Whether the tile has others, and the result goes where they are merged."""
+    MERGED_ROW = 8
+    """The first of the rows that its result takes among those that are merged; negative where it is the whole."""
+    LIST = 9
+    """The list of rows that it is of."""
 
 
-class TileField(enum.IntEnum):
-    """Columns of the array that describes the tiles for those who merge them."""
+class MergeField(enum.IntEnum):
+    """Columns of the array that says where a token's results wait to be merged."""
 
-    FIRST_TOKEN = 0
-    NUM_TOKENS = 1
-    FIRST_ITEM = 2
-    NUM_ITEMS = 3
-    """1 where there is nothing to merge."""
+    FIRST_ROW = 0
+    """The first part's; the next one lies a tile further."""
+    NUM_PARTS = 1
+    """0 where its result is whole."""
 
 
 class Work(NamedTuple):
@@ -130,72 +198,149 @@ class Work(NamedTuple):
 
     Attributes:
         items: [items, len(ItemField)].
-        tiles: [tiles, len(TileField)].
+        merges: [lists, tokens, len(MergeField)].
     """
 
     items: jax.Array
-    tiles: jax.Array
+    merges: jax.Array
 
 
-def plan(rows: RaggedRows, spec: AttentionSpec, cut: Cut, num_tokens: int) -> Work:
-    """Lists the work of a call. It is the same in all layers of a kind, so that XLA makes it once."""
-    num_rows = rows.block_tables_sm.shape[0]
+class _Tiles(NamedTuple):
+    """Tiles of one list of rows, [n]: whose they are, what they hold and see; and where each token is, [t]."""
+
+    row_n: jax.Array
+    first_token_n: jax.Array
+    size_n: jax.Array
+    position_n: jax.Array
+    begin_n: jax.Array
+    end_n: jax.Array
+    first_key_n: jax.Array
+    seen_n: jax.Array
+    tile_t: jax.Array
+    first_row_t: jax.Array
+    is_row_t: jax.Array
+
+
+def plan(parts: Sequence[ContextPart], cut: Cut, num_tokens: int) -> Work:
+    """Lists the work of a call. It is the same in all layers of a kind, so that XLA makes it once.
+
+    Args:
+        parts: lists of rows over the same packed tokens; a token may be in one of each, over other keys. What belongs
+            to no row of the first one sees nothing.
+        cut: how the work is cut.
+        num_tokens: T.
+    """
+    found = [_tiles(part, cut, place, num_tokens) for place, part in enumerate(parts)]
+    row_n, first_token_n, size_n, position_n, begin_n, end_n, first_key_n, seen_n = (
+        jnp.concatenate(field) for field in zip(*(tiles[:8] for tiles in found), strict=True)
+    )
+    list_n, chunk_n, rows_n = (
+        jnp.concatenate([jnp.full(count, number) for count, number in zip(cut.nums_tiles, numbers, strict=True)])
+        for numbers in (
+            range(len(parts)),
+            [tile.chunk_tokens for tile in cut.tiles],
+            [tile.rows for tile in cut.tiles],
+        )
+    )
+    part_tokens, parts_n = _divide(seen_n, size_n > 0, cut)
+
+    first_tiles = [sum(cut.nums_tiles[:place]) for place in range(len(parts))]
+    tile_lt = jnp.stack([tiles.tile_t + first for tiles, first in zip(found, first_tiles, strict=True)])
+    parts_lt = jnp.where(jnp.stack([tiles.is_row_t for tiles in found]), parts_n[tile_lt], 0)
+    # A tile's result is the whole where it is the only one that any of its tokens has.
+    num_many_t = jnp.append(0, jnp.cumsum(parts_lt.sum(axis=0) > 1))
+    ends_n = jnp.minimum(first_token_n + size_n, num_tokens)
+    is_merged_n = num_many_t[ends_n] > num_many_t[jnp.minimum(first_token_n, num_tokens)]
+    merged_ends_n = jnp.cumsum(jnp.where(is_merged_n, parts_n * rows_n, 0))
+    merged_starts_n = merged_ends_n - jnp.where(is_merged_n, parts_n * rows_n, 0)
+
+    item_ends_n = jnp.cumsum(parts_n)
+    items_i = jnp.arange(cut.num_items)
+    tile_i = jnp.minimum(_first_above(item_ends_n, items_i), len(size_n) - 1)
+    part_i = items_i - (item_ends_n - parts_n)[tile_i]
+    tokens_i = jnp.clip(seen_n[tile_i] - part_i * part_tokens, 0, part_tokens)
+    fields = {
+        ItemField.ROW: row_n[tile_i],
+        ItemField.FIRST_TOKEN: first_token_n[tile_i],
+        ItemField.NUM_TOKENS: jnp.where(items_i < item_ends_n[-1], size_n[tile_i], 0),
+        ItemField.POSITION: position_n[tile_i],
+        ItemField.KV_BEGIN: begin_n[tile_i],
+        ItemField.KV_END: end_n[tile_i],
+        ItemField.FIRST_KEY: first_key_n[tile_i] + part_i * part_tokens,
+        ItemField.NUM_CHUNKS: (tokens_i + chunk_n[tile_i] - 1) // chunk_n[tile_i],
+        ItemField.MERGED_ROW: jnp.where(is_merged_n[tile_i], merged_starts_n[tile_i] + part_i * rows_n[tile_i], -1),
+        ItemField.LIST: list_n[tile_i],
+    }
+    first_row_lt = merged_starts_n[tile_lt] + jnp.stack([tiles.first_row_t for tiles in found])
+    merges = first_row_lt, jnp.where(is_merged_n[tile_lt], parts_lt, 0)
+    return Work(_columns([fields[field] for field in ItemField]), _columns(merges))
+
+
+def _tiles(part: ContextPart, cut: Cut, place: int, num_tokens: int) -> _Tiles:
+    """Tiles of one of the lists of rows, the first of which has those of padding too."""
+    rows, spec, tile = part.rows, part.spec, cut.tiles[place]
+    num_rows, table_width = rows.kv_lens_s.shape[0], rows.block_tables_sm.shape[1]
+    lens_s = jnp.minimum(rows.kv_lens_s, table_width * spec.layout.block_size)
     used = jnp.minimum(rows.num_rows, num_rows)
+    is_used_s = jnp.arange(num_rows) < used
+    if place > 0:
+        is_used_s &= lens_s > rows.begins
     starts_r = jnp.append(rows.query_starts_s1[:-1], rows.query_starts_s1[used])  # the last is no row: padding
-    counts_s = jnp.where(jnp.arange(num_rows) < used, rows.query_starts_s1[1:] - rows.query_starts_s1[:-1], 0)
-    counts_r = jnp.append(counts_s, num_tokens - rows.query_starts_s1[used])
-    tile_ends_r = jnp.cumsum((counts_r + cut.tile_tokens - 1) // cut.tile_tokens)
+    counts_s = jnp.where(is_used_s, rows.query_starts_s1[1:] - rows.query_starts_s1[:-1], 0)
+    counts_r = jnp.append(counts_s, num_tokens - rows.query_starts_s1[used] if place == 0 else 0)
+    tile_ends_r = jnp.cumsum((counts_r + tile.num_tokens - 1) // tile.num_tokens)
+    tile_starts_r = jnp.append(0, tile_ends_r[:-1])
 
-    tiles_n = jnp.arange(cut.num_tiles)
+    tiles_n = jnp.arange(cut.nums_tiles[place])
     row_n = jnp.minimum(_first_above(tile_ends_r, tiles_n), num_rows)
-    starts_n = jnp.where(row_n > 0, tile_ends_r[row_n - 1], 0)
-    offset_n = (tiles_n - starts_n) * cut.tile_tokens
-    size_n = jnp.where(tiles_n < tile_ends_r[-1], jnp.clip(counts_r[row_n] - offset_n, 0, cut.tile_tokens), 0)
-    lens_s = jnp.minimum(rows.kv_lens_s, rows.block_tables_sm.shape[1] * spec.layout.block_size)
+    offset_n = (tiles_n - tile_starts_r[row_n]) * tile.num_tokens
+    size_n = jnp.where(tiles_n < tile_ends_r[-1], jnp.clip(counts_r[row_n] - offset_n, 0, tile.num_tokens), 0)
     position_n, begin_n, end_n = (jnp.append(x, 0)[row_n] for x in (rows.positions, rows.begins, lens_s))
     position_n += offset_n
     first_n = begin_n
     if spec.kind.sliding_window is not None:
         first_n = jnp.maximum(first_n, position_n - spec.kind.sliding_window + 1)
-    first_n = first_n // cut.chunk_tokens * cut.chunk_tokens
-    seen_n = jnp.maximum(jnp.minimum(end_n, position_n + size_n) - first_n, 0)
-    chunks_n = jnp.where(size_n > 0, (seen_n + cut.chunk_tokens - 1) // cut.chunk_tokens, 0)
-    part_chunks, parts_n = _divide(chunks_n, size_n > 0, cut)
+    last_n = jnp.minimum(end_n, position_n + size_n)
+    if place > 0:
+        size_n = jnp.where(first_n < last_n, size_n, 0)
+    first_n = first_n // tile.chunk_tokens * tile.chunk_tokens
 
-    item_ends_n = jnp.cumsum(parts_n)
-    items_i = jnp.arange(cut.num_items)
-    tile_i = jnp.minimum(_first_above(item_ends_n, items_i), cut.num_tiles - 1)
-    done_i = (items_i - (item_ends_n - parts_n)[tile_i]) * part_chunks
-    is_used_i = items_i < item_ends_n[-1]
-    fields = {
-        ItemField.ROW: jnp.minimum(row_n, num_rows - 1)[tile_i],
-        ItemField.FIRST_TOKEN: (starts_r[row_n] + offset_n)[tile_i],
-        ItemField.NUM_TOKENS: jnp.where(is_used_i, size_n[tile_i], 0),
-        ItemField.POSITION: position_n[tile_i],
-        ItemField.KV_BEGIN: begin_n[tile_i],
-        ItemField.KV_END: end_n[tile_i],
-        ItemField.FIRST_KEY: first_n[tile_i] + done_i * cut.chunk_tokens,
-        ItemField.NUM_CHUNKS: jnp.clip(chunks_n[tile_i] - done_i, 0, part_chunks),
-        ItemField.IS_PART: parts_n[tile_i] > 1,
-    }
-    merged = (starts_r[row_n] + offset_n, size_n, item_ends_n - parts_n, parts_n)
-    return Work(_columns([fields[field] for field in ItemField]), _columns(merged))
-
-
-def _columns(fields: list[jax.Array] | tuple[jax.Array, ...]) -> jax.Array:
-    return jnp.stack([field.astype(jnp.int32) for field in fields], axis=1)
+    tokens_t = jnp.arange(num_tokens)
+    ends_s = jnp.where(jnp.arange(num_rows) < used, rows.query_starts_s1[1:], num_tokens)
+    row_t = _first_above(ends_s, tokens_t)
+    offset_t = tokens_t - starts_r[row_t]
+    is_row_t = (offset_t >= 0) & (offset_t < counts_r[row_t])
+    offset_t = jnp.where(is_row_t, offset_t, 0)
+    table_row_n = jnp.minimum(row_n, num_rows - 1)
+    return _Tiles(
+        row_n=table_row_n if part.table_rows_s is None else part.table_rows_s[table_row_n],
+        first_token_n=starts_r[row_n] + offset_n,
+        size_n=size_n,
+        position_n=position_n,
+        begin_n=begin_n,
+        end_n=end_n,
+        first_key_n=first_n,
+        seen_n=jnp.where(size_n > 0, jnp.maximum(last_n - first_n, 0), 0),
+        tile_t=jnp.minimum(tile_starts_r[row_t] + offset_t // tile.num_tokens, cut.nums_tiles[place] - 1),
+        first_row_t=offset_t % tile.num_tokens * tile.group,
+        is_row_t=is_row_t,
+    )
 
 
-def _divide(chunks_n: jax.Array, is_used_n: jax.Array, cut: Cut) -> tuple[jax.Array, jax.Array]:
-    """Chunks of a part, and parts of each tile: the shortest parts of which there are not too many."""
+def _columns(fields: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack([field.astype(jnp.int32) for field in fields], axis=-1)
+
+
+def _divide(seen_n: jax.Array, is_used_n: jax.Array, cut: Cut) -> tuple[jax.Array, jax.Array]:
+    """Keys of a part, and parts of each tile: the shortest parts of which there are not too many."""
     whole_n = is_used_n.astype(jnp.int32)
     if cut.num_parts == 0:
-        return jnp.int32(cut.max_chunks), whole_n
-    lengths = [cut.part_chunks]
-    while lengths[-1] < cut.max_chunks:
+        return jnp.int32(cut.max_tokens + MIN_PART_TOKENS), whole_n
+    lengths = [cut.part_tokens]
+    while lengths[-1] < cut.max_tokens + MIN_PART_TOKENS:
         lengths.append(2 * lengths[-1])
     lengths_c = jnp.array(lengths, jnp.int32)
-    parts_cn = jnp.maximum((chunks_n + lengths_c[:, None] - 1) // lengths_c[:, None], whole_n)
+    parts_cn = jnp.maximum((seen_n + lengths_c[:, None] - 1) // lengths_c[:, None], whole_n)
     # The longest part is a whole context; where even so there are too many, none is divided either.
     choice = jnp.minimum((parts_cn.sum(axis=1) > cut.num_parts).sum(), len(lengths) - 1)
     return lengths_c[choice], parts_cn[choice]
