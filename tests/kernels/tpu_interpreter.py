@@ -9,6 +9,10 @@ It is taught references that are seen as another type or shape, which Mosaic kno
         └─ read whole, and looked at for races ─┘ └─ what is taken of it ─┘
 
 Only reads are taught. A view counts as a read of all that it shows: that finds no fewer races.
+
+And `pltpu.pack_elementwise`, which jax lowers for TPUs alone:
+
+    | .. a |, | .. b |  ->  | b a |        the lowest bits of each
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src.pallas.mosaic import primitives
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic.interpret import utils
 from jax._src.state import types
 from jax.experimental.pallas import tpu as pltpu
+from jax.interpreters import mlir
 
 from jpaged.kernels.paged_attention import paged_attention, paged_attention_update
 from jpaged.kernels.paged_attention.tpu import words
@@ -97,6 +103,17 @@ def interpreted(params: pltpu.InterpretParams) -> Iterator[None]:
     finally:
         pltpu.reset_tpu_interpret_mode_state()
     assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
+
+
+def packed(*parts: jax.Array, packed_dtype: Any) -> jax.Array:
+    """What `pltpu.pack_elementwise` does with integers."""
+    bits = jnp.iinfo(packed_dtype).bits
+    whole = jnp.dtype(f"uint{bits * len(parts)}")
+    mask = jnp.asarray(2**bits - 1, whole)
+    return functools.reduce(jnp.bitwise_or, [(x.astype(whole) & mask) << (i * bits) for i, x in enumerate(parts)])
+
+
+mlir.register_lowering(primitives.pack_elementwise_p, mlir.lower_fun(packed, multiple_results=False), platform="cpu")
 
 
 def read_words(buffer_ref: Any, start: Any, num: int, stride: int) -> jax.Array:

@@ -78,20 +78,24 @@ def numbers(parts: list[Any], j: int, dtype: jnp.dtype, *, takes_fp8: bool) -> A
 def _halves(a: Any, b: Any, j: int) -> Any:
     """The lower (0) or upper half of a's words below that of b's."""
     if j == 0:
-        return (a & jnp.int32(0xFFFF)) | (b << 16)
+        return _pack(a, b, jnp.int16)
     return lax.shift_right_logical(a, jnp.int32(16)) | (b & _signed(0xFFFF0000))
 
 
 def _bytes(parts: list[Any], j: int, dtype: jnp.dtype) -> Any:
     """Byte j of four words as one word."""
-
-    def pair(low: Any, high: Any) -> Any:
-        if j % 2 == 0:
-            return (low & jnp.int32(0x00FF00FF)) | ((high & jnp.int32(0x00FF00FF)) << 8)
-        return (lax.shift_right_logical(low, jnp.int32(8)) & jnp.int32(0x00FF00FF)) | (high & _signed(0xFF00FF00))
-
     a, b, c, d = parts
-    return pltpu.bitcast(_halves(pair(a, b), pair(c, d), j // 2), dtype)
+
+    def half(low: Any, high: Any) -> Any:
+        halves = _halves(low, high, j // 2)
+        return pltpu.bitcast(halves if j % 2 == 0 else lax.shift_right_logical(halves, jnp.int32(8)), jnp.int16)
+
+    return pltpu.bitcast(_pack(half(a, c), half(b, d), jnp.int8), dtype)
+
+
+def _pack(a: Any, b: Any, half: Any) -> Any:
+    """The lower halves of a's integers below those of b's, in one operation."""
+    return pltpu.bitcast(pltpu.pack_elementwise([a, b], packed_dtype=half), a.dtype)
 
 
 def _signed(word: int) -> Any:
