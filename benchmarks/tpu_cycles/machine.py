@@ -261,10 +261,14 @@ class Machine:
     def _load(self, place: Any) -> Any:
         return self._smem.get((place.base, place.offset), _UNKNOWN) if isinstance(place, Place) else _UNKNOWN
 
-    def _store(self, place: Any, value: Any) -> None:
+    def _store(self, place: Any, value: Any, predicate: Any) -> None:
+        """Where nothing says whether it happens, as behind the barrier of two cores, nothing is known of the place."""
+        is_sure = not isinstance(predicate, _Unknown)
+        if is_sure and not predicate:
+            return
         if not isinstance(place, Place):
             raise LostTrack("the address of a scalar store")
-        self._smem[place.base, place.offset] = value
+        self._smem[place.base, place.offset] = value if is_sure else _UNKNOWN
 
     def _start(self, source: Any, size: Any, target: Any, flag: Any, kind: str, after: int) -> None:
         if not isinstance(size, int) or not isinstance(flag, Place):
@@ -398,7 +402,8 @@ def _translated(one: Instruction, names: _Names, after: int) -> Iterator[str]:
         yield _guarded(predicate, _dma(one.name, operands, names, after))
     elif one.name == "sst":
         place, _, value = operands.partition("]] ")
-        yield _guarded(predicate, f"store({names.address(place.removeprefix('[smem:['))}, {names.value(value)})")
+        arguments = names.address(place.removeprefix("[smem:[")), names.value(value), predicate or "1"
+        yield f"store({', '.join(arguments)})"
     elif re.match(r"%[sp]\d", one.result) and not _is_name(one) and names.decides(one.result):
         value = _value(one.name, operands, names)
         if predicate:

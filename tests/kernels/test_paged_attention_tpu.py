@@ -17,16 +17,25 @@ import pytest
 from jpaged.errors import InternalError, Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention, prepare_rows
+from jpaged.kernels.paged_attention import (
+    AttentionSpec,
+    Queries,
+    RaggedRows,
+    paged_attention,
+    paged_attention_update,
+    prepare_rows,
+)
 from jpaged.kernels.paged_attention.spec import AttentionCall
 from jpaged.kernels.paged_attention.tpu import attention as tpu
+from jpaged.kernels.paged_attention.tpu import lists
 from jpaged.kernels.paged_attention.tpu import sizes as sizing
 from jpaged.kernels.paged_attention.tpu.chunks import sizes as chunk_sizes
 from jpaged.kernels.paged_attention.tpu.chunks.plan import Segments
 from jpaged.kernels.paged_attention.tpu.decode import sizes as decode_sizes
 from jpaged.kernels.paged_attention.tpu.decode.plan import Segments as DecodeSegments
+from tests.kernels import tpu_interpreter
 from tests.kernels.attention_conformance import RAGGED, Shape, make_case
-from tests.kernels.tpu_interpreter import Early, Interpreted, Late, small_sizes
+from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, LATE, Early, Interpreted, Late, small_sizes
 
 LLAMA = KVLayout(32, 100, 32, 8, 128, jnp.dtype("bfloat16"), "tpu")
 
@@ -63,6 +72,64 @@ def test_decodes_of_8_bits(suite: Interpreted, kv_dtype: str, head_dim: int) -> 
     suite.check(RAGGED["decodes"], Shape(head_dim=head_dim, kv_dtype=kv_dtype, dtype="bfloat16", num_tokens=8))
 
 
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices have two cores; nothing is run that was compiled for one."""
+    monkeypatch.setattr(lists, "num_cores", lambda: 2)
+    for name, function, spec in (("_attention", paged_attention, 4), ("_update", paged_attention_update, 5)):
+
+        def fresh(*args: Any, function: Any = function, **options: Any) -> Any:
+            return function(*args, **options)
+
+        jitted = jax.jit(fresh, static_argnums=spec, static_argnames="backend", compiler_options=COMPILER_OPTIONS)
+        monkeypatch.setattr(tpu_interpreter, name, jitted)
+
+
+class AtOnce(Interpreted):
+    """Two cores that run at the same time. Both store the new keys: races are not looked for."""
+
+    params = dataclasses.replace(LATE, num_cores_or_threads=2)
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(
+    ("suite", "num_tokens"), [(Early(), 8), (Early(), 32), pytest.param(AtOnce(), 32, marks=pytest.mark.long)]
+)
+def test_two_cores_share_the_rows(suite: Interpreted, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With queries of all tokens, and gathered."""
+    monkeypatch.setattr(decode_sizes, "_PLACES_BYTES", 1)  # 8 places
+    suite.check([(1, 130), (1, 5), (1, 192), (1, 33), (1, 64)], Shape(num_tokens=num_tokens, dtype="bfloat16"))
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize("suite", [pytest.param(AtOnce(), marks=pytest.mark.long), Early()])
+def test_two_cores_store_new_keys_that_either_sees(suite: Interpreted) -> None:
+    suite.test_an_update_stores_the_new_keys_and_nothing_else("mixed", "bfloat16", None)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_two_cores_have_one_row_or_none() -> None:
+    Late().check([(1, 140)], Shape(num_tokens=8))
+    Late().test_no_rows_at_all()
+
+
+@pytest.mark.parametrize(
+    ("items", "num_cores", "begins"),
+    [
+        ([4, 4, 4, 4], 2, [0, 2, 4]),
+        ([9, 1, 1, 1], 2, [0, 1, 4]),
+        ([1, 1, 1, 9], 2, [0, 3, 4]),
+        ([5], 2, [0, 0, 1]),
+        ([], 2, [0, 0, 0]),
+        ([1, 2, 3], 1, [0, 3]),
+        ([3, 3, 3, 3, 3, 3], 3, [0, 2, 4, 6]),
+    ],
+)
+def test_cores_have_as_many_items_as_rows_allow(items: list[int], num_cores: int, begins: list[int]) -> None:
+    before = np.concatenate([[0], np.cumsum(items), [sum(items)] * 2]).astype(np.int32)  # and two rows that are unused
+    np.testing.assert_array_equal(lists.shares(jnp.asarray(before), num_cores), begins)
+
+
 def test_lists_made_ahead_of_all_layers_are_all_that_a_call_reads_of_its_rows() -> None:
     shape, suite = Shape(dtype="bfloat16"), Late()
     case = make_case(RAGGED["mixed"], shape)
@@ -70,8 +137,8 @@ def test_lists_made_ahead_of_all_layers_are_all_that_a_call_reads_of_its_rows() 
     pool, layer = suite.pool(case, spec.layout, None), jnp.int32(case.layer)
     call = AttentionCall(q, pool, layer, rows, spec)
     with small_sizes():
-        lists = prepare_rows(rows, None, spec, call.queries, backend="pallas-tpu").lists
-    forgotten = dataclasses.replace(jax.tree.map(jnp.zeros_like, rows), lists=lists)
+        made = prepare_rows(rows, None, spec, call.queries, backend="pallas-tpu").lists
+    forgotten = dataclasses.replace(jax.tree.map(jnp.zeros_like, rows), lists=made)
     for got, want in zip(suite.attend(q, pool, layer, forgotten, spec, None), suite.run(case, shape), strict=True):
         # Two programs: XLA rounds their last bits differently here.
         np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=1e-2, atol=1e-6)

@@ -9,8 +9,8 @@
 Which segments there are is computed from the rows by XLA, once a step (lists.py); the grid is as long as the list. The
 first call also stores the new keys and values: both see them.
 
-Verified by interpretation, with races looked for, and by compiling for v5e, v5p, v6e and tpu7x; a core of a v4 or v5p
-chip that shows its two as one device is used alone.
+Verified by interpretation, with races looked for, and by compiling for v5e, v5p, v6e and tpu7x. Where a device has two
+cores, as those of a v5p have, both work on rows of one query; chunks are one core's.
 """
 
 from __future__ import annotations

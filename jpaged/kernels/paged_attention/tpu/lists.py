@@ -28,7 +28,7 @@ class CallLists(NamedTuple):
     Attributes:
         segments: its work, as its kernel takes it.
         num_segments: [1].
-        row_t: which of its rows each token is in.
+        row_t: which of its rows each token is in; of rows of one query, which place of the results it has.
         is_ours_t: whether the token is in any of them.
     """
 
@@ -44,7 +44,8 @@ class StepLists(NamedTuple):
     Attributes:
         decodes: rows of one query.
         chunks: rows of more; None in a step of one token.
-        decode_tokens_n: the token of each row of one query, in order.
+        decode_tokens_n: the token of each row of one query, in order; on each core from a new step of the grid on.
+        cores: which rows of one query are each core's: first of them, and one behind the last of all.
         tables: block tables, row by row [S * M].
         writes: (slots [T], whether B tokens from here on fill a block [T]); empty where nothing is stored.
     """
@@ -52,6 +53,7 @@ class StepLists(NamedTuple):
     decodes: CallLists
     chunks: CallLists | None
     decode_tokens_n: Int[Array, "n"]
+    cores: Int[Array, "cores+1"]
     tables: Int[Array, "S*M"]
     writes: tuple[jax.Array, ...]
 
@@ -70,11 +72,12 @@ def step_lists(rows: RaggedRows, slots_t: Int[Array, "T"] | None, spec: Attentio
     if slots_t is not None:
         slots_t = slots_t.astype(jnp.int32)
         writes = slots_t, _starts_whole_block(slots_t, spec.layout.block_size)
-    decodes, decode_tokens_n = _decode_lists(rows, spec, queries)
+    decodes, decode_tokens_n, cores = _decode_lists(rows, spec, queries)
     return StepLists(
         decodes=decodes,
         chunks=_chunk_lists(rows, spec, queries) if queries.num_tokens > 1 else None,
         decode_tokens_n=decode_tokens_n,
+        cores=cores,
         tables=rows.block_tables_sm.astype(jnp.int32).reshape(-1),
         writes=writes,
     )
@@ -91,24 +94,36 @@ def decode_plan_for(spec: AttentionSpec, queries: Queries, *, has_writes: bool) 
     """The static side of the call for rows of one query."""
     from jpaged.kernels.paged_attention.tpu.decode.plan import plan_for
 
-    return plan_for(spec, queries, device_kind(), has_writes=has_writes)
+    return plan_for(spec, queries, device_kind(), has_writes=has_writes, num_cores=num_cores())
 
 
 def device_kind() -> str:
     """The kind of the device that is compiled for, if the mesh says so, or else of those that are here."""
+    return str(_device().device_kind)
+
+
+def num_cores() -> int:
+    """The cores of that device: two of a v5p or v4 whose chip is one device."""
+    device = _device()
+    return (device.num_cores or 1) if device.platform == "tpu" else 1
+
+
+def _device() -> Any:
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return str((jax.devices()[0] if device is None else device).device_kind)
+    return jax.devices()[0] if device is None else device
 
 
-def _decode_lists(rows: RaggedRows, spec: AttentionSpec, queries: Queries) -> tuple[CallLists, Int[Array, "n"]]:
-    """The lists of rows of one query, and their tokens; `row_t` is the segment that each token is in."""
+def _decode_lists(
+    rows: RaggedRows, spec: AttentionSpec, queries: Queries
+) -> tuple[CallLists, Int[Array, "n"], Int[Array, "cores+1"]]:
+    """The lists of rows of one query, their tokens, and how the cores share them; `row_t` is a token's result."""
     from jpaged.kernels.paged_attention.tpu.decode.plan import Segments as DecodeSegments
 
     plan = decode_plan_for(spec, queries, has_writes=False)
     is_ours_s = _is_used(rows) & (_num_queries(rows) == 1)
     rank_s = jnp.cumsum(is_ours_s, dtype=jnp.int32)
-    chunk_tokens, num_rows = plan.sizes.chunk_tokens, queries.num_rows
-    n = jnp.arange(min(num_rows, queries.num_tokens), dtype=jnp.int32)
+    chunk_tokens, num_rows, num_tokens = plan.sizes.chunk_tokens, queries.num_rows, queries.num_tokens
+    n = jnp.arange(min(num_rows, num_tokens), dtype=jnp.int32)
     row_n = jnp.minimum((n[:, None] >= rank_s[None, :]).sum(axis=1, dtype=jnp.int32), num_rows - 1)
     token_n, position_n = rows.query_starts_s1[row_n], rows.positions[row_n]
     begin_n = jnp.maximum(rows.begins[row_n], 0)
@@ -118,18 +133,43 @@ def _decode_lists(rows: RaggedRows, spec: AttentionSpec, queries: Queries) -> tu
     end_n = jnp.minimum(jnp.minimum(rows.kv_lens_s[row_n], position_n + 1), table_len)
     first_n = begin_n // chunk_tokens
     last_n = jnp.maximum(-(-end_n // chunk_tokens), first_n + 1)
+    items_n1 = jnp.pad(jnp.cumsum(jnp.where(n < rank_s[-1], last_n - first_n, 0)), (1, 0)).astype(jnp.int32)
+    cores, places, is_gathered = shares(items_n1, plan.num_cores), plan.sizes.places, plan.is_gathered(num_tokens)
+    core_n = (n[:, None] >= cores[None, 1:-1]).sum(axis=1, dtype=jnp.int32)
+    slot_n = n - cores[core_n] if is_gathered else token_n
     segments = DecodeSegments(
         row=row_n,
-        place=n % plan.sizes.places if plan.is_gathered(queries.num_tokens) else token_n,
+        place=slot_n % places,
         begin=begin_n,
         end=end_n,
         first=jnp.pad(first_n, (0, 1)),
         last=last_n,
-        items=jnp.pad(jnp.cumsum(jnp.where(n < rank_s[-1], last_n - first_n, 0)), (1, 0)),
+        items=items_n1,
     )
     segments = DecodeSegments(*(field.astype(jnp.int32) for field in segments))
-    row_t, is_ours_t = _rows_of_tokens(rows, is_ours_s, queries.num_tokens)
-    return CallLists(segments, rank_s[-1:], jnp.maximum(rank_s[row_t] - 1, 0), is_ours_t), token_n
+    row_t, is_ours_t = _rows_of_tokens(rows, is_ours_s, num_tokens)
+    segment_t = jnp.maximum(rank_s[row_t] - 1, 0)
+    if is_gathered:
+        slots = jnp.arange(-(-n.size // places) * places, dtype=jnp.int32)
+        token_n = token_n.at[cores[:-1, None] + slots].get(mode="clip").reshape(-1)
+        result_t = core_n[segment_t] * slots.size + slot_n[segment_t]
+    else:
+        result_t = core_n[segment_t] * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
+    return CallLists(segments, rank_s[-1:], result_t, is_ours_t), token_n, cores
+
+
+def shares(items_n1: Int[Array, "n+1"], num_cores: int) -> Int[Array, "cores+1"]:
+    """Where each core's segments begin, and the last one's end: as near to equal shares of the items as they are cut.
+
+    Args:
+        items_n1: of all segments before each, and of all.
+        num_cores: that share them.
+    """
+    target_c = items_n1[-1] * jnp.arange(num_cores + 1, dtype=jnp.int32) // num_cores
+    after_c = (items_n1[None, :] < target_c[:, None]).sum(axis=1, dtype=jnp.int32)
+    before_c = jnp.maximum(after_c - 1, 0)
+    is_before_nearer_c = target_c - items_n1[before_c] < items_n1[after_c] - target_c
+    return jnp.where(is_before_nearer_c, before_c, after_c)
 
 
 def _chunk_lists(rows: RaggedRows, spec: AttentionSpec, queries: Queries) -> CallLists:

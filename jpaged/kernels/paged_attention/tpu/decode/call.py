@@ -37,17 +37,23 @@ def attend(call: AttentionCall, lists: StepLists, new_kv: NewKV | None) -> Updat
         q = _whole(q).at[lists.decode_tokens_n].get(mode="clip").reshape(-1, *q.shape[1:])
     scalars = Scalars(
         layer=jnp.asarray(call.layer, jnp.int32).reshape(1),
-        num_segments=ours.num_segments,
+        cores=lists.cores,
         segments=ours.segments,
         tables=lists.tables,
         writes=() if new_kv is None else lists.writes,
     )
     new = None if new_kv is None else call.spec.layout.token_rows(*new_kv[:2])
     o, lse, pool = call_kernel(scalars, _pack(q, plan), _scales(call, plan), new, call.pool, plan)
-    o_xhd, lse_xh = _unpack(o, lse, q, plan)
+    o_xhd, lse_xh = _unpack(o, lse, plan, call.queries.num_heads)
     if is_gathered:
         return _whole(o_xhd)[ours.row_t].reshape(call.q_thd.shape), lse_xh[ours.row_t], pool
-    return o_xhd, lse_xh, pool
+    o_thd, lse_th = o_xhd[:num_tokens], lse_xh[:num_tokens]
+    for core in range(1, plan.num_cores):
+        begin = core * num_tokens
+        is_its_t1 = (ours.row_t >= begin)[:, None]
+        o_thd = jnp.where(is_its_t1[..., None], o_xhd[begin : begin + num_tokens], o_thd)
+        lse_th = jnp.where(is_its_t1, lse_xh[begin : begin + num_tokens], lse_th)
+    return o_thd, lse_th, pool
 
 
 def _whole(x_xhd: Float[Array, "X H D"]) -> Float[Array, "X H*D"]:
@@ -57,28 +63,26 @@ def _whole(x_xhd: Float[Array, "X H D"]) -> Float[Array, "X H*D"]:
 
 def _pack(q_xhd: Float[Array, "X H D"], plan: Plan) -> Float[Array, "places bundles rows lanes"]:
     """The queries of the heads of a bundle below each other."""
-    layout, sizes = plan.spec.layout, plan.sizes
-    num, _, head_dim = q_xhd.shape
-    padding = -num % sizes.places
+    layout, (num, _, head_dim) = plan.spec.layout, q_xhd.shape
     q_xkgd = q_xhd.reshape(num, layout.num_kv_heads, plan.group, head_dim)
-    missing = plan.num_bundles * sizes.bundle - layout.num_kv_heads
-    q_xkgd = jnp.pad(q_xkgd, ((0, padding), (0, missing), (0, 0), (0, layout.lanes - head_dim)))
-    q_xbrd = q_xkgd.reshape(num + padding, plan.num_bundles, -1, layout.lanes)
+    missing = plan.num_bundles * plan.sizes.bundle - layout.num_kv_heads
+    q_xkgd = jnp.pad(q_xkgd, ((0, 0), (0, missing), (0, 0), (0, layout.lanes - head_dim)))
+    q_xbrd = q_xkgd.reshape(num, plan.num_bundles, -1, layout.lanes)
     return jnp.pad(q_xbrd, ((0, 0), (0, 0), (0, plan.rows - q_xbrd.shape[2]), (0, 0)))
 
 
 def _unpack(
     o: Float[Array, "places bundles rows lanes"],
     lse: Float[Array, "places 1 lanes"],
-    q_xhd: Float[Array, "X H D"],
     plan: Plan,
+    num_heads: int,
 ) -> tuple[Float[Array, "X H D"], Float[Array, "X H"]]:
     """Outputs and log-sum-exp in the order of the heads."""
-    layout, (num, num_heads, head_dim) = plan.spec.layout, q_xhd.shape
+    layout, num, head_dim = plan.spec.layout, len(o), plan.spec.layout.head_dim
     used = plan.sizes.bundle * plan.group
     first_lane = layout.lanes // 2 if layout.is_joined else 0
-    o_xbrd = o[:num, :, :used, first_lane : first_lane + head_dim]
-    lse_xbr = lse[:num, 0, : plan.num_bundles * plan.rows].reshape(num, plan.num_bundles, plan.rows)[:, :, :used]
+    o_xbrd = o[:, :, :used, first_lane : first_lane + head_dim]
+    lse_xbr = lse[:, 0, : plan.num_bundles * plan.rows].reshape(num, plan.num_bundles, plan.rows)[:, :, :used]
     return o_xbrd.reshape(num, -1, head_dim)[:, :num_heads], lse_xbr.reshape(num, -1)[:, :num_heads]
 
 

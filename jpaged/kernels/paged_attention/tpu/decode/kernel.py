@@ -20,8 +20,12 @@ Heads that share a product, a bundle, have their queries below each other and th
     | q0  0 |   | k0 |T       | s0 |
     | 0  q1 | x | k1 |    =   | s1 |        8 rows are a register, and a product is as deep as the multiplier
 
-The new keys are in the pool before the first fetch starts. Blocks that no query sees are not fetched; what their part
-of a buffer holds is masked in the scores, and made zero where it would be a value.
+Each core of a device has segments of its own, as many items as the others as near as rows can be cut, and results of
+its own: a step's results are its places' whole.
+
+The new keys are in the pool before the first fetch starts: every core stores all of them, and waits for none. What one
+stores while another reads it is what lies there already. Blocks that no query sees are not fetched; what their part of
+a buffer holds is masked in the scores, and made zero where it would be a value.
 """
 
 from __future__ import annotations
@@ -44,20 +48,22 @@ _STORES = 4
 
 
 def _kernel(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
-    step, num_segments, segments = pl.program_id(0), scalars.num_segments[0], scalars.segments
+    core, step, segments = pl.program_id(0), pl.program_id(1), scalars.segments
     places, ahead = plan.sizes.places, plan.sizes.ahead
-    first = step * places
-    last = jnp.minimum(first + places, num_segments)
-    begin_turn, num_items, all_items = segments.items[first], segments.items[last], segments.items[num_segments]
+    begin_core, end_core = scalars.cores[core], scalars.cores[core + 1]
+    first = jnp.minimum(begin_core + step * places, end_core)
+    last = jnp.minimum(first + places, end_core)
+    begin_turn, num_items, all_items = segments.items[first], segments.items[last], segments.items[end_core]
     num_items = num_items - begin_turn
 
     @pl.when(step == 0)
     def _() -> None:
         if plan.has_writes:
             store(scalars.writes, scalars.layer[0], refs.new, refs.pool, kept.written, plan.spec.layout)
-        kept.cursor[0], kept.cursor[1], kept.cursor[2] = 0, segments.first[0], 0
+        kept.cursor[0], kept.cursor[1], kept.cursor[2] = begin_core, segments.first[begin_core], 0
         kept.turn[0] = 0
-        items.repeat(0, jnp.minimum(ahead, all_items), lambda _: items.start(scalars, refs.pool, kept, plan))
+        num_first = jnp.minimum(ahead, all_items - begin_turn)
+        items.repeat(0, num_first, lambda _: items.start(scalars, refs.pool, kept, plan))
 
     nobody = jnp.int32(places)
 
@@ -116,7 +122,7 @@ def call(
         plan: the static side.
 
     Returns:
-        outputs shaped as q; log-sum-exp [places, 1, `Plan.lse_lanes`]; the pool.
+        outputs shaped as q, core by core; log-sum-exp [places, 1, `Plan.lse_lanes`] alike; the pool.
         Places of no segment get anything.
     """
     flat, tree = jax.tree.flatten(scalars)
@@ -124,6 +130,16 @@ def call(
     tile = (places, bundles, plan.rows, plan.spec.layout.lanes)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     num_scalars, inputs = len(flat), [q, scale, *([] if new is None else [new]), pool]
+    # Where queries are all tokens' there is one step, and every core has them all; gathered, they are core by core.
+    cores, num_steps = plan.num_cores, max(1, len(q) // places // plan.num_cores)
+    is_core_by_core, num_results = len(q) > places, cores * num_steps * places
+    most = (scalars.cores[1:] - scalars.cores[:-1]).max()
+
+    def at_result(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
+        return core * num_steps + step, 0, 0, 0
+
+    def at_query(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
+        return core * num_steps + step if is_core_by_core else step, 0, 0, 0
 
     def body(*refs: Any) -> None:
         scalar_refs, refs = jax.tree.unflatten(tree, refs[:num_scalars]), refs[num_scalars:]
@@ -136,27 +152,27 @@ def call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=num_scalars,
-            grid=(pl.cdiv(jnp.maximum(scalars.num_segments[0], 1), places),),
+            grid=(cores, pl.cdiv(jnp.maximum(most, 1), places)),
             in_specs=[
-                pl.BlockSpec(tile, lambda step, *_: (step, 0, 0, 0)),
+                pl.BlockSpec(tile, at_query),
                 pl.BlockSpec((2, bundles, plan.rows, words.LANES), lambda *_: (0, 0, 0, 0)),
                 *([anywhere] * (len(inputs) - 2)),
             ],
             out_specs=[
-                pl.BlockSpec(tile, lambda step, *_: (step, 0, 0, 0)),
-                pl.BlockSpec((places, 1, plan.lse_lanes), lambda step, *_: (step, 0, 0)),
+                pl.BlockSpec(tile, at_result),
+                pl.BlockSpec((places, 1, plan.lse_lanes), lambda *where: at_result(*where)[:3]),
                 *([anywhere] if plan.has_writes else []),
             ],
             scratch_shapes=list(_scratch_shapes(plan)),
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((q.shape[0], 1, plan.lse_lanes), jnp.float32),
+            jax.ShapeDtypeStruct((num_results, *tile[1:]), q.dtype),
+            jax.ShapeDtypeStruct((num_results, 1, plan.lse_lanes), jnp.float32),
             *([jax.ShapeDtypeStruct(pool.shape, pool.dtype)] if plan.has_writes else []),
         ],
         input_output_aliases={num_scalars + len(inputs) - 1: 2} if plan.has_writes else {},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
+            dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=plan.sizes.vmem_limit_bytes,
             # Ids are compared with the layer's blocks before they are used.
             disable_bounds_checks=True,

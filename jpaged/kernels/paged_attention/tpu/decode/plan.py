@@ -47,14 +47,14 @@ class Scalars(NamedTuple):
 
     Attributes:
         layer: [1].
-        num_segments: [1].
+        cores: first segment of each core, and one behind the last of all [cores + 1].
         segments: see there.
         tables: block tables [S * M], row by row.
         writes: (slots [T], whether B tokens from here on fill a block [T]); empty where nothing is written.
     """
 
     layer: Any
-    num_segments: Any
+    cores: Any
     segments: Segments
     tables: Any
     writes: tuple[Any, ...]
@@ -116,6 +116,7 @@ class Plan:
         takes_fp8: whether numbers of 8 bits in floating point are used as they are: products take them, or they become
             numbers of 32 bits.
         has_writes: whether new keys and values are stored.
+        num_cores: of a device, which share the rows.
     """
 
     spec: AttentionSpec
@@ -125,6 +126,7 @@ class Plan:
     compute_dtype: jnp.dtype
     takes_fp8: bool
     has_writes: bool
+    num_cores: int
 
     @property
     def fetch_blocks(self) -> int:
@@ -157,8 +159,8 @@ class Plan:
         return self.sizes.places < num_tokens
 
 
-def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, *, has_writes: bool) -> Plan:
-    """The static side of a call with these queries on devices of this kind."""
+def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, *, has_writes: bool, num_cores: int = 1) -> Plan:
+    """The static side of a call with these queries on devices of this kind with so many cores."""
     layout = spec.layout
     sizes = choose(layout, queries.num_heads, queries.num_tokens, device_kind)
     if sizes.places < queries.num_tokens:
@@ -172,4 +174,5 @@ def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, *, has_wri
         compute_dtype=jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16),
         takes_fp8=is_wide or device_kind in FP8_KINDS,
         has_writes=has_writes,
+        num_cores=num_cores,
     )
