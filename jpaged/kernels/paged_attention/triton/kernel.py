@@ -179,7 +179,7 @@ def attend_items(
         outputs [T, H, D] in the queries' type and log-sum-exps [T, H] of all tokens.
     """
     cut, kinds = static.cut, static.kinds
-    layout, tile = kinds[0].spec.layout, cut.tiles[0]
+    layout = kinds[0].spec.layout
     merged_shape = (layout.num_kv_heads, max(1, cut.merged_rows))
     whole = (
         jax.ShapeDtypeStruct(q_thd.shape, q_thd.dtype),
@@ -199,9 +199,9 @@ def attend_items(
     if cut.merged_rows == 0:
         return out, lse
     out, lse = call(
-        functools.partial(_paged_attention_merge, kinds),
+        functools.partial(_paged_attention_merge, kinds, cut.merged_tile),
         out_shape=whole,
-        grid=(layout.num_kv_heads, -(-q_thd.shape[0] // tile.num_tokens)),
+        grid=(layout.num_kv_heads, -(-q_thd.shape[0] // cut.merged_tile.num_tokens)),
         input_output_aliases={4: 0, 5: 1},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         name="paged_attention_merge",
@@ -407,13 +407,13 @@ def _store(state: _State, places: _Places, out: Any, lse: Any, kind: _Kind) -> N
         plgpu.store(_at(out, places, piece), whole, mask=places.is_row[:, None])
 
 
-def _paged_attention_merge(kinds: tuple[_Kind, ...], *refs: Any) -> None:
+def _paged_attention_merge(kinds: tuple[_Kind, ...], tile: Tile, *refs: Any) -> None:
     """Merges what all lists of rows have of some tokens, where it lies in several places."""
     merges, part_out, part_max, part_sum, _, _, out, lse = refs
-    kind, num_tokens = kinds[0], out.shape[0]
-    head, first_token = pl.program_id(0), pl.program_id(1) * kind.tile.num_tokens
-    places = _Places.of(head, first_token, jnp.minimum(num_tokens - first_token, kind.tile.num_tokens), kind.tile)
-    heads = places.head - head * kind.tile.group
+    kind, num_tokens = _Kind(kinds[0].spec, tile), out.shape[0]
+    head, first_token = pl.program_id(0), pl.program_id(1) * tile.num_tokens
+    places = _Places.of(head, first_token, jnp.minimum(num_tokens - first_token, tile.num_tokens), tile)
+    heads = places.head - head * tile.group
 
     def field(place: int, field: MergeField) -> jax.Array:
         return plgpu.load(merges.at[place, places.token, int(field)], mask=places.is_row, other=0)

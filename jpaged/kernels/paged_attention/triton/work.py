@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -94,6 +94,11 @@ class Cut:
         return max(sum(self.nums_tiles), self.num_parts)
 
     @property
+    def merged_tile(self) -> Tile:
+        """What a program merges: the smallest tile, for it holds the sums of two."""
+        return replace(self.tiles[0], rows=_fitting(MIN_TILE_ROWS, self.tiles[0].group))
+
+    @property
     def merged_rows(self) -> int:
         """Rows of results at most that wait to be merged; 0 where none ever does."""
         whole = sum(count * tile.rows for count, tile in zip(self.nums_tiles, self.tiles, strict=True))
@@ -138,8 +143,7 @@ def choose_cut(
 
 def _choose_tile(layout: KVLayout, dtype: jnp.dtype, group: int, is_shared: bool, has_prompts: bool) -> Tile:
     rows = _PROMPT_ROWS if has_prompts else shared_rows(layout, dtype) if is_shared else MIN_TILE_ROWS
-    while rows < group:
-        rows *= 2
+    rows = _fitting(rows, group)
     itemsize = max(2, layout.dtype.itemsize, dtype.itemsize)
     if layout.is_scaled and rows > MIN_TILE_ROWS:
         itemsize = 4  # what 8 bits become on their way lies in registers, beside a large tile's sums
@@ -147,6 +151,13 @@ def _choose_tile(layout: KVLayout, dtype: jnp.dtype, group: int, is_shared: bool
     while chunk_tokens > 16 and chunk_tokens * layout.head_dim * itemsize > _CHUNK_BYTES:
         chunk_tokens //= 2
     return Tile(group, rows, chunk_tokens)
+
+
+def _fitting(rows: int, group: int) -> int:
+    """So many rows, or more where a token has more."""
+    while rows < group:
+        rows *= 2
+    return rows
 
 
 def shared_rows(layout: KVLayout, dtype: jnp.dtype) -> int:
