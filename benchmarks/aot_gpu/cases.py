@@ -271,7 +271,7 @@ class OverflowCase:
         case = AttentionCase()
         spec = case.spec()
         q, table = case.arguments()[1], case.arguments()[8]
-        tiling = choose_tiling(spec, case.num_heads, case.num_tokens, case.table_width)
+        tiling = choose_tiling(spec, case.num_heads, case.num_tokens, case.num_rows, case.table_width)
         tiling = dataclasses.replace(tiling, stages=7)
 
         def call(q: jax.Array, pool: jax.Array, tables: jax.Array, numbers: jax.Array) -> Any:
@@ -318,6 +318,8 @@ ATTENTION: tuple[AttentionCase, ...] = (
     *(AttentionCase(dtype="float16", kv_dtype=kv) for kv in ("int8", "float8_e4m3fn")),
     AttentionCase(head_dim=80, kv_dtype="int8"),
     AttentionCase(block_size=128, kv_dtype="float8_e4m3fn", num_tokens=512),
+    *(AttentionCase(num_tokens=512, kv_dtype=kv) for kv in ("int8", "float8_e4m3fn")),
+    *(AttentionCase(14, 2, d, block_size=48, num_tokens=512) for d in (64, 128)),
     AttentionCase(num_tokens=512, sliding_window=1024, soft_cap=30.0),
     AttentionCase(8, 4, 256, num_tokens=2048, sliding_window=4096, soft_cap=50.0),
     *(AttentionCase(is_cascade=True, sliding_window=window) for window in (None, 1024)),

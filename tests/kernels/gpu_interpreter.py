@@ -19,7 +19,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from jpaged.kernels.paged_attention.backends import implementation
 from jpaged.kernels.paged_attention.gpu import attention as gpu
-from jpaged.kernels.paged_attention.gpu.tiling import Tiling, choose_tiling
+from jpaged.kernels.paged_attention.gpu.tiling import Tiling, narrow_tiling, wide_tiling
 from jpaged.kernels.paged_attention.spec import AttentionCall, ContextPart
 from tests.conftest import QUICK_XLA_OPTIONS
 
@@ -43,8 +43,9 @@ def attend(
     parts: Sequence[ContextPart],
     scales: jax.Array | None,
     max_parts: int = 1,
+    tile_rows: int = 64,
 ) -> tuple[jax.Array, jax.Array]:
-    """The backend's `attend_parts` with contexts cut into so many parts and two stages; a race is an error.
+    """The backend's `attend_parts` with so many parts of contexts, such tiles, and two stages; a race is an error.
 
     The first of the parts is of the call's rows.
     """
@@ -55,7 +56,8 @@ def attend(
     dtype = jnp.dtype("bfloat16") if q.dtype == jnp.float32 else q.dtype
     queries = dataclasses.replace(AttentionCall(q, pool, layer, rows, spec, scales).queries, dtype=dtype)
     implementation("pallas-gpu", dataclasses.replace(spec, layout=on_device), queries)
-    tiling = choose_tiling(spec, q.shape[1], q.shape[0], rows.block_tables_sm.shape[1])
+    tiling = (narrow_tiling if tile_rows == 64 else wide_tiling)(spec.layout, q.shape[1] // spec.layout.num_kv_heads)
+    assert tiling is not None
     wanted = rows.kv_lens_s.shape[0] * max_parts  # room for all parts of all rows
     tiling = dataclasses.replace(tiling, max_parts=max_parts, wanted_items=wanted, min_chunks=1, stages=2)
     try:

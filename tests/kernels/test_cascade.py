@@ -136,7 +136,7 @@ def test_on_hopper_a_prefix_is_one_tile_for_all_its_rows() -> None:
     case, cascade = shared_case("samples_decode", shape)
     q, _, layer, spec, _ = call(case, shape)
     spec = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, form="gpu"))
-    tiling = choose_tiling(spec, shape.num_heads, shape.num_tokens, 12, 2)
+    tiling = choose_tiling(spec, shape.num_heads, shape.num_tokens, shape.num_rows, 12, 2)
     items, places = work.plan(cascade.parts(spec), tiling, shape.num_tokens)
     used = np.asarray(items)[np.asarray(items)[:, 2] > 0]
     fields = used[:, [0, 2, 4, 5]].tolist()

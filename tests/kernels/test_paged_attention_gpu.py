@@ -18,6 +18,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu import work
+from jpaged.kernels.paged_attention.gpu.kernel import ItemField
 from jpaged.kernels.paged_attention.gpu.tiling import (
     NUM_PROCESSORS,
     SHARED_BYTES,
@@ -48,9 +49,11 @@ class Interpreted(PagedAttentionPromises):
     form = "gpu"
     supports = SUPPORT
     max_parts = 1
+    tile_rows = 64
 
     def attend(self, q, pool, layer, rows, spec, scales):
-        return gpu_interpreter.attend(q, pool, layer, [ContextPart(rows, spec)], scales, self.max_parts)
+        parts = [ContextPart(rows, spec)]
+        return gpu_interpreter.attend(q, pool, layer, parts, scales, self.max_parts, self.tile_rows)
 
     def update(self, q, new_kv, pool, layer, rows, spec, scales):
         k_tkd, v_tkd, slots_t = new_kv
@@ -94,22 +97,44 @@ class TestCutContexts(Interpreted):
         self.check(RAGGED["mixed"], shape)
 
 
+@pytest.mark.long
+class TestTwoConsumers(Interpreted):
+    """Every promise again with a producer and two consumers, and sizes and types all together."""
+
+    tile_rows = 128
+
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            Shape(num_heads=6, num_kv_heads=1, head_dim=80, block_size=8, kv_dtype="int8", soft_cap=30.0),
+            Shape(num_heads=7, num_kv_heads=1, head_dim=64, block_size=48, dtype="bfloat16", sliding_window=50),
+        ],
+    )
+    def test_sizes_and_types_together(self, shape: Shape) -> None:
+        self.check(RAGGED["mixed"], shape)
+
+
 # Small enough for the quick suite, and between them they reach every branch of the kernel.
-QUICK: dict[str, tuple[list[tuple[int, int]], Shape, int]] = {
-    "refills": ([(1, 160), (17, 150), (1, 5)], Shape(), 1),
-    "parts of a context": ([(1, 190), (20, 90), (1, 5)], Shape(sliding_window=70, soft_cap=5.0), 2),
-    "bfloat16": ([(3, 140), (1, 64)], Shape(dtype="bfloat16", num_heads=7, num_kv_heads=1, head_dim=64), 1),
-    "int8": ([(1, 150), (9, 20)], Shape(kv_dtype="int8"), 1),
-    "blocks that fill no chunk": ([(1, 150), (20, 49)], Shape(block_size=48), 1),
+_FEW: dict[str, Any] = {"num_tokens": 24, "num_rows": 4}
+_TWO: dict[str, Any] = {"num_tokens": 19, "num_rows": 2, "num_kv_heads": 1}
+QUICK: dict[str, tuple[list[tuple[int, int]], Shape, int, int]] = {
+    "refills": ([(1, 160), (17, 150), (1, 5)], Shape(**_FEW), 1, 64),
+    "parts of a context": ([(1, 190), (20, 90), (1, 5)], Shape(sliding_window=70, soft_cap=5.0, **_FEW), 2, 64),
+    "bfloat16": ([(3, 140), (1, 64)], Shape(7, head_dim=64, dtype="bfloat16", **_FEW | {"num_kv_heads": 1}), 1, 64),
+    "int8": ([(1, 150), (9, 20)], Shape(kv_dtype="int8", **_FEW), 1, 64),
+    "blocks that fill no chunk": ([(1, 150), (20, 49)], Shape(block_size=48, **_FEW), 1, 64),
+    "warpgroups": ([(1, 300), (17, 280)], Shape(8, max_len=304, **_TWO), 1, 128),
+    "narrow warpgroups": ([(18, 250)], Shape(sliding_window=170, max_len=256, kv_dtype="int8", **_TWO), 1, 128),
+    "unfilled warpgroups": ([(1, 150), (18, 49)], Shape(block_size=48, soft_cap=5.0, **_TWO), 2, 128),
 }
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_the_kernel_is_right_and_free_of_races(name: str) -> None:
-    rows, shape, max_parts = QUICK[name]
+    rows, shape, max_parts, tile_rows = QUICK[name]
     suite = Interpreted()
-    suite.max_parts = max_parts
-    suite.check(rows, dataclasses.replace(shape, num_tokens=24, num_rows=4))
+    suite.max_parts, suite.tile_rows = max_parts, tile_rows
+    suite.check(rows, shape)
 
 
 def test_parts_are_merged_to_more_digits_than_the_result_has() -> None:
@@ -123,15 +148,18 @@ def test_parts_are_merged_to_more_digits_than_the_result_has() -> None:
     assert (o_thd == cut_o_thd)[0].mean() > 0.98
 
 
-def test_what_lies_around_a_part_of_a_context_never_matters() -> None:
+@pytest.mark.parametrize("tile_rows", [64, 128])
+def test_what_lies_around_a_part_of_a_context_never_matters(tile_rows: int) -> None:
     """Skipped blocks hold NaN, and one in the middle is named by no id of the layer."""
-    shape = Shape(num_tokens=24, num_rows=4)
+    shape = Shape(num_heads=8, num_kv_heads=1, num_tokens=10, num_rows=2)
+    suite = Interpreted()
+    suite.tile_rows = tile_rows
     case = make_case([(1, 100), (9, 150)], shape)
     case.k_lnbkd[1, case.block_tables_sm[0, :3]] = np.nan
     case.v_lnbkd[1, case.block_tables_sm[0, :3]] = np.nan
     case.block_tables_sm[1, 2] = case.k_lnbkd.shape[1]
     case.block_tables_sm[0, 4] = -1
-    Interpreted().check_case(dataclasses.replace(case, kv_begins_s=np.array([48, 0, 0, 0], np.int32)), shape)
+    suite.check_case(dataclasses.replace(case, kv_begins_s=np.array([48, 0], np.int32)), shape)
 
 
 # --- the order of the kernel's steps: the interpreter of jax 0.10 knows nothing of the two ways to shared memory ------
@@ -147,7 +175,7 @@ def _uncommitted(jaxpr: Any, dirty: frozenset[str]) -> frozenset[str]:
         elif step == "wait_smem_to_gmem":
             dirty -= {"swap"}
         elif step == "swap":
-            dirty |= {"wgmma_ref", "copy_gmem_to_smem", "copy_smem_to_gmem"}
+            dirty |= {"wgmma_ref", "copy_gmem_to_smem", "copy_smem_to_gmem", "barrier_arrive"}
         elif step == "wgmma_ref":
             dirty |= {"copy_gmem_to_smem"}
         elif step == "copy_smem_to_gmem":
@@ -160,16 +188,18 @@ def _uncommitted(jaxpr: Any, dirty: frozenset[str]) -> frozenset[str]:
     return dirty
 
 
+@pytest.mark.parametrize("num_tokens", [24, 64])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_what_is_written_is_committed_before_it_is_read_or_copied_over(dtype: str) -> None:
+def test_what_is_written_is_committed_before_it_is_read_or_copied_over(dtype: str, num_tokens: int) -> None:
     layout = KVLayout(2, 8, 16, 2, 64, jnp.dtype(dtype), "gpu")
     spec = AttentionSpec(layout, AttentionKind(0.125))
     rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((5,), (4,), (4, 32), ())))
-    q, pool = jax.ShapeDtypeStruct((24, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct(layout.shape, layout.dtype)
+    q, pool = jax.ShapeDtypeStruct((num_tokens, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct(layout.shape, layout.dtype)
     scales = jax.ShapeDtypeStruct((2, 2, 2), jnp.float32) if layout.is_scaled else None
     call = functools.partial(paged_attention, spec=spec, backend="pallas-gpu")
     program = jax.make_jaxpr(call)(q, pool, 0, rows, scales_lk2=scales).jaxpr
     assert str(program).count("wgmma_ref") >= 2
+    assert ("set_max_registers" in str(program)) == (num_tokens == 64)
     assert _uncommitted(program, frozenset()) == set()
 
 
@@ -197,7 +227,9 @@ def test_every_key_of_every_query_is_in_one_item_at_its_place(seed: int) -> None
     kv_lens = counts + rng.integers(0, 600, num_rows)
     window = int(rng.integers(1, 700)) if seed % 2 else None
     spec = _spec(2, window)
-    tiling = choose_tiling(spec, 14, num_tokens, 64)
+    tiling = choose_tiling(spec, 14, num_tokens, num_rows if seed % 4 < 2 else num_tokens, 64)
+    tile_rows = 128 if seed % 4 < 2 else 64
+    assert tiling.tile_rows == tile_rows
     tiling = dataclasses.replace(tiling, max_parts=1 + seed // 2, wanted_items=int(rng.integers(1, 20)), min_chunks=1)
     rows = _rows(counts.tolist(), kv_lens.tolist(), used)
     items, places = work.plan([ContextPart(rows, spec)], tiling, num_tokens)
@@ -207,7 +239,7 @@ def test_every_key_of_every_query_is_in_one_item_at_its_place(seed: int) -> None
         row, first, size, position, begin, end, first_chunk, num_chunks, _, is_bad = fields
         assert size <= tiling.tile_tokens
         assert first % 8 == 0
-        tokens = np.asarray(places.tokens_m)[first : first + 64][: size * tiling.group]
+        tokens = np.asarray(places.tokens_m)[first : first + tile_rows][: size * tiling.group]
         heads = np.asarray(places.heads_m)[first : first + size * tiling.group]
         assert list(heads) == list(range(tiling.group)) * size
         assert list(tokens) == sorted(tokens)
@@ -220,7 +252,7 @@ def test_every_key_of_every_query_is_in_one_item_at_its_place(seed: int) -> None
             assert seen.stop <= end <= kv_lens[row]
             assert num_chunks > 0
             chunks.setdefault(token, []).extend(range(first_chunk, first_chunk + num_chunks))
-            places_t.setdefault(token, []).append(index * 64 + i * tiling.group)
+            places_t.setdefault(token, []).append(index * tile_rows + i * tiling.group)
             span = tiling.chunk_tokens
             assert chunks[token][0] == begin // span
             assert set(range(chunks[token][0], chunks[token][-1] + 1)) == set(chunks[token])
@@ -229,8 +261,8 @@ def test_every_key_of_every_query_is_in_one_item_at_its_place(seed: int) -> None
     assert sorted(chunks) == want
     for token in range(num_tokens):
         parts = int(places.parts_lt[0, token])
-        first = int(places.items_lt[0, token]) * 64 + int(places.first_rows_lt[0, token])
-        assert [first + 64 * i for i in range(parts)] == places_t.get(token, [])
+        first = int(places.items_lt[0, token]) * tile_rows + int(places.first_rows_lt[0, token])
+        assert [first + tile_rows * i for i in range(parts)] == places_t.get(token, [])
         if parts:
             row = int(np.searchsorted(starts, token, side="right")) - 1
             end = kv_lens[row] - counts[row] + token - starts[row] + 1
@@ -240,7 +272,7 @@ def test_every_key_of_every_query_is_in_one_item_at_its_place(seed: int) -> None
 def _parts(kv_lens: list[int], bucket: int, num_kv_heads: int = 8) -> list[int]:
     """Parts of rows of one query each, in arrays of a size."""
     spec, unused = _spec(num_kv_heads), bucket - len(kv_lens)
-    tiling = choose_tiling(spec, 4 * num_kv_heads, bucket, 8192)
+    tiling = choose_tiling(spec, 4 * num_kv_heads, bucket, bucket, 8192)
     rows = _rows([1] * len(kv_lens) + [0] * unused, kv_lens + [0] * unused, len(kv_lens))
     return np.asarray(work.plan([ContextPart(rows, spec)], tiling, bucket)[1].parts_lt[0]).tolist()[: len(kv_lens)]
 
@@ -262,21 +294,44 @@ def test_only_rows_that_are_longer_than_the_rest_are_cut() -> None:
     assert _parts([1000] * 60, 64) == [1] * 60
     parts = _parts([1000] * 59 + [32_768], 64)
     assert parts[:59] == [1] * 59
-    assert parts[59] == choose_tiling(_spec(), 32, 64, 2048).max_parts == 8
+    assert parts[59] == choose_tiling(_spec(), 32, 64, 64, 2048).max_parts == 8
 
 
 def test_short_contexts_are_not_cut() -> None:
     assert _parts([256], 8) == [1]
     assert _parts([512], 8) == [2]
-    windowed = choose_tiling(_spec(sliding_window=512), 32, 1, 1024)
+    windowed = choose_tiling(_spec(sliding_window=512), 32, 1, 1, 1024)
     assert windowed.max_parts == 2
 
 
 def test_what_merging_reads_is_bounded() -> None:
     for num_tokens in (1, 8, 64, 512, 2048):
-        tiling = choose_tiling(_spec(), 32, num_tokens, 2048)
+        tiling = choose_tiling(_spec(), 32, num_tokens, 64, 2048)
         assert tiling.max_parts == 1 or tiling.max_parts * num_tokens * 32 * 128 * 4 <= 8 << 20
-    assert choose_tiling(_spec(), 32, 2048, 2048).max_parts == 1
+    assert choose_tiling(_spec(), 32, 2048, 64, 2048).max_parts == 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "num_heads", "tile_rows"),
+    [(64, 64, 32, 64), (96, 64, 32, 64), (128, 64, 32, 128), (2048, 256, 32, 128), (16, 1, 32, 64), (18, 1, 32, 128)],
+)
+def test_prompts_have_tiles_of_128_rows(num_tokens: int, num_rows: int, num_heads: int, tile_rows: int) -> None:
+    tiling = choose_tiling(_spec(), num_heads, num_tokens, num_rows, 2048)
+    assert (tiling.tile_rows, tiling.tile_tokens) == (tile_rows, tile_rows // 4)
+    assert tiling.stages % tiling.num_consumers == 0
+
+
+def test_two_consumers_read_a_prompts_keys_half_as_often() -> None:
+    spec, rows = _spec(), _rows([1024, 1], [1024, 500], 2)
+    chunks = []
+    for num_rows in (1025, 2):
+        tiling = dataclasses.replace(choose_tiling(spec, 32, 1025, num_rows, 2048), max_parts=1)
+        items, _ = work.plan([ContextPart(rows, spec)], tiling, 1025)
+        used = items[:, ItemField.NUM_TOKENS] > 0
+        chunks.append(int((items[:, ItemField.NUM_CHUNKS] * used).sum()))
+    decode = -(-500 // 64)
+    # Tiles of 16 tokens and of 32; both end in the chunk with their last token.
+    assert [n - decode for n in chunks] == [sum(range(1, 17)) * 4, sum(range(1, 17)) * 2]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -324,9 +379,12 @@ def test_what_is_not_refused_fits_into_shared_memory() -> None:
             for head_dim in range(16, 257, 16):
                 layout = KVLayout(1, 4, block_size, 2, head_dim, jnp.dtype(dtype), "gpu")
                 if gpu.unsupported_reason(layout, Queries(8, jnp.dtype("bfloat16"), 64, 64, 64)) is None:
-                    tiling = choose_tiling(AttentionSpec(layout, AttentionKind(1.0)), 8, 64, 64)
-                    assert tiling.stages >= 2
-                    assert fixed_bytes(layout) + tiling.stages * stage_bytes(layout) <= SHARED_BYTES
+                    for num_tokens in (64, 2048):
+                        tiling = choose_tiling(AttentionSpec(layout, AttentionKind(1.0)), 8, num_tokens, 64, 64)
+                        fixed, stage = (size(layout, tiling.num_consumers) for size in (fixed_bytes, stage_bytes))
+                        assert tiling.stages >= 2
+                        assert tiling.stages % tiling.num_consumers == 0
+                        assert fixed + tiling.stages * stage <= SHARED_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

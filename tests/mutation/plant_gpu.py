@@ -16,19 +16,26 @@ _KERNEL = "kernel.py"
 _TEST = "tests/kernels/test_paged_attention_gpu.py"
 _COMMITS = ("test_what_is_written_is_committed",)
 _REFILLS = ("refills",)
+_WARPGROUPS = ("warpgroups",)
+_WIDEN = "    _widen(memory.kv_s.at[slot], memory.wide_s.at[slot], static)\n"
+_SET_FREE = """
+    @pl.when(i + stages < work.num_chunks)
+    def _() -> None:
+        plgpu.barrier_arrive(memory.free_barriers.at[me.number * stages + slot])
+"""
 
 FAULTS = (
     Fault(
         "a chunk is used before it has arrived",
         _KERNEL,
-        "    plgpu.barrier_wait(memory.kv_barriers.at[slot])\n",
-        "",
+        "_ids(i + stages, memory, work, static)\n    plgpu.barrier_wait(memory.kv_barriers.at[slot])\n",
+        "_ids(i + stages, memory, work, static)\n",
         _REFILLS,
     ),
     Fault(
         "queries are used before they have arrived",
         _KERNEL,
-        "    plgpu.barrier_wait(memory.q_barrier)\n",
+        "    plgpu.barrier_wait(memory.q_barriers.at[0])\n",
         "",
         _REFILLS,
     ),
@@ -42,29 +49,29 @@ FAULTS = (
     Fault(
         "a slot is refilled while it is read",
         _KERNEL,
-        "            plgpu.commit_smem()\n            _fetch(next_ids",
-        "            _fetch(next_ids",
+        "        plgpu.commit_smem()\n        _fetch(next_ids",
+        "        _fetch(next_ids",
         _COMMITS,
     ),
     Fault(
         "what was padded is not committed",
         _KERNEL,
-        "        plgpu.commit_smem()\n        kv_s = memory.wide_s\n",
-        "        kv_s = memory.wide_s\n",
+        "        plgpu.commit_smem()\n        kv_s = memory.wide_s.at[me.number]\n",
+        "        kv_s = memory.wide_s.at[me.number]\n",
         _COMMITS,
     ),
     Fault(
         "what was cleared is not committed",
         _KERNEL,
-        "        plgpu.commit_smem()\n\n    k_s, v_s",
-        "\n    k_s, v_s",
+        "_clean(i, kv_s, memory, work, static)\n            plgpu.commit_smem()\n",
+        "_clean(i, kv_s, memory, work, static)\n",
         _COMMITS,
     ),
     Fault(
         "results are stored before they are committed",
         _KERNEL,
-        "    plgpu.commit_smem()\n    plgpu.copy_smem_to_gmem(memory.max_s",
-        "    plgpu.copy_smem_to_gmem(memory.max_s",
+        "    plgpu.commit_smem()\n    plgpu.copy_smem_to_gmem(max_s",
+        "    plgpu.copy_smem_to_gmem(max_s",
         _COMMITS,
     ),
     Fault(
@@ -133,8 +140,8 @@ FAULTS = (
     Fault(
         "what was rounded off is lost",
         _KERNEL,
-        "memory.q_s[...] = (out - out.astype(memory.q_s.dtype).astype(jnp.float32))",
-        "memory.q_s[...] = (out - out)",
+        "(piece - piece.astype(target_s.dtype).astype(jnp.float32))",
+        "(piece - piece)",
         ("test_parts_are_merged",),
     ),
     Fault(
@@ -157,6 +164,76 @@ FAULTS = (
         "            _clear(memory.kv_s.at[slot], memory.wide_s is not None, static)\n",
         "            pass\n",
         ("blocks",),
+    ),
+    Fault(
+        "chunks that some queries see are those that all see",
+        _KERNEL,
+        "end = jnp.clip(lax.div(end_key, span)",
+        "end = jnp.clip(lax.div(end_key + span - 1, span)",
+        _REFILLS,
+    ),
+    Fault(
+        "chunks that the first query sees are those that all see",
+        _KERNEL,
+        "work.position + last_token - work.window + 1",
+        "work.position - work.window + 1",
+        ("narrow",),
+    ),
+    Fault(
+        "a consumer sets a slot free that it still reads",
+        _KERNEL,
+        "        yield memory.kv_s.at[slot]\n" + _SET_FREE,
+        _SET_FREE + "    if memory.wide_s is None:\n        yield memory.kv_s.at[slot]\n",
+        _WARPGROUPS,
+    ),
+    Fault(
+        "the producer converts to a slot that is still read",
+        _KERNEL,
+        "        _wait_until_free(slot, memory, work, static)\n\n" + _WIDEN,
+        "        pass\n\n" + _WIDEN + "    pl.when(i >= 2)(lambda: _wait_until_free(slot, memory, work, static))\n",
+        ("narrow",),
+    ),
+    Fault(
+        "a consumer does not wait until a chunk is clean",
+        _KERNEL,
+        "                plgpu.barrier_wait(memory.ready_barriers.at[slot])\n",
+        "                pass\n",
+        _WARPGROUPS,
+    ),
+    Fault(
+        "what the producer wrote is not committed",
+        _KERNEL,
+        "    plgpu.commit_smem()\n    plgpu.barrier_arrive(memory.ready_barriers",
+        "    plgpu.barrier_arrive(memory.ready_barriers",
+        _COMMITS,
+    ),
+    Fault(
+        "both consumers take the first 64 rows",
+        _KERNEL,
+        "jnp.where(is_whole, number * TILE_ROWS, 0)",
+        "jnp.where(is_whole, number * 0, 0)",
+        _WARPGROUPS,
+    ),
+    Fault(
+        "the second consumer's sums keep their own maximum",
+        _KERNEL,
+        "jnp.exp2(other_max - new_max) * other_sum",
+        "other_sum",
+        _WARPGROUPS,
+    ),
+    Fault(
+        "the second consumer's sums are read before they are there",
+        _KERNEL,
+        "    plgpu.barrier_wait(memory.sum_barriers.at[1])\n",
+        "",
+        _WARPGROUPS,
+    ),
+    Fault(
+        "a slot is now one consumer's and then the other's",
+        "tiling.py",
+        "// _NUM_CONSUMERS * _NUM_CONSUMERS",
+        "",
+        ("test_what_is_not_refused",),
     ),
 )
 

@@ -89,7 +89,8 @@ def attend_parts(
     q_thd, tables_sm, spec = call.q_thd, call.rows.block_tables_sm, call.spec
     num_tokens, num_heads, head_dim = q_thd.shape
     num_kv_heads = spec.layout.num_kv_heads
-    tiling = tiling or choose_tiling(spec, num_heads, num_tokens, tables_sm.shape[1], len(parts))
+    num_rows, table_width = tables_sm.shape
+    tiling = tiling or choose_tiling(spec, num_heads, num_tokens, num_rows, table_width, len(parts))
     items_nf, places = plan(parts, tiling, num_tokens)
     q_tkgd = q_thd.reshape(num_tokens, num_kv_heads, -1, head_dim)
     q_kmd = q_tkgd[places.tokens_m, :, places.heads_m].transpose(1, 0, 2)

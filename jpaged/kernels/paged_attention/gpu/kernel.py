@@ -1,11 +1,21 @@
 """The Hopper kernel of paged attention itself: one block of threads, one tile of queries, one part of its keys.
 
-    64 rows of Q          | t0 h0 | t0 h1 | t1 h0 | t1 h1 | ...    tokens of one row, the query heads of one KV head
+    64 or 128 rows of Q   | t0 h0 | t0 h1 | t1 h0 | t1 h1 | ...    tokens of one row, the query heads of one KV head
 
     keys and values       | B tokens: k v | B tokens: k v | ...    one TMA copy a block, a barrier a chunk,
                           └──────────── chunk ────────────┘        `stages` chunks on their way
 
     for each chunk        wait; [convert to 16 bits]; [clean]; S = Q K^T; softmax; O += P V; commit; fetch ahead
+
+A tile of 64 rows is one warpgroup's, which does all of that. One of 128 rows is three's, which wait for each other's
+barriers alone:
+
+    producer              fetch ...; wait; [convert to 16 bits]; [clean]; hand over; wait until it is free; fetch ahead
+    consumer 0, rows 0-   wait; S = Q K^T; softmax; O += P V; set free      so that each chunk is fetched once for both,
+    consumer 1, rows 64-  wait; S = Q K^T; softmax; O += P V; set free      and one's softmax hides the other's products
+
+Where such a tile has 64 rows or less, as that of a decode, the consumers take turns with its chunks and add up at the
+end. Chunks that every query of a consumer sees are multiplied in a loop of their own, without masks.
 
 The grid is (items, KV heads), heads fastest: they read neighbouring memory. An item is a tile and a part of its keys;
 what is asked is in its row of an array, see `ItemField` and `work.py`.
@@ -19,6 +29,8 @@ from __future__ import annotations
 import enum
 import functools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,9 +112,9 @@ def attend_items(
         interpret: parameters of the interpreter, or None for the device.
 
     Returns:
-        outputs [items, K, 1 or 2, 64, D] divided by their sums, in the queries' type; where contexts may be cut, what
-        that rounds off lies behind them. Running maxima [items, K, 64] in base 2, and sums. What belongs to items that
-        are not used, and to the last rows of a tile of one token, is not written.
+        outputs [items, K, 1 or 2, tile rows, D] divided by their sums, in the queries' type; where contexts may be cut,
+        what that rounds off lies behind them. Running maxima [items, K, tile rows] in base 2, and sums. What belongs to
+        items that are not used, and to a tile's rows without queries, may not be written.
     """
     tiling = static.tiling
     num_kv_heads, _, head_dim = q_kmd.shape
@@ -116,6 +128,8 @@ def attend_items(
         scratch_types=_scratch(q_kmd.dtype, pool.dtype, head_dim, tiling),
         grid=shape,
         grid_names=("item", "head"),
+        num_threads=None if tiling.num_consumers == 1 else tiling.num_consumers + 1,
+        thread_name=None if tiling.num_consumers == 1 else "warpgroup",
         kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
@@ -132,17 +146,23 @@ def _scratch(q_dtype: Any, kv_dtype: Any, head_dim: int, tiling: Tiling) -> dict
         tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
         return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
 
-    kv_shape = (tiling.chunk_rows, 2 * head_dim)
+    consumers, stages, kv_shape = tiling.num_consumers, tiling.stages, (tiling.chunk_rows, 2 * head_dim)
     is_narrow = kv_dtype != q_dtype
-    return {
-        "q_s": tiled((TILE_ROWS, head_dim), q_dtype, head_dim),
-        "kv_s": tiled((tiling.stages, *kv_shape), kv_dtype, 2 * head_dim if is_narrow else head_dim),
-        **({"wide_s": tiled(kv_shape, q_dtype, head_dim)} if is_narrow else {}),
-        "max_s": plgpu.SMEM((TILE_ROWS,), jnp.float32),
-        "sum_s": plgpu.SMEM((TILE_ROWS,), jnp.float32),
-        "q_barrier": plgpu.Barrier(),
-        "kv_barriers": plgpu.Barrier(num_arrivals=tiling.chunk_blocks, num_barriers=tiling.stages),
+    scratch = {
+        "q_s": tiled((consumers, TILE_ROWS, head_dim), q_dtype, head_dim),
+        "kv_s": tiled((stages, *kv_shape), kv_dtype, 2 * head_dim if is_narrow else head_dim),
+        "max_s": plgpu.SMEM((consumers, TILE_ROWS), jnp.float32),
+        "sum_s": plgpu.SMEM((consumers, TILE_ROWS), jnp.float32),
+        "q_barriers": plgpu.Barrier(num_barriers=consumers),
+        "kv_barriers": plgpu.Barrier(num_arrivals=tiling.chunk_blocks, num_barriers=stages),
     }
+    if is_narrow:
+        scratch["wide_s"] = tiled((stages if consumers > 1 else 1, *kv_shape), q_dtype, head_dim)
+    if consumers > 1:
+        scratch["ready_barriers"] = plgpu.Barrier(num_barriers=stages)
+        scratch["free_barriers"] = plgpu.Barrier(num_barriers=consumers * stages)
+        scratch["sum_barriers"] = plgpu.Barrier(num_barriers=2)
+    return scratch
 
 
 def swizzle_bytes(row_bytes: int) -> int:
@@ -164,11 +184,14 @@ class _Refs:
     out_sum: Any
     q_s: Any
     kv_s: Any
-    wide_s: Any
     max_s: Any
     sum_s: Any
-    q_barrier: Any
+    q_barriers: Any
     kv_barriers: Any
+    wide_s: Any = None
+    ready_barriers: Any = None
+    free_barriers: Any = None
+    sum_barriers: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +212,10 @@ class _Work:
     has_bad_ids: jax.Array
 
 
-def _paged_attention_item(static: Static, num_arguments: int, *refs: Any, wide_s: Any = None, **scratch: Any) -> None:
+def _paged_attention_item(static: Static, num_arguments: int, *refs: Any, **scratch: Any) -> None:
     q, pool, tables, items, layer, *scales = refs[:num_arguments]
     out, out_max, out_sum = refs[num_arguments:]
-    memory = _Refs(
-        q, pool, tables, layer, scales[0] if scales else None, out, out_max, out_sum, wide_s=wide_s, **scratch
-    )
+    memory = _Refs(q, pool, tables, layer, scales[0] if scales else None, out, out_max, out_sum, **scratch)
     item = lax.axis_index("item")
 
     @pl.when(items[item, int(ItemField.NUM_TOKENS)] > 0)
@@ -205,8 +226,152 @@ def _paged_attention_item(static: Static, num_arguments: int, *refs: Any, wide_s
 
 def _attend_tile(memory: _Refs, work: _Work, static: Static) -> None:
     tiling = static.tiling
-    queries = memory.q.at[work.head, pl.ds(work.first_row, TILE_ROWS)]
-    plgpu.copy_gmem_to_smem(queries, memory.q_s, memory.q_barrier)
+    if tiling.num_consumers == 1:
+        _attend_alone(memory, work, static)
+        return
+    warpgroup = lax.axis_index("warpgroup")
+
+    def produce() -> None:
+        plgpu.set_max_registers(tiling.producer_registers, action="decrease")
+        _produce(memory, work, static)
+
+    def consume() -> None:
+        plgpu.set_max_registers(tiling.consumer_registers, action="increase")
+        _consume(warpgroup, memory, work, static)
+
+    lax.cond(warpgroup == tiling.num_consumers, produce, consume)
+
+
+@dataclass(frozen=True, slots=True)
+class _Consumer:
+    """A warpgroup that multiplies, and its share of the tile.
+
+    Attributes:
+        number: which of the block's consumers.
+        first_row: the first of its 64 rows in the tile.
+        first_chunk: the first of its chunks in the part, of which it takes each `step`-th.
+        step: 1 where it takes all.
+    """
+
+    number: Any
+    first_row: Any
+    first_chunk: Any
+    step: Any
+
+    def chunk(self, turn: jax.Array) -> jax.Array:
+        """The chunk of the part that is its turn's."""
+        return self.first_chunk + turn * self.step
+
+    def turns(self, num_chunks: jax.Array) -> jax.Array:
+        """How many of so many chunks are its own."""
+        return lax.div(num_chunks - self.first_chunk + self.step - 1, jnp.int32(self.step))
+
+
+def _attend_alone(memory: _Refs, work: _Work, static: Static) -> None:
+    """All of a tile of 64 rows."""
+    me = _Consumer(0, 0, 0, 1)
+    _fetch_queries(me, memory, work)
+    _fetch_first(memory, work, static)
+    plgpu.barrier_wait(memory.q_barriers.at[0])
+    _store(_attend_chunks(me, _own_chunk, memory, work, static), me, memory, work, static)
+
+
+def _consume(number: jax.Array, memory: _Refs, work: _Work, static: Static) -> None:
+    """The products of 64 of a tile's 128 rows; or of every second chunk, where the tile has no more than 64."""
+    is_whole = _is_whole(work, static)
+    me = _Consumer(
+        number,
+        jnp.where(is_whole, number * TILE_ROWS, 0),
+        jnp.where(is_whole, 0, number),
+        jnp.where(is_whole, 1, static.tiling.num_consumers),
+    )
+    _fetch_queries(me, memory, work)
+    plgpu.barrier_wait(memory.q_barriers.at[number])
+    state = _attend_chunks(me, _given_chunk, memory, work, static)
+
+    def add_up() -> None:
+        lax.cond(
+            number > 0,
+            lambda: _hand_in(state, memory),
+            lambda: _store(_added_up(state, memory, static), me, memory, work, static),
+        )
+
+    lax.cond(is_whole, lambda: _store(state, me, memory, work, static), add_up)
+
+
+def _is_whole(work: _Work, static: Static) -> jax.Array:
+    """Whether the tile has rows for both consumers."""
+    return work.num_tokens * static.tiling.group > TILE_ROWS
+
+
+def _produce(memory: _Refs, work: _Work, static: Static) -> None:
+    """Fetches all chunks for the consumers, and makes of them what can be multiplied."""
+    stages, is_narrow = static.tiling.stages, memory.wide_s is not None
+    _fetch_first(memory, work, static)
+
+    def chunk(i: jax.Array, nothing: None) -> None:
+        slot = lax.rem(i, jnp.int32(stages))
+        # 8 bits leave their slot here; 16 bits when the consumers have set it free, one turn later.
+        refilled = i + stages - (0 if is_narrow else 1)
+        next_ids = _block_ids(refilled, memory, work, static)
+        plgpu.barrier_wait(memory.kv_barriers.at[slot])
+        kv_s = memory.kv_s.at[slot]
+        if is_narrow:
+            kv_s = _widened(i, slot, memory, work, static)
+
+        @pl.when(_needs_cleaning(i, work, static))
+        def _() -> None:
+            _clean(i, kv_s, memory, work, static)
+            if not is_narrow:
+                _hand_over(slot, memory)
+
+        if is_narrow:
+            _hand_over(slot, memory)
+
+        @pl.when((refilled >= stages) & (refilled < work.num_chunks))
+        def _() -> None:
+            free_slot = lax.rem(refilled, jnp.int32(stages))
+            if not is_narrow:
+                _wait_until_free(free_slot, memory, work, static)
+            _fetch(next_ids, free_slot, memory, work, static)
+
+    lax.fori_loop(jnp.int32(0), work.num_chunks, chunk, None)
+
+
+def _widened(i: jax.Array, slot: jax.Array, memory: _Refs, work: _Work, static: Static) -> Any:
+    """A chunk in 16 bits, where the consumers have done with the one before it."""
+
+    @pl.when(i >= static.tiling.stages)
+    def _() -> None:
+        _wait_until_free(slot, memory, work, static)
+
+    _widen(memory.kv_s.at[slot], memory.wide_s.at[slot], static)
+    return memory.wide_s.at[slot]
+
+
+def _hand_over(slot: jax.Array, memory: _Refs) -> None:
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(memory.ready_barriers.at[slot])
+
+
+def _wait_until_free(slot: jax.Array, memory: _Refs, work: _Work, static: Static) -> None:
+    """Waits for the consumers of what lies in a slot."""
+    is_whole = _is_whole(work, static)
+    for number in range(static.tiling.num_consumers):
+
+        @pl.when(is_whole | (lax.rem(slot, jnp.int32(static.tiling.num_consumers)) == number))
+        def _(number: int = number) -> None:
+            plgpu.barrier_wait(memory.free_barriers.at[number * static.tiling.stages + slot])
+
+
+def _fetch_queries(me: _Consumer, memory: _Refs, work: _Work) -> None:
+    queries = memory.q.at[work.head, pl.ds(work.first_row + me.first_row, TILE_ROWS)]
+    plgpu.copy_gmem_to_smem(queries, memory.q_s.at[me.number], memory.q_barriers.at[me.number])
+
+
+def _fetch_first(memory: _Refs, work: _Work, static: Static) -> None:
+    """Starts the copies of as many chunks as have room."""
+    tiling = static.tiling
     if tiling.chunk_rows > tiling.chunk_tokens:
         # Rows that no copy reaches: what is multiplied with the zeros behind the context has to be a number.
         for slot in range(tiling.stages):
@@ -218,32 +383,61 @@ def _attend_tile(memory: _Refs, work: _Work, static: Static) -> None:
         def _(slot: int = slot) -> None:
             _fetch(_block_ids(jnp.int32(slot), memory, work, static), slot, memory, work, static)
 
-    plgpu.barrier_wait(memory.q_barrier)
 
-    def chunk(i: jax.Array, state: _State) -> _State:
-        slot = lax.rem(i, jnp.int32(tiling.stages))
-        # Read a turn before they are needed, so that no turn waits for them.
-        next_ids = _block_ids(i + tiling.stages, memory, work, static)
-        state = _attend_chunk(i, slot, state, memory, work, static)
+@contextmanager
+def _own_chunk(
+    i: jax.Array, me: _Consumer, is_masked: bool, memory: _Refs, work: _Work, static: Static
+) -> Iterator[Any]:
+    """A chunk that this warpgroup has fetched itself; when it is used, another is fetched to its place."""
+    stages = static.tiling.stages
+    slot = lax.rem(i, jnp.int32(stages))
+    # Read a turn before they are needed, so that no turn waits for them.
+    next_ids = _block_ids(i + stages, memory, work, static)
+    plgpu.barrier_wait(memory.kv_barriers.at[slot])
+    kv_s = memory.kv_s.at[slot]
+    if memory.wide_s is not None:
+        _widen(kv_s, memory.wide_s.at[me.number], static)
+        plgpu.commit_smem()
+        kv_s = memory.wide_s.at[me.number]
+    if is_masked:
 
-        @pl.when(i + tiling.stages < work.num_chunks)
+        @pl.when(_needs_cleaning(i, work, static))
         def _() -> None:
-            # All warps have read the slot, and what they wrote there comes before what the copies write.
+            _clean(i, kv_s, memory, work, static)
             plgpu.commit_smem()
-            _fetch(next_ids, slot, memory, work, static)
 
-        return state
+    yield kv_s
 
-    head_dim = static.spec.layout.head_dim
-    state = _State(
-        _laid_out(jnp.zeros((TILE_ROWS, head_dim), jnp.float32), _WGMMA, static),
-        _laid_out(jnp.full((TILE_ROWS,), _LOWEST, jnp.float32), _ROWS, static),
-        _laid_out(jnp.zeros((TILE_ROWS,), jnp.float32), _ROWS, static),
-    )
-    state = _State(
-        *lax.fori_loop(jnp.int32(0), work.num_chunks, lambda i, s: tuple(chunk(i, _State(*s))), tuple(state))
-    )
-    _store(state, memory, work, static)
+    @pl.when(i + stages < work.num_chunks)
+    def _() -> None:
+        # All warps have read the slot, and what they wrote there comes before what the copies write.
+        plgpu.commit_smem()
+        _fetch(next_ids, slot, memory, work, static)
+
+
+@contextmanager
+def _given_chunk(
+    i: jax.Array, me: _Consumer, is_masked: bool, memory: _Refs, work: _Work, static: Static
+) -> Iterator[Any]:
+    """A chunk of the producer's; when it is used, the producer may know."""
+    stages = static.tiling.stages
+    slot = lax.rem(i, jnp.int32(stages))
+    if memory.wide_s is not None:
+        plgpu.barrier_wait(memory.ready_barriers.at[slot])
+        yield memory.wide_s.at[slot]
+    else:
+        plgpu.barrier_wait(memory.kv_barriers.at[slot])
+        if is_masked:
+
+            @pl.when(_needs_cleaning(i, work, static))
+            def _() -> None:
+                plgpu.barrier_wait(memory.ready_barriers.at[slot])
+
+        yield memory.kv_s.at[slot]
+
+    @pl.when(i + stages < work.num_chunks)
+    def _() -> None:
+        plgpu.barrier_arrive(memory.free_barriers.at[me.number * stages + slot])
 
 
 class _State(NamedTuple):
@@ -252,6 +446,42 @@ class _State(NamedTuple):
     out: jax.Array
     max: jax.Array
     sum: jax.Array
+
+
+def _attend_chunks(me: _Consumer, held: Any, memory: _Refs, work: _Work, static: Static) -> _State:
+    """The softmax over a consumer's chunks, each of which it has while `held` holds it."""
+
+    def turn(is_masked: bool, j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        i = me.chunk(j)
+        with held(i, me, is_masked, memory, work, static) as kv_s:
+            return tuple(_attend_chunk(i, me, kv_s, _State(*state), is_masked, memory, work, static))
+
+    state: tuple[jax.Array, ...] = (
+        _laid_out(jnp.zeros((TILE_ROWS, static.spec.layout.head_dim), jnp.float32), _WGMMA, static),
+        _laid_out(jnp.full((TILE_ROWS,), _LOWEST, jnp.float32), _ROWS, static),
+        _laid_out(jnp.zeros((TILE_ROWS,), jnp.float32), _ROWS, static),
+    )
+    begin, end, count = (me.turns(n) for n in (*_seen_by_all(me, work, static), work.num_chunks))
+    masked, plain = functools.partial(turn, True), functools.partial(turn, False)
+    if static.tiling.chunk_rows > static.tiling.chunk_tokens:
+        return _State(*lax.fori_loop(jnp.int32(0), count, masked, state))
+    state = lax.fori_loop(jnp.int32(0), begin, masked, state)
+    state = lax.fori_loop(begin, end, plain, state)
+    return _State(*lax.fori_loop(end, count, masked, state))
+
+
+def _seen_by_all(me: _Consumer, work: _Work, static: Static) -> tuple[jax.Array, jax.Array]:
+    """The chunks of the part, from and to, whose keys are all there and are seen by all of a consumer's queries."""
+    tiling = static.tiling
+    span, group = jnp.int32(tiling.chunk_tokens), jnp.int32(tiling.group)
+    first_key = work.begin
+    if static.spec.kind.sliding_window is not None:
+        last_token = jnp.minimum(lax.div(me.first_row + TILE_ROWS - 1, group), work.num_tokens - 1)
+        first_key = jnp.maximum(first_key, work.position + last_token - work.window + 1)
+    end_key = jnp.minimum(work.end, work.position + lax.div(jnp.int32(me.first_row), group) + 1)
+    begin = jnp.clip(lax.div(first_key + span - 1, span) - work.first_chunk, 0, work.num_chunks)
+    end = jnp.clip(lax.div(end_key, span) - work.first_chunk, begin, work.num_chunks)
+    return begin, jnp.where(work.has_bad_ids > 0, begin, end)
 
 
 def _laid_out(numbers: jax.Array, layout: Any, static: Static) -> jax.Array:
@@ -288,24 +518,21 @@ def _fetch(block_ids: list[jax.Array], slot: Any, memory: _Refs, work: _Work, st
         )
 
 
-def _attend_chunk(i: jax.Array, slot: Any, state: _State, memory: _Refs, work: _Work, static: Static) -> _State:
-    spec, tiling = static.spec, static.tiling
-    plgpu.barrier_wait(memory.kv_barriers.at[slot])
-    kv_s = memory.kv_s.at[slot]
-    if memory.wide_s is not None:
-        _widen(kv_s, memory.wide_s, static)
-        plgpu.commit_smem()
-        kv_s = memory.wide_s
-    first_key = (work.first_chunk + i) * tiling.chunk_tokens
-    is_partly_seen = (first_key < work.begin) | (first_key + tiling.chunk_tokens > work.end)
-
-    @pl.when(is_partly_seen | (work.has_bad_ids > 0))
-    def _() -> None:
-        _clean(first_key, _block_ids(i, memory, work, static), kv_s, work, static)
-        plgpu.commit_smem()
-
-    k_s, v_s = (kv_s.at[:, pl.ds(part * spec.layout.head_dim, spec.layout.head_dim)] for part in range(2))
-    scores = _masked(_scores(memory, k_s, work, static), first_key, work, static)
+def _attend_chunk(
+    i: jax.Array,
+    me: _Consumer,
+    kv_s: Any,
+    state: _State,
+    is_masked: bool,
+    memory: _Refs,
+    work: _Work,
+    static: Static,
+) -> _State:
+    head_dim = static.spec.layout.head_dim
+    k_s, v_s = (kv_s.at[:, pl.ds(part * head_dim, head_dim)] for part in range(2))
+    scores = _scores(me, k_s, memory, work, static)
+    if is_masked:
+        scores = _masked(scores, i, me, work, static)
     new_max = jnp.maximum(state.max, scores.max(axis=1))
     weights = jnp.exp2(scores - lax.broadcast_in_dim(new_max, scores.shape, [0]))
     fade = jnp.exp2(state.max - new_max)
@@ -314,15 +541,15 @@ def _attend_chunk(i: jax.Array, slot: Any, state: _State, memory: _Refs, work: _
     return _State(out, new_max, state.sum * fade + weights.sum(axis=1))
 
 
-def _scores(memory: _Refs, k_s: Any, work: _Work, static: Static) -> jax.Array:
+def _scores(me: _Consumer, k_s: Any, memory: _Refs, work: _Work, static: Static) -> jax.Array:
     """Scores [64, chunk rows] in base 2."""
-    spec = static.spec
+    spec, q_s = static.spec, memory.q_s.at[me.number]
     if static.is_interpreted:
-        scores = jnp.dot(memory.q_s[...], k_s[...].T, preferred_element_type=jnp.float32)
+        scores = jnp.dot(q_s[...], k_s[...].T, preferred_element_type=jnp.float32)
     else:
 
         def product(sums: Any) -> jax.Array:
-            plgpu.wgmma(sums, memory.q_s, k_s.transpose((1, 0)))
+            plgpu.wgmma(sums, q_s, k_s.transpose((1, 0)))
             return sums[...]
 
         scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((TILE_ROWS, static.tiling.chunk_rows), jnp.float32))
@@ -334,12 +561,12 @@ def _scores(memory: _Refs, k_s: Any, work: _Work, static: Static) -> jax.Array:
     return (spec.kind.soft_cap * _LOG2_E) * (1 - 2 / (power + 1))
 
 
-def _masked(scores: jax.Array, first_key: jax.Array, work: _Work, static: Static) -> jax.Array:
+def _masked(scores: jax.Array, i: jax.Array, me: _Consumer, work: _Work, static: Static) -> jax.Array:
     """Minus infinity where a query does not see a key."""
     tiling = static.tiling
     rows, columns = (_count(scores.shape, axis, static) for axis in range(2))
-    keys = first_key + columns
-    positions = work.position + lax.div(rows, jnp.int32(tiling.group))
+    keys = _first_key(i, work, static) + columns
+    positions = work.position + lax.div(me.first_row + rows, jnp.int32(tiling.group))
     is_seen = (keys <= positions) & (keys < work.end) & (keys >= work.begin)
     if tiling.chunk_rows > tiling.chunk_tokens:
         is_seen &= columns < tiling.chunk_tokens
@@ -363,15 +590,16 @@ def _scale(part: int, memory: _Refs, work: _Work, static: Static) -> jax.Array:
     return memory.scales[(memory.layer[0] * static.spec.layout.num_kv_heads + work.head) * 2 + part]
 
 
-def _columns(static: Static, dtype: Any, width: int) -> list[Any]:
-    """Pieces of a chunk's rows: registers would not hold the whole."""
+def _columns(dtype: Any, width: int, num_columns: int) -> list[Any]:
+    """Pieces of rows that are stored in patterns of a width: registers would not hold the whole."""
     step = swizzle_bytes(width * jnp.dtype(dtype).itemsize) // jnp.dtype(dtype).itemsize
-    return [pl.ds(start, step) for start in range(0, 2 * static.spec.layout.head_dim, step)]
+    return [pl.ds(start, step) for start in range(0, num_columns, step)]
 
 
 def _widen(narrow_s: Any, wide_s: Any, static: Static) -> None:
     """8 bits to the queries' type."""
-    for columns in _columns(static, narrow_s.dtype, 2 * static.spec.layout.head_dim):
+    head_dim = static.spec.layout.head_dim
+    for columns in _columns(narrow_s.dtype, 2 * head_dim, 2 * head_dim):
         numbers = narrow_s[:, columns]
         if narrow_s.dtype != jnp.int8 and wide_s.dtype == jnp.bfloat16:
             numbers = numbers.astype(jnp.float32)  # no instruction goes from these 8 bits to bfloat16
@@ -379,15 +607,28 @@ def _widen(narrow_s: Any, wide_s: Any, static: Static) -> None:
 
 
 def _clear(kv_s: Any, is_narrow: bool, static: Static) -> None:
-    for columns in _columns(static, kv_s.dtype, static.spec.layout.head_dim * (2 if is_narrow else 1)):
+    head_dim = static.spec.layout.head_dim
+    for columns in _columns(kv_s.dtype, head_dim * (2 if is_narrow else 1), 2 * head_dim):
         shape = (static.tiling.chunk_rows, columns.size)
         kv_s[:, columns] = _laid_out(jnp.zeros(shape, kv_s.dtype), _WGMMA, static)
 
 
-def _clean(first_key: jax.Array, block_ids: list[jax.Array], kv_s: Any, work: _Work, static: Static) -> None:
+def _first_key(i: jax.Array, work: _Work, static: Static) -> jax.Array:
+    return (work.first_chunk + i) * static.tiling.chunk_tokens
+
+
+def _needs_cleaning(i: jax.Array, work: _Work, static: Static) -> jax.Array:
+    first_key = _first_key(i, work, static)
+    is_partly_seen = (first_key < work.begin) | (first_key + static.tiling.chunk_tokens > work.end)
+    return is_partly_seen | (work.has_bad_ids > 0)
+
+
+def _clean(i: jax.Array, kv_s: Any, memory: _Refs, work: _Work, static: Static) -> None:
     """Zeros for the keys and values that the tile does not see, and for those of blocks outside of the layer."""
     block_size = static.spec.layout.block_size
-    for columns in _columns(static, kv_s.dtype, static.spec.layout.head_dim):
+    first_key, block_ids = _first_key(i, work, static), _block_ids(i, memory, work, static)
+    head_dim = static.spec.layout.head_dim
+    for columns in _columns(kv_s.dtype, head_dim, 2 * head_dim):
         numbers = kv_s[:, columns]
         places = _count(numbers.shape, 0, static)
         keys = first_key + places
@@ -398,36 +639,85 @@ def _clean(first_key: jax.Array, block_ids: list[jax.Array], kv_s: Any, work: _W
         kv_s[:, columns] = jnp.where(is_kept, numbers, jnp.zeros_like(numbers))
 
 
-def _store(state: _State, memory: _Refs, work: _Work, static: Static) -> None:
-    place = work.item, work.head
-    memory.max_s[...] = state.max
-    memory.sum_s[...] = state.sum
+def _hand_in(state: _State, memory: _Refs) -> None:
+    """Gives the other consumer what this one has summed up: divided, in two numbers of 16 bits, as in `_store`."""
+    inverse = jnp.where(state.sum > 0, 1 / state.sum, 0.0)
+    plgpu.barrier_wait(memory.sum_barriers.at[0])  # its queries have done their part too
+    _write(state.out, inverse, memory.q_s.at[1])
+    _write_rounded_off(state.out, inverse, memory.q_s.at[0])
+    memory.max_s[1] = state.max
+    memory.sum_s[1] = state.sum
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(memory.sum_barriers.at[1])
+
+
+def _added_up(state: _State, memory: _Refs, static: Static) -> _State:
+    """The sums of the first consumer with those of the second one."""
+    plgpu.barrier_arrive(memory.sum_barriers.at[0])
+    plgpu.barrier_wait(memory.sum_barriers.at[1])
+    other_max, other_sum = (_read_rows(ref.at[1], static) for ref in (memory.max_s, memory.sum_s))
+    new_max = jnp.maximum(state.max, other_max)
+    fade, other_sum = jnp.exp2(state.max - new_max), jnp.exp2(other_max - new_max) * other_sum
+    out = state.out * lax.broadcast_in_dim(fade, state.out.shape, [0])
+    for number in (1, 0):
+        out += memory.q_s[number].astype(jnp.float32) * lax.broadcast_in_dim(other_sum, out.shape, [0])
+    return _State(out, new_max, state.sum * fade + other_sum)
+
+
+def _read_rows(ref: Any, static: Static) -> jax.Array:
+    """A number for each row, where its row is."""
+    return ref[...] if static.is_interpreted else plgpu.load(ref, (), layout=_ROWS)
+
+
+def _store(state: _State, me: _Consumer, memory: _Refs, work: _Work, static: Static) -> None:
+    place, q_s = (work.item, work.head), memory.q_s.at[me.number]
+    max_s, sum_s, rows = memory.max_s.at[me.number], memory.sum_s.at[me.number], pl.ds(me.first_row, TILE_ROWS)
+    max_s[...] = state.max
+    sum_s[...] = state.sum
     inverse = jnp.where(state.sum > 0, 1 / state.sum, 0.0)
     if memory.scales is not None:
         inverse *= _scale(1, memory, work, static)
-    out = state.out * lax.broadcast_in_dim(inverse, state.out.shape, [0])
-    memory.q_s[...] = out.astype(memory.q_s.dtype)  # the queries have done their part
+    _write(state.out, inverse, q_s)  # the queries have done their part
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(memory.max_s, memory.out_max.at[place])
-    plgpu.copy_smem_to_gmem(memory.sum_s, memory.out_sum.at[place])
-    _copy_out((*place, 0), memory, work, static)
+    plgpu.copy_smem_to_gmem(max_s, memory.out_max.at[(*place, rows)])
+    plgpu.copy_smem_to_gmem(sum_s, memory.out_sum.at[(*place, rows)])
+    _copy_out(q_s, (*place, 0), me, memory, work, static)
     if static.tiling.max_parts > 1:
         # Two numbers of 16 bits are as good as one of 32, and need no memory of their own.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        memory.q_s[...] = (out - out.astype(memory.q_s.dtype).astype(jnp.float32)).astype(memory.q_s.dtype)
+        _write_rounded_off(state.out, inverse, q_s)
         plgpu.commit_smem()
-        _copy_out((*place, 1), memory, work, static)
+        _copy_out(q_s, (*place, 1), me, memory, work, static)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _copy_out(place: tuple[Any, ...], memory: _Refs, work: _Work, static: Static) -> None:
-    """Starts the copy of a tile's results: of one token's where it has no more."""
-    rows = pl.ds(0, -(-static.tiling.group // 8) * 8)
+def _write(out: jax.Array, inverse: jax.Array, target_s: Any) -> None:
+    """The outputs divided, in 16 bits."""
+    for columns, piece in _divided(out, inverse, target_s.dtype):
+        target_s[:, columns] = piece.astype(target_s.dtype)
+
+
+def _write_rounded_off(out: jax.Array, inverse: jax.Array, target_s: Any) -> None:
+    """What `_write` has rounded off."""
+    for columns, piece in _divided(out, inverse, target_s.dtype):
+        target_s[:, columns] = (piece - piece.astype(target_s.dtype).astype(jnp.float32)).astype(target_s.dtype)
+
+
+def _divided(out: jax.Array, inverse: jax.Array, dtype: Any) -> Iterator[tuple[Any, jax.Array]]:
+    num_rows, width = out.shape
+    for columns in _columns(dtype, width, width):
+        piece = lax.slice(out, (0, columns.start), (num_rows, columns.start + columns.size))
+        yield columns, piece * lax.broadcast_in_dim(inverse, piece.shape, [0])
+
+
+def _copy_out(q_s: Any, place: tuple[Any, ...], me: _Consumer, memory: _Refs, work: _Work, static: Static) -> None:
+    """Starts the copy of a consumer's results: of one token's where the tile has no more."""
+    num_rows = -(-static.tiling.group // 8) * 8
 
     @pl.when(work.num_tokens == 1)
     def _() -> None:
-        plgpu.copy_smem_to_gmem(memory.q_s.at[rows], memory.out.at[(*place, rows)])
+        plgpu.copy_smem_to_gmem(q_s.at[pl.ds(0, num_rows)], memory.out.at[(*place, pl.ds(0, num_rows))])
 
     @pl.when(work.num_tokens > 1)
     def _() -> None:
-        plgpu.copy_smem_to_gmem(memory.q_s, memory.out.at[place])
+        plgpu.copy_smem_to_gmem(q_s, memory.out.at[(*place, pl.ds(me.first_row, TILE_ROWS))])

@@ -1,6 +1,7 @@
 """How the Hopper kernel cuts its work: into tiles of queries, chunks of keys, and parts of a context.
 
-tile     64 rows, as the tensor core wants them: 64 / group tokens of one row by the query heads of one KV head
+tile     64 rows, as the tensor core wants them: 64 / group tokens of one row by the query heads of one KV head;
+         or 128 of them for prompts, whose keys are then read half as often
 chunk    whole blocks, stored in 64 or 128 rows of shared memory, of which two or more are on their way
 part     chunks of a context that one block of threads works on; merged by the log-sum-exp
 
@@ -18,11 +19,17 @@ from jpaged.kernels.paged_attention.spec import AttentionSpec
 
 TILE_ROWS = 64
 """Rows of the smallest product of a warpgroup."""
+_NUM_CONSUMERS = 2
+"""Warpgroups that share what is fetched for a tile of 128 rows."""
 NUM_PROCESSORS = 132
 """The multiprocessors of an H100 SXM or H200. More only cuts a context into fewer parts than would fill the chip."""
 SHARED_BYTES = 232_448
 """What one block of threads may take, and `_RESERVED_BYTES` of it are the compiler's."""
 MAX_STAGES = 4
+_REGISTERS = 56, 224
+"""Of a thread of the producer and of the consumers: of 65536 for 384 threads, 504 for three of them."""
+_REGISTERS_OF_8_BITS = 88, 208
+"""And where the producer converts."""
 
 _RESERVED_BYTES = 4096
 _HALF_PROCESSOR_BYTES = 233_472 // 2 - 1024
@@ -47,6 +54,10 @@ class Tiling:
         max_parts: into which a tile's keys are cut at most; 1 cuts none.
         wanted_items: tiles and parts of one key/value head that keep the whole chip busy, and have room at once.
         min_chunks: chunks of a part, but for the last one.
+        num_consumers: warpgroups that multiply, each 64 rows: one, which fetches its keys itself, or two with a
+            producer beside them; then `stages` is even, so that a slot is always the same one's where they take turns.
+        producer_registers: of each of the producer's threads, where there is one.
+        consumer_registers: of each of a consumer's.
     """
 
     group: int
@@ -58,7 +69,14 @@ class Tiling:
     max_parts: int
     wanted_items: int
     min_chunks: int
-    tile_rows: int = TILE_ROWS
+    num_consumers: int = 1
+    producer_registers: int = 0
+    consumer_registers: int = 0
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile, used or not."""
+        return TILE_ROWS * self.num_consumers
 
     def num_tiles(self, num_tokens: int, num_rows: int) -> int:
         """The most tiles that so many tokens in so many rows make: only a row's last tile has room left."""
@@ -75,40 +93,79 @@ def chunk_rows(block_size: int) -> int:
     return 64 if block_size <= 64 else 128
 
 
-def stage_bytes(layout: KVLayout) -> int:
-    """Shared memory of one chunk on its way."""
-    return chunk_rows(layout.block_size) * 2 * layout.head_dim * layout.dtype.itemsize
+def stage_bytes(layout: KVLayout, num_consumers: int = 1) -> int:
+    """Shared memory of one chunk on its way; a producer makes 16 bits of 8 beside those."""
+    num_bytes = chunk_rows(layout.block_size) * 2 * layout.head_dim * layout.dtype.itemsize
+    return num_bytes + (_wide_bytes(layout) if num_consumers > 1 else 0)
 
 
-def fixed_bytes(layout: KVLayout) -> int:
-    """Shared memory beside the chunks: queries, sums, and where 8 bits become 16."""
-    wide_bytes = 2 * chunk_rows(layout.block_size) * 2 * layout.head_dim if layout.is_scaled else 0
-    return TILE_ROWS * layout.head_dim * 2 + 2 * TILE_ROWS * 4 + wide_bytes + _RESERVED_BYTES
+def fixed_bytes(layout: KVLayout, num_consumers: int = 1) -> int:
+    """Shared memory beside the chunks: queries, sums, and where one warpgroup alone makes 16 bits of 8."""
+    rows = TILE_ROWS * num_consumers
+    wide_bytes = _wide_bytes(layout) if num_consumers == 1 else 0
+    return rows * layout.head_dim * 2 + 2 * rows * 4 + wide_bytes + _RESERVED_BYTES
 
 
-def choose_tiling(spec: AttentionSpec, num_heads: int, num_tokens: int, table_width: int, num_lists: int = 1) -> Tiling:
+def _wide_bytes(layout: KVLayout) -> int:
+    return 2 * chunk_rows(layout.block_size) * 2 * layout.head_dim if layout.is_scaled else 0
+
+
+def choose_tiling(
+    spec: AttentionSpec,
+    num_heads: int,
+    num_tokens: int,
+    num_rows: int,
+    table_width: int,
+    num_lists: int = 1,
+) -> Tiling:
     """The cut for a call of these sizes; `num_lists`: of rows that see parts of the contexts."""
-    layout = spec.layout
-    rows = chunk_rows(layout.block_size)
-    group = num_heads // layout.num_kv_heads
-    chunk_blocks = rows // layout.block_size
-    chunk_tokens = chunk_blocks * layout.block_size
+    group = num_heads // spec.layout.num_kv_heads
+    prompt_tokens = num_tokens - num_rows
+    tiling = None
+    if prompt_tokens >= num_rows and prompt_tokens * group > TILE_ROWS:
+        tiling = wide_tiling(spec.layout, group)
+    tiling = tiling or narrow_tiling(spec.layout, group)
+    max_keys = table_width * spec.layout.block_size
+    if spec.kind.sliding_window is not None:
+        max_keys = min(max_keys, spec.kind.sliding_window + tiling.tile_tokens)
+    merged_bytes = num_lists * num_tokens * num_heads * spec.layout.head_dim * 4
+    max_parts = min(tiling.wanted_items, max_keys // _MIN_PART_TOKENS, _MERGE_BYTES // merged_bytes)
+    return dataclasses.replace(tiling, max_parts=max(1, max_parts))
+
+
+def narrow_tiling(layout: KVLayout, group: int) -> Tiling:
+    """Tiles of 64 rows, and contexts that are not cut."""
     fixed, stage = fixed_bytes(layout), stage_bytes(layout)
     limit = _HALF_PROCESSOR_BYTES if fixed + 2 * stage <= _HALF_PROCESSOR_BYTES else SHARED_BYTES
-    tiling = Tiling(
+    return _tiling(layout, group, 1, min(MAX_STAGES, (limit - fixed) // stage))
+
+
+def wide_tiling(layout: KVLayout, group: int) -> Tiling | None:
+    """Tiles of 128 rows, and contexts that are not cut; None where shared memory has no room for them."""
+    room = SHARED_BYTES - fixed_bytes(layout, _NUM_CONSUMERS)
+    stages = min(MAX_STAGES, room // stage_bytes(layout, _NUM_CONSUMERS)) // _NUM_CONSUMERS * _NUM_CONSUMERS
+    if stages == 0:
+        return None
+    producer, consumer = _REGISTERS_OF_8_BITS if layout.is_scaled else _REGISTERS
+    return dataclasses.replace(
+        _tiling(layout, group, _NUM_CONSUMERS, stages), producer_registers=producer, consumer_registers=consumer
+    )
+
+
+def _tiling(layout: KVLayout, group: int, num_consumers: int, stages: int) -> Tiling:
+    rows = chunk_rows(layout.block_size)
+    chunk_blocks = rows // layout.block_size
+    chunk_tokens = chunk_blocks * layout.block_size
+    blocks_per_processor = 2 if num_consumers == 1 else 1
+    return Tiling(
         group=group,
-        tile_tokens=TILE_ROWS // group,
+        tile_tokens=TILE_ROWS * num_consumers // group,
         chunk_blocks=chunk_blocks,
         chunk_tokens=chunk_tokens,
         chunk_rows=rows,
-        stages=min(MAX_STAGES, (limit - fixed) // stage),
+        stages=stages,
         max_parts=1,
-        wanted_items=max(1, 2 * NUM_PROCESSORS // layout.num_kv_heads),
+        wanted_items=max(1, blocks_per_processor * NUM_PROCESSORS // layout.num_kv_heads),
         min_chunks=-(-_MIN_PART_TOKENS // chunk_tokens),
+        num_consumers=num_consumers,
     )
-    max_keys = table_width * layout.block_size
-    if spec.kind.sliding_window is not None:
-        max_keys = min(max_keys, spec.kind.sliding_window + tiling.tile_tokens)
-    merged_bytes = num_lists * num_tokens * num_heads * layout.head_dim * 4
-    max_parts = min(tiling.wanted_items, max_keys // _MIN_PART_TOKENS, _MERGE_BYTES // merged_bytes)
-    return dataclasses.replace(tiling, max_parts=max(1, max_parts))
