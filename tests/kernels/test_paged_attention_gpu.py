@@ -98,20 +98,21 @@ class TestCutContexts(Interpreted):
 
 
 @pytest.mark.long
-class TestTwoConsumers(Interpreted):
-    """Every promise again with a producer and two consumers, and sizes and types all together."""
-
-    tile_rows = 128
-
-    @pytest.mark.parametrize(
-        "shape",
-        [
-            Shape(num_heads=6, num_kv_heads=1, head_dim=80, block_size=8, kv_dtype="int8", soft_cap=30.0),
-            Shape(num_heads=7, num_kv_heads=1, head_dim=64, block_size=48, dtype="bfloat16", sliding_window=50),
-        ],
-    )
-    def test_sizes_and_types_together(self, shape: Shape) -> None:
-        self.check(RAGGED["mixed"], shape)
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        ("mixed", Shape(num_heads=6, num_kv_heads=1, head_dim=80, block_size=8, kv_dtype="int8", soft_cap=30.0)),
+        ("chunk_continues", Shape(num_heads=7, num_kv_heads=1, block_size=48, dtype="bfloat16", sliding_window=50)),
+        ("empty_rows", Shape(num_heads=16, num_kv_heads=1, sliding_window=7)),
+        ("longest_table", Shape(num_heads=33, num_kv_heads=1, dtype="bfloat16", kv_dtype="float8_e4m3fn")),
+    ],
+)
+def test_two_consumers_with_sizes_and_types_together(rows: str, shape: Shape) -> None:
+    """The rest of the promises is the plan's and the masks', which know no warpgroups."""
+    suite = Interpreted()
+    suite.tile_rows = 128
+    num_tokens = sum(num_queries for num_queries, _ in RAGGED[rows])
+    suite.check(RAGGED[rows], dataclasses.replace(shape, num_tokens=num_tokens, num_rows=len(RAGGED[rows])))
 
 
 # Small enough for the quick suite, and between them they reach every branch of the kernel.
