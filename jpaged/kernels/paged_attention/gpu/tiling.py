@@ -28,6 +28,8 @@ SHARED_BYTES = 232_448
 MAX_STAGES = 4
 _REGISTERS = 56, 224
 """Of a thread of the producer and of the consumers: of 65536 for 384 threads, 504 for three of them."""
+_MAX_WIDE_HEAD_DIM = 128
+"""With 256, a consumer's registers spill."""
 _REGISTERS_OF_8_BITS = 88, 208
 """And where the producer converts."""
 
@@ -141,7 +143,9 @@ def narrow_tiling(layout: KVLayout, group: int) -> Tiling:
 
 
 def wide_tiling(layout: KVLayout, group: int) -> Tiling | None:
-    """Tiles of 128 rows, and contexts that are not cut; None where shared memory has no room for them."""
+    """Tiles of 128 rows, and contexts that are not cut; None where shared memory or registers have no room for them."""
+    if layout.head_dim > _MAX_WIDE_HEAD_DIM:
+        return None
     room = SHARED_BYTES - fixed_bytes(layout, _NUM_CONSUMERS)
     stages = min(MAX_STAGES, room // stage_bytes(layout, _NUM_CONSUMERS)) // _NUM_CONSUMERS * _NUM_CONSUMERS
     if stages == 0:
