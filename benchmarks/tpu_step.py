@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -232,19 +233,20 @@ def table(steps: Sequence[StepCycles]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Count the cycles of a step on TPUs that are not here.")
-    parser.add_argument("--topology", default="v6e:1x1")
+    parser.add_argument("--topology", nargs="+", default=["v6e:1x1", "v6e:2x4"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 2048])
     parser.add_argument("--operations", action="store_true", help="print every operation that is no product")
     parser.add_argument("--save", action="store_true", help="record the table in benchmarks/results")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.here:
-        for num_tokens in chosen.tokens:
-            operations = layer_operations(compile_step(chosen.topology, num_tokens))
-            step = StepCycles(chosen.topology, num_tokens, tuple(operations))
+        for topology, num_tokens in itertools.product(chosen.topology, chosen.tokens):
+            operations = layer_operations(compile_step(topology, num_tokens))
+            step = StepCycles(topology, num_tokens, tuple(operations))
             sys.stdout.write(_MARK + json.dumps(dataclasses.asdict(step)) + "\n")
         return
-    steps, console = count(chosen.topology, chosen.tokens), Console()
+    steps = [step for topology in chosen.topology for step in count(topology, chosen.tokens)]
+    console = Console()
     for step in steps if chosen.operations else ():
         for operation in step.operations:
             if not operation.is_copied:

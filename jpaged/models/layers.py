@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,16 +35,60 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((width,), dtype))
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises the last axis."""
+    def __call__(self, x: jax.Array, squares: jax.Array | None = None) -> jax.Array:
+        """Normalises the last axis; the sum of its squares may be there already."""
         x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        squares = self.measure(x) if squares is None else squares
+        x32 = x32 * jax.lax.rsqrt(squares[..., None] / x.shape[-1] + self.eps)
         return (x32 * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
     @property
     def for_kernel(self) -> product.Norm:
         """What a product kernel does in its place."""
         return product.Norm("rms", self.eps, self.scale[...])
+
+    @staticmethod
+    def measure(x: jax.Array) -> jax.Array:
+        """The sum of the squares of the last axis, in float32."""
+        return jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Hidden states on their way to the next layer, and what its norm asks of them, measured where they arise.
+
+    XLA for TPUs then adds and measures in one pass; what is on the two sides of a loop's end it does not join.
+
+    Attributes:
+        x_te: the states.
+        squares_t: the sum of each token's squares in float32; None leaves it to the norm.
+    """
+
+    x_te: jax.Array
+    squares_t: jax.Array | None
+
+    @classmethod
+    def of(cls, x_te: jax.Array, *, is_measured: bool) -> Measured:
+        """States, measured or not."""
+        return cls(x_te, RMSNorm.measure(x_te) if is_measured else None)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredNorm:
+    """A norm of states that were measured before."""
+
+    norm: RMSNorm
+    squares_t: jax.Array | None
+
+    def __call__(self, x_te: jax.Array) -> jax.Array:
+        """Normalises the states that were measured."""
+        return self.norm(x_te, self.squares_t)
+
+    @property
+    def for_kernel(self) -> product.Norm:
+        """What a product kernel does in its place; it measures by itself."""
+        return self.norm.for_kernel
 
 
 class LayerNorm(nnx.Module):
@@ -73,7 +118,7 @@ class LayerNorm(nnx.Module):
         return product.Norm("layer", self.eps, scale, bias)
 
 
-Norm = RMSNorm | LayerNorm
+Norm = RMSNorm | MeasuredNorm | LayerNorm
 
 
 class Linear(nnx.Module):
@@ -231,8 +276,12 @@ class Ends(nnx.Module):
         self.lm_head = None if is_tied else Embedding(config.vocab_size, width, dtype, keys[1])
 
     @abc.abstractmethod
-    def begin(self, tokens: TokenBatch) -> tuple[jax.Array, Any]:
-        """The hidden states `[T, E]` before the first layer, and what all layers share: a tree of arrays."""
+    def begin(self, tokens: TokenBatch) -> tuple[Any, Any]:
+        """What goes into the first layer, hidden states `[T, E]` as a rule, and what all layers share: two trees."""
+
+    def end(self, x: Any) -> jax.Array:
+        """The hidden states `[T, E]` of what comes out of the last layer."""
+        return x
 
     @property
     @abc.abstractmethod

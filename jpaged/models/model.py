@@ -81,13 +81,13 @@ class Model:
             hidden states `[T, E]` in the model's type, and the carry.
         """
         ends, graph = self._ends(params), _layer_graph(self.config, self.dtype)
-        x_te, shared = ends.begin(tokens)
+        x, shared = ends.begin(tokens)
 
-        def layer(params: Params, x_te: jax.Array, carry: Any, place: LayerPlace) -> tuple[jax.Array, Any]:
-            return nnx.merge(graph, nnx.State(params))(x_te, shared, attend, carry, place)
+        def layer(params: Params, x: Any, carry: Any, place: LayerPlace) -> tuple[Any, Any]:
+            return nnx.merge(graph, nnx.State(params))(x, shared, attend, carry, place)
 
-        x_te, carry = run_layers(layer, params["layers"], x_te, carry, self.config.attention_kinds, mode=layer_mode)
-        return x_te, carry
+        x, carry = run_layers(layer, params["layers"], x, carry, self.config.attention_kinds, mode=layer_mode)
+        return ends.end(x), carry
 
     def logits(self, params: Params, hidden_re: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """Hidden states `[R, E]` to float32 logits `[R, V]`, by the final norm and the output matrix.

@@ -30,13 +30,13 @@ class LayerPlace:
     attention: AttentionKind = dataclasses.field(metadata={"static": True})
 
 
-# One layer: (its parameters, x, carry, its place) -> (x, carry).
-Layer = Callable[[Any, jax.Array, Any, LayerPlace], tuple[jax.Array, Any]]
+# One layer: (its parameters, x, carry, its place) -> (x, carry); x is hidden states, or a tree with them.
+Layer = Callable[[Any, Any, Any, LayerPlace], tuple[Any, Any]]
 
 
 def run_layers(
-    layer: Layer, layer_params: Any, x: jax.Array, carry: Any, kinds: Sequence[AttentionKind], *, mode: LayerMode
-) -> tuple[jax.Array, Any]:
+    layer: Layer, layer_params: Any, x: Any, carry: Any, kinds: Sequence[AttentionKind], *, mode: LayerMode
+) -> tuple[Any, Any]:
     """Runs x and the carry through every layer in order.
 
     The carry (the whole KV pool when serving) stays one donated value in both modes: it is never sliced by layer.
@@ -52,7 +52,7 @@ def run_layers(
     """
     if mode == "scan" and len(set(kinds)) == 1:
         # The layer's number is counted: read off an array it is an operation of its own.
-        def body(state: tuple[jax.Array, Any, jax.Array], params: Any) -> tuple[tuple[jax.Array, Any, jax.Array], None]:
+        def body(state: tuple[Any, Any, jax.Array], params: Any) -> tuple[tuple[Any, Any, jax.Array], None]:
             x, carry, layer_index = state
             return (*layer(params, x, carry, LayerPlace(layer_index, kinds[0])), layer_index + 1), None
 

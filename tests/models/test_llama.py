@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,14 @@ from numpy.typing import DTypeLike
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.models import rope
 from jpaged.models.hf_config import from_hf
 from jpaged.models.layers import Params
 from jpaged.models.llama.config import LlamaConfig
 from jpaged.models.model import Model
 from jpaged.models.rope import cos_sin
 from jpaged.models.stack import LayerMode, run_layers
-from jpaged.models.tokens import TokenBatch
+from jpaged.models.tokens import HeadsKernel, TokenBatch
 from tests.models import dense
 from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
 
@@ -73,6 +75,27 @@ def test_the_carry_passes_every_layer_in_order_with_its_index() -> None:
         for mode, layer_params in (("loop", list(params)), ("scan", params)):
             x, carry = run(layer, layer_params, jnp.zeros(2), jnp.zeros(3), kinds, mode=mode)
             assert [*carry.tolist(), x[0]] == sums
+
+
+def test_states_measured_where_they_arise_are_normalised_alike(tmp_path: Path) -> None:
+    """A kernel that turns heads has states measured ahead of the norms that ask; here one that does as XLA would."""
+    case = tiny_case("llama_mha")
+
+    def turn(qkv_tkrd: jax.Array, angles: Any, norms: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        assert norms is None
+        q, k, v = jnp.split(qkv_tkrd, (qkv_tkrd.shape[2] - 2, qkv_tkrd.shape[2] - 1), axis=2)
+        q_thd = q.reshape(len(q), -1, q.shape[3])
+        return rope.apply(q_thd, *angles), rope.apply(k[:, :, 0], *angles), v[:, :, 0]
+
+    def hidden(heads: HeadsKernel | None, mode: LayerMode) -> jax.Array:
+        positions = jnp.arange(len(TOKENS))
+        tokens = TokenBatch(jnp.asarray(TOKENS), positions, positions + 1, heads=heads)
+        params = params_of(case, tmp_path, mode)
+        return jax.jit(lambda: model_of(case).run(params, tokens, dense.attend, (), mode)[0])()
+
+    kernel = HeadsKernel(lambda cos_td, sin_td: (cos_td, sin_td), turn)
+    for mode in MODES:
+        np.testing.assert_allclose(hidden(kernel, mode), hidden(None, "loop"), rtol=1e-5, atol=1e-5)
 
 
 def test_a_loop_traces_and_lowers_its_layer_once() -> None:

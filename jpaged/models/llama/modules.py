@@ -11,7 +11,18 @@ import numpy as np
 from flax import nnx
 
 from jpaged.models import rope
-from jpaged.models.layers import Attend, Ends, EndsKeys, GatedLinear, Linear, QKVLinear, RMSNorm
+from jpaged.models.layers import (
+    Attend,
+    Ends,
+    EndsKeys,
+    GatedLinear,
+    Linear,
+    Measured,
+    MeasuredNorm,
+    Norm,
+    QKVLinear,
+    RMSNorm,
+)
 from jpaged.models.llama.config import LlamaConfig
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import HeadsKernel, TokenBatch
@@ -44,7 +55,7 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
 
-    def project(self, x_te: jax.Array, shared: LlamaShared, norm: RMSNorm) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x_te: jax.Array, shared: LlamaShared, norm: Norm) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(q_thd, k_tkd, v_tkd) of the normalised states, queries and keys rotated, queries not scaled."""
         head_norms = None
         if self.q_norm is not None and self.k_norm is not None:
@@ -71,14 +82,16 @@ class LlamaLayer(nnx.Module):
         self.mlp = MLP(config, dtype, rngs)
 
     def __call__(
-        self, x_te: jax.Array, shared: LlamaShared, attend: Attend, carry: Any, place: LayerPlace
-    ) -> tuple[jax.Array, Any]:
+        self, x: Measured, shared: LlamaShared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[Measured, Any]:
         """One layer over packed tokens; attend, carry and place as in `Model.run`."""
-        o_thd, carry = attend(*self.attention.project(x_te, shared, self.attention_norm), carry, place)
+        x_te, norm = x.x_te, MeasuredNorm(self.attention_norm, x.squares_t)
+        o_thd, carry = attend(*self.attention.project(x_te, shared, norm), carry, place)
         o_te, num_tokens = o_thd.astype(x_te.dtype).reshape(x_te.shape[0], -1), shared.num_tokens
         x_te = self.attention.out(o_te, num_tokens, residual=x_te)
         inner_tf = self.mlp.gate_up(x_te, num_tokens, norm=self.mlp_norm)
-        return self.mlp.down(inner_tf, num_tokens, residual=x_te), carry
+        x_te = self.mlp.down(inner_tf, num_tokens, residual=x_te)
+        return Measured.of(x_te, is_measured=x.squares_t is not None), carry
 
 
 class LlamaEnds(Ends):
@@ -89,13 +102,18 @@ class LlamaEnds(Ends):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.config = config
 
-    def begin(self, tokens: TokenBatch) -> tuple[jax.Array, LlamaShared]:
-        """See `Ends`."""
+    def begin(self, tokens: TokenBatch) -> tuple[Measured, LlamaShared]:
+        """See `Ends`; states are measured where the layers are a loop on a TPU."""
         config, heads = self.config, tokens.heads
         angles = rope.cos_sin(config.rope, config.head_dim, tokens.positions_t, tokens.rope_lens_t)
         # Behind the barrier, XLA for TPUs does not compute them again in every layer.
         angles = jax.lax.optimization_barrier(angles if heads is None else heads.angles(*angles))
-        return self.embed(tokens.ids_t), LlamaShared(angles, tokens.num_in_use, heads)
+        x = Measured.of(self.embed(tokens.ids_t), is_measured=heads is not None)
+        return x, LlamaShared(angles, tokens.num_in_use, heads)
+
+    def end(self, x: Measured) -> jax.Array:
+        """See `Ends`."""
+        return x.x_te
 
     @property
     def final_norm(self) -> RMSNorm:

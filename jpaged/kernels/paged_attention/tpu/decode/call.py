@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jpaged.kernels.paged_attention.spec import AttentionCall, NewKV, Updated
 
@@ -95,14 +96,16 @@ def _scales(call: AttentionCall, plan: Plan) -> Float[Array, "2 bundles rows 128
     from jpaged.kernels.paged_attention.tpu.words import FP8_SHIFT
 
     layout, kind = call.spec.layout, call.spec.kind
-    scales_k2 = jnp.ones((layout.num_kv_heads, 2), jnp.float32)
+    # Without scales in the pool all of it is a constant: XLA for TPUs would make it again in every layer.
+    xnp: Any = np if call.scales_lk2 is None else jnp
+    scales_k2: Any = np.ones((layout.num_kv_heads, 2), np.float32)
     if call.scales_lk2 is not None:
         scales_k2 = call.scales_lk2[call.layer].astype(jnp.float32)
     tiny = (2.0 ** (FP8_SHIFT - LIFT), 2.0**FP8_SHIFT) if plan.is_tiny else (1.0, 1.0)
     factors = (kind.scale * (1.0 if kind.soft_cap is not None else LOG2_E) * tiny[0], tiny[1])
-    scales_2k = (scales_k2 * jnp.asarray(factors, jnp.float32)).T
+    scales_2k = (scales_k2 * np.asarray(factors, np.float32)).T
     missing = plan.num_bundles * plan.sizes.bundle - layout.num_kv_heads
-    scales_2bh = jnp.pad(scales_2k, ((0, 0), (0, missing))).reshape(2, plan.num_bundles, -1)
-    scales_2br = jnp.repeat(scales_2bh, plan.group, axis=2)
-    scales_2br = jnp.pad(scales_2br, ((0, 0), (0, 0), (0, plan.rows - scales_2br.shape[2])))
-    return jnp.broadcast_to(scales_2br[..., None], (*scales_2br.shape, 128))
+    scales_2bh = xnp.pad(scales_2k, ((0, 0), (0, missing))).reshape(2, plan.num_bundles, -1)
+    scales_2br = xnp.repeat(scales_2bh, plan.group, axis=2)
+    scales_2br = xnp.pad(scales_2br, ((0, 0), (0, 0), (0, plan.rows - scales_2br.shape[2])))
+    return jnp.asarray(xnp.broadcast_to(scales_2br[..., None], (*scales_2br.shape, 128)))
