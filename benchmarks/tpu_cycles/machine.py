@@ -21,6 +21,9 @@ from benchmarks.tpu_cycles.program import Block, Instruction, Program
 GRANULE_BYTES = 32
 """The unit of a DMA's size and of addresses outside of scalar memory."""
 
+_TILE = (8, 128)
+_STEP_NUMBERS = 128
+"""Of 32 bits, that a DMA with a stride moves at once: it counts steps in them."""
 _MASK, _SIGN = 0xFFFFFFFF, 0x80000000
 _MOST_CYCLES = 200_000_000
 _OPERAND = re.compile(r"inlined_call_operand\.(<[^>]*>|\w+) \[shape: (\w+)\[([\d,]*)\], index: (\d+), kind: (\w+)")
@@ -180,6 +183,7 @@ class Machine:
         self._program, self._operands, self._memory = program, operands, memory
         self._pool = {f"operand {index}" for index in (pool, *program.aliases.get(pool, ()))}
         self._smem: dict[tuple[str, int], Any] = {(program.core_place, 0): core} if program.core_place else {}
+        self._integers: dict[str, np.ndarray] = {}
         self._flags: defaultdict[tuple[str, int], deque[list[float]]] = defaultdict(deque)
         self._memory_is_free, self._now, self._has_waited = 0.0, 0.0, False
         self._run = Run([0] * len(program.blocks))
@@ -270,12 +274,14 @@ class Machine:
             raise LostTrack("the address of a scalar store")
         self._smem[place.base, place.offset] = value if is_sure else _UNKNOWN
 
-    def _start(self, source: Any, size: Any, target: Any, flag: Any, kind: str, after: int) -> None:
+    def _start(
+        self, source: Any, size: Any, target: Any, flag: Any, kind: str, after: int, stride: Any, num_steps: Any
+    ) -> None:
         if not isinstance(size, int) or not isinstance(flag, Place):
             raise LostTrack(f"the size or the semaphore of a {kind}")
         num_bytes = size * GRANULE_BYTES
         if kind.endswith("_to_smem"):
-            self._fill(source, num_bytes, target)
+            self._fill(source, num_bytes, target, stride, num_steps)
         begin = self._now + after + self._memory.latency
         is_far = "hbm" in kind or kind == "dma.general"
         if is_far:
@@ -284,17 +290,26 @@ class Machine:
             self._run.pool_bytes, self._run.num_fetches = self._run.pool_bytes + num_bytes, self._run.num_fetches + 1
         self._flags[flag.base, flag.offset].append([begin, size, is_pool])
 
-    def _fill(self, source: Any, num_bytes: int, target: Any) -> None:
-        """Copies an operand's integers into scalar memory; beyond its end lies what pads it."""
+    def _fill(self, source: Any, num_bytes: int, target: Any, stride: Any, num_steps: Any) -> None:
+        """Copies an operand's integers into scalar memory; beyond its end lies what pads it.
+
+        Where it has a stride, so many steps of 512 bytes follow each other, and the next begin a stride behind them.
+        """
         if not isinstance(source, Place) or not isinstance(target, Place):
             raise LostTrack("the address of a DMA to scalar memory")
         operand = self._operands.get(int(source.base.removeprefix("operand ")))
         if operand is None:
             raise LostTrack(f"{source.base}, which is read into scalar memory but not known")
-        begin = source.offset * GRANULE_BYTES // 4
-        for i, number in enumerate(operand.reshape(-1)[begin : begin + num_bytes // 4].tolist()):
-            known = isinstance(number, int)
-            self._smem[target.base, target.offset + i] = number & _MASK if known else _UNKNOWN
+        if source.base not in self._integers:
+            self._integers[source.base] = _as_it_lies(operand)
+        numbers, begin = self._integers[source.base], source.offset * GRANULE_BYTES // 4
+        num_numbers = num_bytes // 4 if stride is None else num_steps * _STEP_NUMBERS
+        stride_numbers = 0 if stride is None else stride * GRANULE_BYTES // 4
+        for i in range(num_bytes // 4):
+            place = begin + i // num_numbers * stride_numbers + i % num_numbers
+            number = numbers[place].item() if place < len(numbers) else None
+            if number is not None:
+                self._smem[target.base, target.offset + i] = number & _MASK if isinstance(number, int) else _UNKNOWN
 
     def _wait(self, flag: Any, size: Any, after: int) -> None:
         if not isinstance(size, int) or not isinstance(flag, Place):
@@ -315,6 +330,17 @@ class Machine:
         stalled = max(0.0, ready - self._now - after)
         self._now += stalled
         self._run.num_stalled += stalled
+
+
+def _as_it_lies(operand: np.ndarray) -> np.ndarray:
+    """The numbers of an operand in the order of their addresses: what has two axes lies in tiles of 8 x 128."""
+    if operand.ndim < 2:
+        return operand.reshape(-1)
+    if operand.ndim > 2 or operand.shape[0] < _TILE[0]:
+        raise LostTrack(f"an operand of the shape {operand.shape} that is read into scalar memory")
+    tiles = np.pad(operand, [(0, -size % tile) for size, tile in zip(operand.shape, _TILE, strict=True)])
+    rows, columns = (size // tile for size, tile in zip(tiles.shape, _TILE, strict=True))
+    return tiles.reshape(rows, _TILE[0], columns, _TILE[1]).swapaxes(1, 2).reshape(-1)
 
 
 class _Names:
@@ -427,7 +453,8 @@ def _dma(name: str, operands: str, names: _Names, after: int) -> str:
         ends = labels[source], labels["size_in_granules"], labels[target], labels["dst_syncflagno"]
     except KeyError as missing:
         raise LostTrack(f"a {name} without {missing}, but with {', '.join(labels) or 'no names'}") from missing
-    return f"start({', '.join(ends)}, {name!r}, {after})"
+    strides = (labels.get(label, "None") for label in ("src_stride", "steps_per_stride"))
+    return f"start({', '.join(ends)}, {name!r}, {after}, {', '.join(strides)})"
 
 
 def _value(name: str, operands: str, names: _Names) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:LB|LH|PF|PB|LE|CT)?\s*:[\s>]*(\{.*)", re.DOTALL)
 _REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
+_REGION_END = re.compile(r"(?<!/)End region (\d+)")
 _COMMENT = re.compile(r"/\*(?!\w+=\*/).*?\*/", re.DOTALL)  # all but the names of operands, as in /*src=*/%s1
 _CORE = re.compile(r"= sld \[smem:\[(#allocation\d+)\]\]\s*/\* (?:megacore )?core id")
 _INSTRUCTION = re.compile(r"(?:(%\S+) = )?([a-zA-Z][\w.]*(?:<[^>]*>)?)\s*(.*)", re.DOTALL)
@@ -51,12 +52,14 @@ class Jump:
         predicate: name of it, or "" where the jump is always taken.
         is_negated: whether the predicate is.
         target: bundle.
+        target_end: last bundle of the region that begins there, or None.
     """
 
     bundle: int
     predicate: str
     is_negated: bool
     target: int
+    target_end: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +115,11 @@ def parse(name: str, bundles_text: str, uses_text: str) -> Program:
         raise UnreadableProgram(f"{name}: {len(texts)} bundles, and the use of units of {len(uses)}")
     starts = {int(region): i for i, text in enumerate(texts) for region in _REGION.findall(text)}
     starts = _ends(bundles_text, len(texts)) | starts
+    ends = {int(region): i for i, text in enumerate(texts) for region in _REGION_END.findall(text)}
     bundles = tuple(tuple(_instructions(text)) for text in texts)
-    jumps = [_jump(name, i, one, starts) for i, bundle in enumerate(bundles) for one in bundle if _is_control(one)]
+    jumps = [
+        _jump(name, i, one, starts, ends) for i, bundle in enumerate(bundles) for one in bundle if _is_control(one)
+    ]
     blocks = _blocks(name, len(bundles), jumps, list(starts.values()))
     matrix = [units.index(unit) for unit in _MATRIX_UNITS if unit in units]
     if not matrix:
@@ -189,13 +195,14 @@ def _is_control(instruction: Instruction) -> bool:
     return _CONTROL.match(instruction.name) is not None
 
 
-def _jump(name: str, bundle: int, instruction: Instruction, starts: dict[int, int]) -> Jump:
+def _jump(name: str, bundle: int, instruction: Instruction, starts: dict[int, int], ends: dict[int, int]) -> Jump:
     found = _JUMP.fullmatch(instruction.operands)
     if instruction.name != "sbr.rel" or found is None or int(found[3]) not in starts:
         raise UnreadableProgram(
             f"{name}, bundle {bundle:#x}: the jump `{instruction.name} {instruction.operands}` is not understood"
         )
-    return Jump(bundle, found[2] or "", found[1] == "!", starts[int(found[3])])
+    region = int(found[3])
+    return Jump(bundle, found[2] or "", found[1] == "!", starts[region], ends.get(region))
 
 
 def _blocks(name: str, num_bundles: int, jumps: Sequence[Jump], regions: Sequence[int]) -> list[Block]:
@@ -207,8 +214,12 @@ def _blocks(name: str, num_bundles: int, jumps: Sequence[Jump], regions: Sequenc
     most = max((gap for gap in gaps if gap <= _MOST_DELAYED), default=0)
     if jumps and not most:
         raise UnreadableProgram(f"{name}: no jump is followed by a region within {_MOST_DELAYED} bundles")
+    is_short = min(gaps, default=0) < most
     for jump, gap in zip(jumps, gaps, strict=True):
-        ends[jump.bundle + 1 + min(gap, most)] = jump
+        # What lies behind the end of a loop that is jumped back to runs once.
+        is_loop = is_short and jump.target <= jump.bundle <= (jump.target_end or 0)
+        left = (jump.target_end or 0) - jump.bundle if is_loop else most
+        ends[jump.bundle + 1 + min(gap, left, most)] = jump
     bounds = sorted({0, num_bundles, *(jump.target for jump in jumps), *(end for end in ends if end < num_bundles)})
     blocks = [Block(begin, end, ends.get(end)) for begin, end in pairwise(bounds)]
     for block in blocks:

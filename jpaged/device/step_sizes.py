@@ -10,12 +10,11 @@ The least are the platform's own defaults of `block_size`, `max_num_seqs` and `m
    Where the device is not in the table of `jpaged.hardware`, both are the platform's.
 3. A step has a token for every row: more tokens than these where more rows were chosen, and fewer rows where fewer
    tokens were.
-4. On a TPU blocks of 128 where one device's part of a smaller one is below 64 KiB.
-5. The first block size with which the platform's own attention kernel runs, of that and, on TPUs, 128: the block
-   tables of long sequences are too large for a TPU's scalar memory with the first.
-6. Where it runs with neither, half the rows, and again half, down to 8, with the last block size.
-7. Where it never runs, because of what was chosen or of the device: 1 to 4 alone. The kernel is passed over then, and
-   `passed_over` says why, and which option would bring it back.
+4. On a TPU blocks of 128 where one device's part of a smaller one is below 64 KiB, or where the block tables of the
+   platform's rows have a MiB already.
+
+Where the platform's own attention kernel does not run with them, because of what was chosen or of the device, it is
+passed over: `passed_over` says why, and which option would bring it back.
 
 Why: a TPU starts a copy for each block, 15 to 58 cycles, and 64 KiB are 70 cycles of a v6e's memory. Rows share the
 reading of weights, and cost little where they are empty; the tokens of a step share it too.
@@ -45,7 +44,7 @@ from jpaged.kernels.paged_attention import Choice, Queries, choose
 from jpaged.models.model import Model
 from jpaged.models.sharding import pad_for_sharding
 
-_LARGER_BLOCKS = {"tpu": (128,)}
+_LARGER_BLOCKS = {"tpu": 128}
 _LEAST_BLOCK_BYTES = 64 << 10
 """A TPU's block in one layer: less takes the kernel longer to fetch than the memory."""
 _LEAST_ROWS, _MOST_ROWS = 8, 512
@@ -101,8 +100,16 @@ class Attention:
         Raises:
             InvalidArgument: max_model_len is beyond the model's.
         """
-        candidates = list(self._candidates())
-        return next((sizes for sizes in candidates if self._runs(sizes)), candidates[0])
+        scheduler = self.options.scheduler
+        limit = self.model.config.max_model_len
+        max_model_len = self.options.model.max_model_len or limit
+        if max_model_len > limit:
+            raise InvalidArgument("max_model_len", f"{max_model_len} is above the limit of the model, {limit}")
+        block_size = self._block_size(max_model_len)
+        own_rows, own_tokens = self._of_device(max_model_len, -(-max_model_len // block_size))
+        tokens = scheduler.max_num_batched_tokens
+        rows = scheduler.max_num_seqs or min(own_rows, tokens or own_rows)
+        return StepSizes(block_size, rows, tokens or max(rows, own_tokens), max_model_len)
 
     def choose(self, sizes: StepSizes) -> Choice:
         """The backend for steps of these sizes.
@@ -143,32 +150,15 @@ class Attention:
             f"{block_kib:.0f} KiB in a layer"
         ]
 
-    def _candidates(self) -> Iterator[StepSizes]:
-        """The sizes of the rule, in its order; what was chosen has one value only."""
-        scheduler = self.options.scheduler
-        limit = self.model.config.max_model_len
-        max_model_len = self.options.model.max_model_len or limit
-        if max_model_len > limit:
-            raise InvalidArgument("max_model_len", f"{max_model_len} is above the limit of the model, {limit}")
-        blocks = self._block_sizes()
-        own_rows, own_tokens = self._of_device(max_model_len, -(-max_model_len // blocks[-1]))
-        tokens = scheduler.max_num_batched_tokens
-        rows = scheduler.max_num_seqs or min(own_rows, tokens or own_rows)
-        tokens = tokens or max(rows, own_tokens)
-        for block_size in blocks:
-            yield StepSizes(block_size, rows, tokens, max_model_len)
-        while scheduler.max_num_seqs is None and rows > _LEAST_ROWS:
-            rows = max(_LEAST_ROWS, rows // 2)
-            yield StepSizes(blocks[-1], rows, tokens, max_model_len)
-
-    def _block_sizes(self) -> tuple[int, ...]:
-        """The block sizes of the rule, in its order."""
+    def _block_size(self, max_model_len: int) -> int:
+        """The block size that was chosen, or the rule's."""
         if (chosen := self.options.cache.block_size) is not None:
-            return (chosen,)
-        default = platform_default("block_size", self.device.platform)
-        larger = _LARGER_BLOCKS.get(self.device.platform, ())
+            return chosen
+        platform = self.device.platform
+        default, larger = platform_default("block_size", platform), _LARGER_BLOCKS.get(platform)
         is_small = self._layout(default).bytes_per_block < _LEAST_BLOCK_BYTES * self.model.config.num_layers
-        return larger if larger and is_small else (default, *larger)
+        num_entries = platform_default("max_num_seqs", platform) * -(-max_model_len // default)
+        return larger if larger and (is_small or num_entries >= _MOST_TABLE_ENTRIES) else default
 
     def _of_device(self, max_model_len: int, table_width: int) -> tuple[int, int]:
         """The rows and tokens of a step that fit the device, or its platform where it is not in the table."""

@@ -81,23 +81,26 @@ def pairs() -> Iterator[tuple[str, Case]]:
 
 
 def limits() -> Iterator[tuple[str, Case]]:
-    """What is just not refused: the largest tables, those beside many rows or tokens, and much vector memory."""
+    """What is not refused: tables of a million tokens, steps of as many tokens as can be, and much vector memory."""
     for topology in TOPOLOGIES:
-        yield topology, dataclasses.replace(LARGEST, table_width=1005)
-    yield "v6e:2x2", Case(2, "bfloat16", 128, 128, num_rows=1000, table_width=254, num_tokens=512)
-    yield "v5e:2x2", Case(1, "bfloat16", 128, 128, num_rows=256, table_width=495, num_tokens=65536)
+        yield topology, Case(2, "bfloat16", 128, 16, num_rows=64, table_width=8192)
+    yield "v6e:2x2", Case(2, "bfloat16", 128, 16, num_rows=256, table_width=65536, num_tokens=512)
+    yield "tpu7x:2x2x1", Case(2, "bfloat16", 128, 8, num_rows=256, table_width=65536, num_tokens=512)
+    for topology in TOPOLOGIES:
+        yield topology, dataclasses.replace(MOST, num_tokens=MOST_TOKENS)
     for topology in ("v5e:2x2", "tpu7x:2x2x1"):
         yield topology, Case(16, "bfloat16", 256, 128, group=1, dtype="float32")
 
 
-LARGEST = Case(2, "bfloat16", 128, 16, num_rows=256)
-"""Rows whose tables just fit into scalar memory with 1005 blocks each, and with 1012 are too large for the compiler."""
+MOST = Case(1, "bfloat16", 128, 128, num_rows=64)
+MOST_TOKENS, TOO_MANY_TOKENS = 125184, 130048
+"""Steps whose lists just fit into scalar memory, and those that are too large for the compiler."""
 
 
 def beyond() -> Iterator[tuple[str, Case]]:
-    """What is refused: the first tables that the compiler cannot hold either, seven KiB behind those that are taken."""
+    """What is refused: steps that the compiler cannot hold either, of a few tokens more than those that are taken."""
     for topology in TOPOLOGIES:
-        yield topology, dataclasses.replace(LARGEST, table_width=1012)
+        yield topology, dataclasses.replace(MOST, num_tokens=TOO_MANY_TOKENS)
 
 
 def compiled(topology: str, case: Case) -> dict[str, object]:

@@ -147,15 +147,16 @@ def test_blocks_are_128_where_a_device_has_little_of_a_block() -> None:
     assert on_device("llama-3.1-70b", "NVIDIA H200", 8)[0] == 32
 
 
-def test_blocks_grow_with_the_length_where_tables_would_be_too_large() -> None:
+def test_blocks_are_128_where_tables_would_have_a_mebibyte() -> None:
     assert sizes("llama-3.1-8b", max_model_len=8192)[0] == 64
-    assert sizes("llama-3.1-8b") == (128, 128, 1024)  # 131072 tokens: tables of 1 MiB with blocks of 64
-    assert sizes("llama-3.1-8b", "gpu")[0] == 32  # tables lie in the GPU's main memory
+    assert sizes("llama-3.1-8b") == (128, 128, 1024)  # 131072 tokens: 128 x 2048 blocks of 64
+    assert sizes("llama-3.1-8b", "gpu")[0] == 32
+    assert sizes("llama-3.1-8b", block_size=16) == (16, 128, 1024)
 
 
-def test_rows_give_way_where_the_block_size_is_chosen() -> None:
-    assert sizes(block_size=64) == (64, 64, 1024)
-    assert sizes(block_size=16) == (16, 16, 1024)
+@pytest.mark.parametrize(("rows", "block_size"), [(64, 16), (256, 16), (256, 64)])
+def test_tables_of_any_length_are_a_kernels(rows: int, block_size: int) -> None:
+    assert attention(block_size=block_size, max_num_seqs=rows).passed_over() == []
 
 
 @pytest.mark.parametrize(
@@ -174,22 +175,20 @@ def test_rows_and_tokens_follow_each_other(options: dict[str, int], rows_and_tok
 
 
 def test_what_was_chosen_stays_and_a_kernel_that_is_passed_over_is_said_with_what_would_bring_it_back() -> None:
-    found = attention(max_num_seqs=1024)
-    assert found.sizes() == StepSizes(64, 1024, 1024, 131072)
+    found = attention(max_num_batched_tokens=1 << 20)
+    assert found.sizes() == StepSizes(128, 128, 1 << 20, 131072)
     (line,) = found.passed_over()
-    assert line.startswith(
-        "attention xla, not pallas-tpu: block tables of 1024 rows x 2048 blocks, in steps of 1024 tokens, need "
-    )
-    assert "--max-num-seqs 249 would bring it back" in line
-    assert attention(max_num_seqs=249).passed_over() == []
-    assert attention(max_num_seqs=250).passed_over() != []
+    assert line.startswith("attention xla, not pallas-tpu: the lists of steps of 128 rows and 1048576 tokens need ")
+    highest = int(line.partition("--max-num-batched-tokens ")[2].split()[0])
+    assert line.endswith(" would bring it back")
+    assert attention(max_num_batched_tokens=highest).passed_over() == []
+    assert attention(max_num_batched_tokens=highest + 128).passed_over() != []
 
 
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
-        ({"block_size": 16, "max_num_seqs": 64}, "--block-size 64"),
-        ({"block_size": 512}, "--block-size 128"),  # with 16 it would have 16 rows
+        ({"block_size": 512}, "--block-size 128"),
         ({"block_size": 1}, "--block-size 16"),
         ({"platform": "gpu", "block_size": 256}, "--block-size 128"),
         ({"block_size": 128, "max_num_batched_tokens": 1 << 17}, "--max-num-batched-tokens "),
@@ -210,11 +209,10 @@ def test_the_remedy_is_one_option_that_works(options: dict[str, Any], remedy: st
 @pytest.mark.parametrize(
     ("options", "remedy", "left"),
     [
-        ({"block_size": 512, "max_num_seqs": 1024}, "leaving out --block-size and --max-num-seqs", {}),
         (
-            {"max_num_seqs": 4096, "max_num_batched_tokens": 1 << 20, "max_model_len": 8192},
-            "leaving out --max-num-seqs and --max-num-batched-tokens",
-            {"max_model_len": 8192},
+            {"block_size": 512, "max_num_batched_tokens": 1 << 20},
+            "leaving out --block-size and --max-num-batched-tokens",
+            {},
         ),
         (
             {"platform": "gpu", "dtype": "float32", "kv_cache_dtype": "float32", "block_size": 16},
@@ -240,9 +238,11 @@ def test_no_option_makes_another_device_of_it() -> None:
 
 
 def test_a_backend_that_was_named_is_an_error_with_the_same_remedy() -> None:
-    found = attention(max_num_seqs=1024, attention_backend="pallas-tpu")
+    found = attention(max_num_batched_tokens=1 << 20, attention_backend="pallas-tpu")
     assert found.passed_over() == []
-    with pytest.raises(Unsupported, match=r"pallas-tpu cannot run here: block tables .* --max-num-seqs 249 would"):
+    with pytest.raises(
+        Unsupported, match=r"pallas-tpu cannot run here: the lists .* --max-num-batched-tokens \d+ would"
+    ):
         found.choose(found.sizes())
     assert attention(attention_backend="pallas-tpu").sizes().block_size == 128
 

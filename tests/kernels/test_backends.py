@@ -120,13 +120,13 @@ def test_gpus_other_than_hopper_have_a_kernel(capability: str) -> None:
     assert [backend for backend, _ in chosen.passed_over] == ["pallas-gpu", "pallas-triton"]
 
 
-def test_tables_beyond_a_tpus_scalar_memory_are_refused_before_they_are_traced() -> None:
+def test_steps_beyond_a_tpus_scalar_memory_are_refused_before_they_are_traced() -> None:
     tpu: Any = Device("tpu")
     layout = dataclasses.replace(LAYOUT, num_kv_heads=8, head_dim=128)
     queries = dataclasses.replace(QUERIES, num_heads=32)
     assert choose("pallas-tpu", tpu, layout, queries).backend == "pallas-tpu"
-    large = dataclasses.replace(queries, num_rows=256, table_width=2048)
-    with pytest.raises(
-        Unsupported, match=r"pallas-tpu cannot run here: block tables of 256 rows x 2048 .* need 20\d\d KiB"
-    ):
+    long = dataclasses.replace(queries, num_rows=256, table_width=65536)
+    assert choose("pallas-tpu", tpu, layout, long).backend == "pallas-tpu"
+    large = dataclasses.replace(queries, num_tokens=2**17)
+    with pytest.raises(Unsupported, match=r"pallas-tpu cannot run here: the lists of steps of .* need 10\d\d KiB"):
         choose("pallas-tpu", tpu, layout, large)

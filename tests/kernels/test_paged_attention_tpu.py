@@ -33,6 +33,7 @@ from jpaged.kernels.paged_attention.tpu.chunks import sizes as chunk_sizes
 from jpaged.kernels.paged_attention.tpu.chunks.plan import Segments
 from jpaged.kernels.paged_attention.tpu.decode import sizes as decode_sizes
 from jpaged.kernels.paged_attention.tpu.decode.plan import Segments as DecodeSegments
+from jpaged.kernels.paged_attention.tpu.tables import Paging
 from tests.kernels import tpu_interpreter
 from tests.kernels.attention_conformance import RAGGED, Shape, make_case
 from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, LATE, Early, Interpreted, Late, small_sizes
@@ -203,38 +204,37 @@ def test_real_shapes_have_sizes(num_heads: int, num_kv_heads: int, head_dim: int
     chunks = chunk_sizes.rule(layout, num_heads)
     assert chunks.fetch_blocks * block_size % 128 == 0
     assert chunk_sizes.vmem_bytes(chunks, layout, num_heads) <= chunk_sizes.VMEM_BUDGET_BYTES
+    for blocks, held in ((decodes.chunk_tokens // block_size, decodes.ahead + 1), (chunks.fetch_blocks, 2)):
+        paging = Paging(8192, blocks, block_size, held)
+        assert paging.page_blocks % blocks == paging.page_blocks % 128 == 0
+        assert paging.num_bytes <= sizing.PAGES_BUDGET_BYTES
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "table_width", "num_tokens", "kib"),
-    [(256, 1024, 256, 1035), (1000, 256, 512, 1020), (64, 8, 131072, 1032), (2048, 512, 1024, 4134)],
-)
-def test_tables_and_steps_beyond_the_scalar_memory_are_refused(
-    num_rows: int, table_width: int, num_tokens: int, kib: int
-) -> None:
-    assert tpu.unsupported_reason(LLAMA, queries(32, num_rows, table_width, num_tokens)) == (
-        f"block tables of {num_rows} rows x {table_width} blocks, in steps of {num_tokens} tokens, need {kib} KiB of "
-        "scalar memory; the limit is 1016 KiB"
+@pytest.mark.parametrize(("num_rows", "num_tokens", "kib"), [(64, 131072, 1062), (65536, 65536, 2338)])
+def test_steps_whose_lists_are_beyond_the_scalar_memory_are_refused(num_rows: int, num_tokens: int, kib: int) -> None:
+    assert tpu.unsupported_reason(LLAMA, queries(32, num_rows, 8, num_tokens)) == (
+        f"the lists of steps of {num_rows} rows and {num_tokens} tokens need {kib} KiB of scalar memory; "
+        "the limit is 1016 KiB"
     )
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "table_width", "num_tokens"), [(1000, 129, 512), (256, 512, 65536 - 4096), (128, 1024, 1024)]
-)
-def test_tables_are_stored_without_padding(num_rows: int, table_width: int, num_tokens: int) -> None:
-    assert tpu.unsupported_reason(LLAMA, queries(32, num_rows, table_width, num_tokens)) is None
+@pytest.mark.parametrize(("num_rows", "table_width"), [(64, 8192), (256, 65536), (1000, 129)])
+def test_tables_may_have_any_length(num_rows: int, table_width: int) -> None:
+    assert tpu.unsupported_reason(LLAMA, queries(32, num_rows, table_width, 8192)) is None
 
 
 def test_the_lists_of_a_segment_are_counted() -> None:
     assert len(Segments._fields) == len(DecodeSegments._fields) == sizing.NUM_SEGMENT_FIELDS
 
 
-def test_a_call_with_too_large_tables_is_refused() -> None:
+def test_a_call_with_too_many_tokens_is_refused() -> None:
     layout = KVLayout(1, 4, 16, 2, 64, jnp.dtype("float32"), "tpu")
-    rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((257,), (256,), (256, 1013), ())))
-    with pytest.raises(Unsupported, match="attention backend pallas-tpu: block tables of 256 rows x 1013 blocks"):
+    rows = RaggedRows(*(jnp.zeros(shape, jnp.int32) for shape in ((9,), (8,), (8, 4), ())))
+    with pytest.raises(
+        Unsupported, match="attention backend pallas-tpu: the lists of steps of 8 rows and 131072 tokens"
+    ):
         paged_attention(
-            jnp.zeros((8, 2, 64)),
+            jnp.zeros((2**17, 2, 64)),
             jnp.zeros(layout.shape),
             0,
             rows,

@@ -17,9 +17,10 @@ from tests.kernels import tpu_interpreter
 from tests.kernels.attention_conformance import RAGGED, Shape, make_case
 from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, Early, Interpreted, Late
 
-STORE, ITEMS, STAGES, DECODE = "store", "decode.items", "decode.stages", "decode.kernel"
+STORE, TABLES = "store", "tables"
+ITEMS, STAGES, DECODE = "decode.items", "decode.stages", "decode.kernel"
 KEYS, CHUNK_STAGES, CHUNKS = "chunks.keys", "chunks.stages", "chunks.kernel"
-FILES = (STORE, ITEMS, STAGES, DECODE, KEYS, CHUNK_STAGES, CHUNKS)
+FILES = (STORE, TABLES, ITEMS, STAGES, DECODE, KEYS, CHUNK_STAGES, CHUNKS)
 """The kernels' modules, each behind those that it uses."""
 FOLDER = Path(package.__file__).parent / "tpu"
 SOURCES = {name: (FOLDER / f"{name.replace('.', '/')}.py").read_text() for name in FILES}
@@ -125,7 +126,7 @@ FAULTS = (
         Fault(
             f"a decode's buffer is read before its blocks have come ({name})",
             DECODE,
-            "            items.wait(scalars, segment, item, buffer, kept, plan)\n",
+            "            items.receive(scalars, segment, item, buffer, kept, plan)\n",
             "",
             decodes,
             suite,
@@ -133,10 +134,18 @@ FAULTS = (
         for name, suite in (("late", Late()), ("early", Early()))
     ),
     Fault(
-        "half of the blocks are waited for",
+        "an item of whole blocks is not waited for",
+        ITEMS,
+        "wait(plan.fetch_blocks)",
+        "pass",
+        several_of_a_row,
+        Early(),
+    ),
+    Fault(
+        "half of a row's last blocks are waited for",
         ITEMS,
         "for i in reversed(range(plan.fetch_blocks.bit_length()))",
-        "for i in reversed(range(plan.fetch_blocks.bit_length() - 1))",
+        "for i in reversed(range(plan.fetch_blocks.bit_length() - 2))",
         several_of_a_row,
         Early(),
     ),
@@ -151,8 +160,8 @@ FAULTS = (
     Fault(
         "a decode's layer is not counted",
         ITEMS,
-        "pool_ref.at[first_block + jnp.where(is_outside, 0, block_id)]",
-        "pool_ref.at[jnp.where(is_outside, 0, block_id)]",
+        "refs.pool.at[pl.ds(scalars.layer[0] * layout.blocks_per_layer, layout.blocks_per_layer)]",
+        "refs.pool",
         decodes,
         Late(),
     ),
@@ -185,8 +194,8 @@ FAULTS = (
     Fault(
         "values that are not seen stay",
         ITEMS,
-        "@pl.when((begin > 0) | (end < tokens))",
-        "@pl.when(False)",
+        "_clean(*seen(scalars, segment, item, plan), buffer, kept, plan)",
+        "pass",
         poisoned,
         Late(),
     ),
@@ -201,8 +210,54 @@ FAULTS = (
     Fault(
         "an id outside of the layer is another's block",
         ITEMS,
-        "@pl.when(kept.strange[buffer] > 0)",
-        "@pl.when(kept.strange[buffer] > 1)",
+        "@pl.when(special & _STRANGE > 0)",
+        "@pl.when(special & _STRANGE > 2)",
+        ids_outside,
+        Late(),
+    ),
+    *(
+        Fault(
+            f"a page is used before it has come ({name})",
+            TABLES,
+            "    pltpu.make_async_copy(pages.ids.at[place], pages.ids.at[place], pages.come.at[slot]).wait()\n",
+            "",
+            check,
+            suite,
+        )
+        for name, suite, check in (("late", Late(), decodes), ("early", Early(), decodes), ("chunks", Early(), chunks))
+    ),
+    Fault(
+        "a page comes into the slot that is in use",
+        TABLES,
+        "jnp.where(slot + 1 == paging.ring, 0, slot + 1)",
+        "jnp.where(slot + 1 == paging.ring - paging.held, 0, slot + 1)",
+        decodes,
+        Early(),
+    ),
+    Fault(
+        "another page's slot",
+        TABLES,
+        "return slot * paging.page_blocks",
+        "return _slot_after(slot, paging) * paging.page_blocks",
+        decodes,
+        Late(),
+    ),
+    Fault(
+        "a row's first page, again",
+        TABLES,
+        "_first_page(segments, after, paging), page + 1)",
+        "_first_page(segments, after, paging), page)",
+        several_of_a_row,
+        Late(),
+    ),
+    Fault("a row has a page too few", TABLES, "is_last = (page + 1)", "is_last = (page + 2)", several_of_a_row, Late()),
+    Fault("a stale page", ITEMS, " | (item & (paging.chunks - 1) == 0)", "", several_of_a_row, Late()),
+    Fault("a tile's stale page", KEYS, " | (lax.rem(chunk, paging.chunks) == 0)", "", two_chunks, Late()),
+    Fault(
+        "an id outside of the layer is looked for in the next item's page",
+        ITEMS,
+        "kept.pages.ids[kept.ids[1 + buffer] + j]",
+        "kept.pages.ids[kept.ids[0] + j]",
         ids_outside,
         Late(),
     ),

@@ -36,6 +36,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.interpreters import mlir
 
 from jpaged.kernels.paged_attention import paged_attention, paged_attention_update
+from jpaged.kernels.paged_attention.tpu import sizes as sizing
 from jpaged.kernels.paged_attention.tpu import words
 from jpaged.kernels.paged_attention.tpu.chunks import sizes as chunk_sizes
 from jpaged.kernels.paged_attention.tpu.decode import sizes as decode_sizes
@@ -138,9 +139,11 @@ def _words(whole: jax.Array) -> jax.Array:
 
 @contextlib.contextmanager
 def small_sizes() -> Iterator[None]:
-    """Chunks and tiles that the short contexts of tests have several of, and loads that the interpreter knows."""
+    """Chunks, tiles and pages that the tests' short contexts have several of, and loads that the interpreter knows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_sizes, "_MAX_CHUNK_TOKENS", 128)
+        patch.setattr(sizing, "PAGE_ALIGNMENT", 8)
+        patch.setattr(sizing, "PAGES_AHEAD", 2)
         patch.setattr(words, "read", read_words)
         patch.setattr(words, "write", write_words)
         patch.setattr(chunk_sizes, "_CHUNK_TOKENS", (128, 256))

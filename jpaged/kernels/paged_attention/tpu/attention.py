@@ -36,7 +36,7 @@ _MAX_HEAD_DIM = 256
 
 
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
-    """Why there is no kernel for it, or None. Block tables lie in scalar memory, which is small."""
+    """Why there is no kernel for it, or None. Lists of rows and tokens lie in scalar memory, which is small."""
     if queries.dtype.name not in _QUERY_DTYPES:
         return f"queries of {queries.dtype} are none of {', '.join(_QUERY_DTYPES)}"
     if layout.num_shards > 1:
@@ -48,7 +48,7 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     if layout.head_dim > _MAX_HEAD_DIM:
         return f"head_dim {layout.head_dim} is above the limit of {_MAX_HEAD_DIM}"
     refusal = decode_sizes.refusal(layout, queries.num_heads) or chunk_sizes.refusal(layout, queries.num_heads)
-    return refusal or sizing.tables_refusal(queries, layout.num_kv_heads)
+    return refusal or sizing.lists_refusal(queries, layout.num_kv_heads)
 
 
 def unsupported_device_reason(device: jax.Device) -> str | None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
+from jpaged.kernels.paged_attention.tpu import tables
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
@@ -46,7 +47,7 @@ class StepLists(NamedTuple):
         chunks: rows of more; None in a step of one token.
         decode_tokens_n: the token of each row of one query, in order; on each core from a new step of the grid on.
         cores: which rows of one query are each core's: first of them, and one behind the last of all.
-        tables: block tables, row by row [S * M].
+        tables: block tables of whole pages.
         writes: (slots [T], whether B tokens from here on fill a block [T]); empty where nothing is stored.
     """
 
@@ -54,7 +55,7 @@ class StepLists(NamedTuple):
     chunks: CallLists | None
     decode_tokens_n: Int[Array, "n"]
     cores: Int[Array, "cores+1"]
-    tables: Int[Array, "S*M"]
+    tables: Int[Array, "S N"]
     writes: tuple[jax.Array, ...]
 
 
@@ -73,12 +74,13 @@ def step_lists(rows: RaggedRows, slots_t: Int[Array, "T"] | None, spec: Attentio
         slots_t = slots_t.astype(jnp.int32)
         writes = slots_t, _starts_whole_block(slots_t, spec.layout.block_size)
     decodes, decode_tokens_n, cores = _decode_lists(rows, spec, queries)
+    pagings = decode_plan_for(spec, queries, has_writes=False).paging, chunk_plan_for(spec, queries).paging
     return StepLists(
         decodes=decodes,
         chunks=_chunk_lists(rows, spec, queries) if queries.num_tokens > 1 else None,
         decode_tokens_n=decode_tokens_n,
         cores=cores,
-        tables=rows.block_tables_sm.astype(jnp.int32).reshape(-1),
+        tables=tables.whole_pages(rows.block_tables_sm, *pagings),
         writes=writes,
     )
 

@@ -1,6 +1,7 @@
 """What the sizes of both TPU kernels come from, and what the scalar memory next to the core allows.
 
-    scalar memory   the block tables, the lists of segments, the slots of new tokens; each rounded up to 128 words
+    scalar memory   the lists of segments, the slots of new tokens; each rounded up to 128 words; and pages of the block
+                    tables, which lie outside of the core (tables.py)
 
 Sizes come from `tuned/<device kind>.json` where somebody has measured that kind (tuned/README.md says how),
 and from a rule otherwise (sizes.py of each kernel).
@@ -21,6 +22,13 @@ SMEM_BYTES = 2**20
 SMEM_BUDGET_BYTES = SMEM_BYTES - 8 * 2**10
 """What is planned; the rest is the compiler's, which took 1.1 KiB: registers without room, semaphores."""
 
+PAGE_ALIGNMENT = 128
+"""Ids of a block table: a page of it begins and ends at a multiple of them."""
+PAGES_AHEAD = 8
+"""Pages on their way: those of so many rows, where rows are short."""
+PAGES_BUDGET_BYTES = 32 * 2**10
+"""What pages of block tables take at most."""
+
 NUM_SEGMENT_FIELDS = 7
 """Lists that tell a segment (`Segments` in the plans of both kernels)."""
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
@@ -38,13 +46,13 @@ def measured(
     return next((entry for entry in entries if entry["match"] == key), None)
 
 
-def tables_refusal(queries: Queries, num_kv_heads: int) -> str | None:
-    """Why block tables of this size cannot be used in steps of so many tokens, or None."""
+def lists_refusal(queries: Queries, num_kv_heads: int) -> str | None:
+    """Why there cannot be steps of so many rows and tokens, or None."""
     if (need := scalar_bytes(queries, num_kv_heads)) <= SMEM_BUDGET_BYTES:
         return None
     return (
-        f"block tables of {queries.num_rows} rows x {queries.table_width} blocks, in steps of {queries.num_tokens} "
-        f"tokens, need {-(-need // 1024)} KiB of scalar memory; the limit is {SMEM_BUDGET_BYTES // 1024} KiB"
+        f"the lists of steps of {queries.num_rows} rows and {queries.num_tokens} tokens need {-(-need // 1024)} KiB of "
+        f"scalar memory; the limit is {SMEM_BUDGET_BYTES // 1024} KiB"
     )
 
 
@@ -53,7 +61,7 @@ def scalar_bytes(queries: Queries, num_kv_heads: int) -> int:
     num_rows, num_tokens = queries.num_rows, queries.num_tokens
     decodes = NUM_SEGMENT_FIELDS * _words(min(num_rows, num_tokens)) + 2 * _words(num_tokens)
     num_chunks = -(-num_tokens // _MIN_TILE) + min(num_rows, num_tokens // 2)
-    always = _words(num_rows * queries.table_width) + _words(2 * num_kv_heads) + 3 * _words(1)
+    always = PAGES_BUDGET_BYTES // 4 + _words(2 * num_kv_heads) + 3 * _words(1)
     return 4 * (always + max(decodes, NUM_SEGMENT_FIELDS * _words(num_chunks)))
 
 

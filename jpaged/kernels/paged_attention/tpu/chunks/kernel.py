@@ -31,8 +31,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jpaged.kernels.paged_attention.tpu import tables
 from jpaged.kernels.paged_attention.tpu.chunks.keys import fetch, repeat, unpack
-from jpaged.kernels.paged_attention.tpu.chunks.plan import Chunk, Item, Plan, Scalars, Scratch, cost, scratch_shapes
+from jpaged.kernels.paged_attention.tpu.chunks.plan import (
+    Chunk,
+    Item,
+    Plan,
+    Refs,
+    Scalars,
+    Scratch,
+    cost,
+    scratch_shapes,
+)
 from jpaged.kernels.paged_attention.tpu.chunks.sizes import ITEMS_A_TURN, VMEM_LIMIT_BYTES, num_buffers
 from jpaged.kernels.paged_attention.tpu.chunks.stages import LOG2_E, is_seen, scores, values, weights, wide
 
@@ -140,7 +150,7 @@ def _finish(scalars: Scalars, segment: Any, o_ref: Any, lse_ref: Any, kept: Scra
     repeat(begin, end, finish)
 
 
-def _kernel(scalars: Scalars, q_ref: Any, pool_ref: Any, o_ref: Any, lse_ref: Any, kept: Scratch, plan: Plan) -> None:
+def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
     step, num_segments = pl.program_id(0), scalars.num_segments[0]
     segments = scalars.segments
 
@@ -151,11 +161,12 @@ def _kernel(scalars: Scalars, q_ref: Any, pool_ref: Any, o_ref: Any, lse_ref: An
         return turn & 1
 
     def start(segment: Any, chunk: Any, turn: Any) -> None:
-        fetch(scalars, segment, chunk, pool_ref, kept, plan)[0](buffer_of(turn))
+        fetch(scalars, segment, chunk, refs, kept, plan)[0](buffer_of(turn))
 
     @pl.when(step == 0)
     def _() -> None:
         kept.turn[0] = 0
+        tables.begin(segments, 0, num_segments, refs.tables, kept.pages, plan.paging)
 
         @pl.when(num_segments > 0)
         def _() -> None:
@@ -180,22 +191,25 @@ def _kernel(scalars: Scalars, q_ref: Any, pool_ref: Any, o_ref: Any, lse_ref: An
                 start(step + 1, first_chunk(step + 1), this_turn + 1)
 
             chunk = _chunk(scalars, step, c, plan)
-            fetch(scalars, step, c, pool_ref, kept, plan)[1](buffer_of(this_turn))
+            fetch(scalars, step, c, refs, kept, plan)[1](buffer_of(this_turn))
             unpack(kept, buffer_of(this_turn), chunk, segments.begin[step], segments.end[step], plan)
-            return _attend(scalars, step, chunk, c + 1 == end, items, q_ref, kept, plan)
+            return _attend(scalars, step, chunk, c + 1 == end, items, refs.q, kept, plan)
 
         nobody = [Item(jnp.int32(plan.num_slots), jnp.int32(0))] * ITEMS_A_TURN
         lax.fori_loop(first, end, turn, (nobody, nobody))
         kept.turn[0] = begin_turn + end - first
-        _finish(scalars, step, o_ref, lse_ref, kept, plan)
+        _finish(scalars, step, refs.o, refs.lse, kept, plan)
 
 
-def call(scalars: Scalars, q: jax.Array, pool: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+def call(
+    scalars: Scalars, q: jax.Array, block_tables: jax.Array, pool: jax.Array, plan: Plan
+) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel over all segments.
 
     Args:
         scalars: as arrays.
         q: [T, H * lanes], T whole tiles.
+        block_tables: of whole pages [S, N].
         pool: of all layers.
         plan: the static side.
 
@@ -209,15 +223,19 @@ def call(scalars: Scalars, q: jax.Array, pool: jax.Array, plan: Plan) -> tuple[j
         return jax.tree.unflatten(tree, refs).segments.tile[step], 0
 
     def body(*refs: Any) -> None:
-        q_ref, pool_ref, o_ref, lse_ref, *others = refs[num_scalars:]
-        _kernel(jax.tree.unflatten(tree, refs[:num_scalars]), q_ref, pool_ref, o_ref, lse_ref, Scratch(*others), plan)
+        scalar_refs, array_refs, others = refs[:num_scalars], refs[num_scalars:][:5], refs[num_scalars:][5:]
+        _kernel(jax.tree.unflatten(tree, scalar_refs), Refs(*array_refs), Scratch(*others), plan)
 
     o, lse = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=num_scalars,
             grid=(jnp.maximum(scalars.num_segments[0], 1),),
-            in_specs=[pl.BlockSpec((plan.tile, q.shape[1]), at_tile), pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[
+                pl.BlockSpec((plan.tile, q.shape[1]), at_tile),
+                pl.BlockSpec(memory_space=pltpu.HBM),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
             out_specs=[
                 pl.BlockSpec((plan.tile, q.shape[1]), at_tile),
                 pl.BlockSpec((plan.tile, plan.lse_lanes), at_tile),
@@ -236,5 +254,5 @@ def call(scalars: Scalars, q: jax.Array, pool: jax.Array, plan: Plan) -> tuple[j
         ),
         cost_estimate=cost(scalars, q, plan),
         name="paged_attention_chunks",
-    )(*flat, q, pool)
+    )(*flat, q, block_tables, pool)
     return o, lse

@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.kernels.paged_attention.tpu.chunks.plan import LANES, Chunk, Plan, Scalars, Scratch
+from jpaged.kernels.paged_attention.tpu import tables
+from jpaged.kernels.paged_attention.tpu.chunks.plan import LANES, Chunk, Plan, Refs, Scalars, Scratch
 
 
 def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
@@ -24,22 +25,31 @@ def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
     lax.fori_loop(begin, end, turn, None)
 
 
-def fetch(scalars: Scalars, segment: Any, chunk: Any, pool_ref: Any, kept: Scratch, plan: Plan) -> tuple[Any, Any]:
+def fetch(scalars: Scalars, segment: Any, chunk: Any, refs: Refs, kept: Scratch, plan: Plan) -> tuple[Any, Any]:
     """Returns what starts the DMAs of a chunk into a buffer, and what waits for them."""
     layout, segments = plan.spec.layout, scalars.segments
-    table, first_block = segments.row[segment] * plan.table_width, scalars.layer[0] * layout.blocks_per_layer
+    first_block, paging = scalars.layer[0] * layout.blocks_per_layer, plan.paging
     begin = jnp.maximum(segments.begin[segment] // layout.block_size, chunk * plan.fetch_blocks)
     end = jnp.minimum(pl.cdiv(segments.end[segment], layout.block_size), (chunk + 1) * plan.fetch_blocks)
 
+    def enter() -> None:
+        page = tables.turn(segments, scalars.num_segments[0], refs.tables, kept.pages, paging)
+        kept.ids[0] = page - lax.div(chunk, paging.chunks) * paging.page_blocks
+
     def copy(block: Any, buffer: Any, place: Any) -> Any:
-        return pltpu.make_async_copy(pool_ref.at[block], kept.chunk.at[buffer, place], kept.fetched.at[buffer])
+        return pltpu.make_async_copy(refs.pool.at[block], kept.chunk.at[buffer, place], kept.fetched.at[buffer])
 
     def is_inside(block_id: Any) -> Any:
         return (block_id >= 0) & (block_id < layout.blocks_per_layer)
 
     def start(buffer: Any) -> None:
+        is_first = chunk == lax.div(segments.begin[segment], plan.chunk_tokens)
+        pl.when(is_first | (lax.rem(chunk, paging.chunks) == 0))(enter)
+        first_id = kept.ids[0]
+        kept.ids[1 + buffer] = first_id
+
         def block(j: Any, num_missing: Any) -> Any:
-            block_id = scalars.tables[table + j]
+            block_id = kept.pages.ids[first_id + j]
 
             @pl.when(is_inside(block_id))
             def _() -> None:
@@ -62,7 +72,7 @@ def fetch(scalars: Scalars, segment: Any, chunk: Any, pool_ref: Any, kept: Scrat
             repeat(begin, end, functools.partial(wait_for, buffer))
 
     def wait_for(buffer: Any, j: Any) -> None:
-        block_id, place = scalars.tables[table + j], j - chunk * plan.fetch_blocks
+        block_id, place = kept.pages.ids[kept.ids[1 + buffer] + j], j - chunk * plan.fetch_blocks
 
         @pl.when(is_inside(block_id))
         def _() -> None:

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries
 from jpaged.kernels.paged_attention.tpu.chunks import sizes as sizing
 from jpaged.kernels.paged_attention.tpu.chunks.sizes import ITEMS_A_TURN, num_buffers
+from jpaged.kernels.paged_attention.tpu.tables import Pages, Paging
 
 LANES = 128
 
@@ -46,15 +47,23 @@ class Scalars(NamedTuple):
         layer: [1].
         num_segments: [1].
         segments: see there.
-        tables: block tables [S * M], row by row: with two axes each row would be padded to 128 entries.
         scales: [2K], of keys and values in turns, the softmax scale multiplied into those of the keys.
     """
 
     layer: Any
     num_segments: Any
     segments: Segments
-    tables: Any
     scales: Any
+
+
+class Refs(NamedTuple):
+    """Arguments and results."""
+
+    q: Any
+    tables: Any
+    pool: Any
+    o: Any
+    lse: Any
 
 
 class Scratch(NamedTuple):
@@ -71,6 +80,8 @@ class Scratch(NamedTuple):
         fade: what their outputs so far are multiplied by [items, rows, 128].
         turn: [1], number of chunks so far: which buffer is next.
         num_missing: [2], blocks of a buffer that nobody fetches: their ids are outside of the layer.
+        ids: (where the id of the row's block 0 would lie, and those of the first blocks of the buffers) [3].
+        pages: of the block tables.
         fetched: semaphores of the buffers.
     """
 
@@ -84,6 +95,8 @@ class Scratch(NamedTuple):
     fade: Any
     turn: Any
     num_missing: Any
+    ids: Any
+    pages: Pages
     fetched: Any
 
 
@@ -123,6 +136,10 @@ class Plan:
     def chunk_tokens(self) -> int:
         """Keys of an item's products."""
         return self.fetch_blocks * self.spec.layout.block_size
+
+    @property
+    def paging(self) -> Paging:
+        return Paging(self.table_width, self.fetch_blocks, self.spec.layout.block_size, held=2)
 
     @property
     def num_slots(self) -> int:
@@ -199,6 +216,8 @@ def scratch_shapes(plan: Plan) -> Scratch:
         fade=pltpu.VMEM((*items, LANES), jnp.float32),
         turn=pltpu.SMEM((1,), jnp.int32),
         num_missing=pltpu.SMEM((2,), jnp.int32),
+        ids=pltpu.SMEM((3,), jnp.int32),
+        pages=plan.paging.scratch_shapes(),
         fetched=pltpu.SemaphoreType.DMA((2,)),
     )
 

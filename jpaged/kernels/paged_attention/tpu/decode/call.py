@@ -40,11 +40,10 @@ def attend(call: AttentionCall, lists: StepLists, new_kv: NewKV | None) -> Updat
         layer=jnp.asarray(call.layer, jnp.int32).reshape(1),
         cores=lists.cores,
         segments=ours.segments,
-        tables=lists.tables,
         writes=() if new_kv is None else lists.writes,
     )
     new = None if new_kv is None else call.spec.layout.token_rows(*new_kv[:2])
-    o, lse, pool = call_kernel(scalars, _pack(q, plan), _scales(call, plan), new, call.pool, plan)
+    o, lse, pool = call_kernel(scalars, _pack(q, plan), _scales(call, plan), lists.tables, new, call.pool, plan)
     o_xhd, lse_xh = _unpack(o, lse, plan, call.queries.num_heads)
     if is_gathered:
         return _whole(o_xhd)[ours.row_t].reshape(call.q_thd.shape), lse_xh[ours.row_t], pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.kernels.paged_attention.tpu import words
-from jpaged.kernels.paged_attention.tpu.decode.plan import Kept, Plan, Scalars, Segments
+from jpaged.kernels.paged_attention.tpu import tables, words
+from jpaged.kernels.paged_attention.tpu.decode.plan import Kept, Plan, Refs, Scalars, Segments
 
 _PIECE = 128
 """Rows of words that are made zero at once."""
-_UNROLL = 8
+_UNROLL = 16
 """DMAs that are started in a row."""
+_PARTIAL, _STRANGE = 1, 2
+"""What makes an item special: tokens that are not seen, and ids outside of the layer."""
 
 
 def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
@@ -30,11 +33,11 @@ def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
 
 
 def _blocks(scalars: Scalars, segment: Any, item: Any, plan: Plan) -> tuple[Any, Any]:
-    """The first block of an item that is seen, in the row's table, and one behind the last."""
-    block_size, segments = plan.spec.layout.block_size, scalars.segments
-    begin = jnp.maximum(segments.begin[segment] // block_size, item * plan.fetch_blocks)
-    end = jnp.minimum(pl.cdiv(segments.end[segment], block_size), (item + 1) * plan.fetch_blocks)
-    return begin, jnp.maximum(end, begin)
+    """The first block of an item that is seen, counted from the item's first, and one behind the last."""
+    shift, num_blocks = plan.spec.layout.block_size.bit_length() - 1, plan.fetch_blocks
+    begin = jnp.maximum((scalars.segments.begin[segment] >> shift) - item * num_blocks, 0)
+    end = (scalars.segments.end[segment] + (1 << shift) - 1 >> shift) - item * num_blocks
+    return begin, jnp.clip(end, begin, num_blocks)
 
 
 def following(segments: Segments, segment: Any, item: Any) -> tuple[Any, Any]:
@@ -44,32 +47,61 @@ def following(segments: Segments, segment: Any, item: Any) -> tuple[Any, Any]:
     return after, jnp.where(is_last, segments.first[after], item + 1)
 
 
-def start(scalars: Scalars, pool_ref: Any, kept: Kept, plan: Plan) -> None:
+def start(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
     """Starts the DMAs of the item at the cursor, and moves the cursor."""
-    layout, num_blocks = plan.spec.layout, plan.fetch_blocks
+    layout, num_blocks, tokens = plan.spec.layout, plan.fetch_blocks, plan.sizes.chunk_tokens
     segment, item, buffer = (kept.cursor[i] for i in range(3))
-    first_block = scalars.layer[0] * layout.blocks_per_layer
-    table = scalars.segments.row[segment] * plan.table_width
-    begin, end = _blocks(scalars, segment, item, plan)
+    _enter(scalars, segment, item, refs, kept, plan)
+    first_id = kept.ids[0] + item * num_blocks
+    kept.ids[1 + buffer] = first_id
+    layer_ref = refs.pool.at[pl.ds(scalars.layer[0] * layout.blocks_per_layer, layout.blocks_per_layer)]
+    is_whole = (scalars.segments.begin[segment] <= item * tokens) & (
+        scalars.segments.end[segment] >= (item + 1) * tokens
+    )
 
-    def block(j: Any, strange: Any) -> Any:
-        block_id = scalars.tables[table + j]
-        is_outside = (block_id < 0) | (block_id >= layout.blocks_per_layer)
-        source = pool_ref.at[first_block + jnp.where(is_outside, 0, block_id)]
-        place = kept.chunks.at[buffer, j - item * num_blocks, :, pl.ds(0, layout.token_shape[0])]
+    def block(j: Any, greatest: Any) -> Any:
+        # Below zero, without a sign, is beyond every layer's blocks.
+        block_id = kept.pages.ids[first_id + j].astype(jnp.uint32)
+        source = layer_ref.at[jnp.minimum(block_id, layout.blocks_per_layer - 1).astype(jnp.int32)]
+        place = kept.chunks.at[buffer, j, :, pl.ds(0, layout.token_shape[0])]
         pltpu.make_async_copy(source, place, kept.fetched.at[buffer]).start()
-        return strange | is_outside.astype(jnp.int32)
+        return jnp.maximum(greatest, block_id)
 
-    def several(i: Any, strange: Any) -> Any:
-        for j in range(_UNROLL):
-            strange = block(begin + i * _UNROLL + j, strange)
-        return strange
+    def blocks(begin: Any, end: Any, unroll: int) -> Any:
+        """Whether an id of these is outside of the layer."""
 
-    num_several = (end - begin) // _UNROLL
-    strange = lax.fori_loop(0, num_several, several, jnp.int32(0))
-    kept.strange[buffer] = lax.fori_loop(begin + num_several * _UNROLL, end, block, strange)
+        def several(i: Any, greatest: Any) -> Any:
+            for j in range(unroll):
+                greatest = block(begin + i * unroll + j, greatest)
+            return greatest
+
+        num_several = lax.div(end - begin, unroll)
+        greatest = lax.fori_loop(0, num_several, several, jnp.uint32(0))
+        greatest = lax.fori_loop(begin + num_several * unroll, end, block, greatest)
+        return (greatest >= layout.blocks_per_layer).astype(jnp.int32)
+
+    @pl.when(is_whole)
+    def _() -> None:
+        kept.special[buffer] = blocks(0, num_blocks, min(num_blocks, _UNROLL)) * _STRANGE
+
+    @pl.when(jnp.logical_not(is_whole))
+    def _() -> None:
+        begin, end = _blocks(scalars, segment, item, plan)
+        kept.special[buffer] = blocks(begin, end, _UNROLL) * _STRANGE + _PARTIAL
+
     kept.cursor[0], kept.cursor[1] = following(scalars.segments, segment, item)
     kept.cursor[2] = buffer_after(buffer, plan)
+
+
+def _enter(scalars: Scalars, segment: Any, item: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
+    """Where an item is the first whose ids are in a page, that page is the next one."""
+    paging, segments = plan.paging, scalars.segments
+
+    @pl.when((item == segments.first[segment]) | (item & (paging.chunks - 1) == 0))
+    def _() -> None:
+        end_core = scalars.cores[pl.program_id(0) + 1]
+        place = tables.turn(segments, end_core, refs.tables, kept.pages, paging)
+        kept.ids[0] = place - (item >> paging.chunks.bit_length() - 1) * paging.page_blocks
 
 
 def buffer_after(buffer: Any, plan: Plan) -> Any:
@@ -77,16 +109,32 @@ def buffer_after(buffer: Any, plan: Plan) -> Any:
     return jnp.where(buffer + 1 == plan.sizes.ring, 0, buffer + 1)
 
 
-def wait(scalars: Scalars, segment: Any, item: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
-    """Waits for as many blocks as were fetched, by powers of two; a semaphore counts bytes, whoever sent them."""
-    begin, end = _blocks(scalars, segment, item, plan)
-    num_rows = plan.spec.layout.token_shape[0]
-    for i in reversed(range(plan.fetch_blocks.bit_length())):
+def receive(scalars: Scalars, segment: Any, item: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
+    """Waits for an item's blocks, and makes everything zero that is not seen."""
+    special, num_rows = kept.special[buffer], plan.spec.layout.token_shape[0]
 
-        @pl.when(((end - begin) & (1 << i)) > 0)
-        def _(num_blocks: int = 1 << i) -> None:
-            place = kept.chunks.at[buffer, pl.ds(0, num_blocks), :, pl.ds(0, num_rows)]
-            pltpu.make_async_copy(place, place, kept.fetched.at[buffer]).wait()
+    def wait(num_blocks: int) -> None:
+        place = kept.chunks.at[buffer, pl.ds(0, num_blocks), :, pl.ds(0, num_rows)]
+        pltpu.make_async_copy(place, place, kept.fetched.at[buffer]).wait()
+
+    @pl.when(special & _PARTIAL == 0)
+    def _() -> None:
+        wait(plan.fetch_blocks)
+
+    @pl.when(special > 0)
+    def _() -> None:
+        begin, end = _blocks(scalars, segment, item, plan)
+
+        @pl.when(special & _PARTIAL > 0)
+        def _() -> None:
+            # By powers of two: a semaphore counts bytes, whoever sent them.
+            for i in reversed(range(plan.fetch_blocks.bit_length())):
+                pl.when(((end - begin) & (1 << i)) > 0)(functools.partial(wait, 1 << i))
+            _clean(*seen(scalars, segment, item, plan), buffer, kept, plan)
+
+        @pl.when(special & _STRANGE > 0)
+        def _() -> None:
+            repeat(begin, end, functools.partial(_clean_strange, buffer=buffer, kept=kept, plan=plan))
 
 
 def seen(scalars: Scalars, segment: Any, item: Any, plan: Plan) -> tuple[Any, Any]:
@@ -96,39 +144,26 @@ def seen(scalars: Scalars, segment: Any, item: Any, plan: Plan) -> tuple[Any, An
     return begin, jnp.minimum(scalars.segments.end[segment] - item * tokens, tokens)
 
 
-def clean(scalars: Scalars, segment: Any, item: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
-    """Makes everything zero that is not seen, and the blocks whose ids are outside of the layer."""
-    tokens, num_blocks, layout = plan.sizes.chunk_tokens, plan.fetch_blocks, plan.spec.layout
-    begin, end = seen(scalars, segment, item, plan)
+def _clean(begin: Any, end: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
+    """Makes the tokens before begin and from end on zero."""
     rows_a_token, chunk_ref = plan.sizes.pitch * plan.folds, kept.chunks.at[buffer]
-    num_pieces = tokens * rows_a_token // _PIECE
+    num_pieces = plan.sizes.chunk_tokens * rows_a_token // _PIECE
 
-    def cut(keep_begin: Any, keep_end: Any) -> Callable[[Any], None]:
-        def piece(i: Any) -> None:
-            row = i * _PIECE + lax.broadcasted_iota(jnp.int32, (_PIECE, words.LANES), 0)
-            is_kept = (row >= keep_begin * rows_a_token) & (row < keep_end * rows_a_token)
-            words.write(chunk_ref, i * _PIECE, jnp.where(is_kept, words.read(chunk_ref, i * _PIECE, _PIECE, 1), 0))
+    def piece(i: Any) -> None:
+        row = i * _PIECE + lax.broadcasted_iota(jnp.int32, (_PIECE, words.LANES), 0)
+        is_kept = (row >= begin * rows_a_token) & (row < end * rows_a_token)
+        words.write(chunk_ref, i * _PIECE, jnp.where(is_kept, words.read(chunk_ref, i * _PIECE, _PIECE, 1), 0))
 
-        return piece
+    back = jnp.maximum(end, 0) * rows_a_token // _PIECE
+    repeat(0, jnp.minimum(pl.cdiv(begin * rows_a_token, _PIECE), back), piece)
+    repeat(back, num_pieces, piece)
 
-    @pl.when((begin > 0) | (end < tokens))
+
+def _clean_strange(j: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
+    """Makes a block of the item zero if its id is outside of the layer."""
+    block_id = kept.pages.ids[kept.ids[1 + buffer] + j]
+
+    @pl.when((block_id < 0) | (block_id >= plan.spec.layout.blocks_per_layer))
     def _() -> None:
-        piece = cut(begin, end)
-        back = jnp.maximum(end, 0) * rows_a_token // _PIECE
-        repeat(0, jnp.minimum(pl.cdiv(begin * rows_a_token, _PIECE), back), piece)
-        repeat(back, num_pieces, piece)
-
-    @pl.when(kept.strange[buffer] > 0)
-    def _() -> None:
-        table = scalars.segments.row[segment] * plan.table_width
-        first, last = _blocks(scalars, segment, item, plan)
-
-        def block(j: Any) -> None:
-            block_id = scalars.tables[table + j]
-
-            @pl.when((block_id < 0) | (block_id >= layout.blocks_per_layer))
-            def _() -> None:
-                place = kept.chunks.at[buffer, j - item * num_blocks]
-                place[...] = jnp.zeros(place.shape, place.dtype)
-
-        repeat(first, last, block)
+        place = kept.chunks.at[buffer, j]
+        place[...] = jnp.zeros(place.shape, place.dtype)

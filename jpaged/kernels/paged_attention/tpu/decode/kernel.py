@@ -38,7 +38,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.kernels.paged_attention.tpu import words
+from jpaged.kernels.paged_attention.tpu import tables, words
 from jpaged.kernels.paged_attention.tpu.decode import items, stages
 from jpaged.kernels.paged_attention.tpu.decode.plan import Kept, Plan, Refs, Scalars
 from jpaged.kernels.paged_attention.tpu.store import store
@@ -58,12 +58,13 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
 
     @pl.when(step == 0)
     def _() -> None:
+        tables.begin(segments, begin_core, end_core, refs.tables, kept.pages, plan.paging)
         if plan.has_writes:
             store(scalars.writes, scalars.layer[0], refs.new, refs.pool, kept.written, plan.spec.layout)
         kept.cursor[0], kept.cursor[1], kept.cursor[2] = begin_core, segments.first[begin_core], 0
         kept.turn[0] = 0
         num_first = jnp.minimum(ahead, all_items - begin_turn)
-        items.repeat(0, num_first, lambda _: items.start(scalars, refs.pool, kept, plan))
+        items.repeat(0, num_first, lambda _: items.start(scalars, refs, kept, plan))
 
     nobody = jnp.int32(places)
 
@@ -75,10 +76,9 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
         def _() -> None:
             @pl.when(begin_turn + i + ahead < all_items)
             def _() -> None:
-                items.start(scalars, refs.pool, kept, plan)
+                items.start(scalars, refs, kept, plan)
 
-            items.wait(scalars, segment, item, buffer, kept, plan)
-            items.clean(scalars, segment, item, buffer, kept, plan)
+            items.receive(scalars, segment, item, buffer, kept, plan)
 
         stages.add(place_3, is_begin_3, buffer_3, kept, plan)
         stages.weigh(place_2, is_begin_2, kept, plan)
@@ -109,7 +109,13 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
 
 
 def call(
-    scalars: Scalars, q: jax.Array, scale: jax.Array, new: jax.Array | None, pool: jax.Array, plan: Plan
+    scalars: Scalars,
+    q: jax.Array,
+    scale: jax.Array,
+    block_tables: jax.Array,
+    new: jax.Array | None,
+    pool: jax.Array,
+    plan: Plan,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the kernel over all segments.
 
@@ -117,6 +123,7 @@ def call(
         scalars: as arrays.
         q: [places of all steps, bundles, rows, lanes].
         scale: of scores, in powers of two unless they are capped, and of outputs [2, bundles, rows, 128].
+        block_tables: of whole pages [S, N].
         new: [T, R, pack, lanes] in the pool's type, where the plan writes.
         pool: of all layers.
         plan: the static side.
@@ -129,7 +136,7 @@ def call(
     places, bundles = plan.sizes.places, plan.num_bundles
     tile = (places, bundles, plan.rows, plan.spec.layout.lanes)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    num_scalars, inputs = len(flat), [q, scale, *([] if new is None else [new]), pool]
+    num_scalars, inputs = len(flat), [q, scale, block_tables, *([] if new is None else [new]), pool]
     # Where queries are all tokens' there is one step, and every core has them all; gathered, they are core by core.
     cores, num_steps = plan.num_cores, max(1, len(q) // places // plan.num_cores)
     is_core_by_core, num_results = len(q) > places, cores * num_steps * places
@@ -143,10 +150,10 @@ def call(
 
     def body(*refs: Any) -> None:
         scalar_refs, refs = jax.tree.unflatten(tree, refs[:num_scalars]), refs[num_scalars:]
-        new_ref, pool_ref = refs[2] if plan.has_writes else None, refs[len(inputs) - 1]
+        new_ref, pool_ref = refs[3] if plan.has_writes else None, refs[len(inputs) - 1]
         o_ref, lse_ref, *others = refs[len(inputs) :]
         pool_ref = others.pop(0) if plan.has_writes else pool_ref
-        _kernel(scalar_refs, Refs(refs[0], refs[1], new_ref, pool_ref, o_ref, lse_ref), Kept(*others), plan)
+        _kernel(scalar_refs, Refs(refs[0], refs[1], refs[2], new_ref, pool_ref, o_ref, lse_ref), Kept(*others), plan)
 
     results = pl.pallas_call(
         body,
@@ -156,7 +163,8 @@ def call(
             in_specs=[
                 pl.BlockSpec(tile, at_query),
                 pl.BlockSpec((2, bundles, plan.rows, words.LANES), lambda *_: (0, 0, 0, 0)),
-                *([anywhere] * (len(inputs) - 2)),
+                pl.BlockSpec(memory_space=pltpu.HBM),
+                *([anywhere] * (len(inputs) - 3)),
             ],
             out_specs=[
                 pl.BlockSpec(tile, at_result),
@@ -196,7 +204,9 @@ def _scratch_shapes(plan: Plan) -> Kept:
         o=pltpu.VMEM((sizes.places + 1, *rows, layout.lanes), jnp.float32),
         cursor=pltpu.SMEM((3,), jnp.int32),
         turn=pltpu.SMEM((1,), jnp.int32),
-        strange=pltpu.SMEM((sizes.ring,), jnp.int32),
+        special=pltpu.SMEM((sizes.ring,), jnp.int32),
+        ids=pltpu.SMEM((1 + sizes.ring,), jnp.int32),
+        pages=plan.paging.scratch_shapes(),
         fetched=pltpu.SemaphoreType.DMA((sizes.ring,)),
         written=pltpu.SemaphoreType.DMA((2,)),
     )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries
 from jpaged.kernels.paged_attention.tpu import words
 from jpaged.kernels.paged_attention.tpu.decode.sizes import DecodeSizes, choose
+from jpaged.kernels.paged_attention.tpu.tables import Pages, Paging
 
 FP8_KINDS = ("TPU7x",)
 """Device kinds whose products take numbers of 8 bits in floating point, beside bfloat16."""
@@ -49,14 +50,12 @@ class Scalars(NamedTuple):
         layer: [1].
         cores: first segment of each core, and one behind the last of all [cores + 1].
         segments: see there.
-        tables: block tables [S * M], row by row.
         writes: (slots [T], whether B tokens from here on fill a block [T]); empty where nothing is written.
     """
 
     layer: Any
     cores: Any
     segments: Segments
-    tables: Any
     writes: tuple[Any, ...]
 
 
@@ -73,7 +72,9 @@ class Kept(NamedTuple):
         o: running outputs [places + 1, bundles, rows, lanes].
         cursor: (segment, item of it, buffer) of the next fetch.
         turn: [1], the buffer of the next item.
-        strange: [ring], whether the buffer's item has ids outside of the layer.
+        special: [ring], whether tokens of the buffer's item are not seen, and whether ids are outside of the layer.
+        ids: (where the id of the cursor's block 0 would lie, and those of the buffers' items) [1 + ring].
+        pages: of the block tables.
         fetched: semaphores of the buffers.
         written: semaphores of whole blocks and of single tokens.
     """
@@ -87,7 +88,9 @@ class Kept(NamedTuple):
     o: Any
     cursor: Any
     turn: Any
-    strange: Any
+    special: Any
+    ids: Any
+    pages: Pages
     fetched: Any
     written: Any
 
@@ -97,6 +100,7 @@ class Refs(NamedTuple):
 
     q: Any
     scale: Any
+    tables: Any
     new: Any
     pool: Any
     o: Any
@@ -131,6 +135,10 @@ class Plan:
     @property
     def fetch_blocks(self) -> int:
         return self.sizes.chunk_tokens // self.spec.layout.block_size
+
+    @property
+    def paging(self) -> Paging:
+        return Paging(self.table_width, self.fetch_blocks, self.spec.layout.block_size, self.sizes.ahead + 1)
 
     @property
     def num_bundles(self) -> int:
