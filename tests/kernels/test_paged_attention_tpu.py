@@ -73,6 +73,24 @@ def test_decodes_of_8_bits(suite: Interpreted, kv_dtype: str, head_dim: int) -> 
     suite.check(RAGGED["decodes"], Shape(head_dim=head_dim, kv_dtype=kv_dtype, dtype="bfloat16", num_tokens=8))
 
 
+@pytest.mark.parametrize(
+    ("suite", "num_kv_heads", "kv_dtype"), [(Late(), 5, "float8_e4m3fn"), (Early(), 3, None)], ids=["late", "early"]
+)
+def test_decodes_of_heads_that_share_lanes_in_pairs(
+    suite: Interpreted, num_kv_heads: int, kv_dtype: str | None
+) -> None:
+    """And of the last one, which has nobody to share them with."""
+    shape = Shape(
+        head_dim=64,
+        num_heads=2 * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        kv_dtype=kv_dtype,
+        dtype="bfloat16",
+        num_tokens=8,
+    )
+    suite.check(RAGGED["decodes"], shape)
+
+
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices have two cores; nothing is run that was compiled for one."""

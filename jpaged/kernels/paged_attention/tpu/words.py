@@ -46,6 +46,11 @@ def tokens_a_word(dtype: jnp.dtype, *, takes_fp8: bool) -> int:
     return 1 if dtype == jnp.float32 else 2
 
 
+def numbers_dtype(dtype: jnp.dtype, *, takes_fp8: bool) -> jnp.dtype:
+    """The type of what `numbers` makes."""
+    return dtype if tokens_a_word(dtype, takes_fp8=takes_fp8) != 2 else jnp.dtype(jnp.bfloat16)
+
+
 def numbers(parts: list[Any], j: int, dtype: jnp.dtype, *, takes_fp8: bool) -> Any:
     """Part j of each word, the lowest first, as numbers [W, 128].
 
@@ -73,6 +78,18 @@ def numbers(parts: list[Any], j: int, dtype: jnp.dtype, *, takes_fp8: bool) -> A
     else:
         magnitude, sign = (halves & jnp.int32(0x007F007F)) << 4, (halves & jnp.int32(0x00800080)) << 8
     return pltpu.bitcast(magnitude | sign, jnp.bfloat16)
+
+
+def parted(even: Any, odd: Any) -> tuple[Any, Any]:
+    """The keys of two heads beside each other, and their values: of words whose lanes are key | value of a head each.
+
+    | k0 v0 |, | k1 v1 |  ->  | k1 v0 |  ->  | v0 k1 |, turned  ->  | k0 k1 |, | v0 v1 |
+    """
+    even, odd, dtype = pltpu.bitcast(even, jnp.int32), pltpu.bitcast(odd, jnp.int32), even.dtype
+    is_first = lax.broadcasted_iota(jnp.int32, even.shape, 1) < LANES // 2
+    turned = pltpu.roll(jnp.where(is_first, odd, even), LANES // 2, 1)
+    k, v = jnp.where(is_first, even, turned), jnp.where(is_first, turned, odd)
+    return pltpu.bitcast(k, dtype), pltpu.bitcast(v, dtype)
 
 
 def _halves(a: Any, b: Any, j: int) -> Any:

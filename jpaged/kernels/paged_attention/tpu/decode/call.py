@@ -10,7 +10,7 @@ import numpy as np
 from jpaged.kernels.paged_attention.spec import AttentionCall, NewKV, Updated
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Bool, Float
 
     from jpaged.kernels.paged_attention.tpu.decode.plan import Plan
     from jpaged.kernels.paged_attention.tpu.lists import StepLists
@@ -66,7 +66,10 @@ def _pack(q_xhd: Float[Array, "X H D"], plan: Plan) -> Float[Array, "places bund
     layout, (num, _, head_dim) = plan.spec.layout, q_xhd.shape
     q_xkgd = q_xhd.reshape(num, layout.num_kv_heads, plan.group, head_dim)
     missing = plan.num_bundles * plan.sizes.bundle - layout.num_kv_heads
-    q_xkgd = jnp.pad(q_xkgd, ((0, 0), (0, missing), (0, 0), (0, layout.lanes - head_dim)))
+    q_xkgd = jnp.pad(q_xkgd, ((0, 0), (0, missing), (0, 0), (0, layout.lanes // plan.column_heads - head_dim)))
+    if layout.is_joined:
+        is_odd = _is_odd(q_xkgd.shape[1])
+        q_xkgd = jnp.concatenate((jnp.where(is_odd, 0, q_xkgd), jnp.where(is_odd, q_xkgd, 0)), axis=3)
     q_xbrd = q_xkgd.reshape(num, plan.num_bundles, -1, layout.lanes)
     return jnp.pad(q_xbrd, ((0, 0), (0, 0), (0, plan.rows - q_xbrd.shape[2]), (0, 0)))
 
@@ -80,10 +83,20 @@ def _unpack(
     """Outputs and log-sum-exp in the order of the heads."""
     layout, num, head_dim = plan.spec.layout, len(o), plan.spec.layout.head_dim
     used = plan.sizes.bundle * plan.group
-    first_lane = layout.lanes // 2 if layout.is_joined else 0
-    o_xbrd = o[:, :, :used, first_lane : first_lane + head_dim]
+    o_xkgl = o[:, :, :used].reshape(num, -1, plan.group, layout.lanes)
+    o_xkgd = o_xkgl[..., :head_dim]
+    if layout.is_joined:
+        half = layout.lanes // 2
+        # A head that has its lanes alone has its values where they were.
+        is_last = (jnp.arange(o_xkgl.shape[1]) == layout.num_kv_heads - 1)[:, None, None]
+        o_xkgd = jnp.where(_is_odd(o_xkgl.shape[1]) | is_last, o_xkgl[..., half : half + head_dim], o_xkgd)
     lse_xbr = lse[:, 0, : plan.num_bundles * plan.rows].reshape(num, plan.num_bundles, plan.rows)[:, :, :used]
-    return o_xbrd.reshape(num, -1, head_dim)[:, :num_heads], lse_xbr.reshape(num, -1)[:, :num_heads]
+    return o_xkgd.reshape(num, -1, head_dim)[:, :num_heads], lse_xbr.reshape(num, -1)[:, :num_heads]
+
+
+def _is_odd(num_heads: int) -> Bool[Array, "K 1 1"]:
+    """Which key/value heads have the upper half of the lanes, where two share them."""
+    return (jnp.arange(num_heads) % 2 == 1)[:, None, None]
 
 
 def _scales(call: AttentionCall, plan: Plan) -> Float[Array, "2 bundles rows 128"]:

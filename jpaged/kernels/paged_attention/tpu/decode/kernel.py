@@ -196,6 +196,7 @@ def _scratch_shapes(plan: Plan) -> Kept:
     tile = (sizes.pitch, *layout.token_shape[1:])
     return Kept(
         chunks=pltpu.VMEM((sizes.ring, plan.fetch_blocks, layout.block_size, *tile), layout.storage_dtype),
+        values=pltpu.VMEM((sizes.ring, *_values_shape(plan)) if layout.is_joined else (1, 1, 8, 128), jnp.int32),
         scores=pltpu.VMEM((*rows, sizes.chunk_tokens), jnp.float32),
         weights=pltpu.VMEM((*rows, sizes.chunk_tokens), jnp.float32),
         fade=pltpu.VMEM((*rows, words.LANES), jnp.float32),
@@ -210,6 +211,12 @@ def _scratch_shapes(plan: Plan) -> Kept:
         fetched=pltpu.SemaphoreType.DMA((sizes.ring,)),
         written=pltpu.SemaphoreType.DMA((2,)),
     )
+
+
+def _values_shape(plan: Plan) -> tuple[int, int, int]:
+    layout = plan.spec.layout
+    num_tokens = words.tokens_a_word(layout.dtype, takes_fp8=plan.takes_fp8)
+    return -(-layout.num_kv_heads // plan.column_heads), plan.sizes.chunk_tokens // num_tokens, words.LANES
 
 
 def _cost(scalars: Scalars, q: jax.Array, plan: Plan) -> pl.CostEstimate:

@@ -64,6 +64,7 @@ class Kept(NamedTuple):
 
     Attributes:
         chunks: ring of buffers [ring, n, B, pitch, pack, lanes].
+        values: of heads that share columns of lanes, as words [ring, columns, W / tokens of a word, 128].
         scores: of the item at stage 2 [bundles, rows, W].
         weights: of the item at stage 3, alike.
         fade: what its row's output is multiplied by [bundles, rows, 128], alike in all lanes.
@@ -80,6 +81,7 @@ class Kept(NamedTuple):
     """
 
     chunks: Any
+    values: Any
     scores: Any
     weights: Any
     fade: Any
@@ -148,6 +150,11 @@ class Plan:
     def rows(self) -> int:
         """Rows of a bundle's product."""
         return -(-self.sizes.bundle * self.group // 8) * 8
+
+    @property
+    def column_heads(self) -> int:
+        """Heads whose keys lie beside each other in as many lanes as a row of the pool has."""
+        return 2 if self.spec.layout.is_joined else 1
 
     @property
     def folds(self) -> int:

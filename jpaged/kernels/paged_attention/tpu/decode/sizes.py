@@ -2,7 +2,7 @@
 
 ring      buffers of a chunk each: three that are worked on, and those whose blocks are on their way
 places    rows of one step of the grid: their queries, outputs, maxima and sums lie in vector memory
-bundle    heads that share a product, so that it has 8 rows
+bundle    heads that share a product, so that it has 8 rows; not less than two where two heads share a row of lanes
 pitch     rows of words from token to token in a buffer; a load with a stride that 4 divides takes longer
 """
 
@@ -102,7 +102,9 @@ def rule(
     """
     group, rows = num_heads // layout.num_kv_heads, layout.token_shape[0]
     folds = layout.lanes // _LANES
-    bundle = max(1, min(layout.num_kv_heads, _SUBLANES // group, _MAX_BUNDLE_LANES // layout.lanes))
+    column_heads = 2 if layout.is_joined else 1
+    num_columns = max(1, min(_SUBLANES // group // column_heads, _MAX_BUNDLE_LANES // layout.lanes))
+    bundle = min(layout.num_kv_heads, num_columns * column_heads)
     if chunk_tokens is None:
         token_bytes = rows * folds * _LANES * 4
         wanted = min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES.get(device_kind, _CHUNK_BYTES_ELSEWHERE) // token_bytes)
@@ -127,6 +129,9 @@ def vmem_bytes(sizes: DecodeSizes, layout: KVLayout, num_heads: int) -> int:
     chunk = sizes.chunk_tokens * sizes.pitch * layout.lanes * 4
     scores = 2 * bundles * rows * sizes.chunk_tokens * 4
     one_bundle = 3 * sizes.chunk_tokens * sizes.bundle * layout.lanes * 4
+    if layout.is_joined:
+        # Half of the chunk, of numbers that may have become twice as wide.
+        chunk += sizes.chunk_tokens * -(-layout.num_kv_heads // 2) * _LANES * max(2, layout.dtype.itemsize)
     return sizes.ring * chunk + scores + one_bundle + (sizes.places + 1) * _place_bytes(sizes, layout, num_heads)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention.tpu import words
 from jpaged.kernels.paged_attention.tpu.decode.items import seen
@@ -19,30 +20,70 @@ LOWEST = -1e30
 _LN_2 = math.log(2)
 
 
-def _heads(bundle: int, plan: Plan) -> range:
+def _columns(bundle: int, plan: Plan) -> range:
+    """The columns of lanes of a bundle, by their numbers among those of all heads."""
     first = bundle * plan.sizes.bundle
-    return range(first, min(first + plan.sizes.bundle, plan.spec.layout.num_kv_heads))
+    last = min(first + plan.sizes.bundle, plan.spec.layout.num_kv_heads)
+    return range(first // plan.column_heads, -(-last // plan.column_heads))
 
 
-def _load(chunk_ref: Any, bundle: int, plan: Plan, *, is_value: bool) -> Any:
-    """Keys or values of a bundle's heads beside each other, [W, heads * lanes]."""
+def _is_alone(column: int, plan: Plan) -> bool:
+    """Whether it is the key | value of the last head, which has no other to share it with."""
+    return plan.spec.layout.is_joined and 2 * column + 1 == plan.spec.layout.num_kv_heads
+
+
+def _reader(chunk_ref: Any, plan: Plan) -> Callable[..., Any]:
+    """What reads the numbers in a row of the pool's lanes of each token, by the row's number."""
     layout, pitch = plan.spec.layout, plan.sizes.pitch * plan.folds
     num_parts = words.tokens_a_word(layout.dtype, takes_fp8=plan.takes_fp8)
     num_tokens = plan.sizes.chunk_tokens // num_parts
 
     @functools.cache
-    def parts(start: int) -> list[Any]:
-        return [words.read(chunk_ref, start + i * num_tokens * pitch, num_tokens, pitch) for i in range(num_parts)]
+    def parts(row: int) -> list[Any]:
+        return [words.read(chunk_ref, row + i * num_tokens * pitch, num_tokens, pitch) for i in range(num_parts)]
 
-    def head(index: int) -> Iterator[Any]:
-        row, j = divmod(index if layout.is_joined else 2 * index + is_value, layout.pack)
-        for fold in range(plan.folds):
-            yield words.numbers(parts(row * plan.folds + fold), j, layout.dtype, takes_fp8=plan.takes_fp8)
+    def numbers(row: int, fold: int = 0) -> Any:
+        tile_row, j = divmod(row, layout.pack)
+        return words.numbers(parts(tile_row * plan.folds + fold), j, layout.dtype, takes_fp8=plan.takes_fp8)
 
-    columns = [column for index in _heads(bundle, plan) for column in head(index)]
-    if plan.compute_dtype == jnp.float32 or layout.dtype == jnp.int8:
+    return numbers
+
+
+def _beside(columns: list[Any], plan: Plan) -> Any:
+    """Columns of numbers as one operand of a product [W, columns * lanes]."""
+    if plan.compute_dtype == jnp.float32 or plan.spec.layout.dtype == jnp.int8:
         columns = [column.astype(plan.compute_dtype) for column in columns]
     return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)
+
+
+def _keys(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
+    """Keys of a bundle's heads. Where two heads share a column, their values are taken apart from them, and kept."""
+    numbers = _reader(kept.chunks.at[buffer], plan)
+    columns = []
+    for column in _columns(bundle, plan):
+        if _is_alone(column, plan):
+            columns.append(numbers(2 * column))
+        elif plan.spec.layout.is_joined:
+            k, v = words.parted(numbers(2 * column), numbers(2 * column + 1))
+            kept.values[buffer, column] = pltpu.bitcast(v, jnp.int32)
+            columns.append(k)
+        else:
+            columns += [numbers(2 * column, fold) for fold in range(plan.folds)]
+    return _beside(columns, plan)
+
+
+def _values(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
+    """Values of a bundle's heads."""
+    dtype = words.numbers_dtype(plan.spec.layout.dtype, takes_fp8=plan.takes_fp8)
+    numbers, columns = _reader(kept.chunks.at[buffer], plan), []
+    for column in _columns(bundle, plan):
+        if _is_alone(column, plan):
+            columns.append(numbers(2 * column))
+        elif plan.spec.layout.is_joined:
+            columns.append(pltpu.bitcast(kept.values[buffer, column], dtype))
+        else:
+            columns += [numbers(2 * column + 1, fold) for fold in range(plan.folds)]
+    return _beside(columns, plan)
 
 
 def _dot(plan: Plan) -> Callable[..., Any]:
@@ -59,15 +100,16 @@ def score(scalars: Scalars, segment: Any, item: Any, buffer: Any, refs: Refs, ke
     begin, end = seen(scalars, segment, item, plan)
     is_seen = (token >= begin) & (token < end)
     place, dot = scalars.segments.place[segment], _dot(plan)
-    head_of_row = lax.broadcasted_iota(jnp.int32, (plan.rows, plan.spec.layout.lanes), 0) // plan.group
+    lanes = plan.spec.layout.lanes
+    column_of_row = lax.broadcasted_iota(jnp.int32, (plan.rows, lanes), 0) // (plan.group * plan.column_heads)
     for bundle in range(plan.num_bundles):
         q_rd = refs.q[place, bundle].astype(jnp.float32)
         if plan.is_tiny:
             q_rd = q_rd * 2.0**LIFT
-        num_heads = len(_heads(bundle, plan))
-        if num_heads > 1:
-            q_rd = jnp.concatenate([jnp.where(head_of_row == i, q_rd, 0.0) for i in range(num_heads)], axis=1)
-        k_wd = _load(kept.chunks.at[buffer], bundle, plan, is_value=False)
+        num_columns = len(_columns(bundle, plan))
+        if num_columns > 1:
+            q_rd = jnp.concatenate([jnp.where(column_of_row == i, q_rd, 0.0) for i in range(num_columns)], axis=1)
+        k_wd = _keys(buffer, bundle, kept, plan)
         s_rw = dot(q_rd.astype(plan.compute_dtype), k_wd, (((1,), (1,)), ((), ())))
         s_rw = s_rw * jnp.tile(refs.scale[0, bundle], (1, tokens // words.LANES))
         if cap is not None:
@@ -95,13 +137,13 @@ def weigh(place: Any, is_first: Any, kept: Kept, plan: Plan) -> None:
 def add(place: Any, is_first: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
     """Stage 3: weighted values join the output of the row."""
     lanes, dot = plan.spec.layout.lanes, _dot(plan)
-    head_of_row = lax.broadcasted_iota(jnp.int32, (plan.rows, lanes), 0) // plan.group
+    column_of_row = lax.broadcasted_iota(jnp.int32, (plan.rows, lanes), 0) // (plan.group * plan.column_heads)
     for bundle in range(plan.num_bundles):
-        v_wd = _load(kept.chunks.at[buffer], bundle, plan, is_value=True)
+        v_wd = _values(buffer, bundle, kept, plan)
         pv_rd = dot(kept.weights[bundle].astype(plan.compute_dtype), v_wd, (((1,), (0,)), ((), ())))
         o_rd = pv_rd[:, :lanes]
-        for i in range(1, len(_heads(bundle, plan))):
-            o_rd = jnp.where(head_of_row == i, pv_rd[:, i * lanes : (i + 1) * lanes], o_rd)
+        for i in range(1, len(_columns(bundle, plan))):
+            o_rd = jnp.where(column_of_row == i, pv_rd[:, i * lanes : (i + 1) * lanes], o_rd)
         fade_rd = jnp.tile(kept.fade[bundle], (1, plan.folds))
         kept.o[place, bundle] = jnp.where(is_first, 0.0, kept.o[place, bundle] * fade_rd) + o_rd
 
