@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -209,9 +210,11 @@ def _blocks(name: str, num_bundles: int, jumps: Sequence[Jump], regions: Sequenc
     ends: dict[int, Jump] = {}
     limits = sorted({num_bundles, *regions, *(jump.target for jump in jumps), *(jump.bundle for jump in jumps)})
     # Nothing but a jump's own bundles lies between it and a region that follows at once: as many as the core waits for
-    # (four of a v5 or v6, six of a tpu7x), or on a tpu7x fewer. Where none follows at once there are as many.
+    # (four of a v5 or v6, six of a tpu7x), or on a tpu7x fewer. Where none follows at once there are as many. A region may
+    # also follow a little later, which is rarer than at once.
     gaps = [limits[bisect_right(limits, jump.bundle)] - jump.bundle - 1 for jump in jumps]
-    most = max((gap for gap in gaps if gap <= _MOST_DELAYED), default=0)
+    counts = Counter(gap for gap in gaps if gap <= _MOST_DELAYED)
+    most = max(counts, key=lambda gap: (counts[gap], gap), default=0)
     if jumps and not most:
         raise UnreadableProgram(f"{name}: no jump is followed by a region within {_MOST_DELAYED} bundles")
     is_short = min(gaps, default=0) < most

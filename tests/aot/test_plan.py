@@ -39,12 +39,12 @@ def plan_with_defaults(model: str, topology: str, sizes: tuple[int, int, int, in
 
 
 def test_with_its_defaults_llama_3_8b_fits_into_four_v5e() -> None:
-    found = plan_with_defaults("meta-llama/Llama-3.1-8B", "v5e:2x2", (131072, 128, 128, 1024))
+    found = plan_with_defaults("meta-llama/Llama-3.1-8B", "v5e:2x2", (131072, 128, 256, 1024))
     assert (found["fits"], found["tensor_parallel_size"]) == (True, 4)
-    assert 0 <= found["memory_of_one_device"]["free_bytes"] < 32 << 20
+    assert 0 <= found["memory_of_one_device"]["free_bytes"] < 48 << 20
     assert found["num_blocks"] * found["block_size"] > 320_000
     assert found["compile_seconds"] > 0
-    assert {program["name"] for program in found["compiled_programs"]} >= {"forward[1024]", "forward[128]"}
+    assert {program["name"] for program in found["compiled_programs"]} >= {"forward[1024]", "forward[256]"}
     assert found["bytes_of_a_summed_number"] == 2  # though the programs ask for sums in float32
     assert found["estimates"][0]["prefill_s"] == pytest.approx(0.0357, rel=0.01)
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ _LOWEST = -1e30
 
 _WGMMA = plgpu.Layout.WGMMA
 _ROWS = _WGMMA.reduce(1)
+_WHOLE: tuple[Any, ...] = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+"""The index of a load of a whole reference, which a load has no more since jax 0.12."""
 
 
 class ItemField(enum.IntEnum):
@@ -666,7 +669,7 @@ def _added_up(state: _State, memory: _Refs, static: Static) -> _State:
 
 def _read_rows(ref: Any, static: Static) -> jax.Array:
     """A number for each row, where its row is."""
-    return ref[...] if static.is_interpreted else plgpu.load(ref, (), layout=_ROWS)
+    return ref[...] if static.is_interpreted else plgpu.load(ref, *_WHOLE, layout=_ROWS)
 
 
 def _store(state: _State, me: _Consumer, memory: _Refs, work: _Work, static: Static) -> None:
