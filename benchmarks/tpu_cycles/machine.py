@@ -23,7 +23,7 @@ GRANULE_BYTES = 32
 
 _TILE = (8, 128)
 _STEP_NUMBERS = 128
-"""Of 32 bits, that a DMA with a stride moves at once: it counts steps in them."""
+"""Numbers of 32 bits that a DMA with a stride moves at once: it counts steps in them."""
 _MASK, _SIGN = 0xFFFFFFFF, 0x80000000
 _MOST_CYCLES = 200_000_000
 _OPERAND = re.compile(r"inlined_call_operand\.(<[^>]*>|\w+) \[shape: (\w+)\[([\d,]*)\], index: (\d+), kind: (\w+)")

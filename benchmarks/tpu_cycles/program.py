@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +27,7 @@ _INSTRUCTION = re.compile(r"(?:(%\S+) = )?([a-zA-Z][\w.]*(?:<[^>]*>)?)\s*(.*)", 
 _JUMP = re.compile(r"(?:\((!?)(%[\w.]+)\) )?target = \$region(\d+)")
 _CONTROL = re.compile(r"s(br|call|return|jmp)\b")
 _MOST_DELAYED = 6
+_ALWAYS_DELAYED = 4
 _MATRIX_UNITS = ("MXU", "MATMUL", "MATPUSH", "MATRES")
 
 
@@ -210,14 +210,14 @@ def _blocks(name: str, num_bundles: int, jumps: Sequence[Jump], regions: Sequenc
     ends: dict[int, Jump] = {}
     limits = sorted({num_bundles, *regions, *(jump.target for jump in jumps), *(jump.bundle for jump in jumps)})
     # Nothing but a jump's own bundles lies between it and a region that follows at once: as many as the core waits for
-    # (four of a v5 or v6, six of a tpu7x), or on a tpu7x fewer. Where none follows at once there are as many. A region may
-    # also follow a little later, which is rarer than at once.
+    # (four of a v5 or v6, six of a tpu7x), or on a tpu7x fewer. Where none follows at once there are as many. One may
+    # also follow a little later, which is not to be taken for a core that waits longer.
     gaps = [limits[bisect_right(limits, jump.bundle)] - jump.bundle - 1 for jump in jumps]
-    counts = Counter(gap for gap in gaps if gap <= _MOST_DELAYED)
-    most = max(counts, key=lambda gap: (counts[gap], gap), default=0)
+    least, most = min(gaps, default=0), max((gap for gap in gaps if gap <= _MOST_DELAYED), default=0)
+    most = least if least >= _ALWAYS_DELAYED else most
     if jumps and not most:
         raise UnreadableProgram(f"{name}: no jump is followed by a region within {_MOST_DELAYED} bundles")
-    is_short = min(gaps, default=0) < most
+    is_short = least < most
     for jump, gap in zip(jumps, gaps, strict=True):
         # What lies behind the end of a loop that is jumped back to runs once.
         is_loop = is_short and jump.target <= jump.bundle <= (jump.target_end or 0)

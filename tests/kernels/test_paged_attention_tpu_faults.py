@@ -94,7 +94,7 @@ class Fault:
     suite: Interpreted
 
 
-WAIT = "            fetch(scalars, step, c, pool_ref, kept, plan)[1](buffer_of(this_turn))\n"
+WAIT = "            fetch(scalars, step, c, refs, kept, plan)[1](buffer_of(this_turn))\n"
 UNPACK = "            unpack(kept, buffer_of(this_turn), chunk, segments.begin[step], segments.end[step], plan)\n"
 
 FAULTS = (

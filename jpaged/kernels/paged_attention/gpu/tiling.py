@@ -27,11 +27,11 @@ SHARED_BYTES = 232_448
 """What one block of threads may take, and `_RESERVED_BYTES` of it are the compiler's."""
 MAX_STAGES = 4
 _REGISTERS = 56, 224
-"""Of a thread of the producer and of the consumers: of 65536 for 384 threads, 504 for three of them."""
+"""A thread of the producer has the first, of the consumers the second: 504 of three threads, 65536 for 384."""
 _MAX_WIDE_HEAD_DIM = 128
 """With 256, a consumer's registers spill."""
 _REGISTERS_OF_8_BITS = 88, 208
-"""And where the producer converts."""
+"""The same where the producer converts."""
 
 _RESERVED_BYTES = 4096
 _HALF_PROCESSOR_BYTES = 233_472 // 2 - 1024

@@ -62,7 +62,7 @@ class Paging:
 
     @property
     def chunks(self) -> int:
-        """Of a page: a power of two."""
+        """How many a page has the ids of: a power of two."""
         return self.page_blocks // self.chunk_blocks
 
     @property
@@ -71,7 +71,7 @@ class Paging:
 
     @property
     def tokens(self) -> int:
-        """Of a page's blocks."""
+        """Those that the blocks of a page hold."""
         return self.page_blocks * self.block_size
 
     @property
