@@ -250,7 +250,7 @@ FAULTS = (
         several_of_a_row,
         Late(),
     ),
-    Fault("a row has a page too few", TABLES, "is_last = (page + 1)", "is_last = (page + 2)", several_of_a_row, Late()),
+    Fault("a row has a page too many", TABLES, "is_last = (page + 1)", "is_last = page", several_of_a_row, Late()),
     Fault("a stale page", ITEMS, " | (item & (paging.chunks - 1) == 0)", "", several_of_a_row, Late()),
     Fault("a tile's stale page", KEYS, " | (lax.rem(chunk, paging.chunks) == 0)", "", two_chunks, Late()),
     Fault(
