@@ -41,7 +41,9 @@ def test_attention_compiles_without_copying_the_pool(topology: str) -> None:
         assert "error" not in result, result
         assert result["alias_bytes"] == result["pool_bytes"], result
         assert result["pool_copies"] == 0, result
-        assert result["temp_bytes"] <= 2**21 + 3 * result["query_bytes"], result
+        # Two cores leave outputs for all tokens each, of which those of both are made.
+        copies = 5 if topology == "v5p:2x2x1" else 3
+        assert result["temp_bytes"] <= 2**21 + copies * result["query_bytes"], result
 
 
 def test_the_limits_are_those_of_the_refusals() -> None:

@@ -69,7 +69,7 @@ def test_chunks_with_a_window_and_a_cap(suite: Interpreted) -> None:
     ("suite", "kv_dtype", "head_dim"), [(Late(), "int8", 32), (Early(), "float8_e4m3fn", 128)], ids=["late", "early"]
 )
 def test_decodes_of_8_bits(suite: Interpreted, kv_dtype: str, head_dim: int) -> None:
-    # No more tokens than rows: queries are not gathered.
+    # As many tokens as rows: one tile of the grid has them all.
     suite.check(RAGGED["decodes"], Shape(head_dim=head_dim, kv_dtype=kv_dtype, dtype="bfloat16", num_tokens=8))
 
 
@@ -114,10 +114,16 @@ class AtOnce(Interpreted):
 @pytest.mark.parametrize(
     ("suite", "num_tokens"), [(Early(), 8), (Early(), 32), pytest.param(AtOnce(), 32, marks=pytest.mark.long)]
 )
-def test_two_cores_share_the_rows(suite: Interpreted, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With queries of all tokens, and gathered."""
-    monkeypatch.setattr(decode_sizes, "_PLACES_BYTES", 1)  # 8 places
+def test_two_cores_share_the_rows(suite: Interpreted, num_tokens: int) -> None:
+    """And a tile of tokens, alone and with one behind it that has no rows."""
     suite.check([(1, 130), (1, 5), (1, 192), (1, 33), (1, 64)], Shape(num_tokens=num_tokens, dtype="bfloat16"))
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_two_cores_have_tiles_of_their_own() -> None:
+    """Two and three: the first one's have a chunk's between them, and end in that in which the second one's begin."""
+    rows = [*[(1, 140)] * 2, (50, 50), *[(1, 20)] * 9]
+    Early().check(rows, Shape(num_tokens=96, num_rows=16, dtype="bfloat16"))
 
 
 @pytest.mark.usefixtures("two_cores")
@@ -228,7 +234,7 @@ def test_real_shapes_have_sizes(num_heads: int, num_kv_heads: int, head_dim: int
         assert paging.num_bytes <= sizing.PAGES_BUDGET_BYTES
 
 
-@pytest.mark.parametrize(("num_rows", "num_tokens", "kib"), [(64, 131072, 1062), (65536, 65536, 2338)])
+@pytest.mark.parametrize(("num_rows", "num_tokens", "kib"), [(64, 131072, 1095), (65536, 65536, 2356)])
 def test_steps_whose_lists_are_beyond_the_scalar_memory_are_refused(num_rows: int, num_tokens: int, kib: int) -> None:
     assert tpu.unsupported_reason(LLAMA, queries(32, num_rows, 8, num_tokens)) == (
         f"the lists of steps of {num_rows} rows and {num_tokens} tokens need {kib} KiB of scalar memory; "

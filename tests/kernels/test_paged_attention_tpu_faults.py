@@ -18,9 +18,9 @@ from tests.kernels.attention_conformance import RAGGED, Shape, make_case
 from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, Early, Interpreted, Late
 
 STORE, TABLES = "store", "tables"
-ITEMS, STAGES, DECODE = "decode.items", "decode.stages", "decode.kernel"
+ITEMS, STAGES, TOKENS, DECODE = "decode.items", "decode.stages", "decode.tokens", "decode.kernel"
 KEYS, CHUNK_STAGES, CHUNKS = "chunks.keys", "chunks.stages", "chunks.kernel"
-FILES = (STORE, TABLES, ITEMS, STAGES, DECODE, KEYS, CHUNK_STAGES, CHUNKS)
+FILES = (STORE, TABLES, ITEMS, STAGES, TOKENS, DECODE, KEYS, CHUNK_STAGES, CHUNKS)
 """The kernels' modules, each behind those that it uses."""
 FOLDER = Path(package.__file__).parent / "tpu"
 SOURCES = {name: (FOLDER / f"{name.replace('.', '/')}.py").read_text() for name in FILES}
@@ -68,6 +68,19 @@ def poisoned(suite: Interpreted) -> None:
         case.v_lnbkd[case.layer, case.block_tables_sm[row, :8]] = float("nan")
     o_thd, _ = suite.run(case, shape)
     assert np.isfinite(o_thd[7]).all()
+
+
+def mixed(suite: Interpreted) -> None:
+    suite.check(RAGGED["mixed"], Shape())
+
+
+def pairs(suite: Interpreted) -> None:
+    """Two heads that share lanes, and one that has nobody to share them with."""
+    suite.check(RAGGED["decodes"], Shape(head_dim=64, num_heads=6, num_kv_heads=3, num_tokens=8, dtype="bfloat16"))
+
+
+def padding(suite: Interpreted) -> None:
+    suite.test_padding_tokens_are_zero_whatever_their_queries()
 
 
 def window(suite: Interpreted) -> None:
@@ -189,6 +202,46 @@ FAULTS = (
         "m_rl = jnp.where(is_first, LOWEST, kept.m[place, bundle])",
         "m_rl = kept.m[place, bundle]",
         decodes,
+        Late(),
+    ),
+    Fault(
+        "a token of no row gets what its place had",
+        DECODE,
+        "    tokens.clear(kept, plan)\n\n    @pl.when(num_items > 0)",
+        "    @pl.when(num_items > 0)",
+        padding,
+        Late(),
+    ),
+    Fault(
+        "a head's outputs are put where the next one's are",
+        TOKENS,
+        "words.gather(kept.q, row)",
+        "words.gather(kept.q, row ^ 1)",
+        decodes,
+        Late(),
+    ),
+    Fault(
+        "a head that has the other half of the lanes has its queries where the first one has",
+        TOKENS,
+        "head // plan.group % 2 == 1",
+        "False",
+        pairs,
+        Late(),
+    ),
+    Fault(
+        "a head that has its lanes alone gets its keys for values",
+        TOKENS,
+        " and kv_head < layout.num_kv_heads - 1",
+        "",
+        pairs,
+        Late(),
+    ),
+    Fault(
+        "a tile's decodes are looked for in the tile before",
+        DECODE,
+        "tiles.first[at_first], tiles.first[at_first + 1]",
+        "tiles.first[jnp.maximum(at_first - 1, 0)], tiles.first[at_first]",
+        mixed,
         Late(),
     ),
     Fault(
@@ -353,6 +406,25 @@ FAULTS = (
         CHUNKS,
         "is_ours_q1 = (query_q1 >= lo) & (query_q1 < hi)",
         "is_ours_q1 = query_q1 >= 0",
+        chunks,
+        Late(),
+    ),
+    *(
+        Fault(
+            f"what a tile's other queries have has not come yet ({name})",
+            CHUNKS,
+            "        others.wait()\n",
+            "        pass\n",
+            mixed,
+            suite,
+        )
+        for name, suite in (("late", Late()), ("early", Early()))
+    ),
+    Fault(
+        "a tile's other queries are left behind where another row begins it",
+        CHUNKS,
+        "is_shared = (lo > 0) | (hi < plan.tile)",
+        "is_shared = lo > 0",
         chunks,
         Late(),
     ),

@@ -131,6 +131,13 @@ def write_words(buffer_ref: Any, start: Any, rows: jax.Array) -> None:
     buffer_ref[...] = jnp.swapaxes(parts.reshape(*blocks, lanes, pack), -1, -2)
 
 
+def spread(ref: Any, row: int, numbers: jax.Array) -> None:
+    """What `words.spread` does."""
+    whole = ref[...]
+    rows = whole.reshape(len(whole), -1, whole.shape[-1])
+    ref[...] = lax.dynamic_update_slice_in_dim(rows, numbers[:, None], row, axis=1).reshape(whole.shape)
+
+
 def _words(whole: jax.Array) -> jax.Array:
     parts = jnp.swapaxes(whole, -1, -2)
     found = lax.bitcast_convert_type(parts if parts.shape[-1] > 1 else parts[..., 0], jnp.int32)
@@ -144,8 +151,10 @@ def small_sizes() -> Iterator[None]:
         patch.setattr(decode_sizes, "_MAX_CHUNK_TOKENS", 128)
         patch.setattr(sizing, "PAGE_ALIGNMENT", 8)
         patch.setattr(sizing, "PAGES_AHEAD", 2)
+        patch.setattr(decode_sizes, "_PLACES_BYTES", 0)
         patch.setattr(words, "read", read_words)
         patch.setattr(words, "write", write_words)
+        patch.setattr(words, "spread", spread)
         patch.setattr(chunk_sizes, "_CHUNK_TOKENS", (128, 256))
         patch.setattr(chunk_sizes, "_TILES", (32, 16))
         patch.setattr(chunk_sizes, "_PART_ROWS", 32)

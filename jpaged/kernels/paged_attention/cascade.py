@@ -157,13 +157,16 @@ def cascade_attention_update(
     o_thd, lse_th, pool = paged_attention_update(
         q_thd, new_kv, pool, layer, cascade.rows, spec, scales_lk2, backend=backend
     )
-    # Whole rows go through the condition: XLA for TPUs would move [T, H, D] into another order for it, and back.
-    own_tw = o_thd.reshape(o_thd.shape[0], -1)
+    # Whole rows go through the condition: XLA for TPUs would move [T, H, D] into another order for it, and back. The
+    # barrier keeps it from taking the queries' change of shape into the branch.
+    q_tw, own_tw = (x_thd.reshape(x_thd.shape[0], -1) for x_thd in (q_thd, o_thd))
+    q_tw = jax.lax.optimization_barrier(q_tw)
 
     def with_prefixes() -> Attended:
         found = own_tw.reshape(q_thd.shape), lse_th
         for part in parts[1:]:
-            found = merge(paged_attention(q_thd, pool, layer, part.rows, part.spec, scales_lk2, backend=backend), found)
+            q = q_tw.reshape(q_thd.shape)
+            found = merge(paged_attention(q, pool, layer, part.rows, part.spec, scales_lk2, backend=backend), found)
         return found[0].reshape(own_tw.shape), found[1]
 
     o_tw, lse_th = jax.lax.cond(cascade.prefixes.num_rows > 0, with_prefixes, lambda: (own_tw, lse_th))

@@ -7,7 +7,8 @@
                     └ tile 0 ───────┘ └ tile 1 ───────┘        of the first: c
 
 Which segments there are is computed from the rows by XLA, once a step (lists.py); the grid is as long as the list. The
-first call also stores the new keys and values: both see them.
+first call also stores the new keys and values: both see them. Its outputs are the array that the second writes into,
+tile by tile: what a tile has of other rows is read first, and stays.
 
 Verified by interpretation, with races looked for, and by compiling for v5e, v5p, v6e and tpu7x. Where a device has two
 cores, as those of a v5p have, both work on rows of one query; chunks are one core's.
@@ -26,7 +27,7 @@ from jpaged.kernels.paged_attention.tpu.chunks import call as chunks
 from jpaged.kernels.paged_attention.tpu.chunks import sizes as chunk_sizes
 from jpaged.kernels.paged_attention.tpu.decode import call as decode
 from jpaged.kernels.paged_attention.tpu.decode import sizes as decode_sizes
-from jpaged.kernels.paged_attention.tpu.lists import prepare, step_lists
+from jpaged.kernels.paged_attention.tpu.lists import num_padding, prepare, step_lists
 
 __all__ = ["attend", "prepare", "unsupported_device_reason", "unsupported_reason", "update"]
 
@@ -48,7 +49,10 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     if layout.head_dim > _MAX_HEAD_DIM:
         return f"head_dim {layout.head_dim} is above the limit of {_MAX_HEAD_DIM}"
     refusal = decode_sizes.refusal(layout, queries.num_heads) or chunk_sizes.refusal(layout, queries.num_heads)
-    return refusal or sizing.lists_refusal(queries, layout.num_kv_heads)
+    if refusal is not None:
+        return refusal
+    num_tiles = decode_sizes.num_tiles(layout, queries.num_heads, queries.num_tokens)
+    return sizing.lists_refusal(queries, layout.num_kv_heads, num_tiles)
 
 
 def unsupported_device_reason(device: jax.Device) -> str | None:
@@ -71,17 +75,18 @@ def update(call: AttentionCall, new_kv: NewKV | None) -> Updated:
     if lists is None:
         lists = step_lists(call.rows, None if new_kv is None else new_kv[2], call.spec, call.queries)
 
-    num_tokens = len(call.q_thd)
-    o, lse, pool = decode.attend(call, lists, new_kv)
-    # A token's heads beside each other: rows are chosen whole, and the product behind takes them as they lie.
-    o_tw = jnp.where(lists.decodes.is_ours_t[:, None], o.reshape(num_tokens, -1), 0)
+    layout, (num_tokens, num_heads, head_dim) = call.spec.layout, call.q_thd.shape
+    # A token's heads beside each other, as the projection leaves them, and as the product behind takes the outputs.
+    padding = ((0, num_padding(call.spec, call.queries)), (0, 0), (0, layout.lanes - head_dim))
+    q_tw = jnp.pad(call.q_thd, padding).reshape(num_tokens + padding[0][1], -1)
+    o_tw, lse, pool = decode.attend(call, q_tw, lists, new_kv)
     lse_th = jnp.where(lists.decodes.is_ours_t[:, None], lse, -jnp.inf)
     if lists.chunks is not None:
-        is_ours_t = lists.chunks.is_ours_t
-        o, lse = chunks.attend(call, lists.chunks, lists.tables, _scales(call), pool)
-        o_tw = jnp.where(is_ours_t[:, None], o.reshape(num_tokens, -1), o_tw)
-        lse_th = jnp.where(is_ours_t[:, None], lse, lse_th)
-    return o_tw.reshape(call.q_thd.shape), lse_th, pool
+        o_tw, lse = chunks.attend(call, lists.chunks, lists.tables, _scales(call), pool, q_tw, o_tw)
+        lse_th = jnp.where(lists.chunks.is_ours_t[:, None], lse, lse_th)
+    first_lane = layout.lanes // 2 if layout.is_joined else 0
+    o_thl = o_tw.reshape(-1, num_heads, layout.lanes)[:num_tokens]
+    return o_thl[:, :, first_lane : first_lane + head_dim], lse_th, pool
 
 
 def _scales(call: AttentionCall) -> jax.Array:

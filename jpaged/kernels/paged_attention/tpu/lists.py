@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jpaged.kernels.paged_attention.tpu.chunks.plan import Plan as ChunkPlan
     from jpaged.kernels.paged_attention.tpu.chunks.plan import Segments as ChunkSegments
     from jpaged.kernels.paged_attention.tpu.decode.plan import Plan as DecodePlan
+    from jpaged.kernels.paged_attention.tpu.decode.plan import Tiles
 
 
 class CallLists(NamedTuple):
@@ -29,13 +30,11 @@ class CallLists(NamedTuple):
     Attributes:
         segments: its work, as its kernel takes it.
         num_segments: [1].
-        row_t: which of its rows each token is in; of rows of one query, which place of the results it has.
-        is_ours_t: whether the token is in any of them.
+        is_ours_t: whether a token is in any of its rows.
     """
 
     segments: Any
     num_segments: Int[Array, "1"]
-    row_t: Int[Array, "T"]
     is_ours_t: Bool[Array, "T"]
 
 
@@ -45,16 +44,18 @@ class StepLists(NamedTuple):
     Attributes:
         decodes: rows of one query.
         chunks: rows of more; None in a step of one token.
-        decode_tokens_n: the token of each row of one query, in order; on each core from a new step of the grid on.
         cores: which rows of one query are each core's: first of them, and one behind the last of all.
+        starts: first token of each core's, and how many there are.
+        tiles: of tokens, that the call for rows of one query has.
         tables: block tables of whole pages.
         writes: (slots [T], whether B tokens from here on fill a block [T]); empty where nothing is stored.
     """
 
     decodes: CallLists
     chunks: CallLists | None
-    decode_tokens_n: Int[Array, "n"]
     cores: Int[Array, "cores+1"]
+    starts: Int[Array, "cores+1"]
+    tiles: Tiles
     tables: Int[Array, "S N"]
     writes: tuple[jax.Array, ...]
 
@@ -73,14 +74,19 @@ def step_lists(rows: RaggedRows, slots_t: Int[Array, "T"] | None, spec: Attentio
     if slots_t is not None:
         slots_t = slots_t.astype(jnp.int32)
         writes = slots_t, _starts_whole_block(slots_t, spec.layout.block_size)
-    decodes, decode_tokens_n, cores = _decode_lists(rows, spec, queries)
-    pagings = decode_plan_for(spec, queries, has_writes=False).paging, chunk_plan_for(spec, queries).paging
+    decodes, token_n, cores = _decode_lists(rows, spec, queries)
+    chunks = _chunk_lists(rows, spec, queries) if queries.num_tokens > 1 else None
+    plan = decode_plan_for(spec, queries, has_writes=False)
+    is_other_t = jnp.ones_like(decodes.is_ours_t) if chunks is None else ~chunks.is_ours_t
+    is_other_t = jnp.pad(is_other_t, (0, num_padding(spec, queries)))
+    starts, tiles = _tiles(is_other_t, token_n, decodes.num_segments, cores, plan)
     return StepLists(
         decodes=decodes,
-        chunks=_chunk_lists(rows, spec, queries) if queries.num_tokens > 1 else None,
-        decode_tokens_n=decode_tokens_n,
+        chunks=chunks,
         cores=cores,
-        tables=tables.whole_pages(rows.block_tables_sm, *pagings),
+        starts=starts,
+        tiles=tiles,
+        tables=tables.whole_pages(rows.block_tables_sm, plan.paging, chunk_plan_for(spec, queries).paging),
         writes=writes,
     )
 
@@ -96,7 +102,13 @@ def decode_plan_for(spec: AttentionSpec, queries: Queries, *, has_writes: bool) 
     """The static side of the call for rows of one query."""
     from jpaged.kernels.paged_attention.tpu.decode.plan import plan_for
 
+    queries = dataclasses.replace(queries, num_tokens=queries.num_tokens + num_padding(spec, queries))
     return plan_for(spec, queries, device_kind(), has_writes=has_writes, num_cores=num_cores())
+
+
+def num_padding(spec: AttentionSpec, queries: Queries) -> int:
+    """Tokens that a step has to have besides its own, so that they are whole tiles."""
+    return -queries.num_tokens % chunk_plan_for(spec, queries).tile if queries.num_tokens > 1 else 0
 
 
 def device_kind() -> str:
@@ -118,14 +130,14 @@ def _device() -> Any:
 def _decode_lists(
     rows: RaggedRows, spec: AttentionSpec, queries: Queries
 ) -> tuple[CallLists, Int[Array, "n"], Int[Array, "cores+1"]]:
-    """The lists of rows of one query, their tokens, and how the cores share them; `row_t` is a token's result."""
+    """The lists of rows of one query, their tokens, and how the cores share them."""
     from jpaged.kernels.paged_attention.tpu.decode.plan import Segments as DecodeSegments
 
     plan = decode_plan_for(spec, queries, has_writes=False)
     is_ours_s = _is_used(rows) & (_num_queries(rows) == 1)
     rank_s = jnp.cumsum(is_ours_s, dtype=jnp.int32)
-    chunk_tokens, num_rows, num_tokens = plan.sizes.chunk_tokens, queries.num_rows, queries.num_tokens
-    n = jnp.arange(min(num_rows, num_tokens), dtype=jnp.int32)
+    chunk_tokens, num_rows = plan.sizes.chunk_tokens, queries.num_rows
+    n = jnp.arange(min(num_rows, queries.num_tokens), dtype=jnp.int32)
     row_n = jnp.minimum((n[:, None] >= rank_s[None, :]).sum(axis=1, dtype=jnp.int32), num_rows - 1)
     token_n, position_n = rows.query_starts_s1[row_n], rows.positions[row_n]
     begin_n = jnp.maximum(rows.begins[row_n], 0)
@@ -136,12 +148,10 @@ def _decode_lists(
     first_n = begin_n // chunk_tokens
     last_n = jnp.maximum(-(-end_n // chunk_tokens), first_n + 1)
     items_n1 = jnp.pad(jnp.cumsum(jnp.where(n < rank_s[-1], last_n - first_n, 0)), (1, 0)).astype(jnp.int32)
-    cores, places, is_gathered = shares(items_n1, plan.num_cores), plan.sizes.places, plan.is_gathered(num_tokens)
-    core_n = (n[:, None] >= cores[None, 1:-1]).sum(axis=1, dtype=jnp.int32)
-    slot_n = n - cores[core_n] if is_gathered else token_n
+    cores = shares(items_n1, plan.num_cores)
     segments = DecodeSegments(
         row=row_n,
-        place=slot_n % places,
+        place=token_n % plan.sizes.places,
         begin=begin_n,
         end=end_n,
         first=jnp.pad(first_n, (0, 1)),
@@ -149,15 +159,7 @@ def _decode_lists(
         items=items_n1,
     )
     segments = DecodeSegments(*(field.astype(jnp.int32) for field in segments))
-    row_t, is_ours_t = _rows_of_tokens(rows, is_ours_s, num_tokens)
-    segment_t = jnp.maximum(rank_s[row_t] - 1, 0)
-    if is_gathered:
-        slots = jnp.arange(-(-n.size // places) * places, dtype=jnp.int32)
-        token_n = token_n.at[cores[:-1, None] + slots].get(mode="clip").reshape(-1)
-        result_t = core_n[segment_t] * slots.size + slot_n[segment_t]
-    else:
-        result_t = core_n[segment_t] * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
-    return CallLists(segments, rank_s[-1:], result_t, is_ours_t), token_n, cores
+    return CallLists(segments, rank_s[-1:], _are_in(rows, is_ours_s, queries.num_tokens)), token_n, cores
 
 
 def shares(items_n1: Int[Array, "n+1"], num_cores: int) -> Int[Array, "cores+1"]:
@@ -174,11 +176,39 @@ def shares(items_n1: Int[Array, "n+1"], num_cores: int) -> Int[Array, "cores+1"]
     return jnp.where(is_before_nearer_c, before_c, after_c)
 
 
+def _tiles(
+    is_other_t: Bool[Array, "T"],
+    token_n: Int[Array, "n"],
+    num_segments: Int[Array, "1"],
+    cores: Int[Array, "cores+1"],
+    plan: DecodePlan,
+) -> tuple[Int[Array, "cores+1"], Tiles]:
+    """Where each core's tokens begin, and its tiles that have a token which is in no chunk of a prompt, in order."""
+    from jpaged.kernels.paged_attention.tpu.decode.plan import Tiles
+
+    places = plan.sizes.places
+    num_tokens, inner_c = len(is_other_t), cores[1:-1]
+    inner_t = jnp.where(inner_c < num_segments, token_n.at[inner_c].get(mode="clip"), num_tokens)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), inner_t.astype(jnp.int32), jnp.full(1, num_tokens, jnp.int32)])
+    i = jnp.arange(num_tokens // places, dtype=jnp.int32)
+    is_in_ci = is_other_t.reshape(-1, places).any(axis=1)
+    is_in_ci = is_in_ci & (i * places < starts[1:, None]) & ((i + 1) * places > starts[:-1, None])
+    rank_ci = jnp.cumsum(is_in_ci, axis=1, dtype=jnp.int32)
+    # The tile behind the last stands for steps that are not: all segments are before it.
+    i1 = jnp.arange(len(i) + 1, dtype=jnp.int32)
+    tile_ci = (i1[:, None] >= rank_ci[:, None, :]).sum(axis=2, dtype=jnp.int32)
+    n = jnp.arange(len(token_n), dtype=jnp.int32)
+    is_before_cin = (token_n // places < tile_ci[..., None]) & (n < num_segments)
+    first_ci = jnp.clip(is_before_cin.sum(axis=2, dtype=jnp.int32), cores[:-1, None], cores[1:, None])
+    tile_ci = jnp.minimum(tile_ci[:, :-1], jnp.where(is_in_ci, i, 0).max(axis=1, keepdims=True))
+    return starts, Tiles(rank_ci[:, -1], tile_ci.reshape(-1), first_ci.reshape(-1))
+
+
 def _chunk_lists(rows: RaggedRows, spec: AttentionSpec, queries: Queries) -> CallLists:
     is_ours_s = _is_used(rows) & (_num_queries(rows) > 1)
-    row_t, is_ours_t = _rows_of_tokens(rows, is_ours_s, queries.num_tokens)
+    is_ours_t = _are_in(rows, is_ours_s, queries.num_tokens)
     segments, num_segments = _tile_segments(rows, is_ours_s, queries.num_tokens, chunk_plan_for(spec, queries))
-    return CallLists(segments, num_segments.astype(jnp.int32), row_t, is_ours_t)
+    return CallLists(segments, num_segments.astype(jnp.int32), is_ours_t)
 
 
 def _num_queries(rows: RaggedRows) -> Int[Array, "S"]:
@@ -218,13 +248,11 @@ def _tile_segments(
     return ChunkSegments(*(field.astype(jnp.int32) for field in fields)), lasts_s[-1:]
 
 
-def _rows_of_tokens(
-    rows: RaggedRows, is_ours_s: Bool[Array, "S"], num_tokens: int
-) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
-    """Which of our rows each token is in, and whether it is in any."""
+def _are_in(rows: RaggedRows, is_ours_s: Bool[Array, "S"], num_tokens: int) -> Bool[Array, "T"]:
+    """Whether each token is in any of our rows."""
     t_t1 = jnp.arange(num_tokens)[:, None]
     is_in_ts = (t_t1 >= rows.query_starts_s1[:-1]) & (t_t1 < rows.query_starts_s1[1:]) & is_ours_s
-    return is_in_ts.argmax(axis=1), is_in_ts.any(axis=1)
+    return is_in_ts.any(axis=1)
 
 
 def _starts_whole_block(slots_t: Int[Array, "T"], block_size: int) -> Int[Array, "T"]:

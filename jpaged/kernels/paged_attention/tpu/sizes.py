@@ -1,7 +1,7 @@
 """What the sizes of both TPU kernels come from, and what the scalar memory next to the core allows.
 
-    scalar memory   the lists of segments, the slots of new tokens; each rounded up to 128 words; and pages of the block
-                    tables, which lie outside of the core (tables.py)
+    scalar memory   the lists of segments and tiles, the slots of new tokens; each rounded up to 128 words; and pages of
+                    the block tables, which lie outside of the core (tables.py)
 
 Sizes come from `tuned/<device kind>.json` where somebody has measured that kind (tuned/README.md says how),
 and from a rule otherwise (sizes.py of each kernel).
@@ -33,6 +33,7 @@ NUM_SEGMENT_FIELDS = 7
 """Lists that tell a segment (`Segments` in the plans of both kernels)."""
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _MIN_TILE = 16
+_MOST_CORES = 2
 _LANES = 128
 TUNED = Path(__file__).parent / "tuned"
 
@@ -46,9 +47,9 @@ def measured(
     return next((entry for entry in entries if entry["match"] == key), None)
 
 
-def lists_refusal(queries: Queries, num_kv_heads: int) -> str | None:
+def lists_refusal(queries: Queries, num_kv_heads: int, num_tiles: int) -> str | None:
     """Why there cannot be steps of so many rows and tokens, or None."""
-    if (need := scalar_bytes(queries, num_kv_heads)) <= SMEM_BUDGET_BYTES:
+    if (need := scalar_bytes(queries, num_kv_heads, num_tiles)) <= SMEM_BUDGET_BYTES:
         return None
     return (
         f"the lists of steps of {queries.num_rows} rows and {queries.num_tokens} tokens need {-(-need // 1024)} KiB of "
@@ -56,10 +57,11 @@ def lists_refusal(queries: Queries, num_kv_heads: int) -> str | None:
     )
 
 
-def scalar_bytes(queries: Queries, num_kv_heads: int) -> int:
-    """Scalar memory of the hungrier of a step's two calls."""
+def scalar_bytes(queries: Queries, num_kv_heads: int, num_tiles: int) -> int:
+    """Scalar memory of the hungrier of a step's two calls; that for rows of one query has so many tiles of tokens."""
     num_rows, num_tokens = queries.num_rows, queries.num_tokens
     decodes = NUM_SEGMENT_FIELDS * _words(min(num_rows, num_tokens)) + 2 * _words(num_tokens)
+    decodes += 2 * _words(_MOST_CORES * (num_tiles + 1)) + _words(_MOST_CORES)
     num_chunks = -(-num_tokens // _MIN_TILE) + min(num_rows, num_tokens // 2)
     always = PAGES_BUDGET_BYTES // 4 + _words(2 * num_kv_heads) + 3 * _words(1)
     return 4 * (always + max(decodes, NUM_SEGMENT_FIELDS * _words(num_chunks)))

@@ -7,7 +7,7 @@ token is a load with a stride; cut out of the five axes of a buffer it would be 
     words     t0: k v   t1: k v  ...   tw: k v  ...          (bfloat16: a key and its value share a word)
     numbers   k: t0 tw t1 tw+1 ...                           two tokens a word: of the first half, of the second
 
-The interpreter knows references neither reshaped nor as another type: tests replace `read` and `write`.
+The interpreter knows references neither reshaped nor as another type: tests replace `read`, `write` and `spread`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,23 @@ def read(buffer_ref: Any, start: Any, num: int, stride: int) -> Any:
 def write(buffer_ref: Any, start: Any, words: Any) -> None:
     """Puts words [n, 128] into rows one behind the other."""
     _rows(buffer_ref)[pl.ds(start, words.shape[0]), :] = words
+
+
+def spread(ref: Any, row: int, numbers: Any) -> None:
+    """Puts [n, lanes] of 32 bits into a row of each of n places of a reference [n, bundles, rows, lanes]."""
+    num, bundles, rows, lanes = ref.shape
+    if lanes == LANES:
+        ref.reshape(-1, lanes)[pl.ds(row, num, stride=bundles * rows), :] = numbers
+    else:  # Mosaic has strides for rows of one register alone
+        ref[:, row // rows, row % rows, :] = numbers
+
+
+def gather(ref: Any, row: int) -> Any:
+    """A row [n, lanes] of each of n places of a reference [n, bundles, rows, lanes]."""
+    num, bundles, rows, lanes = ref.shape
+    if lanes == LANES:
+        return ref.reshape(-1, lanes)[pl.ds(row, num, stride=bundles * rows), :]
+    return ref[:, row // rows, row % rows, :]
 
 
 def _rows(buffer_ref: Any) -> Any:

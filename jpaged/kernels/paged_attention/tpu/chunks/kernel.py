@@ -150,6 +150,16 @@ def _finish(scalars: Scalars, segment: Any, o_ref: Any, lse_ref: Any, kept: Scra
     repeat(begin, end, finish)
 
 
+def _others(scalars: Scalars, step: Any, refs: Refs, kept: Scratch, plan: Plan) -> tuple[Any, Any]:
+    """Whether a tile is begun that has others' queries, and the DMA of what all of its queries have so far."""
+    segments = scalars.segments
+    tile, lo, hi = segments.tile[step], segments.lo[step], segments.hi[step]
+    is_begun = (step == 0) | (tile != segments.tile[jnp.maximum(step - 1, 0)])
+    is_shared = (lo > 0) | (hi < plan.tile) | (step >= scalars.num_segments[0])
+    queries = pl.ds(pl.multiple_of(tile * plan.tile, plan.tile), plan.tile)
+    return is_begun & is_shared, pltpu.make_async_copy(refs.before.at[queries], refs.o, kept.joined)
+
+
 def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
     step, num_segments = pl.program_id(0), scalars.num_segments[0]
     segments = scalars.segments
@@ -171,6 +181,12 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
         @pl.when(num_segments > 0)
         def _() -> None:
             start(0, first_chunk(0), 0)
+
+    has_others, others = _others(scalars, step, refs, kept, plan)
+
+    @pl.when(has_others)
+    def _() -> None:
+        others.start()
 
     @pl.when(step < num_segments)
     def _() -> None:
@@ -198,11 +214,18 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
         nobody = [Item(jnp.int32(plan.num_slots), jnp.int32(0))] * ITEMS_A_TURN
         lax.fori_loop(first, end, turn, (nobody, nobody))
         kept.turn[0] = begin_turn + end - first
+
+    @pl.when(has_others)
+    def _() -> None:
+        others.wait()
+
+    @pl.when(step < num_segments)
+    def _() -> None:
         _finish(scalars, step, refs.o, refs.lse, kept, plan)
 
 
 def call(
-    scalars: Scalars, q: jax.Array, block_tables: jax.Array, pool: jax.Array, plan: Plan
+    scalars: Scalars, q: jax.Array, block_tables: jax.Array, pool: jax.Array, before: jax.Array, plan: Plan
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel over all segments.
 
@@ -211,10 +234,11 @@ def call(
         q: [T, H * lanes], T whole tiles.
         block_tables: of whole pages [S, N].
         pool: of all layers.
+        before: shaped as q, what queries in no segment have; it becomes the outputs.
         plan: the static side.
 
     Returns:
-        outputs shaped as q, and log-sum-exp [T, lanes of `Plan.lse_lanes`]. Queries in no segment get anything.
+        outputs, and log-sum-exp [T, lanes of `Plan.lse_lanes`], of which queries in no segment get anything.
     """
     flat, tree = jax.tree.flatten(scalars)
     num_scalars = len(flat)
@@ -223,7 +247,7 @@ def call(
         return jax.tree.unflatten(tree, refs).segments.tile[step], 0
 
     def body(*refs: Any) -> None:
-        scalar_refs, array_refs, others = refs[:num_scalars], refs[num_scalars:][:5], refs[num_scalars:][5:]
+        scalar_refs, array_refs, others = refs[:num_scalars], refs[num_scalars:][:6], refs[num_scalars:][6:]
         _kernel(jax.tree.unflatten(tree, scalar_refs), Refs(*array_refs), Scratch(*others), plan)
 
     o, lse = pl.pallas_call(
@@ -234,6 +258,7 @@ def call(
             in_specs=[
                 pl.BlockSpec((plan.tile, q.shape[1]), at_tile),
                 pl.BlockSpec(memory_space=pltpu.HBM),
+                pl.BlockSpec(memory_space=pl.ANY),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=[
@@ -246,6 +271,7 @@ def call(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((q.shape[0], plan.lse_lanes), jnp.float32),
         ],
+        input_output_aliases={num_scalars + 3: 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=VMEM_LIMIT_BYTES,
@@ -254,5 +280,5 @@ def call(
         ),
         cost_estimate=cost(scalars, q, plan),
         name="paged_attention_chunks",
-    )(*flat, q, block_tables, pool)
+    )(*flat, q, block_tables, pool, before)
     return o, lse

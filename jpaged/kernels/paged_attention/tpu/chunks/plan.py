@@ -62,6 +62,7 @@ class Refs(NamedTuple):
     q: Any
     tables: Any
     pool: Any
+    before: Any
     o: Any
     lse: Any
 
@@ -83,6 +84,7 @@ class Scratch(NamedTuple):
         ids: (where the id of the row's block 0 would lie, and those of the first blocks of the buffers) [3].
         pages: of the block tables.
         fetched: semaphores of the buffers.
+        joined: a semaphore: what the tile's other queries have got before has come.
     """
 
     chunk: Any
@@ -98,6 +100,7 @@ class Scratch(NamedTuple):
     ids: Any
     pages: Pages
     fetched: Any
+    joined: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +222,7 @@ def scratch_shapes(plan: Plan) -> Scratch:
         ids=pltpu.SMEM((3,), jnp.int32),
         pages=plan.paging.scratch_shapes(),
         fetched=pltpu.SemaphoreType.DMA((2,)),
+        joined=pltpu.SemaphoreType.DMA(()),
     )
 
 

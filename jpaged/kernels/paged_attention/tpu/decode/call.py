@@ -10,93 +10,55 @@ import numpy as np
 from jpaged.kernels.paged_attention.spec import AttentionCall, NewKV, Updated
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from jaxtyping import Array, Float, Int
 
     from jpaged.kernels.paged_attention.tpu.decode.plan import Plan
     from jpaged.kernels.paged_attention.tpu.lists import StepLists
 
 
-def attend(call: AttentionCall, lists: StepLists, new_kv: NewKV | None) -> Updated:
+def attend(call: AttentionCall, q_tw: Float[Array, "T W"], lists: StepLists, new_kv: NewKV | None) -> Updated:
     """Attention of the rows of one query, and the pool with the new keys and values of all tokens.
 
     Args:
         call: of all rows.
+        q_tw: its queries, as both kernels take them.
         lists: of the step.
         new_kv: see there; None stores none.
 
     Returns:
-        See `Updated`; tokens of other rows have anything.
+        outputs like the queries, 0 for tokens of no row; log-sum-exp [T, H], anything for tokens of other rows; the
+        pool. Tiles of tokens that are in chunks of prompts have anything.
     """
     from jpaged.kernels.paged_attention.tpu.decode.kernel import call as call_kernel
     from jpaged.kernels.paged_attention.tpu.decode.plan import Scalars
     from jpaged.kernels.paged_attention.tpu.lists import decode_plan_for
 
-    ours, q, num_tokens = lists.decodes, call.q_thd, call.q_thd.shape[0]
     plan = decode_plan_for(call.spec, call.queries, has_writes=new_kv is not None)
-    is_gathered = plan.is_gathered(num_tokens)
-    if is_gathered:
-        q = _whole(q).at[lists.decode_tokens_n].get(mode="clip").reshape(-1, *q.shape[1:])
     scalars = Scalars(
         layer=jnp.asarray(call.layer, jnp.int32).reshape(1),
         cores=lists.cores,
-        segments=ours.segments,
+        segments=lists.decodes.segments,
+        tiles=lists.tiles,
         writes=() if new_kv is None else lists.writes,
     )
     new = None if new_kv is None else call.spec.layout.token_rows(*new_kv[:2])
-    o, lse, pool = call_kernel(scalars, _pack(q, plan), _scales(call, plan), lists.tables, new, call.pool, plan)
-    o_xhd, lse_xh = _unpack(o, lse, plan, call.queries.num_heads)
-    if is_gathered:
-        return _whole(o_xhd)[ours.row_t].reshape(call.q_thd.shape), lse_xh[ours.row_t], pool
-    o_thd, lse_th = o_xhd[:num_tokens], lse_xh[:num_tokens]
-    for core in range(1, plan.num_cores):
-        begin = core * num_tokens
-        is_its_t1 = (ours.row_t >= begin)[:, None]
-        o_thd = jnp.where(is_its_t1[..., None], o_xhd[begin : begin + num_tokens], o_thd)
-        lse_th = jnp.where(is_its_t1, lse_xh[begin : begin + num_tokens], lse_th)
-    return o_thd, lse_th, pool
+    o_xw, lse_x1l, pool = call_kernel(scalars, q_tw, _scales(call, plan), lists.tables, new, call.pool, plan)
+    num_tokens, num_heads, _ = call.q_thd.shape
+    lse_xbr = lse_x1l[:, 0, : plan.num_bundles * plan.rows].reshape(len(o_xw), plan.num_bundles, -1)
+    lse_xh = lse_xbr[:, :, : plan.sizes.bundle * plan.group].reshape(len(o_xw), -1)[:, :num_heads]
+    return _of_all_cores(o_xw, lists.starts), _of_all_cores(lse_xh, lists.starts)[:num_tokens], pool
 
 
-def _whole(x_xhd: Float[Array, "X H D"]) -> Float[Array, "X H*D"]:
-    """The heads of a token beside each other: rows are found whole, where XLA would move sublane by sublane."""
-    return x_xhd.reshape(x_xhd.shape[0], -1)
-
-
-def _pack(q_xhd: Float[Array, "X H D"], plan: Plan) -> Float[Array, "places bundles rows lanes"]:
-    """The queries of the heads of a bundle below each other."""
-    layout, (num, _, head_dim) = plan.spec.layout, q_xhd.shape
-    q_xkgd = q_xhd.reshape(num, layout.num_kv_heads, plan.group, head_dim)
-    missing = plan.num_bundles * plan.sizes.bundle - layout.num_kv_heads
-    q_xkgd = jnp.pad(q_xkgd, ((0, 0), (0, missing), (0, 0), (0, layout.lanes // plan.column_heads - head_dim)))
-    if layout.is_joined:
-        is_odd = _is_odd(q_xkgd.shape[1])
-        q_xkgd = jnp.concatenate((jnp.where(is_odd, 0, q_xkgd), jnp.where(is_odd, q_xkgd, 0)), axis=3)
-    q_xbrd = q_xkgd.reshape(num, plan.num_bundles, -1, layout.lanes)
-    return jnp.pad(q_xbrd, ((0, 0), (0, 0), (0, plan.rows - q_xbrd.shape[2]), (0, 0)))
-
-
-def _unpack(
-    o: Float[Array, "places bundles rows lanes"],
-    lse: Float[Array, "places 1 lanes"],
-    plan: Plan,
-    num_heads: int,
-) -> tuple[Float[Array, "X H D"], Float[Array, "X H"]]:
-    """Outputs and log-sum-exp in the order of the heads."""
-    layout, num, head_dim = plan.spec.layout, len(o), plan.spec.layout.head_dim
-    used = plan.sizes.bundle * plan.group
-    o_xkgl = o[:, :, :used].reshape(num, -1, plan.group, layout.lanes)
-    o_xkgd = o_xkgl[..., :head_dim]
-    if layout.is_joined:
-        half = layout.lanes // 2
-        # A head that has its lanes alone has its values where they were.
-        is_last = (jnp.arange(o_xkgl.shape[1]) == layout.num_kv_heads - 1)[:, None, None]
-        o_xkgd = jnp.where(_is_odd(o_xkgl.shape[1]) | is_last, o_xkgl[..., half : half + head_dim], o_xkgd)
-    lse_xbr = lse[:, 0, : plan.num_bundles * plan.rows].reshape(num, plan.num_bundles, plan.rows)[:, :, :used]
-    return o_xkgd.reshape(num, -1, head_dim)[:, :num_heads], lse_xbr.reshape(num, -1)[:, :num_heads]
-
-
-def _is_odd(num_heads: int) -> Bool[Array, "K 1 1"]:
-    """Which key/value heads have the upper half of the lanes, where two share them."""
-    return (jnp.arange(num_heads) % 2 == 1)[:, None, None]
+def _of_all_cores(results_xn: Float[Array, "X N"], starts: Int[Array, "cores+1"]) -> Float[Array, "T N"]:
+    """The results of all tokens, of which each core has left its own among those of all."""
+    num_cores = len(starts) - 1
+    num_tokens = len(results_xn) // num_cores
+    token_t1 = jnp.arange(num_tokens)[:, None]
+    found_tn = results_xn[:num_tokens]
+    for core in range(1, num_cores):
+        its_tn = results_xn[core * num_tokens :][:num_tokens]
+        found_tn = jnp.where(token_t1 >= starts[core], its_tn, found_tn)
+    return found_tn
 
 
 def _scales(call: AttentionCall, plan: Plan) -> Float[Array, "2 bundles rows 128"]:

@@ -12,8 +12,10 @@ stages that do not wait for each other, while the blocks of the items behind the
     rows        | row 0         | row 1 | row 2                 |
     items       |  0    1    2  |  3    |  4    5    6    7     |
 
-What is kept of a row (maximum, sum, output) lies in the row's place, so that stages of two rows do not meet; all rows
-of a step of the grid are divided by their sums at its end, together.
+A step of the grid has a tile of the packed tokens, as the projection leaves them and the next product takes them: the
+queries of its rows are taken apart at its begin, and their outputs put together at its end. What is kept of a row
+(maximum, sum, output) lies in the place of its token, so that stages of two rows do not meet. Tokens of no row get
+zeros; those of chunks get them too, until the other kernel is there.
 
 Heads that share a product, a bundle, have their queries below each other and their keys beside each other:
 
@@ -21,7 +23,7 @@ Heads that share a product, a bundle, have their queries below each other and th
     | 0  q1 | x | k1 |    =   | s1 |        8 rows are a register, and a product is as deep as the multiplier
 
 Each core of a device has segments of its own, as many items as the others as near as rows can be cut, and results of
-its own: a step's results are its places' whole.
+its own. Where its tokens begin in a tile of another's, both have the tile, each with the rows of its own.
 
 The new keys are in the pool before the first fetch starts: every core stores all of them, and waits for none. What one
 stores while another reads it is what lies there already. Blocks that no query sees are not fetched; what their part of
@@ -39,7 +41,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention.tpu import tables, words
-from jpaged.kernels.paged_attention.tpu.decode import items, stages
+from jpaged.kernels.paged_attention.tpu.decode import items, stages, tokens
 from jpaged.kernels.paged_attention.tpu.decode.plan import Kept, Plan, Refs, Scalars
 from jpaged.kernels.paged_attention.tpu.store import store
 
@@ -47,17 +49,18 @@ _STORES = 4
 """Rows that are finished in a row: their reductions do not wait for each other."""
 
 
-def _kernel(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
-    core, step, segments = pl.program_id(0), pl.program_id(1), scalars.segments
+def _kernel(scalars: Scalars, q_ref: Any, o_ref: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
+    core, step, segments, tiles = pl.program_id(0), pl.program_id(1), scalars.segments, scalars.tiles
     places, ahead = plan.sizes.places, plan.sizes.ahead
     begin_core, end_core = scalars.cores[core], scalars.cores[core + 1]
-    first = jnp.minimum(begin_core + step * places, end_core)
-    last = jnp.minimum(first + places, end_core)
+    at_first = core * (tiles.first.shape[0] // plan.num_cores) + step
+    first, last = tiles.first[at_first], tiles.first[at_first + 1]
     begin_turn, num_items, all_items = segments.items[first], segments.items[last], segments.items[end_core]
     num_items = num_items - begin_turn
 
     @pl.when(step == 0)
     def _() -> None:
+        tokens.clear(kept, plan)
         tables.begin(segments, begin_core, end_core, refs.tables, kept.pages, plan.paging)
         if plan.has_writes:
             store(scalars.writes, scalars.layer[0], refs.new, refs.pool, kept.written, plan.spec.layout)
@@ -94,18 +97,28 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
 
     @pl.when(num_items > 0)
     def _() -> None:
+        tokens.take_apart(q_ref, kept, plan)
         buffer = kept.turn[0]
         state = (first, segments.first[first], buffer)
         idle = (nobody, jnp.bool_(True), buffer)
         (_, _, buffer), _, _ = lax.fori_loop(0, num_items + 2, turn, (state, idle, idle))
         kept.turn[0] = items.buffer_after(buffer, plan)
 
+    tokens.clear(kept, plan)
+
+    @pl.when(num_items > 0)
+    def _() -> None:
         def some(i: Any) -> None:
             for j in range(_STORES):
                 segment = jnp.minimum(first + i * _STORES + j, last - 1)
                 stages.finish(segments.place[segment], refs, kept, plan)
 
         items.repeat(0, pl.cdiv(last - first, _STORES), some)
+
+    # A core that has fewer steps than another keeps what its last one left.
+    @pl.when(step < tiles.num[core])
+    def _() -> None:
+        tokens.put_together(o_ref, kept, plan)
 
 
 def call(
@@ -121,7 +134,7 @@ def call(
 
     Args:
         scalars: as arrays.
-        q: [places of all steps, bundles, rows, lanes].
+        q: [T, H * lanes], T whole tiles of `places`.
         scale: of scores, in powers of two unless they are capped, and of outputs [2, bundles, rows, 128].
         block_tables: of whole pages [S, N].
         new: [T, R, pack, lanes] in the pool's type, where the plan writes.
@@ -129,53 +142,52 @@ def call(
         plan: the static side.
 
     Returns:
-        outputs shaped as q, core by core; log-sum-exp [places, 1, `Plan.lse_lanes`] alike; the pool.
-        Places of no segment get anything.
+        outputs shaped as q, core by core [cores * T, H * lanes], zero for tokens of no row; log-sum-exp [cores * T, 1,
+        `Plan.lse_lanes`] alike, anything for tokens of no segment; the pool. Tiles in no step get anything.
     """
     flat, tree = jax.tree.flatten(scalars)
     places, bundles = plan.sizes.places, plan.num_bundles
-    tile = (places, bundles, plan.rows, plan.spec.layout.lanes)
+    tile = (places, q.shape[1])
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     num_scalars, inputs = len(flat), [q, scale, block_tables, *([] if new is None else [new]), pool]
-    # Where queries are all tokens' there is one step, and every core has them all; gathered, they are core by core.
-    cores, num_steps = plan.num_cores, max(1, len(q) // places // plan.num_cores)
-    is_core_by_core, num_results = len(q) > places, cores * num_steps * places
-    most = (scalars.cores[1:] - scalars.cores[:-1]).max()
+    cores, num_tiles = plan.num_cores, len(q) // places
 
-    def at_result(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
-        return core * num_steps + step, 0, 0, 0
+    def at_tile(core: Any, step: Any, *refs: Any) -> Any:
+        return jax.tree.unflatten(tree, refs).tiles.tile[core * num_tiles + step]
 
-    def at_query(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
-        return core * num_steps + step if is_core_by_core else step, 0, 0, 0
+    def at_result(core: Any, step: Any, *refs: Any) -> Any:
+        return core * num_tiles + at_tile(core, step, *refs)
 
     def body(*refs: Any) -> None:
         scalar_refs, refs = jax.tree.unflatten(tree, refs[:num_scalars]), refs[num_scalars:]
         new_ref, pool_ref = refs[3] if plan.has_writes else None, refs[len(inputs) - 1]
         o_ref, lse_ref, *others = refs[len(inputs) :]
         pool_ref = others.pop(0) if plan.has_writes else pool_ref
-        _kernel(scalar_refs, Refs(refs[0], refs[1], refs[2], new_ref, pool_ref, o_ref, lse_ref), Kept(*others), plan)
+        kept = Kept(*others)
+        refs_of_rows = Refs(kept.q, refs[1], refs[2], new_ref, pool_ref, kept.q, lse_ref)
+        _kernel(scalar_refs, refs[0], o_ref, refs_of_rows, kept, plan)
 
     results = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=num_scalars,
-            grid=(cores, pl.cdiv(jnp.maximum(most, 1), places)),
+            grid=(cores, jnp.maximum(scalars.tiles.num.max(), 1)),
             in_specs=[
-                pl.BlockSpec(tile, at_query),
+                pl.BlockSpec(tile, lambda *where: (at_tile(*where), 0)),
                 pl.BlockSpec((2, bundles, plan.rows, words.LANES), lambda *_: (0, 0, 0, 0)),
                 pl.BlockSpec(memory_space=pltpu.HBM),
                 *([anywhere] * (len(inputs) - 3)),
             ],
             out_specs=[
-                pl.BlockSpec(tile, at_result),
-                pl.BlockSpec((places, 1, plan.lse_lanes), lambda *where: at_result(*where)[:3]),
+                pl.BlockSpec(tile, lambda *where: (at_result(*where), 0)),
+                pl.BlockSpec((places, 1, plan.lse_lanes), lambda *where: (at_result(*where), 0, 0)),
                 *([anywhere] if plan.has_writes else []),
             ],
             scratch_shapes=list(_scratch_shapes(plan)),
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((num_results, *tile[1:]), q.dtype),
-            jax.ShapeDtypeStruct((num_results, 1, plan.lse_lanes), jnp.float32),
+            jax.ShapeDtypeStruct((cores * len(q), q.shape[1]), q.dtype),
+            jax.ShapeDtypeStruct((cores * len(q), 1, plan.lse_lanes), jnp.float32),
             *([jax.ShapeDtypeStruct(pool.shape, pool.dtype)] if plan.has_writes else []),
         ],
         input_output_aliases={num_scalars + len(inputs) - 1: 2} if plan.has_writes else {},
@@ -195,6 +207,7 @@ def _scratch_shapes(plan: Plan) -> Kept:
     layout, sizes, rows = plan.spec.layout, plan.sizes, (plan.num_bundles, plan.rows)
     tile = (sizes.pitch, *layout.token_shape[1:])
     return Kept(
+        q=pltpu.VMEM((sizes.places, *rows, layout.lanes), jnp.float32),
         chunks=pltpu.VMEM((sizes.ring, plan.fetch_blocks, layout.block_size, *tile), layout.storage_dtype),
         values=pltpu.VMEM((sizes.ring, *_values_shape(plan)) if layout.is_joined else (1, 1, 8, 128), jnp.int32),
         scores=pltpu.VMEM((*rows, sizes.chunk_tokens), jnp.float32),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ class Segments(NamedTuple):
 
     Attributes:
         row: whose block table is meant.
-        place: of the query, in the step of the grid.
+        place: of the query's token among those of the step of the grid.
         begin: first key that it sees.
         end: one behind the last.
         first: first item of its chunks.
@@ -43,6 +42,20 @@ class Segments(NamedTuple):
     items: Any
 
 
+class Tiles(NamedTuple):
+    """The tokens of each step of the grid: `places` of them that lie side by side, if one is in no chunk of a prompt.
+
+    Attributes:
+        num: steps of each core [cores].
+        tile: of the packed tokens, in units of `places`, core by core [cores * tiles]; behind the last step its own.
+        first: first segment of each step, and one behind the last, core by core [cores * (tiles + 1)].
+    """
+
+    num: Any
+    tile: Any
+    first: Any
+
+
 class Scalars(NamedTuple):
     """What lies in scalar memory before the kernel starts.
 
@@ -50,12 +63,14 @@ class Scalars(NamedTuple):
         layer: [1].
         cores: first segment of each core, and one behind the last of all [cores + 1].
         segments: see there.
+        tiles: see there.
         writes: (slots [T], whether B tokens from here on fill a block [T]); empty where nothing is written.
     """
 
     layer: Any
     cores: Any
     segments: Segments
+    tiles: Tiles
     writes: tuple[Any, ...]
 
 
@@ -63,6 +78,7 @@ class Kept(NamedTuple):
     """Memory of the kernel's own.
 
     Attributes:
+        q: queries of the step's tokens, taken apart, and then outputs [places, bundles, rows, lanes].
         chunks: ring of buffers [ring, n, B, pitch, pack, lanes].
         values: of heads that share columns of lanes, as words [ring, columns, W / tokens of a word, 128].
         scores: of the item at stage 2 [bundles, rows, W].
@@ -80,6 +96,7 @@ class Kept(NamedTuple):
         written: semaphores of whole blocks and of single tokens.
     """
 
+    q: Any
     chunks: Any
     values: Any
     scores: Any
@@ -98,7 +115,7 @@ class Kept(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """Arguments and results."""
+    """Arguments and results; queries and outputs as they are kept."""
 
     q: Any
     scale: Any
@@ -169,17 +186,18 @@ class Plan:
         """Whether numbers come 2^FP8_SHIFT times too small."""
         return self.spec.layout.dtype == jnp.float8_e4m3fn and not self.takes_fp8
 
-    def is_gathered(self, num_tokens: int) -> bool:
-        """Whether the kernel takes one query a row, in order, and not all tokens: those have no room together."""
-        return self.sizes.places < num_tokens
+    @property
+    def rows_of_heads(self) -> tuple[int, ...]:
+        """The row of each query head among those of a token."""
+        bundle, group = self.sizes.bundle, self.group
+        heads = range(self.spec.layout.num_kv_heads)
+        return tuple(k // bundle * self.rows + k % bundle * group + g for k in heads for g in range(group))
 
 
 def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, *, has_writes: bool, num_cores: int = 1) -> Plan:
     """The static side of a call with these queries on devices of this kind with so many cores."""
     layout = spec.layout
     sizes = choose(layout, queries.num_heads, queries.num_tokens, device_kind)
-    if sizes.places < queries.num_tokens:
-        sizes = dataclasses.replace(sizes, places=min(sizes.places, queries.num_rows))
     is_wide = jnp.float32 in (queries.dtype, layout.dtype)
     return Plan(
         spec=spec,

@@ -1,7 +1,7 @@
 """How the kernel of rows that decode cuts its work.
 
 ring      buffers of a chunk each: three that are worked on, and those whose blocks are on their way
-places    rows of one step of the grid: their queries, outputs, maxima and sums lie in vector memory
+places    tokens of one step of the grid: their queries, outputs, maxima and sums lie in vector memory
 bundle    heads that share a product, so that it has 8 rows; not less than two where two heads share a row of lanes
 pitch     rows of words from token to token in a buffer; a load with a stride that 4 divides takes longer
 """
@@ -28,6 +28,7 @@ _STAGES = 3
 _PLACES_BYTES = 12 * 2**20
 _LANES, _SUBLANES = 128, 8
 _MAX_BUNDLE_LANES = 1024
+_LEAST_PLACES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class DecodeSizes:
         ahead: chunks that are fetched before they are needed.
         bundle: heads of one product.
         pitch: rows of tiles from token to token in a buffer, of which the token has some.
-        places: rows of a step of the grid.
+        places: tokens of a step of the grid.
     """
 
     chunk_tokens: int
@@ -83,7 +84,7 @@ def choose(
 
 def refusal(layout: KVLayout, num_heads: int) -> str | None:
     """Why there is not enough vector memory for any sizes, or None."""
-    need = vmem_bytes(rule(layout, num_heads, _SUBLANES, ""), layout, num_heads)
+    need = vmem_bytes(rule(layout, num_heads, _LEAST_PLACES, ""), layout, num_heads)
     if need <= VMEM_BUDGET_BYTES:
         return None
     return (
@@ -116,11 +117,25 @@ def rule(
         pitch=rows + 1 if rows * folds % 4 == 0 else rows,
         places=1,
     )
-    most = max(8, _PLACES_BYTES // _place_bytes(sizes, layout, num_heads) // 8 * 8)
-    sizes = dataclasses.replace(sizes, places=min(most, num_places))
+    most = max(_LEAST_PLACES, _PLACES_BYTES // _place_bytes(sizes, layout, num_heads))
+    sizes = dataclasses.replace(sizes, places=num_places if num_places <= most else _tile_of(num_places, most))
     while vmem_bytes(sizes, layout, num_heads) > VMEM_BUDGET_BYTES and sizes.ahead > 1:
         sizes = dataclasses.replace(sizes, ahead=sizes.ahead - 1)
     return sizes
+
+
+def num_tiles(layout: KVLayout, num_heads: int, num_tokens: int) -> int:
+    """Steps of the grid that a step of so many tokens has at most."""
+    num_tokens = -(-num_tokens // _LEAST_PLACES) * _LEAST_PLACES
+    return num_tokens // rule(layout, num_heads, num_tokens, "").places
+
+
+def _tile_of(num_tokens: int, most: int) -> int:
+    """The largest power of two up to `most` that divides so many tokens, which are whole tiles of the other kernel."""
+    tile = 1 << most.bit_length() - 1
+    while num_tokens % tile:
+        tile //= 2
+    return tile
 
 
 def vmem_bytes(sizes: DecodeSizes, layout: KVLayout, num_heads: int) -> int:
@@ -142,6 +157,6 @@ def _rows(sizes: DecodeSizes, layout: KVLayout, num_heads: int) -> tuple[int, in
 
 def _place_bytes(sizes: DecodeSizes, layout: KVLayout, num_heads: int) -> int:
     bundles, rows = _rows(sizes, layout, num_heads)
-    queries_and_outputs, kept = 2 * 2 * layout.lanes * 4, (2 * _LANES + layout.lanes) * 4
+    queries_and_outputs, kept = 2 * 2 * layout.lanes * 4, 2 * (_LANES + layout.lanes) * 4
     lse = 2 * _SUBLANES * -(-bundles * rows // _LANES) * _LANES * 4
     return bundles * rows * (queries_and_outputs + kept) + lse
