@@ -27,9 +27,10 @@ from rich.table import Table
 
 from benchmarks.record import save
 from jpaged.device.step.runner import unpack_rows
-from jpaged.device.step.sampling import RowSampling, sample
+from jpaged.device.step.sampling import sample
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Detail, SamplingInputs
+from jpaged.kernels.sampling import RowSampling
 from jpaged.kernels.sampling.cpu.sampling import CpuSampling, kernel
 
 NUM_TURNS = 7

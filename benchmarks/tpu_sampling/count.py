@@ -23,6 +23,7 @@ from jpaged.device.aot.tpu import compile_only_devices, find_topology
 from jpaged.device.step import sampling
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import BANNED_WIDTH, Detail
+from jpaged.kernels.sampling import RowSampling, Sampled
 from jpaged.kernels.sampling.tpu import kernel
 from jpaged.kernels.sampling.tpu.sampling import TpuSampling, plan_of
 
@@ -114,7 +115,7 @@ def compile_here(generation: str, num_rows: int, vocab_size: int, detail: Detail
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, PartitionSpec()))
 
     of_rows, numbers = array((num_rows,)), array((num_rows,), "float32")
-    how = sampling.RowSampling(
+    how = RowSampling(
         temperature_r=numbers,
         top_k_r=of_rows,
         top_p_r=numbers,
@@ -126,7 +127,7 @@ def compile_here(generation: str, num_rows: int, vocab_size: int, detail: Detail
         banned_token_ids_rx=array((num_rows, BANNED_WIDTH)),
     )
 
-    def sample(logits_rv: jax.Array, how: sampling.RowSampling) -> sampling.Sampled:
+    def sample(logits_rv: jax.Array, how: RowSampling) -> Sampled:
         return sampling.sample(logits_rv, how, Vocabulary(vocab_size), detail, TpuSampling())
 
     whole = PartitionSpec()

@@ -215,7 +215,7 @@ ROW_FIELDS = (
     RowField("banned_token_ids_rx", "int32", BEYOND_TOKENS, width=BANNED_WIDTH),  # cannot be sampled
 )
 """Everything that a row of the sampler has. Records, padding, the buffer of a call and what is sent to other processes
-follow from it; `random_columns` and `row_lists` fill it, and `device.step.sampling.RowSampling` names it on the device.
+follow from it; `random_columns` and `row_lists` fill it, and `jpaged.kernels.sampling.RowSampling` names it on devices.
 """
 ROW_DTYPE = np.dtype([(field.name, field.dtype, field.width or ()) for field in ROW_FIELDS])
 _NEUTRAL_ROW = np.zeros(1, ROW_DTYPE)

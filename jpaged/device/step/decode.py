@@ -24,8 +24,8 @@ from jax import lax
 
 from jpaged.device.step.forward import Step
 from jpaged.device.step.runner import NUM_TOKEN_COLUMNS, DecodePacking
-from jpaged.device.step.sampling import RowSampling
 from jpaged.engine.executor import MAX_NUM_STEPS, Detail
+from jpaged.kernels.sampling import RowSampling
 from jpaged.models.layers import Params
 
 if TYPE_CHECKING:

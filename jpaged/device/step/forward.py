@@ -39,7 +39,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update, prepare_rows
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update, prefix_spec
 from jpaged.kernels.paged_attention.spec import NewKV
-from jpaged.kernels.sampling import SamplingKernel
+from jpaged.kernels.sampling import RowSampling, Sampled, SamplingKernel
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace
@@ -142,7 +142,7 @@ class Step:
         Returns:
             the tokens, and all outputs in one array, which `unpack_outputs` takes apart.
         """
-        how = sampling.RowSampling(**unpack_rows(words))
+        how = RowSampling(**unpack_rows(words))
         num_rows = how.temperature_r.shape[0]
         sampled = self.sample(params, hidden_se[:num_rows], how, detail)
         last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.num_places - num_rows))
@@ -153,15 +153,13 @@ class Step:
             columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
         return last_tokens_s, jnp.concatenate(columns, axis=1)
 
-    def sample(
-        self, params: Params, hidden_re: Float[Array, "R E"], how: sampling.RowSampling, detail: Detail
-    ) -> sampling.Sampled:
+    def sample(self, params: Params, hidden_re: Float[Array, "R E"], how: RowSampling, detail: Detail) -> Sampled:
         """Samples a token for each row, from the hidden state of its last one."""
         logits_rv = self.model.logits(params, hidden_re, how.num_in_use)
         logits_rv = jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
         vocabulary = Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
 
-        def sample(logits_rv: jax.Array, how: sampling.RowSampling) -> sampling.Sampled:
+        def sample(logits_rv: jax.Array, how: RowSampling) -> Sampled:
             return sampling.sample(logits_rv, how, vocabulary, detail, self.sampler)
 
         return on_shards(sample, self.mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec())(logits_rv, how)

@@ -30,7 +30,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
@@ -40,58 +39,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import TOP_WIDTH, Detail
-from jpaged.kernels.sampling import RowInputs, SamplingKernel, noise
+from jpaged.kernels.sampling import RowSampling, Sampled, SamplingKernel, noise
 from jpaged.kernels.sampling.rows import SMALLEST
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, UInt32
+    from jaxtyping import Array, Float, Int
 
 BITS_OF_A_PASS = {"cpu": 1, "other": 4}
 """What a pass settles of a threshold. Accelerators compare faster than they read, and wait for each other at each."""
 _ROWS = Layout((0, 1))  # XLA for TPUs would have a matrix product make columns, and copy them for the loop
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class RowSampling:
-    """How each row is sampled: `engine.executor.ROW_FIELDS` on the device, where their meanings and limits are told."""
-
-    temperature_r: Float[Array, "R"]
-    top_k_r: Int[Array, "R"]
-    top_p_r: Float[Array, "R"]
-    min_p_r: Float[Array, "R"]
-    seeds_r2: UInt32[Array, "R 2"]
-    sequence_indices_r: Int[Array, "R"]
-    positions_r: Int[Array, "R"]
-    is_padding_r: Int[Array, "R"]
-    banned_token_ids_rx: Int[Array, "R X"]
-
-    @property
-    def num_in_use(self) -> Int[Array, ""]:
-        """Rows before the padding."""
-        return len(self.is_padding_r) - jnp.sum(self.is_padding_r)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The sampled tokens, and what the model's own distribution (before everything else) says of them.
-
-    Attributes:
-        token_ids_r: the tokens.
-        is_sound_r: whether a row's logits are such that its token means something.
-        logprobs_r: their log-probabilities, or None; they mean nothing where the row is not sound.
-        ranks_r: 1 and the number of tokens that are likelier, or None.
-        top_ids_rk: the likeliest tokens in order, or None.
-        top_logprobs_rk: theirs, or None.
-    """
-
-    token_ids_r: Int[Array, "R"]
-    is_sound_r: Bool[Array, "R"]
-    logprobs_r: Float[Array, "R"] | None = None
-    ranks_r: Int[Array, "R"] | None = None
-    top_ids_rk: Int[Array, "R K"] | None = None
-    top_logprobs_rk: Float[Array, "R K"] | None = None
 
 
 def sample(
@@ -111,7 +67,8 @@ def sample(
         kernel: does all of it where all columns are here; None leaves it to XLA.
     """
     if kernel is not None:
-        return _sample_in(kernel, logits_rv, how, detail)
+        num_top = min(TOP_WIDTH, logits_rv.shape[1]) if detail == Detail.TOP_LOGPROBS else 0
+        return kernel.sample(logits_rv, how, has_logprobs=detail >= Detail.LOGPROBS, num_top=num_top)
     if vocabulary.axis is not None:  # padding
         logits_rv = jnp.where(vocabulary.ids(logits_rv.shape[1]) < vocabulary.size, logits_rv, -jnp.inf)
     logits_rv = with_layout_constraint(logits_rv, _ROWS)
@@ -142,18 +99,6 @@ def sample(
         return sampled
     top_rk, top_ids_rk = top
     return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_total_r1)
-
-
-def _sample_in(kernel: SamplingKernel, logits_rv: jax.Array, how: RowSampling, detail: Detail) -> Sampled:
-    num_top = min(TOP_WIDTH, logits_rv.shape[1]) if detail == Detail.TOP_LOGPROBS else 0
-    inputs = RowInputs(**{name: getattr(how, name) for name in RowInputs._fields})
-    told = kernel.sample(logits_rv, inputs, has_logprobs=detail >= Detail.LOGPROBS, num_top=num_top)
-    sampled = Sampled(told.token_ids_r, told.is_sound_r)
-    if detail >= Detail.LOGPROBS:
-        sampled = dataclasses.replace(sampled, logprobs_r=told.logprobs_r, ranks_r=told.ranks_r)
-    if num_top:
-        sampled = dataclasses.replace(sampled, top_ids_rk=told.top_ids_rk, top_logprobs_rk=told.top_logprobs_rk)
-    return sampled
 
 
 def first_largest(x_rv: Float[Array, "R V"], vocabulary: Vocabulary) -> Int[Array, "R"]:

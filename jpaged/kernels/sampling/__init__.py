@@ -1,6 +1,6 @@
 """Sampling of tokens in one call, where one device has all logits.
 
-rows.py     what a kernel takes and gives
+rows.py     what sampling takes and gives
 choose.py   whether there is one for a device
 noise.py    random numbers as a function of seed, sequence and position
 cpu/        the kernel of CPUs: one row after the other, in one or two passes over its logits
@@ -10,6 +10,6 @@ tpu/        the kernel of TPUs: groups of rows, which are read once and stay on 
 """
 
 from jpaged.kernels.sampling.choose import choose_kernel
-from jpaged.kernels.sampling.rows import RowInputs, RowOutputs, SamplingKernel
+from jpaged.kernels.sampling.rows import RowSampling, Sampled, SamplingKernel
 
-__all__ = ["RowInputs", "RowOutputs", "SamplingKernel", "choose_kernel"]
+__all__ = ["RowSampling", "Sampled", "SamplingKernel", "choose_kernel"]

@@ -1,8 +1,12 @@
-"""What a kernel that samples takes of each row, and what it gives."""
+"""What sampling takes of each row, and what it gives."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import jax
+import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -11,28 +15,10 @@ SMALLEST = 1e-30
 """What smaller temperatures and top_p count as: above the subnormal numbers, which devices round to 0."""
 
 
-class RowOutputs(NamedTuple):
-    """What there is of each row.
-
-    Attributes:
-        token_ids_r: the sampled tokens.
-        is_sound_r: False where a row has NaN or plus infinity, or nothing is left to sample.
-        logprobs_r: of the tokens, `[0]` where not wanted.
-        ranks_r: 1 and the number of tokens that are likelier, `[0]` where not wanted.
-        top_ids_rk: the likeliest tokens in order, of equals the lower one first.
-        top_logprobs_rk: theirs.
-    """
-
-    token_ids_r: Int[Array, "R"]
-    is_sound_r: Bool[Array, "R"]
-    logprobs_r: Float[Array, "..."]
-    ranks_r: Int[Array, "..."]
-    top_ids_rk: Int[Array, "R K"]
-    top_logprobs_rk: Float[Array, "R K"]
-
-
-class RowInputs(NamedTuple):
-    """How each row is sampled, as `jpaged.engine.executor.ROW_FIELDS` tells it, in the order of the call."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How each row is sampled: `engine.executor.ROW_FIELDS` on the device, where their meanings and limits are told."""
 
     temperature_r: Float[Array, "R"]
     top_k_r: Int[Array, "R"]
@@ -41,15 +27,44 @@ class RowInputs(NamedTuple):
     seeds_r2: UInt32[Array, "R 2"]
     sequence_indices_r: Int[Array, "R"]
     positions_r: Int[Array, "R"]
+    is_padding_r: Int[Array, "R"]
     banned_token_ids_rx: Int[Array, "R X"]
+
+    @property
+    def num_in_use(self) -> Int[Array, ""]:
+        """Rows before the padding."""
+        return len(self.is_padding_r) - jnp.sum(self.is_padding_r)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The sampled tokens, and what the model's own distribution (before everything else) says of them.
+
+    Attributes:
+        token_ids_r: the tokens.
+        is_sound_r: whether a row's logits are such that its token means something: False where a row has NaN or plus
+            infinity, or nothing is left to sample.
+        logprobs_r: their log-probabilities, or None; they mean nothing where the row is not sound.
+        ranks_r: 1 and the number of tokens that are likelier, or None.
+        top_ids_rk: the likeliest tokens in order, of equals the lower one first, or None.
+        top_logprobs_rk: theirs, or None.
+    """
+
+    token_ids_r: Int[Array, "R"]
+    is_sound_r: Bool[Array, "R"]
+    logprobs_r: Float[Array, "R"] | None = None
+    ranks_r: Int[Array, "R"] | None = None
+    top_ids_rk: Int[Array, "R K"] | None = None
+    top_logprobs_rk: Float[Array, "R K"] | None = None
 
 
 class SamplingKernel(Protocol):
     """Samples a token a row, where one device has all columns of the logits. Hashable: static under jit."""
 
     def sample(
-        self, logits_rv: Float[Array, "R V"], how: RowInputs, *, has_logprobs: bool, num_top: int = 0
-    ) -> RowOutputs:
+        self, logits_rv: Float[Array, "R V"], how: RowSampling, *, has_logprobs: bool, num_top: int = 0
+    ) -> Sampled:
         """Samples a token a row.
 
         Args:

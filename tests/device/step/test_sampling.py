@@ -17,7 +17,7 @@ from jpaged.device.step import sampling
 from jpaged.device.step.runner import unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, TOP_WIDTH, Detail, SamplingInputs
-from jpaged.kernels.sampling import SamplingKernel, noise
+from jpaged.kernels.sampling import RowSampling, Sampled, SamplingKernel, noise
 from jpaged.kernels.sampling.cpu.sampling import CpuSampling, kernel
 from jpaged.types import MAX_LOGPROBS
 from tests.device.step import sampling_oracle as oracle
@@ -42,23 +42,21 @@ def kernel_of_cpus() -> CpuSampling:
     return found
 
 
-def _sample(logits: np.ndarray, how: sampling.RowSampling, detail: Detail) -> sampling.Sampled:
+def _sample(logits: np.ndarray, how: RowSampling, detail: Detail) -> Sampled:
     return run_sampling(logits, how, detail, _kernel[-1])
 
 
 @functools.partial(jax.jit, static_argnames=("detail", "kernel"))
-def run_sampling(
-    logits: jax.Array, how: sampling.RowSampling, detail: Detail, kernel: SamplingKernel | None
-) -> sampling.Sampled:
+def run_sampling(logits: jax.Array, how: RowSampling, detail: Detail, kernel: SamplingKernel | None) -> Sampled:
     return sampling.sample(jnp.asarray(logits, jnp.float32), how, Vocabulary(logits.shape[1]), detail, kernel)
 
 
 @jax.jit
-def _floor(scaled: jax.Array, how: sampling.RowSampling) -> jax.Array:
+def _floor(scaled: jax.Array, how: RowSampling) -> jax.Array:
     return sampling.truncation_floor(scaled, how, Vocabulary(scaled.shape[1]))
 
 
-def row_sampling(rows: list[Params]) -> sampling.RowSampling:
+def row_sampling(rows: list[Params]) -> RowSampling:
     """What the device finds of rows that the host has filled."""
     inputs = SamplingInputs.neutral(len(rows))
     columns: dict[str, list[Any]] = {
@@ -73,7 +71,7 @@ def row_sampling(rows: list[Params]) -> sampling.RowSampling:
     inputs.fill_columns(range(len(rows)), columns)
     for i, row in enumerate(rows):
         inputs.fill_lists(i, {"banned_token_ids_rx": row.banned})
-    return sampling.RowSampling(**unpack_rows(jnp.asarray(inputs.words)))
+    return RowSampling(**unpack_rows(jnp.asarray(inputs.words)))
 
 
 def sample(logits: np.ndarray, rows: list[Params]) -> list[int]:

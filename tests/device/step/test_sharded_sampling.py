@@ -14,7 +14,7 @@ from jpaged.device.mesh import LOGITS_SPEC, MODEL_AXIS, build_mesh, on_shards
 from jpaged.device.step import sampling
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Detail
-from jpaged.kernels.sampling import noise
+from jpaged.kernels.sampling import RowSampling, Sampled, noise
 from tests.device.step.sampling_oracle import Params
 from tests.device.step.test_sampling import V, random_logits, row_sampling, unsound_rows
 
@@ -32,7 +32,7 @@ ROWS = [
 ]
 
 
-def sample_split(logits: np.ndarray, how: sampling.RowSampling, num_parts: int, detail: Detail) -> sampling.Sampled:
+def sample_split(logits: np.ndarray, how: RowSampling, num_parts: int, detail: Detail) -> Sampled:
     """The columns padded with what must never be sampled, and split."""
     mesh = build_mesh(jax.devices()[:num_parts])
     vocabulary = Vocabulary(logits.shape[1], MODEL_AXIS)
@@ -41,12 +41,12 @@ def sample_split(logits: np.ndarray, how: sampling.RowSampling, num_parts: int, 
     return jax.jit(on_shards(run, mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec()))(padded, how)
 
 
-def sample_whole(logits: np.ndarray, how: sampling.RowSampling, detail: Detail) -> sampling.Sampled:
+def sample_whole(logits: np.ndarray, how: RowSampling, detail: Detail) -> Sampled:
     run = functools.partial(sampling.sample, vocabulary=Vocabulary(logits.shape[1]), detail=detail)
     return jax.jit(run)(logits, how)
 
 
-def assert_same_sample(got: sampling.Sampled, want: sampling.Sampled) -> None:
+def assert_same_sample(got: Sampled, want: Sampled) -> None:
     np.testing.assert_array_equal(got.token_ids_r, want.token_ids_r)
     np.testing.assert_array_equal(np.asarray(got.ranks_r), np.asarray(want.ranks_r))
     np.testing.assert_allclose(np.asarray(got.logprobs_r), np.asarray(want.logprobs_r), atol=1e-5)

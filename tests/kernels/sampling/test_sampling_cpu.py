@@ -15,10 +15,9 @@ import pytest
 
 from jpaged.config import Backend
 from jpaged.device.step.runner import unpack_rows
-from jpaged.device.step.sampling import RowSampling, Sampled
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, Detail, SamplingInputs
 from jpaged.kernels.cpu import build, library
-from jpaged.kernels.sampling import RowInputs, choose_kernel
+from jpaged.kernels.sampling import RowSampling, Sampled, choose_kernel
 from jpaged.kernels.sampling.cpu.sampling import kernel
 from tests.device.step.test_sampling import kernel_of_cpus, run_sampling
 
@@ -120,11 +119,10 @@ def test_one_number_anywhere_makes_a_row_unsound_and_no_other(vocab_size: int, w
 
 def test_rows_that_contradict_each_other_are_refused() -> None:
     how = how_of(SamplingInputs.neutral(3))
-    inputs = RowInputs(**{name: getattr(how, name) for name in RowInputs._fields})
     with pytest.raises(jax.errors.JaxRuntimeError, match="the rows' arrays differ in length"):
-        jax.block_until_ready(kernel_of_cpus().sample(jnp.zeros((4, 8)), inputs, has_logprobs=False))
+        jax.block_until_ready(kernel_of_cpus().sample(jnp.zeros((4, 8)), how, has_logprobs=False))
     with pytest.raises(jax.errors.JaxRuntimeError, match="come without log-probabilities"):
-        jax.block_until_ready(kernel_of_cpus().sample(jnp.zeros((3, 8)), inputs, has_logprobs=False, num_top=2))
+        jax.block_until_ready(kernel_of_cpus().sample(jnp.zeros((3, 8)), how, has_logprobs=False, num_top=2))
 
 
 @pytest.mark.parametrize(

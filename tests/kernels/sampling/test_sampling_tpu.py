@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from jpaged.device.step import sampling
-from jpaged.device.step.sampling import RowSampling, Sampled
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Detail
-from jpaged.kernels.sampling import RowInputs, choose_kernel
+from jpaged.kernels.sampling import RowSampling, Sampled, choose_kernel
 from jpaged.kernels.sampling.tpu import kernel
 from jpaged.kernels.sampling.tpu.sampling import TpuSampling, plan_of
 from tests.device.step import sampling_oracle as oracle
@@ -172,8 +171,7 @@ def test_no_access_races_with_another() -> None:
 
 
 def sampling_alone(logits: jax.Array, how: RowSampling) -> jax.Array:
-    inputs = RowInputs(**{name: getattr(how, name) for name in RowInputs._fields})
-    return TpuSampling().sample(logits, inputs, has_logprobs=False).token_ids_r
+    return TpuSampling().sample(logits, how, has_logprobs=False).token_ids_r
 
 
 def test_what_no_row_of_a_group_asks_for_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
-from jpaged.kernels.sampling.rows import RowInputs, RowOutputs
+from jpaged.kernels.sampling.rows import RowSampling, Sampled
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
+
+_ARGUMENTS = (
+    *("temperature_r", "top_k_r", "top_p_r", "min_p_r"),
+    *("seeds_r2", "sequence_indices_r", "positions_r", "banned_token_ids_rx"),
+)
+"""What the function takes of `RowSampling`, in its order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +41,8 @@ class CpuSampling:
     max_threads: int = 0
 
     def sample(
-        self, logits_rv: Float[Array, "R V"], how: RowInputs, *, has_logprobs: bool, num_top: int = 0
-    ) -> RowOutputs:
+        self, logits_rv: Float[Array, "R V"], how: RowSampling, *, has_logprobs: bool, num_top: int = 0
+    ) -> Sampled:
         """Samples a token a row."""
         num_rows = logits_rv.shape[0]
         num_told = num_rows if has_logprobs else 0
@@ -47,7 +53,8 @@ class CpuSampling:
         ]
         run = jax.ffi.ffi_call(f"{NAME}_sample", shapes)
         limits = {"max_width": np.int64(self.max_width), "max_threads": np.int64(self.max_threads)}
-        return RowOutputs(*run(logits_rv, *how, **limits))
+        told = run(logits_rv, *(getattr(how, name) for name in _ARGUMENTS), **limits)
+        return Sampled(*told[: 2 + 2 * has_logprobs + 2 * (num_top > 0)])
 
 
 @functools.cache

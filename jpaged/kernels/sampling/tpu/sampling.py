@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.kernels.sampling import noise
-from jpaged.kernels.sampling.rows import SMALLEST, RowInputs, RowOutputs
+from jpaged.kernels.sampling.rows import SMALLEST, RowSampling, Sampled
 from jpaged.kernels.sampling.tpu import kernel
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ class TpuSampling:
     """The kernel, for all columns on one device. See `jpaged.kernels.sampling.SamplingKernel`."""
 
     def sample(
-        self, logits_rv: Float[Array, "R V"], how: RowInputs, *, has_logprobs: bool, num_top: int = 0
-    ) -> RowOutputs:
+        self, logits_rv: Float[Array, "R V"], how: RowSampling, *, has_logprobs: bool, num_top: int = 0
+    ) -> Sampled:
         """Samples a token a row."""
         num_rows, vocab_size = logits_rv.shape
         plan = plan_of(vocab_size, has_logprobs=has_logprobs)
@@ -47,14 +48,17 @@ class TpuSampling:
         chosen_r = jnp.take_along_axis(logits_rv, token_ids_r[:, None], axis=1, mode="clip")[:, 0]
         is_banned_r = jnp.any(is_used_rx & (how.banned_token_ids_rx == token_ids_r[:, None]), axis=1)
         is_sound_r = (told["num_unsound"] == 0) & jnp.isfinite(chosen_r) & ~is_banned_r
-        told_rows = slice(None) if has_logprobs else slice(0)
+        sampled = Sampled(token_ids_r, is_sound_r)
+        if not has_logprobs:
+            return sampled
         logprobs_r, log_totals_r = (
-            lax.bitcast_convert_type(told[name], jnp.float32)[told_rows] for name in ("logprob", "log_total")
+            lax.bitcast_convert_type(told[name], jnp.float32) for name in ("logprob", "log_total")
         )
+        sampled = dataclasses.replace(sampled, logprobs_r=logprobs_r, ranks_r=told["rank"])
+        if num_top == 0:
+            return sampled
         top_rk, top_ids_rk = lax.top_k(logits_rv, num_top)
-        if num_top:
-            top_rk = top_rk - log_totals_r[:, None]
-        return RowOutputs(token_ids_r, is_sound_r, logprobs_r, told["rank"][told_rows], top_ids_rk, top_rk)
+        return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_totals_r[:, None])
 
 
 def plan_of(vocab_size: int, *, has_logprobs: bool) -> kernel.Plan | str:
@@ -72,7 +76,7 @@ def unsupported_reason(vocab_size: int) -> str | None:
     return plan if isinstance(plan, str) else None
 
 
-def _flags(how: RowInputs, vocab_size: int) -> Int[Array, "G"]:
+def _flags(how: RowSampling, vocab_size: int) -> Int[Array, "G"]:
     """What each group of rows needs."""
     asked = (
         (kernel.SAMPLES, how.temperature_r > 0),
@@ -88,7 +92,7 @@ def _flags(how: RowInputs, vocab_size: int) -> Int[Array, "G"]:
     return flags_g
 
 
-def _fields(how: RowInputs, vocab_size: int) -> Int[Array, "R 128"]:
+def _fields(how: RowSampling, vocab_size: int) -> Int[Array, "R 128"]:
     """`kernel.FIELDS` of each row, as bits. A greedy row is told to keep all: its floor is its largest."""
     is_greedy_r = how.temperature_r == 0
     left_out_r = 1 - how.top_p_r
