@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.tpu_cycles.program import Program, UnreadableProgram, read
-from jpaged.device.aot.tpu import compile_only_devices, find_topology
+from benchmarks.tpu_programs import library
+from jpaged.device.aot.tpu import compile_only_devices, compiler_environment, find_topology
 from jpaged.device.step import sampling
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import BANNED_WIDTH, Detail
@@ -69,10 +70,10 @@ class Loops:
         outer = [s for s in spans if s not in inner]
         scale, *inner = inner
         bans, inner = inner[: kernel.ROWS], inner[kernel.ROWS :]
-        if len(inner) != 9:
-            raise UnreadableProgram(f"the sampler has {len(inner)} loops behind those that ban; 9 are known")
+        if len(inner) != 8:
+            raise UnreadableProgram(f"the sampler has {len(inner)} loops behind those that ban; 8 are known")
         lengths = [end - begin for begin, end in inner]
-        largest, count_a, count_b, weigh, total, share_a, share_b, draw, first = lengths
+        largest, count_a, count_b, weigh, share_a, share_b, draw, first = lengths
         of_searches = [end - begin for begin, end in outer if end - begin < len(program.bundles) // 2]
         searches = sum(of_searches) - count_a - count_b - share_a - share_b
         in_loops = sum(lengths) + scale[1] - scale[0] + sum(end - begin for begin, end in bans) + searches
@@ -81,7 +82,7 @@ class Loops:
             largest=largest,
             count=max(count_a, count_b),
             weigh=weigh,
-            share=max(total, share_a, share_b),
+            share=max(share_a, share_b),
             draw=draw,
             first=first,
             besides=len(program.bundles) - in_loops,
@@ -95,11 +96,12 @@ def compiled(generation: str, num_rows: int, vocab_size: int, detail: Detail, fo
     A process of its own compiles it, since libtpu may abort it.
 
     Raises:
+        FileNotFoundError: there is no libtpu.
         RuntimeError: it did not compile.
     """
     command = [sys.executable, "-m", "benchmarks.tpu_sampling", "--compile", generation, str(num_rows), str(vocab_size)]
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "LIBTPU_INIT_ARGS": flags}
+    environment = os.environ | compiler_environment(library()) | {"LIBTPU_INIT_ARGS": flags}
     ran = subprocess.run([*command, detail.name], env=environment, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise RuntimeError(ran.stderr[-2000:])
@@ -186,7 +188,5 @@ def cycles(loops: Loops, kind: str, num_rows: int, vocab_size: int) -> int:
     of_group += draws * (loops.draw if is_sampled else loops.first)
     of_group += counted * (turns * loops.count + loops.besides_search)
     if top_p is not None:
-        of_group += (
-            2 * draws * loops.weigh + turns * loops.share + shared * (turns * loops.share + loops.besides_search)
-        )
+        of_group += 2 * draws * loops.weigh + shared * (turns * loops.share + loops.besides_search)
     return of_group * -(-num_rows // kernel.ROWS)

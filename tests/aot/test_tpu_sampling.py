@@ -13,7 +13,7 @@ from jpaged.engine.executor import Detail
 
 LIBTPU = Path(os.environ.get("TPU_LIBRARY_PATH", Path(sys.prefix) / "aot/libtpu/libtpu.so"))
 ROWS, VOCAB = 256, 128_256
-MOST_CYCLES = {"greedy": 0.21, "sampled": 1.0, "top-k": 1.45, "top-p": 2.3, "top-k and top-p": 2.25}
+MOST_CYCLES = {"greedy": 0.2, "sampled": 1.0, "top-k": 1.4, "top-p": 2.07, "top-k and top-p": 2.04}
 """Millions, for all generations: a tenth more than was counted with libtpu 0.0.42. At 1.75 GHz a million is 0.57 ms."""
 
 
@@ -29,7 +29,7 @@ def _libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sampling_takes_no_more_cycles_than_it_did(generation: str, tmp_path: Path) -> None:
     program, temp_bytes = compiled(generation, ROWS, VOCAB, Detail.TOKENS, tmp_path)
     assert temp_bytes <= 2**20, "a copy of the logits would be 131 MB"
-    assert program.num_spills <= 6, "of registers, none of them in a search"
+    assert program.num_spills <= 8, "of registers, none of them in a search"
     loops = Loops.of(program)
     counted = {kind: cycles(loops, kind, ROWS, VOCAB) / 1e6 for kind in KINDS}
     assert all(counted[kind] <= most for kind, most in MOST_CYCLES.items()), counted

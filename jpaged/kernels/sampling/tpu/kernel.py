@@ -31,7 +31,7 @@ from jpaged.kernels.sampling.noise import threefry_2x32
 LANES = 128
 ROWS = 8
 """Rows of a group."""
-PASS = 32 * LANES
+PASS = 64 * LANES
 """Columns of one turn of a pass: what a turn costs besides is what 8 vectors cost."""
 DRAW = 8 * LANES
 """Columns of each half in one turn of what is not a pass."""
@@ -321,19 +321,20 @@ def _floor_of_share(group: _Group, largest: jax.Array, floor: jax.Array) -> jax.
     top_p = group.numbers("top_p")
     is_wanted = top_p < 1
 
-    def weigh(i: jax.Array, _: None) -> None:
+    def weigh(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         columns = pl.ds(pl.multiple_of(i * DRAW, DRAW), DRAW)
         x = group.scaled_ref[:, columns]
         vectors = (x[:, j * LANES : (j + 1) * LANES] for j in range(DRAW // LANES))
         weights = [jnp.where(x >= floor, jnp.exp(x - largest), 0) for x in vectors]
         group.weights_ref[:, columns] = jnp.concatenate(weights, axis=1)
+        return tuple(total + weight for total, weight in zip(sums, weights, strict=True))
 
     def share(threshold: jax.Array) -> jax.Array:
         none = group.full(0)
         return _sum(group.over_weighed(lambda m, x, w: m + jnp.where(x >= threshold, w, none), none))
 
-    lax.fori_loop(0, 2 * group.plan.half_width // DRAW, weigh, None)
-    total = share(group.full(-jnp.inf))
+    sums = (group.full(0),) * (DRAW // LANES)
+    total = _sum(list(lax.fori_loop(0, 2 * group.plan.half_width // DRAW, weigh, sums)))
     need = top_p * total
 
     def is_settled(threshold: jax.Array, total_low: jax.Array, total_high: jax.Array) -> jax.Array:
