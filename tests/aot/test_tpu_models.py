@@ -74,12 +74,9 @@ def check_sample(result: ProgramResult, rows: int, *, has_top: bool) -> None:
         ("llama-3-8b@v6e:1x1#forward[64],forward[512],sample[64],decode[64],copy[8]", 1),
         ("llama-3-8b@v6e:2x2#forward[64],sample[64, top],copy[8]", 4),
         ("llama-3-8b@v5e:2x4#forward[64],sample[64]", 8),
-        ("llama-3-8b@v5p:2x2x1#forward[64]", 4),
         ("llama-3-8b@tpu7x:1x1x1#forward[64]", 2),
         ("llama-3-8b@tpu7x:2x2x2#forward[64],sample[64]", 16),
         ("llama-3-70b@v6e:2x4#forward[64]", 8),
-        ("llama-3-70b@tpu7x:2x2x1#forward[64]", 8),
-        ("opt-13b@v6e:1x1#forward[64]", 1),
         ("opt-13b@v5p:2x2x2#forward[64]", 8),
     ],
 )

@@ -45,8 +45,6 @@ def test_an_orbax_folder_is_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("llama3_tied", [1, 2, 8]), ("qwen3_tied", [1, 2, 4, 8]), ("opt", [1, 2, 4])]
-)
+@pytest.mark.parametrize(("name", "sizes"), [("llama3_tied", [1, 8]), ("qwen3_tied", [1, 4]), ("opt", [1, 2])])
 def test_any_number_of_devices_serves_it(name: str, sizes: list[int], tmp_path: Path) -> None:
     check_same(name, sizes, tmp_path)

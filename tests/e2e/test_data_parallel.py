@@ -21,7 +21,7 @@ from jpaged.types import Prompt, SamplingParams
 from tests.e2e.rig import assert_same, generate, open_llm, random_prompts, write_model
 from tests.e2e.sharing_rig import cold_executors
 from tests.e2e.test_sharing import CHECKS
-from tests.e2e.test_tensor_parallel import CASES, check_same
+from tests.e2e.test_tensor_parallel import CASES, MOVES, check_same
 from tests.processes import Process
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -33,20 +33,13 @@ def test_two_copies_sample_what_one_device_samples(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "copies", "size"),
-    [
-        ("llama3_tied", 2, 1),
-        ("llama3_tied", 2, 4),
-        ("llama3_tied", 4, 2),
-        ("llama3_tied", 8, 1),
-        ("qwen3_tied", 2, 4),
-        ("opt", 2, 2),
-    ],
+    ("name", "copies", "size", "checks"),
+    [("llama3_tied", 8, 1, MOVES), ("qwen3_tied", 2, 4, [*CHECKS]), ("opt", 4, 2, MOVES)],
 )
 def test_any_number_of_copies_samples_what_one_device_samples(
-    name: str, copies: int, size: int, tmp_path: Path
+    name: str, copies: int, size: int, checks: list[str], tmp_path: Path
 ) -> None:
-    check_same(CASES[name], [(copies, size)], list(CHECKS), tmp_path)
+    check_same(CASES[name], [(copies, size)], checks, tmp_path)
 
 
 def bytes_of_devices(one: JaxExecutor) -> dict[int, int]:
