@@ -36,7 +36,7 @@ from jpaged.kernels.paged_attention.tpu.decode.plan import Segments as DecodeSeg
 from jpaged.kernels.paged_attention.tpu.tables import Paging
 from tests.kernels import tpu_interpreter
 from tests.kernels.attention_conformance import RAGGED, Shape, make_case
-from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, LATE, Early, Interpreted, Late, small_sizes
+from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, EARLY, LATE, Early, Interpreted, Late, small_sizes
 
 LLAMA = KVLayout(32, 100, 32, 8, 128, jnp.dtype("bfloat16"), "tpu")
 
@@ -130,6 +130,33 @@ def test_two_cores_have_tiles_of_their_own() -> None:
 @pytest.mark.parametrize("suite", [pytest.param(AtOnce(), marks=pytest.mark.long), Early()])
 def test_two_cores_store_new_keys_that_either_sees(suite: Interpreted) -> None:
     suite.test_an_update_stores_the_new_keys_and_nothing_else("mixed", "bfloat16", None)
+
+
+class EarlyAtOnce(Interpreted):
+    """Two cores that run at the same time, with races looked for."""
+
+    params = dataclasses.replace(EARLY, num_cores_or_threads=2)
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(
+    ("suite", "shape"),
+    [
+        (Early(), Shape(num_heads=8, num_kv_heads=4, dtype="bfloat16")),
+        (Late(), Shape(num_heads=8, num_kv_heads=2, kv_dtype="int8", dtype="bfloat16")),
+        *(
+            pytest.param(suite, shape, marks=pytest.mark.long)
+            for suite, shape in (
+                (EarlyAtOnce(), Shape(num_heads=4, num_kv_heads=1, dtype="bfloat16")),
+                (Late(), Shape(num_heads=8, num_kv_heads=4, head_dim=64, kv_dtype="float8_e4m3fn", dtype="bfloat16")),
+                (Late(), Shape(num_heads=6, num_kv_heads=3)),
+            )
+        ),
+    ],
+    ids=["own rows", "shared row", "one head", "joined", "not halved"],
+)
+def test_two_cores_share_the_heads_of_chunks(suite: Interpreted, shape: Shape) -> None:
+    suite.check([(7, 7), (20, 90), (1, 33)], dataclasses.replace(shape, num_rows=4, num_tokens=64))
 
 
 @pytest.mark.usefixtures("two_cores")

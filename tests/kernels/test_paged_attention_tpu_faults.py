@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jpaged.kernels.paged_attention as package
+from jpaged.kernels.paged_attention.tpu import lists
 from tests.kernels import tpu_interpreter
 from tests.kernels.attention_conformance import RAGGED, Shape, make_case
 from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, Early, Interpreted, Late
@@ -50,6 +51,15 @@ def chunk_ids_outside(suite: Interpreted) -> None:
 
 def chunks(suite: Interpreted) -> None:
     suite.check(RAGGED["chunk_continues"], Shape())
+
+
+def chunks_on_two_cores(suite: Interpreted) -> None:
+    """Each has a row of tiles of the pool, or half of one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lists, "num_cores", lambda: 2)
+        for num_kv_heads, kv_dtype in ((4, None), (2, "int8")):
+            shape = Shape(num_heads=8, num_kv_heads=num_kv_heads, kv_dtype=kv_dtype, dtype="bfloat16")
+            suite.check([(7, 7), (1, 33), (20, 90)], shape)
 
 
 def two_chunks(suite: Interpreted) -> None:
@@ -107,7 +117,7 @@ class Fault:
     suite: Interpreted
 
 
-WAIT = "            fetch(scalars, step, c, refs, kept, plan)[1](buffer_of(this_turn))\n"
+WAIT = "            fetch(scalars, core, step, c, refs, kept, plan)[1](buffer_of(this_turn))\n"
 UNPACK = "            unpack(kept, buffer_of(this_turn), chunk, segments.begin[step], segments.end[step], plan)\n"
 
 FAULTS = (
@@ -344,7 +354,7 @@ FAULTS = (
     Fault(
         "a chunk's values are overwritten before they are multiplied",
         CHUNKS,
-        "lax.rem(c, num_buffers(layout))",
+        "lax.rem(c, num_buffers(plan.num_kv_heads))",
         "lax.rem(c, 1)",
         chunks,
         Late(),
@@ -353,8 +363,8 @@ FAULTS = (
     Fault(
         "items behind the last one count",
         CHUNKS,
-        "slot = jnp.where(i < chunk.num_items, part * layout.num_kv_heads + head, plan.num_slots)",
-        "slot = part * layout.num_kv_heads + head",
+        "slot = jnp.where(i < chunk.num_items, part * plan.num_kv_heads + head, plan.num_slots)",
+        "slot = part * plan.num_kv_heads + head",
         chunks,
         Late(),
     ),
@@ -377,8 +387,8 @@ FAULTS = (
     Fault(
         "a tile's values' scale for keys",
         CHUNK_STAGES,
-        "s_rw * (scalars.scales[2 * head] * LOG2_E)",
-        "s_rw * (scalars.scales[2 * head + 1] * LOG2_E)",
+        "scalars.scales[2 * (chunk.first_head + head)]",
+        "scalars.scales[2 * (chunk.first_head + head) + 1]",
         chunks_of_8_bits,
         Late(),
     ),
@@ -434,6 +444,38 @@ FAULTS = (
         "kept.chunk[buffer, place] = jnp.zeros(kept.chunk.shape[2:], kept.chunk.dtype)",
         "pass",
         chunk_ids_outside,
+        Late(),
+    ),
+    Fault(
+        "a core fetches the heads of another",
+        KEYS,
+        "pl.ds(core * plan.token_shape[0], plan.token_shape[0])",
+        "pl.ds(0, plan.token_shape[0])",
+        chunks_on_two_cores,
+        Late(),
+    ),
+    Fault(
+        "a core whose heads share a row of tiles with another's has the other's",
+        CHUNKS,
+        "buffer + first_head * (1 if layout.is_joined else 2)",
+        "buffer",
+        chunks_on_two_cores,
+        Late(),
+    ),
+    Fault(
+        "a core leaves its outputs in the lanes of another",
+        CHUNKS,
+        ".segments.tile[step], core",
+        ".segments.tile[step], 0",
+        chunks_on_two_cores,
+        Late(),
+    ),
+    Fault(
+        "a core reads what a tile's other queries have for another's heads",
+        CHUNKS,
+        "core * plan.lanes, plan.lanes)",
+        "0 * plan.lanes, plan.lanes)",
+        chunks_on_two_cores,
         Late(),
     ),
 )

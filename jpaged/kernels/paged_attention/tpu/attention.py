@@ -11,7 +11,8 @@ first call also stores the new keys and values: both see them. Its outputs are t
 tile by tile: what a tile has of other rows is read first, and stays.
 
 Verified by interpretation, with races looked for, and by compiling for v5e, v5p, v6e and tpu7x. Where a device has two
-cores, as those of a v5p have, both work on rows of one query; chunks are one core's.
+cores, as those of a v5p have, they share the rows of one query and the heads of chunks: half of the key/value heads
+each, or half of the query heads of a single one; heads that cannot be halved are one core's.
 """
 
 from __future__ import annotations

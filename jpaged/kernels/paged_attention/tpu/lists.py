@@ -95,7 +95,7 @@ def chunk_plan_for(spec: AttentionSpec, queries: Queries) -> ChunkPlan:
     """The static side of the call for rows of several queries."""
     from jpaged.kernels.paged_attention.tpu.chunks.plan import plan_for
 
-    return plan_for(spec, queries, device_kind())
+    return plan_for(spec, queries, device_kind(), num_cores())
 
 
 def decode_plan_for(spec: AttentionSpec, queries: Queries, *, has_writes: bool) -> DecodePlan:

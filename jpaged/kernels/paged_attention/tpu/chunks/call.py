@@ -51,4 +51,5 @@ def attend(
     )
     plan = chunk_plan_for(call.spec, call.queries)
     o_tw, lse = call_kernel(scalars, q_tw, block_tables, pool, before_tw, plan)
-    return o_tw, lse[:num_tokens, :num_heads]
+    lse_tch = lse.reshape(len(lse), plan.num_cores, -1)[:num_tokens, :, : num_heads // plan.num_cores]
+    return o_tw, lse_tch.reshape(num_tokens, num_heads)

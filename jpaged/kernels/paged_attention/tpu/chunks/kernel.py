@@ -16,6 +16,11 @@ The pipeline runs on from chunk to chunk of a segment and is emptied at its end.
 slot that nobody reads. A part that sees nothing of a chunk has no items in it, and chunks that all of their parts see
 whole have their scores unmasked.
 
+Each core of a device has query heads of its own, all segments, and their lanes of the queries and outputs:
+
+    core 0      q0 q1 q2 q3     k0 v0 k1 v1         all cores have as much to do, however many tiles a step has
+    core 1      q4 q5 q6 q7     k2 v2 k3 v3         a key/value head that is the only one: all of them fetch it
+
 Scores are kept in units of log 2. A maximum fills the 128 lanes of its row, and each lane has a sum of its own until
 the end.
 """
@@ -50,7 +55,7 @@ LOWEST = -1e30
 """Start of the running maximum: finite, so that a chunk without a visible key leaves no NaN."""
 
 
-def _chunk(scalars: Scalars, segment: Any, c: Any, plan: Plan) -> Chunk:
+def _chunk(scalars: Scalars, core: Any, segment: Any, c: Any, plan: Plan) -> Chunk:
     """What part of the tile meets chunk c."""
     layout, segments, window = plan.spec.layout, scalars.segments, plan.spec.kind.sliding_window
     lo, hi, position = segments.lo[segment], segments.hi[segment], segments.position[segment]
@@ -63,18 +68,20 @@ def _chunk(scalars: Scalars, segment: Any, c: Any, plan: Plan) -> Chunk:
     is_whole &= position + jnp.maximum(lo, first_part << shift) >= last_key
     if window is not None:
         is_whole &= position + hi - window <= first_key
-    buffer = lax.rem(c, num_buffers(layout)) * (layout.token_shape[0] * layout.pack)
-    return Chunk(first_key, buffer, first_part, num_parts * layout.num_kv_heads, is_whole)
+    buffer = lax.rem(c, num_buffers(plan.num_kv_heads)) * (plan.token_shape[0] * layout.pack)
+    first_head = plan.first_head(core)
+    first_row = buffer if plan.has_own_rows else buffer + first_head * (1 if layout.is_joined else 2)
+    return Chunk(first_key, first_head, buffer, first_row, first_part, num_parts * plan.num_kv_heads, is_whole)
 
 
 def _item(chunk: Chunk, i: Any, plan: Plan) -> tuple[Any, Any, Item]:
     """The part and the head of item i, and what later turns know of it; one behind the last repeats the last."""
     layout = plan.spec.layout
     this = jnp.clip(i, 0, jnp.maximum(chunk.num_items - 1, 0))
-    head = lax.rem(this, layout.num_kv_heads)
-    part = jnp.minimum(chunk.first_part + lax.div(this, layout.num_kv_heads), plan.tile // plan.part - 1)
-    slot = jnp.where(i < chunk.num_items, part * layout.num_kv_heads + head, plan.num_slots)
-    return part, head, Item(slot, chunk.buffer + (head if layout.is_joined else 2 * head + 1))
+    head = lax.rem(this, plan.num_kv_heads)
+    part = jnp.minimum(chunk.first_part + lax.div(this, plan.num_kv_heads), plan.tile // plan.part - 1)
+    slot = jnp.where(i < chunk.num_items, part * plan.num_kv_heads + head, plan.num_slots)
+    return part, head, Item(slot, chunk.first_row + (head if layout.is_joined else 2 * head + 1))
 
 
 def _attend(
@@ -117,24 +124,24 @@ def _begin(scalars: Scalars, segment: Any, kept: Scratch, plan: Plan) -> None:
 
 
 def _slots(scalars: Scalars, segment: Any, plan: Plan) -> tuple[Any, Any]:
-    heads, shift = plan.spec.layout.num_kv_heads, plan.part.bit_length() - 1
+    heads, shift = plan.num_kv_heads, plan.part.bit_length() - 1
     lo, hi = scalars.segments.lo[segment], scalars.segments.hi[segment]
     return (lo >> shift) * heads, (((hi - 1) >> shift) + 1) * heads
 
 
-def _finish(scalars: Scalars, segment: Any, o_ref: Any, lse_ref: Any, kept: Scratch, plan: Plan) -> None:
+def _finish(scalars: Scalars, core: Any, segment: Any, o_ref: Any, lse_ref: Any, kept: Scratch, plan: Plan) -> None:
     """Results of the segment's queries; those of the tile's other queries stay."""
-    layout = plan.spec.layout
+    layout, first_head = plan.spec.layout, plan.first_head(core)
     lo, hi = scalars.segments.lo[segment], scalars.segments.hi[segment]
     begin, end = _slots(scalars, segment, plan)
 
     def finish(slot: Any) -> None:
-        part, head = lax.div(slot, layout.num_kv_heads), lax.rem(slot, layout.num_kv_heads)
+        part, head = lax.div(slot, plan.num_kv_heads), lax.rem(slot, plan.num_kv_heads)
         queries = pl.ds(pl.multiple_of(part * plan.part, plan.part), plan.part)
         l_r1 = kept.l[slot].sum(axis=1, keepdims=True)
         has_keys_r1 = l_r1 > 0
         l_r1 = jnp.where(has_keys_r1, l_r1, 1.0)
-        o_rd = kept.o[slot] * (scalars.scales[2 * head + 1] / l_r1)
+        o_rd = kept.o[slot] * (scalars.scales[2 * (first_head + head) + 1] / l_r1)
         lse_rl = jnp.where(has_keys_r1, (kept.m[slot] + jnp.log2(l_r1)) * (1 / LOG2_E), -jnp.inf)
         query_q1 = part * plan.part + lax.broadcasted_iota(jnp.int32, (plan.part, 1), 0)
         is_ours_q1 = (query_q1 >= lo) & (query_q1 < hi)
@@ -150,18 +157,19 @@ def _finish(scalars: Scalars, segment: Any, o_ref: Any, lse_ref: Any, kept: Scra
     repeat(begin, end, finish)
 
 
-def _others(scalars: Scalars, step: Any, refs: Refs, kept: Scratch, plan: Plan) -> tuple[Any, Any]:
+def _others(scalars: Scalars, core: Any, step: Any, refs: Refs, kept: Scratch, plan: Plan) -> tuple[Any, Any]:
     """Whether a tile is begun that has others' queries, and the DMA of what all of its queries have so far."""
     segments = scalars.segments
     tile, lo, hi = segments.tile[step], segments.lo[step], segments.hi[step]
     is_begun = (step == 0) | (tile != segments.tile[jnp.maximum(step - 1, 0)])
     is_shared = (lo > 0) | (hi < plan.tile) | (step >= scalars.num_segments[0])
     queries = pl.ds(pl.multiple_of(tile * plan.tile, plan.tile), plan.tile)
-    return is_begun & is_shared, pltpu.make_async_copy(refs.before.at[queries], refs.o, kept.joined)
+    lanes = pl.ds(pl.multiple_of(core * plan.lanes, plan.lanes), plan.lanes)
+    return is_begun & is_shared, pltpu.make_async_copy(refs.before.at[queries, lanes], refs.o, kept.joined)
 
 
 def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
-    step, num_segments = pl.program_id(0), scalars.num_segments[0]
+    core, step, num_segments = pl.program_id(0), pl.program_id(1), scalars.num_segments[0]
     segments = scalars.segments
 
     def first_chunk(segment: Any) -> Any:
@@ -171,7 +179,7 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
         return turn & 1
 
     def start(segment: Any, chunk: Any, turn: Any) -> None:
-        fetch(scalars, segment, chunk, refs, kept, plan)[0](buffer_of(turn))
+        fetch(scalars, core, segment, chunk, refs, kept, plan)[0](buffer_of(turn))
 
     @pl.when(step == 0)
     def _() -> None:
@@ -182,7 +190,7 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
         def _() -> None:
             start(0, first_chunk(0), 0)
 
-    has_others, others = _others(scalars, step, refs, kept, plan)
+    has_others, others = _others(scalars, core, step, refs, kept, plan)
 
     @pl.when(has_others)
     def _() -> None:
@@ -206,8 +214,8 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
             def _() -> None:
                 start(step + 1, first_chunk(step + 1), this_turn + 1)
 
-            chunk = _chunk(scalars, step, c, plan)
-            fetch(scalars, step, c, refs, kept, plan)[1](buffer_of(this_turn))
+            chunk = _chunk(scalars, core, step, c, plan)
+            fetch(scalars, core, step, c, refs, kept, plan)[1](buffer_of(this_turn))
             unpack(kept, buffer_of(this_turn), chunk, segments.begin[step], segments.end[step], plan)
             return _attend(scalars, step, chunk, c + 1 == end, items, refs.q, kept, plan)
 
@@ -221,7 +229,7 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
 
     @pl.when(step < num_segments)
     def _() -> None:
-        _finish(scalars, step, refs.o, refs.lse, kept, plan)
+        _finish(scalars, core, step, refs.o, refs.lse, kept, plan)
 
 
 def call(
@@ -238,13 +246,14 @@ def call(
         plan: the static side.
 
     Returns:
-        outputs, and log-sum-exp [T, lanes of `Plan.lse_lanes`], of which queries in no segment get anything.
+        outputs, and log-sum-exp [T, cores * `Plan.lse_lanes`], each core's heads first in its lanes; queries in no
+        segment get anything.
     """
     flat, tree = jax.tree.flatten(scalars)
     num_scalars = len(flat)
 
-    def at_tile(step: Any, *refs: Any) -> tuple[Any, ...]:
-        return jax.tree.unflatten(tree, refs).segments.tile[step], 0
+    def at_tile(core: Any, step: Any, *refs: Any) -> tuple[Any, ...]:
+        return jax.tree.unflatten(tree, refs).segments.tile[step], core
 
     def body(*refs: Any) -> None:
         scalar_refs, array_refs, others = refs[:num_scalars], refs[num_scalars:][:6], refs[num_scalars:][6:]
@@ -254,26 +263,26 @@ def call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=num_scalars,
-            grid=(jnp.maximum(scalars.num_segments[0], 1),),
+            grid=(plan.num_cores, jnp.maximum(scalars.num_segments[0], 1)),
             in_specs=[
-                pl.BlockSpec((plan.tile, q.shape[1]), at_tile),
+                pl.BlockSpec((plan.tile, plan.lanes), at_tile),
                 pl.BlockSpec(memory_space=pltpu.HBM),
                 pl.BlockSpec(memory_space=pl.ANY),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=[
-                pl.BlockSpec((plan.tile, q.shape[1]), at_tile),
+                pl.BlockSpec((plan.tile, plan.lanes), at_tile),
                 pl.BlockSpec((plan.tile, plan.lse_lanes), at_tile),
             ],
             scratch_shapes=list(scratch_shapes(plan)),
         ),
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((q.shape[0], plan.lse_lanes), jnp.float32),
+            jax.ShapeDtypeStruct((q.shape[0], plan.num_cores * plan.lse_lanes), jnp.float32),
         ],
         input_output_aliases={num_scalars + 3: 0},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
+            dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_LIMIT_BYTES,
             # Ids are looked at before they are used; every other place is a number of the kernel's own.
             disable_bounds_checks=True,

@@ -25,7 +25,9 @@ def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
     lax.fori_loop(begin, end, turn, None)
 
 
-def fetch(scalars: Scalars, segment: Any, chunk: Any, refs: Refs, kept: Scratch, plan: Plan) -> tuple[Any, Any]:
+def fetch(
+    scalars: Scalars, core: Any, segment: Any, chunk: Any, refs: Refs, kept: Scratch, plan: Plan
+) -> tuple[Any, Any]:
     """Returns what starts the DMAs of a chunk into a buffer, and what waits for them."""
     layout, segments = plan.spec.layout, scalars.segments
     first_block, paging = scalars.layer[0] * layout.blocks_per_layer, plan.paging
@@ -37,7 +39,10 @@ def fetch(scalars: Scalars, segment: Any, chunk: Any, refs: Refs, kept: Scratch,
         kept.ids[0] = page - lax.div(chunk, paging.chunks) * paging.page_blocks
 
     def copy(block: Any, buffer: Any, place: Any) -> Any:
-        return pltpu.make_async_copy(refs.pool.at[block], kept.chunk.at[buffer, place], kept.fetched.at[buffer])
+        source = refs.pool.at[block]
+        if plan.token_shape != layout.token_shape:
+            source = source.at[:, pl.ds(core * plan.token_shape[0], plan.token_shape[0])]
+        return pltpu.make_async_copy(source, kept.chunk.at[buffer, place], kept.fetched.at[buffer])
 
     def is_inside(block_id: Any) -> Any:
         return (block_id >= 0) & (block_id < layout.blocks_per_layer)
@@ -89,7 +94,7 @@ def unpack(kept: Scratch, buffer: Any, chunk: Chunk, begin: Any, end: Any, plan:
     """Takes a chunk apart: each row of its tokens dense, and zero where no query of the segment sees the token."""
     layout, width = plan.spec.layout, plan.chunk_tokens
     tiles = layout.lanes // LANES
-    num_words = layout.token_shape[0] * tiles
+    num_words = plan.token_shape[0] * tiles
     # A word has the same lane of `pack` rows of one token. A tile of 128 lanes has the words of one row of tiles.
     words_ref = kept.chunk.at[buffer].bitcast(jnp.int32).reshape(width * num_words, LANES)
 
@@ -112,11 +117,11 @@ def unpack(kept: Scratch, buffer: Any, chunk: Chunk, begin: Any, end: Any, plan:
 
     @pl.when(is_full)
     def _() -> None:
-        repeat(0, layout.token_shape[0], functools.partial(unpack_words, is_masked=False))
+        repeat(0, plan.token_shape[0], functools.partial(unpack_words, is_masked=False))
 
     @pl.when(jnp.logical_not(is_full))
     def _() -> None:
-        repeat(0, layout.token_shape[0], functools.partial(unpack_words, is_masked=True))
+        repeat(0, plan.token_shape[0], functools.partial(unpack_words, is_masked=True))
 
 
 def _pair(words: Callable[[int, int], Any], width: int) -> tuple[Any, Any]:

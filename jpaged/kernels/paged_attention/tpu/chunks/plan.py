@@ -115,6 +115,7 @@ class Plan:
         fetch_blocks: blocks of a chunk.
         table_width: blocks in a row's table (M).
         compute_dtype: of the matrix products' operands.
+        num_cores: of a device, which share the heads; 1 where they cannot be shared.
     """
 
     spec: AttentionSpec
@@ -124,11 +125,35 @@ class Plan:
     fetch_blocks: int
     table_width: int
     compute_dtype: jnp.dtype
+    num_cores: int
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of a core: the only one is all cores', each with its own query heads."""
+        return max(self.spec.layout.num_kv_heads // self.num_cores, 1)
 
     @property
     def group(self) -> int:
-        """Query heads that share a key/value head."""
-        return self.num_heads // self.spec.layout.num_kv_heads
+        """Query heads of a core that share a key/value head."""
+        return self.num_heads // self.num_cores // self.num_kv_heads
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether the heads of a core lie in rows of tiles of their own: it fetches no others."""
+        layout = self.spec.layout
+        num_rows = self.num_kv_heads * (1 if layout.is_joined else 2)
+        return layout.num_kv_heads == self.num_cores * self.num_kv_heads and num_rows % layout.pack == 0
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """What a core fetches of a token."""
+        num_rows, *tile = self.spec.layout.token_shape
+        return (num_rows // self.num_cores if self.has_own_rows else num_rows, *tile)
+
+    @property
+    def lanes(self) -> int:
+        """Those of a core's query heads."""
+        return self.num_heads // self.num_cores * self.spec.layout.lanes
 
     @property
     def rows(self) -> int:
@@ -147,7 +172,7 @@ class Plan:
     @property
     def num_slots(self) -> int:
         """Parts of a tile times heads: what has running values; the slot behind them is nobody's."""
-        return self.tile // self.part * self.spec.layout.num_kv_heads
+        return self.tile // self.part * self.num_kv_heads
 
     @property
     def is_paired(self) -> bool:
@@ -156,12 +181,20 @@ class Plan:
 
     @property
     def lse_lanes(self) -> int:
-        return -(-self.num_heads // LANES) * LANES
+        return -(-self.num_heads // self.num_cores // LANES) * LANES
+
+    def first_head(self, core: Any) -> Any:
+        """The first key/value head of a core."""
+        is_shared = self.num_cores > 1 and self.spec.layout.num_kv_heads > 1
+        return core * self.num_kv_heads if is_shared else 0
 
 
-def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str) -> Plan:
-    """The static side of a call."""
+def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, num_cores: int = 1) -> Plan:
+    """The static side of a call on devices of this kind with so many cores."""
     layout = spec.layout
+    group = queries.num_heads // layout.num_kv_heads
+    if (group if layout.num_kv_heads == 1 else layout.num_kv_heads) % num_cores:
+        num_cores = 1
     sizes = sizing.choose(layout, queries.num_heads, device_kind)
     # A step of fewer tokens than a tile needs no whole one.
     tile = min(sizes.tile, max(16, 1 << (queries.num_tokens - 1).bit_length()))
@@ -170,10 +203,11 @@ def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str) -> Plan:
         spec=spec,
         num_heads=queries.num_heads,
         tile=tile,
-        part=min(tile, sizing.part_of(layout, queries.num_heads)),
+        part=min(tile, sizing.part_of(group // num_cores if layout.num_kv_heads == 1 else group)),
         fetch_blocks=sizes.fetch_blocks,
         table_width=queries.table_width,
         compute_dtype=jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16),
+        num_cores=num_cores,
     )
 
 
@@ -190,14 +224,18 @@ class Chunk:
 
     Attributes:
         first_key: of the chunk.
+        first_head: of the core's, among the pool's key/value heads.
         buffer: first of its rows of tokens, taken apart.
+        first_row: of those, the first of the core's heads.
         first_part: that sees a key.
         num_items: parts from there on times heads.
         is_whole: whether all of them see all keys.
     """
 
     first_key: Any
+    first_head: Any
     buffer: Any
+    first_row: Any
     first_part: Any
     num_items: Any
     is_whole: Any
@@ -206,10 +244,10 @@ class Chunk:
 def scratch_shapes(plan: Plan) -> Scratch:
     """The kernel's own memory."""
     layout, slots = plan.spec.layout, plan.num_slots + 1
-    num_rows = num_buffers(layout) * layout.token_shape[0] * layout.pack
+    num_rows = num_buffers(plan.num_kv_heads) * plan.token_shape[0] * layout.pack
     items = (ITEMS_A_TURN, plan.rows)
     return Scratch(
-        chunk=pltpu.VMEM((2, plan.fetch_blocks, layout.block_size, *layout.token_shape), layout.storage_dtype),
+        chunk=pltpu.VMEM((2, plan.fetch_blocks, layout.block_size, *plan.token_shape), layout.storage_dtype),
         rows=pltpu.VMEM((num_rows, plan.chunk_tokens, layout.lanes), plan.compute_dtype),
         m=pltpu.VMEM((slots, plan.rows, LANES), jnp.float32),
         l=pltpu.VMEM((slots, plan.rows, LANES), jnp.float32),

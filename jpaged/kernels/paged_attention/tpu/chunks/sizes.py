@@ -85,24 +85,24 @@ def rule(layout: KVLayout, num_heads: int) -> ChunkSizes:
     return next(fitting, options[-1])
 
 
-def part_of(layout: KVLayout, num_heads: int) -> int:
+def part_of(group: int) -> int:
     """Queries of one product: with their group of heads at most 256 rows, but 16 at least."""
-    group = num_heads // layout.num_kv_heads
     return max(_TILES[-1], 1 << (_PART_ROWS // group).bit_length() - 1 if group <= _PART_ROWS else 0)
 
 
-def num_buffers(layout: KVLayout) -> int:
+def num_buffers(num_kv_heads: int) -> int:
     """Chunks that are kept taken apart: two turns after a chunk's last products its values are multiplied."""
-    return 2 if layout.num_kv_heads > ITEMS_A_TURN else 3
+    return 2 if num_kv_heads > ITEMS_A_TURN else 3
 
 
 def vmem_bytes(sizes: ChunkSizes, layout: KVLayout, num_heads: int) -> int:
-    """Vector memory of a call with queries of 32 bits."""
-    tokens, lanes, part = sizes.fetch_blocks * layout.block_size, layout.lanes, part_of(layout, num_heads)
-    rows, operand = num_heads // layout.num_kv_heads * part, 4 if layout.dtype.itemsize == 4 else 2
+    """Vector memory of a call with queries of 32 bits, on a core with all heads: one with a share needs less."""
+    group = num_heads // layout.num_kv_heads
+    tokens, lanes, part = sizes.fetch_blocks * layout.block_size, layout.lanes, part_of(group)
+    rows, operand = group * part, 4 if layout.dtype.itemsize == 4 else 2
     slots = max(1, sizes.tile // part) * layout.num_kv_heads + 1
     chunks = 2 * sizes.fetch_blocks * layout.bytes_per_block // layout.num_layers
-    taken_apart = num_buffers(layout) * layout.token_shape[0] * layout.pack * tokens * lanes * operand
+    taken_apart = num_buffers(layout.num_kv_heads) * layout.token_shape[0] * layout.pack * tokens * lanes * operand
     queries_and_outputs = 2 * 2 * sizes.tile * num_heads * lanes * 4
     lse = 2 * sizes.tile * -(-num_heads // _LANES) * _LANES * 4
     running = slots * rows * (2 * _LANES + lanes) * 4

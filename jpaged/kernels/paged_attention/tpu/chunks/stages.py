@@ -18,7 +18,7 @@ _NO_KEY = 2**30
 
 
 def scores(scalars: Scalars, chunk: Chunk, part: Any, head: Any, q_ref: Any, kept: Scratch, plan: Plan) -> Any:
-    """First stage: the scores of a part and a head, in units of log 2."""
+    """First stage: the scores of a part and a head of the core's, in units of log 2."""
     layout, kind = plan.spec.layout, plan.spec.kind
     queries = pl.ds(pl.multiple_of(part * plan.part, plan.part), plan.part)
 
@@ -26,11 +26,12 @@ def scores(scalars: Scalars, chunk: Chunk, part: Any, head: Any, q_ref: Any, kep
         return pl.ds(pl.multiple_of((head * plan.group + g) * layout.lanes, layout.lanes), layout.lanes)
 
     q_rd = jnp.concatenate([q_ref[queries, lanes_of(g)] for g in range(plan.group)], axis=0)
-    key_row = chunk.buffer + (head if layout.is_joined else 2 * head)
+    key_row = chunk.first_row + (head if layout.is_joined else 2 * head)
     s_rw = _dot(q_rd.astype(plan.compute_dtype), kept.rows[key_row], 1, plan)
+    scale = scalars.scales[2 * (chunk.first_head + head)]
     if kind.soft_cap is None:
-        return s_rw * (scalars.scales[2 * head] * LOG2_E)
-    return kind.soft_cap * LOG2_E * jnp.tanh(s_rw * (scalars.scales[2 * head] / kind.soft_cap))
+        return s_rw * (scale * LOG2_E)
+    return kind.soft_cap * LOG2_E * jnp.tanh(s_rw * (scale / kind.soft_cap))
 
 
 def is_seen(scalars: Scalars, segment: Any, chunk: Chunk, part: Any, plan: Plan) -> Any:
