@@ -6,15 +6,14 @@ error and not a pass.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.forking import PYTEST, forks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,16 +34,20 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a fault: pytest's exit status (1 is that tests failed; None, they hung), and the first failure."""
+    """What became of a fault: pytest's exit status (None, it hung), the first test that failed, and what it said.
+
+    An error of pytest's own ends with the status of failed tests, 1, and names none.
+    """
 
     fault: Fault
     exit_status: int | None
+    failed: str | None
     message: str
     seconds: float
 
     @property
     def is_caught(self) -> bool:
-        return self.exit_status == 1
+        return self.exit_status == 1 and self.failed is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,8 @@ class Bed:
     def plant(self, fault: Fault) -> Outcome:
         """Runs the tests of a fault against a copy of the package that has it."""
         begin = time.monotonic()
-        ignored = shutil.ignore_patterns("__pycache__", "checkpoint", *self.left_out)
+        # With what Python compiled of each file: of the one that is edited it does so again.
+        ignored = shutil.ignore_patterns("checkpoint", *self.left_out)
         with tempfile.TemporaryDirectory(prefix="jpaged-fault-") as folder:
             copy = Path(folder)
             for name in ("jpaged", self.tests):
@@ -81,19 +85,14 @@ class Bed:
             for name in ("tests/conftest.py", "pyproject.toml"):
                 shutil.copy(ROOT / name, copy / name)
             (copy / self.sources / fault.path).write_text(self.faulty(fault))
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not long", "-p", "no:cacheprovider"]
-            command += self.words(fault)
-            # What pytest makes of its plugins is kept from run to run: half of a second that each fault saves.
-            environment = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "", "JAX_PLATFORMS": "cpu"}
-            try:
-                done = subprocess.run(
-                    command, cwd=copy, env=environment, capture_output=True, text=True, check=False, timeout=_HUNG_S
-                )
-            except subprocess.TimeoutExpired:
-                return Outcome(fault, None, f"no end after {_HUNG_S:g} s", time.monotonic() - begin)
-        failures = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
-        message = failures[0].removeprefix("FAILED ").partition("::")[2] if failures else done.stdout[-300:]
-        return Outcome(fault, done.returncode, message, time.monotonic() - begin)
+            words = ["-q", "-x", "-m", "not long", "-p", "no:cacheprovider", *self.words(fault)]
+            ended = forks().run(PYTEST, words, copy, _HUNG_S)
+        if ended.code is None:
+            return Outcome(fault, None, None, f"no end after {_HUNG_S:g} s", time.monotonic() - begin)
+        # A test that failed, or what one is given.
+        failures = [line for line in ended.output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        failed = failures[0].partition("::")[2] if failures else None
+        return Outcome(fault, ended.code, failed, failed or ended.output[-300:], time.monotonic() - begin)
 
     def plant_all(self, faults: Sequence[Fault]) -> int:
         """Plants each, prints what became of it, and returns 1 if one was missed."""
