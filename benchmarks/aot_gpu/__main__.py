@@ -66,8 +66,8 @@ def _line(case: Case, result: dict[str, Any]) -> str:
         return f"refused  {case.name}: {result['error'][:150]}"
     kernels = "  ".join(
         f"registers {kernel['registers']}, shared {kernel['shared_bytes'] >> 10} KiB, "
-        f"{kernel['blocks_per_processor']} x {kernel['threads']} threads, "
-        f"{kernel['loop_instructions'] / max(1, kernel['loop_products']):.0f} instructions a product"
+        f"{kernel['blocks_per_processor']} x {kernel['threads']} threads, instructions a product "
+        + (" ".join(f"{loop['instructions'] / loop['products']:.0f}" for loop in kernel["loops"]) or "-")
         for kernel in result["sass"]
     )
     kernels = kernels or f"registers {', '.join(map(str, result['registers'])) or '-'}"

@@ -37,10 +37,11 @@ def kernels(output: str, gpu: str = "h200") -> list[dict[str, Any]]:
     Returns:
         for each one: registers of a thread; threads and shared_bytes of a block; blocks_per_processor, as many as
         registers, threads and shared memory let run at a time; instructions and tensor_products of the whole, and
-        local_accesses, which are registers spilled to memory; loop_instructions of the smallest loops that multiply
-        on the tensor core, their products counted as so many of 64 x 64 x 16 by four warps (those of a Blackwell
-        processor's unit as one each), and the conversions between types, powers, accesses to shared memory and
-        barriers among them.
+        local_accesses, which are registers spilled to memory; loops, the smallest ones that multiply on the tensor
+        core, that with the fewest instructions a product first: on Hopper chunks that all queries see run in it, and
+        only those at their ends in others. For each one: instructions; products, counted as so many of 64 x 64 x 16
+        by four warps (those of a Blackwell processor's unit as one each); and conversions between types, powers,
+        accesses to shared memory and barriers among the instructions.
     """
     limits = {name: int(number) for name, number in re.findall(r"(\w+_per_core\w*): (\d+)", description(gpu))}
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", output)]
@@ -84,18 +85,17 @@ def _kernel(lines: list[_Line]) -> dict[str, Any]:
     labels = {operation: address for address, operation, _ in lines if operation.startswith(".L_")}
     code = [line for line in lines if not line[1].startswith(".L_")]
     products = [address for address, operation, _ in code if _work(operation)]
-    loops: list[tuple[int, int, int]] = []
+    spans: list[tuple[int, int, int]] = []
     for address, operation, operands in code:
         target = re.search(r"`\((\.L_\w+)\)", operands)
         begin = labels.get(target[1], address) if target and operation.startswith("BRA") else address
         if any(begin <= product < address for product in products):
-            loops.append((address - begin, begin, address))
+            spans.append((address - begin, begin, address))
     innermost: list[tuple[int, int]] = []
-    for _, begin, end in sorted(loops):
+    for _, begin, end in sorted(spans):
         if all(end <= first or last <= begin for first, last in innermost):
             innermost.append((begin, end))
-    looped = [operation for address, operation, _ in code if any(begin <= address < end for begin, end in innermost)]
-    counts = Counter(operation.split(".")[0] for operation in looped)
+    loops = [_loop([operation for address, operation, _ in code if begin <= address < end]) for begin, end in innermost]
     everywhere = Counter(operation.split(".")[0] for _, operation, _ in code)
     barriers = [int(n, 16) for _, name, rest in code if name.startswith("SYNCS") for n in _OFFSET.findall(rest)]
     return {
@@ -103,12 +103,19 @@ def _kernel(lines: list[_Line]) -> dict[str, Any]:
         "tensor_products": len(products),
         "local_accesses": everywhere["LDL"] + everywhere["STL"],
         "shared_bytes": max(barriers, default=-8) + 8,
-        "loop_instructions": sum(counts.values()),
-        "loop_products": sum(_work(operation) for operation in looped),
-        "loop_conversions": counts["F2F"] + counts["F2FP"] + counts["I2F"] + counts["I2FP"],
-        "loop_powers": counts["MUFU"],
-        "loop_shared_accesses": counts["LDS"] + counts["STS"] + counts["LDSM"] + counts["STSM"],
-        "loop_barriers": counts["BAR"] + counts["SYNCS"],
+        "loops": sorted(loops, key=lambda loop: loop["instructions"] / loop["products"]),
+    }
+
+
+def _loop(operations: list[str]) -> dict[str, Any]:
+    counts = Counter(operation.split(".")[0] for operation in operations)
+    return {
+        "instructions": sum(counts.values()),
+        "products": sum(_work(operation) for operation in operations),
+        "conversions": counts["F2F"] + counts["F2FP"] + counts["I2F"] + counts["I2FP"],
+        "powers": counts["MUFU"],
+        "shared_accesses": counts["LDS"] + counts["STS"] + counts["LDSM"] + counts["STSM"],
+        "barriers": counts["BAR"] + counts["SYNCS"],
     }
 
 
