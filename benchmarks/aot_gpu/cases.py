@@ -237,7 +237,7 @@ class StepCase:
                 "max_num_seqs": min(64, self.num_tokens),
                 "max_num_batched_tokens": self.num_tokens,
                 "max_model_len": 8192,
-                "num_blocks": 16_384,
+                "num_blocks": 8192,
             }
         )
         step, geometry, params = abstract_serving(model, options, mesh)
@@ -322,6 +322,7 @@ ATTENTION: tuple[AttentionCase, ...] = (
     *(AttentionCase(14, 2, d, block_size=48, num_tokens=512) for d in (64, 128)),
     AttentionCase(num_tokens=512, sliding_window=1024, soft_cap=30.0),
     AttentionCase(8, 4, 256, num_tokens=2048, sliding_window=4096, soft_cap=50.0),
+    AttentionCase(8, 4, 256, num_tokens=2048, sliding_window=4096),
     *(AttentionCase(is_cascade=True, sliding_window=window) for window in (None, 1024)),
 )
 

@@ -22,6 +22,8 @@ class AttentionKind:
     soft_cap: float | None = None
 
     def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise InvalidArgument("scale", f"{self.scale} is not above 0")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise InvalidArgument("sliding_window", f"{self.sliding_window} is below the limit of 1")
         if self.soft_cap is not None and not self.soft_cap > 0:

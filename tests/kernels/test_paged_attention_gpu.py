@@ -322,6 +322,18 @@ def test_prompts_have_tiles_of_128_rows(num_tokens: int, num_rows: int, num_head
     assert tiling.stages % tiling.num_consumers == 0
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "soft_cap", "dtype", "tile_rows"),
+    [(256, None, "bfloat16", 128), (256, 50.0, "bfloat16", 64), (128, 50.0, "bfloat16", 128), (256, None, "int8", 64)],
+)
+def test_heads_of_256_have_them_where_memory_and_registers_have_room(
+    head_dim: int, soft_cap: float | None, dtype: str, tile_rows: int
+) -> None:
+    layout = KVLayout(1, 8192, 16, 8, head_dim, jnp.dtype(dtype), "gpu")
+    spec = AttentionSpec(layout, AttentionKind(1.0, soft_cap=soft_cap))
+    assert choose_tiling(spec, 32, 2048, 64, 2048).tile_rows == tile_rows
+
+
 def test_two_consumers_read_a_prompts_keys_half_as_often() -> None:
     spec, rows = _spec(), _rows([1024, 1], [1024, 500], 2)
     chunks = []

@@ -140,8 +140,8 @@ FAULTS = (
     Fault(
         "what was rounded off is lost",
         _KERNEL,
-        "(piece - piece.astype(target_s.dtype).astype(jnp.float32))",
-        "(piece - piece)",
+        "(numbers - rounded.astype(jnp.float32))",
+        "(numbers - numbers)",
         ("test_parts_are_merged",),
     ),
     Fault(

@@ -533,19 +533,19 @@ def _attend_chunk(
 ) -> _State:
     head_dim = static.spec.layout.head_dim
     k_s, v_s = (kv_s.at[:, pl.ds(part * head_dim, head_dim)] for part in range(2))
-    scores = _scores(me, k_s, memory, work, static)
+    scores, factor = _scores(me, k_s, memory, work, static)
     if is_masked:
         scores = _masked(scores, i, me, work, static)
-    new_max = jnp.maximum(state.max, scores.max(axis=1))
-    weights = jnp.exp2(scores - lax.broadcast_in_dim(new_max, scores.shape, [0]))
+    new_max = jnp.maximum(state.max, scores.max(axis=1) * factor)
+    weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_max, scores.shape, [0]))
     fade = jnp.exp2(state.max - new_max)
     out = state.out * lax.broadcast_in_dim(fade, state.out.shape, [0])
     out = _add_product(out, weights.astype(memory.q_s.dtype), v_s, static)
     return _State(out, new_max, state.sum * fade + weights.sum(axis=1))
 
 
-def _scores(me: _Consumer, k_s: Any, memory: _Refs, work: _Work, static: Static) -> jax.Array:
-    """Scores [64, chunk rows] in base 2."""
+def _scores(me: _Consumer, k_s: Any, memory: _Refs, work: _Work, static: Static) -> tuple[jax.Array, jax.Array | float]:
+    """Scores [64, chunk rows], and what makes them such of base 2: above 0, so that it can be done to the largest."""
     spec, q_s = static.spec, memory.q_s.at[me.number]
     if static.is_interpreted:
         scores = jnp.dot(q_s[...], k_s[...].T, preferred_element_type=jnp.float32)
@@ -558,10 +558,10 @@ def _scores(me: _Consumer, k_s: Any, memory: _Refs, work: _Work, static: Static)
         scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((TILE_ROWS, static.tiling.chunk_rows), jnp.float32))
     scale = spec.kind.scale if memory.scales is None else spec.kind.scale * _scale(0, memory, work, static)
     if spec.kind.soft_cap is None:
-        return scores * (scale * _LOG2_E)
+        return scores, scale * _LOG2_E
     # The fast tanh of the device is good for 3 digits; this one for 6.
     power = jnp.exp2(scores * (scale * (2 * _LOG2_E / spec.kind.soft_cap)))
-    return (spec.kind.soft_cap * _LOG2_E) * (1 - 2 / (power + 1))
+    return 1 - 2 / (power + 1), spec.kind.soft_cap * _LOG2_E
 
 
 def _masked(scores: jax.Array, i: jax.Array, me: _Consumer, work: _Work, static: Static) -> jax.Array:
@@ -646,8 +646,7 @@ def _hand_in(state: _State, memory: _Refs) -> None:
     """Gives the other consumer what this one has summed up: divided, in two numbers of 16 bits, as in `_store`."""
     inverse = jnp.where(state.sum > 0, 1 / state.sum, 0.0)
     plgpu.barrier_wait(memory.sum_barriers.at[0])  # its queries have done their part too
-    _write(state.out, inverse, memory.q_s.at[1])
-    _write_rounded_off(state.out, inverse, memory.q_s.at[0])
+    _write(state.out, inverse, memory.q_s.at[1], memory.q_s.at[0])
     memory.max_s[1] = state.max
     memory.sum_s[1] = state.sum
     plgpu.commit_smem()
@@ -694,16 +693,23 @@ def _store(state: _State, me: _Consumer, memory: _Refs, work: _Work, static: Sta
     plgpu.wait_smem_to_gmem(0)
 
 
-def _write(out: jax.Array, inverse: jax.Array, target_s: Any) -> None:
-    """The outputs divided, in 16 bits."""
+def _write(out: jax.Array, inverse: jax.Array, target_s: Any, rest_s: Any = None) -> None:
+    """The outputs divided, in 16 bits; what that rounds off goes elsewhere at once, so that registers hold less."""
     for columns, piece in _divided(out, inverse, target_s.dtype):
-        target_s[:, columns] = piece.astype(target_s.dtype)
+        rounded = piece.astype(target_s.dtype)
+        target_s[:, columns] = rounded
+        if rest_s is not None:
+            rest_s[:, columns] = _rounded_off(piece, rounded)
 
 
 def _write_rounded_off(out: jax.Array, inverse: jax.Array, target_s: Any) -> None:
     """What `_write` has rounded off."""
     for columns, piece in _divided(out, inverse, target_s.dtype):
-        target_s[:, columns] = (piece - piece.astype(target_s.dtype).astype(jnp.float32)).astype(target_s.dtype)
+        target_s[:, columns] = _rounded_off(piece, piece.astype(target_s.dtype))
+
+
+def _rounded_off(numbers: jax.Array, rounded: jax.Array) -> jax.Array:
+    return (numbers - rounded.astype(jnp.float32)).astype(rounded.dtype)
 
 
 def _divided(out: jax.Array, inverse: jax.Array, dtype: Any) -> Iterator[tuple[Any, jax.Array]]:

@@ -28,8 +28,8 @@ SHARED_BYTES = 232_448
 MAX_STAGES = 4
 _REGISTERS = 56, 224
 """A thread of the producer has the first, of the consumers the second: 504 of three threads, 65536 for 384."""
-_MAX_WIDE_HEAD_DIM = 128
-"""With 256, a consumer's registers spill."""
+_MAX_CAPPED_HEAD_DIM = 128
+"""With 256 and a cap on scores, a consumer's registers spill in tiles of 128 rows."""
 _REGISTERS_OF_8_BITS = 88, 208
 """The same where the producer converts."""
 
@@ -123,8 +123,9 @@ def choose_tiling(
     """The cut for a call of these sizes; `num_lists`: of rows that see parts of the contexts."""
     group = num_heads // spec.layout.num_kv_heads
     prompt_tokens = num_tokens - num_rows
+    fits_registers = spec.kind.soft_cap is None or spec.layout.head_dim <= _MAX_CAPPED_HEAD_DIM
     tiling = None
-    if prompt_tokens >= num_rows and prompt_tokens * group > TILE_ROWS:
+    if fits_registers and prompt_tokens >= num_rows and prompt_tokens * group > TILE_ROWS:
         tiling = wide_tiling(spec.layout, group)
     tiling = tiling or narrow_tiling(spec.layout, group)
     max_keys = table_width * spec.layout.block_size
@@ -143,9 +144,7 @@ def narrow_tiling(layout: KVLayout, group: int) -> Tiling:
 
 
 def wide_tiling(layout: KVLayout, group: int) -> Tiling | None:
-    """Tiles of 128 rows, and contexts that are not cut; None where shared memory or registers have no room for them."""
-    if layout.head_dim > _MAX_WIDE_HEAD_DIM:
-        return None
+    """Tiles of 128 rows, and contexts that are not cut; None where shared memory has no room for them."""
     room = SHARED_BYTES - fixed_bytes(layout, _NUM_CONSUMERS)
     stages = min(MAX_STAGES, room // stage_bytes(layout, _NUM_CONSUMERS)) // _NUM_CONSUMERS * _NUM_CONSUMERS
     if stages == 0:
