@@ -1,33 +1,53 @@
-"""Plants faults into the engine, and sees that its quick tests turn red.
+"""Plants faults into the engine and into kernels, and sees that their quick tests turn red.
 
-python -m tests.mutation.plant
+python -m tests.mutation.plant [engine | gpu | triton]
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 
+from tests.mutation.gpu_faults import GPU_FAULTS
 from tests.mutation.memory_faults import MEMORY_FAULTS
-from tests.mutation.planting import Bed, Fault
+from tests.mutation.planting import Bed
 from tests.mutation.policy_faults import POLICY_FAULTS
+from tests.mutation.triton_faults import TRITON_FAULTS
 
-FAULTS = (*MEMORY_FAULTS, *POLICY_FAULTS)
+_ATTENTION = "jpaged/kernels/paged_attention"
 
-NO_FAULT = Fault(
-    "nothing is planted",
-    "kv/blocks.py",
-    "class BlockPool:",
-    "class BlockPool:",
-    tuple(sorted({name for fault in FAULTS for name in fault.tests})),
-)
+BEDS = {
+    "engine": Bed(
+        sources="jpaged/engine",
+        tests="tests/engine",
+        left_out=("device", "models", "kernels"),
+        words=lambda fault: [f"tests/engine/{name}" for name in fault.tests],
+        faults=(*MEMORY_FAULTS, *POLICY_FAULTS),
+    ),
+    "gpu": Bed(
+        sources=f"{_ATTENTION}/gpu",
+        tests="tests/kernels",
+        left_out=(),
+        words=lambda fault: ["tests/kernels/test_paged_attention_gpu.py", "-k", " or ".join(fault.tests)],
+        faults=GPU_FAULTS,
+    ),
+    "triton": Bed(
+        sources=f"{_ATTENTION}/triton",
+        tests="tests/kernels",
+        left_out=(),
+        words=lambda fault: ["tests/kernels/triton", "-k", " or ".join(f"({name})" for name in fault.tests)],
+        faults=TRITON_FAULTS,
+    ),
+}
 
-BED = Bed(
-    sources="jpaged/engine",
-    tests="tests/engine",
-    left_out=("device", "models", "kernels"),
-    words=lambda fault: [f"tests/engine/{name}" for name in fault.tests],
-)
+
+def main() -> int:
+    """Plants the faults of the bed that the command line names, or of all; 1 if one was missed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation.plant")
+    parser.add_argument("bed", nargs="?", choices=list(BEDS), help="all where none is named")
+    name = parser.parse_args().bed
+    return max([bed.plant_all(bed.faults) for bed in ([BEDS[name]] if name else BEDS.values())])
 
 
 if __name__ == "__main__":
-    sys.exit(BED.plant_all(FAULTS))
+    sys.exit(main())

@@ -59,12 +59,20 @@ class Bed:
         tests: folder of tests that is copied beside the package.
         left_out: folders of either that the tests can do without.
         words: pytest's arguments that choose the tests of a fault.
+        faults: what is planted.
     """
 
     sources: str
     tests: str
     left_out: tuple[str, ...]
     words: Callable[[Fault], list[str]]
+    faults: tuple[Fault, ...]
+
+    @property
+    def no_fault(self) -> Fault:
+        """An edit that changes nothing, with the tests of all faults: these have to pass."""
+        first, tests = self.faults[0], {name for fault in self.faults for name in fault.tests}
+        return Fault("nothing is planted", first.path, first.before, first.before, tuple(sorted(tests)))
 
     def faulty(self, fault: Fault) -> str:
         """The file of a fault with the fault in it."""

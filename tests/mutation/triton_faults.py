@@ -1,13 +1,8 @@
-"""Plants one fault at a time into the Triton kernels, and sees that their quick tests turn red.
-
-python -m tests.mutation.plant_triton
-"""
+"""Faults of the Triton kernels and of the lists of work that they get."""
 
 from __future__ import annotations
 
-import sys
-
-from tests.mutation.planting import Bed, Fault
+from tests.mutation.planting import Fault
 
 _KERNEL = "kernel.py"
 _WORK = "work.py"
@@ -17,7 +12,7 @@ _CUT = ("every_query",)
 _PLACES = ("merged",)
 _CASCADE = ("all_parts",)
 
-FAULTS = (
+TRITON_FAULTS = (
     Fault(
         "the layer is left out",
         _KERNEL,
@@ -188,22 +183,3 @@ FAULTS = (
         _CASCADE,
     ),
 )
-
-NO_FAULT = Fault(
-    "nothing is planted",
-    _KERNEL,
-    "class _Places(",
-    "class _Places(",
-    tuple(sorted({name for fault in FAULTS for name in fault.tests})),
-)
-
-BED = Bed(
-    sources="jpaged/kernels/paged_attention/triton",
-    tests="tests/kernels",
-    left_out=(),
-    words=lambda fault: ["tests/kernels/triton", "-k", " or ".join(f"({name})" for name in fault.tests)],
-)
-
-
-if __name__ == "__main__":
-    sys.exit(BED.plant_all(FAULTS))

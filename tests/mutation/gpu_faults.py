@@ -1,19 +1,13 @@
-"""Plants one fault at a time into the Hopper kernel, and sees that its quick tests turn red.
+"""Faults of the Hopper kernel, such as a GPU would show as wrong tokens once in a while.
 
-    python -m tests.mutation.plant_gpu
-
-The kernel's faults are those that a GPU would show as wrong tokens once in a while: a barrier that is not waited for,
-memory that is written over while it is read, a key too many.
+A barrier that is not waited for, memory that is written over while it is read, a key too many.
 """
 
 from __future__ import annotations
 
-import sys
-
-from tests.mutation.planting import Bed, Fault
+from tests.mutation.planting import Fault
 
 _KERNEL = "kernel.py"
-_TEST = "tests/kernels/test_paged_attention_gpu.py"
 _COMMITS = ("test_what_is_written_is_committed",)
 _REFILLS = ("refills",)
 _WARPGROUPS = ("warpgroups",)
@@ -24,7 +18,7 @@ _SET_FREE = """
         plgpu.barrier_arrive(memory.free_barriers.at[me.number * stages + slot])
 """
 
-FAULTS = (
+GPU_FAULTS = (
     Fault(
         "a chunk is used before it has arrived",
         _KERNEL,
@@ -236,22 +230,3 @@ FAULTS = (
         ("test_what_is_not_refused",),
     ),
 )
-
-NO_FAULT = Fault(
-    "nothing is planted",
-    _KERNEL,
-    "class ItemField(",
-    "class ItemField(",
-    tuple(sorted({name for fault in FAULTS for name in fault.tests})),
-)
-
-BED = Bed(
-    sources="jpaged/kernels/paged_attention/gpu",
-    tests="tests/kernels",
-    left_out=(),
-    words=lambda fault: [_TEST, "-k", " or ".join(fault.tests)],
-)
-
-
-if __name__ == "__main__":
-    sys.exit(BED.plant_all(FAULTS))
