@@ -94,7 +94,7 @@ class Forks:
 
 @functools.cache
 def forks() -> Forks:
-    """Of this process: made once, and ended with it."""
+    """The forks of this process, made once and ended with it."""
     made = Forks()
     atexit.register(made.close)
     return made
