@@ -35,7 +35,7 @@ from jpaged.kernels.paged_attention.tpu.decode import sizes as decode_sizes
 from jpaged.kernels.paged_attention.tpu.decode.plan import Segments as DecodeSegments
 from jpaged.kernels.paged_attention.tpu.tables import Paging
 from tests.kernels import tpu_interpreter
-from tests.kernels.attention_conformance import RAGGED, Shape, make_case
+from tests.kernels.attention_conformance import RAGGED, Shape, make_case, scales_of
 from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, EARLY, LATE, Early, Interpreted, Late, small_sizes
 
 LLAMA = KVLayout(32, 100, 32, 8, 128, jnp.dtype("bfloat16"), "tpu")
@@ -89,6 +89,22 @@ def test_decodes_of_heads_that_share_lanes_in_pairs(
         num_tokens=8,
     )
     suite.check(RAGGED["decodes"], shape)
+
+
+@pytest.mark.long
+def test_all_numbers_of_float8_come_out_of_both_kernels() -> None:
+    """As values of a row's only key; outputs up to 2^-6 in their units may be zero where a row decodes."""
+    kv_dtype = "float8_e4m3fn"
+    shape = Shape(head_dim=128, num_heads=2, kv_dtype=kv_dtype, dtype="bfloat16", num_tokens=16, num_rows=2)
+    case, scales = make_case([(1, 1), (2, 2)], shape), scales_of(shape)
+    assert scales is not None
+    numbers = np.nan_to_num(np.arange(256).astype(np.uint8).view(jnp.dtype(kv_dtype)).astype(np.float32))
+    want_kd = numbers.reshape(2, 128) * scales[case.layer, :, 1:]
+    case.v_lnbkd[case.layer, case.block_tables_sm[:, 0], 0] = want_kd
+    o_thd, _ = Late().run(case, shape)
+    is_lost = (np.abs(numbers.reshape(2, 128)) <= 2.0**-6) & (o_thd[0] == 0)
+    np.testing.assert_allclose(np.where(is_lost, want_kd, o_thd[0]), want_kd, rtol=2.0**-7)
+    np.testing.assert_allclose(o_thd[1], want_kd, rtol=2.0**-7)
 
 
 @pytest.fixture

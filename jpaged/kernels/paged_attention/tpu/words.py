@@ -79,7 +79,8 @@ def numbers(parts: list[Any], j: int, dtype: jnp.dtype, *, takes_fp8: bool) -> A
 
     Returns:
         Numbers of token i of part 0, of part 1, ..., then of token i + 1. Those of float8 are 2^FP8_SHIFT times too
-        small unless they are wanted as they are, and those below 2^-6, its subnormals, may be zero.
+        small unless they are wanted as they are, and those below 2^-6, its subnormals, may be zero: min(n, 2 n - 2^-14)
+        of n with another exponent would be them all, but a MiB of keys and values takes a v6e 1652 cycles so, not 1153.
     """
     if dtype == jnp.float32:
         return pltpu.bitcast(parts[0], jnp.float32)
