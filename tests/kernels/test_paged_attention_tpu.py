@@ -111,6 +111,17 @@ def test_all_numbers_of_float8_come_out_of_both_kernels() -> None:
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices have two cores; nothing is run that was compiled for one."""
     monkeypatch.setattr(lists, "num_cores", lambda: 2)
+    _compile_anew(monkeypatch)
+
+
+@pytest.fixture
+def tpu7x(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are of that kind; nothing is run that was compiled for another."""
+    monkeypatch.setattr(lists, "device_kind", lambda: "TPU7x")
+    _compile_anew(monkeypatch)
+
+
+def _compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, function, spec in (("_attention", paged_attention, 4), ("_update", paged_attention_update, 5)):
 
         def fresh(*args: Any, function: Any = function, **options: Any) -> Any:
@@ -118,6 +129,21 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
         jitted = jax.jit(fresh, static_argnums=spec, static_argnames="backend", compiler_options=COMPILER_OPTIONS)
         monkeypatch.setattr(tpu_interpreter, name, jitted)
+
+
+@pytest.mark.usefixtures("tpu7x")
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 256), (4, 128)])
+def test_keys_of_8_bits_that_are_turned_before_their_product(num_kv_heads: int, head_dim: int) -> None:
+    """Heads that have their product alone, and that share it."""
+    shape = Shape(
+        num_heads=8,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        kv_dtype="int8",
+        dtype="bfloat16",
+        num_tokens=8,
+    )
+    Late().check(RAGGED["decodes"], shape)
 
 
 class AtOnce(Interpreted):

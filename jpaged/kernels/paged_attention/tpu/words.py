@@ -68,7 +68,7 @@ def numbers_dtype(dtype: jnp.dtype, *, takes_fp8: bool) -> jnp.dtype:
     return dtype if tokens_a_word(dtype, takes_fp8=takes_fp8) != 2 else jnp.dtype(jnp.bfloat16)
 
 
-def numbers(parts: list[Any], j: int, dtype: jnp.dtype, *, takes_fp8: bool) -> Any:
+def numbers(parts: list[Any], j: int, dtype: jnp.dtype, *, takes_fp8: bool, apart: int = 0) -> Any:
     """Part j of each word, the lowest first, as numbers [W, 128].
 
     Args:
@@ -76,6 +76,7 @@ def numbers(parts: list[Any], j: int, dtype: jnp.dtype, *, takes_fp8: bool) -> A
         j: which of the `pack` numbers of each word.
         dtype: of the numbers in the words.
         takes_fp8: whether numbers of 8 bits in floating point are wanted as they are.
+        apart: how far from it another part is that is wanted of the same words, and shares operations; 0 for none.
 
     Returns:
         Numbers of token i of part 0, of part 1, ..., then of token i + 1. Those of float8 are 2^FP8_SHIFT times too
@@ -85,7 +86,7 @@ def numbers(parts: list[Any], j: int, dtype: jnp.dtype, *, takes_fp8: bool) -> A
     if dtype == jnp.float32:
         return pltpu.bitcast(parts[0], jnp.float32)
     if len(parts) == 4:
-        return _bytes(parts, j, dtype)
+        return _bytes(parts, j, dtype, apart=apart)
     a, b = parts
     if dtype == jnp.bfloat16:
         return pltpu.bitcast(_halves(a, b, j), jnp.bfloat16)
@@ -117,15 +118,32 @@ def _halves(a: Any, b: Any, j: int) -> Any:
     return lax.shift_right_logical(a, jnp.int32(16)) | (b & _signed(0xFFFF0000))
 
 
-def _bytes(parts: list[Any], j: int, dtype: jnp.dtype) -> Any:
+def _bytes(parts: list[Any], j: int, dtype: jnp.dtype, *, apart: int) -> Any:
     """Byte j of four words as one word."""
     a, b, c, d = parts
+    if apart == 1 or (apart == 0 and j == 0):
+        halves = [_halves(*pair, j // 2) for pair in ((a, c), (b, d))]
+        if j % 2:
+            halves = [lax.shift_right_logical(half, jnp.int32(8)) for half in halves]
+        lower, upper = (pltpu.bitcast(half, jnp.int16) for half in halves)
+        return pltpu.bitcast(_pack(lower, upper, jnp.int8), dtype)
+    low, high = (_every_other_byte(*pair, j % 2) for pair in ((a, b), (c, d)))
+    if j < 2:
+        return pltpu.bitcast(_pack(low, high, jnp.int16), dtype)
+    return pltpu.bitcast(_chosen(high, lax.shift_right_logical(low, jnp.int32(16)), 0xFFFF0000), dtype)
 
-    def half(low: Any, high: Any) -> Any:
-        halves = _halves(low, high, j // 2)
-        return pltpu.bitcast(halves if j % 2 == 0 else lax.shift_right_logical(halves, jnp.int32(8)), jnp.int16)
 
-    return pltpu.bitcast(_pack(half(a, c), half(b, d), jnp.int8), dtype)
+def _every_other_byte(a: Any, b: Any, j: int) -> Any:
+    """Bytes j and j + 2 of a's words, each below that of b's."""
+    if j == 0:
+        return _chosen(b << 8, a, 0xFF00FF00)
+    return _chosen(b, lax.shift_right_logical(a, jnp.int32(8)), 0xFF00FF00)
+
+
+def _chosen(a: Any, b: Any, mask: int) -> Any:
+    """The bytes of a's words that the mask has, and the others of b's: one operation, a selection."""
+    is_a = pltpu.bitcast(jnp.full(a.shape, _signed(mask)), jnp.int8) != 0
+    return pltpu.bitcast(jnp.where(is_a, pltpu.bitcast(a, jnp.int8), pltpu.bitcast(b, jnp.int8)), jnp.int32)
 
 
 def _pack(a: Any, b: Any, half: Any) -> Any:

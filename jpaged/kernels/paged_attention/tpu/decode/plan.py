@@ -15,6 +15,9 @@ from jpaged.kernels.paged_attention.tpu.tables import Pages, Paging
 
 FP8_KINDS = ("TPU7x",)
 """Device kinds whose products take numbers of 8 bits in floating point, beside bfloat16."""
+TURNING_KINDS = ("TPU7x",)
+"""Device kinds that turn integers of 8 bits faster than their matrix units take what is not turned (counted: a push of
+bfloat16 takes 4 cycles, and 8 where it is to be turned)."""
 LOG2_E = math.log2(math.e)
 LIFT = 100
 """Queries and weights are multiplied by 2^100 where keys and values are 2^120 times too small."""
@@ -138,6 +141,7 @@ class Plan:
         compute_dtype: of the matrix products' operands.
         takes_fp8: whether numbers of 8 bits in floating point are used as they are: products take them, or they become
             numbers of 32 bits.
+        turns_keys: whether keys are turned before they are products' operands, while they have 8 bits.
         has_writes: whether new keys and values are stored.
         num_cores: of a device, which share the rows.
     """
@@ -148,6 +152,7 @@ class Plan:
     table_width: int
     compute_dtype: jnp.dtype
     takes_fp8: bool
+    turns_keys: bool
     has_writes: bool
     num_cores: int
 
@@ -206,6 +211,7 @@ def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, *, has_wri
         table_width=queries.table_width,
         compute_dtype=jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16),
         takes_fp8=is_wide or device_kind in FP8_KINDS,
+        turns_keys=layout.dtype == jnp.int8 and not (is_wide or layout.is_joined) and device_kind in TURNING_KINDS,
         has_writes=has_writes,
         num_cores=num_cores,
     )

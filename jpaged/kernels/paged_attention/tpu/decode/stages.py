@@ -37,6 +37,8 @@ def _reader(chunk_ref: Any, plan: Plan) -> Callable[..., Any]:
     layout, pitch = plan.spec.layout, plan.sizes.pitch * plan.folds
     num_parts = words.tokens_a_word(layout.dtype, takes_fp8=plan.takes_fp8)
     num_tokens = plan.sizes.chunk_tokens // num_parts
+    # Heads that share lanes are taken apart from the next one, and others multiplied with it.
+    apart = 1 if layout.is_joined else 2 if plan.sizes.bundle > 1 else 0
 
     @functools.cache
     def parts(row: int) -> list[Any]:
@@ -44,20 +46,24 @@ def _reader(chunk_ref: Any, plan: Plan) -> Callable[..., Any]:
 
     def numbers(row: int, fold: int = 0) -> Any:
         tile_row, j = divmod(row, layout.pack)
-        return words.numbers(parts(tile_row * plan.folds + fold), j, layout.dtype, takes_fp8=plan.takes_fp8)
+        its_parts = parts(tile_row * plan.folds + fold)
+        return words.numbers(its_parts, j, layout.dtype, takes_fp8=plan.takes_fp8, apart=apart)
 
     return numbers
 
 
-def _beside(columns: list[Any], plan: Plan) -> Any:
-    """Columns of numbers as one operand of a product [W, columns * lanes]."""
+def _beside(columns: list[Any], plan: Plan, axis: int = 1) -> Any:
+    """Columns of numbers as one operand of a product [W, columns * lanes], or below each other if they are turned."""
     if plan.compute_dtype == jnp.float32 or plan.spec.layout.dtype == jnp.int8:
         columns = [column.astype(plan.compute_dtype) for column in columns]
-    return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)
+    return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=axis)
 
 
 def _keys(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
-    """Keys of a bundle's heads. Where two heads share a column, their values are taken apart from them, and kept."""
+    """Keys of a bundle's heads, with tokens behind each other where the plan turns them.
+
+    Where two heads share a column, their values are taken apart from them, and kept.
+    """
     numbers = _reader(kept.chunks.at[buffer], plan)
     columns = []
     for column in _columns(bundle, plan):
@@ -69,6 +75,8 @@ def _keys(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
             columns.append(k)
         else:
             columns += [numbers(2 * column, fold) for fold in range(plan.folds)]
+    if plan.turns_keys:
+        return _beside([column.T for column in columns], plan, axis=0)
     return _beside(columns, plan)
 
 
@@ -109,8 +117,8 @@ def score(scalars: Scalars, segment: Any, item: Any, buffer: Any, refs: Refs, ke
         num_columns = len(_columns(bundle, plan))
         if num_columns > 1:
             q_rd = jnp.concatenate([jnp.where(column_of_row == i, q_rd, 0.0) for i in range(num_columns)], axis=1)
-        k_wd = _keys(buffer, bundle, kept, plan)
-        s_rw = dot(q_rd.astype(plan.compute_dtype), k_wd, (((1,), (1,)), ((), ())))
+        keys = _keys(buffer, bundle, kept, plan)
+        s_rw = dot(q_rd.astype(plan.compute_dtype), keys, (((1,), (0 if plan.turns_keys else 1,)), ((), ())))
         s_rw = s_rw * jnp.tile(refs.scale[0, bundle], (1, tokens // words.LANES))
         if cap is not None:
             s_rw = cap * LOG2_E * jnp.tanh(s_rw / cap)
