@@ -26,27 +26,23 @@ from jpaged.kernels.paged_attention.gpu.tiling import (
     fixed_bytes,
     stage_bytes,
 )
-from jpaged.kernels.paged_attention.shapes import SHAPES
 from jpaged.kernels.paged_attention.spec import ContextPart
 from tests.kernels import gpu_interpreter
 from tests.kernels.attention_conformance import (
     RAGGED,
-    PagedAttentionConformance,
-    PagedAttentionPromises,
     Shape,
     Support,
     make_case,
-    real_shape,
 )
+from tests.kernels.gpu_conformance import Device, GpuConformance, GpuPromises
 
 SUPPORT = Support(block_sizes=frozenset(range(8, 129, 8)), head_dims=frozenset(range(16, 257, 16)), max_group=64)
 
 
-class Interpreted(PagedAttentionPromises):
+class Interpreted(GpuPromises):
     """The conformance suite's calls, interpreted."""
 
     backend = "pallas-gpu"
-    form = "gpu"
     supports = SUPPORT
     max_parts = 1
     tile_rows = 64
@@ -55,24 +51,10 @@ class Interpreted(PagedAttentionPromises):
         parts = [ContextPart(rows, spec)]
         return gpu_interpreter.attend(q, pool, layer, parts, scales, self.max_parts, self.tile_rows)
 
-    def update(self, q, new_kv, pool, layer, rows, spec, scales):
-        k_tkd, v_tkd, slots_t = new_kv
-        if scales is not None:
-            k_tkd, v_tkd = k_tkd / scales[layer, :, :1], v_tkd / scales[layer, :, 1:]
-        pool = spec.layout.write(pool, layer, k_tkd, v_tkd, slots_t)
-        return *self.attend(q, pool, layer, rows, spec, scales), pool
-
 
 @pytest.mark.long
-class TestPallasGpu(Interpreted, PagedAttentionConformance):
-    @pytest.mark.parametrize("name", SHAPES)
-    def test_real_head_shapes(self, name: str) -> None:
-        self.check(RAGGED["mixed"], real_shape(name, "bfloat16"))
-
-    @pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
-    @pytest.mark.parametrize("head_dim", [64, 256])
-    def test_half_precision(self, head_dim: int, kv_dtype: str | None) -> None:
-        self.check(RAGGED["mixed"], Shape(dtype="float16", kv_dtype=kv_dtype, head_dim=head_dim))
+class TestPallasGpu(Interpreted, GpuConformance):
+    """The suite with contexts whole and tiles of 64 rows."""
 
 
 @pytest.mark.long
@@ -398,13 +380,6 @@ def test_what_is_not_refused_fits_into_shared_memory() -> None:
                         assert tiling.stages >= 2
                         assert tiling.stages % tiling.num_consumers == 0
                         assert fixed + tiling.stages * stage <= SHARED_BYTES
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    platform: str
-    device_kind: str
-    compute_capability: str
 
 
 @pytest.mark.parametrize(

@@ -15,27 +15,23 @@ from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention
 from jpaged.kernels.paged_attention.backends import implementation
-from jpaged.kernels.paged_attention.shapes import SHAPES
 from jpaged.kernels.paged_attention.spec import ContextPart
 from jpaged.kernels.paged_attention.triton import attention as triton
 from jpaged.kernels.paged_attention.triton.kernel import words_of
 from tests.kernels.attention_conformance import (
     RAGGED,
-    PagedAttentionConformance,
-    PagedAttentionPromises,
     Shape,
     Support,
     make_case,
-    real_shape,
 )
+from tests.kernels.gpu_conformance import Device, GpuConformance, GpuPromises
 from tests.kernels.triton import triton_interpreter
 
 
-class Interpreted(PagedAttentionPromises):
+class Interpreted(GpuPromises):
     """The conformance suite's calls, interpreted."""
 
     backend = "pallas-triton"
-    form = "gpu"
     supports = Support(head_dims=frozenset(range(16, 257, 16)), max_group=128)
     part_chunks: int | None = None
     """Chunks of the shortest part, for contexts that are too short for the rule's."""
@@ -43,25 +39,9 @@ class Interpreted(PagedAttentionPromises):
     def attend(self, q, pool, layer, rows, spec, scales):
         return triton_interpreter.attend(q, pool, layer, [ContextPart(rows, spec)], scales, self.part_chunks)
 
-    def update(self, q, new_kv, pool, layer, rows, spec, scales):
-        k_tkd, v_tkd, slots_t = new_kv
-        if scales is not None:
-            k_tkd, v_tkd = k_tkd / scales[layer, :, :1], v_tkd / scales[layer, :, 1:]
-        pool = spec.layout.write(pool, layer, k_tkd, v_tkd, slots_t)
-        return *self.attend(q, pool, layer, rows, spec, scales), pool
-
 
 @pytest.mark.long
-class TestPallasTriton(Interpreted, PagedAttentionConformance):
-    @pytest.mark.parametrize("name", SHAPES)
-    def test_real_head_shapes(self, name: str) -> None:
-        self.check(RAGGED["mixed"], real_shape(name, "bfloat16"))
-
-    @pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
-    @pytest.mark.parametrize("head_dim", [64, 256])
-    def test_half_precision(self, head_dim: int, kv_dtype: str | None) -> None:
-        self.check(RAGGED["mixed"], Shape(dtype="float16", kv_dtype=kv_dtype, head_dim=head_dim))
-
+class TestPallasTriton(Interpreted, GpuConformance):
     @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
     def test_a_pool_of_another_type(self, dtype: str, kv_dtype: str) -> None:
         self.check(RAGGED["mixed"], Shape(dtype=dtype, kv_dtype=kv_dtype))
@@ -153,13 +133,6 @@ def test_31_bits_count_what_the_kernel_reads_or_the_pool_has_more_bytes_than_32_
             words = jax.eval_shape(lambda pool, layout=layout: words_of(pool, layout), pool)
             is_reached = words.size <= 1 << 31 or layout.num_bytes > 1 << 32
             assert is_reached == (triton.unsupported_reason(layout, queries) is None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    platform: str
-    device_kind: str
-    compute_capability: str
 
 
 @pytest.mark.parametrize(
