@@ -100,7 +100,7 @@ COMPAT := \
     tests/device/programs/test_saved.py::test_saved_programs_run_as_those_that_were_compiled \
     tests/kernels/test_paged_attention_cpu.py::TestCpu::test_ragged_rows \
     tests/kernels/test_paged_attention_xla.py::TestXla::test_ragged_rows \
-    tests/kernels/test_paged_attention_tpu.py::test_rows_of_all_kinds_whose_keys_are_stored \
+    tests/kernels/tpu/test_paged_attention_tpu.py::test_rows_of_all_kinds_whose_keys_are_stored \
     tests/kernels/test_paged_attention_gpu.py::test_the_kernel_is_right_and_free_of_races[refills] \
     tests/aot/test_gpu_lowering.py::test_the_kernel_is_lowered tests/aot/test_step_lowering.py
 

@@ -6,6 +6,7 @@ make aot && python -m benchmarks.tpu_cycles [--libtpu PATH] [--only PART_OF_A_CA
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +36,7 @@ def main() -> None:
     cases = [case for case in (gate() if chosen.gate else table()) if chosen.only in str(case)]
     if not cases:
         parser.error(f"no case contains {chosen.only!r}; they are written as {next(iter(table()))}")
-    console, numbers = Console(), []
+    console, numbers = Console(width=None if sys.stdout.isatty() else 160), []
     for one in counted(cases, libtpu):
         numbers.append(one)
         console.print(f"{len(numbers)} of {len(cases)}: {one['case']}", markup=False, highlight=False)

@@ -166,7 +166,7 @@ def finish(place: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
         has_keys_r1 = l_r1 > 0
         l_r1 = jnp.where(has_keys_r1, l_r1, 1.0)
         scale_rd = jnp.tile(refs.scale[1, bundle], (1, plan.folds))
-        refs.o[place, bundle] = (kept.o[place, bundle] / l_r1 * scale_rd).astype(refs.o.dtype)
+        refs.o[place, bundle] = (kept.o[place, bundle] * (scale_rd / l_r1)).astype(refs.o.dtype)
         log2_r1 = jnp.log(l_r1) * LOG2_E - (float(LIFT) if plan.is_tiny else 0.0)
         lse_r1 = jnp.where(has_keys_r1, (kept.m[place, bundle][:, :1] + log2_r1) * _LN_2, -jnp.inf)
         # A column becomes a row of lanes: everything but the diagonal is added as zero.
