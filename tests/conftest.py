@@ -1,11 +1,13 @@
 """Settings every test shares."""
 
+import gc
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,6 +31,11 @@ settings.register_profile(
 settings.load_profile("jpaged")
 
 _CACHE = pytest.StashKey[str]()
+
+# A compiled program takes two dozen memory maps, of which Linux gives a process 65530 (vm.max_map_count): behind them
+# XLA's compiler crashes. No file of tests comes near that by itself.
+_MAPS = Path("/proc/self/maps")
+_MANY_MAPS = 10_000
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,3 +76,16 @@ def _no_compile_cache_of_another_file() -> None:
     """Every file begins without a compile cache: it is one for the process, and a worker's files come in any order."""
     if (compile_module := sys.modules.get("jpaged.device.programs.compile")) is not None:
         compile_module.set_up_compile_cache(None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_programs_of_many_files() -> None:
+    """A worker forgets what it has compiled before it has too much."""
+    if (jax := sys.modules.get("jax")) is not None and _MAPS.exists() and _num_maps() > _MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()  # programs are in cycles with what made them
+
+
+def _num_maps() -> int:
+    with _MAPS.open("rb") as maps:
+        return sum(1 for _ in maps)
