@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.config import ModelOptions
-from jpaged.errors import Unsupported
+from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, choose
@@ -130,3 +130,12 @@ def test_steps_beyond_a_tpus_scalar_memory_are_refused_before_they_are_traced() 
     large = dataclasses.replace(queries, num_tokens=2**17)
     with pytest.raises(Unsupported, match=r"pallas-tpu cannot run here: the lists of steps of .* need 10\d\d KiB"):
         choose("pallas-tpu", tpu, layout, large)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("scale", 0.0), ("scale", -0.1), ("scale", float("nan")), ("sliding_window", 0), ("soft_cap", 0.0)],
+)
+def test_an_attention_that_means_nothing_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=rf"{field}.*{value}"):
+        dataclasses.replace(AttentionKind(0.1), **{field: value})
