@@ -10,6 +10,11 @@
                                      lanes = D rounded up to 128 (D > 64), R = 2K / pack rounded up
                                      D <= 64: one row of 128 lanes is k | v of a head, R = K / pack rounded up
 
+    Where keys are latents (`value_dim`) the value of a token is the beginning of its key and is not kept again:
+
+    cpu, gpu  [B, K, D]              one row for each shard, K = 1 of them on a device
+    tpu       [B, R, pack, 128]      the row cut into pieces of 128 lanes, R = D / 128 / pack rounded up
+
 All layers lie in one array, so that a step can donate it whole: block b of layer l is row l * (N + 1) + b. The pool is
 never sliced by layer and never passed as scan xs/ys: each would copy a layer or the whole pool on every step (measured
 with 805 MB: 0.5 ms for a step that adds the layer to the ids, 126 ms sliced, 549 ms as xs/ys).
@@ -62,6 +67,8 @@ class KVLayout:
         dtype: of keys and values, as they are written and read. In 8 bits they are kept divided by their scales.
         form: how the rows of a token are laid out.
         num_shards: equal parts into which the heads are split over devices; each part is padded to tiles by itself.
+        value_dim: keys are latents whose first so many numbers are the value, as in DeepSeek-V2 (2024); each device has
+            one head, the same. None keeps values beside keys.
     """
 
     num_layers: int
@@ -72,6 +79,7 @@ class KVLayout:
     dtype: jnp.dtype
     form: KVForm = "cpu"
     num_shards: int = 1
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
@@ -85,6 +93,8 @@ class KVLayout:
             raise InvalidArgument(
                 "num_shards", f"{self.num_shards} does not divide the {self.num_kv_heads} key/value heads"
             )
+        if self.value_dim is not None:
+            _check_latents(self, self.value_dim)
         num_slots = self.num_layers * self.blocks_per_layer * self.block_size
         if num_slots > MAX_SLOTS:
             raise InvalidArgument(
@@ -112,14 +122,13 @@ class KVLayout:
     def token_shape(self) -> tuple[int, ...]:
         """The shape of what one token keeps in one layer."""
         if self.form != "tpu":
-            return (2 * self.num_kv_heads, self.head_dim)
-        num_rows = self.num_kv_heads // self.num_shards * (1 if self.is_joined else 2)
-        return (self.num_shards * -(-num_rows // self.pack), self.pack, self.lanes)
+            return ((2 if self.value_dim is None else 1) * self.num_kv_heads, self.head_dim)
+        return (self.num_shards * -(-_rows_of_shard(self) // self.pack), self.pack, self.lanes)
 
     @property
     def is_joined(self) -> bool:
         """Whether a key and its value share a row of lanes, half of it each."""
-        return self.form == "tpu" and self.head_dim <= _LANES // 2
+        return self.form == "tpu" and self.value_dim is None and self.head_dim <= _LANES // 2
 
     @property
     def pack(self) -> int:
@@ -128,8 +137,8 @@ class KVLayout:
 
     @property
     def lanes(self) -> int:
-        """Width of a TPU row: whole vector registers."""
-        return -(-self.head_dim // _LANES) * _LANES
+        """Width of a TPU row: whole vector registers, one where rows are pieces of a latent."""
+        return _LANES if self.value_dim is not None else -(-self.head_dim // _LANES) * _LANES
 
     @property
     def block_shape(self) -> tuple[int, ...]:
@@ -163,10 +172,12 @@ class KVLayout:
         pool: Shaped[Array, "P B ..."],
         layer: Int[Array, ""] | int,
         k_tkd: Float[Array, "T K D"],
-        v_tkd: Float[Array, "T K D"],
+        v_tkd: Float[Array, "T K D"] | None,
         slots_t: Int[Array, "T"],
     ) -> Shaped[Array, "P B ..."]:
         """Stores each token's keys and values in its slot of this layer, in place when the pool is donated.
+
+        Latents have no values besides (None).
 
         A slot (block * B + offset) outside of the layer is dropped: nothing is written for it. Of several tokens with
         one slot, any may win; only padding shares one. Where `is_scaled`, they come divided by their scales.
@@ -176,31 +187,28 @@ class KVLayout:
         # Two indices and no reshape: XLA would copy a pool of block size 1 whose slots were folded into one axis.
         return pool.at[places_t, slots_t % self.block_size].set(self.token_rows(k_tkd, v_tkd), mode="drop")
 
-    def token_rows(self, k_tkd: Float[Array, "T K D"], v_tkd: Float[Array, "T K D"]) -> Shaped[Array, "T ..."]:
+    def token_rows(self, k_tkd: Float[Array, "T K D"], v_tkd: Float[Array, "T K D"] | None) -> Shaped[Array, "T ..."]:
         """Keys and values as the pool stores them, `[T, *token_shape]`."""
         num_tokens = k_tkd.shape[0]
-        rows_tk2d = self.encode(jnp.stack((k_tkd, v_tkd), axis=2))
+        rows_tknd = self.encode(k_tkd[:, :, None] if v_tkd is None else jnp.stack((k_tkd, v_tkd), axis=2))
         if self.form != "tpu":
-            return rows_tk2d.reshape(num_tokens, *self.token_shape)
-        width = self.lanes // 2 if self.is_joined else self.lanes
-        rows_tk2d = jnp.pad(rows_tk2d, ((0, 0), (0, 0), (0, 0), (0, width - self.head_dim)))
-        rows_tsrl = rows_tk2d.reshape(num_tokens, self.num_shards, -1, self.lanes)
+            return rows_tknd.reshape(num_tokens, *self.token_shape)
+        rows_tknd = jnp.pad(rows_tknd, ((0, 0), (0, 0), (0, 0), (0, _row_width(self) - self.head_dim)))
+        rows_tsrl = rows_tknd.reshape(num_tokens, self.num_shards, -1, self.lanes)
         rows_tsrl = jnp.pad(rows_tsrl, ((0, 0), (0, 0), (0, -rows_tsrl.shape[2] % self.pack), (0, 0)))
         return rows_tsrl.reshape(num_tokens, *self.token_shape)
 
     def gather(
         self, pool: Shaped[Array, "P B ..."], layer: Int[Array, ""] | int, block_ids_n: Int[Array, "n"]
-    ) -> Float[Array, "n B 2K D"]:
+    ) -> Float[Array, "n B 2K D"] | Float[Array, "n B K D"]:
         """The named blocks of this layer; an id outside of the layer reads as zeros, never as another's memory."""
         is_inside_n = (block_ids_n >= 0) & (block_ids_n < self.blocks_per_layer)
         places_n = jnp.where(is_inside_n, block_ids_n + layer * self.blocks_per_layer, self.shape[0])
         stored = self.decode(pool.at[places_n].get(mode="fill", fill_value=0))
         if self.form != "tpu":
             return stored
-        num_rows = self.num_kv_heads // self.num_shards * (1 if self.is_joined else 2)
-        rows = stored.reshape(*stored.shape[:2], self.num_shards, -1, self.lanes)[:, :, :, :num_rows]
-        width = self.lanes // 2 if self.is_joined else self.lanes
-        return rows.reshape(*stored.shape[:2], 2 * self.num_kv_heads, width)[..., : self.head_dim]
+        rows = stored.reshape(*stored.shape[:2], self.num_shards, -1, self.lanes)[:, :, :, : _rows_of_shard(self)]
+        return rows.reshape(*stored.shape[:2], -1, _row_width(self))[..., : self.head_dim]
 
     def read_blocks(self, pool: Shaped[Array, "P B ..."], block_ids_c: Int[Array, "C"]) -> Shaped[Array, "C L B ..."]:
         """What the named blocks hold in all layers, as it is stored. Every id names a block, the null block or not."""
@@ -232,10 +240,41 @@ class KVLayout:
         return stored if self.storage_dtype == self.dtype else jax.lax.bitcast_convert_type(stored, self.dtype)
 
 
-def split_rows(rows: Float[Array, "... 2K D"]) -> tuple[jax.Array, jax.Array]:
-    """Rows as `KVLayout.gather` returns them -> keys [..., K, D] and values [..., K, D]."""
+def output_dim(layout: KVLayout) -> int:
+    """Numbers of a value, and so of a query head's output."""
+    return layout.head_dim if layout.value_dim is None else layout.value_dim
+
+
+def split_rows(rows: Float[Array, "... rows D"], value_dim: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """Rows as `KVLayout.gather` returns them -> keys [..., K, D] and values [..., K, D]; those of latents begin them."""
+    if value_dim is not None:
+        return rows, rows[..., :value_dim]
     pairs = rows.reshape(*rows.shape[:-2], -1, 2, rows.shape[-1])
     return pairs[..., 0, :], pairs[..., 1, :]
+
+
+def _check_latents(layout: KVLayout, value_dim: int) -> None:
+    if not 1 <= value_dim <= layout.head_dim:
+        raise InvalidArgument("value_dim", f"{value_dim} is not from 1 to the {layout.head_dim} numbers of a key")
+    if layout.num_kv_heads != layout.num_shards:
+        raise InvalidArgument(
+            "num_kv_heads",
+            f"{layout.num_kv_heads} heads of latents in {layout.num_shards} shards; each has exactly one",
+        )
+
+
+def _rows_of_shard(layout: KVLayout) -> int:
+    """Rows of lanes that a shard's heads of one token fill on a TPU."""
+    if layout.value_dim is not None:
+        return -(-layout.head_dim // _LANES)
+    return layout.num_kv_heads // layout.num_shards * (1 if layout.is_joined else 2)
+
+
+def _row_width(layout: KVLayout) -> int:
+    """Lanes that a key, or a value, takes on a TPU."""
+    if layout.value_dim is not None:
+        return _rows_of_shard(layout) * layout.lanes
+    return layout.lanes // 2 if layout.is_joined else layout.lanes
 
 
 def _places(layout: KVLayout, block_ids_c: Int[Array, "C"]) -> tuple[Int[Array, "C L ..."], ...]:

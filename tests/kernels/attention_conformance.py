@@ -63,6 +63,7 @@ class Shape:
     sliding_window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    value_dim: int | None = None
 
     @property
     def stored_dtype(self) -> str:
@@ -71,6 +72,16 @@ class Shape:
 
 _FEW: dict[str, Any] = {"num_tokens": 40}
 """All that "mixed" has, and some of padding: a kernel's time grows with them, above all in an interpreter."""
+
+
+LATENTS: dict[str, Shape] = {
+    "small": Shape(num_kv_heads=1, head_dim=96, value_dim=64, **_FEW),
+    "deepseek": Shape(num_heads=16, num_kv_heads=1, head_dim=576, value_dim=512, dtype="bfloat16", **_FEW),
+    "uneven": Shape(num_heads=5, num_kv_heads=1, head_dim=320, value_dim=256, sliding_window=40, soft_cap=30.0, **_FEW),
+    "int8": Shape(num_kv_heads=1, head_dim=192, value_dim=128, kv_dtype="int8", **_FEW),
+    "fp8": Shape(num_kv_heads=1, head_dim=160, value_dim=128, dtype="bfloat16", kv_dtype="float8_e4m3fn", **_FEW),
+}
+"""Heads as multi-head latent attention has them."""
 
 
 def real_shape(name: str, dtype: str = "float32") -> Shape:
@@ -85,6 +96,7 @@ class Support:
     dtypes: frozenset[str] | None = None
     kv_dtypes: frozenset[str] | None = None
     head_dims: frozenset[int] | None = None
+    latents: bool = True
     block_sizes: frozenset[int] | None = None
     max_group: int | None = None
 
@@ -93,6 +105,7 @@ class Support:
             (self.dtypes is None or shape.dtype in self.dtypes)
             and (self.kv_dtypes is None or shape.stored_dtype in self.kv_dtypes)
             and (self.head_dims is None or shape.head_dim in self.head_dims)
+            and (self.latents or shape.value_dim is None)
             and (self.block_sizes is None or shape.block_size in self.block_sizes)
             and (self.max_group is None or shape.num_heads // shape.num_kv_heads <= self.max_group)
         )
@@ -103,6 +116,8 @@ def scales_of(shape: Shape, num_layers: int = 3) -> np.ndarray | None:
     if jnp.dtype(shape.stored_dtype).itemsize > 1:
         return None
     spread = np.random.default_rng(5).uniform(0.5, 1.5, (num_layers, shape.num_kv_heads, 2)).astype(np.float32)
+    if shape.value_dim is not None:
+        spread[..., 1] = spread[..., 0]
     return spread * (4.0 / 127 if shape.kv_dtype == "int8" else 0.01)
 
 
@@ -124,6 +139,8 @@ def make_case(rows: list[tuple[int, int]], shape: Shape, seed: int = 0, *, num_s
         for position in range(kv_len):
             place = layer, tables[i, position // shape.block_size], position % shape.block_size
             k[place], v[place] = as_stored(rng.normal(size=(2, *pool_shape[3:])), shape.stored_dtype, scales_k2)
+    if shape.value_dim is not None:
+        v = k[..., : shape.value_dim]
     q = rng.normal(size=(shape.num_tokens, shape.num_heads, shape.head_dim)) * 2
     return oracle.Case(
         q_thd=_round(q, shape.dtype),
@@ -175,7 +192,11 @@ class BackendUnderTest:
 
     def layout(self, case: oracle.Case, dtype: str) -> KVLayout:
         num_layers, blocks, block_size, num_kv_heads, head_dim = case.k_lnbkd.shape
-        return KVLayout(num_layers, blocks - 1, block_size, num_kv_heads, head_dim, jnp.dtype(dtype), self.form)
+        value_dim = case.v_lnbkd.shape[-1]
+        return KVLayout(
+            *(num_layers, blocks - 1, block_size, num_kv_heads, head_dim, jnp.dtype(dtype), self.form),
+            value_dim=None if value_dim == head_dim else value_dim,
+        )
 
     def spec(self, case: oracle.Case, shape: Shape) -> AttentionSpec:
         kind = AttentionKind(case.scale, case.sliding_window, case.soft_cap)
@@ -191,8 +212,8 @@ class BackendUnderTest:
             k_lnbkd, v_lnbkd = (x / scales[:, None, None, :, i, None] for i, x in enumerate((k_lnbkd, v_lnbkd)))
         slots = jnp.arange((layout.num_blocks + 1) * layout.block_size)
         for layer in range(layout.num_layers):
-            k, v = (x[layer].reshape(-1, layout.num_kv_heads, layout.head_dim) for x in (k_lnbkd, v_lnbkd))
-            pool = _write(layout, pool, layer, jnp.asarray(k), jnp.asarray(v), slots)
+            k, v = (jnp.asarray(x[layer].reshape(-1, *x.shape[3:])) for x in (k_lnbkd, v_lnbkd))
+            pool = _write(layout, pool, layer, k, v if layout.value_dim is None else None, slots)
         return pool
 
     def rows(self, case: oracle.Case) -> RaggedRows:
@@ -372,7 +393,10 @@ class PagedAttentionConformance(PagedAttentionPromises):
         ],
     )
     def test_an_update_stores_the_new_keys_and_nothing_else(self, name: str, dtype: str, kv_dtype: str | None) -> None:
-        shape = Shape(dtype=dtype, kv_dtype=kv_dtype)
+        self.check_update(name, Shape(dtype=dtype, kv_dtype=kv_dtype))
+
+    def check_update(self, name: str, shape: Shape) -> None:
+        """What lies in the pool after an update is what was there, and the new keys."""
         case = make_case(RAGGED[name], shape)
         if shape not in self.supports:
             self.check_case(case, shape)
@@ -381,10 +405,10 @@ class PagedAttentionConformance(PagedAttentionPromises):
         whole = self.pool(case, spec.layout, scales)
         new_kv, before = take_new(case, shape)
         args = self.pool(before, spec.layout, scales), jnp.int32(case.layer), self.rows(case), spec
-        q = jnp.asarray(case.q_thd, jnp.dtype(dtype))
+        q = jnp.asarray(case.q_thd, jnp.dtype(shape.dtype))
         o_thd, lse_th, pool = self.update(q, new_kv, *args, None if scales is None else jnp.asarray(scales))
         want_o_thd, want_lse_th = oracle.attention(case)
-        tolerance = TOLERANCE[dtype]
+        tolerance = TOLERANCE[shape.dtype]
         np.testing.assert_allclose(np.asarray(o_thd, np.float32), want_o_thd, rtol=tolerance, atol=tolerance)
         np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
         for layer in range(spec.layout.num_layers):
@@ -416,6 +440,15 @@ class PagedAttentionConformance(PagedAttentionPromises):
         self.check(RAGGED["empty_rows"], shape)
         self.check(RAGGED["mixed"], shape)
 
+    @pytest.mark.parametrize("shape", LATENTS.values(), ids=LATENTS)
+    def test_latents(self, shape: Shape) -> None:
+        """Keys that begin with their values; all query heads read the one of a device."""
+        self.check(RAGGED["mixed"], shape)
+
+    @pytest.mark.parametrize("kv_dtype", [None, "int8"])
+    def test_an_update_stores_new_latents_and_nothing_else(self, kv_dtype: str | None) -> None:
+        self.check_update("mixed", dataclasses.replace(LATENTS["small"], dtype="bfloat16", kv_dtype=kv_dtype))
+
     @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("name", ["mixed", "decodes"])
@@ -423,17 +456,19 @@ class PagedAttentionConformance(PagedAttentionPromises):
         self.check(RAGGED[name], Shape(dtype=dtype, kv_dtype=kv_dtype, **_FEW))
 
 
-def take_new(case: oracle.Case, shape: Shape) -> tuple[tuple[jax.Array, jax.Array, jax.Array], oracle.Case]:
+def take_new(case: oracle.Case, shape: Shape) -> tuple[tuple[jax.Array, jax.Array | None, jax.Array], oracle.Case]:
     """The keys and values of each row's queries with their slots, and the case without them."""
     k, v = case.k_lnbkd.copy(), case.v_lnbkd.copy()
-    new = np.full((2, shape.num_tokens, *k.shape[3:]), np.nan, np.float32)
+    new = [np.full((shape.num_tokens, *x.shape[3:]), np.nan, np.float32) for x in (k, v)]
     slots = np.full(shape.num_tokens, -1, np.int32)
     for row in range(case.num_rows):
         start, end = case.query_starts_s1[row : row + 2]
         for t in range(start, end):
             block, offset = divmod(int(case.kv_lens_s[row]) - end + t, shape.block_size)
             place = case.layer, case.block_tables_sm[row, block], offset
-            new[:, t], slots[t] = (k[place], v[place]), place[1] * shape.block_size + offset
+            new[0][t], new[1][t], slots[t] = k[place], v[place], place[1] * shape.block_size + offset
             k[place] = v[place] = np.nan
     k_tkd, v_tkd = (jnp.asarray(x, jnp.dtype(shape.dtype)) for x in new)
-    return (k_tkd, v_tkd, jnp.asarray(slots)), dataclasses.replace(case, k_lnbkd=k, v_lnbkd=v)
+    return (k_tkd, v_tkd if shape.value_dim is None else None, jnp.asarray(slots)), dataclasses.replace(
+        case, k_lnbkd=k, v_lnbkd=v
+    )

@@ -13,7 +13,7 @@ class Case:
 
     q_thd: np.ndarray
     k_lnbkd: np.ndarray  # [L, N + 1, B, K, D]
-    v_lnbkd: np.ndarray
+    v_lnbkd: np.ndarray  # of fewer numbers where keys are latents
     layer: int
     query_starts_s1: np.ndarray
     kv_lens_s: np.ndarray
@@ -39,20 +39,20 @@ def context(case: Case, row: int) -> tuple[np.ndarray, np.ndarray]:
     """The keys and values [kv_len, K, D] of a row; a block id outside of the layer reads as zeros."""
     block_size = case.k_lnbkd.shape[2]
     kv_len = int(case.kv_lens_s[row])
-    out = np.zeros((2, kv_len, *case.k_lnbkd.shape[3:]))
+    k, v = (np.zeros((kv_len, *x.shape[3:])) for x in (case.k_lnbkd, case.v_lnbkd))
     for position in range(kv_len):
         block = int(case.block_tables_sm[row, position // block_size])
         if 0 <= block < case.k_lnbkd.shape[1]:
-            out[0, position] = case.k_lnbkd[case.layer, block, position % block_size]
-            out[1, position] = case.v_lnbkd[case.layer, block, position % block_size]
-    return out[0], out[1]
+            k[position] = case.k_lnbkd[case.layer, block, position % block_size]
+            v[position] = case.v_lnbkd[case.layer, block, position % block_size]
+    return k, v
 
 
 def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """(o [T, H, D], lse [T, H]); 0 and minus infinity for tokens that see nothing."""
     num_tokens, num_heads, _ = case.q_thd.shape
     group = num_heads // case.k_lnbkd.shape[3]
-    o_thd = np.zeros(case.q_thd.shape)
+    o_thd = np.zeros((num_tokens, num_heads, case.v_lnbkd.shape[-1]))
     lse_th = np.full((num_tokens, num_heads), -np.inf)
     for row in range(case.num_rows):
         start, end = case.query_starts_s1[row], case.query_starts_s1[row + 1]

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from jpaged.kernels.paged_attention.shapes import SHAPES
+from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.kernels.attention_conformance import (
     RAGGED,
     PagedAttentionConformance,
@@ -22,10 +23,8 @@ class GpuPromises(PagedAttentionPromises):
     form = "gpu"
 
     def update(self, q, new_kv, pool, layer, rows, spec, scales):
-        k_tkd, v_tkd, slots_t = new_kv
-        if scales is not None:
-            k_tkd, v_tkd = k_tkd / scales[layer, :, :1], v_tkd / scales[layer, :, 1:]
-        pool = spec.layout.write(pool, layer, k_tkd, v_tkd, slots_t)
+        new_kv = AttentionCall(q, pool, layer, rows, spec, scales).scaled(new_kv)
+        pool = spec.layout.write(pool, layer, *new_kv)
         return *self.attend(q, pool, layer, rows, spec, scales), pool
 
 

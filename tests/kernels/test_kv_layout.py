@@ -132,6 +132,50 @@ def test_a_shard_of_the_pool_is_the_pool_of_its_heads() -> None:
         np.testing.assert_array_equal(part, layout.local.token_rows(k[:, heads], v[:, heads]))
 
 
+@pytest.mark.parametrize("form", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_latents_are_kept_once_and_their_values_are_their_beginnings(form: Any, dtype: str) -> None:
+    """Half of the bytes of keys and values; each of two shards has the whole of its own."""
+    layout = KVLayout(2, 3, 4, 2, 576, jnp.dtype(dtype), form, 2, 512)
+    beside = dataclasses.replace(layout, value_dim=None)
+    if form != "tpu":
+        assert 2 * layout.bytes_per_block == beside.bytes_per_block
+    assert layout.local.shape == (*layout.shape[:2], layout.shape[2] // 2, *layout.shape[3:])
+    pool = jnp.zeros(layout.shape, layout.storage_dtype)
+    k = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (5, 2, 576)), "float32")
+    pool = layout.write(pool, 1, k, None, jnp.asarray([4, 15, 9, 6, 99]))
+    keys, values = split_rows(layout.gather(pool, 1, jnp.asarray([1, 3, 2, 7])), layout.value_dim)
+    assert values.shape == (4, 4, 2, 512)
+    for token, (block, offset) in enumerate([(0, 0), (1, 3), (2, 1), (0, 2)]):
+        np.testing.assert_array_equal(keys[block, offset].astype("float32"), k[token])
+        np.testing.assert_array_equal(values[block, offset].astype("float32"), k[token, :, :512])
+    np.testing.assert_array_equal(keys[3].astype("float32"), 0)
+    moved = layout.write_blocks(pool, jnp.asarray([2]), layout.read_blocks(pool, jnp.asarray([1])))
+    np.testing.assert_array_equal(layout.gather(moved, 1, jnp.asarray([2])), layout.gather(pool, 1, jnp.asarray([1])))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "token_shape"), [("float32", (5, 1, 128)), ("bfloat16", (3, 2, 128)), ("float8_e4m3fn", (2, 4, 128))]
+)
+def test_a_latent_on_a_tpu_is_cut_into_whole_registers(dtype: str, token_shape: tuple[int, ...]) -> None:
+    layout = KVLayout(1, 3, 16, 1, 576, jnp.dtype(dtype), "tpu", value_dim=512)
+    assert layout.token_shape == token_shape
+    assert 5 * layout.bytes_per_block <= 3 * dataclasses.replace(layout, value_dim=None).bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("heads", "value_dim", "message"),
+    [
+        (1, 0, "value_dim: 0 is not from 1 to the 576 numbers of a key"),
+        (1, 577, "value_dim: 577 is not from 1 to the 576 numbers of a key"),
+        (2, 512, "num_kv_heads: 2 heads of latents in 1 shards; each has exactly one"),
+    ],
+)
+def test_latents_that_make_no_sense_are_refused(heads: int, value_dim: int, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        KVLayout(1, 3, 4, heads, 576, jnp.dtype("float32"), value_dim=value_dim)
+
+
 @pytest.mark.parametrize(("dtype", "largest"), [("int8", 127), ("float8_e4m3fn", 448)])
 def test_8_bits_saturate(dtype: str, largest: int) -> None:
     layout = KVLayout(1, 3, 4, 1, 8, jnp.dtype(dtype))

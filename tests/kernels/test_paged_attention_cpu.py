@@ -252,10 +252,8 @@ def _attend(kernel, q_thd, pool, layer, rows, spec, scales):
 
 @functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=3)
 def _update(kernel, q_thd, new_kv, pool, layer, rows, spec, scales):
-    k_tkd, v_tkd, slots_t = new_kv
-    if scales is not None:
-        k_tkd, v_tkd = k_tkd / scales[layer, :, :1], v_tkd / scales[layer, :, 1:]
-    return kernel.update(AttentionCall(q_thd, pool, layer, rows, spec, scales), (k_tkd, v_tkd, slots_t))
+    call = AttentionCall(q_thd, pool, layer, rows, spec, scales)
+    return kernel.update(call, call.scaled(new_kv))
 
 
 def _with_threads(count: int, max_width: int) -> PagedAttentionConformance:

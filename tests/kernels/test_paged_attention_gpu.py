@@ -36,7 +36,9 @@ from tests.kernels.attention_conformance import (
 )
 from tests.kernels.gpu_conformance import Device, GpuConformance, GpuPromises
 
-SUPPORT = Support(block_sizes=frozenset(range(8, 129, 8)), head_dims=frozenset(range(16, 257, 16)), max_group=64)
+SUPPORT = Support(
+    block_sizes=frozenset(range(8, 129, 8)), head_dims=frozenset(range(16, 257, 16)), latents=False, max_group=64
+)
 
 
 class Interpreted(GpuPromises):
@@ -184,6 +186,12 @@ def test_what_is_written_is_committed_before_it_is_read_or_copied_over(dtype: st
     assert str(program).count("wgmma_ref") >= 2
     assert ("set_max_registers" in str(program)) == (num_tokens == 64)
     assert _uncommitted(program, frozenset()) == set()
+
+
+def test_latents_are_refused() -> None:
+    layout = KVLayout(1, 8, 16, 1, 192, jnp.dtype("bfloat16"), "gpu", value_dim=128)
+    reason = "keys are latents; outputs of 128 numbers fit the registers of no tile"
+    assert str(gpu.unsupported_reason(layout, Queries(8, jnp.dtype("bfloat16"), 4, 4, 16))).startswith(reason)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

@@ -159,18 +159,18 @@ def cascade_attention_update(
     )
     # Whole rows go through the condition: XLA for TPUs would move [T, H, D] into another order for it, and back. The
     # barrier keeps it from taking the queries' change of shape into the branch.
-    q_tw, own_tw = (x_thd.reshape(x_thd.shape[0], -1) for x_thd in (q_thd, o_thd))
+    shape, (q_tw, own_tw) = o_thd.shape, (x_thd.reshape(x_thd.shape[0], -1) for x_thd in (q_thd, o_thd))
     q_tw = jax.lax.optimization_barrier(q_tw)
 
     def with_prefixes() -> Attended:
-        found = own_tw.reshape(q_thd.shape), lse_th
+        found = own_tw.reshape(shape), lse_th
         for part in parts[1:]:
             q = q_tw.reshape(q_thd.shape)
             found = merge(paged_attention(q, pool, layer, part.rows, part.spec, scales_lk2, backend=backend), found)
         return found[0].reshape(own_tw.shape), found[1]
 
     o_tw, lse_th = jax.lax.cond(cascade.prefixes.num_rows > 0, with_prefixes, lambda: (own_tw, lse_th))
-    return o_tw.reshape(q_thd.shape), lse_th, pool
+    return o_tw.reshape(shape), lse_th, pool
 
 
 def merge(a: Attended, b: Attended) -> Attended:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpaged.kernels.kv_layout import KVLayout, split_rows
+from jpaged.kernels.kv_layout import KVLayout, output_dim, split_rows
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec
 
 CHUNK_TOKENS = 128
@@ -77,12 +77,12 @@ def attend(call: AttentionCall) -> Attended:
     num_tokens, num_heads, head_dim = q_thd.shape
     shape = (num_tokens, layout.num_kv_heads, num_heads // layout.num_kv_heads, head_dim)
     q_tkgd = (q_thd.astype(jnp.float32) * call.spec.kind.scale).reshape(shape)
-    out = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf)
+    out = jnp.zeros((*shape[:-1], output_dim(layout)), jnp.float32), jnp.full(shape[:-1], -jnp.inf)
     for tile in (1, min(TILE_QUERIES, num_tokens)) if num_tokens > 1 else (1,):
         segments = _segments(call, tile)
         out = _attend_groups(call, q_tkgd, segments, out, tile)
     o_tkgd, lse_tkg = out
-    return o_tkgd.reshape(q_thd.shape).astype(q_thd.dtype), lse_tkg.reshape(num_tokens, num_heads)
+    return o_tkgd.reshape(num_tokens, num_heads, -1).astype(q_thd.dtype), lse_tkg.reshape(num_tokens, num_heads)
 
 
 def _group_size(tile: int, layout: KVLayout) -> int:
@@ -170,7 +170,7 @@ def _attend_segments(call: AttentionCall, q_nkqgd: jax.Array, segments: _Segment
         return _Running(m_new, running.l * fade + p_nkqgw.sum(axis=-1), o)
 
     empty = jnp.zeros(q_nkqgd.shape[:-1])
-    begin = _Running(empty + _LOWEST, empty, jnp.zeros(q_nkqgd.shape))
+    begin = _Running(empty + _LOWEST, empty, jnp.zeros((*q_nkqgd.shape[:-1], output_dim(call.spec.layout))))
     m, l, o = lax.fori_loop(0, (segments.ends - segments.begins).max(), chunk, begin)
     has_keys = l > 0
     lse = jnp.where(has_keys, m + jnp.log(jnp.where(has_keys, l, 1)), -jnp.inf)
@@ -197,7 +197,7 @@ def _read_chunks(
         places_nw < call.rows.kv_lens_s[segments.rows][:, None]
     )
     is_context_nw &= jnp.repeat(is_block_nb, layout.block_size, axis=1)
-    k_nwkd, v_nwkd = split_rows(jnp.where(is_context_nw[..., None, None], rows_nwkd, 0))
+    k_nwkd, v_nwkd = split_rows(jnp.where(is_context_nw[..., None, None], rows_nwkd, 0), layout.value_dim)
     if call.scales_lk2 is not None:
         scales_k2 = call.scales_lk2[call.layer]
         k_nwkd, v_nwkd = k_nwkd * scales_k2[:, :1], v_nwkd * scales_k2[:, 1:]

@@ -16,12 +16,12 @@ from jpaged.kernels.kv_layout import KVLayout
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped
 
-NewKV = tuple[jax.Array, jax.Array, jax.Array]
+NewKV = tuple[jax.Array, jax.Array | None, jax.Array]
 """Keys and values [T, K, D] of the packed tokens, and each token's slot [T], which is where its row's block table puts
-its position, or outside of the layer for padding: nothing is stored for it."""
+its position, or outside of the layer for padding: nothing is stored for it. Latents are keys without values."""
 Attended = tuple[jax.Array, jax.Array]
-"""Outputs [T, H, D] in the queries' type and log-sum-exp of the scores [T, H] in float32, with which attention over
-parts of a context can be merged. Tokens that belong to no row, or see no key, have 0 and minus infinity."""
+"""Outputs [T, H, D], of latents [T, H, value_dim], in the queries' type and log-sum-exp of the scores [T, H] in float32,
+with which attention over parts of a context can be merged. Tokens that belong to no row, or see no key, have 0 and minus infinity."""
 Updated = tuple[jax.Array, jax.Array, jax.Array]
 """What was attended, and the pool."""
 
@@ -116,7 +116,7 @@ class AttentionCall:
         rows: how the packed queries form rows.
         spec: the static side.
         scales_lk2: of each layer's and head's keys and values, which the pool holds divided by them; a pool of 8 bits
-            has them, another has not.
+            has them, another has not. The two of a latent are one number.
 
     Raises:
         InternalError: shapes that contradict the layout.
@@ -152,9 +152,13 @@ class AttentionCall:
     def scaled(self, new_kv: NewKV) -> NewKV:
         """New keys and values as this layer of the pool holds them: divided by their scales where it has any."""
         k_tkd, v_tkd, slots_t = new_kv
+        if (v_tkd is None) != (self.spec.layout.value_dim is not None):
+            raise InternalError("latents are stored without values, and other keys with them")
         if self.scales_lk2 is None:
             return new_kv
-        return k_tkd / self.scales_lk2[self.layer, :, :1], v_tkd / self.scales_lk2[self.layer, :, 1:], slots_t
+        if v_tkd is not None:
+            v_tkd = v_tkd / self.scales_lk2[self.layer, :, 1:]
+        return k_tkd / self.scales_lk2[self.layer, :, :1], v_tkd, slots_t
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["rows", "table_rows_s"], meta_fields=["spec"])

@@ -32,7 +32,7 @@ class Interpreted(GpuPromises):
     """The conformance suite's calls, interpreted."""
 
     backend = "pallas-triton"
-    supports = Support(head_dims=frozenset(range(16, 257, 16)), max_group=128)
+    supports = Support(head_dims=frozenset(range(16, 257, 16)), latents=False, max_group=128)
     part_chunks: int | None = None
     """Chunks of the shortest part, for contexts that are too short for the rule's."""
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
-from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.kv_layout import KVLayout, output_dim
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, NewKV, Queries, Updated
 
 NUMBERS = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
@@ -41,14 +41,15 @@ class CpuKernel:
 
     def attend(self, call: AttentionCall) -> Attended:
         """See `jpaged.kernels.paged_attention.paged_attention`."""
-        run = jax.ffi.ffi_call(f"{NAME}_attend", _output_shapes(call.q_thd))
+        run = jax.ffi.ffi_call(f"{NAME}_attend", _output_shapes(call))
         out_thd, lse_th = run(call.q_thd, call.pool, *_numbers(call), **self._attributes(call.spec))
         return out_thd, lse_th
 
     def update(self, call: AttentionCall, new_kv: NewKV) -> Updated:
         """`attend` with keys and values, which come divided by their scales, stored before."""
         k_tkd, v_tkd, slots_t = new_kv
-        shapes = (*_output_shapes(call.q_thd), jax.ShapeDtypeStruct(call.pool.shape, call.pool.dtype))
+        v_tkd = jnp.zeros((0,), k_tkd.dtype) if v_tkd is None else v_tkd
+        shapes = (*_output_shapes(call), jax.ShapeDtypeStruct(call.pool.shape, call.pool.dtype))
         run = jax.ffi.ffi_call(f"{NAME}_update", shapes, input_output_aliases={4: 2})
         operands = (call.q_thd, k_tkd, v_tkd, slots_t.astype(jnp.int32), call.pool, *_numbers(call))
         out_thd, lse_th, pool = run(*operands, **self._attributes(call.spec))
@@ -63,11 +64,14 @@ class CpuKernel:
             "kv_number": np.int64(NUMBERS.index(spec.layout.dtype.name)),
             "max_width": np.int64(self.max_width),
             "max_threads": np.int64(self.max_threads),
+            "value_dim": np.int64(spec.layout.value_dim or 0),
         }
 
 
-def _output_shapes(q_thd: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    return jax.ShapeDtypeStruct(q_thd.shape, q_thd.dtype), jax.ShapeDtypeStruct(q_thd.shape[:2], jnp.float32)
+def _output_shapes(call: AttentionCall) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    places, dtype = call.q_thd.shape[:2], call.q_thd.dtype
+    o_shape = (*places, output_dim(call.spec.layout))
+    return jax.ShapeDtypeStruct(o_shape, dtype), jax.ShapeDtypeStruct(places, jnp.float32)
 
 
 def _numbers(call: AttentionCall) -> tuple[jax.Array, ...]:

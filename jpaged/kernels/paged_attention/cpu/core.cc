@@ -117,20 +117,20 @@ void load_queries(const Call& call, const Tile& tile, int64_t kv_head, float* me
 
 // `count` keys or values in float32: in place where they are stored so, converted into the scratch where not.
 template <class N>
-inline void decode_rows(const char* const* from, int64_t count, int64_t head_dim, int64_t offset,
+inline void decode_rows(const char* const* from, int64_t count, int64_t width, int64_t offset,
                         const Scratch& scratch, const float** to) {
   using Stored = typename N::Stored;
   constexpr bool is_f32 = sizeof(Stored) == sizeof(float);
-  const int64_t depth = padded(head_dim);
+  const int64_t depth = padded(width);
   for (int64_t i = 0; i < count; ++i) {
     const auto* at = reinterpret_cast<const Stored*>(from[i]);
     if (!at) {
       to[i] = scratch.zeros;
-    } else if (is_f32 && depth == head_dim) {
+    } else if (is_f32 && depth == width) {
       to[i] = reinterpret_cast<const float*>(at + offset);
     } else {
       float* row = scratch.rows + i * depth;
-      decode_row<N>(at + offset, head_dim, row);
+      decode_row<N>(at + offset, width, row);
       to[i] = row;
     }
   }
@@ -335,23 +335,26 @@ template <class N>
 void attend_to(const Call& call, const Piece& piece, const Keys& keys, const Keys* next,
                const Scratch& scratch, Partial part) {
   const Tile& tile = *piece.tile;
-  const int64_t depth = padded(call.head_dim), num_lanes = padded(tile.num_rows);
+  const int64_t depth = padded(call.head_dim), value_depth = padded(call.value_dim), num_lanes = padded(tile.num_rows);
   const bool is_many = has_many_rows(tile);
   const Weights weights =
       is_many ? Weights{scratch.scores, 1, num_lanes} : Weights{scratch.scores, kChunk, 1};
   const Sight sight(call, tile, piece.chunk);
-  const int64_t num_bytes = call.head_dim * static_cast<int64_t>(sizeof(typename N::Stored));
+  constexpr int64_t kBytes = sizeof(typename N::Stored);
+  const int64_t num_bytes = call.head_dim * kBytes;
+  // A latent's value came with it.
+  const int64_t value_offset = call.value_offset * kBytes, value_bytes = value_offset ? call.value_dim * kBytes : 0;
 
   const float* rows[kStep];
   for (int64_t i = sight.begin; i < sight.end; i += kStep) {
     const int64_t count = lesser(kStep, sight.end - i);
     decode_rows<N>(keys.at + i, count, call.head_dim, 0, scratch, rows);
     if (is_many) {
-      fetch(keys, i, i + count, num_bytes, num_bytes);
+      fetch(keys, i, i + count, value_offset, value_bytes);
       score_many(scratch.q, num_lanes, rows, count, call.head_dim, scratch.scores + i * num_lanes);
     } else {
       for (int64_t j = 0; j < count; j += kFetch) {
-        fetch(keys, i + j, i + j + kFetch, num_bytes, num_bytes);
+        fetch(keys, i + j, i + j + kFetch, value_offset, value_bytes);
         score_few(scratch.q, tile.num_rows, rows + j, kFetch, depth, scratch.scores + i + j);
       }
     }
@@ -361,15 +364,15 @@ void attend_to(const Call& call, const Piece& piece, const Keys& keys, const Key
   } else {
     weigh_few(sight, tile.num_rows, call.soft_cap, scratch.scores, part);
   }
-  for (int64_t i = 0; i < tile.num_rows * depth; i += kWidth) store(part.out + i, Floats{});
+  for (int64_t i = 0; i < tile.num_rows * value_depth; i += kWidth) store(part.out + i, Floats{});
   const int64_t num_keys = sight.end - sight.begin;
   const auto next_key = [&](int64_t i) { return next->begin + (next->end - next->begin) * i / num_keys; };
   for (int64_t i = 0; i < num_keys; i += kStep) {
     const int64_t count = lesser(kStep, num_keys - i), key = sight.begin + i;
-    decode_rows<N>(keys.at + key, count, call.head_dim, call.head_dim, scratch, rows);
+    decode_rows<N>(keys.at + key, count, call.value_dim, call.value_offset, scratch, rows);
     for (int64_t j = 0; j < count; j += kFetch) {
       if (next) fetch(*next, next_key(i + j), next_key(i + j + kFetch), 0, num_bytes);
-      add_tile(weights.from(0, key + j), tile.num_rows, rows + j, kFetch, depth, part.out);
+      add_tile(weights.from(0, key + j), tile.num_rows, rows + j, kFetch, value_depth, part.out);
     }
   }
 }
@@ -390,16 +393,16 @@ void attend(const Call& call, const Piece& piece, const Keys& keys, const Keys* 
 
 inline float scalar_exponential(float x) { return exponential(all(x))[0]; }
 
-void clear(const Tile& tile, int64_t head_dim, Partial part) {
+void clear(const Tile& tile, int64_t value_dim, Partial part) {
   for (int64_t i = 0; i < tile.num_rows; ++i) {
     part.max[i] = kLowest;
     part.sum[i] = 0;
   }
-  for (int64_t i = 0; i < tile.num_rows * padded(head_dim); i += kWidth) store(part.out + i, Floats{});
+  for (int64_t i = 0; i < tile.num_rows * padded(value_dim); i += kWidth) store(part.out + i, Floats{});
 }
 
-void merge(const Tile& tile, int64_t head_dim, Partial into, Partial later) {
-  const int64_t depth = padded(head_dim);
+void merge(const Tile& tile, int64_t value_dim, Partial into, Partial later) {
+  const int64_t depth = padded(value_dim);
   for (int64_t i = 0; i < tile.num_rows; ++i) {
     const float max = into.max[i] > later.max[i] ? into.max[i] : later.max[i];
     const float fade = scalar_exponential(into.max[i] - max), gain = scalar_exponential(later.max[i] - max);
@@ -422,14 +425,14 @@ void store_row(const float* row, float factor, int64_t count, Number number, voi
 }
 
 void store_tile(const Call& call, const Tile& tile, int64_t kv_head, Partial part) {
-  const int64_t group = call.group(), depth = padded(call.head_dim);
+  const int64_t group = call.group(), depth = padded(call.value_dim);
   const float scale = call.scales_k2 ? call.scales_k2[2 * kv_head + 1] : 1.0f;
   for (int64_t i = 0; i < tile.num_rows; ++i) {
     const int64_t token = tile.token + (tile.first + i) / group, head = kv_head * group + (tile.first + i) % group;
     const int64_t at = token * call.num_heads + head;
     const bool has_keys = !(part.sum[i] <= 0);  // a NaN has
     const float factor = has_keys ? scale / part.sum[i] : 0.0f;
-    store_row(part.out + i * depth, factor, call.head_dim, call.q_number, call.out, at * call.head_dim);
+    store_row(part.out + i * depth, factor, call.value_dim, call.q_number, call.out, at * call.value_dim);
     call.lse[at] = has_keys ? part.max[i] + __builtin_logf(part.sum[i]) : -kInfinity;
   }
 }

@@ -26,16 +26,19 @@ struct Call {
   void* out;   // as q
   float* lse;  // [T, H]
 
-  const char* pool;  // [P, B, 2K, D]
+  const char* pool;  // [P, B, 2K, D], or [P, B, K, D] of latents
   Number kv_number;
   int64_t first_place, num_places;  // the layer's blocks in the pool; none of a layer that is not there
   const float* scales_k2;           // of the layer, or null
 
   int64_t num_tokens, num_heads, num_kv_heads, head_dim, block_size;
+  int64_t value_dim;     // numbers of a value, and of an output
+  int64_t value_offset;  // from a key to its value, in numbers: 0 where a key begins with it
   int64_t window;  // 0: all
   float scale, soft_cap;  // soft_cap 0: none
 
   int64_t group() const { return num_heads / num_kv_heads; }
+  int64_t head_stride() const { return head_dim + value_offset; }  // from a head of a token to the next
 };
 
 // Consecutive (query, head) pairs of one row.
@@ -56,7 +59,7 @@ struct Piece {
 };
 
 // Where the keys begin to end of a piece's chunk lie; null where the row has none, or the layer not the block. The value
-// of a key follows it.
+// of a key follows it, or is its beginning.
 struct Keys {
   const char* at[kChunk];
   int64_t begin, end;
@@ -67,7 +70,7 @@ struct Partial {
   float *max, *sum, *out;
 
   static int64_t padded(int64_t n) { return (n + kMaxWidth - 1) / kMaxWidth * kMaxWidth; }
-  static int64_t num_floats(int64_t num_rows, int64_t head_dim) { return padded(num_rows) * (2 + padded(head_dim)); }
+  static int64_t num_floats(int64_t num_rows, int64_t value_dim) { return padded(num_rows) * (2 + padded(value_dim)); }
   static Partial at(float* memory, int64_t num_rows) {
     return {memory, memory + padded(num_rows), memory + 2 * padded(num_rows)};
   }
@@ -83,9 +86,9 @@ struct Core {
   // The partial result of one piece. While it is computed the keys of the next one, if any, are fetched.
   void (*attend)(const Call&, const Piece&, const Keys&, const Keys* next, float* scratch, Partial);
   // Nothing seen yet.
-  void (*clear)(const Tile&, int64_t head_dim, Partial);
+  void (*clear)(const Tile&, int64_t value_dim, Partial);
   // Adds what a later chunk gave.
-  void (*merge)(const Tile&, int64_t head_dim, Partial into, Partial later);
+  void (*merge)(const Tile&, int64_t value_dim, Partial into, Partial later);
   // Writes the tile's outputs and log-sum-exps.
   void (*store)(const Call&, const Tile&, int64_t kv_head, Partial);
 };

@@ -85,9 +85,9 @@ struct Task {
 
 void find_keys(const Call& call, const Piece& piece, Keys& keys) {
   const Tile& tile = *piece.tile;
-  const int64_t number = bytes_of(call.kv_number), token_size = 2 * call.num_kv_heads * call.head_dim * number;
+  const int64_t head_size = call.head_stride() * bytes_of(call.kv_number), token_size = call.num_kv_heads * head_size;
   const int64_t first_key = piece.chunk * kChunk;
-  const char* head = call.pool + 2 * piece.kv_head * call.head_dim * number;
+  const char* head = call.pool + piece.kv_head * head_size;
   keys = {};
   keys.begin = std::max<int64_t>(tile.begin - first_key, 0);
   keys.end = std::min(tile.end - first_key, kChunk);
@@ -127,7 +127,7 @@ class Work {
   double num_multiply_adds() const {
     double sum = 0;
     for (const Tile& tile : tiles_) sum += 2.0 * tile.num_rows * std::max<int64_t>(tile.end - tile.begin, 0);
-    return sum * call_.num_kv_heads * call_.head_dim;
+    return sum * call_.num_kv_heads * (call_.head_dim + call_.value_dim) / 2;
   }
 
   // One task; `next` is the one that this thread runs after it, or none.
@@ -148,10 +148,10 @@ class Work {
       core_.attend(call_, piece_of(task, i), keys[i % 2], has_next ? &later : nullptr, memory, into);
     };
     if (!task.is_part) {
-      core_.clear(tile, call_.head_dim, whole);
+      core_.clear(tile, call_.value_dim, whole);
       for (int64_t i = 0; i < task.num_chunks; ++i) {
         attend(i, part);
-        core_.merge(tile, call_.head_dim, whole, part);
+        core_.merge(tile, call_.value_dim, whole, part);
       }
       return core_.store(call_, tile, task.kv_head, whole);
     }
@@ -159,8 +159,8 @@ class Work {
     const auto part_of = [&](int64_t i) { return Partial::at(split.memory.get() + i * size, tile.num_rows); };
     attend(0, part_of(task.first_chunk - tile.first_chunk()));
     if (split.num_left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    core_.clear(tile, call_.head_dim, whole);
-    for (int64_t i = 0; i < tile.num_chunks(); ++i) core_.merge(tile, call_.head_dim, whole, part_of(i));
+    core_.clear(tile, call_.value_dim, whole);
+    for (int64_t i = 0; i < tile.num_chunks(); ++i) core_.merge(tile, call_.value_dim, whole, part_of(i));
     core_.store(call_, tile, task.kv_head, whole);
   }
 
@@ -176,7 +176,7 @@ class Work {
 
   Piece piece_of(const Task& task, int64_t i) const { return {&tiles_[task.tile], task.kv_head, task.first_chunk + i}; }
   Split& split_of(int64_t tile, int64_t kv_head) { return splits_[tile * call_.num_kv_heads + kv_head]; }
-  int64_t part_size(const Tile& tile) const { return Partial::num_floats(tile.num_rows, call_.head_dim); }
+  int64_t part_size(const Tile& tile) const { return Partial::num_floats(tile.num_rows, call_.value_dim); }
 
   const Call call_;
   const Core& core_;
@@ -189,7 +189,7 @@ class Work {
 
 // What tokens of no row get.
 void clear_outputs(const Call& call) {
-  std::memset(call.out, 0, call.num_tokens * call.num_heads * call.head_dim * bytes_of(call.q_number));
+  std::memset(call.out, 0, call.num_tokens * call.num_heads * call.value_dim * bytes_of(call.q_number));
   std::fill_n(call.lse, call.num_tokens * call.num_heads, -INFINITY);
 }
 
@@ -227,9 +227,9 @@ void encode_row(const void* from, Number number, int64_t begin, int64_t count, N
   }
 }
 
-// New keys and values of the packed tokens; a slot outside of the layer is dropped.
+// New keys and values of the packed tokens, or latents alone; a slot outside of the layer is dropped.
 struct NewTokens {
-  const void *k_tkd, *v_tkd;
+  const void *k_tkd, *v_tkd;  // no values: null
   Number number;
   const int32_t* slots_t;
 };
@@ -239,10 +239,12 @@ void write_tokens(const Call& call, const NewTokens& tokens, char* pool) {
   for (int64_t t = 0; t < call.num_tokens; ++t) {
     const int64_t slot = tokens.slots_t[t];
     if (slot < 0 || slot >= num_slots) continue;
-    char* to = pool + (call.first_place * call.block_size + slot) * 2 * call.num_kv_heads * row_bytes;
-    for (int64_t head = 0; head < call.num_kv_heads; ++head, to += 2 * row_bytes) {
+    const int64_t head_bytes = (tokens.v_tkd ? 2 : 1) * row_bytes;
+    char* to = pool + (call.first_place * call.block_size + slot) * call.num_kv_heads * head_bytes;
+    for (int64_t head = 0; head < call.num_kv_heads; ++head, to += head_bytes) {
       const int64_t begin = (t * call.num_kv_heads + head) * call.head_dim;
       encode_row(tokens.k_tkd, tokens.number, begin, call.head_dim, call.kv_number, to);
+      if (!tokens.v_tkd) continue;
       encode_row(tokens.v_tkd, tokens.number, begin, call.head_dim, call.kv_number, to + row_bytes);
     }
   }
@@ -254,6 +256,9 @@ void write_tokens(const Call& call, const NewTokens& tokens, char* pool) {
 struct Attributes {
   float scale, soft_cap;
   int64_t window, blocks_per_layer, kv_number, max_width, max_threads;
+  int64_t value_dim;  // of latents; 0: values lie behind keys
+
+  int64_t rows_of_head() const { return value_dim ? 1 : 2; }
 };
 
 struct Operands {
@@ -277,7 +282,11 @@ const char* contradiction(const Operands& x, const Attributes& a) {
   if (static_cast<int64_t>(ffi::ByteWidth(x.pool.element_type())) != bytes_of(Number{a.kv_number})) {
     return "the pool's elements have another size";
   }
-  if (pool[2] < 2 || pool[2] % 2 || q[1] % (pool[2] / 2) || q[2] != pool[3]) return "queries and pool differ in heads";
+  const int64_t num_kv_heads = pool[2] / a.rows_of_head();
+  if (num_kv_heads < 1 || pool[2] % a.rows_of_head() || q[1] % num_kv_heads || q[2] != pool[3]) {
+    return "queries and pool differ in heads";
+  }
+  if (a.value_dim < 0 || a.value_dim > q[2]) return "values are longer than the latents that begin with them";
   if (pool[1] < 1 || a.blocks_per_layer < 1 || pool[0] % a.blocks_per_layer) return "the pool has no whole layers";
   const int64_t num_rows = tables[0];
   for (const Ints32* per_row : {&x.positions, &x.begins, &x.kv_lens}) {
@@ -285,7 +294,7 @@ const char* contradiction(const Operands& x, const Attributes& a) {
   }
   if (static_cast<int64_t>(x.query_starts.element_count()) != num_rows + 1) return "query starts are not rows + 1";
   if (x.layer.element_count() != 1 || x.num_rows.element_count() != 1) return "layer or number of rows is no scalar";
-  const int64_t num_scales = pool[0] / a.blocks_per_layer * pool[2], given = x.scales.element_count();
+  const int64_t num_scales = pool[0] / a.blocks_per_layer * 2 * num_kv_heads, given = x.scales.element_count();
   return given != 0 && given != num_scales ? "scales are not [L, K, 2]" : nullptr;
 }
 
@@ -302,11 +311,14 @@ Call make_call(const Operands& x, const Attributes& a, void* out, float* lse) {
   call.kv_number = Number{a.kv_number};
   call.first_place = has_layer ? layer * a.blocks_per_layer : 0;
   call.num_places = has_layer ? a.blocks_per_layer : 0;
-  call.scales_k2 = x.scales.element_count() && has_layer ? x.scales.typed_data() + layer * pool[2] : nullptr;
   call.num_tokens = q[0];
   call.num_heads = q[1];
-  call.num_kv_heads = pool[2] / 2;
+  call.num_kv_heads = pool[2] / a.rows_of_head();
+  call.scales_k2 =
+      x.scales.element_count() && has_layer ? x.scales.typed_data() + layer * 2 * call.num_kv_heads : nullptr;
   call.head_dim = q[2];
+  call.value_dim = a.value_dim ? a.value_dim : q[2];
+  call.value_offset = a.value_dim ? 0 : q[2];
   call.block_size = pool[1];
   call.window = a.window;
   call.scale = a.scale;
@@ -340,13 +352,16 @@ ffi::Error update(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   if (const char* reason = contradiction(x, attributes)) return ffi::Error::InvalidArgument(reason);
   const Call call = make_call(x, attributes, out->untyped_data(), lse->typed_data());
   const int64_t num_numbers = call.num_tokens * call.num_kv_heads * call.head_dim;
+  const int64_t num_values = attributes.value_dim ? 0 : num_numbers;
   if (k.element_type() != v.element_type() || !is_query_type(k.element_type()) ||
-      static_cast<int64_t>(k.element_count()) != num_numbers || v.element_count() != k.element_count() ||
+      static_cast<int64_t>(k.element_count()) != num_numbers ||
+      static_cast<int64_t>(v.element_count()) != num_values ||
       static_cast<int64_t>(slots.element_count()) != call.num_tokens) {
     return ffi::Error::InvalidArgument("new keys, values or slots do not fit the queries");
   }
   if (new_pool->untyped_data() != pool.untyped_data()) return ffi::Error::Internal("the pool is not updated in place");
-  const NewTokens tokens{k.untyped_data(), v.untyped_data(), query_number(k.element_type()), slots.typed_data()};
+  const void* values = attributes.value_dim ? nullptr : v.untyped_data();
+  const NewTokens tokens{k.untyped_data(), values, query_number(k.element_type()), slots.typed_data()};
   write_tokens(call, tokens, static_cast<char*>(new_pool->untyped_data()));
   run_attention(threads, call, make_rows(x), attributes.max_width, attributes.max_threads);
   return ffi::Error::Success();
@@ -361,7 +376,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::Attributes, xla::ffi::StructMember
                                       xla::ffi::StructMember<int64_t>("blocks_per_layer"),
                                       xla::ffi::StructMember<int64_t>("kv_number"),
                                       xla::ffi::StructMember<int64_t>("max_width"),
-                                      xla::ffi::StructMember<int64_t>("max_threads"));
+                                      xla::ffi::StructMember<int64_t>("max_threads"),
+                                      xla::ffi::StructMember<int64_t>("value_dim"));
 
 namespace ffi = xla::ffi;
 using ffi::AnyBuffer;

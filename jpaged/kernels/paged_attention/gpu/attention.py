@@ -43,6 +43,10 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
             f"queries are {dtype} and the pool holds {layout.dtype.name}; queries are {' or '.join(_QUERY_DTYPES)}, "
             "and the pool's type is theirs or one of 8 bits"
         )
+    if layout.value_dim is not None:
+        return (
+            f"keys are latents; outputs of {layout.value_dim} numbers fit the registers of no tile of {TILE_ROWS} rows"
+        )
     if layout.block_size % 8 or layout.block_size > _MAX_BLOCK_SIZE:
         return f"block_size {layout.block_size} is not a multiple of 8 up to {_MAX_BLOCK_SIZE}"
     if layout.head_dim % 16 or layout.head_dim > _MAX_HEAD_DIM:

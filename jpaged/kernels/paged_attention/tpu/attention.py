@@ -47,6 +47,8 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
         return f"kv_dtype {layout.dtype.name} is none of {', '.join(_KV_DTYPES)}"
     if layout.block_size not in sizing.BLOCK_SIZES:
         return f"block_size {layout.block_size} is none of {', '.join(map(str, sizing.BLOCK_SIZES))}"
+    if layout.value_dim is not None:
+        return "keys are latents, of which values are a part"
     if layout.head_dim > _MAX_HEAD_DIM:
         return f"head_dim {layout.head_dim} is above the limit of {_MAX_HEAD_DIM}"
     refusal = decode_sizes.refusal(layout, queries.num_heads) or chunk_sizes.refusal(layout, queries.num_heads)

@@ -32,6 +32,8 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     group, dtype = queries.num_heads // layout.num_kv_heads, queries.dtype.name
     if dtype not in _QUERY_DTYPES:
         return f"queries are {dtype}; they have to be {', '.join(_QUERY_DTYPES)}"
+    if layout.value_dim is not None:
+        return "keys are latents, of which values are a part"
     if layout.head_dim % 16 or layout.head_dim > _MAX_HEAD_DIM:
         return f"head_dim {layout.head_dim} is not a multiple of 16 up to {_MAX_HEAD_DIM}"
     if group > _MAX_GROUP:
