@@ -246,7 +246,7 @@ def output_dim(layout: KVLayout) -> int:
 
 
 def split_rows(rows: Float[Array, "... rows D"], value_dim: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """Rows as `KVLayout.gather` returns them -> keys [..., K, D] and values [..., K, D]; those of latents begin them."""
+    """Rows as `KVLayout.gather` returns them -> keys and values [..., K, D]; latents begin with theirs."""
     if value_dim is not None:
         return rows, rows[..., :value_dim]
     pairs = rows.reshape(*rows.shape[:-2], -1, 2, rows.shape[-1])

@@ -190,8 +190,9 @@ def test_what_is_written_is_committed_before_it_is_read_or_copied_over(dtype: st
 
 def test_latents_are_refused() -> None:
     layout = KVLayout(1, 8, 16, 1, 192, jnp.dtype("bfloat16"), "gpu", value_dim=128)
-    reason = "keys are latents; outputs of 128 numbers fit the registers of no tile"
-    assert str(gpu.unsupported_reason(layout, Queries(8, jnp.dtype("bfloat16"), 4, 4, 16))).startswith(reason)
+    queries = Queries(8, jnp.dtype("bfloat16"), 4, 4, 16)
+    reason = "keys are latents of 192 numbers; tiles have values of their own, of up to 256"
+    assert gpu.unsupported_reason(layout, queries) == reason
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ NewKV = tuple[jax.Array, jax.Array | None, jax.Array]
 """Keys and values [T, K, D] of the packed tokens, and each token's slot [T], which is where its row's block table puts
 its position, or outside of the layer for padding: nothing is stored for it. Latents are keys without values."""
 Attended = tuple[jax.Array, jax.Array]
-"""Outputs [T, H, D], of latents [T, H, value_dim], in the queries' type and log-sum-exp of the scores [T, H] in float32,
-with which attention over parts of a context can be merged. Tokens that belong to no row, or see no key, have 0 and minus infinity."""
+"""Outputs [T, H, D], of latents [T, H, value_dim], in the queries' type and log-sum-exp of the scores [T, H] in
+float32, with which attention over parts of a context can be merged. Tokens that belong to no row, or see no key, have 0
+and minus infinity."""
 Updated = tuple[jax.Array, jax.Array, jax.Array]
 """What was attended, and the pool."""
 

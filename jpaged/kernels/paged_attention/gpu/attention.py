@@ -45,7 +45,7 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
         )
     if layout.value_dim is not None:
         return (
-            f"keys are latents; outputs of {layout.value_dim} numbers fit the registers of no tile of {TILE_ROWS} rows"
+            f"keys are latents of {layout.head_dim} numbers; tiles have values of their own, of up to {_MAX_HEAD_DIM}"
         )
     if layout.block_size % 8 or layout.block_size > _MAX_BLOCK_SIZE:
         return f"block_size {layout.block_size} is not a multiple of 8 up to {_MAX_BLOCK_SIZE}"
