@@ -8,10 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from jpaged.kernels.product.quantised import QuantisedMatrix, multiply
+
+
+def dot(x_te: jax.Array, matrix: jax.Array | QuantisedMatrix, axis: int) -> jax.Array:
+    """Contracts x's last axis with one axis of a matrix, the first or the last; the result is float32.
+
+    A quantised matrix knows its axis, and has no gradient.
+    """
+    return multiply(x_te, matrix) if isinstance(matrix, QuantisedMatrix) else _dot(x_te, matrix, axis)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dot(x_te: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
-    """Contracts x's last axis with one axis of a matrix, the first or the last; the result is float32.
+def _dot(x_te: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    """The product with an array.
 
     The accumulator is named even for bfloat16: XLA's CPU backend is ten times slower without it. Full precision is
     named for float32: TPUs and GPUs would otherwise round the operands to bfloat16 and TF32.
@@ -41,7 +51,7 @@ def transposed(x: jax.Array) -> jax.Array:
 
 
 def _forward(x_te: jax.Array, matrix: jax.Array, axis: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return dot(x_te, matrix, axis), (x_te, matrix)
+    return _dot(x_te, matrix, axis), (x_te, matrix)
 
 
 def _backward(axis: int, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -55,4 +65,4 @@ def _backward(axis: int, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> t
     return dx_te.astype(x_te.dtype), d_matrix.astype(matrix.dtype)
 
 
-dot.defvjp(_forward, _backward)
+_dot.defvjp(_forward, _backward)

@@ -1,13 +1,15 @@
-"""Products of rows with matrices that were packed when the model was loaded, on CPUs.
+"""Products of rows with a model's matrices: quantised, or packed for CPUs when the model was loaded.
 
-packed.py   a matrix in the order in which the kernel reads it
-multiply.py the calls, and whether there is a kernel for them
-cpu/        the kernel
+quantised.py a matrix of 8 or 4 bits with its scales, and XLA's products with it
+packed.py    a matrix in the order in which the CPU kernel reads it
+multiply.py  the calls of that kernel, and whether there is one
+cpu/         the kernel
 
 XLA's own `dot_general` (`jpaged.models.matmul`) is the specification, and what runs everywhere else.
 """
 
 from jpaged.kernels.product.multiply import Norm, ProductKernel, kernel, loaded
 from jpaged.kernels.product.packed import PackedMatrix, Packer
+from jpaged.kernels.product.quantised import QuantisedMatrix
 
-__all__ = ["Norm", "PackedMatrix", "Packer", "ProductKernel", "kernel", "loaded"]
+__all__ = ["Norm", "PackedMatrix", "Packer", "ProductKernel", "QuantisedMatrix", "kernel", "loaded"]

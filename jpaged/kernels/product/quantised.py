@@ -1,0 +1,376 @@
+"""A matrix of fewer bits: numbers of 8 or 4 bits, and the scales that make weights of them.
+
+    weight[k, n] = (values[k, n] - zeros[g, n]) * scales[g, n]        g = k // group size, or group_ids[k]
+
+| values            | from                                         | on TPUs and GPUs      | on CPUs            |
+|-------------------|----------------------------------------------|-----------------------|--------------------|
+| int8, int4        | GPTQ, AWQ, compressed-tensors, made here     | two int4 in a byte    | one int4 in a byte |
+| float8_e4m3fn     | DeepSeek, Qwen, compressed-tensors, made here| a byte                | a byte             |
+| float4_e2m1fn     | gpt-oss (MXFP4)                              | two in a byte         | one in a byte      |
+
+A matrix stands in the tree where its array would be. It may have axes before its own, of layers or experts, which a
+scan or an index takes off all of its arrays alike: so the contracted axis is counted from the end, and every array
+has the rank of the leaf. Scales of tensors and of blocks are spread over the columns: they are then `[groups, *out]`
+whatever was published, at 3 percent of the bytes of blocks of 128.
+
+What it multiplies is rounded first only where a checkpoint asks for that. XLA is the specification here; the packed
+kernel of CPUs makes its own of it (`jpaged.kernels.product.packed`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+Values = Literal["int8", "int4", "fp8", "mxfp4"]
+Activations = Literal["int8", "fp8", "fp8-groups"]
+"""What rows are rounded to before a product: int8 or fp8 with a scale a row, or fp8 with a scale a row and group."""
+
+VALUE_DTYPES: Mapping[Values, np.dtype] = {
+    "int8": np.dtype(np.int8),
+    "int4": np.dtype(ml_dtypes.int4),
+    "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
+    "mxfp4": np.dtype(ml_dtypes.float4_e2m1fn),
+}
+LARGEST: Mapping[Values, float] = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "mxfp4": 6.0}
+"""The largest number of each kind, which the largest weight of a group becomes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixFormat:
+    """How a matrix is quantised, as far as its shapes and its product go.
+
+    Attributes:
+        values: the type of its numbers.
+        group_size: numbers of a column that share a scale; None is all of them.
+        has_zeros: groups have zero points (of integers alone).
+        has_group_ids: the group of a number is listed rather than counted (GPTQ's desc_act).
+        activations: what rows are rounded to before the product.
+        has_input_scale: with one scale that the checkpoint brings, rather than with what each row asks for.
+    """
+
+    values: Values
+    group_size: int | None = None
+    has_zeros: bool = False
+    has_group_ids: bool = False
+    activations: Activations | None = None
+    has_input_scale: bool = False
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of the values."""
+        return VALUE_DTYPES[self.values]
+
+    def num_groups(self, depth: int) -> int:
+        """Groups of a column of this depth."""
+        return 1 if self.group_size is None else -(-depth // self.group_size)
+
+    def split(self, depth: int, num_parts: int) -> MatrixFormat:
+        """The same with groups so small that none is cut where the depth ends, or is split into so many parts.
+
+        The scales of a group that is cut are repeated. Groups that are listed are not split: scales are whole then.
+        """
+        if self.group_size is None or self.has_group_ids or depth % num_parts:
+            return self
+        return dataclasses.replace(self, group_size=math.gcd(self.group_size, depth // num_parts))
+
+    def abstract(self, shape: tuple[int, ...], axis: int, dtype: np.dtype) -> QuantisedMatrix:
+        """The shapes of a matrix whose leaf has this shape.
+
+        Args:
+            axis: the contracted one, counted from the end.
+            dtype: of the model.
+        """
+        groups = list(shape)
+        groups[axis] = self.num_groups(shape[axis])
+        outer = shape[: num_outer(len(shape), axis)]
+        return QuantisedMatrix(
+            jax.ShapeDtypeStruct(shape, self.dtype),
+            jax.ShapeDtypeStruct(tuple(groups), np.dtype(np.float32)),
+            jax.ShapeDtypeStruct(tuple(groups), np.dtype(np.int8)) if self.has_zeros else None,
+            jax.ShapeDtypeStruct((*outer, shape[axis]), np.dtype(np.int32)) if self.has_group_ids else None,
+            jax.ShapeDtypeStruct(outer, np.dtype(np.float32)) if self.has_input_scale else None,
+            axis=axis,
+            activations=self.activations,
+            dtype=np.dtype(dtype),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class QuantisedMatrix:
+    """A matrix as above; its arrays may be shapes, shardings or names of axes, leaf by leaf.
+
+    Attributes:
+        values: `[..., K, *out]`, or `[..., N, K]` of an embedding.
+        scales: float32, likewise with groups in the place of K.
+        zeros: int8, as scales; None is zero.
+        group_ids: int32 `[..., K]`; None where groups are counted.
+        input_scale: float32 `[...]`: what rows are divided by before they are rounded; None asks each row.
+        axis: the contracted one, counted from the end; -1 is an embedding's.
+        activations: what rows are rounded to.
+        dtype: of the model, to which weights are rounded where they are made before a product.
+    """
+
+    values: Any
+    scales: Any
+    zeros: Any
+    group_ids: Any
+    input_scale: Any
+    axis: int = dataclasses.field(metadata={"static": True})
+    activations: Activations | None = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the leaf that it stands for."""
+        return tuple(self.values.shape)
+
+    @property
+    def ndim(self) -> int:
+        """The rank of the leaf that it stands for."""
+        return len(self.shape)
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.shape[self.axis]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of a column; 1 is a scale a column."""
+        return int(self.scales.shape[self.axis])
+
+    @property
+    def group_size(self) -> int:
+        """Numbers of a column that share a scale, where groups are counted."""
+        return self.depth // self.num_groups
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is `[N, K]`."""
+        return self.axis == -1
+
+    def rows(self, ids_t: jax.Array) -> jax.Array:
+        """Rows `[T, K]` of an embedding, by their numbers, in the model's type."""
+        zeros = None if self.zeros is None else self.zeros[ids_t]
+        of_rows = dataclasses.replace(self, values=self.values[ids_t], scales=self.scales[ids_t], zeros=zeros)
+        return dequantise(of_rows)
+
+
+def num_outer(rank: int, axis: int) -> int:
+    """Axes of a leaf before the matrix's own, of layers or experts."""
+    return rank - 2 if axis == -1 else rank + axis
+
+
+def component_axes(axes: tuple[str | None, ...], axis: int, form: MatrixFormat, dtype: np.dtype) -> QuantisedMatrix:
+    """The names of the axes of each array of a matrix, given those of its leaf, in their places.
+
+    Args:
+        axis: the contracted one, counted from the end.
+        dtype: of the model.
+    """
+    outer, groups = num_outer(len(axes), axis), list(axes)
+    if form.group_size is None or form.has_group_ids:
+        groups[axis] = None
+    of_groups = tuple(groups)
+    return QuantisedMatrix(
+        axes,
+        of_groups,
+        of_groups if form.has_zeros else None,
+        (*axes[:outer], axes[axis]) if form.has_group_ids else None,
+        axes[:outer] if form.has_input_scale else None,
+        axis=axis,
+        activations=form.activations,
+        dtype=np.dtype(dtype),
+    )
+
+
+def quantise(
+    weights: Any, form: MatrixFormat, *, axis: int | None = None, dtype: np.dtype | None = None
+) -> QuantisedMatrix:
+    """Rounds weights to the nearest numbers that a format has; each group's largest becomes its largest number.
+
+    Args:
+        weights: `[K, *out]`, or `[N, K]`.
+        form: groups that do not divide K are made smaller (`MatrixFormat.split`); it lists no groups and brings no
+            input scale: those come with checkpoints.
+        axis: the contracted one, counted from the end; the first when None.
+        dtype: of the model; that of the weights when None.
+    """
+    weights = np.asarray(weights)
+    axis = -weights.ndim if axis is None else axis
+    form = form.split(weights.shape[axis], 1)
+    values, scales, zeros = round_to(weights, form, axis)
+    arrays = (jnp.asarray(values), jnp.asarray(scales), None if zeros is None else jnp.asarray(zeros))
+    return QuantisedMatrix(
+        *arrays, None, None, axis=axis, activations=form.activations, dtype=np.dtype(dtype or weights.dtype)
+    )
+
+
+def round_to(weights: np.ndarray, form: MatrixFormat, axis: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """(values, scales, zeros) of weights on the host, in the layout of a `QuantisedMatrix`; groups divide the depth."""
+    if form.has_group_ids or form.has_input_scale:
+        raise ValueError("groups that are listed and scales of inputs come with a checkpoint")
+    depth = weights.shape[axis]
+    num_groups = form.num_groups(depth)
+    place = weights.ndim + axis
+    grouped = (*weights.shape[:place], num_groups, depth // num_groups, *weights.shape[place + 1 :])
+    groups = weights.astype(np.float32).reshape(grouped)
+    zeros = None
+    if form.has_zeros:
+        scales, zeros = _scales_and_zeros(groups, form, place + 1)
+        groups /= scales
+        groups += zeros
+        zeros = zeros.squeeze(place + 1).astype(np.int8)
+    else:
+        scales = _scales(np.abs(groups).max(place + 1, keepdims=True), form)
+        groups /= scales
+    largest = LARGEST[form.values]
+    if form.values in ("int8", "int4"):
+        np.rint(groups, out=groups)
+        np.clip(groups, -largest - 1, largest, out=groups)
+    else:
+        np.clip(groups, -largest, largest, out=groups)
+    return groups.astype(form.dtype).reshape(weights.shape), scales.squeeze(place + 1), zeros
+
+
+def _scales(largest: np.ndarray, form: MatrixFormat) -> np.ndarray:
+    """What divides groups by the size of their largest weight; MXFP4's are powers of two."""
+    if form.values == "mxfp4":
+        exponents = np.floor(np.log2(np.where(largest > 0, largest, 4.0))) - 2
+        return np.exp2(np.clip(exponents, -126, 127)).astype(np.float32)
+    return np.where(largest > 0, largest / LARGEST[form.values], 1.0).astype(np.float32)
+
+
+def _scales_and_zeros(groups: np.ndarray, form: MatrixFormat, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    least = -LARGEST[form.values] - 1
+    low = np.minimum(groups.min(axis, keepdims=True), 0)
+    high = np.maximum(groups.max(axis, keepdims=True), 0)
+    scales = np.where(high > low, (high - low) / (LARGEST[form.values] - least), 1.0).astype(np.float32)
+    return scales, np.clip(np.rint(least - low / scales), least, LARGEST[form.values])
+
+
+def dequantise(matrix: QuantisedMatrix, dtype: np.dtype | None = None) -> jax.Array:
+    """The weights, computed in float32 and rounded to a type, the model's own when None."""
+    values = matrix.values.astype(jnp.float32)
+    if matrix.zeros is not None:
+        values = values - _spread(matrix, matrix.zeros.astype(jnp.float32))
+    return (values * _spread(matrix, matrix.scales)).astype(dtype or matrix.dtype)
+
+
+def multiply(x: jax.Array, matrix: QuantisedMatrix) -> jax.Array:
+    """`x [..., K]` times a matrix `[K, *out]`, or `[N, K]` transposed: float32 `[..., *out]`.
+
+    A scale a column comes behind the product, which then has the values as they are. With groups TPUs multiply a group
+    at a time: XLA fuses all of it there, and makes no array of a weight's size. Elsewhere weights are made first.
+    """
+    if matrix.activations is None:
+        return _product(x, None, matrix)
+    rounded, row_scales = round_rows(x, matrix)
+    return _product(rounded, row_scales, matrix)
+
+
+def round_rows(x: jax.Array, matrix: QuantisedMatrix) -> tuple[jax.Array, jax.Array]:
+    """Rows as the matrix asks for them, and their scales, float32: `[..., 1]`, or `[..., groups]`."""
+    kind: Values = "int8" if matrix.activations == "int8" else "fp8"
+    largest, num_groups = LARGEST[kind], matrix.num_groups if matrix.activations == "fp8-groups" else 1
+    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], num_groups, -1)
+    if matrix.input_scale is not None:
+        scales = jnp.broadcast_to(matrix.input_scale, (*groups.shape[:-1], 1))
+    else:
+        size = jnp.abs(groups).max(axis=-1, keepdims=True)
+        scales = jnp.where(size > 0, size / largest, 1.0)
+    groups = jnp.clip(groups / scales, -largest - (kind == "int8"), largest)
+    groups = jnp.round(groups) if kind == "int8" else groups
+    return groups.astype(VALUE_DTYPES[kind]).reshape(x.shape), scales[..., 0]
+
+
+def _product(x: jax.Array, row_scales: jax.Array | None, matrix: QuantisedMatrix) -> jax.Array:
+    """The product of rows, as they are or rounded, with what their scales add behind it."""
+    if matrix.num_groups > 1:
+        if matrix.group_ids is not None:
+            return _by_weights(x, row_scales, matrix)
+        y: jax.Array = jax.lax.platform_dependent(x, row_scales, matrix, tpu=_by_groups, default=_by_weights)
+        return y
+    y = _dot(x, matrix.values, ((x.ndim - 1,), (matrix.ndim + matrix.axis,)))
+    if matrix.zeros is not None:
+        sums = _wide(x.astype(jnp.float32).sum(-1), matrix.ndim - 1)
+        y = y - sums * matrix.zeros.squeeze(matrix.axis).astype(jnp.float32)
+    y = y * matrix.scales.squeeze(matrix.axis)
+    return y if row_scales is None else y * _wide(row_scales[..., 0], matrix.ndim - 1)
+
+
+def _by_groups(x: jax.Array, row_scales: jax.Array | None, matrix: QuantisedMatrix) -> jax.Array:
+    """A product for each group, scaled and added up."""
+    num_groups, num_out = matrix.num_groups, matrix.ndim - 1
+    place = matrix.ndim + matrix.axis
+    x_groups = x.reshape(*x.shape[:-1], num_groups, matrix.group_size)
+    shape = matrix.shape
+    values = matrix.values.reshape(*shape[:place], num_groups, matrix.group_size, *shape[place + 1 :])
+    contracted, batched = ((x.ndim,), (place + 1,)), ((x.ndim - 1,), (place,))
+    y = _dot(x_groups, values, contracted, batched)  # [groups, ..., *out]
+    scales = jnp.moveaxis(matrix.scales, place, 0)
+    between = (num_groups, *(1,) * (x.ndim - 1))
+    if matrix.zeros is not None:
+        zeros = jnp.moveaxis(matrix.zeros, place, 0)
+        sums = _wide(jnp.moveaxis(x_groups.astype(jnp.float32).sum(-1), -1, 0), num_out)
+        y = y - sums * zeros.astype(jnp.float32).reshape(*between, *zeros.shape[1:])
+    y = y * scales.reshape(*between, *scales.shape[1:])
+    if row_scales is not None:
+        y = y * _wide(jnp.moveaxis(row_scales, -1, 0), num_out)
+    return y.sum(0)
+
+
+def _by_weights(x: jax.Array, row_scales: jax.Array | None, matrix: QuantisedMatrix) -> jax.Array:
+    """A product with the weights, which are made first; rounded rows are made wide again."""
+    dtype = x.dtype
+    if row_scales is not None:
+        dtype = matrix.dtype
+        spread = jnp.repeat(row_scales, x.shape[-1] // row_scales.shape[-1], axis=-1)
+        x = (x.astype(jnp.float32) * spread).astype(dtype)
+    contracted = ((x.ndim - 1,), (matrix.ndim + matrix.axis,))
+    return _dot(x, dequantise(matrix, dtype), contracted)
+
+
+def _dot(
+    x: jax.Array,
+    values: jax.Array,
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    batched: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+) -> jax.Array:
+    """A product in float32; of integers it is exact, and counted in int32."""
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer) and jnp.issubdtype(values.dtype, jnp.integer)
+    if is_integer:
+        y = jax.lax.dot_general(x, values.astype(jnp.int8), (contracted, batched), None, jnp.int32)
+        return y.astype(jnp.float32)
+    if x.dtype == values.dtype and x.dtype.itemsize == 1:
+        return jax.lax.dot_general(x, values, (contracted, batched), None, jnp.float32)
+    if x.dtype.itemsize == 1:
+        x = x.astype(jnp.bfloat16)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x, values.astype(x.dtype), (contracted, batched), precision, jnp.float32)
+
+
+def _spread(matrix: QuantisedMatrix, of_groups: jax.Array) -> jax.Array:
+    """One number for each of the values, or one that stands for all of a column."""
+    if matrix.num_groups == 1:
+        return of_groups
+    if matrix.group_ids is None:
+        return jnp.repeat(of_groups, matrix.group_size, axis=matrix.axis)
+    if matrix.group_ids.ndim > 1:
+        return jax.vmap(_spread)(matrix, of_groups)
+    return jnp.take(of_groups, matrix.group_ids, axis=matrix.axis)
+
+
+def _wide(x: jax.Array, num_axes: int) -> jax.Array:
+    """Adds axes of one behind the others."""
+    return x.reshape(*x.shape, *(1,) * num_axes)
