@@ -2,6 +2,7 @@
 
 attention_kind.py  what attention computes in a layer
 kv_layout.py       where keys and values lie in the pool
+experts/           mixtures of experts
 heads/             queries, keys and values out of one projection
 paged_attention/   attention over blocks
 product/           products with matrices packed for CPUs

@@ -26,7 +26,12 @@ KERNELS = Path(__file__).parents[1]
 LIBRARY = Path(__file__).parent / "libjpaged_cpu.so"
 SHARED = "cpu"
 """The folder, below `KERNELS`, of the headers that all operations share."""
-OPERATIONS = {"Attention": "paged_attention/cpu", "Product": "product/cpu", "Sampling": "sampling/cpu"}
+OPERATIONS = {
+    "Attention": "paged_attention/cpu",
+    "Experts": "experts/cpu",
+    "Product": "product/cpu",
+    "Sampling": "sampling/cpu",
+}
 """The folder of each operation's sources; its cores are called k<Operation><Processor>."""
 COMPILERS = ("c++", "g++", "clang++")
 

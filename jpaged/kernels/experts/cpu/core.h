@@ -1,0 +1,36 @@
+// What the two halves of the experts on CPUs share: kernel.cc decides what is computed where and has the products made
+// by the cores of product/cpu, core.cc does what lies between them.
+
+#pragma once
+
+#include <cstdint>
+
+#include "numbers.h"
+
+namespace jpaged::experts {
+
+// How sums of a gate and an up become one number.
+struct Gate {
+  bool is_clamped;  // (up + 1) gate sigmoid(alpha gate), of clamped ones; else silu(gate) up
+  float alpha, limit;
+};
+
+// A tile of sums [num_rows, 32], and the bias of its columns.
+struct Tile {
+  const float *gates, *ups;
+  const void *gate_bias, *up_bias;  // of an expert's first column, or null
+  Number bias_number;
+  int64_t num_rows, column, num_columns;  // columns of all tiles
+};
+
+// What lies between the products, compiled for one kind of processor.
+struct Core {
+  const char* name;
+  int64_t width;  // floats of a vector
+  // Stores act(gates, ups) at the tile's columns of rows that are num_columns numbers apart.
+  void (*activate)(const Gate&, const Tile&, Number number, void* rows);
+  // to[i] += weight * from[i]
+  void (*add)(const float* from, float weight, int64_t count, float* to);
+};
+
+}  // namespace jpaged::experts

@@ -1,0 +1,82 @@
+"""A mixture of packed experts in one call, which reads the matrices of the experts that have rows and no others.
+
+Each row of a result is a function of that row and its experts alone, to the last bit: the other rows, their number and
+the number of threads do not show.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.errors import InternalError
+from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
+from jpaged.kernels.experts.routing import Routes
+from jpaged.kernels.experts.weights import ExpertWeights, Gate
+from jpaged.kernels.product import PackedMatrix
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+@dataclass(frozen=True, slots=True)
+class CpuExperts:
+    """The library's function, as XLA knows it.
+
+    Attributes:
+        max_width: floats of the widest vectors to use, where the processor has them: 16, 8 or 4.
+        max_threads: of XLA's pool, at most; 0 is all.
+    """
+
+    max_width: int = MAX_WIDTH
+    max_threads: int = 0
+
+    def apply(
+        self, x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate
+    ) -> Float[Array, "T E"]:
+        """The weighted sum of what its experts make of each row, without the last bias, in float32.
+
+        Args:
+            x_te: float32 or bfloat16, as the matrices.
+            weights: matrices packed as `[K, X, N]` in X parts.
+        """
+        packed = weights.gate
+        assert isinstance(packed, PackedMatrix)
+        none = jnp.zeros((0,), x_te.dtype)
+        biases = (none if bias is None else bias for bias in (weights.gate_bias, weights.up_bias))
+        run = jax.ffi.ffi_call(f"{NAME}_experts", jax.ShapeDtypeStruct(x_te.shape, jnp.float32))
+        y_te: jax.Array = run(
+            *(x_te, routes.ids_tk, routes.weights_tk, packed.blocks, weights.up.blocks, weights.down.blocks, *biases),
+            num_experts=np.int64(packed.num_parts),
+            inner=np.int64(packed.num_columns),
+            is_clamped=np.int64(gate.kind == "clamped"),
+            alpha=np.float32(gate.alpha),
+            limit=np.float32(gate.limit),
+            max_width=np.int64(self.max_width),
+            max_threads=np.int64(self.max_threads),
+        )
+        return y_te
+
+
+@functools.cache
+def kernel() -> CpuExperts | str:
+    """The package's own kernel, or why there is none."""
+    found = register("experts")
+    return found if isinstance(found, str) else CpuExperts()
+
+
+def loaded() -> CpuExperts:
+    """The package's own kernel, where experts were packed for it.
+
+    Raises:
+        InternalError: there is none.
+    """
+    found = kernel()
+    if isinstance(found, str):
+        raise InternalError(f"experts are packed, and nothing can read them: {found}")
+    return found

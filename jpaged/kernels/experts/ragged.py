@@ -1,0 +1,36 @@
+"""Experts by products of groups of rows: `jax.lax.ragged_dot`.
+
+XLA for TPUs makes a grouped product of it by itself: a kernel of Mosaic's whose tiles are those of the groups that have
+rows, so that the matrices of an expert without rows are not read. On GPUs XLA would multiply every row with every
+expert.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.kernels.experts.routing import Routes
+from jpaged.kernels.experts.sorting import SortedRows
+from jpaged.kernels.experts.weights import ExpertWeights, Gate
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def apply_experts(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate) -> Float[Array, "T E"]:
+    """The weighted sum of what its experts make of each row, without the last bias, in float32."""
+    num_experts = len(weights.gate)
+    rows = SortedRows.of(routes, num_experts)
+    experts_p = jnp.minimum(rows.experts_p, num_experts - 1)
+
+    def project(x_pi: jax.Array, kernel_xio: jax.Array, bias_xo: jax.Array | None) -> jax.Array:
+        precision = jax.lax.Precision.HIGHEST if x_pi.dtype == jnp.float32 else None
+        y_po = jax.lax.ragged_dot(x_pi, kernel_xio, rows.counts_x, precision, jnp.float32)
+        return y_po if bias_xo is None else y_po + bias_xo[experts_p].astype(jnp.float32)
+
+    x_pe = x_te[rows.tokens_p]
+    inner = gate(project(x_pe, weights.gate, weights.gate_bias), project(x_pe, weights.up, weights.up_bias))
+    return rows.sum(project(inner.astype(x_te.dtype), weights.down, None), routes, num_experts)

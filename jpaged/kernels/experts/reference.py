@@ -1,0 +1,30 @@
+"""The specification of a mixture: each row meets each of its experts, with all of them gathered. It is for tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.kernels.experts.routing import Routes
+from jpaged.kernels.experts.weights import ExpertWeights, Gate
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def apply_experts(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate) -> Float[Array, "T E"]:
+    """The weighted sum of what its experts make of each row, without the last bias, in float32."""
+    ids, is_sent = jnp.minimum(routes.ids_tk, len(weights.gate) - 1), routes.ids_tk < len(weights.gate)
+
+    def project(x: jax.Array, kernel_xio: jax.Array, bias_xo: jax.Array | None) -> jax.Array:
+        matrices = kernel_xio[ids].astype(jnp.float32)
+        x = x.astype(jnp.float32)
+        y = jnp.einsum("tki,tkio->tko", x, matrices, precision=jax.lax.Precision.HIGHEST)
+        return y if bias_xo is None else y + bias_xo[ids].astype(jnp.float32)
+
+    x = jnp.broadcast_to(x_te[:, None], (*ids.shape, x_te.shape[1]))
+    inner = gate(project(x, weights.gate, weights.gate_bias), project(x, weights.up, weights.up_bias))
+    y_tke = project(inner.astype(x_te.dtype), weights.down, None)
+    return jnp.sum(jnp.where(is_sent[..., None], y_tke * routes.weights_tk[..., None], 0.0), axis=1)

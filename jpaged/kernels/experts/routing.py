@@ -1,0 +1,122 @@
+"""Which experts a row is sent to: scores in float32, the best of them, and their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+_LEAST_SUM = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a row chooses its experts. Hashable, static under jit.
+
+    Attributes:
+        num_experts: X.
+        top_k: experts of each row, K.
+        scores: what logits become: `softmax` over all experts, `sigmoid` of each, or `chosen`, a softmax over those
+            that were chosen by their logits.
+        normalises: whether the weights of a row are divided by their sum.
+        scale: what they are multiplied by behind that.
+        num_groups: groups of neighbouring experts; with one there is no choice of groups.
+        top_groups: groups that a row may choose from.
+        num_best: scores of a group whose sum is the group's own.
+
+    Raises:
+        InvalidArgument: the numbers contradict each other.
+    """
+
+    num_experts: int
+    top_k: int
+    scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    normalises: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    num_best: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1:
+            raise InvalidArgument("num_experts", f"is {self.num_experts}; there is at least 1")
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise InvalidArgument("num_groups", f"is {self.num_groups}; it must divide {self.num_experts} experts")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise InvalidArgument("top_groups", f"is {self.top_groups}; it must be 1 to {self.num_groups}, the groups")
+        size = self.num_experts // self.num_groups
+        if not 1 <= self.top_k <= self.top_groups * size:
+            raise InvalidArgument("top_k", f"is {self.top_k}; a row may choose 1 to {self.top_groups * size} experts")
+        if self.num_groups > 1 and not 1 <= self.num_best <= size:
+            raise InvalidArgument("num_best", f"is {self.num_best}; a group has {size} experts")
+        if self.scores == "chosen" and self.num_groups > 1:
+            raise InvalidArgument("num_groups", f"is {self.num_groups}; logits are not chosen by groups")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Where rows are sent.
+
+    Attributes:
+        ids_tk: int32 `[T, K]`: experts, the best first. Rows that are not in use, and experts that are elsewhere, have
+            the number of experts.
+        weights_tk: float32 `[T, K]`.
+    """
+
+    ids_tk: jax.Array
+    weights_tk: jax.Array
+
+    def part(self, first: jax.Array, num_experts: int) -> Routes:
+        """The routes to some neighbouring experts, which are counted from 0."""
+        ids = self.ids_tk - first
+        return Routes(jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts), self.weights_tk)
+
+
+def route(
+    logits_tx: Float[Array, "T X"],
+    routing: Routing,
+    num_rows: Int[Array, ""],
+    bias_x: Float[Array, "X"] | None = None,
+) -> Routes:
+    """Chooses the experts of each row, and weighs them, in float32.
+
+    A row's experts depend on that row alone: there is no capacity that others could take. Of equal scores the expert
+    with the smaller number comes first.
+
+    Args:
+        num_rows: rows in use, the first ones; the others are sent nowhere.
+        bias_x: what is added to scores where experts and groups are chosen; it does not weigh them (DeepSeek-V3).
+    """
+    logits = logits_tx.astype(jnp.float32)
+    if routing.scores == "chosen":
+        best, ids = jax.lax.top_k(logits, routing.top_k)
+        weights = jax.nn.softmax(best, axis=-1)
+    else:
+        scores = jax.nn.softmax(logits, axis=-1) if routing.scores == "softmax" else jax.nn.sigmoid(logits)
+        ranked = scores if bias_x is None else scores + bias_x.astype(jnp.float32)
+        ids = jax.lax.top_k(_in_best_groups(ranked, routing), routing.top_k)[1]
+        weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if routing.normalises:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _LEAST_SUM)
+    weights = weights * routing.scale
+    is_in_use = (jnp.arange(len(logits)) < num_rows)[:, None]
+    return Routes(jnp.where(is_in_use, ids, routing.num_experts), jnp.where(is_in_use, weights, 0.0))
+
+
+def _in_best_groups(ranked_tx: jax.Array, routing: Routing) -> jax.Array:
+    """The scores, those outside of a row's best groups minus infinity."""
+    if routing.num_groups == routing.top_groups:
+        return ranked_tx
+    grouped = ranked_tx.reshape(len(ranked_tx), routing.num_groups, -1)
+    group_scores = jnp.sum(jax.lax.top_k(grouped, routing.num_best)[0], axis=-1)
+    chosen = jax.lax.top_k(group_scores, routing.top_groups)[1]
+    is_chosen = jnp.any(jnp.arange(routing.num_groups)[:, None] == chosen[:, None, :], axis=-1)
+    return jnp.where(is_chosen[:, :, None], grouped, -jnp.inf).reshape(ranked_tx.shape)

@@ -1,0 +1,134 @@
+"""Mixtures of experts, by all who compute them: results against float64, and rows that never show in each other."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.kernels.experts import ExpertWeights, Gate, Routes, apply_experts, reference
+from jpaged.kernels.experts.cpu import experts as cpu
+from jpaged.kernels.experts.cpu.experts import CpuExperts
+from tests.conftest import QUICK_XLA_OPTIONS
+from tests.kernels.experts.mixtures import CLAMPED, SILU, expected, mixture, numbers, packed, random_routes
+
+Who = Literal["reference", "tiles", "ragged", "cpu"]
+SHAPES = ((1, 1, 1, 1), (5, 40, 72, 3), (8, 97, 33, 2), (16, 64, 32, 16))
+"""Experts, width, inner width, experts of a row."""
+AS_SERVED = {name: "3" if isinstance(value, str) else True for name, value in QUICK_XLA_OPTIONS.items()}
+"""As a server compiles: what is hardly optimised adds up in another order with another number of rows."""
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+def run(who: Who, x: Any, routes: Routes, weights: ExpertWeights, gate: Gate = SILU, options: Any = None) -> np.ndarray:
+    if who == "reference":
+        called = functools.partial(reference.apply_experts, gate=gate)
+    elif who == "cpu":
+        called, weights = functools.partial(apply_experts, gate=gate), packed(weights)
+    else:
+        called = functools.partial(apply_experts, gate=gate, backend=who)
+    return np.asarray(jax.jit(called, compiler_options=options)(jnp.asarray(x), routes, weights))
+
+
+@pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("who", ["tiles", "ragged", "cpu"])
+def test_rows_become_what_float64_makes_of_them(
+    who: Who, shape: tuple[int, int, int, int], dtype: str, gate: Gate
+) -> None:
+    num_experts, width, inner, top_k = shape
+    weights = mixture(num_experts, width, inner, dtype)
+    for num_tokens in (1, 21):
+        x, routes = numbers((num_tokens, width), dtype), random_routes(num_tokens, num_experts, top_k)
+        want = expected(x, routes, weights, gate)
+        got = run(who, x, routes, weights, gate)
+        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * max(1.0, np.abs(want).max()))
+
+
+def test_the_specification_is_what_float64_makes_of_rows() -> None:
+    weights, x, routes = mixture(6, 24, 40, "float32"), numbers((9, 24), "float32"), random_routes(9, 6, 2, 7)
+    without_last_bias = ExpertWeights(weights.gate, weights.up, weights.down, weights.gate_bias, weights.up_bias)
+    want = expected(x, routes, without_last_bias, CLAMPED)
+    np.testing.assert_allclose(run("reference", x, routes, without_last_bias, CLAMPED), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("who", ["tiles", "ragged", "cpu"])
+def test_experts_without_biases_have_none(who: Who) -> None:
+    weights, x, routes = (
+        mixture(4, 16, 48, "float32", has_biases=False),
+        numbers((5, 16), "float32"),
+        random_routes(5, 4, 2),
+    )
+    np.testing.assert_allclose(run(who, x, routes, weights), expected(x, routes, weights, SILU), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("who", ["tiles", "ragged", "cpu"])
+def test_rows_that_are_not_in_use_are_zeros_whatever_lies_in_them(who: Who) -> None:
+    weights, x, routes = mixture(4, 16, 48, "float32"), numbers((12, 16), "float32"), random_routes(12, 4, 2, 5)
+    want = expected(x, routes, weights, SILU)
+    x[5:] = np.nan
+    got = run(who, x, routes, weights)
+    np.testing.assert_allclose(got[:5], want[:5], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(got[5:], 0)
+
+
+@pytest.mark.parametrize("who", ["tiles", "ragged", "cpu"])
+def test_all_rows_may_share_one_expert(who: Who) -> None:
+    """There is no capacity: none is dropped."""
+    weights, x = mixture(8, 16, 32, "float32"), numbers((50, 16), "float32")
+    routes = Routes(jnp.full((50, 1), 6, jnp.int32), jnp.ones((50, 1)))
+    np.testing.assert_allclose(run(who, x, routes, weights), expected(x, routes, weights, SILU), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("who", "dtype"), [("cpu", "float32"), ("cpu", "bfloat16"), ("tiles", "float32")])
+def test_neither_the_other_rows_nor_their_number_show_in_a_bit(who: Who, dtype: str) -> None:
+    weights, x, routes = mixture(8, 96, 200, dtype), numbers((128, 96), dtype), random_routes(128, 8, 3)
+
+    def rows(part: slice) -> np.ndarray:
+        return run(who, x[part], Routes(routes.ids_tk[part], routes.weights_tk[part]), weights, options=AS_SERVED)
+
+    first, last = rows(slice(1))[0], rows(slice(127, None))[0]
+    for count in (2, 33, 128):
+        assert rows(slice(count))[0].tobytes() == first.tobytes(), count
+        assert rows(slice(-count, None))[-1].tobytes() == last.tobytes(), count
+
+
+@pytest.mark.parametrize("max_width", [16, 8, 4])
+def test_every_width_of_vectors_and_number_of_threads_gives_the_same_rows(
+    max_width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, x, routes = mixture(6, 128, 320, "float32"), numbers((40, 128), "float32"), random_routes(40, 6, 2)
+    found = []
+    for max_threads in (1, 2, 0):
+        monkeypatch.setattr(cpu, "kernel", lambda limits=(max_width, max_threads): CpuExperts(*limits))
+        found.append(run("cpu", x, routes, weights))
+    assert found[0].tobytes() == found[1].tobytes() == found[2].tobytes()
+    np.testing.assert_allclose(found[0], expected(x, routes, weights, SILU), rtol=0, atol=2e-5)
+
+
+def test_routes_to_a_part_of_the_experts_add_up_to_all() -> None:
+    weights, x, routes = mixture(6, 16, 32, "float32"), numbers((9, 16), "float32"), random_routes(9, 6, 3)
+    parts = []
+    for first in (0, 3):
+        own = ExpertWeights(*(array[first : first + 3] for array in _arrays(weights)))
+        parts.append(run("tiles", x, routes.part(jnp.int32(first), 3), own))
+    np.testing.assert_allclose(sum(parts), run("tiles", x, routes, weights), rtol=0, atol=1e-6)
+
+
+def test_operands_that_contradict_each_other_are_refused() -> None:
+    weights, routes = packed(mixture(4, 40, 50, "float32")), random_routes(3, 4, 2)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rows and matrices differ in depth"):
+        apply_experts(jnp.ones((3, 39)), routes, weights, SILU)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rows and matrices differ in type"):
+        apply_experts(jnp.ones((3, 40), jnp.bfloat16), routes, weights, SILU)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rows and routes differ in number"):
+        apply_experts(jnp.ones((4, 40)), routes, weights, SILU)
+
+
+def _arrays(tree: Any) -> list[jax.Array]:
+    return jax.tree.leaves(tree)
