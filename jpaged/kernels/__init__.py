@@ -1,6 +1,7 @@
 """Operations on device arrays, one folder each; the XLA version of an operation is its specification.
 
 attention_kind.py  what attention computes in a layer
+mixture_kind.py    how a mixture of experts chooses among them
 kv_layout.py       where keys and values lie in the pool
 experts/           mixtures of experts
 heads/             queries, keys and values out of one projection
