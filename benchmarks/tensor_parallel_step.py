@@ -33,14 +33,14 @@ from jpaged.device.programs.compile import set_up_compile_cache
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.tokenizer import NoTokenizer
-from jpaged.models.llama.config import LlamaConfig
+from jpaged.models.decoder import DecoderConfig
 from jpaged.models.model import Model
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.rope.config import RopeConfig
 from jpaged.types import OutputEvent, Request, SamplingParams
 
 NUM_RUNS = 5
 PROMPT_LEN = 4
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=512,
     hidden_size=64,
@@ -50,8 +50,8 @@ CONFIG = LlamaConfig(
     num_kv_heads=8,
     head_dim=8,
     max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
+    norm_eps=1e-5,
+    ropes=(RopeConfig(theta=10000.0),),
 )
 
 

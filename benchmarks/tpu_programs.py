@@ -214,7 +214,7 @@ def _sizes(step: Step, params: Params, spec: ProgramSpec) -> set[int]:
     for name, tree in params.items():
         for leaf in jax.tree.leaves(tree):
             size = math.prod(leaf.sharding.shard_shape(leaf.shape))
-            sizes |= {size, size // config.num_layers} if name == "layers" else {size}
+            sizes |= {size, size // leaf.shape[0]} if name == "layers" else {size}
     heads, groups = config.num_heads // step.mesh.size, layout.num_kv_heads
     inner = config.intermediate_size // step.mesh.size
     widths = (config.hidden_size, inner, 2 * inner, heads * config.head_dim, (heads + 2 * groups) * config.head_dim)

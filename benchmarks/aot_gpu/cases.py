@@ -25,9 +25,9 @@ from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu.tiling import choose_tiling
 from jpaged.kernels.paged_attention.spec import AttentionCall
 from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut
-from jpaged.models.llama.config import LlamaConfig
+from jpaged.models.decoder import DecoderConfig
 from jpaged.models.model import Model
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.rope.config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,6 @@ class AttentionCase:
     backend: Backend = "pallas-gpu"
     gpu: str = "h200"
     expected_error: str = ""
-    value_dim: int | None = None
 
     @property
     def name(self) -> str:
@@ -103,7 +102,6 @@ class AttentionCase:
         extra = "-window" if self.sliding_window else ""
         extra += "-cap" if self.soft_cap else ""
         extra += "-cascade" if self.is_cascade else ""
-        extra += f"-v{self.value_dim}" if self.value_dim else ""
         sizes = f"h{self.num_heads}-k{self.num_kv_heads}-d{self.head_dim}-b{self.block_size}"
         where = "" if self.backend == "pallas-gpu" else f"{self.gpu}-"
         return f"attention-{where}{sizes}-t{self.num_tokens}-s{self.num_rows}-{kind}{extra}"
@@ -111,8 +109,7 @@ class AttentionCase:
     def spec(self) -> AttentionSpec:
         """The static side of the call."""
         dtype = jnp.dtype(self.kv_dtype or self.dtype)
-        sizes = self.block_size, self.num_kv_heads, self.head_dim
-        layout = KVLayout(4, 65_536 // self.block_size, *sizes, dtype, "gpu", value_dim=self.value_dim)
+        layout = KVLayout(4, 65_536 // self.block_size, self.block_size, self.num_kv_heads, self.head_dim, dtype, "gpu")
         return AttentionSpec(layout, AttentionKind(self.head_dim**-0.5, self.sliding_window, self.soft_cap))
 
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
@@ -131,8 +128,7 @@ class AttentionCase:
     def _of_triton(self, lowered: jax.stages.Lowered) -> Program:
         """What has to be true of the Triton kernels: memory for parts of contexts, and little more."""
         spec, cut = self.spec(), self.triton_cut()
-        num_groups = self.num_heads // cut.merged_tile.group
-        part_bytes = cut.merged_rows * num_groups * ((self.value_dim or self.head_dim) + 2) * 4
+        part_bytes = cut.merged_rows * self.num_kv_heads * (self.head_dim + 2) * 4
         num_kernels = 2 if cut.merged_rows else 1
         max_temp_bytes = (1 << 20) + part_bytes
         return Program(
@@ -168,7 +164,7 @@ class AttentionCase:
             jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
             jax.ShapeDtypeStruct((t, self.num_heads, self.head_dim), self.dtype),
             new,
-            new if self.value_dim is None else jax.ShapeDtypeStruct((), self.dtype),  # not read
+            new,
             *(jax.ShapeDtypeStruct(shape, np.int32) for shape in ints),
             *scales,
         ]
@@ -178,8 +174,9 @@ def attend(pool: jax.Array, *rest: jax.Array, spec: AttentionSpec, backend: Back
     """The operation on arrays alone, in the order of `AttentionCase.arguments`."""
     q, k, v, slots, layer, starts, lens, tables, num_rows, *scales = rest
     rows = RaggedRows(starts, lens, tables, num_rows)
-    new_kv = k, v if v.ndim else None, slots
-    return paged_attention_update(q, new_kv, pool, layer, rows, spec, scales[0] if scales else None, backend=backend)
+    return paged_attention_update(
+        q, (k, v, slots), pool, layer, rows, spec, scales[0] if scales else None, backend=backend
+    )
 
 
 def cascade(pool: jax.Array, *rest: jax.Array, spec: AttentionSpec, backend: Backend = "pallas-gpu") -> Any:
@@ -289,7 +286,7 @@ class OverflowCase:
 
 
 def _llama(hidden_size: int, intermediate_size: int, num_layers: int, heads: tuple[int, int, int], vocab: int) -> Any:
-    return LlamaConfig(
+    return DecoderConfig(
         architecture="LlamaForCausalLM",
         vocab_size=vocab,
         hidden_size=hidden_size,
@@ -298,8 +295,8 @@ def _llama(hidden_size: int, intermediate_size: int, num_layers: int, heads: tup
         num_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=heads[2],
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(),
+        norm_eps=1e-5,
+        ropes=(RopeConfig(),),
         max_position_embeddings=8192,
     )
 

@@ -18,6 +18,7 @@ from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.tensor_files import SINGLE_FILE
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_config import to_hf
+from jpaged.models.layer_kinds import stacks_of
 from jpaged.models.layers import Params
 from jpaged.models.leaves import Leaf
 from jpaged.models.sharding import padded_axis
@@ -36,9 +37,15 @@ def save_params(params: Params, config: ModelConfig, folder: Path, *, num_parts:
     tensors: dict[str, np.ndarray] = {}
     for leaf in leaves.outer:
         tensors |= _tensors(leaf, _find(params, leaf), num_parts)
+    stacks = {} if isinstance(layers, list) else stacks_of(config.layer_kinds)
+    places = {index: (name, place) for name, stacked in stacks.items() for place, index in enumerate(stacked)}
     for index, layer in enumerate(leaves.layers):
         for leaf in layer:
-            array = _find(layers[index], leaf) if isinstance(layers, list) else _find(layers, leaf)[index]
+            if isinstance(layers, list):
+                array = _find(layers[index], leaf)
+            else:
+                name, place = places[index]
+                array = _find(layers[name], leaf)[place]
             tensors |= _tensors(leaf, array, num_parts)
     (dtype,) = {tensor.dtype.name for tensor in tensors.values()}
     folder.mkdir(parents=True)

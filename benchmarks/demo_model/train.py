@@ -32,10 +32,10 @@ from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.tensor_files import SINGLE_FILE
 from jpaged.demo import FOLDER
 from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import DecoderConfig
 from jpaged.models.layers import Params
-from jpaged.models.llama.config import LlamaConfig
 from jpaged.models.model import Model
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.rope.config import RopeConfig
 from jpaged.models.tokens import TokenBatch
 
 Step = Callable[[Params, optax.OptState, Batch], tuple[Params, optax.OptState, jax.Array]]
@@ -101,10 +101,10 @@ class TrainSettings:
         return next(phase.lesson for phase in self.phases if step < phase.until)
 
 
-def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
+def demo_config(tokenizer: Tokenizer) -> DecoderConfig:
     """The shape of the demo model."""
     eos_token_id = tokenizer.encode(END).ids[0]
-    return LlamaConfig(
+    return DecoderConfig(
         architecture="LlamaForCausalLM",
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
@@ -113,8 +113,8 @@ def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
         num_heads=8,
         num_kv_heads=4,
         head_dim=32,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(),
+        norm_eps=1e-5,
+        ropes=(RopeConfig(),),
         max_position_embeddings=MAX_LEN,
         tie_word_embeddings=True,
         eos_token_ids=(eos_token_id,),
@@ -183,7 +183,7 @@ def _kinds(params: optax.Params) -> optax.Params:
 
 
 @functools.lru_cache(maxsize=4)
-def make_step(config: LlamaConfig, settings: TrainSettings) -> Step:
+def make_step(config: DecoderConfig, settings: TrainSettings) -> Step:
     """One jitted optimizer step; parameters and optimizer state are donated."""
     dtype = jnp.dtype(settings.dtype)
     model, optimizer = Model(config, dtype), make_optimizer(settings)
@@ -200,7 +200,7 @@ def make_step(config: LlamaConfig, settings: TrainSettings) -> Step:
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def held_out_loss(config: LlamaConfig, settings: TrainSettings, tokenizer: Tokenizer, params: Params) -> float:
+def held_out_loss(config: DecoderConfig, settings: TrainSettings, tokenizer: Tokenizer, params: Params) -> float:
     """Mean cross entropy over eight batches of documents that no training step sees."""
     evaluate = jax.jit(functools.partial(loss_sum, Model(config, jnp.dtype(jnp.float32))))
     total = count = 0.0
@@ -212,7 +212,7 @@ def held_out_loss(config: LlamaConfig, settings: TrainSettings, tokenizer: Token
 
 
 def train(
-    config: LlamaConfig,
+    config: DecoderConfig,
     settings: TrainSettings,
     tokenizer: Tokenizer,
     num_steps: int,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.leaves import LM_HEAD, Leaf
+from jpaged.models.leaves import Leaf
 from jpaged.models.registry import find_family
 
 
@@ -17,7 +17,7 @@ class ModelLeaves:
 
     Attributes:
         outer: what is around the layers, the embedding first.
-        layers: of each layer, in the same order; paths start inside the layer.
+        layers: of each layer, those of one kind in the same order; paths start inside the layer.
     """
 
     outer: list[Leaf]
@@ -28,7 +28,10 @@ def model_leaves(config: ModelConfig, stored: Iterable[str] = ()) -> ModelLeaves
     """The leaves, with the names that their tensors have in a checkpoint that holds those that are given."""
     family = find_family(config.architecture)
     prefix = family.name_prefix(stored)
-    layers = [family.layer_leaves(config, f"{prefix}layers.{index}.") for index in range(config.num_layers)]
+    layers = [
+        family.layer_leaves(config, f"{prefix}{family.layers_prefix}{index}.", kind)
+        for index, kind in enumerate(config.layer_kinds)
+    ]
     return ModelLeaves(family.outer_leaves(config, prefix), layers)
 
 
@@ -41,7 +44,10 @@ def num_params(config: ModelConfig) -> int:
 def is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether a tensor that no leaf names is known to be without effect.
 
-    Old checkpoints store the rotary frequencies, which follow from the config; tied ones may repeat the embedding,
-    whose equality the loader checks.
+    Old checkpoints store the rotary frequencies, which follow from the config, and causal masks; tied ones may repeat
+    the embedding, whose equality the loader checks.
     """
-    return name.endswith(".rotary_emb.inv_freq") or (name == LM_HEAD and config.tie_word_embeddings)
+    family = find_family(config.architecture)
+    if name.endswith((".rotary_emb.inv_freq", *family.ignored)):
+        return True
+    return name == family.lm_head and config.tie_word_embeddings

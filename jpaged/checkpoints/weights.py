@@ -22,13 +22,15 @@ from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.tensor_source import TensorSource, check_shape
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.models.config import ModelConfig
+from jpaged.models.layer_kinds import stacks_of
 from jpaged.models.layers import Params, normal
-from jpaged.models.leaves import LM_HEAD, Leaf
+from jpaged.models.leaves import Leaf
 from jpaged.models.model import Model
+from jpaged.models.registry import find_family
 from jpaged.models.sharding import PaddedAxis, insert, padded_axis
 from jpaged.models.stack import LayerMode
 
-# Place of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"), without the number in scan mode.
+# Place of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"); in scan mode with the name of a stack.
 LeafPath = tuple[str | int, ...]
 LeafGroup = tuple[LeafPath, Sequence[Leaf]]
 # A part of a leaf as a fresh array; a slice for each axis.
@@ -179,7 +181,10 @@ def _leaf_groups(config: ModelConfig, tensors: TensorSource, layer_mode: LayerMo
     leaves = model_leaves(config, tensors.names)
     groups: list[LeafGroup] = [(leaf.path, [leaf]) for leaf in leaves.outer]
     if layer_mode == "scan":
-        return groups + [(("layers", *stack[0].path), stack) for stack in zip(*leaves.layers, strict=True)]
+        for name, stacked in stacks_of(config.layer_kinds).items():
+            for leaf_of_each in zip(*(leaves.layers[index] for index in stacked), strict=True):
+                groups.append((("layers", name, *leaf_of_each[0].path), leaf_of_each))
+        return groups
     return groups + [(("layers", index, *leaf.path), [leaf]) for index, of in enumerate(leaves.layers) for leaf in of]
 
 
@@ -194,14 +199,15 @@ def _check_names(files: TensorSource, groups: Sequence[LeafGroup], config: Model
 
 
 def _check_tie(files: TensorSource, config: ModelConfig) -> None:
-    if not config.tie_word_embeddings or LM_HEAD not in files.names:
+    lm_head = find_family(config.architecture).lm_head
+    if not config.tie_word_embeddings or lm_head not in files.names:
         return
     embedding = model_leaves(config, files.names).outer[0]
     ((name, shape),) = embedding.tensors
-    if not np.array_equal(files.read(LM_HEAD, shape), files.read(name, shape)):
+    if not np.array_equal(files.read(lm_head, shape), files.read(name, shape)):
         raise InvalidArgument(
-            str(files.where(LM_HEAD)),
-            f"{LM_HEAD} differs from {name} though config.json says tie_word_embeddings; set that to false",
+            str(files.where(lm_head)),
+            f"{lm_head} differs from {name} though config.json says tie_word_embeddings; set that to false",
         )
 
 
@@ -237,7 +243,12 @@ class _Source:
         return self.split.padded(self._pack(slice(*self.split.source(begin, end))), begin, end)
 
     def _pack(self, part: slice) -> np.ndarray:
-        """The part of the published leaf along the split axis."""
+        """The part of the published leaf along the split axis, which need not be an axis of its tensors."""
+        if self.split is not None and part != slice(0, self.split.size):
+            axis = self.split.axis
+            if any(leaf.tensor_axes[axis] is None for leaf in self.leaves):
+                whole = self._pack(slice(0, self.split.size))
+                return whole[(*(slice(None),) * (axis + self.is_stacked), part)]
         shape = list(self.leaves[0].shape)
         if self.split is not None:
             shape[self.split.axis] = part.stop - part.start
@@ -251,8 +262,7 @@ class _Source:
         if self.split is None or part == slice(0, self.split.size):
             return ()
         axis = leaf.tensor_axes[self.split.axis]
-        if axis is None:
-            raise InternalError(f"axis {self.split.axis} of leaf {leaf.path} cannot be split")
+        assert axis is not None  # `_pack` has read those whole
         step = stored[axis] // self.split.size
         return (*(slice(None),) * axis, slice(part.start * step, part.stop * step))
 

@@ -54,14 +54,19 @@ def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
     is_seen_qk = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
 
     def attend(
-        q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, largest_lk2: Any, place: LayerPlace
+        q_thd: jax.Array,
+        k_tkd: jax.Array,
+        v_tkd: jax.Array,
+        carry: Any,
+        place: LayerPlace,
+        sinks_h: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         q_tkgd = q_thd.reshape(num_tokens, layout.num_kv_heads, -1, layout.head_dim)
         s_kgqt = jnp.einsum("qkgd,tkd->kgqt", q_tkgd, k_tkd, preferred_element_type=jnp.float32) * place.attention.scale
         p_kgqt = jax.nn.softmax(jnp.where(is_seen_qk, s_kgqt, -jnp.inf)).astype(v_tkd.dtype)
         o_thd = jnp.einsum("kgqt,tkd->qkgd", p_kgqt, v_tkd).reshape(q_thd.shape)
         found_k2 = jnp.stack([jnp.abs(x.astype(jnp.float32)).max(axis=(0, 2)) for x in (k_tkd, v_tkd)], axis=-1)
-        return o_thd, largest_lk2.at[place.index].set(found_k2)
+        return o_thd, carry.at[place.index].set(found_k2)
 
     positions_t = jnp.arange(num_tokens, dtype=jnp.int32)
     carry = jnp.zeros((layout.num_layers, layout.num_kv_heads, 2))

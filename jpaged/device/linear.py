@@ -50,7 +50,7 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
         if path == output:
             return packer.pack(leaf, is_embedding=True)
         if path[-1] == "kernel":
-            return packer.pack(leaf, num_parts=2 if path[-2] == _GATED else 1)
+            return packer.pack(leaf, num_parts=2 if path[-2] == _GATED and config.fuses_gate else 1)
         return leaf
 
     def walk(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:

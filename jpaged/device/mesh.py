@@ -118,6 +118,7 @@ CONTENTS_SPEC = partition_spec("blocks", "layers", None, "kv_heads")
 """How the result of `KVLayout.read_blocks` is split."""
 SCALES_SPEC = partition_spec("layers", "kv_heads", None)
 HEADS_SPEC = partition_spec("tokens", "heads", None)
+SINKS_SPEC = partition_spec("heads")
 PROJECTION_SPEC = partition_spec("tokens", "kv_heads", None, None)
 LOGITS_SPEC = partition_spec("rows", "vocab")
 

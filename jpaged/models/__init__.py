@@ -1,19 +1,19 @@
-"""Models as pure functions over plain parameter trees, and families of them as rooms.
+"""Models as pure functions over plain parameter trees, and families of them.
 
 model.py        what every model is to those who run it
 tokens.py       what a token brings
 registry.py     architecture names -> families
 family.py       what a family is to the others
 config.py       the shape of a model
-hf_config.py    the same, read from a config.json and written to one
+layer_kinds.py  what a layer is, and the stretches in which kinds repeat
+hf_config.py    that shape, read from a config.json and written to one
 json_fields.py  a JSON object of which every key is read or refused
-rope_config.py  rotary embedding as a checkpoint describes it
-rope.py         rotary embedding, computed
 layers.py       matrices, norms, projections, embeddings
 matmul.py       the matrix product, accumulated in float32
 stack.py        the one way through a stack of layers
 leaves.py       leaves of a parameter tree <-> tensors of a Hugging Face checkpoint
 sharding.py     how parameters are split over devices
-llama/          the Llama family
-opt/            the OPT family
+rope/           rotary position embedding
+decoder/        the decoder that most families are
+families/       one file or room a family
 """

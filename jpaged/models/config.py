@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.models.layer_kinds import LayerKind
 
 MAX_LAYERS = 2**12
 MAX_WIDTH = 2**20
 """The limit of hidden state, feed-forward and heads: far above any model's, and little enough to be allocated."""
 MAX_VOCAB_SIZE = 2**24
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+"""gelu is the exact one, by the error function; gelu_tanh its usual approximation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +73,24 @@ class ModelConfig:
         return self.max_position_embeddings
 
     @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer is."""
+        return (LayerKind(AttentionKind(self.head_dim**-0.5)),) * self.num_layers
+
+    @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """What attention computes in each layer."""
-        return (AttentionKind(self.head_dim**-0.5),) * self.num_layers
+        return tuple(kind.attention for kind in self.layer_kinds)
+
+    @property
+    def kv_places(self) -> tuple[tuple[int, int], ...]:
+        """Where each layer keeps its keys and values: see `jpaged.models.stack.KVPlace`."""
+        return tuple((0, index) for index in range(self.num_layers))
+
+    @property
+    def fuses_gate(self) -> bool:
+        """Whether a product kernel may gate as it multiplies: it knows silu alone."""
+        return True
 
     @property
     def max_prefix_len(self) -> int | None:

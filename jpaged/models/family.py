@@ -10,7 +10,8 @@ import numpy as np
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.leaves import Leaf
+from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.leaves import LM_HEAD, Leaf
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -31,11 +32,11 @@ class Modules(Generic[ConfigT]):
 
     Attributes:
         ends: makes the module of what is around the layers.
-        layer: makes the module of one layer, called with (x, what all layers share, attend, carry, which layer).
+        layer: makes the module of one layer of a kind, called with (x, what all share, attend, carry, its place).
     """
 
     ends: Callable[[ConfigT, np.dtype, EndsKeys], Ends]
-    layer: Callable[[ConfigT, np.dtype, nnx.Rngs], nnx.Module]
+    layer: Callable[[ConfigT, np.dtype, nnx.Rngs, LayerKind], nnx.Module]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,10 @@ class Family(Generic[ConfigT]):
         to_hf: the fields of a config.json that are the family's own, for `read`.
         modules: imports what its models are built of, and jax with it: a config is read and planned for without.
         outer_leaves: the leaves around the layers with a prefix of tensors' names, the embedding first.
-        layer_leaves: the leaves of one layer, with its prefix; paths start inside the layer.
+        layer_leaves: the leaves of a layer of a kind, with its prefix; paths start inside the layer.
+        layers_prefix: what the names of a layer's tensors begin with, behind the other prefix and before its number.
+        ignored: how the names of tensors end that are in checkpoints and without effect.
+        lm_head: the name of the output matrix.
         name_prefix: what all names but that of the output matrix begin with, given those that a checkpoint holds.
     """
 
@@ -58,8 +62,11 @@ class Family(Generic[ConfigT]):
     to_hf: Callable[[ConfigT], dict[str, object]]
     modules: Callable[[], Modules[ConfigT]]
     outer_leaves: Callable[[ConfigT, str], list[Leaf]]
-    layer_leaves: Callable[[ConfigT, str], list[Leaf]]
+    layer_leaves: Callable[[ConfigT, str, LayerKind], list[Leaf]]
     name_prefix: Callable[[Iterable[str]], str] = model_prefix
+    layers_prefix: str = "layers."
+    ignored: tuple[str, ...] = ()
+    lm_head: str = LM_HEAD
 
 
 AnyFamily = Family[Any]

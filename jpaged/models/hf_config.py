@@ -130,7 +130,5 @@ def _refuse_other_forms(fields: JsonFields) -> None:
     fields.only("rope_interleaved", False, why="only half-split rotary embedding is supported")
     fields.only("use_mrope", False, why="multimodal rotary embedding is not supported")
     fields.only("chunk_size_feed_forward", 0, why="a chunked feed-forward is not supported; only 0 is")
-    for key in ("num_experts", "num_local_experts"):
-        fields.only(key, 0, why="mixtures of experts are not supported")
     for key in ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "torchscript"):
         fields.only(key, False, why="only decoder-only models are supported")

@@ -27,6 +27,11 @@ class JsonFields:
         self._name = name
         self._read: set[str] = set()
 
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self._name
+
     def has(self, key: str) -> bool:
         """Whether the key holds something other than null."""
         return self._fields.get(key) is not None
@@ -51,6 +56,28 @@ class JsonFields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
             raise self.bad(key, f"is {_shown(value)}; it must be a finite number above 0")
         return float(value)
+
+    def numbers(self, key: str, *, maximum: int) -> tuple[float, ...]:
+        """A list of finite numbers above 0, of at most `maximum`; absent is an error."""
+        values = self._required(key, None)
+        if not isinstance(values, list) or not values or len(values) > maximum:
+            raise self.bad(key, f"is {_shown(values)}; it must be a list of 1 to {maximum} numbers")
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
+                raise self.bad(key, f"has {_shown(value)}; it must be finite numbers above 0")
+        return tuple(map(float, values))
+
+    def texts(self, key: str, *allowed: str, count: int) -> tuple[str, ...]:
+        """A list of so many of the words that are allowed; empty when it is absent."""
+        values = self.value(key)
+        if values is None:
+            return ()
+        if not isinstance(values, list) or len(values) != count:
+            raise self.bad(key, f"is {_shown(values)}; it must be a list of {count}")
+        for value in values:
+            if value not in allowed:
+                raise Unsupported(f"{self._name}: {key} has {_shown(value)}; supported: {', '.join(allowed)}")
+        return tuple(values)
 
     def flag(self, key: str, default: bool) -> bool:
         """A boolean."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,39 +12,66 @@ import numpy as np
 from flax import nnx
 
 from jpaged.kernels import product
-from jpaged.models import rope
-from jpaged.models.config import ModelConfig
+from jpaged.models.config import Activation, ModelConfig
 from jpaged.models.matmul import dot
+from jpaged.models.rope import angles as rope
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import HeadsKernel, TokenBatch
 
-# Attention over whatever the carry holds: (q_thd, k_tkd, v_tkd, carry, which layer) -> (o_thd, carry).
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, LayerPlace], tuple[jax.Array, Any]]
 
-# Nested dictionaries of arrays; under "layers" a list of them in loop mode, one stacked in scan mode.
+class Attend(Protocol):
+    """Attention over whatever the carry holds."""
+
+    def __call__(
+        self,
+        q_thd: jax.Array,
+        k_tkd: jax.Array,
+        v_tkd: jax.Array,
+        carry: Any,
+        place: LayerPlace,
+        sinks_h: jax.Array | None = None,
+        /,
+    ) -> tuple[jax.Array, Any]:
+        """Queries, keys and values of a layer -> (what is attended `[T, H, D]`, carry).
+
+        Sinks are scores of each head that take their share of the weights and have no value.
+        """
+        ...
+
+
+# Nested dictionaries of arrays; under "layers" a list of them in loop mode, in scan mode one of each stack by its name.
 Params = dict[str, Any]
 
 _INIT_STD = 0.02
 
 
 class RMSNorm(nnx.Module):
-    """Computes x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32, returned in x's type."""
+    """Computes x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32, returned in x's type.
 
-    def __init__(self, width: int, eps: float, dtype: np.dtype) -> None:
+    Where there is an offset, what is stored is the scale less that: Gemma's weights are near 0, not near 1.
+    """
+
+    def __init__(self, width: int, eps: float, dtype: np.dtype, offset: float = 0.0) -> None:
         self.scale = nnx.Param(jnp.ones((width,), dtype))
         self.eps = eps
+        self.offset = offset
 
     def __call__(self, x: jax.Array, squares: jax.Array | None = None) -> jax.Array:
         """Normalises the last axis; the sum of its squares may be there already."""
         x32 = x.astype(jnp.float32)
         squares = self.measure(x) if squares is None else squares
         x32 = x32 * jax.lax.rsqrt(squares[..., None] / x.shape[-1] + self.eps)
-        return (x32 * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return (x32 * self.weights).astype(x.dtype)
 
     @property
-    def for_kernel(self) -> product.Norm:
-        """What a product kernel does in its place."""
-        return product.Norm("rms", self.eps, self.scale[...])
+    def weights(self) -> jax.Array:
+        """The whole scale, float32: with an offset it has more digits than it is stored with."""
+        return self.scale[...].astype(jnp.float32) + self.offset
+
+    @property
+    def for_kernel(self) -> product.Norm | None:
+        """What a product kernel does in its place; it knows scales of the rows' own type alone."""
+        return None if self.offset else product.Norm("rms", self.eps, self.scale[...])
 
     @staticmethod
     def measure(x: jax.Array) -> jax.Array:
@@ -86,7 +112,7 @@ class MeasuredNorm:
         return self.norm(x_te, self.squares_t)
 
     @property
-    def for_kernel(self) -> product.Norm:
+    def for_kernel(self) -> product.Norm | None:
         """What a product kernel does in its place; it measures by itself."""
         return self.norm.for_kernel
 
@@ -121,6 +147,22 @@ class LayerNorm(nnx.Module):
 Norm = RMSNorm | MeasuredNorm | LayerNorm
 
 
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """The activation in float32, returned in x's type."""
+    x32 = x.astype(jnp.float32)
+    if activation == "silu":
+        return jax.nn.silu(x32).astype(x.dtype)
+    if activation == "relu":
+        return jax.nn.relu(x32).astype(x.dtype)
+    return jax.nn.gelu(x32, approximate=activation == "gelu_tanh").astype(x.dtype)
+
+
+def _fused(norm: Norm | None, x: jax.Array) -> tuple[product.Norm | None, jax.Array]:
+    """A norm as a product kernel takes it, and the rows; they are normalised before where it cannot."""
+    before = None if norm is None else norm.for_kernel
+    return before, x if norm is None or before is not None else norm(x)
+
+
 class Linear(nnx.Module):
     """`norm(x)[T, in] @ kernel[in, *out] + bias[*out]`, accumulated in float32, returned in x's type.
 
@@ -147,9 +189,10 @@ class Linear(nnx.Module):
         kernel = self.kernel.get_value()
         if isinstance(kernel, product.PackedMatrix):
             y = self._multiply(kernel, x_te, num_tokens, norm, residual)
-            if norm_after is not None:
-                y = product.loaded().normalise(y, norm_after.for_kernel, num_tokens)
-            return y.reshape(len(x_te), *kernel.shape[1:]) if kernel.num_parts == 1 else y
+            if norm_after is None:
+                return y
+            after, y = _fused(norm_after, y)
+            return y if after is None else product.loaded().normalise(y, after, num_tokens)
         y = dot(x_te if norm is None else norm(x_te), kernel, 0)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
@@ -170,18 +213,36 @@ class Linear(nnx.Module):
         residual: jax.Array | None,
     ) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
-        before = None if norm is None else norm.for_kernel
-        return product.loaded().multiply(x_te, kernel, num_tokens, norm=before, bias=bias, residual=residual)
+        before, x_te = _fused(norm, x_te)
+        y = product.loaded().multiply(x_te, kernel, num_tokens, norm=before, bias=bias, residual=residual)
+        return y.reshape(len(y), *kernel.shape[1:]) if kernel.num_parts == 1 else y
 
 
 class GatedLinear(Linear):
-    """silu(first half) * second half of a product whose kernel is `[E, 2, F]`: `[T, E]` to `[T, F]`."""
+    """act(first half) * second half of a product whose kernel is `[E, 2, F]`: `[T, E]` to `[T, F]`."""
+
+    def __init__(
+        self, width: int, inner: int, use_bias: bool, activation: Activation, dtype: np.dtype, rngs: nnx.Rngs
+    ) -> None:
+        super().__init__(width, (2, inner), use_bias, dtype, rngs)
+        self.activation = activation
 
     def activate(self, y: jax.Array) -> jax.Array:
         """Both halves are rounded as a product of their own would be."""
         dtype = self.kernel.get_value().dtype
         gate, up = (x.squeeze(1).astype(dtype).astype(jnp.float32) for x in jnp.split(y, 2, axis=1))
-        return jax.nn.silu(gate) * up
+        return activate(gate, self.activation) * up
+
+    def _multiply(
+        self,
+        kernel: product.PackedMatrix,
+        x_te: jax.Array,
+        num_tokens: jax.Array,
+        norm: Norm | None,
+        residual: jax.Array | None,
+    ) -> jax.Array:
+        y = super()._multiply(kernel, x_te, num_tokens, norm, residual)
+        return y if kernel.num_parts == 2 else self.activate(y).astype(x_te.dtype)
 
 
 class QKVLinear(Linear):
@@ -210,7 +271,7 @@ class QKVLinear(Linear):
         x_te: jax.Array,
         num_tokens: jax.Array,
         angles: Any,
-        norm: Norm,
+        norm: Norm | None,
         head_norms: tuple[RMSNorm, RMSNorm] | None,
         heads: HeadsKernel | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -224,8 +285,9 @@ class QKVLinear(Linear):
             if head_norms is None:
                 return heads.turn(qkv, angles, None)
             q_norm, k_norm = head_norms
-            return heads.turn(qkv, angles, (q_norm.scale[...], k_norm.scale[...], q_norm.eps))
-        if isinstance(self.kernel.get_value(), product.PackedMatrix):
+            return heads.turn(qkv, angles, (q_norm.weights, k_norm.weights, q_norm.eps))
+        is_fused = head_norms is None or head_norms[0].for_kernel is not None
+        if is_fused and isinstance(self.kernel.get_value(), product.PackedMatrix):
             qkv = self(x_te, num_tokens, norm=norm)
             if head_norms is None:
                 return product.loaded().rotate(qkv, angles, num_tokens)
@@ -258,7 +320,7 @@ class Embedding(nnx.Module):
         """`[R, width]`, of which the first rows are in use, to float32 `[R, size]`; a norm comes first."""
         embedding = self.embedding.get_value()
         if isinstance(embedding, product.PackedMatrix):
-            before = None if norm is None else norm.for_kernel
+            before, hidden_re = _fused(norm, hidden_re)
             kernel = product.loaded()
             return kernel.multiply(hidden_re, embedding, num_rows, norm=before, dtype=np.dtype(np.float32))
         return dot(hidden_re if norm is None else norm(hidden_re), embedding, 1)

@@ -6,7 +6,7 @@ here, grouped by key/value head (see `jpaged.models.layers`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,61 +60,180 @@ def embedding(config: ModelConfig, width: int, name: str) -> Leaf:
     return same(("embed", "embedding"), name, ("vocab", "embed"), (config.vocab_size, width))
 
 
-def output_matrix(config: ModelConfig, width: int) -> list[Leaf]:
+def output_matrix(config: ModelConfig, width: int, name: str = LM_HEAD) -> list[Leaf]:
     """The matrix that makes logits; none where the embedding is it."""
     if config.tie_word_embeddings:
         return []
-    return [same(("lm_head", "embedding"), LM_HEAD, ("vocab", "embed"), (config.vocab_size, width))]
+    return [same(("lm_head", "embedding"), name, ("vocab", "embed"), (config.vocab_size, width))]
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """Linear layers of a checkpoint whose outputs lie beside each other in one kernel here.
+
+    Attributes:
+        names: without `.weight` and `.bias`; one may have the outputs of all.
+        is_transposed: weights are `[in, out]`, not `[out, in]`.
+    """
+
+    names: tuple[str, ...]
+    is_transposed: bool = False
+
+    def weights(self, num_outputs: Sequence[int], width: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Name and shape of the weights of parts with so many outputs each."""
+        outputs = num_outputs if len(self.names) > 1 else (sum(num_outputs),)
+        shapes = ((width, num) if self.is_transposed else (num, width) for num in outputs)
+        return tuple((f"{name}.weight", shape) for name, shape in zip(self.names, shapes, strict=True))
+
+    def biases(self, num_outputs: Sequence[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Name and shape of their biases."""
+        outputs = num_outputs if len(self.names) > 1 else (sum(num_outputs),)
+        return tuple((f"{name}.bias", (num,)) for name, num in zip(self.names, outputs, strict=True))
+
+    def by_output(self, tensors: Sequence[np.ndarray], num_outputs: Sequence[int]) -> list[np.ndarray]:
+        """Weights of each part as `[out, in]`, or biases `[out]`, of tensors that were stored as above."""
+        rows = [tensor.T if self.is_transposed and tensor.ndim > 1 else tensor for tensor in tensors]
+        return rows if len(rows) > 1 else np.split(rows[0], np.cumsum(num_outputs)[:-1])
+
+    @property
+    def out_axis(self) -> int:
+        """The axis of outputs in a stored weight."""
+        return 1 if self.is_transposed else 0
+
+
+def stacked_kernel(path: tuple[str, ...], linears: Linears, axes: LogicalAxes, shape: tuple[int, ...]) -> Leaf:
+    """Weights as one kernel `[in, out]`, or of several parts `[in, parts, out]`."""
+    num_outputs = (shape[-1],) * (shape[1] if len(shape) == 3 else 1)
+
+    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        parts = [leaf] if leaf.ndim == 2 else [leaf[:, index] for index in range(leaf.shape[1])]
+        for part, rows in zip(parts, linears.by_output(tensors, (leaf.shape[-1],) * len(parts)), strict=True):
+            transpose(rows, part)
+
+    is_one = len(linears.names) == len(num_outputs)
+    out_axis: int | None = linears.out_axis if is_one else None
+    tensor_axes = (1 - linears.out_axis, *(None,) * (len(shape) - 2), out_axis)
+    return Leaf(path, axes, shape, linears.weights(num_outputs, shape[0]), pack, tensor_axes)
+
+
+def stacked_bias(path: tuple[str, ...], linears: Linears, axes: LogicalAxes, shape: tuple[int, ...]) -> Leaf:
+    """Biases as one leaf `[out]`, or of several parts `[parts, out]`."""
+    num_outputs = (shape[-1],) * (shape[0] if len(shape) == 2 else 1)
+
+    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        parts = leaf.reshape(-1, leaf.shape[-1])
+        for part, bias in zip(parts, linears.by_output(tensors, (leaf.shape[-1],) * len(parts)), strict=True):
+            part[...] = bias
+
+    is_one = len(linears.names) == len(num_outputs)
+    tensor_axes = (*(None,) * (len(shape) - 1), 0 if is_one else None)
+    return Leaf(path, axes, shape, linears.biases(num_outputs), pack, tensor_axes)
 
 
 def transposed(path: tuple[str, ...], name: str, axes: LogicalAxes, shape: tuple[int, int]) -> Leaf:
     """A linear weight, `[in, out]` here."""
+    return stacked_kernel(path, Linears((name.removesuffix(".weight"),)), axes, shape)
+
+
+def split_projections(prefix: str) -> Linears:
+    """Query, key and value as most families name them."""
+    return Linears(tuple(f"{prefix}{part}_proj" for part in "qkv"))
+
+
+def rotated_first(head_dim: int, num_rotated: int) -> np.ndarray:
+    """The order of a head's dimensions in which those that are rotated are the first of both halves.
+
+        as published   a a a b b b c c c c       a turns against b, c is not rotated
+        here           a a a c c b b b c c       dimension i turns against i + D/2, some of them by nothing
+
+    Scores stay what they are, as queries and keys are reordered alike.
+    """
+    half, rest = num_rotated // 2, np.arange(num_rotated, head_dim)
+    first, second = np.split(rest, [len(rest) // 2])
+    return np.concatenate((np.arange(half), first, np.arange(half, num_rotated), second))
+
+
+def qkv_kernel(
+    config: ModelConfig, linears: Linears, *, is_grouped: bool = False, order: np.ndarray | None = None
+) -> Leaf:
+    """Query `[H*D, E]`, key and value `[K*D, E]` -> `[E, K, G + 2, D]`.
+
+    Args:
+        is_grouped: one linear layer has each key/value head's queries, key and value together.
+        order: of the dimensions of queries and keys, where it is not as published.
+    """
+    width, heads = config.hidden_size, _Heads.of(config, order)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
-        transpose(tensors[0], leaf)
+        for index, row, part in heads.parts(tensors, linears, is_grouped):
+            transpose(part, leaf[:, index, row])
 
-    return Leaf(path, axes, shape, ((name, shape[::-1]),), pack, (1, 0))
-
-
-def qkv_kernel(config: ModelConfig, prefix: str) -> Leaf:
-    """Query `[H*D, E]`, key and value `[K*D, E]` -> `[E, K, G + 2, D]`."""
-    width, head_dim, group = config.hidden_size, config.head_dim, config.num_heads // config.num_kv_heads
-
-    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
-        q_rows = tensors[0].reshape(-1, group, head_dim, width)
-        k_rows, v_rows = (tensor.reshape(-1, head_dim, width) for tensor in tensors[1:])
-        for index in range(leaf.shape[1]):
-            for row, part in enumerate((*q_rows[index], k_rows[index], v_rows[index])):
-                transpose(part, leaf[:, index, row])
-
-    shape = (width, config.num_kv_heads, group + 2, head_dim)
+    shape = (width, config.num_kv_heads, heads.group + 2, config.head_dim)
     axes = ("embed", "kv_heads", None, None)
-    tensors = _qkv_tensors(config, prefix, "weight", (width,))
-    return Leaf(("attention", "qkv", "kernel"), axes, shape, tensors, pack, (1, 0, None, None))
+    out_axis = linears.out_axis if is_grouped or len(linears.names) > 1 else None
+    tensor_axes = (1 - linears.out_axis, out_axis, None, None)
+    return Leaf(("attention", "qkv", "kernel"), axes, shape, linears.weights(heads.outputs, width), pack, tensor_axes)
 
 
-def qkv_bias(config: ModelConfig, prefix: str) -> Leaf:
-    """Query `[H*D]`, key and value `[K*D]` -> `[K, G + 2, D]`."""
-    head_dim, group = config.head_dim, config.num_heads // config.num_kv_heads
+def qkv_bias(
+    config: ModelConfig, linears: Linears, *, is_grouped: bool = False, order: np.ndarray | None = None
+) -> Leaf:
+    """Query `[H*D]`, key and value `[K*D]` -> `[K, G + 2, D]`; see `qkv_kernel`."""
+    heads = _Heads.of(config, order)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
-        leaf[:, :group] = tensors[0].reshape(-1, group, head_dim)
-        leaf[:, group] = tensors[1].reshape(-1, head_dim)
-        leaf[:, group + 1] = tensors[2].reshape(-1, head_dim)
+        for index, row, part in heads.parts(tensors, linears, is_grouped):
+            leaf[index, row] = part
 
-    shape = (config.num_kv_heads, group + 2, head_dim)
-    tensors = _qkv_tensors(config, prefix, "bias", ())
-    return Leaf(("attention", "qkv", "bias"), ("kv_heads", None, None), shape, tensors, pack, (0, None, None))
+    shape = (config.num_kv_heads, heads.group + 2, config.head_dim)
+    tensor_axes = (0 if is_grouped or len(linears.names) > 1 else None, None, None)
+    axes = ("kv_heads", None, None)
+    return Leaf(("attention", "qkv", "bias"), axes, shape, linears.biases(heads.outputs), pack, tensor_axes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """The heads of grouped-query attention in the rows of projections."""
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    order: np.ndarray | None
+
+    @classmethod
+    def of(cls, config: ModelConfig, order: np.ndarray | None) -> _Heads:
+        return cls(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim, order)
+
+    @property
+    def outputs(self) -> tuple[int, int, int]:
+        """Outputs of the projections of query, key and value."""
+        one = self.num_kv_heads * self.head_dim
+        return one * self.group, one, one
+
+    def parts(
+        self, tensors: Sequence[np.ndarray], linears: Linears, is_grouped: bool
+    ) -> Iterator[tuple[int, int, np.ndarray]]:
+        """(key/value head, its row, that head's rows) of all heads, or of a part of the key/value heads."""
+        if is_grouped and len(linears.names) == 1:
+            (rows,) = linears.by_output(tensors, (0,))
+            groups = rows.reshape(-1, self.group + 2, self.head_dim, *rows.shape[1:])
+            found = ((index, row, groups[index, row]) for index in range(len(groups)) for row in range(self.group + 2))
+        else:
+            sizes = self.outputs if len(tensors) == 1 else ()
+            q, k, v = linears.by_output(tensors, sizes)
+            q = q.reshape(-1, self.group, self.head_dim, *q.shape[1:])
+            k, v = (each.reshape(-1, self.head_dim, *each.shape[1:]) for each in (k, v))
+            found = (
+                (index, row, part)
+                for index in range(len(k))
+                for row, part in enumerate((*q[index], k[index], v[index]))
+            )
+        for index, row, part in found:
+            is_turned = self.order is not None and row <= self.group
+            yield index, row, part[self.order] if is_turned else part
 
 
 def transpose(tensor: np.ndarray, leaf: np.ndarray) -> None:
     """Writes `[out, in]` as `[in, out]`, in strips that stay in cache: five times as fast as in one assignment."""
     for start in range(0, len(tensor), _STRIP):
         leaf[:, start : start + _STRIP] = tensor[start : start + _STRIP].T
-
-
-def _qkv_tensors(
-    config: ModelConfig, prefix: str, suffix: str, width: tuple[int, ...]
-) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    num_heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-    return tuple((f"{prefix}{part}_proj.{suffix}", (num * config.head_dim, *width)) for part, num in num_heads.items())

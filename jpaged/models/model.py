@@ -13,6 +13,7 @@ from flax import nnx
 
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
+from jpaged.models.layer_kinds import LayerKind, stacks_of
 from jpaged.models.layers import Attend, Ends, Params
 from jpaged.models.registry import find_family
 from jpaged.models.stack import LayerMode, LayerPlace, run_layers
@@ -55,12 +56,14 @@ class Model:
         config, dtype, modules = self.config, self.dtype, find_family(self.config.architecture).modules()
         begin_key, end_key, layers_key = jax.random.split(key, 3)
 
-        @jax.jit
-        def init_layer(key: jax.Array) -> Params:
-            return _arrays(modules.layer(config, dtype, nnx.Rngs(key)))
+        @functools.partial(jax.jit, static_argnames="kind")
+        def init_layer(key: jax.Array, kind: LayerKind) -> Params:
+            return _arrays(modules.layer(config, dtype, nnx.Rngs(key), kind))
 
-        keys = jax.random.split(layers_key, config.num_layers)
-        layers = jax.vmap(init_layer)(keys) if layer_mode == "scan" else [init_layer(key) for key in keys]
+        keys, kinds = jax.random.split(layers_key, config.num_layers), config.layer_kinds
+        layers: Any = [init_layer(keys[i], kind=kind) for i, kind in enumerate(kinds)] if layer_mode == "loop" else {}
+        for name, stacked in stacks_of(kinds).items() if layer_mode == "scan" else ():
+            layers[name] = jax.vmap(functools.partial(init_layer, kind=kinds[stacked[0]]))(keys[np.array(stacked)])
         return {**_arrays(modules.ends(config, dtype, (begin_key, end_key))), "layers": layers}
 
     def run(
@@ -80,13 +83,14 @@ class Model:
         Returns:
             hidden states `[T, E]` in the model's type, and the carry.
         """
-        ends, graph = self._ends(params), _layer_graph(self.config, self.dtype)
+        ends, config = self._ends(params), self.config
         x, shared = ends.begin(tokens)
 
         def layer(params: Params, x: Any, carry: Any, place: LayerPlace) -> tuple[Any, Any]:
+            graph = _layer_graph(config, self.dtype, place.kind)
             return nnx.merge(graph, nnx.State(params))(x, shared, attend, carry, place)
 
-        x, carry = run_layers(layer, params["layers"], x, carry, self.config.attention_kinds, mode=layer_mode)
+        x, carry = run_layers(layer, params["layers"], x, carry, config.layer_kinds, config.kv_places, mode=layer_mode)
         return ends.end(x), carry
 
     def logits(self, params: Params, hidden_re: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
@@ -106,10 +110,10 @@ def _arrays(module: nnx.Module) -> Params:
 
 
 # The structure of modules without their arrays; parameters are merged into it while tracing only.
-@functools.lru_cache(maxsize=32)
-def _layer_graph(config: ModelConfig, dtype: np.dtype) -> nnx.GraphDef:
+@functools.lru_cache(maxsize=64)
+def _layer_graph(config: ModelConfig, dtype: np.dtype, kind: LayerKind) -> nnx.GraphDef:
     layer = find_family(config.architecture).modules().layer
-    return nnx.split(nnx.eval_shape(lambda: layer(config, dtype, nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: layer(config, dtype, nnx.Rngs(0), kind)))[0]
 
 
 @functools.lru_cache(maxsize=32)

@@ -20,6 +20,7 @@ import numpy as np
 
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
+from jpaged.models.layer_kinds import LayerKind, stacks_of
 from jpaged.models.layers import Params
 from jpaged.models.leaves import LogicalAxes
 from jpaged.models.registry import find_family
@@ -33,10 +34,18 @@ def logical_axes(config: ModelConfig, layer_mode: LayerMode) -> Params:
     """
     family = find_family(config.architecture)
     prefix = family.name_prefix(())
-    layer: Params = {}
-    for leaf in family.layer_leaves(config, prefix):
-        insert(layer, leaf.path, ("layers", *leaf.axes) if layer_mode == "scan" else leaf.axes)
-    axes: Params = {"layers": layer if layer_mode == "scan" else [layer] * config.num_layers}
+
+    def layer_axes(kind: LayerKind) -> Params:
+        layer: Params = {}
+        for leaf in family.layer_leaves(config, prefix, kind):
+            insert(layer, leaf.path, ("layers", *leaf.axes) if layer_mode == "scan" else leaf.axes)
+        return layer
+
+    kinds = config.layer_kinds
+    of_kind = {kind: layer_axes(kind) for kind in kinds}
+    axes: Params = {"layers": [of_kind[kind] for kind in kinds]}
+    if layer_mode == "scan":
+        axes = {"layers": {name: of_kind[kinds[layers[0]]] for name, layers in stacks_of(kinds).items()}}
     for leaf in family.outer_leaves(config, prefix):
         insert(axes, leaf.path, leaf.axes)
     return axes

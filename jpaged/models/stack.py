@@ -1,9 +1,8 @@
-"""The one way through a stack of layers: rolled up in a scan, or unrolled over a layer that is traced once a kind."""
+"""The one way through a stack of layers: rolled up in scans, or unrolled over a layer that is traced once a kind."""
 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,8 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.models.layer_kinds import LayerKind, Segment, segments_of
 
 LayerMode = Literal["scan", "loop"]
+
+KVPlace = tuple[int, int]
+"""Where a layer keeps its keys and values: its group of layers, and which layer of that group it is."""
 
 
 @jax.tree_util.register_dataclass
@@ -22,12 +25,19 @@ class LayerPlace:
     """Which layer of the stack it is.
 
     Attributes:
-        index: int32 scalar.
-        attention: its kind; static.
+        index: int32 scalar: the layer of the pool that is its own.
+        kind: static.
+        group: whose block tables say where its blocks are; static.
     """
 
     index: jax.Array
-    attention: AttentionKind = dataclasses.field(metadata={"static": True})
+    kind: LayerKind = dataclasses.field(metadata={"static": True})
+    group: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @property
+    def attention(self) -> AttentionKind:
+        """What attention computes there."""
+        return self.kind.attention
 
 
 # One layer: (its parameters, x, carry, its place) -> (x, carry); x is hidden states, or a tree with them.
@@ -35,7 +45,14 @@ Layer = Callable[[Any, Any, Any, LayerPlace], tuple[Any, Any]]
 
 
 def run_layers(
-    layer: Layer, layer_params: Any, x: Any, carry: Any, kinds: Sequence[AttentionKind], *, mode: LayerMode
+    layer: Layer,
+    layer_params: Any,
+    x: Any,
+    carry: Any,
+    kinds: tuple[LayerKind, ...],
+    kv_places: Sequence[KVPlace],
+    *,
+    mode: LayerMode,
 ) -> tuple[Any, Any]:
     """Runs x and the carry through every layer in order.
 
@@ -43,24 +60,43 @@ def run_layers(
 
     Args:
         layer: one layer; may close over values of the surrounding trace.
-        layer_params: `scan`: one tree whose leaves are stacked on axis 0; `loop`: a list with one tree a layer.
+        layer_params: `scan`: a tree for each stack, by its name, with leaves stacked on axis 0; `loop`: a list with one
+            tree a layer.
         carry: any tree; its shapes must not change.
-        kinds: of attention, one a layer.
-        mode: `scan` compiles one layer whatever the depth, but XLA copies each slice of the weights on CPU and GPU
-            (2 to 3 times the traffic, measured), and layers of several kinds are unrolled all the same; `loop` gives
-            every layer its own arrays, and the jitted layer is traced and lowered once for each kind.
+        kinds: one a layer.
+        kv_places: one a layer; those of a stack are of one group, and equally far apart.
+        mode: `scan` compiles one layer for each stack whatever the depth, but XLA copies each slice of the weights on
+            CPU and GPU (2 to 3 times the traffic, measured); `loop` gives every layer its own arrays, and the jitted
+            layer is traced and lowered once for each kind and group.
     """
-    if mode == "scan" and len(set(kinds)) == 1:
-        # The layer's number is counted: read off an array it is an operation of its own.
-        def body(state: tuple[Any, Any, jax.Array], params: Any) -> tuple[tuple[Any, Any, jax.Array], None]:
-            x, carry, layer_index = state
-            return (*layer(params, x, carry, LayerPlace(layer_index, kinds[0])), layer_index + 1), None
-
-        (x, carry, _), _ = jax.lax.scan(body, (x, carry, jnp.int32(0)), layer_params)
-        return x, carry
     if mode == "scan":
-        layer_params = [jax.tree.map(operator.itemgetter(index), layer_params) for index in range(len(kinds))]
+        for segment in segments_of(kinds):
+            x, carry = _scan(layer, layer_params, x, carry, segment, kv_places)
+        return x, carry
     jitted = jax.jit(layer)
-    for layer_index, (params, kind) in enumerate(zip(layer_params, kinds, strict=True)):
-        x, carry = jitted(params, x, carry, LayerPlace(jnp.int32(layer_index), kind))
+    for params, kind, (group, index) in zip(layer_params, kinds, kv_places, strict=True):
+        x, carry = jitted(params, x, carry, LayerPlace(jnp.int32(index), kind, group))
     return x, carry
+
+
+def _scan(
+    layer: Layer, layer_params: Any, x: Any, carry: Any, segment: Segment, kv_places: Sequence[KVPlace]
+) -> tuple[Any, Any]:
+    places = [[kv_places[index] for index in segment.layers_at(i)] for i in range(len(segment.kinds))]
+
+    # A layer's number is counted: read off an array it is an operation of its own.
+    def body(state: tuple[Any, Any, list[jax.Array]], params: Any) -> tuple[tuple[Any, Any, list[jax.Array]], None]:
+        x, carry, indices = state
+        for stacked, kind, of_stack, index in zip(params, segment.kinds, places, indices, strict=True):
+            x, carry = layer(stacked, x, carry, LayerPlace(index, kind, of_stack[0][0]))
+        return (x, carry, [i + _step(of_stack) for i, of_stack in zip(indices, places, strict=True)]), None
+
+    indices = [jnp.int32(of_stack[0][1]) for of_stack in places]
+    stacks = [layer_params[segment.stack_at(i)] for i in range(len(segment.kinds))]
+    (x, carry, _), _ = jax.lax.scan(body, (x, carry, indices), stacks)
+    return x, carry
+
+
+def _step(of_stack: list[KVPlace]) -> int:
+    """How far apart the layers of a stack are in their group."""
+    return of_stack[1][1] - of_stack[0][1] if len(of_stack) > 1 else 1

@@ -26,7 +26,7 @@ class HeadsKernel:
 
 
 HeadNorms = tuple[jax.Array, jax.Array, float]
-"""Scales `[D]` of the norms of each query and each key, and their epsilon."""
+"""Scales `[D]`, float32, of the norms of each query and each key, and their epsilon."""
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +37,7 @@ class TokenBatch:
     Attributes:
         ids_t: int32 `[T]`, all below vocab_size.
         positions_t: int32 `[T]`, the token's place in its sequence.
-        rope_lens_t: int32 `[T]`, see `jpaged.models.rope.cos_sin`; learned positions do not depend on it.
+        rope_lens_t: int32 `[T]`, see `jpaged.models.rope.angles.cos_sin`; learned positions do not depend on it.
         num_tokens: int32 scalar, how many are in use, the first ones; None is all. What the others become is undefined.
         heads: what turns heads there; None is XLA, or the kernel that belongs to packed weights. Static.
     """

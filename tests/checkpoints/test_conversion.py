@@ -468,7 +468,7 @@ def test_options_out_of_their_limits_are_refused(options, problem: str) -> None:
 def test_a_config_that_is_not_served_is_not_converted(tmp_path: Path) -> None:
     source = write_checkpoint(tiny_case("llama_mha"), tmp_path / "once")
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(Unsupported, match="architecture 'GPT2LMHeadModel' is not supported"):
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["BloomForCausalLM"]}))
+    with pytest.raises(Unsupported, match="architecture 'BloomForCausalLM' is not supported"):
         convert_folder(source, tmp_path / "new", TO_ORBAX)
     assert from_hf(config).architecture == "LlamaForCausalLM"

@@ -33,7 +33,7 @@ def test_it_loads_with_the_shapes_of_its_config(dtype, layer_mode):
 def test_both_layer_modes_hold_the_same_numbers():
     loop, scan = load(layer_mode="loop"), load(layer_mode="scan")
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *loop["layers"])
-    jax.tree.map(np.testing.assert_array_equal, stacked, scan["layers"])
+    jax.tree.map(np.testing.assert_array_equal, {"0": stacked}, scan["layers"])
 
 
 def test_it_has_two_to_eight_million_parameters_and_few_bytes():

@@ -10,7 +10,8 @@ import pytest
 
 from jpaged.device.executor import JaxExecutor
 from jpaged.kernels.attention_kind import AttentionKind
-from jpaged.models.llama.config import LlamaConfig
+from jpaged.models.decoder import DecoderConfig
+from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
@@ -19,14 +20,14 @@ from tests.models import dense
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AlternatingConfig(LlamaConfig):
+class AlternatingConfig(DecoderConfig):
     """Every second layer has a narrow window and a soft cap."""
 
     @property
-    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
         full = AttentionKind(self.head_dim**-0.5)
         narrow = dataclasses.replace(full, sliding_window=5, soft_cap=0.5)
-        return tuple(narrow if index % 2 else full for index in range(self.num_layers))
+        return tuple(LayerKind(narrow if index % 2 else full) for index in range(self.num_layers))
 
 
 FIELDS = {field.name: getattr(tiny_model.CONFIG, field.name) for field in dataclasses.fields(tiny_model.CONFIG)}
@@ -45,7 +46,7 @@ MODEL = Model(AlternatingConfig(**FIELDS), jnp.dtype("float32"))
 def test_each_layer_attends_in_its_own_way(layer_mode: LayerMode, backend: str) -> None:
     chosen = dataclasses.replace(tiny_model.OPTIONS.model, attention_backend=backend)
     options = dataclasses.replace(tiny_model.OPTIONS, model=chosen)
-    executor = JaxExecutor.create(MODEL, tiny_model.params(layer_mode), options)
+    executor = JaxExecutor.create(MODEL, tiny_model.params(layer_mode, of=MODEL), options)
     executor.warm_up(tiny_model.quiet)
     assert executor.geometry.cascade is not None
     assert executor.geometry.cascade.windows == ((5, 1 / 3),)

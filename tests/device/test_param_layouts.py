@@ -69,11 +69,11 @@ def test_random_and_loaded_leaves_lie_so_from_the_beginning(monkeypatch: pytest.
     shardings = param_shardings(model, "scan", one)
     made = random_params(model, "scan", seed=3, shardings=shardings)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), plain, made)
-    numbers = np.asarray(plain["layers"]["mlp"]["gate_up"]["kernel"])
-    sharding = shardings["layers"]["mlp"]["gate_up"]["kernel"]
+    numbers = np.asarray(plain["layers"]["0"]["mlp"]["gate_up"]["kernel"])
+    sharding = shardings["layers"]["0"]["mlp"]["gate_up"]["kernel"]
     loaded: Any = put(numbers.shape, lambda index: numbers[index], sharding)
     np.testing.assert_array_equal(np.asarray(loaded), numbers)
-    kernel: Any = made["layers"]["mlp"]["gate_up"]["kernel"]
+    kernel: Any = made["layers"]["0"]["mlp"]["gate_up"]["kernel"]
     assert order_of(kernel.format) == order_of(loaded.format) == (0, 2, 1, 3)
 
 
@@ -83,7 +83,7 @@ def test_a_step_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     plain.shutdown()
     monkeypatch.setattr(mesh, "first_device", lambda mesh: _Tpu())
     executor = tiny_model.warm_executor(layer_mode="scan")
-    kernel: Any = executor._runner._params["layers"]["mlp"]["gate_up"]["kernel"]
+    kernel: Any = executor._runner._params["layers"]["0"]["mlp"]["gate_up"]["kernel"]
     assert order_of(kernel.format) == (0, 2, 1, 3)
     found_ids_r, found_logprobs_r = greedy(executor)
     executor.shutdown()

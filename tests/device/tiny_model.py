@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from jpaged.config import EngineConfig, StartupOptions
 from jpaged.device.executor import JaxExecutor
+from jpaged.models.decoder import DecoderConfig
 from jpaged.models.layers import Params
-from jpaged.models.llama.config import LlamaConfig
 from jpaged.models.model import Model
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.rope.config import RopeConfig
 from jpaged.models.stack import LayerMode
 
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=97,
     hidden_size=32,
@@ -25,8 +25,8 @@ CONFIG = LlamaConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(),
+    norm_eps=1e-5,
+    ropes=(RopeConfig(),),
     max_position_embeddings=96,
 )
 
@@ -50,13 +50,13 @@ def model(dtype: str = "float32") -> Model:
 
 
 @functools.cache
-def params(layer_mode: LayerMode = "loop", dtype: str = "float32") -> Params:
+def params(layer_mode: LayerMode = "loop", dtype: str = "float32", of: Model | None = None) -> Params:
     """Ten times the usual standard deviation, so that logits differ enough for every position to matter."""
 
     def enlarge(path: tuple, leaf: jax.Array) -> jax.Array:
         return leaf if "scale" in jax.tree_util.keystr(path) else leaf * 10
 
-    return jax.tree_util.tree_map_with_path(enlarge, model(dtype).init_params(jax.random.key(7), layer_mode))
+    return jax.tree_util.tree_map_with_path(enlarge, (of or model(dtype)).init_params(jax.random.key(7), layer_mode))
 
 
 def quiet(what: str, done: int, total: int) -> None:

@@ -14,7 +14,14 @@ from jpaged.models.stack import LayerMode, LayerPlace
 from jpaged.models.tokens import TokenBatch
 
 
-def attend(q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: tuple, place: LayerPlace):
+def attend(
+    q_thd: jax.Array,
+    k_tkd: jax.Array,
+    v_tkd: jax.Array,
+    carry: tuple,
+    place: LayerPlace,
+    sinks_h: jax.Array | None = None,
+):
     """Every token sees itself and those before it, as far as the layer's window goes; nothing is kept."""
     kind, (queries, keys) = place.attention, jnp.indices((len(q_thd), len(k_tkd)))
     is_seen = (keys <= queries) & (queries - keys < (kind.sliding_window or len(k_tkd)))
@@ -23,7 +30,11 @@ def attend(q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: tuple, p
     scores = jnp.einsum("thd,shd->hts", q_thd, k_thd, preferred_element_type=jnp.float32) * kind.scale
     if kind.soft_cap is not None:
         scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
-    weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
+    scores = jnp.where(is_seen, scores, -jnp.inf)
+    if sinks_h is not None:
+        sinks_ht1 = jnp.broadcast_to(sinks_h[:, None, None].astype(jnp.float32), (*scores.shape[:2], 1))
+        scores = jnp.concatenate([scores, sinks_ht1], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : len(k_tkd)]
     return jnp.einsum("hts,shd->thd", weights, v_thd.astype(jnp.float32)).astype(q_thd.dtype), carry
 
 

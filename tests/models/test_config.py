@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.decoder import DecoderConfig
+from jpaged.models.families.opt.config import OptConfig
 from jpaged.models.hf_config import from_hf, to_hf
-from jpaged.models.llama.config import LlamaConfig
-from jpaged.models.opt.config import OptConfig
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.rope.config import RopeConfig
 from tests.models.tiny import TinyCase, tiny_case, tiny_cases
 
 SMOLLM2 = {
@@ -79,7 +79,7 @@ def config(settings: Mapping[str, object], family: str = "Llama") -> Mapping[str
 
 
 def test_a_published_config_is_read_whole() -> None:
-    assert from_hf(SMOLLM2) == LlamaConfig(
+    assert from_hf(SMOLLM2) == DecoderConfig(
         architecture="LlamaForCausalLM",
         vocab_size=49152,
         hidden_size=576,
@@ -88,8 +88,8 @@ def test_a_published_config_is_read_whole() -> None:
         num_heads=9,
         num_kv_heads=3,
         head_dim=64,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=100000.0, original_max_position_embeddings=8192),
+        norm_eps=1e-5,
+        ropes=(RopeConfig(theta=100000.0, original_max_position_embeddings=8192),),
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         eos_token_ids=(2,),
@@ -202,19 +202,19 @@ def test_generation_config_names_the_tokens_that_end_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"architectures": ["BloomForCausalLM"]}, "'BloomForCausalLM' is not supported; supported: LlamaForCausalLM"),
+        ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; supported: silu, swish"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "x.X"}}, "auto_map"),
         ({"pretraining_tp": 2}, "pretraining_tp is 2"),
-        ({"num_local_experts": 8}, "num_local_experts is 8"),
+        ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder is True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"sliding_window": 64}, "unknown setting sliding_window=64"),
         ({"attn_logit_softcapping": 50.0, "query_scale": 2}, "attn_logit_softcapping=50.0, query_scale=2"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "RoPE type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "RoPE type 'ntk' is not supported"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}}, "unknown setting beta_fast=3"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}},
@@ -242,20 +242,19 @@ def test_what_the_model_code_does_not_compute_is_refused_by_name(settings: Mappi
         ("Qwen3", {"layer_types": ["full_attention"] * 3, "sliding_window": 64}),
     ],
 )
-def test_a_sliding_window_is_refused_exactly_where_it_would_hide_a_token(
+def test_a_layer_has_a_sliding_window_exactly_where_it_would_hide_a_token(
     family: str, settings: Mapping[str, object]
 ) -> None:
     from transformers import AutoConfig
 
     hf = config(settings, family)
     theirs = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "architectures"})
-    layer_types = theirs.layer_types if family.startswith("Qwen") else ["sliding_attention"]
-    window = theirs.sliding_window if "sliding_attention" in layer_types else None
-    if window is not None and window < 256:
-        with pytest.raises(Unsupported, match="sliding_window is 64"):
-            from_hf(hf)
-    else:
-        assert from_hf(hf).max_model_len == 256
+    layer_types = theirs.layer_types if family.startswith("Qwen") else ["sliding_attention"] * 3
+    has_window = theirs.sliding_window is not None and theirs.sliding_window < 256
+    windows = [theirs.sliding_window if name == "sliding_attention" and has_window else None for name in layer_types]
+    ours = from_hf(hf)
+    assert [kind.sliding_window for kind in ours.attention_kinds] == windows
+    assert from_hf(to_hf(ours)) == ours
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from numpy.typing import DTypeLike
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
-from jpaged.models import rope
+from jpaged.models.decoder import DecoderConfig
 from jpaged.models.hf_config import from_hf
+from jpaged.models.layer_kinds import LayerKind, stacks_of
 from jpaged.models.layers import Params
-from jpaged.models.llama.config import LlamaConfig
 from jpaged.models.model import Model
-from jpaged.models.rope import cos_sin
+from jpaged.models.rope import angles as rope
+from jpaged.models.rope.angles import cos_sin
 from jpaged.models.stack import LayerMode, run_layers
 from jpaged.models.tokens import HeadsKernel, TokenBatch
 from tests.models import dense
@@ -38,8 +39,8 @@ def params_of(case: TinyCase, folder: Path, layer_mode: LayerMode = "loop") -> P
 
 
 def rope_of(model: Model, positions: np.ndarray, rope_lens: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    assert isinstance(model.config, LlamaConfig)
-    return cos_sin(model.config.rope, model.config.head_dim, jnp.asarray(positions), jnp.asarray(rope_lens))
+    assert isinstance(model.config, DecoderConfig)
+    return cos_sin(model.config.ropes[0], model.config.head_dim, jnp.asarray(positions), jnp.asarray(rope_lens))
 
 
 @pytest.mark.parametrize(
@@ -56,24 +57,27 @@ def test_random_parameters_are_the_same_numbers_in_both_layer_modes() -> None:
     model = model_of(tiny_case("qwen3"))
     loop, scan = (model.init_params(jax.random.key(1), mode) for mode in MODES)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *loop["layers"])
-    jax.tree.map(np.testing.assert_array_equal, {**loop, "layers": stacked}, scan)
+    jax.tree.map(np.testing.assert_array_equal, {**loop, "layers": {"0": stacked}}, scan)
     assert bool(jnp.all(loop["norm"]["scale"] == 1))
     assert float(jnp.std(loop["lm_head"]["embedding"])) == pytest.approx(0.02, rel=0.05)
     assert not np.array_equal(*(loop["layers"][index]["mlp"]["down"]["kernel"] for index in (0, 1)))
 
 
 def test_the_carry_passes_every_layer_in_order_with_its_index() -> None:
-    """Layers of one kind are rolled up where that is asked for, those of several kinds never."""
+    """In either mode, whatever repeats; a layer keeps what it keeps where its place says."""
 
     def layer(params, x, carry, place):
         assert place.index.dtype == jnp.int32
         return x + params * place.attention.scale, carry.at[place.index].set(x[0])
 
-    params, run = jnp.array([1.0, 10.0, 100.0]), jax.jit(run_layers, static_argnums=(0, 4), static_argnames="mode")
-    for scales, sums in (((1.0, 1.0, 1.0), [0.0, 1.0, 11.0, 111.0]), ((1.0, 2.0, 1.0), [0.0, 1.0, 21.0, 121.0])):
-        kinds = tuple(AttentionKind(scale) for scale in scales)
-        for mode, layer_params in (("loop", list(params)), ("scan", params)):
-            x, carry = run(layer, layer_params, jnp.zeros(2), jnp.zeros(3), kinds, mode=mode)
+    run = jax.jit(run_layers, static_argnums=(0, 4, 5), static_argnames="mode")
+    for scales in ((1.0,) * 5, (1.0, 2.0, 1.0, 2.0, 1.0), (1.0, 1.0, 2.0, 2.0, 3.0), (1.0, 2.0, 3.0, 1.0, 2.0)):
+        params, kinds = 10.0 ** np.arange(5), tuple(LayerKind(AttentionKind(scale)) for scale in scales)
+        sums = [0.0, *np.cumsum(params * np.array(scales)).tolist()]
+        stacked = {name: jnp.array(params[np.array(layers)]) for name, layers in stacks_of(kinds).items()}
+        places = tuple((0, index) for index in range(5))
+        for mode, layer_params in (("loop", list(params)), ("scan", stacked)):
+            x, carry = run(layer, layer_params, jnp.zeros(2), jnp.zeros(5), kinds, places, mode=mode)
             assert [*carry.tolist(), x[0]] == sums
 
 
@@ -102,7 +106,7 @@ def test_a_loop_traces_and_lowers_its_layer_once() -> None:
     model = model_of(tiny_case("llama_mha"))
     num_traces = 0
 
-    def attend(q_thd, k_tkd, v_tkd, carry, place):
+    def attend(q_thd, k_tkd, v_tkd, carry, place, sinks_h=None):
         nonlocal num_traces
         num_traces += 1
         return dense.attend(q_thd, k_tkd, v_tkd, carry, place)

@@ -15,10 +15,10 @@ from jpaged import demo
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params
 from jpaged.device.executor import JaxExecutor
+from jpaged.models.decoder import DecoderConfig
 from jpaged.models.hf_config import from_hf
-from jpaged.models.llama.config import LlamaConfig
 from jpaged.models.model import Model
-from jpaged.models.rope import cos_sin
+from jpaged.models.rope.angles import cos_sin
 from jpaged.types import SamplingParams
 from tests.e2e.rig import generate, only, open_llm
 from tests.models import dense
@@ -73,8 +73,8 @@ def test_positions_far_out_keep_their_frequencies(tmp_path: Path) -> None:
     )
     half = cos.shape[-1] // 2
     config = read_config(tmp_path)
-    assert isinstance(config, LlamaConfig)
-    ours = cos_sin(config.rope, config.head_dim, jnp.asarray(positions), jnp.asarray(positions) + 1)
+    assert isinstance(config, DecoderConfig)
+    ours = cos_sin(config.ropes[0], config.head_dim, jnp.asarray(positions), jnp.asarray(positions) + 1)
     np.testing.assert_allclose(ours[0], cos[0, :, :half].numpy(), rtol=0, atol=1e-5)
     np.testing.assert_allclose(ours[1], sin[0, :, :half].numpy(), rtol=0, atol=1e-5)
 

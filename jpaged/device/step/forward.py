@@ -26,6 +26,7 @@ from jpaged.device.mesh import (
     POOL_SPEC,
     PROJECTION_SPEC,
     SCALES_SPEC,
+    SINKS_SPEC,
     num_shards,
     on_shards,
 )
@@ -38,6 +39,7 @@ from jpaged.kernels.heads import tpu as heads
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update, prepare_rows
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update, prefix_spec
+from jpaged.kernels.paged_attention.sinks import add_sinks
 from jpaged.kernels.paged_attention.spec import NewKV
 from jpaged.kernels.sampling import RowSampling, Sampled, SamplingKernel
 from jpaged.models.layers import Params
@@ -125,10 +127,16 @@ class Step:
         rows = {kind: self._prepare(kind, alone, inputs) for kind in set(self.model.config.attention_kinds)}
 
         def attend(
-            q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, pool: jax.Array, place: LayerPlace
+            q_thd: jax.Array,
+            k_tkd: jax.Array,
+            v_tkd: jax.Array,
+            pool: jax.Array,
+            place: LayerPlace,
+            sinks_h: jax.Array | None = None,
         ) -> tuple[jax.Array, jax.Array]:
             new_kv = k_tkd, v_tkd, inputs["slots_t"]
-            return self._attend(q_thd, new_kv, pool, place, rows[place.attention], params.get("kv_scales"))
+            scales_lk2 = params.get("kv_scales")
+            return self._attend(q_thd, new_kv, pool, place, rows[place.attention], scales_lk2, sinks_h)
 
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin where the last one ends
         tokens = TokenBatch(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens, self._heads())
@@ -200,19 +208,22 @@ class Step:
         place: LayerPlace,
         rows: RaggedRows | CascadeRows,
         scales_lk2: jax.Array | None,
+        sinks_h: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """Attention and the pool that it updated: each device has its own heads, and all have the same blocks."""
         spec = AttentionSpec(self.layout.local, place.attention)
 
-        def attend(q: Any, new_kv: Any, pool: Any, layer: Any, rows: Any, scales: Any) -> tuple[jax.Array, jax.Array]:
+        def attend(
+            q: Any, new_kv: Any, pool: Any, layer: Any, rows: Any, scales: Any, sinks: Any
+        ) -> tuple[jax.Array, jax.Array]:
             update = cascade_attention_update if isinstance(rows, CascadeRows) else paged_attention_update
-            o_thd, _, pool = update(q, new_kv, pool, layer, rows, spec, scales, backend=self.backend)
-            return o_thd, pool
+            o_thd, lse_th, pool = update(q, new_kv, pool, layer, rows, spec, scales, backend=self.backend)
+            return (o_thd if sinks is None else add_sinks((o_thd, lse_th), sinks)[0]), pool
 
         whole = PartitionSpec()
-        in_specs = (HEADS_SPEC, (HEADS_SPEC, HEADS_SPEC, whole), POOL_SPEC, whole, whole, SCALES_SPEC)
+        in_specs = (HEADS_SPEC, (HEADS_SPEC, HEADS_SPEC, whole), POOL_SPEC, whole, whole, SCALES_SPEC, SINKS_SPEC)
         run = on_shards(attend, self.mesh, in_specs, (HEADS_SPEC, POOL_SPEC))
-        return run(q_thd, new_kv, pool, place.index, rows, scales_lk2)
+        return run(q_thd, new_kv, pool, place.index, rows, scales_lk2, sinks_h)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.kernels.experts import route
-from jpaged.kernels.mixture_kind import Routing
+from jpaged.kernels.experts import Routing, route
 
 RULES = {
     "softmax": Routing(12, 3),

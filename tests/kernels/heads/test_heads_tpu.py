@@ -11,8 +11,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.heads import tpu as heads
-from jpaged.models import rope
 from jpaged.models.layers import RMSNorm
+from jpaged.models.rope import angles as rope
 
 LANES = 128
 

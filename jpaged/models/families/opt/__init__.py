@@ -5,13 +5,13 @@ modules.py  one layer, and what is around the layers
 leaves.py   the leaves of its parameters: axes, and tensors in a checkpoint
 """
 
+from jpaged.models.families.opt.config import OptConfig, read, to_hf
+from jpaged.models.families.opt.leaves import layer_leaves, name_prefix, outer_leaves
 from jpaged.models.family import Family, Modules
-from jpaged.models.opt.config import OptConfig, read, to_hf
-from jpaged.models.opt.leaves import layer_leaves, name_prefix, outer_leaves
 
 
 def _modules() -> Modules[OptConfig]:
-    from jpaged.models.opt.modules import OptEnds, OptLayer
+    from jpaged.models.families.opt.modules import OptEnds, OptLayer
 
     return Modules(OptEnds, OptLayer)
 

@@ -12,27 +12,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.models.rope_config import RopeConfig
+from jpaged.models.rope.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position of each pair of dimensions, float32 `[D/2]`; for `dynamic` those of short sequences."""
-    frequencies = np.float32(1) / _wavelengths(rope.theta, head_dim)
+    """Radians per position of each pair of dimensions, float32 `[D/2]`; 0 for pairs that are not rotated.
+
+    For `dynamic` and `longrope` they are those of short sequences.
+    """
+    rotated = _rotated(rope, rope.num_rotated(head_dim))
+    return np.pad(rotated, (0, head_dim // 2 - len(rotated)))
+
+
+def _rotated(rope: RopeConfig, num_dims: int) -> np.ndarray:
+    frequencies = np.float32(1) / _wavelengths(rope.theta, num_dims)
     if rope.kind == "linear":
         return frequencies / np.float32(rope.factor)
     if rope.kind == "llama3":
         return _llama3(rope, frequencies)
     if rope.kind == "yarn":
-        return _yarn(rope, head_dim)
+        return _yarn(rope, num_dims)
+    if rope.kind == "longrope":
+        return _longrope(rope, num_dims, rope.short_factor)
     return frequencies
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What multiplies cos and sin, and so the logits of attention by its square (YaRN, section 3.4)."""
-    if rope.kind != "yarn":
-        return 1.0
+    """What multiplies cos and sin, and so the logits of attention by its square (YaRN, section 3.4; LongRoPE)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        length = math.log(rope.original_max_position_embeddings)
+        return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / length)
+    if rope.kind != "yarn":
+        return 1.0
     if rope.mscale is not None and rope.mscale_all_dim is not None:
         return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
     return _mscale(rope.factor, 1.0)
@@ -46,19 +59,28 @@ def cos_sin(
     Args:
         head_dim: D.
         positions_t: position of each token in its sequence, int32 `[T]`.
-        rope_lens_t: length that each token's base is computed for, int32 `[T]`; read by `dynamic` alone. It is
-            max(position + 1, prompt length), so the keys of a prompt are the same however it is cut into chunks,
+        rope_lens_t: length that each token's base is computed for, int32 `[T]`; read by `dynamic` and `longrope`. It
+            is max(position + 1, prompt length), so the keys of a prompt are the same however it is cut into chunks,
             and equal to those of transformers' generate.
 
     Returns:
-        cos and sin, float32 `[T, D/2]`.
+        cos and sin, float32 `[T, D/2]`; pairs that are not rotated have 1 and 0.
     """
-    frequencies_d = jnp.asarray(inverse_frequencies(rope, head_dim))
-    angles_td = positions_t.astype(jnp.float32)[:, None] * frequencies_d
+    angles_td = positions_t.astype(jnp.float32)[:, None] * _frequencies_of(rope, head_dim, rope_lens_t)
     if rope.kind == "dynamic":
         angles_td = angles_td * _dynamic_stretch(rope, head_dim, rope_lens_t)
-    scale = jnp.float32(attention_factor(rope))
-    return jnp.cos(angles_td) * scale, jnp.sin(angles_td) * scale
+    is_rotated_d = np.arange(head_dim // 2) < rope.num_rotated(head_dim) // 2
+    scale_d = np.where(is_rotated_d, np.float32(attention_factor(rope)), np.float32(1))
+    return jnp.cos(angles_td) * scale_d, jnp.sin(angles_td) * scale_d
+
+
+def _frequencies_of(rope: RopeConfig, head_dim: int, rope_lens_t: jax.Array) -> jax.Array:
+    short_d = inverse_frequencies(rope, head_dim)
+    if rope.kind != "longrope":
+        return jnp.asarray(short_d)
+    rotated = _longrope(rope, rope.num_rotated(head_dim), rope.long_factor)
+    long_d = np.pad(rotated, (0, len(short_d) - len(rotated)))
+    return jnp.where((rope_lens_t > rope.original_max_position_embeddings)[:, None], long_d, short_d)
 
 
 def apply(x_thd: jax.Array, cos_td: jax.Array, sin_td: jax.Array) -> jax.Array:
@@ -79,10 +101,10 @@ def _dynamic_stretch(rope: RopeConfig, head_dim: int, rope_lens_t: jax.Array) ->
     Written as a factor on the frequencies it is exactly one up to the length of pretraining, and needs no power of
     the base on the device.
     """
-    original = jnp.float32(rope.original_max_position_embeddings)
+    num_dims, original = rope.num_rotated(head_dim), jnp.float32(rope.original_max_position_embeddings)
     lengths_t = jnp.maximum(rope_lens_t.astype(jnp.float32), original)
     growth_t = rope.factor * lengths_t / original - (rope.factor - 1)
-    exponents_d = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim - 2)
+    exponents_d = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(num_dims - 2)
     return jnp.exp(-jnp.log(growth_t)[:, None] * exponents_d)
 
 
@@ -117,6 +139,11 @@ def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
     ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / width, 0, 1)
     keep = 1 - ramp
     return (interpolated * (1 - keep) + extrapolated * keep).astype(np.float32)
+
+
+def _longrope(rope: RopeConfig, num_dims: int, factors: tuple[float, ...]) -> np.ndarray:
+    """Each wavelength is stretched by a factor of its own (LongRoPE, Ding et al. 2024)."""
+    return (np.float32(1) / (np.array(factors, np.float32) * _wavelengths(rope.theta, num_dims))).astype(np.float32)
 
 
 def _mscale(factor: float, weight: float) -> float:

@@ -5,22 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.models.layers import Attend, Embedding, Ends, EndsKeys, LayerNorm, Linear, QKVLinear
-from jpaged.models.opt.config import POSITION_OFFSET, Activation, OptConfig
+from jpaged.models.families.opt.config import POSITION_OFFSET, OptConfig
+from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.layers import Attend, Embedding, Ends, EndsKeys, LayerNorm, Linear, QKVLinear, activate
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import TokenBatch
 
 _NORM_EPS = 1e-5
-
-
-def activate(x: jax.Array, activation: Activation) -> jax.Array:
-    """The activation in float32, returned in x's type; gelu is the exact one."""
-    x32 = x.astype(jnp.float32)
-    return (jax.nn.relu(x32) if activation == "relu" else jax.nn.gelu(x32, approximate=False)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -54,7 +48,7 @@ class OptLayer(nnx.Module):
     otherwise       norm(x + f(x))       350M
     """
 
-    def __init__(self, config: OptConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: OptConfig, dtype: np.dtype, rngs: nnx.Rngs, kind: LayerKind) -> None:
         self.attention_norm = LayerNorm(config.hidden_size, _NORM_EPS, config.norm_affine, dtype)
         self.attention = Attention(config, dtype, rngs)
         self.mlp_norm = LayerNorm(config.hidden_size, _NORM_EPS, config.norm_affine, dtype)

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jpaged.models.leaves import Leaf, embedding, output_matrix, qkv_bias, qkv_kernel, same, transposed, whole
-from jpaged.models.opt.config import POSITION_OFFSET, OptConfig
+from jpaged.models.families.opt.config import POSITION_OFFSET, OptConfig
+from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.leaves import (
+    Leaf,
+    embedding,
+    output_matrix,
+    qkv_bias,
+    qkv_kernel,
+    same,
+    split_projections,
+    transposed,
+    whole,
+)
 
 
 def name_prefix(stored: Iterable[str]) -> str:
@@ -32,21 +43,22 @@ def outer_leaves(config: OptConfig, prefix: str) -> list[Leaf]:
     return leaves + output_matrix(config, embed_size)
 
 
-def layer_leaves(config: OptConfig, prefix: str) -> list[Leaf]:
+def layer_leaves(config: OptConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
     """See `Family`."""
     attention = f"{prefix}self_attn."
+    projections = split_projections(attention)
     width, inner = config.hidden_size, config.intermediate_size
     leaves = [
         *_layer_norm(config, "attention_norm", f"{prefix}self_attn_layer_norm"),
         *_layer_norm(config, "mlp_norm", f"{prefix}final_layer_norm"),
-        qkv_kernel(config, attention),
+        qkv_kernel(config, projections),
         transposed(("attention", "out", "kernel"), f"{attention}out_proj.weight", ("heads", "embed"), (width, width)),
         transposed(("mlp", "up", "kernel"), f"{prefix}fc1.weight", ("embed", "feed_forward"), (width, inner)),
         transposed(("mlp", "down", "kernel"), f"{prefix}fc2.weight", ("feed_forward", "embed"), (inner, width)),
     ]
     if config.use_bias:
         leaves += [
-            qkv_bias(config, attention),
+            qkv_bias(config, projections),
             whole(("attention", "out", "bias"), f"{attention}out_proj.bias", width),
             same(("mlp", "up", "bias"), f"{prefix}fc1.bias", ("feed_forward",), (inner,)),
             whole(("mlp", "down", "bias"), f"{prefix}fc2.bias", width),

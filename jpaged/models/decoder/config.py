@@ -1,0 +1,106 @@
+"""The shape of a decoder: all that a family may choose, frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.models.config import Activation, ModelConfig
+from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.rope.config import RopeConfig
+
+Residual = Literal["sequential", "parallel", "shared"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """A decoder of layers that attend and feed forward.
+
+    Attributes:
+        kinds: of the layers; empty is that all attend to everything, turned by the first rope if there is one.
+        ropes: rotary embeddings, by which kinds name them; none where positions are learned.
+        num_positions: rows of the learned embedding of positions; 0 is none.
+        norm: rms, or layer, which subtracts the mean and has a bias.
+        norm_eps: added to the mean square in every norm.
+        norm_offset: added to the stored weights of norms.
+        residual: `sequential`, y = x + attention(norm(x)), then y + feed_forward(norm(y)); `parallel`,
+            x + attention(norm(x)) + feed_forward(another norm(x)); `shared`, the same with one norm.
+        post_norms: what attention and feed-forward give is normalised before it is added.
+        attention_bias: biases on query, key and value.
+        qk_norm: queries and keys are normalised per head before the rotation.
+        has_sinks: each query head of each layer has a score that takes its share of the weights.
+        activation: in the feed-forward.
+        is_gated: the feed-forward is down(act(gate(x)) * up(x)), else down(act(up(x))).
+        embed_scale: multiplies what tokens are embedded to, rounded to the model's type.
+        logit_cap: logits become cap * tanh(logits / cap); None leaves them.
+    """
+
+    kinds: tuple[LayerKind, ...] = ()
+    ropes: tuple[RopeConfig, ...] = ()
+    num_positions: int = 0
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float
+    norm_offset: float = 0.0
+    residual: Residual = "sequential"
+    post_norms: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    has_sinks: bool = False
+    activation: Activation = "silu"
+    is_gated: bool = True
+    embed_scale: float = 1.0
+    logit_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        for rope in self.ropes:
+            rope.check(self.head_dim)
+        object.__setattr__(self, "kinds", self._without_wide_windows())
+
+    def _without_wide_windows(self) -> tuple[LayerKind, ...]:
+        """A window as wide as the longest sequence hides nothing: its layers are of the kind that has none."""
+
+        def widened(kind: LayerKind) -> LayerKind:
+            window = kind.attention.sliding_window
+            if window is None or window < self.max_model_len:
+                return kind
+            return dataclasses.replace(kind, attention=dataclasses.replace(kind.attention, sliding_window=None))
+
+        kinds = tuple(map(widened, self.kinds))
+        return () if set(kinds) == {self._alike} else kinds
+
+    @property
+    def _alike(self) -> LayerKind:
+        return LayerKind(AttentionKind(self.head_dim**-0.5), 0 if self.ropes else None)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer is."""
+        return self.kinds or (self._alike,) * self.num_layers
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, in tokens, that its positions are meant for."""
+        if self.num_positions or len(self.ropes) != 1:
+            return self.num_positions or self.max_position_embeddings
+        (rope,) = self.ropes
+        if rope.kind in ("linear", "dynamic"):
+            return math.floor(self.max_position_embeddings * rope.factor)
+        if rope.kind == "yarn":
+            return math.floor(rope.original_max_position_embeddings * rope.factor)
+        return self.max_position_embeddings
+
+    @property
+    def max_prefix_len(self) -> int | None:
+        """A rope that depends on the length turns every position of a longer prompt otherwise."""
+        return min((rope.max_prefix_len for rope in self.ropes if rope.max_prefix_len is not None), default=None)
+
+    @property
+    def fuses_gate(self) -> bool:
+        """Whether a product kernel may gate as it multiplies: it knows silu alone."""
+        return self.activation == "silu"

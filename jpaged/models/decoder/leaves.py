@@ -1,0 +1,173 @@
+"""The leaves of a decoder's tree, under the names that a family's checkpoints have for their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.models.decoder.config import DecoderConfig
+from jpaged.models.family import Family, Modules, model_prefix
+from jpaged.models.json_fields import JsonFields
+from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.leaves import (
+    LM_HEAD,
+    Leaf,
+    Linears,
+    LogicalAxes,
+    embedding,
+    output_matrix,
+    qkv_bias,
+    qkv_kernel,
+    rotated_first,
+    same,
+    stacked_bias,
+    stacked_kernel,
+    whole,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a family's checkpoints call the tensors of a decoder, without `.weight` and `.bias`.
+
+    Attributes:
+        positions: the learned embedding of positions.
+        norm: the last one.
+        attention_norm: of a layer, as all that follow.
+        qkv: the projections of query, key and value, or the one that has all three.
+        qkv_is_grouped: where it is one: whether it has each key/value head's queries, key and value together, or first
+            all queries, then all keys, then all values.
+        gate_up: the two projections, or the one that has both; of a feed-forward without a gate the one.
+        is_transposed: linear weights are `[in, out]`, not `[out, in]`.
+    """
+
+    embed: str = "embed_tokens"
+    positions: str = ""
+    norm: str = "norm"
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    attention_post_norm: str = ""
+    mlp_post_norm: str = ""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_is_grouped: bool = False
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    out: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    is_transposed: bool = False
+
+
+def decoder_family(
+    model_type: str,
+    read: Callable[[JsonFields, str], DecoderConfig],
+    to_hf: Callable[[DecoderConfig], dict[str, object]],
+    names: Names | Callable[[DecoderConfig], Names],
+    *,
+    name_prefix: Callable[[Iterable[str]], str] = model_prefix,
+    layers_prefix: str = "layers.",
+    ignored: tuple[str, ...] = (),
+    lm_head: str = LM_HEAD,
+) -> Family[DecoderConfig]:
+    """A family of decoders: see `Family`, and `Names`."""
+
+    def modules() -> Modules[DecoderConfig]:
+        from jpaged.models.decoder.modules import DecoderEnds, DecoderLayer
+
+        return Modules(DecoderEnds, DecoderLayer)
+
+    names_of = (lambda config: names) if isinstance(names, Names) else names
+    return Family(
+        model_type,
+        read,
+        to_hf,
+        modules,
+        lambda config, prefix: outer_leaves(config, prefix, names_of(config), lm_head),
+        lambda config, prefix, kind: layer_leaves(config, prefix, kind, names_of(config)),
+        name_prefix,
+        layers_prefix,
+        ignored,
+        lm_head,
+    )
+
+
+def outer_leaves(config: DecoderConfig, prefix: str, names: Names, lm_head: str) -> list[Leaf]:
+    """See `Family`."""
+    width = config.hidden_size
+    leaves = [embedding(config, width, f"{prefix}{names.embed}.weight")]
+    if config.num_positions:
+        shape = (config.num_positions, width)
+        leaves.append(same(("positions", "embedding"), f"{prefix}{names.positions}.weight", (None, "embed"), shape))
+    return leaves + _norm(config, ("norm",), f"{prefix}{names.norm}") + output_matrix(config, width, lm_head)
+
+
+def layer_leaves(config: DecoderConfig, prefix: str, kind: LayerKind, names: Names) -> list[Leaf]:
+    """See `Family`."""
+    leaves = _norm(config, ("attention_norm",), prefix + names.attention_norm)
+    if config.residual != "shared":
+        leaves += _norm(config, ("mlp_norm",), prefix + names.mlp_norm)
+    if config.post_norms:
+        leaves += _norm(config, ("attention_post_norm",), prefix + names.attention_post_norm)
+        leaves += _norm(config, ("mlp_post_norm",), prefix + names.mlp_post_norm)
+    return leaves + _attention(config, prefix, names) + _feed_forward(config, prefix, names)
+
+
+def _attention(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
+    width, heads, head_dim = config.hidden_size, config.num_heads * config.head_dim, config.head_dim
+    linears = Linears(tuple(prefix + name for name in names.qkv), names.is_transposed)
+    num_rotated = config.ropes[0].num_rotated(head_dim) if config.ropes else head_dim
+    order = None if num_rotated == head_dim else rotated_first(head_dim, num_rotated)
+    out = Linears((prefix + names.out,), names.is_transposed)
+    leaves = [
+        qkv_kernel(config, linears, is_grouped=names.qkv_is_grouped, order=order),
+        stacked_kernel(("attention", "out", "kernel"), out, ("heads", "embed"), (heads, width)),
+    ]
+    if config.attention_bias:
+        leaves.append(qkv_bias(config, linears, is_grouped=names.qkv_is_grouped, order=order))
+    if config.attention_output_bias:
+        leaves.append(whole(("attention", "out", "bias"), f"{prefix}{names.out}.bias", width))
+    if config.qk_norm:
+        for part, name in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
+            leaf = same(("attention", part, "scale"), f"{prefix}{name}.weight", (None,), (head_dim,))
+            leaves.append(leaf if order is None else _reordered(leaf, order))
+    if config.has_sinks:
+        leaves.append(same(("attention", "sinks"), prefix + names.sinks, ("heads",), (config.num_heads,)))
+    return leaves
+
+
+def _feed_forward(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
+    width, inner = config.hidden_size, config.intermediate_size
+    into = Linears(tuple(prefix + name for name in names.gate_up), names.is_transposed)
+    down = Linears((prefix + names.down,), names.is_transposed)
+    key: str
+    axes: LogicalAxes
+    shape: tuple[int, ...]
+    if config.is_gated:
+        key, axes, shape = "gate_up", ("embed", None, "feed_forward"), (width, 2, inner)
+    else:
+        key, axes, shape = "up", ("embed", "feed_forward"), (width, inner)
+    leaves = [
+        stacked_kernel(("mlp", key, "kernel"), into, axes, shape),
+        stacked_kernel(("mlp", "down", "kernel"), down, ("feed_forward", "embed"), (inner, width)),
+    ]
+    if config.mlp_bias:
+        leaves.append(stacked_bias(("mlp", key, "bias"), into, axes[1:], shape[1:]))
+        leaves.append(whole(("mlp", "down", "bias"), f"{prefix}{names.down}.bias", width))
+    return leaves
+
+
+def _norm(config: DecoderConfig, path: tuple[str, ...], name: str) -> list[Leaf]:
+    leaves = [whole((*path, "scale"), f"{name}.weight", config.hidden_size)]
+    if config.norm == "layer":
+        leaves.append(whole((*path, "bias"), f"{name}.bias", config.hidden_size))
+    return leaves
+
+
+def _reordered(leaf: Leaf, order: np.ndarray) -> Leaf:
+    def pack(tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
+        out[...] = tensors[0][order]
+
+    return Leaf(leaf.path, leaf.axes, leaf.shape, leaf.tensors, pack, leaf.tensor_axes)

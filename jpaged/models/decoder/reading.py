@@ -1,0 +1,105 @@
+"""What families read of a config.json in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypedDict
+
+from jpaged.errors import Unsupported
+from jpaged.models.config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH, Activation
+from jpaged.models.json_fields import JsonFields
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+}
+"""Activations by the names of transformers, of which several are one function; the first of each is what we write."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What `layer_types` calls the two reaches of attention."""
+
+
+def read_activation(fields: JsonFields, key: str, default: str | None = None) -> Activation:
+    """The activation of the feed-forward.
+
+    Raises:
+        Unsupported: another than those of `ACTIVATIONS`.
+    """
+    name = fields.text(key, default)
+    if name not in ACTIVATIONS:
+        raise Unsupported(f"config.json: {key} is {name!r}; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def name_of_activation(activation: Activation) -> str:
+    """The name that `read_activation` reads back."""
+    return next(name for name, found in ACTIVATIONS.items() if found == activation)
+
+
+class Sizes(TypedDict):
+    """Fields of `ModelConfig`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+
+
+class Heads(TypedDict):
+    """Fields of `ModelConfig`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def read_sizes(fields: JsonFields) -> Sizes:
+    """Sizes that most families call alike, as fields of `ModelConfig`."""
+    return {
+        "vocab_size": fields.integer("vocab_size", maximum=MAX_VOCAB_SIZE),
+        "hidden_size": fields.integer("hidden_size", maximum=MAX_WIDTH),
+        "intermediate_size": fields.integer("intermediate_size", maximum=MAX_WIDTH),
+        "num_layers": fields.integer("num_hidden_layers", maximum=MAX_LAYERS),
+    }
+
+
+def read_heads(
+    fields: JsonFields, hidden_size: int, *, num_kv_heads: int | None = None, head_dim: int | None = None
+) -> Heads:
+    """The heads, as fields of `ModelConfig`.
+
+    Args:
+        num_kv_heads: where the config names none; None is as many as query heads.
+        head_dim: where the config names none; None derives it from hidden_size.
+    """
+    num_heads = fields.integer("num_attention_heads", maximum=MAX_WIDTH)
+    if head_dim is None and not fields.has("head_dim") and hidden_size % num_heads:
+        raise fields.bad("hidden_size", f"is {hidden_size}; without head_dim num_attention_heads must divide it")
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": fields.integer("num_key_value_heads", num_kv_heads or num_heads, maximum=MAX_WIDTH),
+        "head_dim": fields.integer("head_dim", head_dim or hidden_size // num_heads, maximum=MAX_WIDTH),
+    }
+
+
+def divided_heads(fields: JsonFields, hidden_size: int, num_heads: int) -> int:
+    """The dimension of heads that are equal parts of the hidden state.
+
+    Raises:
+        InvalidArgument: they do not divide it.
+    """
+    if hidden_size % num_heads:
+        raise fields.bad("hidden_size", f"is {hidden_size}; num_attention_heads, {num_heads}, must divide it")
+    return hidden_size // num_heads
+
+
+def read_window(fields: JsonFields, missing: int | None = None) -> int | None:
+    """The sliding window in tokens; None is without one, as null says it."""
+    if fields.value("sliding_window", missing) is None:
+        return None
+    return fields.integer("sliding_window", missing)

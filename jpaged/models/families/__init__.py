@@ -1,0 +1,11 @@
+"""Families of models: a file each where the general decoder fits, else a room.
+
+llama.py       Llama, Mistral, Qwen2 and Qwen3
+gemma.py       Gemma 2 and the text models of Gemma 3
+phi3.py        Phi-3 and Phi-4
+gpt2.py        GPT-2
+gpt_neox.py    GPT-NeoX and Pythia
+falcon.py      Falcon, with one key/value head, groups of them, or as many as query heads
+starcoder2.py  StarCoder2
+opt/           OPT
+"""

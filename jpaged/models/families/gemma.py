@@ -1,0 +1,139 @@
+"""Gemma 2 and the text models of Gemma 3: norms on both sides of each part, windows between layers that see everything.
+
+Gemma 2 (Gemma team 2024) caps scores and logits and alternates; Gemma 3 (2025) normalises queries and keys instead, has
+five layers with a window to one without, and turns the two kinds by ropes of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from jpaged.errors import Unsupported
+from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.models.config import Activation
+from jpaged.models.decoder import DecoderConfig, Names, decoder_family
+from jpaged.models.decoder.reading import (
+    FULL,
+    SLIDING,
+    name_of_activation,
+    read_activation,
+    read_heads,
+    read_sizes,
+)
+from jpaged.models.json_fields import JsonFields
+from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.rope.config import RopeConfig
+
+_LENGTHS = {2: 8192, 3: 131072}
+_GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
+_PERIODS = {2: 2, 3: 6}
+"""A layer in so many sees everything, the last of them."""
+
+
+def _read(fields: JsonFields, architecture: str, version: int) -> DecoderConfig:
+    sizes = read_sizes(fields)
+    heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=4, head_dim=256)
+    max_position_embeddings = fields.integer("max_position_embeddings", _LENGTHS[version])
+    fields.only("attention_bias", False, why="biases on projections are not published for this family")
+    fields.only("use_bidirectional_attention", False, why="only causal attention is served")
+    return DecoderConfig(
+        architecture=architecture,
+        **sizes,
+        **heads,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        # `hidden_act` is in old checkpoints of Gemma 2, which transformers does not read.
+        activation=_activation(fields),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_offset=1.0,
+        post_norms=True,
+        qk_norm=version == 3,
+        embed_scale=sizes["hidden_size"] ** 0.5,
+        logit_cap=_cap(fields, "final_logit_softcapping", 30.0 if version == 2 else None),
+        ropes=_ropes(fields, max_position_embeddings, version),
+        kinds=_kinds(fields, sizes["num_layers"], version),
+    )
+
+
+def _activation(fields: JsonFields) -> Activation:
+    fields.ignore(("hidden_act",))
+    return read_activation(fields, "hidden_activation", "gelu_pytorch_tanh")
+
+
+def _cap(fields: JsonFields, key: str, missing: float | None) -> float | None:
+    """A soft cap; null is none."""
+    return None if fields.value(key, missing) is None else fields.number(key, missing)
+
+
+def _kinds(fields: JsonFields, num_layers: int, version: int) -> tuple[LayerKind, ...]:
+    scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
+    cap = _cap(fields, "attn_logit_softcapping", 50.0 if version == 2 else None)
+    window = fields.integer("sliding_window", 4096)
+    keys = ("sliding_window_pattern", "_sliding_window_pattern")
+    period = fields.integer(keys[1], fields.integer(keys[0], _PERIODS[version]))
+    if version == 2 and period != _PERIODS[2]:
+        raise Unsupported(f"config.json: sliding_window_pattern is {period}; in Gemma 2 it is {_PERIODS[2]}")
+    types = fields.texts("layer_types", FULL, SLIDING, count=num_layers)
+    types = types or tuple(SLIDING if (index + 1) % period else FULL for index in range(num_layers))
+    kinds = {
+        FULL: LayerKind(AttentionKind(scale, soft_cap=cap)),
+        SLIDING: LayerKind(AttentionKind(scale, window, cap), version - 2),
+    }
+    return tuple(kinds[name] for name in types)
+
+
+def _ropes(fields: JsonFields, max_position_embeddings: int, version: int) -> tuple[RopeConfig, ...]:
+    """The rope of layers that see everything, and of Gemma 3 that of the others."""
+    if version == 2:
+        return (RopeConfig.from_hf(fields, max_position_embeddings),)
+    sections = fields.mapping("rope_parameters")
+    if not sections:
+        theta = fields.number("rope_theta", _GLOBAL_THETA)
+        stretched = JsonFields(fields.mapping("rope_scaling"), "config.json rope_scaling")
+        local = fields.number("rope_local_base_freq", _LOCAL_THETA)
+        return RopeConfig.of_section(stretched, max_position_embeddings, theta), RopeConfig(theta=local)
+    if unknown := sorted(set(sections) - {FULL, SLIDING}):
+        raise Unsupported(f"config.json rope_parameters: unknown setting {', '.join(unknown)}")
+    fields.only("rope_scaling", why="rope_parameters has it for each kind of layer")
+    thetas = {
+        FULL: fields.number("rope_theta", _GLOBAL_THETA),
+        SLIDING: fields.number("rope_local_base_freq", _LOCAL_THETA),
+    }
+    nested = JsonFields(sections, "config.json rope_parameters")
+    return tuple(
+        RopeConfig.of_section(
+            JsonFields(nested.mapping(name), f"config.json rope_parameters {name}"), max_position_embeddings, theta
+        )
+        for name, theta in thetas.items()
+    )
+
+
+def _to_hf(config: DecoderConfig) -> dict[str, object]:
+    windows = [kind.sliding_window for kind in config.attention_kinds]
+    is_third = len(config.ropes) == 2
+    sections = {name: rope.to_hf() for name, rope in zip((FULL, SLIDING), config.ropes, strict=False)}
+    window = next((window for window in windows if window is not None), None)
+    return {
+        "intermediate_size": config.intermediate_size,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_activation": name_of_activation(config.activation),
+        "rms_norm_eps": config.norm_eps,
+        "query_pre_attn_scalar": round(config.attention_kinds[0].scale ** -2, 6),
+        "attn_logit_softcapping": config.attention_kinds[0].soft_cap,
+        "final_logit_softcapping": config.logit_cap,
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "rope_parameters": sections if is_third else config.ropes[0].to_hf(),
+    } | ({} if window is None else {"sliding_window": window})
+
+
+_NAMES = Names(
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+
+ARCHITECTURES = {
+    "Gemma2ForCausalLM": decoder_family("gemma2", functools.partial(_read, version=2), _to_hf, _NAMES),
+    "Gemma3ForCausalLM": decoder_family("gemma3_text", functools.partial(_read, version=3), _to_hf, _NAMES),
+}

@@ -1,0 +1,146 @@
+"""The Llama family: rotary positions, RMS norms, a gated feed-forward; Llama, Mistral, Qwen2 and Qwen3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.models.decoder import DecoderConfig, Names, decoder_family
+from jpaged.models.decoder.reading import (
+    FULL,
+    SLIDING,
+    name_of_activation,
+    read_activation,
+    read_heads,
+    read_sizes,
+    read_window,
+)
+from jpaged.models.family import Family
+from jpaged.models.json_fields import JsonFields
+from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.rope.config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaVariant:
+    """What distinguishes the architectures of this family, fixed in code.
+
+    Attributes:
+        attention_bias: where biases are: `config` reads `attention_bias` for all four projections, `qkv` means
+            always on query, key and value only, `none` never.
+        mlp_bias: whether config.json may ask for biases in the feed-forward.
+        window: how config.json says that a sliding window is used: `none`, `sliding_window` alone, or together
+            with the switch `use_sliding_window`, for some layers.
+        default_head_dim: used when config.json has none; None derives it from hidden_size.
+        default_num_kv_heads: used when config.json has none; None means as many as query heads.
+        default_max_position_embeddings: used when config.json has none.
+    """
+
+    model_type: str
+    attention_bias: Literal["config", "qkv", "none"]
+    mlp_bias: bool
+    qk_norm: bool
+    window: Literal["none", "length", "switch"]
+    default_head_dim: int | None
+    default_num_kv_heads: int | None
+    default_max_position_embeddings: int
+
+    def read(self, fields: JsonFields, architecture: str) -> DecoderConfig:
+        """See `Family`."""
+        sizes = read_sizes(fields)
+        heads = read_heads(
+            fields, sizes["hidden_size"], num_kv_heads=self.default_num_kv_heads, head_dim=self.default_head_dim
+        )
+        max_position_embeddings = fields.integer("max_position_embeddings", self.default_max_position_embeddings)
+        attention_bias, output_bias = self._attention_biases(fields)
+        return DecoderConfig(
+            architecture=architecture,
+            **sizes,
+            **heads,
+            activation=read_activation(fields, "hidden_act", "silu"),
+            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            ropes=(RopeConfig.from_hf(fields, max_position_embeddings),),
+            max_position_embeddings=max_position_embeddings,
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            attention_bias=attention_bias,
+            attention_output_bias=output_bias,
+            mlp_bias=self._mlp_bias(fields),
+            qk_norm=self.qk_norm,
+            kinds=self._kinds(fields, sizes["num_layers"], heads["head_dim"]),
+        )
+
+    def to_hf(self, config: DecoderConfig) -> dict[str, object]:
+        """See `Family`."""
+        result: dict[str, object] = {
+            "intermediate_size": config.intermediate_size,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "hidden_act": name_of_activation(config.activation),
+            "rms_norm_eps": config.norm_eps,
+            "rope_parameters": config.ropes[0].to_hf(),
+        }
+        if self.attention_bias == "config":
+            result["attention_bias"] = config.attention_bias
+        if self.mlp_bias:
+            result["mlp_bias"] = config.mlp_bias
+        windows = [kind.sliding_window for kind in config.attention_kinds]
+        window = next((window for window in windows if window is not None), None)
+        if self.window == "length":
+            result["sliding_window"] = window
+        if self.window == "switch":
+            result["use_sliding_window"] = window is not None
+            if window is not None:
+                result |= {
+                    "sliding_window": window,
+                    "layer_types": [FULL if window is None else SLIDING for window in windows],
+                }
+        return result
+
+    def _attention_biases(self, fields: JsonFields) -> tuple[bool, bool]:
+        """(bias on query, key and value; bias on the output)."""
+        if self.attention_bias == "config":
+            bias = fields.flag("attention_bias", False)
+            return bias, bias
+        fixed = self.attention_bias == "qkv"
+        fields.only("attention_bias", fixed, why=f"{self.model_type} always computes {str(fixed).lower()}")
+        return fixed, False
+
+    def _mlp_bias(self, fields: JsonFields) -> bool:
+        if self.mlp_bias:
+            return fields.flag("mlp_bias", False)
+        fields.only("mlp_bias", False, why=f"{self.model_type} has no biases in its feed-forward")
+        return False
+
+    def _kinds(self, fields: JsonFields, num_layers: int, head_dim: int) -> tuple[LayerKind, ...]:
+        """The kinds of layers; empty where none has a window."""
+        full = AttentionKind(head_dim**-0.5)
+        allowed = (FULL,) if self.window == "none" else (FULL, SLIDING)
+        types = fields.texts("layer_types", *allowed, count=num_layers)
+        if self.window == "none":
+            return ()
+        # transformers gives Mistral a window of 4096 when the key is missing, and none when it is null.
+        window = read_window(fields, 4096)
+        if self.window == "length":
+            types = types or (SLIDING,) * num_layers
+        else:
+            first = fields.integer("max_window_layers", 28, minimum=0)
+            is_on = fields.flag("use_sliding_window", False)
+            types = types or tuple(SLIDING if index >= first else FULL for index in range(num_layers))
+            window = window if is_on else None
+        if window is None or SLIDING not in types:
+            return ()
+        narrow = AttentionKind(full.scale, sliding_window=window)
+        return tuple(LayerKind(narrow if name == SLIDING else full) for name in types)
+
+
+def _family(variant: LlamaVariant) -> Family[DecoderConfig]:
+    return decoder_family(variant.model_type, variant.read, variant.to_hf, Names())
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": _family(LlamaVariant("llama", "config", True, False, "none", None, None, 2048)),
+    "MistralForCausalLM": _family(LlamaVariant("mistral", "none", False, False, "length", None, 8, 131072)),
+    "Qwen2ForCausalLM": _family(LlamaVariant("qwen2", "qkv", False, False, "switch", None, None, 32768)),
+    "Qwen3ForCausalLM": _family(LlamaVariant("qwen3", "config", False, True, "switch", 128, None, 32768)),
+}

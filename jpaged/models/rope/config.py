@@ -1,0 +1,229 @@
+"""Rotary position embedding as a checkpoint describes it: the base, and how it is stretched beyond pretraining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.json_fields import JsonFields
+
+_MAX_FACTOR = 1 << 20
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+_KINDS_WITH_LENGTH = ("dynamic", "llama3", "yarn", "longrope")
+_MAX_FACTORS = 1 << 12
+_OPTIONAL = ("attention_factor", "mscale", "mscale_all_dim")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: the base and how it is stretched beyond the length of pretraining.
+
+    Attributes:
+        kind: the formula; the fields below are used by the kinds in brackets.
+        theta: base of the geometric series of wavelengths.
+        fraction: share of each head's dimensions that are rotated, the first ones.
+        factor: how far positions are stretched (all but default); of longrope, for the attention factor alone.
+        original_max_position_embeddings: length of pretraining (dynamic, llama3, yarn, longrope).
+        low_freq_factor: wavelengths above original / this are stretched fully (llama3).
+        high_freq_factor: wavelengths below original / this are left alone (llama3).
+        beta_fast: rotations above which a dimension is left alone (yarn).
+        beta_slow: rotations below which a dimension is stretched fully (yarn).
+        attention_factor: scales cos and sin; None derives it from factor and the two mscales (yarn, longrope).
+        mscale: numerator's weight in the derived attention factor (yarn).
+        mscale_all_dim: denominator's weight (yarn).
+        truncate: whether the ramp between the betas starts and ends at whole dimensions (yarn).
+        short_factor: of each rotated pair's wavelength in sequences no longer than pretraining's (longrope).
+        long_factor: in longer ones (longrope).
+    """
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    fraction: float = 1.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind in _KINDS_WITH_LENGTH and self.original_max_position_embeddings < 1:
+            raise InvalidArgument(
+                "original_max_position_embeddings",
+                f"is {self.original_max_position_embeddings}; {self.kind} needs the length of pretraining, at least 1",
+            )
+
+    def num_rotated(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(head_dim * self.fraction)
+
+    @classmethod
+    def from_hf(
+        cls,
+        config: JsonFields,
+        max_position_embeddings: int,
+        *,
+        default_theta: float = 10000.0,
+        default_fraction: float | None = None,
+    ) -> RopeConfig:
+        """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4).
+
+        Args:
+            default_fraction: of the dimensions that are rotated, where the family can rotate a part; None is all.
+
+        Raises:
+            Unsupported: a kind or a key that we do not compute.
+            InvalidArgument: a value out of range, or two sections that contradict each other.
+        """
+        old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
+        if old and new and dict(old) != dict(new):
+            raise config.bad("rope_scaling", "and rope_parameters are both given and differ; keep one")
+        section = "rope_scaling" if old else "rope_parameters"
+        rope = JsonFields(old or new, f"config.json {section}")
+        fraction = 1.0
+        if default_fraction is None:
+            for fields in (config, rope):
+                fields.only("partial_rotary_factor", 1, 1.0, why="only fully rotated heads are supported")
+        else:
+            fraction = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", default_fraction))
+            if fraction > 1:
+                raise config.bad("partial_rotary_factor", f"is {fraction:g}; the limit is 1")
+        # transformers lets the outer length of pretraining win, which Phi-3 style checkpoints carry.
+        theta, original = config.number("rope_theta", default_theta), None
+        if cls._kind(rope) in _KINDS_WITH_LENGTH and config.has("original_max_position_embeddings"):
+            original = config.integer("original_max_position_embeddings")
+        return cls.of_section(rope, max_position_embeddings, theta, fraction=fraction, original=original)
+
+    @classmethod
+    def of_section(
+        cls,
+        rope: JsonFields,
+        max_position_embeddings: int,
+        default_theta: float,
+        *,
+        fraction: float = 1.0,
+        original: int | None = None,
+    ) -> RopeConfig:
+        """Reads one section, all of it.
+
+        Args:
+            original: the length of pretraining, where that is said elsewhere.
+
+        Raises:
+            Unsupported: a kind or a key that we do not compute.
+            InvalidArgument: a value out of range.
+        """
+        kind = cls._kind(rope)
+        theta = rope.number("rope_theta", default_theta)
+        rope.ignore(("finetuned",))
+        length = max_position_embeddings
+        if kind in _KINDS_WITH_LENGTH:
+            length = rope.integer("original_max_position_embeddings", length) if original is None else original
+            rope.ignore(("original_max_position_embeddings",))
+        if kind == "dynamic" and length != max_position_embeddings:
+            raise Unsupported(
+                f"{rope.name}: original_max_position_embeddings is {length} and max_position_embeddings "
+                f"{max_position_embeddings}; dynamic scaling starts at max_position_embeddings, so they must be equal"
+            )
+        factor = 1.0
+        if kind != "default":
+            implied = max_position_embeddings / length if kind in ("yarn", "longrope") else None
+            factor = rope.number("factor", implied)
+            if not 1 <= factor <= _MAX_FACTOR:
+                raise rope.bad("factor", f"is {factor:g}; it must be from 1 to {_MAX_FACTOR}")
+        own = _OWN_FIELDS[kind](rope) if kind in _OWN_FIELDS else {}
+        result = cls(
+            kind=kind, theta=theta, fraction=fraction, factor=factor, original_max_position_embeddings=length, **own
+        )
+        rope.finish()
+        return result
+
+    def check(self, head_dim: int) -> None:
+        """Refuses heads that it does not fit.
+
+        Raises:
+            InvalidArgument: a number of dimensions that cannot be rotated, or of factors that is not that of pairs.
+        """
+        num_dims = self.num_rotated(head_dim)
+        if num_dims < 2 or num_dims % 2:
+            raise InvalidArgument(
+                "partial_rotary_factor",
+                f"is {self.fraction:g}, so {num_dims} of {head_dim} dimensions are rotated; it must be an even number",
+            )
+        if self.kind == "dynamic" and num_dims <= 2:
+            raise InvalidArgument("head_dim", f"is {num_dims}; dynamic rotary embedding needs at least 4")
+        for name in ("short_factor", "long_factor") if self.kind == "longrope" else ():
+            if len(getattr(self, name)) != num_dims // 2:
+                raise InvalidArgument(
+                    name, f"has {len(getattr(self, name))} numbers; {num_dims} rotated dimensions need {num_dims // 2}"
+                )
+
+    @property
+    def max_prefix_len(self) -> int | None:
+        """Tokens up to which a prefix is turned alike whatever follows; None is without a limit."""
+        return self.original_max_position_embeddings if self.kind in ("dynamic", "longrope") else None
+
+    @staticmethod
+    def _kind(rope: JsonFields) -> RopeKind:
+        fallback = rope.text("type", "default")
+        kind = rope.text("rope_type", fallback)
+        kind = "longrope" if kind == "su" else kind  # what the first Phi-3 checkpoints call it
+        if kind not in get_args(RopeKind):
+            raise Unsupported(f"RoPE type {kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
+        return cast(RopeKind, kind)
+
+    def to_hf(self) -> dict[str, object]:
+        """The `rope_parameters` of config.json: the fields that this kind reads."""
+        result: dict[str, object] = {"rope_type": self.kind, "rope_theta": self.theta}
+        if self.kind != "default":
+            result["factor"] = self.factor
+        if self.fraction != 1:
+            result["partial_rotary_factor"] = self.fraction
+        if self.kind in ("llama3", "yarn", "longrope"):
+            result["original_max_position_embeddings"] = self.original_max_position_embeddings
+        if self.kind == "llama3":
+            result |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
+        if self.kind == "yarn":
+            result |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
+        if self.kind == "longrope":
+            result |= {"short_factor": list(self.short_factor), "long_factor": list(self.long_factor)}
+        if self.kind in ("yarn", "longrope"):
+            result |= {name: value for name in _OPTIONAL if (value := getattr(self, name)) is not None}
+        return result
+
+
+def _llama3(rope: JsonFields) -> dict[str, Any]:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.bad("high_freq_factor", f"is {high:g}; it must be above low_freq_factor, {low:g}")
+    return {"low_freq_factor": low, "high_freq_factor": high}
+
+
+def _yarn(rope: JsonFields) -> dict[str, Any]:
+    fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
+    if fast < slow:
+        raise rope.bad("beta_fast", f"is {fast:g}; it must be at least beta_slow, {slow:g}")
+    own: dict[str, Any] = {name: rope.number(name) for name in _OPTIONAL if rope.has(name)}
+    return own | {"beta_fast": fast, "beta_slow": slow, "truncate": rope.flag("truncate", True)}
+
+
+def _longrope(rope: JsonFields) -> dict[str, Any]:
+    own: dict[str, Any] = {name: rope.numbers(name, maximum=_MAX_FACTORS) for name in ("short_factor", "long_factor")}
+    if rope.has("attention_factor"):
+        own["attention_factor"] = rope.number("attention_factor")
+    return own
+
+
+_OWN_FIELDS: Mapping[RopeKind, Callable[[JsonFields], dict[str, Any]]] = {
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
