@@ -94,6 +94,7 @@ class AttentionCase:
     backend: Backend = "pallas-gpu"
     gpu: str = "h200"
     expected_error: str = ""
+    value_dim: int | None = None
 
     @property
     def name(self) -> str:
@@ -102,6 +103,7 @@ class AttentionCase:
         extra = "-window" if self.sliding_window else ""
         extra += "-cap" if self.soft_cap else ""
         extra += "-cascade" if self.is_cascade else ""
+        extra += f"-v{self.value_dim}" if self.value_dim else ""
         sizes = f"h{self.num_heads}-k{self.num_kv_heads}-d{self.head_dim}-b{self.block_size}"
         where = "" if self.backend == "pallas-gpu" else f"{self.gpu}-"
         return f"attention-{where}{sizes}-t{self.num_tokens}-s{self.num_rows}-{kind}{extra}"
@@ -109,7 +111,8 @@ class AttentionCase:
     def spec(self) -> AttentionSpec:
         """The static side of the call."""
         dtype = jnp.dtype(self.kv_dtype or self.dtype)
-        layout = KVLayout(4, 65_536 // self.block_size, self.block_size, self.num_kv_heads, self.head_dim, dtype, "gpu")
+        sizes = self.block_size, self.num_kv_heads, self.head_dim
+        layout = KVLayout(4, 65_536 // self.block_size, *sizes, dtype, "gpu", value_dim=self.value_dim)
         return AttentionSpec(layout, AttentionKind(self.head_dim**-0.5, self.sliding_window, self.soft_cap))
 
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
@@ -128,7 +131,8 @@ class AttentionCase:
     def _of_triton(self, lowered: jax.stages.Lowered) -> Program:
         """What has to be true of the Triton kernels: memory for parts of contexts, and little more."""
         spec, cut = self.spec(), self.triton_cut()
-        part_bytes = cut.merged_rows * self.num_kv_heads * (self.head_dim + 2) * 4
+        num_groups = self.num_heads // cut.merged_tile.group
+        part_bytes = cut.merged_rows * num_groups * ((self.value_dim or self.head_dim) + 2) * 4
         num_kernels = 2 if cut.merged_rows else 1
         max_temp_bytes = (1 << 20) + part_bytes
         return Program(
@@ -164,7 +168,7 @@ class AttentionCase:
             jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
             jax.ShapeDtypeStruct((t, self.num_heads, self.head_dim), self.dtype),
             new,
-            new,
+            new if self.value_dim is None else jax.ShapeDtypeStruct((), self.dtype),  # not read
             *(jax.ShapeDtypeStruct(shape, np.int32) for shape in ints),
             *scales,
         ]
@@ -174,9 +178,8 @@ def attend(pool: jax.Array, *rest: jax.Array, spec: AttentionSpec, backend: Back
     """The operation on arrays alone, in the order of `AttentionCase.arguments`."""
     q, k, v, slots, layer, starts, lens, tables, num_rows, *scales = rest
     rows = RaggedRows(starts, lens, tables, num_rows)
-    return paged_attention_update(
-        q, (k, v, slots), pool, layer, rows, spec, scales[0] if scales else None, backend=backend
-    )
+    new_kv = k, v if v.ndim else None, slots
+    return paged_attention_update(q, new_kv, pool, layer, rows, spec, scales[0] if scales else None, backend=backend)
 
 
 def cascade(pool: jax.Array, *rest: jax.Array, spec: AttentionSpec, backend: Backend = "pallas-gpu") -> Any:

@@ -33,7 +33,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
 from jpaged.kernels.paged_attention.gpu.tiling import TILE_ROWS
 from jpaged.kernels.paged_attention.reference import CHUNK_TOKENS, TILE_QUERIES
-from jpaged.kernels.paged_attention.triton.work import shared_rows
+from jpaged.kernels.paged_attention.triton.work import group_of, shared_rows
 
 _TPU_START_BYTES = 4e6
 _GPU_START_BYTES = 1e6
@@ -73,6 +73,7 @@ def _full_costs(backend: Backend, layout: KVLayout, num_heads: int) -> CascadeCo
     block_size, group = layout.block_size, num_heads // layout.num_kv_heads
     if layout.form == "gpu":
         is_triton = backend == "pallas-triton"
+        group = group_of(layout, num_heads) if is_triton else group
         tile_rows = shared_rows(layout, np.dtype(np.float16)) if is_triton else TILE_ROWS
         return CascadeCosts(
             granule_tokens=block_size,

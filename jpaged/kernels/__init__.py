@@ -1,11 +1,13 @@
 """Operations on device arrays, one folder each; the XLA version of an operation is its specification.
 
 attention_kind.py  what attention computes in a layer
+mixture_kind.py    how a mixture of experts chooses among them
+matrix_format.py   how a matrix is quantised
 kv_layout.py       where keys and values lie in the pool
 experts/           mixtures of experts
 heads/             queries, keys and values out of one projection
 paged_attention/   attention over blocks
-product/           products with matrices packed for CPUs
+product/           products with matrices that are quantised, or packed for CPUs
 cpu/               the library of all CPU kernels
 sampling/          tokens from logits
 """

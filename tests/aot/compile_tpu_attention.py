@@ -27,6 +27,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.spec import AttentionCall
 from jpaged.kernels.paged_attention.tpu import attention as tpu
+from jpaged.kernels.paged_attention.tpu.sizes import key_lanes
 
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
 """One of each generation; all need a whole host with libtpu 0.0.42. One chip of it is compiled for."""
@@ -50,11 +51,13 @@ class Case:
     table_width: int = 64
     sliding_window: int | None = None
     soft_cap: float | None = None
+    value_dim: int | None = None
 
     @property
     def layout(self) -> KVLayout:
         dtype = jnp.dtype(self.kv_dtype)
-        return KVLayout(2, 255, self.block_size, self.num_kv_heads, self.head_dim, dtype, "tpu")
+        heads = self.num_kv_heads, self.head_dim
+        return KVLayout(2, 255, self.block_size, *heads, dtype, "tpu", value_dim=self.value_dim)
 
     @property
     def refusal(self) -> str | None:
@@ -67,7 +70,7 @@ class Case:
     def query_bytes(self) -> int:
         """The bytes of all tokens' queries, and of one a row padded to the 16 rows of a product."""
         num_heads = self.num_tokens * self.num_kv_heads * self.group + self.num_rows * self.num_kv_heads * 16
-        return num_heads * self.layout.lanes * jnp.dtype(self.dtype).itemsize
+        return num_heads * key_lanes(self.layout) * jnp.dtype(self.dtype).itemsize
 
 
 def pairs() -> Iterator[tuple[str, Case]]:
@@ -90,6 +93,9 @@ def limits() -> Iterator[tuple[str, Case]]:
         yield topology, dataclasses.replace(MOST, num_tokens=MOST_TOKENS)
     for topology in ("v5e:2x2", "tpu7x:2x2x1"):
         yield topology, Case(16, "bfloat16", 256, 128, group=1, dtype="float32")
+    # A quarter of DeepSeek-V3's heads, and those of DeepSeek-V2-Lite.
+    yield "v6e:2x2", Case(1, "bfloat16", 576, 32, group=32, value_dim=512)
+    yield "v5p:2x2x1", Case(1, "float8_e4m3fn", 576, 128, group=16, value_dim=512)
 
 
 MOST = Case(1, "bfloat16", 128, 128, num_rows=64)
@@ -121,7 +127,7 @@ def compiled(topology: str, case: Case) -> dict[str, object]:
     new = array((t, k, case.head_dim), case.dtype)
     arguments = (
         array((t, k * case.group, case.head_dim), case.dtype),
-        (new, new, array((t,))),
+        (new, new if case.value_dim is None else None, array((t,))),
         array(case.layout.shape, case.layout.storage_dtype.name),
         array(()),
         RaggedRows(array((s + 1,)), array((s,)), array((s, case.table_width)), array(())),

@@ -32,6 +32,8 @@ QUICK = (
     AttentionCase(71, 1, 80, block_size=1, num_tokens=512, sliding_window=1000, gpu="l4", backend="pallas-triton"),
     AttentionCase(kv_dtype="float8_e4m3fn", gpu="b200", backend="pallas-triton"),
     AttentionCase(is_cascade=True, sliding_window=1024, gpu="a100", backend="pallas-triton"),
+    AttentionCase(16, 1, 576, value_dim=512, gpu="a100", backend="pallas-triton"),
+    AttentionCase(128, 1, 576, value_dim=512, num_tokens=512, kv_dtype="int8", gpu="h200", backend="pallas-triton"),
 )
 WHOLE = (*ATTENTION, *(case for case in TRITON if case.gpu in KINDS))
 

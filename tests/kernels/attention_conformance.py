@@ -75,11 +75,9 @@ _FEW: dict[str, Any] = {"num_tokens": 40}
 
 
 LATENTS: dict[str, Shape] = {
-    "small": Shape(num_kv_heads=1, head_dim=96, value_dim=64, **_FEW),
+    "small": Shape(num_heads=5, num_kv_heads=1, head_dim=96, value_dim=64, sliding_window=40, soft_cap=30.0, **_FEW),
     "deepseek": Shape(num_heads=16, num_kv_heads=1, head_dim=576, value_dim=512, dtype="bfloat16", **_FEW),
-    "uneven": Shape(num_heads=5, num_kv_heads=1, head_dim=320, value_dim=256, sliding_window=40, soft_cap=30.0, **_FEW),
-    "int8": Shape(num_kv_heads=1, head_dim=192, value_dim=128, kv_dtype="int8", **_FEW),
-    "fp8": Shape(num_kv_heads=1, head_dim=160, value_dim=128, dtype="bfloat16", kv_dtype="float8_e4m3fn", **_FEW),
+    "fp8": Shape(num_kv_heads=1, head_dim=160, value_dim=128, kv_dtype="float8_e4m3fn", **_FEW),
 }
 """Heads as multi-head latent attention has them."""
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product import quantised
-from jpaged.kernels.product.quantised import MatrixFormat, QuantisedMatrix, dequantise, multiply, quantise
+from jpaged.kernels.product.quantised import QuantisedMatrix, abstract_matrix, dequantise, multiply, quantise
 from jpaged.models.matmul import dot
 
 DEPTH, OUT = 48, (3, 10)
@@ -139,10 +140,10 @@ def test_shapes_are_known_without_numbers(name: str) -> None:
     form = FORMATS[name]
     for shape, axis in (((DEPTH, *OUT), -3), ((20, DEPTH), -1)):
         made = jax.tree.map(lambda array: (array.shape, array.dtype), quantise(normal(shape), form, axis=axis))
-        abstract = form.abstract(shape, axis, np.dtype(np.float32))
+        abstract = abstract_matrix(form, shape, axis, np.dtype(np.float32))
         assert made == jax.tree.map(lambda array: (array.shape, array.dtype), abstract)
     stacked = dataclasses.replace(form, has_group_ids=True, has_input_scale=True)
-    abstract = stacked.abstract((2, DEPTH, *OUT), -3, np.dtype(np.float32))
+    abstract = abstract_matrix(stacked, (2, DEPTH, *OUT), -3, np.dtype(np.float32))
     assert abstract.group_ids.shape == (2, DEPTH) and abstract.input_scale.shape == (2,)
     axes = quantised.component_axes(("layers", "heads", None, "embed"), -3, stacked, np.dtype(np.float32))
     assert str(jax.tree.structure(abstract)) == str(

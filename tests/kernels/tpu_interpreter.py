@@ -166,7 +166,7 @@ class Interpreted(PagedAttentionConformance):
 
     backend = "pallas-tpu"
     form = "tpu"
-    supports = Support(block_sizes=frozenset({8, 16, 32, 64, 128, 256}), latents=False)
+    supports = Support(block_sizes=frozenset({8, 16, 32, 64, 128, 256}))
     params = LATE
 
     def attend(self, q, pool, layer, rows, spec, scales):

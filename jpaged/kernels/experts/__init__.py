@@ -6,12 +6,20 @@ apply.py      the one call: who computes, and what is added behind
 reference.py  the specification: every row by itself
 sorting.py    rows sorted by expert, and back
 ragged.py     rows sorted by expert and `jax.lax.ragged_dot`, on accelerators
-tiles.py      rows sorted by expert in tiles of one expert each, on CPUs: a loop over those that there are
+tiles.py      rows sorted by expert in tiles of one expert each: a loop over those that there are, on CPUs
 cpu/          the kernel that reads packed experts
 """
 
-from jpaged.kernels.experts.apply import ExpertsBackend, apply_experts
-from jpaged.kernels.experts.routing import Routes, Routing, route
-from jpaged.kernels.experts.weights import ExpertWeights, Gate
+from jpaged.kernels.experts.apply import ExpertsBackend, ExpertsKernel, apply_experts, sum_experts
+from jpaged.kernels.experts.routing import Routes, route
+from jpaged.kernels.experts.weights import ExpertWeights
 
-__all__ = ["ExpertWeights", "ExpertsBackend", "Gate", "Routes", "Routing", "apply_experts", "route"]
+__all__ = [
+    "ExpertWeights",
+    "ExpertsBackend",
+    "ExpertsKernel",
+    "Routes",
+    "apply_experts",
+    "route",
+    "sum_experts",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import jax
@@ -10,20 +12,26 @@ import jax.numpy as jnp
 from jpaged.kernels.experts import ragged, tiles
 from jpaged.kernels.experts.cpu.experts import loaded
 from jpaged.kernels.experts.routing import Routes
-from jpaged.kernels.experts.weights import ExpertWeights, Gate
+from jpaged.kernels.experts.weights import ExpertWeights
+from jpaged.kernels.mixture_kind import Gate
 from jpaged.kernels.product import PackedMatrix
+from jpaged.kernels.product.quantised import QuantisedMatrix
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 ExpertsBackend = Literal["tiles", "ragged"]
-"""Who multiplies with matrices that are not packed."""
-
-_BACKENDS = {"tiles": tiles.apply_experts, "ragged": ragged.apply_experts}
+"""Who multiplies with matrices that are not packed: a loop, as CPUs like it, or groups, as TPUs do."""
+ExpertsKernel = Callable[[jax.Array, Routes, ExpertWeights, Gate], jax.Array]
+"""What computes `sum_experts`: on several devices their parts, and the sum of those."""
 
 
 def apply_experts(
-    x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate, backend: ExpertsBackend = "tiles"
+    x_te: Float[Array, "T E"],
+    routes: Routes,
+    weights: ExpertWeights,
+    gate: Gate,
+    kernel: ExpertsKernel | None = None,
 ) -> Float[Array, "T E"]:
     """The weighted sum of what its experts make of each row, accumulated and returned in float32.
 
@@ -32,16 +40,34 @@ def apply_experts(
 
     Args:
         x_te: float32 or bfloat16, as the matrices; between the two products it is rounded to that.
-        weights: packed ones are read by the CPU's kernel, whatever the backend.
+        kernel: computes all but the last bias; None is `sum_experts`.
     """
-    if isinstance(weights.gate, PackedMatrix):
-        y_te = loaded().apply(x_te, routes, weights, gate)
-    else:
-        y_te = _BACKENDS[backend](x_te, routes, weights, gate)
+    without_bias = dataclasses.replace(weights, down_bias=None)
+    y_te = (kernel or sum_experts)(x_te, routes, without_bias, gate)
     if weights.down_bias is None:
         return y_te
-    num_experts = len(weights.down_bias)
+    num_experts = weights.num_experts
     bias_tke = weights.down_bias[jnp.minimum(routes.ids_tk, num_experts - 1)].astype(jnp.float32)
     weights_tk = jnp.where(routes.ids_tk < num_experts, routes.weights_tk, 0.0)
-    mixed: jax.Array = jnp.sum(weights_tk[..., None] * bias_tke, axis=1)
-    return y_te + mixed
+    mixed_te: jax.Array = jnp.sum(weights_tk[..., None] * bias_tke, axis=1)
+    return y_te + mixed_te
+
+
+def sum_experts(
+    x_te: Float[Array, "T E"],
+    routes: Routes,
+    weights: ExpertWeights,
+    gate: Gate,
+    backend: ExpertsBackend = "tiles",
+) -> Float[Array, "T E"]:
+    """Computes `apply_experts` without the last bias, on one device.
+
+    Packed matrices are read by the CPU's kernel, and quantised ones in a loop, whatever the backend.
+    """
+    if isinstance(weights.gate, PackedMatrix):
+        return loaded().apply(x_te, routes, weights, gate)
+    if backend == "tiles":
+        return tiles.apply_experts(x_te, routes, weights, gate)
+    if isinstance(weights.gate, QuantisedMatrix):
+        return tiles.apply_experts(x_te, routes, weights, gate, tiles.rows_for(routes, weights.num_experts))
+    return ragged.apply_experts(x_te, routes, weights, gate)

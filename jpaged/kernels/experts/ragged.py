@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.sorting import SortedRows
-from jpaged.kernels.experts.weights import ExpertWeights, Gate
+from jpaged.kernels.experts.weights import ExpertWeights, join
+from jpaged.kernels.mixture_kind import Gate
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def apply_experts(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate) -> Float[Array, "T E"]:
     """The weighted sum of what its experts make of each row, without the last bias, in float32."""
-    num_experts = len(weights.gate)
+    num_experts = weights.num_experts
     rows = SortedRows.of(routes, num_experts)
     experts_p = jnp.minimum(rows.experts_p, num_experts - 1)
 
@@ -32,5 +33,5 @@ def apply_experts(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeig
         return y_po if bias_xo is None else y_po + bias_xo[experts_p].astype(jnp.float32)
 
     x_pe = x_te[rows.tokens_p]
-    inner = gate(project(x_pe, weights.gate, weights.gate_bias), project(x_pe, weights.up, weights.up_bias))
+    inner = join(gate, project(x_pe, weights.gate, weights.gate_bias), project(x_pe, weights.up, weights.up_bias))
     return rows.sum(project(inner.astype(x_te.dtype), weights.down, None), routes, num_experts)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.experts.routing import Routes
-from jpaged.kernels.experts.weights import ExpertWeights, Gate
+from jpaged.kernels.experts.weights import ExpertWeights, join
+from jpaged.kernels.mixture_kind import Gate
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def apply_experts(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate) -> Float[Array, "T E"]:
     """The weighted sum of what its experts make of each row, without the last bias, in float32."""
-    ids, is_sent = jnp.minimum(routes.ids_tk, len(weights.gate) - 1), routes.ids_tk < len(weights.gate)
+    ids, is_sent = jnp.minimum(routes.ids_tk, weights.num_experts - 1), routes.ids_tk < weights.num_experts
 
     def project(x: jax.Array, kernel_xio: jax.Array, bias_xo: jax.Array | None) -> jax.Array:
         matrices = kernel_xio[ids].astype(jnp.float32)
@@ -25,6 +26,6 @@ def apply_experts(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeig
         return y if bias_xo is None else y + bias_xo[ids].astype(jnp.float32)
 
     x = jnp.broadcast_to(x_te[:, None], (*ids.shape, x_te.shape[1]))
-    inner = gate(project(x, weights.gate, weights.gate_bias), project(x, weights.up, weights.up_bias))
+    inner = join(gate, project(x, weights.gate, weights.gate_bias), project(x, weights.up, weights.up_bias))
     y_tke = project(inner.astype(x_te.dtype), weights.down, None)
     return jnp.sum(jnp.where(is_sent[..., None], y_tke * routes.weights_tk[..., None], 0.0), axis=1)

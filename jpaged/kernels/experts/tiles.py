@@ -1,22 +1,24 @@
-"""Experts by tiles of rows, in a loop over the tiles that there are: XLA on CPUs reads no expert that has no row.
+"""Experts by tiles of rows, in a loop over those that there are: XLA reads no expert that has no row.
 
     sorted rows   a a a a a a a a a a b c c c      tiles of 8: a, a, b, c
                   └ tile 0 ──┘└ 1 ──...            a tile may reach into the next expert's rows, which
                               └ 1 ┘└ 2 ...         writes them again behind it
 
-A tile has as many rows whatever the batch, so that a row's sums are made in one order whatever the others are.
+On CPUs a tile has as many rows whatever the batch, so that a row's sums are made in one order whatever the others are.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.sorting import SortedRows
-from jpaged.kernels.experts.weights import ExpertWeights, Gate
+from jpaged.kernels.experts.weights import ExpertWeights, join
+from jpaged.kernels.mixture_kind import Gate
+from jpaged.kernels.product.quantised import QuantisedMatrix, multiply
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -25,32 +27,49 @@ ROWS = 8
 """Rows of a tile: so many that reading a matrix and multiplying with it take equally long on a core with AVX-512."""
 
 
-def apply_experts(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate) -> Float[Array, "T E"]:
-    """The weighted sum of what its experts make of each row, without the last bias, in float32."""
-    num_experts = len(weights.gate)
-    rows = SortedRows.of(routes, num_experts)
-    x_pe = jnp.pad(x_te[rows.tokens_p], ((0, ROWS), (0, 0)))
-    ends_x = jnp.cumsum(rows.counts_x)
-    tile_ends_x = jnp.cumsum(-(-rows.counts_x // ROWS))
+_MOST_ROWS = 128
 
-    def multiply(i: jax.Array, y_pe: jax.Array) -> jax.Array:
+
+def rows_for(routes: Routes, num_experts: int) -> int:
+    """Rows of a tile where a product takes long for each tile: as many as an expert has, were rows spread evenly."""
+    even = -(-routes.ids_tk.size // num_experts)
+    return min(max(ROWS, 1 << (even - 1).bit_length()), _MOST_ROWS)
+
+
+def apply_experts(
+    x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate, num_rows: int = ROWS
+) -> Float[Array, "T E"]:
+    """The weighted sum of what its experts make of each row, without the last bias, in float32."""
+    num_experts = weights.num_experts
+    rows = SortedRows.of(routes, num_experts)
+    x_pe = jnp.pad(x_te[rows.tokens_p], ((0, num_rows), (0, 0)))
+    ends_x = jnp.cumsum(rows.counts_x)
+    tile_ends_x = jnp.cumsum(-(-rows.counts_x // num_rows))
+
+    def add_tile(i: jax.Array, y_pe: jax.Array) -> jax.Array:
         expert = jnp.searchsorted(tile_ends_x, i, side="right")
         own = _expert(weights, expert)
-        num_tiles = -(-rows.counts_x[expert] // ROWS)
-        first = ends_x[expert] - rows.counts_x[expert] + (i - (tile_ends_x[expert] - num_tiles)) * ROWS
-        x = jax.lax.dynamic_slice_in_dim(x_pe, first, ROWS)
-        inner = gate(_project(x, own.gate, own.gate_bias), _project(x, own.up, own.up_bias)).astype(x.dtype)
+        num_tiles = -(-rows.counts_x[expert] // num_rows)
+        first = ends_x[expert] - rows.counts_x[expert] + (i - (tile_ends_x[expert] - num_tiles)) * num_rows
+        x = jax.lax.dynamic_slice_in_dim(x_pe, first, num_rows)
+        inner = join(gate, _project(x, own.gate, own.gate_bias), _project(x, own.up, own.up_bias)).astype(x.dtype)
         return jax.lax.dynamic_update_slice_in_dim(y_pe, _project(inner, own.down, None), first, 0)
 
     empty = jnp.zeros((len(x_pe), x_te.shape[1]), jnp.float32)
-    return rows.sum(jax.lax.fori_loop(0, tile_ends_x[-1], multiply, empty), routes, num_experts)
+    return rows.sum(jax.lax.fori_loop(0, tile_ends_x[-1], add_tile, empty), routes, num_experts)
 
 
-def _expert(weights: ExpertWeights, expert: jax.Array) -> Any:
-    return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, expert, keepdims=False), weights)
+def _expert(weights: ExpertWeights, expert: jax.Array) -> ExpertWeights:
+    own: ExpertWeights = jax.tree.map(
+        lambda array: jax.lax.dynamic_index_in_dim(array, expert, keepdims=False), weights
+    )
+    return own
 
 
-def _project(x_ti: jax.Array, kernel_io: jax.Array, bias_o: jax.Array | None) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if x_ti.dtype == jnp.float32 else None
-    y_to = jax.lax.dot(x_ti, kernel_io, precision=precision, preferred_element_type=jnp.float32)
+def _project(x_ti: jax.Array, kernel_io: jax.Array | QuantisedMatrix, bias_o: jax.Array | None) -> jax.Array:
+    if isinstance(kernel_io, QuantisedMatrix):
+        y_to = multiply(x_ti, kernel_io)
+    else:
+        precision = jax.lax.Precision.HIGHEST if x_ti.dtype == jnp.float32 else None
+        y_to = jax.lax.dot(x_ti, kernel_io, precision=precision, preferred_element_type=jnp.float32)
     return y_to if bias_o is None else y_to + bias_o.astype(jnp.float32)

@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from jpaged.kernels.mixture_kind import Gate
+from jpaged.kernels.product import PackedMatrix
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """How a gate and an up become one number, in float32. Hashable, static under jit.
-
-    Attributes:
-        kind: `silu`, silu(gate) * up; or `clamped`, (up + 1) * gate * sigmoid(alpha * gate), of gates that are at most
-            `limit` and ups between minus it and it (gpt-oss).
-    """
-
-    kind: Literal["silu", "clamped"] = "silu"
-    alpha: float = 1.0
-    limit: float = float("inf")
-
-    def __call__(self, gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Joins gates and ups."""
-        if self.kind == "silu":
-            return jax.nn.silu(gate) * up
-        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 @jax.tree_util.register_dataclass
@@ -39,8 +21,8 @@ class ExpertWeights:
     """What the experts of a layer compute with: down(gate(x Wg + bg, x Wu + bu)) + bd.
 
     Attributes:
-        gate, up: `[X, E, F]`, or packed.
-        down: `[X, F, E]`, or packed.
+        gate, up: `[X, E, F]`, quantised or not, or packed as `[E, X, F]` in X parts.
+        down: `[X, F, E]`, likewise.
         gate_bias, up_bias: `[X, F]`, or None.
         down_bias: `[X, E]`, or None.
     """
@@ -51,3 +33,18 @@ class ExpertWeights:
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """X."""
+        if isinstance(self.gate, PackedMatrix):
+            return self.gate.num_parts
+        return int(self.gate.shape[0])
+
+
+def join(gate: Gate, gates: Float[Array, "..."], ups: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Makes one number of a gate and an up, in float32."""
+    if gate.kind == "silu":
+        return jax.nn.silu(gates) * ups
+    gates, ups = jnp.minimum(gates, gate.limit), jnp.clip(ups, -gate.limit, gate.limit)
+    return (ups + 1) * gates * jax.nn.sigmoid(gate.alpha * gates)

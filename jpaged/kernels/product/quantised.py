@@ -20,88 +20,30 @@ kernel of CPUs makes its own of it (`jpaged.kernels.product.packed`).
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-Values = Literal["int8", "int4", "fp8", "mxfp4"]
-Activations = Literal["int8", "fp8", "fp8-groups"]
-"""What rows are rounded to before a product: int8 or fp8 with a scale a row, or fp8 with a scale a row and group."""
+from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES, Activations, MatrixFormat, Values
 
-VALUE_DTYPES: Mapping[Values, np.dtype] = {
-    "int8": np.dtype(np.int8),
-    "int4": np.dtype(ml_dtypes.int4),
-    "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
-    "mxfp4": np.dtype(ml_dtypes.float4_e2m1fn),
-}
-LARGEST: Mapping[Values, float] = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "mxfp4": 6.0}
-"""The largest number of each kind, which the largest weight of a group becomes."""
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixFormat:
-    """How a matrix is quantised, as far as its shapes and its product go.
-
-    Attributes:
-        values: the type of its numbers.
-        group_size: numbers of a column that share a scale; None is all of them.
-        has_zeros: groups have zero points (of integers alone).
-        has_group_ids: the group of a number is listed rather than counted (GPTQ's desc_act).
-        activations: what rows are rounded to before the product.
-        has_input_scale: with one scale that the checkpoint brings, rather than with what each row asks for.
-    """
-
-    values: Values
-    group_size: int | None = None
-    has_zeros: bool = False
-    has_group_ids: bool = False
-    activations: Activations | None = None
-    has_input_scale: bool = False
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The type of the values."""
-        return VALUE_DTYPES[self.values]
-
-    def num_groups(self, depth: int) -> int:
-        """Groups of a column of this depth."""
-        return 1 if self.group_size is None else -(-depth // self.group_size)
-
-    def split(self, depth: int, num_parts: int) -> MatrixFormat:
-        """The same with groups so small that none is cut where the depth ends, or is split into so many parts.
-
-        The scales of a group that is cut are repeated. Groups that are listed are not split: scales are whole then.
-        """
-        if self.group_size is None or self.has_group_ids or depth % num_parts:
-            return self
-        return dataclasses.replace(self, group_size=math.gcd(self.group_size, depth // num_parts))
-
-    def abstract(self, shape: tuple[int, ...], axis: int, dtype: np.dtype) -> QuantisedMatrix:
-        """The shapes of a matrix whose leaf has this shape.
-
-        Args:
-            axis: the contracted one, counted from the end.
-            dtype: of the model.
-        """
-        groups = list(shape)
-        groups[axis] = self.num_groups(shape[axis])
-        outer = shape[: num_outer(len(shape), axis)]
-        return QuantisedMatrix(
-            jax.ShapeDtypeStruct(shape, self.dtype),
-            jax.ShapeDtypeStruct(tuple(groups), np.dtype(np.float32)),
-            jax.ShapeDtypeStruct(tuple(groups), np.dtype(np.int8)) if self.has_zeros else None,
-            jax.ShapeDtypeStruct((*outer, shape[axis]), np.dtype(np.int32)) if self.has_group_ids else None,
-            jax.ShapeDtypeStruct(outer, np.dtype(np.float32)) if self.has_input_scale else None,
-            axis=axis,
-            activations=self.activations,
-            dtype=np.dtype(dtype),
-        )
+__all__ = [
+    "LARGEST",
+    "VALUE_DTYPES",
+    "Activations",
+    "MatrixFormat",
+    "QuantisedMatrix",
+    "Values",
+    "abstract_matrix",
+    "component_axes",
+    "dequantise",
+    "multiply",
+    "quantise",
+    "round_rows",
+    "round_to",
+]
 
 
 @jax.tree_util.register_dataclass
@@ -169,6 +111,28 @@ class QuantisedMatrix:
 def num_outer(rank: int, axis: int) -> int:
     """Axes of a leaf before the matrix's own, of layers or experts."""
     return rank - 2 if axis == -1 else rank + axis
+
+
+def abstract_matrix(form: MatrixFormat, shape: tuple[int, ...], axis: int, dtype: np.dtype) -> QuantisedMatrix:
+    """The shapes of a matrix whose leaf has this shape.
+
+    Args:
+        axis: the contracted one, counted from the end.
+        dtype: of the model.
+    """
+    groups = list(shape)
+    groups[axis] = form.num_groups(shape[axis])
+    outer = shape[: num_outer(len(shape), axis)]
+    return QuantisedMatrix(
+        jax.ShapeDtypeStruct(shape, form.dtype),
+        jax.ShapeDtypeStruct(tuple(groups), np.dtype(np.float32)),
+        jax.ShapeDtypeStruct(tuple(groups), np.dtype(np.int8)) if form.has_zeros else None,
+        jax.ShapeDtypeStruct((*outer, shape[axis]), np.dtype(np.int32)) if form.has_group_ids else None,
+        jax.ShapeDtypeStruct(outer, np.dtype(np.float32)) if form.has_input_scale else None,
+        axis=axis,
+        activations=form.activations,
+        dtype=np.dtype(dtype),
+    )
 
 
 def component_axes(axes: tuple[str | None, ...], axis: int, form: MatrixFormat, dtype: np.dtype) -> QuantisedMatrix:

@@ -57,7 +57,7 @@ def main() -> None:
         )
     else:
         closed = (guarded(matrix, NUM_EXPERTS) for matrix in (weights.gate, weights.up, weights.down))
-    run = jax.jit(functools.partial(apply_experts, gate=SILU, backend="tiles"))
+    run = jax.jit(functools.partial(apply_experts, gate=SILU))
     weights = ExpertWeights(*closed)
     np.testing.assert_allclose(run(jnp.asarray(x), routes, weights), want, rtol=0, atol=1e-5)
     print("unread", flush=True)

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jpaged.kernels import product
-from jpaged.kernels.experts import ExpertWeights, Gate, Routes
+from jpaged.kernels.experts import ExpertWeights, Routes
+from jpaged.kernels.mixture_kind import Gate
 
 SILU = Gate()
 CLAMPED = Gate("clamped", alpha=1.702, limit=0.5)
@@ -52,7 +53,7 @@ def random_routes(num_tokens: int, num_experts: int, top_k: int, num_in_use: int
 
 def expected(x: np.ndarray, routes: Routes, weights: ExpertWeights, gate: Gate) -> np.ndarray:
     """Row by row and expert by expert."""
-    num_experts, y = len(weights.gate), np.zeros(x.shape)
+    num_experts, y = weights.num_experts, np.zeros(x.shape)
     kernels = [np.asarray(kernel, np.float64) for kernel in (weights.gate, weights.up, weights.down)]
     given = (weights.gate_bias, weights.up_bias, weights.down_bias)
     biases = [np.zeros((num_experts, 1)) if bias is None else np.asarray(bias, np.float64) for bias in given]

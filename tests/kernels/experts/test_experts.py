@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, Literal
 
@@ -10,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.kernels.experts import ExpertWeights, Gate, Routes, apply_experts, reference
+from jpaged.kernels.experts import ExpertWeights, Routes, apply_experts, reference, sum_experts
 from jpaged.kernels.experts.cpu import experts as cpu
 from jpaged.kernels.experts.cpu.experts import CpuExperts
+from jpaged.kernels.mixture_kind import Gate
+from jpaged.kernels.product.quantised import MatrixFormat, dequantise, quantise
 from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels.experts.mixtures import CLAMPED, SILU, expected, mixture, numbers, packed, random_routes
 
@@ -30,7 +33,7 @@ def run(who: Who, x: Any, routes: Routes, weights: ExpertWeights, gate: Gate = S
     elif who == "cpu":
         called, weights = functools.partial(apply_experts, gate=gate), packed(weights)
     else:
-        called = functools.partial(apply_experts, gate=gate, backend=who)
+        called = functools.partial(apply_experts, gate=gate, kernel=functools.partial(sum_experts, backend=who))
     return np.asarray(jax.jit(called, compiler_options=options)(jnp.asarray(x), routes, weights))
 
 
@@ -118,6 +121,18 @@ def test_routes_to_a_part_of_the_experts_add_up_to_all() -> None:
         own = ExpertWeights(*(array[first : first + 3] for array in _arrays(weights)))
         parts.append(run("tiles", x, routes.part(jnp.int32(first), 3), own))
     np.testing.assert_allclose(sum(parts), run("tiles", x, routes, weights), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [MatrixFormat("int8"), MatrixFormat("int4", group_size=16)], ids=["int8", "int4"])
+@pytest.mark.parametrize("who", ["tiles", "ragged"])
+def test_quantised_experts_are_multiplied_as_what_they_stand_for(who: Who, form: MatrixFormat) -> None:
+    weights, x, routes = mixture(6, 48, 32, "float32"), numbers((21, 48), "float32"), random_routes(21, 6, 2)
+    names = ("gate", "up", "down")
+    quantised: dict[str, Any] = {name: quantise(getattr(weights, name), form, axis=-2) for name in names}
+    stands_for: dict[str, Any] = {name: dequantise(matrix) for name, matrix in quantised.items()}
+    want = expected(x, routes, dataclasses.replace(weights, **stands_for), SILU)
+    got = run(who, x, routes, dataclasses.replace(weights, **quantised))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
 
 
 def test_operands_that_contradict_each_other_are_refused() -> None:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.kernels.experts import Routing, route
+from jpaged.kernels.experts import route
+from jpaged.kernels.mixture_kind import Routing
 
 RULES = {
     "softmax": Routing(12, 3),

@@ -91,6 +91,11 @@ def test_decodes_of_heads_that_share_lanes_in_pairs(
     suite.check(RAGGED["decodes"], shape)
 
 
+def test_latents_of_several_pieces_are_stored_and_seen() -> None:
+    shape = Shape(num_kv_heads=1, head_dim=320, value_dim=256, num_tokens=40, dtype="bfloat16")
+    Late().check_update("mixed", shape)
+
+
 @pytest.mark.long
 def test_all_numbers_of_float8_come_out_of_both_kernels() -> None:
     """As values of a row's only key; those below 2^-6 may be zero where a row decodes."""

@@ -22,6 +22,7 @@ from tests.kernels.tpu.tpu_checks import (
     decodes_in_a_window,
     decodes_of_8_bits,
     ids_outside,
+    latents,
     mixed,
     padding,
     pairs,
@@ -60,6 +61,22 @@ WAIT = "            fetch(scalars, core, step, c, refs, kept, plan)[1](buffer_of
 UNPACK = "            unpack(kept, buffer_of(this_turn), chunk, segments.begin[step], segments.end[step], plan)\n"
 
 FAULTS = (
+    Fault(
+        "the last pieces of a latent are its value where a row decodes",
+        STAGES,
+        "_pieces(numbers, plan.value_lanes)",
+        "_pieces(numbers, plan.key_lanes)[-plan.value_lanes // words.LANES :]",
+        latents,
+        Late(),
+    ),
+    Fault(
+        "the last pieces of a latent are its value in a chunk",
+        CHUNK_STAGES,
+        "kept.rows[item.value_row, :, : plan.value_lanes]",
+        "kept.rows[item.value_row, :, -plan.value_lanes :]",
+        latents,
+        Late(),
+    ),
     Fault(
         "single tokens are not waited for",
         STORE,
@@ -412,8 +429,8 @@ FAULTS = (
     Fault(
         "a core reads what a tile's other queries have for another's heads",
         CHUNKS,
-        "core * plan.lanes, plan.lanes)",
-        "0 * plan.lanes, plan.lanes)",
+        "core * plan.output_lanes, plan.output_lanes)",
+        "0 * plan.output_lanes, plan.output_lanes)",
         chunks_on_two_cores,
         Late(),
     ),

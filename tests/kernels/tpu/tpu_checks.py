@@ -70,6 +70,12 @@ def pairs(suite: Interpreted) -> None:
     suite.check(RAGGED["decodes"], Shape(head_dim=64, num_heads=6, num_kv_heads=3, num_tokens=8, dtype="bfloat16"))
 
 
+def latents(suite: Interpreted) -> None:
+    """Two pieces each, the first of which is the value."""
+    shape = Shape(num_kv_heads=1, head_dim=192, value_dim=128, num_rows=4, num_tokens=24, dtype="bfloat16")
+    suite.check([(1, 40), (20, 20)], shape)
+
+
 def padding(suite: Interpreted) -> None:
     suite.test_padding_tokens_are_zero_whatever_their_queries()
 

@@ -19,6 +19,7 @@ from jpaged.kernels.paged_attention.spec import ContextPart
 from jpaged.kernels.paged_attention.triton import attention as triton
 from jpaged.kernels.paged_attention.triton.kernel import words_of
 from tests.kernels.attention_conformance import (
+    LATENTS,
     RAGGED,
     Shape,
     Support,
@@ -32,7 +33,7 @@ class Interpreted(GpuPromises):
     """The conformance suite's calls, interpreted."""
 
     backend = "pallas-triton"
-    supports = Support(head_dims=frozenset(range(16, 257, 16)), latents=False, max_group=128)
+    supports = Support(head_dims=frozenset([*range(16, 257, 16), 576]), max_group=128)
     part_chunks: int | None = None
     """Chunks of the shortest part, for contexts that are too short for the rule's."""
 
@@ -77,6 +78,8 @@ QUICK: dict[str, tuple[list[tuple[int, int]], Shape, int | None]] = {
     "pieces": ([(3, 140), (1, 64)], Shape(dtype="bfloat16", num_heads=7, num_kv_heads=1, head_dim=80), None),
     "int8": ([(1, 150), (9, 20)], Shape(kv_dtype="int8", block_size=48), None),
     "fp8": ([(1, 150), (9, 20)], Shape(kv_dtype="float8_e4m3fn", head_dim=64), 2),
+    "latents": ([(1, 150), (9, 20)], Shape(num_heads=24, num_kv_heads=1, head_dim=96, value_dim=64), 2),
+    "latents of 8 bits": ([(1, 90), (9, 20)], LATENTS["fp8"], None),
     "words of one number": ([(1, 50), (9, 20)], Shape(kv_dtype="float8_e4m3fn", head_dim=16), None),
 }
 
@@ -120,6 +123,20 @@ def test_what_the_kernels_cannot_do_is_refused_with_numbers(
     queries = Queries(num_heads, jnp.dtype(dtype), 8, 4, 16)
     with pytest.raises(Unsupported, match=f"attention backend pallas-triton: {reason}"):
         implementation("pallas-triton", AttentionSpec(layout, AttentionKind(1.0)), queries)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "value_dim", "reason"),
+    [
+        ("bfloat16", 576, 512, None),
+        ("bfloat16", 576, 500, "latents of 576 and 500 numbers are not multiples of 32 up to 640"),
+        ("bfloat16", 1024, 512, "latents of 1024 and 512 numbers are not multiples of 32 up to 640"),
+        ("float32", 576, 512, "latents of 576 numbers need 110592 bytes of shared memory; the limit is 101376"),
+    ],
+)
+def test_latents_that_do_not_fit_are_refused(dtype: str, head_dim: int, value_dim: int, reason: str | None) -> None:
+    layout = KVLayout(1, 8, 16, 1, head_dim, jnp.dtype(dtype), "gpu", value_dim=value_dim)
+    assert triton.unsupported_reason(layout, Queries(128, jnp.dtype(dtype), 8, 4, 16)) == reason
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])

@@ -17,7 +17,8 @@ import numpy as np
 from jpaged.errors import InternalError
 from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
 from jpaged.kernels.experts.routing import Routes
-from jpaged.kernels.experts.weights import ExpertWeights, Gate
+from jpaged.kernels.experts.weights import ExpertWeights
+from jpaged.kernels.mixture_kind import Gate
 from jpaged.kernels.product import PackedMatrix
 
 if TYPE_CHECKING:
@@ -45,15 +46,16 @@ class CpuExperts:
             x_te: float32 or bfloat16, as the matrices.
             weights: matrices packed as `[K, X, N]` in X parts.
         """
-        packed = weights.gate
-        assert isinstance(packed, PackedMatrix)
+        matrices = [matrix for matrix in (weights.gate, weights.up, weights.down) if isinstance(matrix, PackedMatrix)]
+        if len(matrices) != 3:
+            raise InternalError("some matrices of the experts are packed, and others are not")
         none = jnp.zeros((0,), x_te.dtype)
         biases = (none if bias is None else bias for bias in (weights.gate_bias, weights.up_bias))
         run = jax.ffi.ffi_call(f"{NAME}_experts", jax.ShapeDtypeStruct(x_te.shape, jnp.float32))
         y_te: jax.Array = run(
-            *(x_te, routes.ids_tk, routes.weights_tk, packed.blocks, weights.up.blocks, weights.down.blocks, *biases),
-            num_experts=np.int64(packed.num_parts),
-            inner=np.int64(packed.num_columns),
+            *(x_te, routes.ids_tk, routes.weights_tk, *(matrix.blocks for matrix in matrices), *biases),
+            num_experts=np.int64(weights.num_experts),
+            inner=np.int64(matrices[0].num_columns),
             is_clamped=np.int64(gate.kind == "clamped"),
             alpha=np.float32(gate.alpha),
             limit=np.float32(gate.limit),

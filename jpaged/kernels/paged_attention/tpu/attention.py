@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.kv_layout import KVLayout, output_dim
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, NewKV, Queries, Updated
 from jpaged.kernels.paged_attention.tpu import sizes as sizing
 from jpaged.kernels.paged_attention.tpu.chunks import call as chunks
@@ -35,6 +35,7 @@ __all__ = ["attend", "prepare", "unsupported_device_reason", "unsupported_reason
 _QUERY_DTYPES = ("float32", "bfloat16")
 _KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
 _MAX_HEAD_DIM = 256
+_MAX_LATENT_DIM = 640
 
 
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
@@ -47,10 +48,9 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
         return f"kv_dtype {layout.dtype.name} is none of {', '.join(_KV_DTYPES)}"
     if layout.block_size not in sizing.BLOCK_SIZES:
         return f"block_size {layout.block_size} is none of {', '.join(map(str, sizing.BLOCK_SIZES))}"
-    if layout.value_dim is not None:
-        return "keys are latents, of which values are a part"
-    if layout.head_dim > _MAX_HEAD_DIM:
-        return f"head_dim {layout.head_dim} is above the limit of {_MAX_HEAD_DIM}"
+    most = _MAX_HEAD_DIM if layout.value_dim is None else _MAX_LATENT_DIM
+    if layout.head_dim > most:
+        return f"head_dim {layout.head_dim} is above the limit of {most}"
     refusal = decode_sizes.refusal(layout, queries.num_heads) or chunk_sizes.refusal(layout, queries.num_heads)
     if refusal is not None:
         return refusal
@@ -80,7 +80,7 @@ def update(call: AttentionCall, new_kv: NewKV | None) -> Updated:
 
     layout, (num_tokens, num_heads, head_dim) = call.spec.layout, call.q_thd.shape
     # A token's heads beside each other, as the projection leaves them, and as the product behind takes the outputs.
-    padding = ((0, num_padding(call.spec, call.queries)), (0, 0), (0, layout.lanes - head_dim))
+    padding = ((0, num_padding(call.spec, call.queries)), (0, 0), (0, sizing.key_lanes(layout) - head_dim))
     q_tw = jnp.pad(call.q_thd, padding).reshape(num_tokens + padding[0][1], -1)
     o_tw, lse, pool = decode.attend(call, q_tw, lists, new_kv)
     lse_th = jnp.where(lists.decodes.is_ours_t[:, None], lse, -jnp.inf)
@@ -88,8 +88,8 @@ def update(call: AttentionCall, new_kv: NewKV | None) -> Updated:
         o_tw, lse = chunks.attend(call, lists.chunks, lists.tables, _scales(call), pool, q_tw, o_tw)
         lse_th = jnp.where(lists.chunks.is_ours_t[:, None], lse, lse_th)
     first_lane = layout.lanes // 2 if layout.is_joined else 0
-    o_thl = o_tw.reshape(-1, num_heads, layout.lanes)[:num_tokens]
-    return o_thl[:, :, first_lane : first_lane + head_dim], lse_th, pool
+    o_thl = o_tw.reshape(-1, num_heads, sizing.value_lanes(layout))[:num_tokens]
+    return o_thl[:, :, first_lane : first_lane + output_dim(layout)], lse_th, pool
 
 
 def _scales(call: AttentionCall) -> jax.Array:

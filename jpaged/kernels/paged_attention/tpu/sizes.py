@@ -38,6 +38,16 @@ _LANES = 128
 TUNED = Path(__file__).parent / "tuned"
 
 
+def key_lanes(layout: KVLayout) -> int:
+    """Lanes that a key fills, and a query head: of a latent those of all its pieces."""
+    return layout.lanes if layout.value_dim is None else _up(layout.head_dim, _LANES)
+
+
+def value_lanes(layout: KVLayout) -> int:
+    """Lanes that a value fills, and a query head's output."""
+    return layout.lanes if layout.value_dim is None else _up(layout.value_dim, _LANES)
+
+
 def measured(
     layout: KVLayout, num_heads: int, *, is_decode: bool, device_kind: str, folder: Path = TUNED
 ) -> dict[str, Any] | None:
@@ -80,6 +90,7 @@ def _key(layout: KVLayout, num_heads: int, *, is_decode: bool) -> dict[str, obje
         "head_dim": layout.head_dim,
         "block_size": layout.block_size,
         "kv_dtype": layout.dtype.name,
+        **({} if layout.value_dim is None else {"value_dim": layout.value_dim}),
     }
 
 

@@ -18,22 +18,25 @@ import jax.numpy as jnp
 
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, ContextPart, Queries
-from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut, plan
+from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut, group_of, latent_bytes, plan
 
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
 _MAX_HEAD_DIM = 256
+_MAX_LATENT_DIM = 640
 _MAX_GROUP = 128
+_SHARED_BYTES = 101_376
+"""What a block of threads may have where it is least: on GPUs of compute capability 8.6, 8.9 and 12."""
 _MIN_CAPABILITY = (8, 0)
 _TRITON = "jax.experimental.pallas.triton"
 
 
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     """Why a call cannot run here, or None."""
-    group, dtype = queries.num_heads // layout.num_kv_heads, queries.dtype.name
+    group, dtype = group_of(layout, queries.num_heads), queries.dtype.name
     if dtype not in _QUERY_DTYPES:
         return f"queries are {dtype}; they have to be {', '.join(_QUERY_DTYPES)}"
     if layout.value_dim is not None:
-        return "keys are latents, of which values are a part"
+        return _latents_reason(layout, layout.value_dim, queries)
     if layout.head_dim % 16 or layout.head_dim > _MAX_HEAD_DIM:
         return f"head_dim {layout.head_dim} is not a multiple of 16 up to {_MAX_HEAD_DIM}"
     if group > _MAX_GROUP:
@@ -43,6 +46,14 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
             f"the pool has {layout.num_bytes} bytes in heads of {layout.head_dim} numbers of 8 bits; from {1 << 31} to "
             f"{1 << 32} bytes they have to be a multiple of 32"
         )
+    return None
+
+
+def _latents_reason(layout: KVLayout, value_dim: int, queries: Queries) -> str | None:
+    if layout.head_dim % 32 or value_dim % 32 or layout.head_dim > _MAX_LATENT_DIM:
+        return f"latents of {layout.head_dim} and {value_dim} numbers are not multiples of 32 up to {_MAX_LATENT_DIM}"
+    if (need := latent_bytes(layout, queries.dtype)) > _SHARED_BYTES:
+        return f"latents of {layout.head_dim} numbers need {need} bytes of shared memory; the limit is {_SHARED_BYTES}"
     return None
 
 

@@ -6,7 +6,8 @@
 
 The compiler turns the loop into a pipeline: while a chunk is multiplied, the next one's keys and values are on their
 way (cp.async). A key is found by its block's id alone, so that blocks may be of any size. Head sizes that are no power
-of two are cut into powers of two, as arrays of a program have such axes only: 80 is 64 and 16.
+of two are cut into powers of two, as arrays of a program have such axes only: 80 is 64 and 16. A latent is cut behind
+its value, which is so many of its pieces, and read once.
 
 Numbers of 8 bits come in pairs, as words of 16: Triton counts the elements before one with 31 bits, of which a pool of
 4 GiB would need 32. Even columns and odd ones are multiplied apart. Ampere converts no floats of 8 bits, so that it is
@@ -30,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.kv_layout import KVLayout, output_dim
 from jpaged.kernels.paged_attention.spec import Attended, AttentionSpec
 from jpaged.kernels.paged_attention.triton.work import Cut, ItemField, MergeField, Tile, Work
 
@@ -78,13 +79,26 @@ class _Kind:
 
     @property
     def pieces(self) -> list[_Piece]:
-        """The powers of two that make up a head's words; for each, its lanes one after the other."""
-        begin, left, found = 0, self.spec.layout.head_dim // self.lanes, []
+        """The powers of two that make up a key's words; for each, its lanes one after the other."""
+        value_dim, head_dim = output_dim(self.spec.layout), self.spec.layout.head_dim
+        return [*self.value_pieces, *self._cut(value_dim, head_dim)]
+
+    @property
+    def value_pieces(self) -> list[_Piece]:
+        """Those of a value's."""
+        return self._cut(0, output_dim(self.spec.layout))
+
+    def _cut(self, first: int, last: int) -> list[_Piece]:
+        begin, left, found = first // self.lanes, (last - first) // self.lanes, []
         while left:
             size = 1 << (left.bit_length() - 1)
             found += [_Piece(begin, size, lane, self.lanes) for lane in range(self.lanes)]
             begin, left = begin + size, left - size
         return found
+
+    def kv_head(self, program: jax.Array) -> jax.Array | int:
+        """The key/value head that a program reads."""
+        return program if self.spec.layout.value_dim is None else 0
 
     def dtype(self, q_dtype: Any) -> Any:
         """What is multiplied: the queries' type, and the pool's where it is wider."""
@@ -168,7 +182,7 @@ def attend_items(
 
     Args:
         q_thd: queries.
-        pool: [P, B, 2K, D], or what `words_of` makes of it.
+        pool: [P, B, 2K, D] (of latents [P, B, 1, D]), or what `words_of` makes of it.
         tables_sm: block ids within the layer.
         work: what there is to do.
         layer: [1].
@@ -176,23 +190,24 @@ def attend_items(
         static: what the kernels are compiled for.
 
     Returns:
-        outputs [T, H, D] in the queries' type and log-sum-exps [T, H] of all tokens.
+        outputs [T, H, value's D] in the queries' type and log-sum-exps [T, H] of all tokens.
     """
     cut, kinds = static.cut, static.kinds
     layout = kinds[0].spec.layout
-    merged_shape = (layout.num_kv_heads, max(1, cut.merged_rows))
+    num_groups = q_thd.shape[1] // cut.merged_tile.group
+    merged_shape = (num_groups, max(1, cut.merged_rows))
     whole = (
-        jax.ShapeDtypeStruct(q_thd.shape, q_thd.dtype),
+        jax.ShapeDtypeStruct((*q_thd.shape[:2], output_dim(layout)), q_thd.dtype),
         jax.ShapeDtypeStruct(q_thd.shape[:2], jnp.float32),
     )
     sums = jax.ShapeDtypeStruct(merged_shape, jnp.float32)
-    merged = (jax.ShapeDtypeStruct((*merged_shape, layout.head_dim), jnp.float32), sums, sums)
+    merged = (jax.ShapeDtypeStruct((*merged_shape, output_dim(layout)), jnp.float32), sums, sums)
     call = functools.partial(pl.pallas_call, interpret=static.is_interpreted)
     num_warps = max(kind.tile.num_warps(layout, q_thd.dtype) for kind in kinds)
     out, lse, *parts = call(
         functools.partial(_paged_attention, kinds, cut.merged_rows > 0),
         out_shape=(*whole, *merged),
-        grid=(layout.num_kv_heads, cut.num_items),
+        grid=(num_groups, cut.num_items),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
         name="paged_attention",
     )(work.items, tables_sm, layer, scales, q_thd, pool)
@@ -201,7 +216,7 @@ def attend_items(
     out, lse = call(
         functools.partial(_paged_attention_merge, kinds, cut.merged_tile),
         out_shape=whole,
-        grid=(layout.num_kv_heads, -(-q_thd.shape[0] // cut.merged_tile.num_tokens)),
+        grid=(num_groups, -(-q_thd.shape[0] // cut.merged_tile.num_tokens)),
         input_output_aliases={4: 0, 5: 1},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         name="paged_attention_merge",
@@ -243,7 +258,7 @@ def _attend_item(item: jax.Array, head: jax.Array, memory: _Memory, kind: _Kind,
     max_, sum_, *out = lax.fori_loop(0, memory.items[item, ItemField.NUM_CHUNKS], chunk, _nothing(kind))
     state = _State(max_, sum_, tuple(out))
     if kind.spec.layout.is_scaled:
-        state = state._replace(out=tuple(x * _scale(1, head, memory) for x in state.out))
+        state = state._replace(out=tuple(x * _scale(1, fields.head, memory) for x in state.out))
     if not has_merges:
         _store(state, places, memory.out, memory.lse, kind)
         return
@@ -255,7 +270,7 @@ def _attend_item(item: jax.Array, head: jax.Array, memory: _Memory, kind: _Kind,
         rows = first_row + jnp.arange(tile.rows)
         memory.part_max[head, rows] = state.max
         memory.part_sum[head, rows] = state.sum
-        for piece, numbers in zip(kind.pieces, state.out, strict=True):
+        for piece, numbers in zip(kind.value_pieces, state.out, strict=True):
             memory.part_out[head, rows[:, None], piece.columns] = numbers
 
 
@@ -265,7 +280,7 @@ def _nothing(kind: _Kind) -> tuple[jax.Array, ...]:
     return (
         jnp.full((rows,), _LOWEST, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
-        *(jnp.zeros((rows, piece.size), jnp.float32) for piece in kind.pieces),
+        *(jnp.zeros((rows, piece.size), jnp.float32) for piece in kind.value_pieces),
     )
 
 
@@ -273,11 +288,12 @@ class _Item(NamedTuple):
     """What all chunks of an item have in common, in registers; see `ItemField`.
 
     Attributes:
+        head: of keys and values.
         first_place: the layer's first block in the pool.
         scale: of the scores, the head's keys included.
     """
 
-    head: jax.Array
+    head: jax.Array | int
     row: jax.Array
     position: jax.Array
     begin: jax.Array
@@ -288,16 +304,16 @@ class _Item(NamedTuple):
 
     @classmethod
     def of(cls, item: jax.Array, head: jax.Array, memory: _Memory, kind: _Kind) -> _Item:
-        layout = kind.spec.layout
+        layout, kv_head = kind.spec.layout, kind.kv_head(head)
         return cls(
-            head=head,
+            head=kv_head,
             row=memory.items[item, ItemField.ROW],
             position=memory.items[item, ItemField.POSITION],
             begin=memory.items[item, ItemField.KV_BEGIN],
             end=memory.items[item, ItemField.KV_END],
             first_key=memory.items[item, ItemField.FIRST_KEY],
             first_place=memory.layer[0] * layout.blocks_per_layer,
-            scale=kind.spec.kind.scale * (_scale(0, head, memory) if layout.is_scaled else 1.0),
+            scale=kind.spec.kind.scale * (_scale(0, kv_head, memory) if layout.is_scaled else 1.0),
         )
 
 
@@ -319,7 +335,7 @@ def _at(ref: Any, places: _Places, piece: _Piece) -> Any:
     return ref.at[places.token[:, None], places.head[:, None], piece.columns]
 
 
-def _scale(part: int, head: jax.Array, memory: _Memory) -> jax.Array:
+def _scale(part: int, head: jax.Array | int, memory: _Memory) -> jax.Array:
     """What this head's keys (0) or values (1) are divided by in the pool."""
     return memory.scales[memory.layer[0], head, part]
 
@@ -340,17 +356,19 @@ def _attend_chunk(
     is_read = is_context & (ids >= 0) & (ids < spec.layout.blocks_per_layer)
     places = jnp.where(is_read, ids, 0) + item.first_place
     offsets = lax.rem(keys, jnp.int32(spec.layout.block_size))
+    is_latent = spec.layout.value_dim is not None
 
     def read(part: int) -> list[jax.Array]:
         numbers = []
         for piece in kind.pieces[:: kind.lanes]:
-            words = memory.pool.at[places[:, None], offsets[:, None], 2 * item.head + part, piece.words]
+            row = item.head if is_latent else 2 * item.head + part
+            words = memory.pool.at[places[:, None], offsets[:, None], row, piece.words]
             found = plgpu.load(words, mask=is_read[:, None], other=0)
             numbers += [_number(found, lane, kind).astype(queries[0].dtype) for lane in range(kind.lanes)]
         return numbers
 
-    scores = jnp.zeros((tile.rows, tile.chunk_tokens), jnp.float32)
-    for query, numbers in zip(queries, read(0), strict=True):
+    scores, of_keys = jnp.zeros((tile.rows, tile.chunk_tokens), jnp.float32), read(0)
+    for query, numbers in zip(queries, of_keys, strict=True):
         scores += _product(query, numbers.T)
     rows = lax.div(jnp.arange(tile.rows, dtype=jnp.int32), jnp.int32(tile.group))
     distances = (item.position + rows)[:, None] - keys[None, :]
@@ -362,9 +380,10 @@ def _attend_chunk(
     new_max = jnp.maximum(state.max, scores.max(axis=1))
     weights = jnp.exp2(scores - new_max[:, None])
     fade = jnp.exp2(state.max - new_max)
+    of_values = of_keys[: len(kind.value_pieces)] if is_latent else read(1)
     out = tuple(
         total * fade[:, None] + _product(weights.astype(queries[0].dtype), numbers)
-        for total, numbers in zip(state.out, read(1), strict=True)
+        for total, numbers in zip(state.out, of_values, strict=True)
     )
     return _State(new_max, state.sum * fade + weights.sum(axis=1), out)
 
@@ -402,7 +421,7 @@ def _store(state: _State, places: _Places, out: Any, lse: Any, kind: _Kind) -> N
     total = jnp.where(has_keys, state.sum, 1.0)
     logarithms = jnp.where(has_keys, state.max * math.log(2.0) + jnp.log(total), -jnp.inf)
     plgpu.store(lse.at[places.token, places.head], logarithms, mask=places.is_row)
-    for piece, numbers in zip(kind.pieces, state.out, strict=True):
+    for piece, numbers in zip(kind.value_pieces, state.out, strict=True):
         whole = (numbers / total[:, None]).astype(out.dtype)
         plgpu.store(_at(out, places, piece), whole, mask=places.is_row[:, None])
 
@@ -433,7 +452,7 @@ def _paged_attention_merge(kinds: tuple[_Kind, ...], tile: Tile, *refs: Any) -> 
             new_max = jnp.maximum(max_, their_max)
             fade, share = jnp.exp2(max_ - new_max), jnp.exp2(their_max - new_max)
             found = []
-            for piece, numbers in zip(kind.pieces, sums, strict=True):
+            for piece, numbers in zip(kind.value_pieces, sums, strict=True):
                 at = part_out.at[head, rows[:, None], piece.columns]
                 found.append(numbers * fade[:, None] + plgpu.load(at, mask=is_part[:, None], other=0) * share[:, None])
             return (new_max, sum_ * fade + their_sum * share, *found)

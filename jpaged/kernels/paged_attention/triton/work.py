@@ -1,6 +1,7 @@
 """How the Triton kernels cut their work: into tiles of queries, chunks of keys, and parts of a context.
 
-    tile     16, 32, 64 or 128 rows: the queries of some tokens of one row by the query heads of one KV head
+    tile     16, 32, 64 or 128 rows: the queries of some tokens of one row by the query heads of one KV head, or by some
+             of those that read latents, for all read the same and their outputs are wide
     chunk    16 to 64 keys, wherever their blocks lie
     part     whole chunks of what a tile sees, which one program reads
     item     a part of a tile: what the programs of all KV heads do
@@ -33,7 +34,8 @@ NUM_PROGRAMS = 512
 """As many programs fill the largest of these GPUs (170 multiprocessors) three times."""
 MIN_PART_TOKENS = 256
 """Keys below which another part costs more in merging than it gains."""
-_PROMPT_ROWS = 64
+_PROMPT_ROWS, _LATENT_ROWS = 64, 32
+_MOST_LATENT_GROUP = 16
 _SHARED_ROWS = 32
 """On an A100 three blocks of threads fit a processor beside such tiles of 128 numbers, two beside tiles of 64 rows; on
 an L4 two, and one. Alone, rows that decode fit four times and twice."""
@@ -47,7 +49,7 @@ class Tile:
     """What a program works on at a time.
 
     Attributes:
-        group: query heads of a key/value head.
+        group: query heads of a program.
         rows: of queries, a power of two.
         chunk_tokens: keys of a chunk, a power of two.
     """
@@ -124,7 +126,7 @@ def choose_cut(
     """
     layout = spec.layout
     num_tokens, num_rows, table_width = sizes
-    group = num_heads // layout.num_kv_heads
+    group = group_of(layout, num_heads)
     has_prompts = num_tokens > num_rows
     tiles = tuple(_choose_tile(layout, dtype, group, is_shared, has_prompts) for is_shared in are_shared)
     max_tokens = table_width * layout.block_size
@@ -136,13 +138,28 @@ def choose_cut(
         # What belongs to no row is one more.
         nums_tiles=tuple(tile.max_num(num_tokens, num_rows + 1) for tile in tiles),
         part_tokens=MIN_PART_TOKENS,
-        num_parts=max(2, NUM_PROGRAMS // layout.num_kv_heads) if max_tokens > MIN_PART_TOKENS else 0,
+        num_parts=max(2, NUM_PROGRAMS // (num_heads // group)) if max_tokens > MIN_PART_TOKENS else 0,
         max_tokens=max_tokens,
     )
 
 
+def group_of(layout: KVLayout, num_heads: int) -> int:
+    """Query heads of a program: all that read a key/value head, and of those that read latents an equal part."""
+    group = num_heads // layout.num_kv_heads
+    if layout.value_dim is None:
+        return group
+    return max(size for size in range(1, _MOST_LATENT_GROUP + 1) if group % size == 0)
+
+
+def latent_bytes(layout: KVLayout, dtype: jnp.dtype) -> int:
+    """Shared memory that the smallest tile of latents takes: its queries, and two of the shortest chunks."""
+    itemsize = max(2, layout.dtype.itemsize, dtype.itemsize)
+    return 3 * MIN_TILE_ROWS * layout.head_dim * itemsize
+
+
 def _choose_tile(layout: KVLayout, dtype: jnp.dtype, group: int, is_shared: bool, has_prompts: bool) -> Tile:
-    rows = _PROMPT_ROWS if has_prompts else shared_rows(layout, dtype) if is_shared else MIN_TILE_ROWS
+    prompt_rows = _PROMPT_ROWS if layout.value_dim is None else _LATENT_ROWS
+    rows = prompt_rows if has_prompts else shared_rows(layout, dtype) if is_shared else MIN_TILE_ROWS
     rows = _fitting(rows, group)
     itemsize = max(2, layout.dtype.itemsize, dtype.itemsize)
     if layout.is_scaled and rows > MIN_TILE_ROWS:

@@ -57,7 +57,7 @@ LOWEST = -1e30
 
 def _chunk(scalars: Scalars, core: Any, segment: Any, c: Any, plan: Plan) -> Chunk:
     """What part of the tile meets chunk c."""
-    layout, segments, window = plan.spec.layout, scalars.segments, plan.spec.kind.sliding_window
+    segments, window = scalars.segments, plan.spec.kind.sliding_window
     lo, hi, position = segments.lo[segment], segments.hi[segment], segments.position[segment]
     first_key, last_key = c * plan.chunk_tokens, (c + 1) * plan.chunk_tokens - 1
     shift = plan.part.bit_length() - 1
@@ -68,20 +68,19 @@ def _chunk(scalars: Scalars, core: Any, segment: Any, c: Any, plan: Plan) -> Chu
     is_whole &= position + jnp.maximum(lo, first_part << shift) >= last_key
     if window is not None:
         is_whole &= position + hi - window <= first_key
-    buffer = lax.rem(c, num_buffers(plan.num_kv_heads)) * (plan.token_shape[0] * layout.pack)
+    buffer = lax.rem(c, num_buffers(plan.num_kv_heads)) * plan.chunk_rows
     first_head = plan.first_head(core)
-    first_row = buffer if plan.has_own_rows else buffer + first_head * (1 if layout.is_joined else 2)
+    first_row = buffer if plan.has_own_rows else buffer + first_head * plan.head_rows
     return Chunk(first_key, first_head, buffer, first_row, first_part, num_parts * plan.num_kv_heads, is_whole)
 
 
 def _item(chunk: Chunk, i: Any, plan: Plan) -> tuple[Any, Any, Item]:
     """The part and the head of item i, and what later turns know of it; one behind the last repeats the last."""
-    layout = plan.spec.layout
     this = jnp.clip(i, 0, jnp.maximum(chunk.num_items - 1, 0))
     head = lax.rem(this, plan.num_kv_heads)
     part = jnp.minimum(chunk.first_part + lax.div(this, plan.num_kv_heads), plan.tile // plan.part - 1)
     slot = jnp.where(i < chunk.num_items, part * plan.num_kv_heads + head, plan.num_slots)
-    return part, head, Item(slot, chunk.first_row + (head if layout.is_joined else 2 * head + 1))
+    return part, head, Item(slot, chunk.first_row + plan.head_rows * (head + 1) - 1)
 
 
 def _attend(
@@ -131,7 +130,7 @@ def _slots(scalars: Scalars, segment: Any, plan: Plan) -> tuple[Any, Any]:
 
 def _finish(scalars: Scalars, core: Any, segment: Any, o_ref: Any, lse_ref: Any, kept: Scratch, plan: Plan) -> None:
     """Results of the segment's queries; those of the tile's other queries stay."""
-    layout, first_head = plan.spec.layout, plan.first_head(core)
+    first_head, o_lanes = plan.first_head(core), plan.value_lanes
     lo, hi = scalars.segments.lo[segment], scalars.segments.hi[segment]
     begin, end = _slots(scalars, segment, plan)
 
@@ -149,7 +148,7 @@ def _finish(scalars: Scalars, core: Any, segment: Any, o_ref: Any, lse_ref: Any,
         lane = lax.broadcasted_iota(jnp.int32, lse_ql.shape, 1)
         for g in range(plan.group):
             rows, query_head = slice(g * plan.part, (g + 1) * plan.part), head * plan.group + g
-            lanes = pl.ds(pl.multiple_of(query_head * layout.lanes, layout.lanes), layout.lanes)
+            lanes = pl.ds(pl.multiple_of(query_head * o_lanes, o_lanes), o_lanes)
             o_ref[queries, lanes] = jnp.where(is_ours_q1, o_rd[rows].astype(o_ref.dtype), o_ref[queries, lanes])
             lse_ql = jnp.where(is_ours_q1 & (lane == query_head), wide(lse_rl[rows], plan.lse_lanes), lse_ql)
         lse_ref[queries] = lse_ql
@@ -164,7 +163,7 @@ def _others(scalars: Scalars, core: Any, step: Any, refs: Refs, kept: Scratch, p
     is_begun = (step == 0) | (tile != segments.tile[jnp.maximum(step - 1, 0)])
     is_shared = (lo > 0) | (hi < plan.tile) | (step >= scalars.num_segments[0])
     queries = pl.ds(pl.multiple_of(tile * plan.tile, plan.tile), plan.tile)
-    lanes = pl.ds(pl.multiple_of(core * plan.lanes, plan.lanes), plan.lanes)
+    lanes = pl.ds(pl.multiple_of(core * plan.output_lanes, plan.output_lanes), plan.output_lanes)
     return is_begun & is_shared, pltpu.make_async_copy(refs.before.at[queries, lanes], refs.o, kept.joined)
 
 
@@ -239,10 +238,10 @@ def call(
 
     Args:
         scalars: as arrays.
-        q: [T, H * lanes], T whole tiles.
+        q: [T, H * lanes of a key], T whole tiles.
         block_tables: of whole pages [S, N].
         pool: of all layers.
-        before: shaped as q, what queries in no segment have; it becomes the outputs.
+        before: [T, H * lanes of a value], what queries in no segment have; it becomes the outputs.
         plan: the static side.
 
     Returns:
@@ -265,19 +264,19 @@ def call(
             num_scalar_prefetch=num_scalars,
             grid=(plan.num_cores, jnp.maximum(scalars.num_segments[0], 1)),
             in_specs=[
-                pl.BlockSpec((plan.tile, plan.lanes), at_tile),
+                pl.BlockSpec((plan.tile, plan.query_lanes), at_tile),
                 pl.BlockSpec(memory_space=pltpu.HBM),
                 pl.BlockSpec(memory_space=pl.ANY),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=[
-                pl.BlockSpec((plan.tile, plan.lanes), at_tile),
+                pl.BlockSpec((plan.tile, plan.output_lanes), at_tile),
                 pl.BlockSpec((plan.tile, plan.lse_lanes), at_tile),
             ],
             scratch_shapes=list(scratch_shapes(plan)),
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(before.shape, before.dtype),
             jax.ShapeDtypeStruct((q.shape[0], plan.num_cores * plan.lse_lanes), jnp.float32),
         ],
         input_output_aliases={num_scalars + 3: 0},

@@ -91,7 +91,10 @@ def fetch(
 
 
 def unpack(kept: Scratch, buffer: Any, chunk: Chunk, begin: Any, end: Any, plan: Plan) -> None:
-    """Takes a chunk apart: each row of its tokens dense, and zero where no query of the segment sees the token."""
+    """Takes a chunk apart: each row of its tokens dense, and zero where no query of the segment sees the token.
+
+    The pieces of a latent come beside each other.
+    """
     layout, width = plan.spec.layout, plan.chunk_tokens
     tiles = layout.lanes // LANES
     num_words = plan.token_shape[0] * tiles
@@ -110,18 +113,23 @@ def unpack(kept: Scratch, buffer: Any, chunk: Chunk, begin: Any, end: Any, plan:
 
             parts = _pair(words, width) if plan.is_paired else _numbers(words(0, width), layout.dtype)
             for j, part_wl in enumerate(parts):
-                lanes = pl.ds(tile * LANES, LANES)
-                kept.rows[chunk.buffer + index * layout.pack + j, :, lanes] = part_wl.astype(plan.compute_dtype)
+                row = index * layout.pack + j
+                if layout.value_dim is None:
+                    lanes = pl.ds(tile * LANES, LANES)
+                    kept.rows[chunk.buffer + row, :, lanes] = part_wl.astype(plan.compute_dtype)
+                elif row * LANES < plan.key_lanes:
+                    kept.rows[chunk.buffer, :, pl.ds(row * LANES, LANES)] = part_wl.astype(plan.compute_dtype)
+
+    def unpack_all(is_masked: bool) -> None:
+        if layout.value_dim is None:
+            repeat(0, plan.token_shape[0], functools.partial(unpack_words, is_masked=is_masked))
+        else:
+            for index in range(plan.token_shape[0]):
+                unpack_words(index, is_masked)
 
     is_full = (begin <= chunk.first_key) & (end >= chunk.first_key + width)
-
-    @pl.when(is_full)
-    def _() -> None:
-        repeat(0, plan.token_shape[0], functools.partial(unpack_words, is_masked=False))
-
-    @pl.when(jnp.logical_not(is_full))
-    def _() -> None:
-        repeat(0, plan.token_shape[0], functools.partial(unpack_words, is_masked=True))
+    pl.when(is_full)(functools.partial(unpack_all, False))
+    pl.when(jnp.logical_not(is_full))(functools.partial(unpack_all, True))
 
 
 def _pair(words: Callable[[int, int], Any], width: int) -> tuple[Any, Any]:

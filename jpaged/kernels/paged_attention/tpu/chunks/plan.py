@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries
 from jpaged.kernels.paged_attention.tpu.chunks import sizes as sizing
 from jpaged.kernels.paged_attention.tpu.chunks.sizes import ITEMS_A_TURN, num_buffers
+from jpaged.kernels.paged_attention.tpu.sizes import key_lanes, value_lanes
 from jpaged.kernels.paged_attention.tpu.tables import Pages, Paging
 
 LANES = 128
@@ -72,10 +73,10 @@ class Scratch(NamedTuple):
 
     Attributes:
         chunk: two buffers of blocks [2, n, B, R, pack, lanes], as they lie in the pool.
-        rows: rows of tokens, taken apart [buffers * R * pack, W, lanes].
+        rows: rows of tokens, taken apart [buffers * R * pack, W, lanes]; latents, put together [buffers, W, lanes].
         m: running maxima [slots, rows, 128].
         l: running sums, alike.
-        o: running outputs [slots, rows, lanes].
+        o: running outputs [slots, rows, lanes of a value].
         s: scores of the items of a turn [items, rows, W].
         p: their weights, alike.
         fade: what their outputs so far are multiplied by [items, rows, 128].
@@ -141,7 +142,7 @@ class Plan:
     def has_own_rows(self) -> bool:
         """Whether the heads of a core lie in rows of tiles of their own: it fetches no others."""
         layout = self.spec.layout
-        num_rows = self.num_kv_heads * (1 if layout.is_joined else 2)
+        num_rows = self.num_kv_heads * self.head_rows
         return layout.num_kv_heads == self.num_cores * self.num_kv_heads and num_rows % layout.pack == 0
 
     @property
@@ -151,9 +152,32 @@ class Plan:
         return (num_rows // self.num_cores if self.has_own_rows else num_rows, *tile)
 
     @property
-    def lanes(self) -> int:
+    def head_rows(self) -> int:
+        """Rows of tokens that a key/value head has: its key, and its value where that is none of the key's lanes."""
+        return 1 if self.spec.layout.is_joined or self.spec.layout.value_dim is not None else 2
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of tokens that a chunk becomes."""
+        return 1 if self.spec.layout.value_dim is not None else self.token_shape[0] * self.spec.layout.pack
+
+    @property
+    def key_lanes(self) -> int:
+        return key_lanes(self.spec.layout)
+
+    @property
+    def value_lanes(self) -> int:
+        return value_lanes(self.spec.layout)
+
+    @property
+    def query_lanes(self) -> int:
         """Those of a core's query heads."""
-        return self.num_heads // self.num_cores * self.spec.layout.lanes
+        return self.num_heads // self.num_cores * self.key_lanes
+
+    @property
+    def output_lanes(self) -> int:
+        """Those of their outputs."""
+        return self.num_heads // self.num_cores * self.value_lanes
 
     @property
     def rows(self) -> int:
@@ -244,14 +268,14 @@ class Chunk:
 def scratch_shapes(plan: Plan) -> Scratch:
     """The kernel's own memory."""
     layout, slots = plan.spec.layout, plan.num_slots + 1
-    num_rows = num_buffers(plan.num_kv_heads) * plan.token_shape[0] * layout.pack
+    num_rows = num_buffers(plan.num_kv_heads) * plan.chunk_rows
     items = (ITEMS_A_TURN, plan.rows)
     return Scratch(
         chunk=pltpu.VMEM((2, plan.fetch_blocks, layout.block_size, *plan.token_shape), layout.storage_dtype),
-        rows=pltpu.VMEM((num_rows, plan.chunk_tokens, layout.lanes), plan.compute_dtype),
+        rows=pltpu.VMEM((num_rows, plan.chunk_tokens, plan.key_lanes), plan.compute_dtype),
         m=pltpu.VMEM((slots, plan.rows, LANES), jnp.float32),
         l=pltpu.VMEM((slots, plan.rows, LANES), jnp.float32),
-        o=pltpu.VMEM((slots, plan.rows, layout.lanes), jnp.float32),
+        o=pltpu.VMEM((slots, plan.rows, plan.value_lanes), jnp.float32),
         s=pltpu.VMEM((*items, plan.chunk_tokens), jnp.float32),
         p=pltpu.VMEM((*items, plan.chunk_tokens), plan.compute_dtype),
         fade=pltpu.VMEM((*items, LANES), jnp.float32),
@@ -272,7 +296,7 @@ def cost(scalars: Scalars, q: jax.Array, plan: Plan) -> pl.CostEstimate:
     num_scores = num_segments * plan.num_heads * plan.tile * num_keys
     bytes_per_token = layout.bytes_per_block // layout.num_layers // layout.block_size
     return pl.CostEstimate(
-        flops=4 * num_scores * layout.lanes,
+        flops=2 * num_scores * (plan.key_lanes + plan.value_lanes),
         transcendentals=num_scores,
         bytes_accessed=2 * q.nbytes + num_segments * num_keys * bytes_per_token,
     )

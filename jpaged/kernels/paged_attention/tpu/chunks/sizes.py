@@ -98,14 +98,16 @@ def num_buffers(num_kv_heads: int) -> int:
 def vmem_bytes(sizes: ChunkSizes, layout: KVLayout, num_heads: int) -> int:
     """Vector memory of a call with queries of 32 bits, on a core with all heads: one with a share needs less."""
     group = num_heads // layout.num_kv_heads
-    tokens, lanes, part = sizes.fetch_blocks * layout.block_size, layout.lanes, part_of(group)
+    tokens, part = sizes.fetch_blocks * layout.block_size, part_of(group)
+    keys, values = sizing.key_lanes(layout), sizing.value_lanes(layout)
     rows, operand = group * part, 4 if layout.dtype.itemsize == 4 else 2
     slots = max(1, sizes.tile // part) * layout.num_kv_heads + 1
     chunks = 2 * sizes.fetch_blocks * layout.bytes_per_block // layout.num_layers
-    taken_apart = num_buffers(layout.num_kv_heads) * layout.token_shape[0] * layout.pack * tokens * lanes * operand
-    queries_and_outputs = 2 * 2 * sizes.tile * num_heads * lanes * 4
+    rows_apart = 1 if layout.value_dim is not None else layout.token_shape[0] * layout.pack
+    taken_apart = num_buffers(layout.num_kv_heads) * rows_apart * tokens * keys * operand
+    queries_and_outputs = 2 * sizes.tile * num_heads * (keys + values) * 4
     lse = 2 * sizes.tile * -(-num_heads // _LANES) * _LANES * 4
-    running = slots * rows * (2 * _LANES + lanes) * 4
+    running = slots * rows * (2 * _LANES + values) * 4
     items = ITEMS_A_TURN * rows * (tokens * (4 + operand) + _LANES * 4)
     return chunks + taken_apart + queries_and_outputs + lse + running + items
 

@@ -19,14 +19,15 @@ _NO_KEY = 2**30
 
 def scores(scalars: Scalars, chunk: Chunk, part: Any, head: Any, q_ref: Any, kept: Scratch, plan: Plan) -> Any:
     """First stage: the scores of a part and a head of the core's, in units of log 2."""
-    layout, kind = plan.spec.layout, plan.spec.kind
+    kind = plan.spec.kind
     queries = pl.ds(pl.multiple_of(part * plan.part, plan.part), plan.part)
 
     def lanes_of(g: int) -> Any:
-        return pl.ds(pl.multiple_of((head * plan.group + g) * layout.lanes, layout.lanes), layout.lanes)
+        lanes = plan.key_lanes
+        return pl.ds(pl.multiple_of((head * plan.group + g) * lanes, lanes), lanes)
 
     q_rd = jnp.concatenate([q_ref[queries, lanes_of(g)] for g in range(plan.group)], axis=0)
-    key_row = chunk.first_row + (head if layout.is_joined else 2 * head)
+    key_row = chunk.first_row + plan.head_rows * head
     s_rw = _dot(q_rd.astype(plan.compute_dtype), kept.rows[key_row], 1, plan)
     scale = scalars.scales[2 * (chunk.first_head + head)]
     if kind.soft_cap is None:
@@ -61,8 +62,8 @@ def weights(items: list[Item], kept: Scratch, plan: Plan) -> None:
 def values(items: list[Item], kept: Scratch, plan: Plan) -> None:
     """Third stage: the values of the items' keys are added to their outputs."""
     for place, item in enumerate(items):
-        pv_rd = _dot(kept.p[place], kept.rows[item.value_row], 0, plan)
-        kept.o[item.slot] = kept.o[item.slot] * wide(kept.fade[place], plan.spec.layout.lanes) + pv_rd
+        pv_rd = _dot(kept.p[place], kept.rows[item.value_row, :, : plan.value_lanes], 0, plan)
+        kept.o[item.slot] = kept.o[item.slot] * wide(kept.fade[place], plan.value_lanes) + pv_rd
 
 
 def _dot(a: Any, b: Any, b_axis: int, plan: Plan) -> Any:

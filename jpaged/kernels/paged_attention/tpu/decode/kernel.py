@@ -134,7 +134,7 @@ def call(
 
     Args:
         scalars: as arrays.
-        q: [T, H * lanes], T whole tiles of `places`.
+        q: [T, H * lanes of a key], T whole tiles of `places`.
         scale: of scores, in powers of two unless they are capped, and of outputs [2, bundles, rows, 128].
         block_tables: of whole pages [S, N].
         new: [T, R, pack, lanes] in the pool's type, where the plan writes.
@@ -142,12 +142,12 @@ def call(
         plan: the static side.
 
     Returns:
-        outputs shaped as q, core by core [cores * T, H * lanes], zero for tokens of no row; log-sum-exp [cores * T, 1,
+        outputs, core by core [cores * T, H * lanes of a value], zero for tokens of no row; log-sum-exp [cores * T, 1,
         `Plan.lse_lanes`] alike, anything for tokens of no segment; the pool. Tiles in no step get anything.
     """
     flat, tree = jax.tree.flatten(scalars)
     places, bundles = plan.sizes.places, plan.num_bundles
-    tile = (places, q.shape[1])
+    o_width = q.shape[1] // plan.key_lanes * plan.value_lanes
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     num_scalars, inputs = len(flat), [q, scale, block_tables, *([] if new is None else [new]), pool]
     cores, num_tiles = plan.num_cores, len(q) // places
@@ -173,20 +173,20 @@ def call(
             num_scalar_prefetch=num_scalars,
             grid=(cores, jnp.maximum(scalars.tiles.num.max(), 1)),
             in_specs=[
-                pl.BlockSpec(tile, lambda *where: (at_tile(*where), 0)),
+                pl.BlockSpec((places, q.shape[1]), lambda *where: (at_tile(*where), 0)),
                 pl.BlockSpec((2, bundles, plan.rows, words.LANES), lambda *_: (0, 0, 0, 0)),
                 pl.BlockSpec(memory_space=pltpu.HBM),
                 *([anywhere] * (len(inputs) - 3)),
             ],
             out_specs=[
-                pl.BlockSpec(tile, lambda *where: (at_result(*where), 0)),
+                pl.BlockSpec((places, o_width), lambda *where: (at_result(*where), 0)),
                 pl.BlockSpec((places, 1, plan.lse_lanes), lambda *where: (at_result(*where), 0, 0)),
                 *([anywhere] if plan.has_writes else []),
             ],
             scratch_shapes=list(_scratch_shapes(plan)),
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((cores * len(q), q.shape[1]), q.dtype),
+            jax.ShapeDtypeStruct((cores * len(q), o_width), q.dtype),
             jax.ShapeDtypeStruct((cores * len(q), 1, plan.lse_lanes), jnp.float32),
             *([jax.ShapeDtypeStruct(pool.shape, pool.dtype)] if plan.has_writes else []),
         ],
@@ -207,7 +207,7 @@ def _scratch_shapes(plan: Plan) -> Kept:
     layout, sizes, rows = plan.spec.layout, plan.sizes, (plan.num_bundles, plan.rows)
     tile = (sizes.pitch, *layout.token_shape[1:])
     return Kept(
-        q=pltpu.VMEM((sizes.places, *rows, layout.lanes), jnp.float32),
+        q=pltpu.VMEM((sizes.places, *rows, plan.key_lanes), jnp.float32),
         chunks=pltpu.VMEM((sizes.ring, plan.fetch_blocks, layout.block_size, *tile), layout.storage_dtype),
         values=pltpu.VMEM((sizes.ring, *_values_shape(plan)) if layout.is_joined else (1, 1, 8, 128), jnp.int32),
         scores=pltpu.VMEM((*rows, sizes.chunk_tokens), jnp.float32),
@@ -215,7 +215,7 @@ def _scratch_shapes(plan: Plan) -> Kept:
         fade=pltpu.VMEM((*rows, words.LANES), jnp.float32),
         m=pltpu.VMEM((sizes.places + 1, *rows, words.LANES), jnp.float32),
         l=pltpu.VMEM((sizes.places + 1, *rows, words.LANES), jnp.float32),
-        o=pltpu.VMEM((sizes.places + 1, *rows, layout.lanes), jnp.float32),
+        o=pltpu.VMEM((sizes.places + 1, *rows, plan.value_lanes), jnp.float32),
         cursor=pltpu.SMEM((3,), jnp.int32),
         turn=pltpu.SMEM((1,), jnp.int32),
         special=pltpu.SMEM((sizes.ring,), jnp.int32),
@@ -239,7 +239,7 @@ def _cost(scalars: Scalars, q: jax.Array, plan: Plan) -> pl.CostEstimate:
     num_scores = num_segments * plan.num_bundles * plan.rows * num_keys
     bytes_per_token = layout.bytes_per_block // layout.num_layers // layout.block_size
     return pl.CostEstimate(
-        flops=4 * num_scores * layout.lanes * plan.sizes.bundle,
+        flops=2 * num_scores * (plan.key_lanes + plan.value_lanes) * plan.sizes.bundle,
         transcendentals=num_scores,
         bytes_accessed=2 * q.nbytes + num_segments * num_keys * bytes_per_token,
     )

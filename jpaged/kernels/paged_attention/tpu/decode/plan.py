@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries
 from jpaged.kernels.paged_attention.tpu import words
 from jpaged.kernels.paged_attention.tpu.decode.sizes import DecodeSizes, choose
+from jpaged.kernels.paged_attention.tpu.sizes import key_lanes, value_lanes
 from jpaged.kernels.paged_attention.tpu.tables import Pages, Paging
 
 FP8_KINDS = ("TPU7x",)
@@ -81,7 +82,7 @@ class Kept(NamedTuple):
     """Memory of the kernel's own.
 
     Attributes:
-        q: queries of the step's tokens, taken apart, and then outputs [places, bundles, rows, lanes].
+        q: queries of the step's tokens, taken apart, and then outputs [places, bundles, rows, lanes of a key].
         chunks: ring of buffers [ring, n, B, pitch, pack, lanes].
         values: of heads that share columns of lanes, as words [ring, columns, W / tokens of a word, 128].
         scores: of the item at stage 2 [bundles, rows, W].
@@ -89,7 +90,7 @@ class Kept(NamedTuple):
         fade: what its row's output is multiplied by [bundles, rows, 128], alike in all lanes.
         m: running maxima [places + 1, bundles, rows, 128], alike in all lanes; the last place is nobody's.
         l: running sums, by lane.
-        o: running outputs [places + 1, bundles, rows, lanes].
+        o: running outputs [places + 1, bundles, rows, lanes of a value].
         cursor: (segment, item of it, buffer) of the next fetch.
         turn: [1], the buffer of the next item.
         special: [ring], whether tokens of the buffer's item are not seen, and whether ids are outside of the layer.
@@ -181,6 +182,14 @@ class Plan:
     @property
     def folds(self) -> int:
         return self.spec.layout.lanes // words.LANES
+
+    @property
+    def key_lanes(self) -> int:
+        return key_lanes(self.spec.layout)
+
+    @property
+    def value_lanes(self) -> int:
+        return value_lanes(self.spec.layout)
 
     @property
     def lse_lanes(self) -> int:

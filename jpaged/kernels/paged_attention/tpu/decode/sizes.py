@@ -143,7 +143,7 @@ def vmem_bytes(sizes: DecodeSizes, layout: KVLayout, num_heads: int) -> int:
     bundles, rows = _rows(sizes, layout, num_heads)
     chunk = sizes.chunk_tokens * sizes.pitch * layout.lanes * 4
     scores = 2 * bundles * rows * sizes.chunk_tokens * 4
-    one_bundle = 3 * sizes.chunk_tokens * sizes.bundle * layout.lanes * 4
+    one_bundle = 3 * sizes.chunk_tokens * sizes.bundle * sizing.key_lanes(layout) * 4
     if layout.is_joined:
         # Half of the chunk, of numbers that may have become twice as wide.
         chunk += sizes.chunk_tokens * -(-layout.num_kv_heads // 2) * _LANES * max(2, layout.dtype.itemsize)
@@ -157,6 +157,7 @@ def _rows(sizes: DecodeSizes, layout: KVLayout, num_heads: int) -> tuple[int, in
 
 def _place_bytes(sizes: DecodeSizes, layout: KVLayout, num_heads: int) -> int:
     bundles, rows = _rows(sizes, layout, num_heads)
-    queries_and_outputs, kept = 2 * 2 * layout.lanes * 4, 2 * (_LANES + layout.lanes) * 4
+    lanes = sizing.key_lanes(layout) + sizing.value_lanes(layout)
+    queries_and_outputs, kept = 2 * lanes * 4, (2 * _LANES + lanes) * 4
     lse = 2 * _SUBLANES * -(-bundles * rows // _LANES) * _LANES * 4
     return bundles * rows * (queries_and_outputs + kept) + lse

@@ -37,8 +37,8 @@ def _reader(chunk_ref: Any, plan: Plan) -> Callable[..., Any]:
     layout, pitch = plan.spec.layout, plan.sizes.pitch * plan.folds
     num_parts = words.tokens_a_word(layout.dtype, takes_fp8=plan.takes_fp8)
     num_tokens = plan.sizes.chunk_tokens // num_parts
-    # Heads that share lanes are taken apart from the next one, and others multiplied with it.
-    apart = 1 if layout.is_joined else 2 if plan.sizes.bundle > 1 else 0
+    # Heads that share lanes are taken apart from the next one, others multiplied with it, and so are a latent's pieces.
+    apart = 1 if layout.is_joined or layout.value_dim is not None else 2 if plan.sizes.bundle > 1 else 0
 
     @functools.cache
     def parts(row: int) -> list[Any]:
@@ -50,6 +50,11 @@ def _reader(chunk_ref: Any, plan: Plan) -> Callable[..., Any]:
         return words.numbers(its_parts, j, layout.dtype, takes_fp8=plan.takes_fp8, apart=apart)
 
     return numbers
+
+
+def _pieces(numbers: Callable[..., Any], lanes: int) -> list[Any]:
+    """The beginning of a latent, whose pieces lie in rows of their own."""
+    return [numbers(row) for row in range(lanes // words.LANES)]
 
 
 def _beside(columns: list[Any], plan: Plan, axis: int = 1) -> Any:
@@ -65,8 +70,8 @@ def _keys(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
     Where two heads share a column, their values are taken apart from them, and kept.
     """
     numbers = _reader(kept.chunks.at[buffer], plan)
-    columns = []
-    for column in _columns(bundle, plan):
+    columns = _pieces(numbers, plan.key_lanes) if plan.spec.layout.value_dim is not None else []
+    for column in () if columns else _columns(bundle, plan):
         if _is_alone(column, plan):
             columns.append(numbers(2 * column))
         elif plan.spec.layout.is_joined:
@@ -83,8 +88,9 @@ def _keys(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
 def _values(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
     """Values of a bundle's heads."""
     dtype = words.numbers_dtype(plan.spec.layout.dtype, takes_fp8=plan.takes_fp8)
-    numbers, columns = _reader(kept.chunks.at[buffer], plan), []
-    for column in _columns(bundle, plan):
+    numbers = _reader(kept.chunks.at[buffer], plan)
+    columns = _pieces(numbers, plan.value_lanes) if plan.spec.layout.value_dim is not None else []
+    for column in () if columns else _columns(bundle, plan):
         if _is_alone(column, plan):
             columns.append(numbers(2 * column))
         elif plan.spec.layout.is_joined:
@@ -108,8 +114,7 @@ def score(scalars: Scalars, segment: Any, item: Any, buffer: Any, refs: Refs, ke
     begin, end = seen(scalars, segment, item, plan)
     is_seen = (token >= begin) & (token < end)
     place, dot = scalars.segments.place[segment], _dot(plan)
-    lanes = plan.spec.layout.lanes
-    column_of_row = lax.broadcasted_iota(jnp.int32, (plan.rows, lanes), 0) // (plan.group * plan.column_heads)
+    column_of_row = lax.broadcasted_iota(jnp.int32, (plan.rows, plan.key_lanes), 0) // (plan.group * plan.column_heads)
     for bundle in range(plan.num_bundles):
         q_rd = refs.q[place, bundle].astype(jnp.float32)
         if plan.is_tiny:
@@ -144,7 +149,7 @@ def weigh(place: Any, is_first: Any, kept: Kept, plan: Plan) -> None:
 
 def add(place: Any, is_first: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
     """Stage 3: weighted values join the output of the row."""
-    lanes, dot = plan.spec.layout.lanes, _dot(plan)
+    lanes, dot = plan.value_lanes, _dot(plan)
     column_of_row = lax.broadcasted_iota(jnp.int32, (plan.rows, lanes), 0) // (plan.group * plan.column_heads)
     for bundle in range(plan.num_bundles):
         v_wd = _values(buffer, bundle, kept, plan)
@@ -152,7 +157,7 @@ def add(place: Any, is_first: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
         o_rd = pv_rd[:, :lanes]
         for i in range(1, len(_columns(bundle, plan))):
             o_rd = jnp.where(column_of_row == i, pv_rd[:, i * lanes : (i + 1) * lanes], o_rd)
-        fade_rd = jnp.tile(kept.fade[bundle], (1, plan.folds))
+        fade_rd = jnp.tile(kept.fade[bundle], (1, lanes // words.LANES))
         kept.o[place, bundle] = jnp.where(is_first, 0.0, kept.o[place, bundle] * fade_rd) + o_rd
 
 
@@ -165,8 +170,9 @@ def finish(place: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
         l_r1 = kept.l[place, bundle].sum(axis=1, keepdims=True)
         has_keys_r1 = l_r1 > 0
         l_r1 = jnp.where(has_keys_r1, l_r1, 1.0)
-        scale_rd = jnp.tile(refs.scale[1, bundle], (1, plan.folds))
-        refs.o[place, bundle] = (kept.o[place, bundle] * (scale_rd / l_r1)).astype(refs.o.dtype)
+        scale_rd = jnp.tile(refs.scale[1, bundle], (1, plan.value_lanes // words.LANES))
+        o_rd = (kept.o[place, bundle] * (scale_rd / l_r1)).astype(refs.o.dtype)
+        refs.o[place, bundle, :, : plan.value_lanes] = o_rd
         log2_r1 = jnp.log(l_r1) * LOG2_E - (float(LIFT) if plan.is_tiny else 0.0)
         lse_r1 = jnp.where(has_keys_r1, (kept.m[place, bundle][:, :1] + log2_r1) * _LN_2, -jnp.inf)
         # A column becomes a row of lanes: everything but the diagonal is added as zero.

@@ -3,6 +3,8 @@
     [places, H * lanes]                 a token's heads beside each other, as products leave and take them
     [places, bundles, rows, lanes]      the heads of a bundle below each other, as its product takes them
 
+Outputs of latents have fewer lanes than queries.
+
 One head of all tokens at a time: its lanes are rows that lie as far from each other as a token has rows. Where two
 heads' keys share lanes, a head that has the other half of them is turned by half: queries come in the lower half, and
 outputs go into the upper one, as the other kernel leaves them.
@@ -23,7 +25,7 @@ from jpaged.kernels.paged_attention.tpu.decode.plan import Kept, Plan
 def take_apart(q_ref: Any, kept: Kept, plan: Plan) -> None:
     """The queries of all tokens, as rows of numbers of 32 bits."""
     for head, row in enumerate(plan.rows_of_heads):
-        q_pl = q_ref[:, _lanes(head, plan)].astype(jnp.float32)
+        q_pl = q_ref[:, _lanes(head, plan.key_lanes)].astype(jnp.float32)
         is_turned = plan.spec.layout.is_joined and head // plan.group % 2 == 1
         words.spread(kept.q, row, _turned(q_pl) if is_turned else q_pl)
 
@@ -32,10 +34,10 @@ def put_together(o_ref: Any, kept: Kept, plan: Plan) -> None:
     """The outputs of all tokens, in the queries' type."""
     layout = plan.spec.layout
     for head, row in enumerate(plan.rows_of_heads):
-        kv_head, o_pl = head // plan.group, words.gather(kept.q, row)
+        kv_head, o_pl = head // plan.group, words.gather(kept.q, row)[:, : plan.value_lanes]
         # A head that has its lanes alone has its values in the upper half.
         is_turned = layout.is_joined and kv_head % 2 == 0 and kv_head < layout.num_kv_heads - 1
-        o_ref[:, _lanes(head, plan)] = (_turned(o_pl) if is_turned else o_pl).astype(o_ref.dtype)
+        o_ref[:, _lanes(head, plan.value_lanes)] = (_turned(o_pl) if is_turned else o_pl).astype(o_ref.dtype)
 
 
 def clear(kept: Kept, plan: Plan) -> None:
@@ -51,6 +53,5 @@ def _turned(x_pl: Any) -> Any:
     return pltpu.roll(x_pl, words.LANES // 2, 1)
 
 
-def _lanes(head: int, plan: Plan) -> slice:
-    lanes = plan.spec.layout.lanes
+def _lanes(head: int, lanes: int) -> slice:
     return slice(head * lanes, (head + 1) * lanes)

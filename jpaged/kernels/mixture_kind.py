@@ -1,0 +1,66 @@
+"""How a mixture of experts chooses among them, and what their gates are: descriptions, without arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jpaged.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a row chooses its experts. Hashable, static under jit.
+
+    Attributes:
+        num_experts: X.
+        top_k: experts of each row, K.
+        scores: what logits become: `softmax` over all experts, `sigmoid` of each, or `chosen`, a softmax over those
+            that were chosen by their logits.
+        normalises: whether the weights of a row are divided by their sum.
+        scale: what they are multiplied by behind that.
+        num_groups: groups of neighbouring experts; with one there is no choice of groups.
+        top_groups: groups that a row may choose from.
+        num_best: scores of a group whose sum is the group's own.
+
+    Raises:
+        InvalidArgument: the numbers contradict each other.
+    """
+
+    num_experts: int
+    top_k: int
+    scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    normalises: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    num_best: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1:
+            raise InvalidArgument("num_experts", f"is {self.num_experts}; there is at least 1")
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise InvalidArgument("num_groups", f"is {self.num_groups}; it must divide {self.num_experts} experts")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise InvalidArgument("top_groups", f"is {self.top_groups}; it must be 1 to {self.num_groups}, the groups")
+        size = self.num_experts // self.num_groups
+        if not 1 <= self.top_k <= self.top_groups * size:
+            raise InvalidArgument("top_k", f"is {self.top_k}; a row may choose 1 to {self.top_groups * size} experts")
+        if self.num_groups > 1 and not 1 <= self.num_best <= size:
+            raise InvalidArgument("num_best", f"is {self.num_best}; a group has {size} experts")
+        if self.scores == "chosen" and self.num_groups > 1:
+            raise InvalidArgument("num_groups", f"is {self.num_groups}; logits are not chosen by groups")
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """How a gate and an up become one number. Hashable, static under jit.
+
+    Attributes:
+        kind: `silu`, silu(gate) * up; or `clamped`, (up + 1) * gate * sigmoid(alpha * gate), of gates that are at most
+            `limit` and ups between minus it and it (gpt-oss).
+    """
+
+    kind: Literal["silu", "clamped"] = "silu"
+    alpha: float = 1.0
+    limit: float = float("inf")
