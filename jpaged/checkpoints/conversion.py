@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jpaged import json_text
-from jpaged.checkpoints.hub import CONFIG_FILE, read_config, read_json
+from jpaged.checkpoints.hub import CONFIG_FILE, read_config, read_json, read_scheme
 from jpaged.checkpoints.orbax import MANIFEST_FILE, is_orbax_folder, write_manifest
 from jpaged.checkpoints.orbax_writer import write_orbax
 from jpaged.checkpoints.safetensors_writer import StoredTensor, write_tensor_files
@@ -96,7 +96,7 @@ def convert_folder(
     _check_apart(source, destination)
     config = read_config(source)
     with open_tensors(source) as tensors:
-        check_tensors(tensors, config)
+        check_tensors(tensors, config, read_scheme(source))
         with _new_folder(destination, options.force) as folder:
             _copy_companions(source, folder)
             if options.dtype is not None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from jpaged.checkpoints.orbax import refuse_other_orbax
+from jpaged.checkpoints.quantised.config import QUANTISATION_KEYS, find_scheme
+from jpaged.checkpoints.quantised.scheme import Scheme
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
@@ -77,8 +80,20 @@ def read_config(folder: Path) -> ModelConfig:
         InvalidArgument: a file is missing or malformed.
         Unsupported: the model needs something that is not computed here.
     """
-    generation = folder / GENERATION_CONFIG_FILE
-    return from_hf(read_json(folder / CONFIG_FILE), read_json(generation) if generation.is_file() else None)
+    generation, config = folder / GENERATION_CONFIG_FILE, read_json(folder / CONFIG_FILE)
+    scheme = find_scheme(config)
+    plain = {key: value for key, value in config.items() if key not in QUANTISATION_KEYS}
+    result = from_hf(plain, read_json(generation) if generation.is_file() else None)
+    return result if scheme is None else replace(result, quantisation=scheme.quantisation)
+
+
+def read_scheme(folder: Path) -> Scheme | None:
+    """How the weights of a checkpoint folder are quantised; None if they are not.
+
+    Raises:
+        InvalidArgument, Unsupported: as `read_config`.
+    """
+    return find_scheme(read_json(folder / CONFIG_FILE))
 
 
 def fingerprint(folder: Path) -> str:

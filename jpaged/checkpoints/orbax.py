@@ -21,7 +21,7 @@ import numpy as np
 import tensorstore as ts
 
 from jpaged import json_text
-from jpaged.checkpoints.tensor_source import DTYPES, check_shape, unsupported_dtype
+from jpaged.checkpoints.tensor_source import ALL_DTYPES, check_shape, unsupported_dtype
 from jpaged.errors import InvalidArgument
 from jpaged.version import __version__
 
@@ -106,11 +106,11 @@ class OrbaxTensors:
         return tuple(self._array(name).shape)
 
     def dtype(self, name: str) -> np.dtype:
-        """The type of a tensor, from its own metadata; Unsupported when it is not among `DTYPES`."""
+        """The type of a tensor, from its own metadata; Unsupported when it is not among `ALL_DTYPES`."""
         stored = str(self._array(name).dtype.name)
-        if stored not in DTYPES:
+        if stored not in ALL_DTYPES:
             raise unsupported_dtype(self.where(name), name, stored)
-        return DTYPES[stored]
+        return ALL_DTYPES[stored]
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`; of a part the chunks are read that it touches."""

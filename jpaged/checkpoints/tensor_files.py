@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jpaged.checkpoints.tensor_source import DTYPES, check_shape, unsupported_dtype
+from jpaged.checkpoints.tensor_source import ALL_DTYPES, DTYPES, check_shape, unsupported_dtype
 from jpaged.errors import InvalidArgument, Unsupported
 
 SINGLE_FILE = "model.safetensors"
@@ -22,6 +22,12 @@ FORMAT_DTYPES: Mapping[str, np.dtype] = {
     "F32": DTYPES["float32"],
     "F16": DTYPES["float16"],
     "BF16": DTYPES["bfloat16"],
+    "I8": ALL_DTYPES["int8"],
+    "U8": ALL_DTYPES["uint8"],
+    "I32": ALL_DTYPES["int32"],
+    "I64": ALL_DTYPES["int64"],
+    "F8_E4M3": ALL_DTYPES["float8_e4m3fn"],
+    "F8_E8M0": ALL_DTYPES["float8_e8m0fnu"],
 }
 """Types by the names that the format has for them."""
 
@@ -73,12 +79,25 @@ class TensorFiles:
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`; of a part nothing else is read from the file."""
         check_shape(self, name, shape)
-        self.dtype(name)
+        dtype = self.dtype(name)
+        if dtype.name.startswith("float8"):
+            return self._mapped(name, dtype)[index]
         return np.asarray(self._slice(name)[index] if index else self._files[self._file_of[name]].get_tensor(name))
 
     def where(self, name: str) -> Path:
         """The file that holds a tensor, or the folder when none does."""
         return self._folder / self._file_of[name] if name in self._file_of else self._folder
+
+    def _mapped(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """A tensor of a type that numpy, and so the library, has no name for: its bytes, and ours for them."""
+        path = self.where(name)
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            begin, end = json.loads(file.read(length))[name]["data_offsets"]
+        tensor = (
+            np.memmap(path, np.uint8, "r", 8 + length + begin, end - begin) if end > begin else np.empty(0, np.uint8)
+        )
+        return np.asarray(tensor).view(dtype).reshape(self.shape(name))
 
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)

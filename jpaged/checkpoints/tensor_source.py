@@ -17,7 +17,18 @@ DTYPES: Mapping[str, np.dtype] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-"""Types that tensors are read in, by name."""
+"""Types of weights, by name."""
+
+PACKED_DTYPES: Mapping[str, np.dtype] = {
+    "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e8m0fnu": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+"""Types besides that quantised checkpoints are made of."""
+ALL_DTYPES = {**DTYPES, **PACKED_DTYPES}
 
 
 class TensorSource(Protocol):
@@ -34,7 +45,7 @@ class TensorSource(Protocol):
         """The type of one of `names`, as stored.
 
         Raises:
-            Unsupported: it is not among `DTYPES`.
+            Unsupported: it is not among `ALL_DTYPES`.
         """
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
@@ -65,6 +76,14 @@ def check_shape(source: TensorSource, name: str, shape: tuple[int, ...]) -> None
     stored = source.shape(name)
     if stored != shape:
         raise InvalidArgument(where, f"tensor {name} has shape {list(stored)}; config.json makes it {list(shape)}")
+
+
+def read_weight(source: TensorSource, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
+    """`TensorSource.read` of what must be weights, or a bias: of a type in `DTYPES`."""
+    tensor = source.read(name, shape, index)
+    if tensor.dtype.name not in DTYPES:
+        raise unsupported_dtype(source.where(name), name, tensor.dtype.name)
+    return tensor
 
 
 def unsupported_dtype(where: Path, name: str, dtype: str) -> Unsupported:

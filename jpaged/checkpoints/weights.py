@@ -16,16 +16,24 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jpaged.checkpoints.finite import check_finite, refuse_tensor
+from jpaged.checkpoints.hub import read_scheme
 from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
+from jpaged.checkpoints.quantised.leaf import Part, ReadMatrix, quantised_leaf
+from jpaged.checkpoints.quantised.rounding import round_matrix
+from jpaged.checkpoints.quantised.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
+from jpaged.checkpoints.quantised.weights import Dequantised
 from jpaged.checkpoints.tensor_files import TensorFiles
-from jpaged.checkpoints.tensor_source import TensorSource, check_shape
+from jpaged.checkpoints.tensor_source import TensorSource, check_shape, read_weight
 from jpaged.errors import InternalError, InvalidArgument
+from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES, MatrixFormat
+from jpaged.kernels.product.quantised import QuantisedMatrix
 from jpaged.models.config import ModelConfig
 from jpaged.models.layer_kinds import stacks_of
 from jpaged.models.layers import Params, normal
 from jpaged.models.leaves import Leaf
 from jpaged.models.model import Model
+from jpaged.models.quantisation.formats import leaf_format, module_of, stored_formats
 from jpaged.models.registry import find_family
 from jpaged.models.sharding import PaddedAxis, insert, padded_axis
 from jpaged.models.stack import LayerMode
@@ -42,7 +50,8 @@ def no_progress(done: int, total: int, name: str) -> None:
     """Reports nothing."""
 
 
-_CONSTANTS = {"scale": 1.0, "bias": 0.0}  # all other leaves are random
+_CONSTANTS = {"scale": 1.0, "bias": 0.0, "scales": 5e-4, "zeros": 0.0, "group_ids": 0.0, "input_scale": 0.05}
+"""All other leaves are random; values of few bits have a standard deviation of a third of their largest number."""
 
 
 def random_params(model: Model, layer_mode: LayerMode, *, seed: int, shardings: Params) -> Params:
@@ -61,7 +70,10 @@ def random_params(model: Model, layer_mode: LayerMode, *, seed: int, shardings: 
 
 
 def _last_key(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
-    return str(path[-1].key) if isinstance(path[-1], jax.tree_util.DictKey) else ""
+    last = path[-1]
+    if isinstance(last, jax.tree_util.GetAttrKey):
+        return last.name
+    return str(last.key) if isinstance(last, jax.tree_util.DictKey) else ""
 
 
 @functools.lru_cache(maxsize=64)
@@ -79,6 +91,9 @@ def _leaf_maker(
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
         for axis in sharding.spec:
             key = key if axis is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
+        if dtype.itemsize == 1:
+            largest = LARGEST[next(name for name, other in VALUE_DTYPES.items() if other == dtype)]
+            return jnp.clip(jax.random.normal(key, local_shape) * (largest / 3), -largest, largest).astype(dtype)
         return normal(key, local_shape, dtype)
 
     whole = PartitionSpec()
@@ -114,25 +129,54 @@ def load_params(
             with its file.
         Unsupported: the weights are in a format or a type that is not read.
     """
-    config = model.config
-    checks: list[tuple[Callable[[], bool], Sequence[Leaf]]] = []
+    config, quantisation = model.config, model.config.quantisation
+    checks: list[tuple[Callable[[], bool], Sequence[Leaf], TensorSource]] = []
     params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
     with open_tensors(folder) as files:
+        scheme = read_scheme(folder)
         groups = _leaf_groups(config, files, layer_mode)
-        _check_names(files, groups, config)
+        _check_names(files, groups, config, scheme)
         for done, (path, leaves) in enumerate(groups, start=1):
             is_stacked = layer_mode == "scan" and path[0] == "layers"
             split = padded_axis(leaves[0].axes, leaves[0].shape, num_parts)
-            source = _Source(files, leaves, is_stacked, model.dtype, split)
-            array = put(source.shape, source.read, None if shardings is None else _find(shardings, path))
-            insert(params, path, array)
-            checks.append((check_finite(array), leaves))
+            placed = None if shardings is None else _find(shardings, path)
+            form = leaf_format(None if quantisation is None else quantisation.split(num_parts), leaves[0])
+            if form is None:
+                weights = files if scheme is None else Dequantised(files, scheme, tuple(leaves))
+                source = _Source(weights, leaves, is_stacked, model.dtype, split)
+                array = put(source.shape, source.read, placed)
+                insert(params, path, array)
+                checks.append((check_finite(array), leaves, weights))
+            else:
+                read = _read_matrix(files, scheme, form, model.dtype)
+                parts = quantised_leaf(read, leaves, form, is_stacked=is_stacked, split=split, dtype=model.dtype)
+                insert(params, path, _put_parts(parts, placed))
             progress(done, len(groups), ".".join(map(str, path)))
         _check_tie(files, config)
-        for is_finite, leaves in checks:
+        for is_finite, leaves, weights in checks:
             if not is_finite():
-                _refuse_not_finite(files, leaves, model.dtype)
+                _refuse_not_finite(weights, leaves, model.dtype)
     return params
+
+
+def _read_matrix(files: TensorSource, scheme: Scheme | None, form: MatrixFormat, dtype: np.dtype) -> ReadMatrix:
+    """Reads matrices as they were published, or rounds weights."""
+
+    def read(name: str, shape: tuple[int, ...], axis: int) -> StoredMatrix:
+        if scheme is None:
+            return round_matrix(files, name, shape, axis, form, dtype)
+        return read_matrix(scheme, files, module_of(name), shape if axis == 1 else shape[::-1])
+
+    return read
+
+
+def _put_parts(parts: QuantisedMatrix, shardings: QuantisedMatrix | None) -> QuantisedMatrix:
+    """The arrays of a quantised leaf on their devices."""
+    leaves, tree = jax.tree.flatten(parts, is_leaf=lambda leaf: isinstance(leaf, Part))
+    placed = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
+    arrays = [put(part.shape, part.read, sharding) for part, sharding in zip(leaves, placed, strict=True)]
+    matrix: QuantisedMatrix = jax.tree.unflatten(tree, arrays)
+    return matrix
 
 
 def put(shape: tuple[int, ...], read: Read, sharding: Sharding | Format | None) -> jax.Array:
@@ -162,17 +206,24 @@ def open_tensors(folder: Path) -> Iterator[TensorSource]:
         yield TensorFiles(folder, opened)
 
 
-def check_tensors(tensors: TensorSource, config: ModelConfig) -> None:
+def check_tensors(tensors: TensorSource, config: ModelConfig, scheme: Scheme | None) -> None:
     """Refuses what `load_params` would refuse, before anything is read but a tied embedding that is there twice.
+
+    Args:
+        scheme: how the weights are quantised; None is not.
 
     Raises:
         InvalidArgument: a tensor is missing, left over, misshapen or not tied as promised.
     """
     groups = _leaf_groups(config, tensors, "loop")
-    _check_names(tensors, groups, config)
-    for _, leaves in groups:
-        for name, shape in (tensor for leaf in leaves for tensor in leaf.tensors):
-            check_shape(tensors, name, shape)
+    _check_names(tensors, groups, config, scheme)
+    for leaf in (leaf for _, leaves in groups for leaf in leaves):
+        forms = stored_formats(None if scheme is None else scheme.quantisation, leaf)
+        for (name, shape), form in zip(leaf.tensors, forms, strict=True):
+            if form is None or scheme is None:
+                check_shape(tensors, name, shape)
+            else:
+                check_parts(tensors, scheme.parts(module_of(name), shape, form), shape)
     _check_tie(tensors, config)
 
 
@@ -188,14 +239,33 @@ def _leaf_groups(config: ModelConfig, tensors: TensorSource, layer_mode: LayerMo
     return groups + [(("layers", index, *leaf.path), [leaf]) for index, of in enumerate(leaves.layers) for leaf in of]
 
 
-def _check_names(files: TensorSource, groups: Sequence[LeafGroup], config: ModelConfig) -> None:
-    wanted = [name for _, leaves in groups for leaf in leaves for name, _ in leaf.tensors]
-    left_over = sorted(name for name in files.names.difference(wanted) if not is_ignored(name, config))
+def _check_names(files: TensorSource, groups: Sequence[LeafGroup], config: ModelConfig, scheme: Scheme | None) -> None:
+    leaves = [leaf for _, of_place in groups for leaf in of_place]
+    wanted = {name for leaf in leaves for name in _stored_names(leaf, scheme)}
+    left_over = sorted(
+        name
+        for name in files.names.difference(wanted)
+        if not is_ignored(name, config) and not (scheme is not None and _is_unused(files, name))
+    )
     if left_over:
         shown = ", ".join(f"{name} ({files.where(name)})" for name in left_over[:5])
         raise InvalidArgument(
             "checkpoint", f"{len(left_over)} tensors are not part of {config.architecture} with this config: {shown}"
         )
+
+
+def _stored_names(leaf: Leaf, scheme: Scheme | None) -> Iterator[str]:
+    forms = stored_formats(None if scheme is None else scheme.quantisation, leaf)
+    for (name, shape), form in zip(leaf.tensors, forms, strict=True):
+        if form is None or scheme is None:
+            yield name
+        else:
+            yield from (part.name for part in scheme.parts(module_of(name), shape, form).values())
+
+
+def _is_unused(files: TensorSource, name: str) -> bool:
+    """Whether a tensor of a quantised checkpoint is without effect: old writers give every module a bias, of zeros."""
+    return name.endswith(UNUSED) or (name.endswith(".bias") and not files.read(name, files.shape(name)).any())
 
 
 def _check_tie(files: TensorSource, config: ModelConfig) -> None:
@@ -254,7 +324,9 @@ class _Source:
             shape[self.split.axis] = part.stop - part.start
         stack = np.empty((len(self.leaves), *shape), self.dtype)
         for array, leaf in zip(stack, self.leaves, strict=True):
-            tensors = [self.files.read(name, stored, self._cut(leaf, stored, part)) for name, stored in leaf.tensors]
+            tensors = [
+                read_weight(self.files, name, stored, self._cut(leaf, stored, part)) for name, stored in leaf.tensors
+            ]
             leaf.pack(tensors, array)
         return stack if self.is_stacked else stack[0]
 

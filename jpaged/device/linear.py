@@ -47,6 +47,8 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
     output = ("embed" if config.tie_word_embeddings else "lm_head", "embedding")
 
     def pack(path: tuple[str, ...], leaf: Any) -> Any:
+        if isinstance(leaf, product.QuantisedMatrix):
+            return leaf  # XLA multiplies by those
         if path == output:
             return packer.pack(leaf, is_embedding=True)
         if path[-1] == "kernel":

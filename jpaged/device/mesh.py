@@ -22,6 +22,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.models.layers import Params
 from jpaged.models.leaves import LogicalAxes
 from jpaged.models.model import Model
+from jpaged.models.quantisation.tree import can_stack
 from jpaged.models.sharding import logical_axes, pad_for_sharding
 from jpaged.models.stack import LayerMode
 
@@ -139,16 +140,23 @@ def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
 
     def sharding(path: tuple[jax.tree_util.KeyEntry, ...], axes: LogicalAxes) -> NamedSharding | Format:
         sharding = NamedSharding(mesh, partition_spec(*axes))
-        num_stacked = 1 if axes[0] == "layers" else 0
-        if not is_tpu or path[-1] != jax.tree_util.DictKey("kernel") or len(axes) - num_stacked <= 2:
+        num_stacked = 1 if axes and axes[0] == "layers" else 0
+        if not is_tpu or not _is_kernel(path) or len(axes) - num_stacked <= 2:
             return sharding
         last = len(axes) - 1
         order = (*range(num_stacked), *range(num_stacked + 1, last), num_stacked, last)
         return Format(Layout(order), sharding)
 
-    axes = logical_axes(model.config, layer_mode)
+    axes = logical_axes(model.config, layer_mode, model.dtype)
     shardings: Params = jax.tree_util.tree_map_with_path(sharding, axes, is_leaf=lambda axes: isinstance(axes, tuple))
     return shardings
+
+
+def _is_kernel(path: tuple[jax.tree_util.KeyEntry, ...]) -> bool:
+    """Whether a place is that of a kernel, or of the values of a quantised one."""
+    if path[-1] == jax.tree_util.GetAttrKey("values"):
+        path = path[:-1]
+    return path[-1] == jax.tree_util.DictKey("kernel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +183,8 @@ class Placement:
             InvalidArgument: it cannot be split so; the numbers that work are named.
         """
         layer_mode = layer_mode or layer_mode_for(first_device(mesh))
+        if not can_stack(model.config):
+            layer_mode = "loop"
         wide = Model(pad_for_sharding(model.config, num_shards(mesh)), model.dtype)
         return cls(mesh, wide, layer_mode, param_shardings(wide, layer_mode, mesh))
 

@@ -8,6 +8,7 @@ from typing import Literal
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.quantisation.rules import Quantisation
 
 MAX_LAYERS = 2**12
 MAX_WIDTH = 2**20
@@ -38,6 +39,7 @@ class ModelConfig:
         eos_token_ids: tokens that end a sequence; may be empty.
         bos_token_id: token that begins a prompt, if the checkpoint names one.
         checkpoint_dtype: what the checkpoint says its weights are: float32, bfloat16 or float16.
+        quantisation: which matrices have fewer bits, and how; None has none.
     """
 
     architecture: str
@@ -53,6 +55,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     checkpoint_dtype: str | None = None
+    quantisation: Quantisation | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

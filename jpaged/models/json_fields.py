@@ -109,6 +109,15 @@ class JsonFields:
                 raise self.bad(key, f"is {_shown(value)}; it must be a token id or a list of token ids")
         return tuple(ids)
 
+    def names(self, key: str) -> tuple[str, ...]:
+        """A list of strings; empty when it is absent."""
+        value = self.value(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self.bad(key, f"is {_shown(value)}; it must be a list of strings")
+        return tuple(value)
+
     def ignore(self, keys: Iterable[str]) -> None:
         """Declares keys harmless: they change nothing in inference."""
         self._read.update(keys)

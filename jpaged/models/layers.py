@@ -314,7 +314,8 @@ class Embedding(nnx.Module):
         """`[T]` to `[T, width]`."""
         # CPUs gather bfloat16 from float32: XLA would widen it all ahead of a loop, did that not need the ids.
         embedding, ids_t = jax.lax.optimization_barrier((self.embedding.get_value(), ids_t))
-        return embedding.rows(ids_t) if isinstance(embedding, product.PackedMatrix) else embedding[ids_t]
+        is_array = isinstance(embedding, jax.Array)
+        return embedding[ids_t] if is_array else embedding.rows(ids_t)
 
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array, norm: Norm | None) -> jax.Array:
         """`[R, width]`, of which the first rows are in use, to float32 `[R, size]`; a norm comes first."""

@@ -15,6 +15,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layer_kinds import LayerKind, stacks_of
 from jpaged.models.layers import Attend, Ends, Params
+from jpaged.models.quantisation.tree import put_quantised
 from jpaged.models.registry import find_family
 from jpaged.models.stack import LayerMode, LayerPlace, run_layers
 from jpaged.models.tokens import TokenBatch
@@ -44,12 +45,15 @@ class Model:
         object.__setattr__(self, "dtype", dtype)
 
     def abstract_params(self, layer_mode: LayerMode) -> Params:
-        """Shapes and types of the parameter tree."""
+        """Shapes and types of the parameter tree, with its quantised matrices."""
         key = jax.eval_shape(jax.random.key, 0)  # a real one would be a program to compile
-        return jax.eval_shape(functools.partial(self.init_params, layer_mode=layer_mode), key)
+        params: Params = jax.eval_shape(functools.partial(self.init_params, layer_mode=layer_mode), key)
+        if self.config.quantisation is not None:
+            put_quantised(params, self.config, layer_mode, self.dtype)
+        return params
 
     def init_params(self, key: jax.Array, layer_mode: LayerMode) -> Params:
-        """Random parameters: normal with a standard deviation of 0.02, norms of one, biases of zero.
+        """Random parameters: normal with a standard deviation of 0.02, norms of one, biases of zero; none is quantised.
 
         Both layer modes sample the same numbers.
         """

@@ -20,34 +20,26 @@ import numpy as np
 
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
-from jpaged.models.layer_kinds import LayerKind, stacks_of
 from jpaged.models.layers import Params
 from jpaged.models.leaves import LogicalAxes
-from jpaged.models.registry import find_family
+from jpaged.models.quantisation.tree import leaf_axes, placed_leaves
 from jpaged.models.stack import LayerMode
 
+_FLOAT32 = np.dtype(np.float32)
 
-def logical_axes(config: ModelConfig, layer_mode: LayerMode) -> Params:
+
+def logical_axes(config: ModelConfig, layer_mode: LayerMode, dtype: np.dtype = _FLOAT32) -> Params:
     """The parameter tree with the names of each leaf's axes in its place.
 
     In `scan` the leaves of layers have an axis of layers first.
+
+    Args:
+        dtype: of the model, which is a part of its quantised matrices.
     """
-    family = find_family(config.architecture)
-    prefix = family.name_prefix(())
-
-    def layer_axes(kind: LayerKind) -> Params:
-        layer: Params = {}
-        for leaf in family.layer_leaves(config, prefix, kind):
-            insert(layer, leaf.path, ("layers", *leaf.axes) if layer_mode == "scan" else leaf.axes)
-        return layer
-
-    kinds = config.layer_kinds
-    of_kind = {kind: layer_axes(kind) for kind in kinds}
-    axes: Params = {"layers": [of_kind[kind] for kind in kinds]}
-    if layer_mode == "scan":
-        axes = {"layers": {name: of_kind[kinds[layers[0]]] for name, layers in stacks_of(kinds).items()}}
-    for leaf in family.outer_leaves(config, prefix):
-        insert(axes, leaf.path, leaf.axes)
+    axes: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
+    for path, (leaf, *_) in placed_leaves(config, layer_mode):
+        is_stacked = layer_mode == "scan" and path[0] == "layers"
+        insert(axes, path, leaf_axes(config.quantisation, leaf, dtype, is_stacked=is_stacked))
     return axes
 
 
@@ -146,6 +138,7 @@ def pad_for_sharding(config: ModelConfig, num_parts: int) -> ModelConfig:
         config,
         num_kv_heads=max(config.num_kv_heads, num_parts),
         vocab_size=_rounded_up(config.vocab_size, num_parts),
+        quantisation=None if config.quantisation is None else config.quantisation.split(num_parts),
     )
 
 

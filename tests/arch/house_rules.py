@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "config": {"errors", "types", "launchers"},
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
-    "checkpoints": VALUES | {"models", "demo"},
+    "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.product"},
     "device": VALUES | {"kernels", "models", "engine.executor", "engine.cascade_costs", "checkpoints.names"},
     "engine": VALUES,
     "_proto": set(),

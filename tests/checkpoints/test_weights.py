@@ -244,7 +244,7 @@ def test_hosts_and_devices_find_the_same_numbers_that_are_not_finite(place: int 
 def test_a_tensor_of_whole_numbers_is_refused(tmp_path: Path) -> None:
     case = tiny_case("llama_mha")
     folder = rewrite(case, tmp_path, put_in("model.layers.1.mlp.up_proj.weight", (88, 64), np.int8))
-    with pytest.raises(Unsupported, match=r"model\.layers\.1\.mlp\.up_proj\.weight is I8"):
+    with pytest.raises(Unsupported, match=r"model\.layers\.1\.mlp\.up_proj\.weight is int8"):
         load_params(model_of(case), folder, "loop")
 
 

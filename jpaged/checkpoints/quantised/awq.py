@@ -1,0 +1,84 @@
+"""AWQ checkpoints in the layout `gemm`, as AutoAWQ writes them.
+
+qweight  int32 [in, out / 8]        eight columns in a word, in the order 0 2 4 6 1 3 5 7 from its lowest bits on
+qzeros   int32 [groups, out / 8]    likewise
+scales   [groups, out]
+
+weight = scale * (number - zero)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.checkpoints.quantised.scheme import (
+    Part,
+    Parts,
+    Shape,
+    StoredMatrix,
+    rules_of,
+    signed,
+    within,
+    words_to_numbers,
+)
+from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.models.json_fields import JsonFields
+from jpaged.models.quantisation.rules import Quantisation
+
+_BITS = 4
+_PER_WORD = 32 // _BITS
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where each of eight columns is in its word."""
+
+_HARMLESS = ("quant_method", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """The layout of AWQ."""
+
+    quantisation: Quantisation
+
+    def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
+        """See `Scheme`."""
+        (num_out, depth), groups = shape, form.num_groups(shape[1])
+        return {
+            "qweight": Part(f"{module}.qweight", ((depth, num_out // _PER_WORD),), ("int32",)),
+            "qzeros": Part(f"{module}.qzeros", ((groups, num_out // _PER_WORD),), ("int32",)),
+            "scales": Part(f"{module}.scales", ((groups, num_out),)),
+        }
+
+    def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
+        """See `Scheme`."""
+        values, zeros = (
+            signed(_in_order(words_to_numbers(tensors[key], _BITS)), _BITS) for key in ("qweight", "qzeros")
+        )
+        return StoredMatrix(values.T.astype(form.dtype), tensors["scales"].astype(np.float32).T, zeros.T)
+
+
+def read_config(fields: JsonFields) -> Awq:
+    """The layout that a `quantization_config` of AWQ describes.
+
+    Raises:
+        Unsupported: a setting that is not computed; it is named.
+        InvalidArgument: a malformed value.
+    """
+    fields.only("bits", _BITS, why="of AWQ 4 bits are read")
+    fields.only("w_bit", _BITS, why="of AWQ 4 bits are read")
+    fields.only("version", "gemm", "GEMM", why="the layout gemm is read")
+    fields.only("zero_point", True, why="AWQ without zero points is not read")
+    group_key = "q_group_size" if fields.has("q_group_size") else "group_size"
+    group_size = fields.integer(group_key, 128, minimum=-1)
+    left = fields.names("modules_to_not_convert")
+    fields.ignore(_HARMLESS)
+    form = MatrixFormat("int4", group_size if group_size > 0 else None, has_zeros=True)
+    return Awq(Quantisation("awq", rules_of(form, within(left))))
+
+
+def _in_order(numbers: np.ndarray) -> np.ndarray:
+    """Numbers `[rows, columns]` as they lie in words -> in the order of columns."""
+    words = numbers.reshape(len(numbers), -1, _PER_WORD)
+    return words[:, :, PLACES].reshape(numbers.shape)

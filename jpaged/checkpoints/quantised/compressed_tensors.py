@@ -1,0 +1,250 @@
+"""Checkpoints of compressed-tensors, as llm-compressor writes them.
+
+    int-quantized     weight         int8 [out, in]
+    float-quantized   weight         float8_e4m3fn [out, in]
+    pack-quantized    weight_packed  int32 [out, ceil(in * bits / 32)], numbers from 0 on, the first in the lowest bits
+                      weight_shape   [2]
+    mxfp4-pack-quantized             uint8 [out, in / 2], scales uint8 with 127 for 1
+
+    weight_scale       [1], [out, 1], [out, groups], or [ceil(out / rows), ceil(in / columns)] of blocks
+    weight_zero_point  likewise int8; of pack-quantized int32 [ceil(out * bits / 32), groups]
+    weight_g_idx       int32 [in], where groups go by the order of activations
+    input_scale        [1], where activations are static
+
+    weight = scale * (number - zero)
+
+`config_groups` say which modules have which; `ignore` wins. That dynamic activations have one scale for a whole batch
+is read as one for each of its rows: a row's result would depend on the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.checkpoints.quantised.fp8 import block_sizes, one_number, read_fp8
+from jpaged.checkpoints.quantised.mxfp4 import powers_of_two, unpack_e2m1
+from jpaged.checkpoints.quantised.scheme import FLOATS, Part, Parts, Shape, StoredMatrix, signed, words_to_numbers
+from jpaged.errors import Unsupported
+from jpaged.kernels.matrix_format import Activations, MatrixFormat, Values
+from jpaged.models.json_fields import JsonFields
+from jpaged.models.quantisation.rules import Quantisation
+
+PACKED, INTEGERS, FLOATING, MXFP4 = "pack-quantized", "int-quantized", "float-quantized", "mxfp4-pack-quantized"
+_NAIVE = "naive-quantized"  # what the two are called that are not packed, in old checkpoints
+_WEIGHTS: Mapping[tuple[str, str, int], Values] = {
+    (PACKED, "int", 4): "int4",
+    (PACKED, "int", 8): "int8",
+    (INTEGERS, "int", 4): "int4",
+    (INTEGERS, "int", 8): "int8",
+    (FLOATING, "float", 8): "fp8",
+    (MXFP4, "float", 4): "mxfp4",
+}
+_OBSERVERS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+_MXFP4_BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the matrices of one group of modules are stored.
+
+    Attributes:
+        written: the name of the format.
+        block_rows: outputs that share a scale; None without blocks.
+    """
+
+    written: str
+    form: MatrixFormat
+    block_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """The layouts of a checkpoint of compressed-tensors, in the order of the quantisation's rules."""
+
+    quantisation: Quantisation
+    layouts: tuple[Layout | None, ...]
+
+    def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
+        """See `Scheme`."""
+        layout = self._layout_of(module)
+        (num_out, depth), groups = shape, form.num_groups(shape[1])
+        scale_shapes: tuple[Shape, ...] = ((num_out, groups),)
+        if groups == 1:
+            scale_shapes = ((num_out, 1), (num_out,), (1,), (), (1, 1))
+        if layout.block_rows is not None:
+            scale_shapes = ((-(-num_out // layout.block_rows), groups),)
+        scale_types = ("uint8",) if layout.written == MXFP4 else FLOATS
+        parts = {"scale": Part(f"{module}.weight_scale", scale_shapes, scale_types)}
+        if layout.written == PACKED:
+            bits = 8 if form.values == "int8" else 4
+            parts["packed"] = Part(f"{module}.weight_packed", ((num_out, math.ceil(depth * bits / 32)),), ("int32",))
+            parts["shape"] = Part(f"{module}.weight_shape", ((2,),), ("int64", "int32"), is_optional=True)
+            zeros = Part(f"{module}.weight_zero_point", ((math.ceil(num_out * bits / 32), groups),), ("int32",))
+        elif layout.written == MXFP4:
+            parts["packed"] = Part(f"{module}.weight_packed", ((num_out, depth // 2),), ("uint8",))
+        else:
+            stored = "int8" if layout.written == INTEGERS else "float8_e4m3fn"
+            parts["weight"] = Part(f"{module}.weight", (shape,), (stored,))
+            zeros = Part(f"{module}.weight_zero_point", scale_shapes, ("int8",))
+        if form.has_zeros:
+            parts["zeros"] = zeros
+        if form.has_group_ids:
+            parts["ids"] = Part(f"{module}.weight_g_idx", ((depth,),), ("int32",))
+        if form.has_input_scale:
+            parts["input_scale"] = Part(f"{module}.input_scale", ((1,), ()))
+        return parts
+
+    def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
+        """See `Scheme`."""
+        (num_out, depth), groups = shape, form.num_groups(shape[1])
+        if form.values == "fp8":
+            return read_fp8(tensors, shape, form, self._block_rows(form))
+        if form.values == "mxfp4":
+            return StoredMatrix(unpack_e2m1(tensors["packed"]), powers_of_two(tensors["scale"]))
+        scales = tensors["scale"].astype(np.float32).reshape(-1, groups)
+        zeros = tensors.get("zeros")
+        if "packed" in tensors:
+            bits = 8 if form.values == "int8" else 4
+            values = signed(words_to_numbers(tensors["packed"], bits)[:, :depth], bits)
+            if zeros is not None:
+                columns = words_to_numbers(np.ascontiguousarray(zeros.T), bits)
+                zeros = signed(columns.T[:num_out], bits)
+        else:
+            values, zeros = tensors["weight"], None if zeros is None else zeros.reshape(-1, groups)
+        return StoredMatrix(values.astype(form.dtype), scales, zeros, tensors.get("ids"), one_number(tensors))
+
+    def _layout_of(self, module: str) -> Layout:
+        for (pattern, _), layout in zip(self.quantisation.rules, self.layouts, strict=True):
+            if layout is not None and re.search(pattern, module):
+                return layout
+        raise AssertionError(f"{module} is not quantised")
+
+    def _block_rows(self, form: MatrixFormat) -> int | None:
+        return next(layout.block_rows for layout in self.layouts if layout is not None and layout.form == form)
+
+
+def read_config(fields: JsonFields) -> CompressedTensors:
+    """The layouts that a `quantization_config` of compressed-tensors describes.
+
+    Raises:
+        Unsupported: a setting that is not computed; it is named.
+        InvalidArgument: a malformed value.
+    """
+    fields.only("quantization_status", "compressed", why="weights must be compressed")
+    fields.only("transform_config", {}, why="transforms of weights and activations are not computed")
+    sparsity = JsonFields(fields.mapping("sparsity_config"), "quantization_config sparsity_config")
+    sparsity.only("format", "dense", why="sparse weights are not read")
+    fields.ignore(("quant_method", "global_compression_ratio", "kv_cache_scheme", "version"))
+    written = fields.text("format", "")
+    rules: list[tuple[str, MatrixFormat | None]] = [(_pattern(name), None) for name in fields.names("ignore")]
+    layouts: list[Layout | None] = [None] * len(rules)
+    found: list[tuple[str, Layout]] = []
+    for name, group in fields.mapping("config_groups").items():
+        if not isinstance(group, Mapping):
+            raise fields.bad("config_groups", f"{name} is {group!r}; it must be an object")
+        found += _group(JsonFields(group, f"quantization_config config_groups {name}"), written)
+    # Names and expressions win over the class of all linear layers.
+    for pattern, layout in sorted(found, key=lambda each: each[0] == ""):
+        rules.append((pattern, layout.form))
+        layouts.append(layout)
+    return CompressedTensors(Quantisation("compressed-tensors", tuple(rules), has_output=True), tuple(layouts))
+
+
+def _group(fields: JsonFields, written: str) -> list[tuple[str, Layout]]:
+    targets = fields.names("targets")
+    fields.only("output_activations", why="activations are rounded before products alone")
+    weights = JsonFields(fields.mapping("weights"), "quantization_config weights")
+    layout = _weights(weights, fields.text("format", written))
+    if fields.has("input_activations"):
+        inputs = JsonFields(fields.mapping("input_activations"), "quantization_config input_activations")
+        activations, is_static = _activations(inputs, layout)
+        form = dataclasses.replace(layout.form, activations=activations, has_input_scale=is_static)
+        layout = dataclasses.replace(layout, form=form)
+    fields.ignore(("input_activations",))
+    fields.finish()
+    return [(_pattern(target), layout) for target in targets]
+
+
+def _weights(fields: JsonFields, written: str) -> Layout:
+    kind, bits = fields.text("type", "int"), fields.integer("num_bits", 8)
+    if written == _NAIVE:
+        written = INTEGERS if kind == "int" else FLOATING
+    values = _WEIGHTS.get((written, kind, bits))
+    if values is None:
+        known = ", ".join(f"{name} {kind}{bits}" for name, kind, bits in _WEIGHTS)
+        raise Unsupported(
+            f"quantization_config: weights of format {written!r}, {kind}{bits}, are not read; read: {known}"
+        )
+    is_symmetric = fields.flag("symmetric", True)
+    if not is_symmetric and kind == "float":
+        raise Unsupported("quantization_config: symmetric is false; floating weights have no zero points")
+    fields.only("dynamic", False, why="weights are quantised once")
+    group_size = fields.integer("group_size", minimum=-1) if fields.has("group_size") else None
+    strategy = fields.text("strategy", "tensor" if group_size is None else "channel" if group_size < 0 else "group")
+    order, blocks = fields.value("actorder"), fields.value("block_structure")
+    if strategy not in ("tensor", "channel", "group", "block"):
+        raise Unsupported(
+            f"quantization_config: strategy of weights is {strategy!r}; read: tensor, channel, group, block"
+        )
+    fields.ignore(("group_size", *_OBSERVERS))
+    fields.finish()
+    form = MatrixFormat(values, has_zeros=not is_symmetric)
+    if strategy == "block":
+        if values != "fp8":
+            raise Unsupported(f"quantization_config: strategy is 'block' with {values}; blocks are read of float8")
+        rows, columns = block_sizes(blocks)
+        return Layout(written, dataclasses.replace(form, group_size=columns), rows)
+    if strategy == "group":
+        size = group_size if group_size is not None and group_size > 0 else 0
+        if size == 0:
+            raise fields.bad("group_size", f"is {group_size}; it must be above 0")
+        if values == "mxfp4" and size != _MXFP4_BLOCK:
+            raise Unsupported(f"quantization_config: group_size is {size}; of MXFP4 it is {_MXFP4_BLOCK}")
+        has_ids = order in (True, "group", "dynamic")
+        return Layout(written, dataclasses.replace(form, group_size=size, has_group_ids=has_ids))
+    if values == "mxfp4":
+        raise Unsupported(f"quantization_config: strategy is {strategy!r}; of MXFP4 it is group")
+    return Layout(written, form)
+
+
+def _activations(fields: JsonFields, layout: Layout) -> tuple[Activations, bool]:
+    """What rows are rounded to, and whether with one scale that the checkpoint brings."""
+    kind, bits, values = fields.text("type", "int"), fields.integer("num_bits", 8), layout.form.values
+    is_integer = kind == "int" and bits == 8 and values in ("int8", "int4")
+    if not is_integer and not (kind == "float" and bits == 8 and values == "fp8"):
+        raise Unsupported(
+            f"quantization_config: input_activations of {kind}{bits} with weights of {values} are not computed"
+        )
+    fields.only("symmetric", True, why="activations with zero points are not computed")
+    dynamic = fields.flag("dynamic", False)
+    strategy = fields.text("strategy", "tensor")
+    group_size = fields.integer("group_size") if fields.has("group_size") and strategy == "group" else None
+    fields.ignore(("group_size", "actorder", "block_structure", *_OBSERVERS))
+    fields.finish()
+    if strategy == "group" and dynamic and not is_integer and group_size == layout.form.group_size:
+        return "fp8-groups", False
+    if strategy not in (("token", "tensor") if dynamic else ("tensor",)):
+        raise Unsupported(
+            f"quantization_config: strategy of input_activations is {strategy!r}, dynamic {dynamic}; computed are "
+            "token, tensor, and group as large as that of weights of float8, and static tensor"
+        )
+    return ("int8" if is_integer else "fp8"), not dynamic
+
+
+def _pattern(target: str) -> str:
+    """The expression that finds the modules of a target: a class, a name, or `re:` and an expression for its start."""
+    if target == "Linear":
+        return ""
+    if target.startswith("re:"):
+        try:
+            re.compile(target[3:])
+        except re.error as error:
+            raise Unsupported(f"quantization_config: target {target!r} is no regular expression: {error}") from error
+        return f"^(?:{target[3:]})"
+    return f"^{re.escape(target)}$"

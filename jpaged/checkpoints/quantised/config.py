@@ -1,0 +1,42 @@
+"""The `quantization_config` of a config.json -> the layout of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from jpaged.checkpoints.quantised import awq, compressed_tensors, fp8, gptq, mxfp4
+from jpaged.checkpoints.quantised.scheme import Scheme
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.json_fields import JsonFields
+
+QUANTISATION_KEYS = ("quantization_config", "compression_config")
+"""Where a config.json says it; the second in old checkpoints of compressed-tensors."""
+
+_READERS: Mapping[str, Callable[[JsonFields], Scheme]] = {
+    "awq": awq.read_config,
+    "compressed-tensors": compressed_tensors.read_config,
+    "fp8": fp8.read_config,
+    "gptq": gptq.read_config,
+    "mxfp4": mxfp4.read_config,
+}
+
+
+def find_scheme(config: Mapping[str, object]) -> Scheme | None:
+    """The layout of a checkpoint's quantised weights, by its config.json; None where they are not quantised.
+
+    Raises:
+        Unsupported: the method or a setting of it is not read; it is named.
+        InvalidArgument: a malformed value.
+    """
+    given = next((config[key] for key in QUANTISATION_KEYS if config.get(key) is not None), None)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise InvalidArgument("config.json quantization_config", f"is {given!r}; it must be an object")
+    fields = JsonFields(given, "quantization_config")
+    method = fields.text("quant_method")
+    if method not in _READERS:
+        raise Unsupported(f"config.json: quant_method is {method!r}; read: {', '.join(_READERS)}")
+    scheme = _READERS[method](fields)
+    fields.finish()
+    return scheme

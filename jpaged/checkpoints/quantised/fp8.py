@@ -1,0 +1,110 @@
+"""FP8 checkpoints: with block scales as DeepSeek and Qwen ship them, and with a scale a tensor or column.
+
+    weight            float8_e4m3fn [out, in]
+    weight_scale_inv  [ceil(out / rows), ceil(in / columns)] of blocks; a factor, whatever its name says
+    weight_scale      of a tensor, or [out, 1]
+    input_scale       of a tensor, where activations are static
+
+Where activations are dynamic each row has a scale of its own, with blocks each row and block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.checkpoints.quantised.scheme import FLOATS, Part, Parts, Shape, StoredMatrix, rules_of, within
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.models.json_fields import JsonFields
+from jpaged.models.quantisation.rules import Quantisation
+
+_FP8 = ("float8_e4m3fn",)
+# scale_fmt says how kernels of others round the scales of activations; ours are exact.
+_HARMLESS = ("quant_method", "fmt", "scale_fmt", "dequantize", "kv_cache_scheme", "kv_cache_quant_method")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """The layout of FP8.
+
+    Attributes:
+        block_rows: outputs that share a scale; None has one for all of them, or one for each.
+    """
+
+    quantisation: Quantisation
+    block_rows: int | None
+
+    def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
+        """See `Scheme`."""
+        num_out = shape[0]
+        shapes: tuple[Shape, ...] = ((), (1,), (1, 1), (num_out, 1), (num_out,))
+        name = "weight_scale"
+        if self.block_rows is not None:
+            name, shapes = "weight_scale_inv", ((-(-num_out // self.block_rows), form.num_groups(shape[1])),)
+        scale_types = (*FLOATS, "float8_e8m0fnu")
+        parts = {
+            "weight": Part(f"{module}.weight", (shape,), _FP8),
+            "scale": Part(f"{module}.{name}", shapes, scale_types),
+        }
+        if form.has_input_scale:
+            parts["input_scale"] = Part(f"{module}.input_scale", ((), (1,)))
+        return parts
+
+    def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
+        """See `Scheme`."""
+        return read_fp8(tensors, shape, form, self.block_rows)
+
+
+def read_fp8(
+    tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat, block_rows: int | None
+) -> StoredMatrix:
+    """A matrix of float8 numbers with scales of the tensor, its rows or groups, or blocks of so many rows."""
+    scales = tensors["scale"].astype(np.float32).reshape(-1, form.num_groups(shape[1]))
+    if block_rows is not None:
+        scales = np.repeat(scales, block_rows, axis=0)[: shape[0]]
+    return StoredMatrix(tensors["weight"], scales, input_scale=one_number(tensors))
+
+
+def one_number(tensors: Mapping[str, np.ndarray]) -> float | None:
+    """The scale of inputs, where it is there."""
+    given = tensors.get("input_scale")
+    return None if given is None else float(given.reshape(()).astype(np.float32))
+
+
+def read_config(fields: JsonFields) -> Fp8:
+    """The layout that a `quantization_config` of FP8 describes.
+
+    Raises:
+        Unsupported: a setting that is not computed; it is named.
+        InvalidArgument: a malformed value.
+    """
+    fields.only("fmt", "e4m3", why="only e4m3 is read")
+    scheme = fields.text("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise Unsupported(f"quantization_config: activation_scheme is {scheme!r}; dynamic and static are read")
+    blocks = fields.value("weight_block_size")
+    left = [*fields.names("modules_to_not_convert"), *fields.names("ignored_layers")]
+    fields.ignore(_HARMLESS)
+    if blocks is None:
+        form = MatrixFormat("fp8", activations="fp8", has_input_scale=scheme == "static")
+        return Fp8(Quantisation("fp8", rules_of(form, within(left))), None)
+    rows, columns = block_sizes(blocks)
+    if scheme == "static":
+        raise Unsupported("quantization_config: activation_scheme is 'static'; blocks have dynamic ones")
+    form = MatrixFormat("fp8", columns, activations="fp8-groups")
+    return Fp8(Quantisation("fp8", rules_of(form, within(left))), rows)
+
+
+def block_sizes(value: object) -> tuple[int, int]:
+    """The rows and columns of a block that a config names: two numbers, or `128x128`.
+
+    Raises:
+        InvalidArgument: it is something else.
+    """
+    sizes = [int(size) if size.isdecimal() else 0 for size in value.split("x")] if isinstance(value, str) else value
+    if isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes):
+        return sizes[0], sizes[1]
+    raise InvalidArgument("quantization_config", f"the size of blocks is {value!r}; it must be two numbers above 0")

@@ -1,0 +1,135 @@
+"""GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
+
+qweight  int32 [in * bits / 32, out]        a word holds numbers of consecutive rows, the first in its lowest bits
+qzeros   int32 [groups, out * bits / 32]    likewise of consecutive columns; one less than the zero in format v1
+scales   [groups, out]
+g_idx    int32 [in]                         the group of each row; with desc_act in any order
+
+weight = scale * (number - zero)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.checkpoints.quantised.scheme import (
+    Part,
+    Parts,
+    Shape,
+    StoredMatrix,
+    rules_of,
+    signed,
+    within,
+    words_to_numbers,
+)
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.kernels.matrix_format import MatrixFormat, Values
+from jpaged.models.json_fields import JsonFields
+from jpaged.models.quantisation.rules import Quantisation
+
+# How the numbers were found, and by which kernel others would multiply: neither changes what they are.
+_HARMLESS = (
+    "act_group_aware",
+    "backend",
+    "batch_size",
+    "block_name_to_quantize",
+    "cache_block_outputs",
+    "damp_auto_increment",
+    "damp_percent",
+    "dataset",
+    "disable_exllama",
+    "exllama_config",
+    "is_marlin_format",
+    "max_input_length",
+    "meta",
+    "model_file_base_name",
+    "model_name_or_path",
+    "model_seqlen",
+    "module_name_preceding_first_block",
+    "modules_in_block_to_quantize",
+    "mse",
+    "pad_token_id",
+    "quant_method",
+    "static_groups",
+    "tokenizer",
+    "true_sequential",
+    "use_cuda_fp16",
+    "use_exllama",
+)
+BITS: Mapping[int, Values] = {4: "int4", 8: "int8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """The layout of GPTQ.
+
+    Attributes:
+        zeros_are_less: zeros are stored one less than they are, modulo 2^bits (format v1).
+    """
+
+    quantisation: Quantisation
+    bits: int
+    zeros_are_less: bool
+
+    def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
+        """See `Scheme`."""
+        (num_out, depth), groups, per_word = shape, form.num_groups(shape[1]), 32 // self.bits
+        return {
+            "qweight": Part(f"{module}.qweight", ((depth // per_word, num_out),), ("int32",)),
+            "qzeros": Part(f"{module}.qzeros", ((groups, num_out // per_word),), ("int32",)),
+            "scales": Part(f"{module}.scales", ((groups, num_out),)),
+            "g_idx": Part(f"{module}.g_idx", ((depth,),), ("int32",), is_optional=not form.has_group_ids),
+        }
+
+    def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
+        """See `Scheme`."""
+        bits, depth = self.bits, shape[1]
+        values = signed(words_to_numbers(np.ascontiguousarray(tensors["qweight"].T), bits), bits)
+        zeros = words_to_numbers(tensors["qzeros"], bits)
+        if self.zeros_are_less:
+            zeros = (zeros + 1) & (2**bits - 1)
+        ids = tensors.get("g_idx")
+        if ids is not None and not form.has_group_ids:
+            counted = np.arange(depth) // (form.group_size or depth)
+            if not np.array_equal(ids, counted):
+                raise InvalidArgument("quantization_config desc_act", "is false, and a g_idx is not in order")
+            ids = None
+        if ids is not None and not (ids.min() >= 0 and ids.max() < form.num_groups(depth)):
+            raise InvalidArgument(
+                "checkpoint", f"a g_idx names groups beyond the {form.num_groups(depth)} that there are"
+            )
+        scales = tensors["scales"].astype(np.float32).T
+        return StoredMatrix(values.astype(form.dtype), scales, signed(zeros, bits).T, ids)
+
+
+def read_config(fields: JsonFields) -> Gptq:
+    """The layout that a `quantization_config` of GPTQ describes.
+
+    Raises:
+        Unsupported: a setting that is not computed; it is named.
+        InvalidArgument: a malformed value.
+    """
+    bits, group_size = fields.integer("bits"), fields.integer("group_size", minimum=-1)
+    if bits not in BITS:
+        raise Unsupported(f"quantization_config: bits is {bits}; of GPTQ 4 and 8 are read")
+    has_ids, written = fields.flag("desc_act", False), _checkpoint_format(fields)
+    fields.flag("sym", True)  # zeros are stored either way
+    fields.only("pack_dtype", "int32", why="only words of int32 are read")
+    fields.only("dynamic", {}, why="modules with settings of their own are not read")
+    left = fields.names("modules_to_not_convert")
+    form = MatrixFormat(
+        BITS[bits], group_size if group_size > 0 else None, has_zeros=True, has_group_ids=has_ids and group_size > 0
+    )
+    quantisation = Quantisation("gptq", rules_of(form, within(left)), has_output=fields.flag("lm_head", False))
+    fields.ignore(_HARMLESS)
+    return Gptq(quantisation, bits, written == "gptq")
+
+
+def _checkpoint_format(fields: JsonFields) -> str:
+    written = fields.text("checkpoint_format", fields.text("format", "gptq"))
+    if written not in ("gptq", "gptq_v2"):
+        raise Unsupported(f"quantization_config: checkpoint_format is {written!r}; gptq and gptq_v2 are read")
+    return written

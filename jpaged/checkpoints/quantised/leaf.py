@@ -1,0 +1,166 @@
+"""A quantised leaf of the tree: the arrays of its tensors, packed as the weights would be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jpaged.checkpoints.quantised.scheme import Shape, StoredMatrix
+from jpaged.errors import InvalidArgument
+from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.product.quantised import QuantisedMatrix, abstract_matrix
+from jpaged.models.leaves import Leaf
+from jpaged.models.quantisation.formats import contracted_axis
+from jpaged.models.sharding import PaddedAxis
+
+# (name, shape as stored, contracted axis as stored) -> the matrix.
+ReadMatrix = Callable[[str, Shape, int], StoredMatrix]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One array of a quantised leaf, of the padded model.
+
+    Attributes:
+        shape: of the whole array.
+        read: a part of it, as a fresh array; a slice for each axis.
+    """
+
+    shape: Shape
+    read: Callable[[tuple[slice, ...]], np.ndarray]
+
+
+def quantised_leaf(
+    read_matrix: ReadMatrix,
+    leaves: Sequence[Leaf],
+    form: MatrixFormat,
+    *,
+    is_stacked: bool,
+    split: PaddedAxis | None,
+    dtype: np.dtype,
+) -> QuantisedMatrix:
+    """A leaf, or that of all layers stacked, as a matrix of `Part`s; the tensors are read when the first part is.
+
+    Args:
+        form: in which it is kept.
+        split: the axis along which it is split over devices, and padded.
+        dtype: of the model.
+    """
+    arrays: list[_Arrays] = []
+
+    def all_arrays() -> _Arrays:
+        if not arrays:
+            of_each = [_pack(read_matrix, leaf, form) for leaf in leaves]
+            arrays.append(_Arrays.stacked(of_each) if is_stacked else of_each[0])
+        return arrays[0]
+
+    axis = contracted_axis(leaves[0])
+    shape = (len(leaves), *leaves[0].shape) if is_stacked else leaves[0].shape
+    abstract = abstract_matrix(form, shape, axis, dtype)
+
+    def part(name: str) -> Part | None:
+        described = getattr(abstract, name)
+        if described is None:
+            return None
+        place = None if split is None else split.axis + is_stacked
+        # What is contracted is never padded, and listed groups and scales of inputs have no other axis.
+        is_plain = split is None or place == len(shape) + axis or name in ("group_ids", "input_scale")
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            array = getattr(all_arrays(), name)
+            if is_plain or split is None or place is None:
+                return np.array(array[index], order="C")
+            begin, end, _ = index[place].indices(split.wide_size)
+            cut = array[(*(slice(None),) * place, slice(*split.source(begin, end)))]
+            return split.padded(np.ascontiguousarray(cut), begin, end)
+
+        if is_plain or split is None:
+            return Part(described.shape, read)
+        outer = described.shape[:is_stacked]
+        return Part((*outer, *split.padded_shape(described.shape[is_stacked:])), read)
+
+    return dataclasses.replace(
+        abstract,
+        values=part("values"),
+        scales=part("scales"),
+        zeros=part("zeros"),
+        group_ids=part("group_ids"),
+        input_scale=part("input_scale"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """The arrays of a quantised leaf as published, packed."""
+
+    values: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None
+    group_ids: np.ndarray | None
+    input_scale: np.ndarray | None
+
+    @classmethod
+    def stacked(cls, layers: Sequence[_Arrays]) -> _Arrays:
+        def stack(name: str) -> Any:
+            arrays = [getattr(layer, name) for layer in layers]
+            return None if arrays[0] is None else np.stack(arrays)
+
+        return cls(*map(stack, cls.__slots__))
+
+
+def _pack(read_matrix: ReadMatrix, leaf: Leaf, form: MatrixFormat) -> _Arrays:
+    """Reads the tensors of a leaf, and packs each of their arrays as the leaf packs weights."""
+    place = len(leaf.shape) + contracted_axis(leaf)
+    stored_axis = leaf.tensor_axes[place]
+    assert stored_axis is not None
+    matrices = [read_matrix(name, shape, stored_axis) for name, shape in leaf.tensors]
+    num_groups = form.num_groups(leaf.shape[place])
+
+    def pack(arrays: Sequence[np.ndarray], size: int, dtype: np.dtype) -> np.ndarray:
+        packed = np.empty((*leaf.shape[:place], size, *leaf.shape[place + 1 :]), dtype)
+        leaf.pack([np.swapaxes(array, stored_axis, 1) for array in arrays], packed)
+        return packed
+
+    values = pack([matrix.values for matrix in matrices], leaf.shape[place], form.dtype)
+    scales = pack(
+        [_regroup(each, each.scales, form, num_groups) for each in matrices], num_groups, np.dtype(np.float32)
+    )
+    zeros = None
+    if form.has_zeros:
+        of_each = [_regroup(each, each.zeros, form, num_groups) for each in matrices]
+        zeros = pack(of_each, num_groups, np.dtype(np.int8))
+    return _Arrays(values, scales, zeros, _group_ids(leaf, matrices, form), _input_scale(matrices, form))
+
+
+def _regroup(matrix: StoredMatrix, of_groups: np.ndarray | None, form: MatrixFormat, num_groups: int) -> np.ndarray:
+    """Scales or zeros for so many groups, one for each output, repeated where groups are smaller than published."""
+    assert of_groups is not None
+    shape = list(matrix.values.shape)
+    shape[1] = num_groups
+    if matrix.group_size != form.group_size:
+        # Group i begins with number i * size, which is in the published group of that number.
+        starts = np.arange(num_groups) * (form.group_size or 0)
+        of_groups = of_groups[:, starts // (matrix.group_size or 1)]
+    return np.broadcast_to(of_groups, shape)
+
+
+def _group_ids(leaf: Leaf, matrices: Sequence[StoredMatrix], form: MatrixFormat) -> np.ndarray | None:
+    if not form.has_group_ids:
+        return None
+    first, *others = (matrix.group_ids for matrix in matrices)
+    assert first is not None
+    if any(other is None or not np.array_equal(first, other) for other in others):
+        names = ", ".join(name for name, _ in leaf.tensors)
+        raise InvalidArgument("checkpoint", f"{names} have the same inputs, and list their groups in different orders")
+    return first.astype(np.int32)
+
+
+def _input_scale(matrices: Sequence[StoredMatrix], form: MatrixFormat) -> np.ndarray | None:
+    """One scale for inputs that several matrices have in common: the largest, which fits them all."""
+    if not form.has_input_scale:
+        return None
+    return np.array(max(matrix.input_scale or 0.0 for matrix in matrices), np.float32)

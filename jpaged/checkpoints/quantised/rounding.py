@@ -1,0 +1,56 @@
+"""Quantising what a checkpoint has in 16 or 32 bits, while it is loaded: a tensor at a time, each column by itself.
+
+| asked for | values and scales                                        | rows               |
+|-----------|----------------------------------------------------------|--------------------|
+| int8      | int8, one scale a column                                 | as they are        |
+| int4      | int4, one scale and zero point for 128 numbers of a column | as they are      |
+| fp8       | float8_e4m3fn, one scale a column                        | fp8, a scale a row |
+
+The matrices of layers are quantised; embedding, output matrix, norms, biases and routers stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import numpy as np
+
+from jpaged.checkpoints.finite import refuse_tensor
+from jpaged.checkpoints.quantised.scheme import Shape, StoredMatrix
+from jpaged.checkpoints.tensor_source import TensorSource, read_weight
+from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.product.quantised import round_to
+from jpaged.models.quantisation.rules import Quantisation
+
+Asked = Literal["int8", "int4", "fp8"]
+ASKED: tuple[Asked, ...] = get_args(Asked)
+FORMATS: Mapping[Asked, MatrixFormat] = {
+    "int8": MatrixFormat("int8"),
+    "int4": MatrixFormat("int4", 128, has_zeros=True),
+    "fp8": MatrixFormat("fp8", activations="fp8"),
+}
+
+
+def quantisation_for(asked: Asked) -> Quantisation:
+    """What becomes of a model's matrices when they are quantised here."""
+    return Quantisation(asked, (("", FORMATS[asked]),))
+
+
+def round_matrix(
+    files: TensorSource, name: str, shape: Shape, axis: int, form: MatrixFormat, dtype: np.dtype
+) -> StoredMatrix:
+    """Reads a weight, and rounds it to a format as it is in the model's type.
+
+    Args:
+        axis: the contracted one of the stored weight.
+
+    Raises:
+        InvalidArgument: it is not all finite, missing or misshapen.
+    """
+    weights = np.swapaxes(read_weight(files, name, shape).astype(dtype), axis, 1)
+    if not np.isfinite(weights).all():
+        refuse_tensor(files, name, shape, dtype)
+    form = form.split(weights.shape[1], 1)
+    values, scales, zeros = round_to(np.ascontiguousarray(weights), form, 1 - weights.ndim)
+    return StoredMatrix(values, scales, zeros, group_size=form.group_size)

@@ -1,0 +1,98 @@
+"""Every layout of quantised weights is read as what it says, and served as the weights that it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged.checkpoints.hub import read_config
+from jpaged.checkpoints.weights import load_params
+from jpaged.kernels.product.quantised import QuantisedMatrix, dequantise
+from jpaged.models.layers import Params
+from jpaged.models.model import Model
+from jpaged.models.stack import LayerMode
+from tests.checkpoints.quantised.layouts import LAYOUTS, LayoutCase, write_quantised, write_tensors
+from tests.device.sharded import place
+from tests.models import dense
+from tests.models.tiny import TinyCase, tiny_case
+
+FLOAT = np.dtype(np.float32)
+
+
+def case_of(layout: LayoutCase) -> TinyCase:
+    """Two key/value heads and a feed-forward that blocks of 32 divide; with groups of 16 one that two parts cut."""
+    tiny = tiny_case("llama_gqa_bias" if "fp8" in layout.name else "llama_mha")
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128 if layout.cuts_nothing else 80,
+        "num_hidden_layers": 2 if layout.name == "w8a16" else 1,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    return dataclasses.replace(tiny, config={**tiny.config, **sizes, **heads})
+
+
+def model_of(folder: Path) -> Model:
+    return Model(read_config(folder), FLOAT)
+
+
+def write_plain(case: TinyCase, plain: dict[str, np.ndarray], folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dict(case.config)), encoding="utf-8")
+    write_tensors(plain, folder)
+    return folder
+
+
+def logits(model: Model, params: Params, layer_mode: LayerMode = "loop") -> np.ndarray:
+    ids = np.arange(3, 27, dtype=np.int32) * 5 % 131
+    return np.asarray(dense.logits(model, params, ids, len(ids), layer_mode))
+
+
+def is_quantised(leaf: object) -> bool:
+    return isinstance(leaf, QuantisedMatrix)
+
+
+def weights_of(params: Params) -> Params:
+    return jax.tree.map(lambda leaf: dequantise(leaf) if is_quantised(leaf) else leaf, params, is_leaf=is_quantised)
+
+
+def assert_same_weights(got: Params, want: Params) -> None:
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=1e-7), got, want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_a_checkpoint_has_the_weights_that_its_layout_says(layout: LayoutCase, tmp_path: Path) -> None:
+    case = case_of(layout)
+    plain = write_quantised(case, layout, tmp_path / "quantised")
+    folder = write_plain(case, plain, tmp_path / "plain")
+    model, reference = model_of(tmp_path / "quantised"), model_of(folder)
+    params, wanted = load_params(model, tmp_path / "quantised", "loop"), load_params(reference, folder, "loop")
+    assert len([leaf for leaf in jax.tree.leaves(params, is_leaf=is_quantised) if is_quantised(leaf)]) > 1
+    assert_same_weights(weights_of(params), wanted)
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
+    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model.abstract_params("loop"))
+    got, want = logits(model, params), logits(reference, wanted)
+    error = np.sqrt(np.square(got - want).mean() / np.square(want).mean())
+    if layout.rounds_rows:
+        assert 1e-3 < error < 0.15
+    else:
+        assert error < 1e-5
+    dequantised = dataclasses.replace(model, config=dataclasses.replace(model.config, quantisation=None))
+    as_weights = load_params(dequantised, tmp_path / "quantised", "loop")
+    assert_same_weights(as_weights, wanted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_a_model_in_two_parts_computes_the_same(layout: LayoutCase, tmp_path: Path) -> None:
+    write_quantised(case_of(layout), layout, tmp_path)
+    model = model_of(tmp_path)
+    where = place(model, 2)
+    params = load_params(model, tmp_path, "loop", num_parts=2, shardings=where.shardings)
+    got = logits(where.model, params)
+    want = logits(model, load_params(model, tmp_path, "loop"))
+    np.testing.assert_allclose(got[:, : want.shape[1]], want, rtol=0, atol=np.abs(want).max() * 2e-5)
