@@ -35,6 +35,7 @@ from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
+from jpaged.models.sharding import with_parallel_experts
 from jpaged.service.hf_tokenizer import load_tokenizer
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import BackendFacts, LoadedModel
@@ -149,7 +150,8 @@ def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
     parallel = options.parallel
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size)
     source = find_source(options.model.model, parse_special_tokens=options.model.parse_special_tokens)
-    model = Model(source.config, _dtype(options.model.dtype, source.config, first_device(meshes[0]).platform))
+    config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
+    model = Model(config, _dtype(options.model.dtype, config, first_device(meshes[0]).platform))
     return source, model, [Placement.of(model, mesh) for mesh in meshes]
 
 

@@ -193,6 +193,7 @@ class ParallelOptions:
         "then where the load is least",
         low=1,
     )
+    enable_expert_parallel: bool = option(False, "devices of a copy have some experts whole, not a part of each")
     coordinator: str | None = option(
         None,
         "HOST:PORT of process 0, the same for all; found in the environment of LeaderWorkerSet, GKE TPU pods, Slurm "

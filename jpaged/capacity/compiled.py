@@ -24,7 +24,7 @@ from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import Model
-from jpaged.models.sharding import largest_split, pad_for_sharding
+from jpaged.models.sharding import largest_split, pad_for_sharding, with_parallel_experts
 
 _SERVED = ("float32", "bfloat16")
 
@@ -87,6 +87,8 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     name, config = find_config(question.model)
     target = find_target(question.target)
     options = EngineConfig.load(question.options)
+    if options.parallel.enable_expert_parallel:
+        config = with_parallel_experts(config)
     num_devices, notes = _num_devices(config, target, question.options.get("tensor_parallel_size"))
     dtype = options.model.dtype
     if dtype == "auto":

@@ -33,7 +33,7 @@ _OPTIONS = {
     *("model", "dtype", "max_model_len", "attention_backend", "block_size", "num_blocks", "memory_utilization"),
     "kv_cache_memory_bytes",
     *("kv_cache_dtype", "swap_space", "enable_cascade_attention", "max_num_seqs", "max_num_batched_tokens"),
-    "tensor_parallel_size",
+    *("tensor_parallel_size", "enable_expert_parallel"),
 }
 """The engine's options that programs or memory depend on."""
 _INPUT_LEN, _OUTPUT_LEN = 1024, 256

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.config import LinearBackend
@@ -17,6 +19,7 @@ from jpaged.models.layers import Params
 from jpaged.models.stack import LayerMode
 
 _GATED = "gate_up"
+_EXPERTS = "experts"
 
 
 def choose_linear_backend(chosen: str, mesh: Mesh, layer_mode: LayerMode) -> LinearBackend:
@@ -51,6 +54,8 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
             return leaf  # XLA multiplies by those
         if path == output:
             return packer.pack(leaf, is_embedding=True)
+        if path[-1] == "kernel" and _EXPERTS in path:
+            return packer.pack(_swapped(leaf), num_parts=leaf.shape[0])
         if path[-1] == "kernel":
             return packer.pack(leaf, num_parts=2 if path[-2] == _GATED and config.fuses_gate else 1)
         return leaf
@@ -69,6 +74,14 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
         return packed
 
     return walk(params, ())
+
+
+def _swapped(experts_xio: Any) -> Any:
+    """The matrices of experts as one of X parts, `[in, X, out]`."""
+    if isinstance(experts_xio, jax.ShapeDtypeStruct):
+        num_experts, width, num_columns = experts_xio.shape
+        return jax.ShapeDtypeStruct((width, num_experts, num_columns), experts_xio.dtype)
+    return np.swapaxes(np.asarray(experts_xio), 0, 1)
 
 
 def _unsupported_reason(mesh: Mesh, layer_mode: LayerMode) -> str | None:

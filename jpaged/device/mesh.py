@@ -38,6 +38,8 @@ LOGICAL_AXES: Mapping[str, str | None] = {
     "heads": MODEL_AXIS,
     "kv_heads": MODEL_AXIS,
     "feed_forward": MODEL_AXIS,
+    "experts": None,
+    "expert_parts": MODEL_AXIS,
     "vocab": MODEL_AXIS,
 }
 """Mesh axis of each logical axis; None is whole on every device."""

@@ -64,3 +64,6 @@ class Gate:
     kind: Literal["silu", "clamped"] = "silu"
     alpha: float = 1.0
     limit: float = float("inf")
+
+
+SILU = Gate()

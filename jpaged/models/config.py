@@ -7,6 +7,7 @@ from typing import Literal
 
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.models.experts.mixture import Mixture
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.quantisation.rules import Quantisation
 
@@ -40,6 +41,7 @@ class ModelConfig:
         bos_token_id: token that begins a prompt, if the checkpoint names one.
         checkpoint_dtype: what the checkpoint says its weights are: float32, bfloat16 or float16.
         quantisation: which matrices have fewer bits, and how; None has none.
+        mixture: the experts of layers that are sparse; None where none is.
     """
 
     architecture: str
@@ -56,6 +58,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     checkpoint_dtype: str | None = None
     quantisation: Quantisation | None = None
+    mixture: Mixture | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -3,7 +3,8 @@
     one copy of the model in n parts    each part holds
     query heads H                       H / n, with the key/value heads that they read
     key/value heads K                   K / n; where K < n one, and each is kept by n / K parts
-    feed-forward width F                F / n
+    feed-forward width F                F / n, of each expert, too
+    experts X, where they are parallel  X / n, whole
     vocabulary V                        V / n, the last part padded
 
 `pad_for_sharding` makes padding and repeated heads a matter of the config: programs and shardings see a model whose
@@ -106,7 +107,7 @@ def padded_axis(axes: LogicalAxes, shape: tuple[int, ...], num_parts: int) -> Pa
             return PaddedAxis(axis, name, size, max(size, num_parts))
         if name == "vocab":
             return PaddedAxis(axis, name, size, _rounded_up(size, num_parts))
-        if name in ("heads", "feed_forward"):
+        if name in ("heads", "feed_forward", "expert_parts"):
             return PaddedAxis(axis, name, size, size)
     return None
 
@@ -129,10 +130,12 @@ def pad_for_sharding(config: ModelConfig, num_parts: int) -> ModelConfig:
     """
     if not _divides(config, num_parts):
         working = [n for n in range(1, config.num_heads + 1) if _divides(config, n)]
+        mixture = "" if config.mixture is None else f", {config.mixture}"
+        heads = f"{config.num_heads} query heads, {config.num_kv_heads} key/value heads"
         raise InvalidArgument(
             "tensor_parallel_size",
-            f"{num_parts} does not divide {config.num_heads} query heads, {config.num_kv_heads} key/value heads and a "
-            f"feed-forward width of {config.intermediate_size}; {', '.join(map(str, working))} work",
+            f"{num_parts} does not divide {heads}{mixture} and a feed-forward width of {config.intermediate_size}; "
+            f"{', '.join(map(str, working))} work",
         )
     return dataclasses.replace(
         config,
@@ -153,4 +156,17 @@ def _rounded_up(size: int, num_parts: int) -> int:
 
 def _divides(config: ModelConfig, num_parts: int) -> bool:
     has_groups = config.num_kv_heads % num_parts == 0 or num_parts % config.num_kv_heads == 0
-    return config.num_heads % num_parts == 0 and has_groups and config.intermediate_size % num_parts == 0
+    has_widths = all(kind.is_sparse for kind in config.layer_kinds) or config.intermediate_size % num_parts == 0
+    has_experts = config.mixture is None or config.mixture.divides(num_parts)
+    return config.num_heads % num_parts == 0 and has_groups and has_widths and has_experts
+
+
+def with_parallel_experts(config: ModelConfig) -> ModelConfig:
+    """The config of a model whose devices have some of the experts each, rather than a part of each expert.
+
+    Raises:
+        InvalidArgument: it has no experts.
+    """
+    if config.mixture is None:
+        raise InvalidArgument("enable_expert_parallel", f"is on, and {config.architecture} has no experts")
+    return dataclasses.replace(config, mixture=dataclasses.replace(config.mixture, is_parallel=True))

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpaged.kernels.experts import ExpertsKernel
+
 
 @dataclass(frozen=True, slots=True)
 class HeadsKernel:
@@ -40,6 +42,7 @@ class TokenBatch:
         rope_lens_t: int32 `[T]`, see `jpaged.models.rope.angles.cos_sin`; learned positions do not depend on it.
         num_tokens: int32 scalar, how many are in use, the first ones; None is all. What the others become is undefined.
         heads: what turns heads there; None is XLA, or the kernel that belongs to packed weights. Static.
+        experts: what multiplies with the matrices of experts; None is one CPU device's. Static.
     """
 
     ids_t: jax.Array
@@ -47,6 +50,7 @@ class TokenBatch:
     rope_lens_t: jax.Array
     num_tokens: jax.Array | None = None
     heads: HeadsKernel | None = dataclasses.field(default=None, metadata={"static": True})
+    experts: ExpertsKernel | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def num_in_use(self) -> jax.Array:

@@ -123,9 +123,8 @@ def test_options_of_the_server_are_refused(name: str, value: Any) -> None:
 
 @flips("model")
 def test_model_decides_who_answers(base: LLM, tmp_path: Path) -> None:
-    prompt = random_prompts([20])
     with open_llm(write_model("llama_linear", tmp_path), **BASE) as llm:
-        assert generate(llm, prompt, GREEDY)[0].token_ids != generate(base, prompt, GREEDY)[0].token_ids
+        assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 2
 
 
 @flips("dtype")
@@ -182,12 +181,13 @@ def test_a_kernel_that_is_passed_over_is_said_before_anything_is_loaded(
     assert told == ["attention xla, not cpu: it is Tuesday"]
 
 
-@flips("tensor_parallel_size")
+@flips("tensor_parallel_size", "enable_expert_parallel")
 def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, folder: Path) -> None:
-    prompt = random_prompts([20])
     with open_llm(folder, tensor_parallel_size=2, **BASE) as llm:
         assert (llm._serving.backend.num_devices, base._serving.backend.num_devices) == (2, 1)
-        assert generate(llm, prompt, GREEDY)[0].token_ids == generate(base, prompt, GREEDY)[0].token_ids
+        assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 1
+    with pytest.raises(InvalidArgument, match="enable_expert_parallel: is on, and LlamaForCausalLM has no experts"):
+        LLM(str(folder), tensor_parallel_size=2, enable_expert_parallel=True)
 
 
 @flips("data_parallel_size")

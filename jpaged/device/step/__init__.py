@@ -4,5 +4,6 @@ forward.py     the model over packed tokens, then the sampler over rows
 decode.py      the two again and again, in one program
 runner.py      what a call takes in one buffer, the pool between two calls, and the calls
 sampling.py    logits -> the next token of each row
+experts.py     experts over the devices of a mesh
 vocabulary.py  the vocabulary as columns, whole or split over devices
 """

@@ -31,6 +31,7 @@ from jpaged.device.mesh import (
     on_shards,
 )
 from jpaged.device.step import sampling
+from jpaged.device.step.experts import experts_kernel
 from jpaged.device.step.runner import Packing, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Detail, Geometry, StepInputs
@@ -139,7 +140,8 @@ class Step:
             return self._attend(q_thd, new_kv, pool, place, rows[place.attention], scales_lk2, sinks_h)
 
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin where the last one ends
-        tokens = TokenBatch(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens, self._heads())
+        experts = experts_kernel(self.model.config.mixture, self.mesh)
+        tokens = TokenBatch(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens, self._heads(), experts)
         return self.model.run(params, tokens, attend, pool, self.layer_mode)
 
     def packed_sample(

@@ -20,8 +20,8 @@ from jpaged.kernels.product.quantised import QuantisedMatrix
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-ExpertsBackend = Literal["tiles", "ragged"]
-"""Who multiplies with matrices that are not packed: a loop, as CPUs like it, or groups, as TPUs do."""
+ExpertsBackend = Literal["tiles", "wide-tiles", "ragged"]
+"""Who multiplies with matrices that are not packed: a loop over small tiles, over larger ones, or groups."""
 ExpertsKernel = Callable[[jax.Array, Routes, ExpertWeights, Gate], jax.Array]
 """What computes `sum_experts`: on several devices their parts, and the sum of those."""
 
@@ -62,12 +62,12 @@ def sum_experts(
 ) -> Float[Array, "T E"]:
     """Computes `apply_experts` without the last bias, on one device.
 
-    Packed matrices are read by the CPU's kernel, and quantised ones in a loop, whatever the backend.
+    Packed matrices are read by the CPU's kernel whatever the backend, and quantised ones in a loop.
     """
     if isinstance(weights.gate, PackedMatrix):
         return loaded().apply(x_te, routes, weights, gate)
     if backend == "tiles":
         return tiles.apply_experts(x_te, routes, weights, gate)
-    if isinstance(weights.gate, QuantisedMatrix):
+    if backend == "wide-tiles" or isinstance(weights.gate, QuantisedMatrix):
         return tiles.apply_experts(x_te, routes, weights, gate, tiles.rows_for(routes, weights.num_experts))
     return ragged.apply_experts(x_te, routes, weights, gate)

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.models.config import Activation, ModelConfig
 from jpaged.models.layer_kinds import LayerKind
@@ -60,6 +61,8 @@ class DecoderConfig(ModelConfig):
         ModelConfig.__post_init__(self)
         for rope in self.ropes:
             rope.check(self.head_dim)
+        if self.mixture is None and any(kind.is_sparse for kind in self.kinds):
+            raise InvalidArgument("mixture", "is missing, and some layers are sparse")
         object.__setattr__(self, "kinds", self._without_wide_windows())
 
     def _without_wide_windows(self) -> tuple[LayerKind, ...]:

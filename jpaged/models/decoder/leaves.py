@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jpaged.models.decoder.config import DecoderConfig
+from jpaged.models.experts.leaves import QWEN_EXPERTS, ExpertNames, mixture_leaves
 from jpaged.models.family import Family, Modules, model_prefix
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
@@ -40,6 +41,7 @@ class Names:
         qkv_is_grouped: where it is one: whether it has each key/value head's queries, key and value together, or first
             all queries, then all keys, then all values.
         gate_up: the two projections, or the one that has both; of a feed-forward without a gate the one.
+        experts: of layers that are sparse.
         is_transposed: linear weights are `[in, out]`, not `[out, in]`.
     """
 
@@ -59,6 +61,7 @@ class Names:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     is_transposed: bool = False
+    experts: ExpertNames = QWEN_EXPERTS
 
 
 def decoder_family(
@@ -112,7 +115,10 @@ def layer_leaves(config: DecoderConfig, prefix: str, kind: LayerKind, names: Nam
     if config.post_norms:
         leaves += _norm(config, ("attention_post_norm",), prefix + names.attention_post_norm)
         leaves += _norm(config, ("mlp_post_norm",), prefix + names.mlp_post_norm)
-    return leaves + _attention(config, prefix, names) + _feed_forward(config, prefix, names)
+    leaves += _attention(config, prefix, names)
+    if kind.is_sparse and config.mixture is not None:
+        return leaves + mixture_leaves(config.mixture, config.hidden_size, prefix, names.experts)
+    return leaves + _feed_forward(config, prefix, names)
 
 
 def _attention(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jpaged.kernels.experts import ExpertsKernel
 from jpaged.models.decoder.config import DecoderConfig
+from jpaged.models.experts.modules import MixtureOfExperts
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.layers import (
     Attend,
@@ -43,11 +45,13 @@ class Shared:
         angles: for each rope and token: cosines and sines, float32 `[T, D/2]`, or what the kernel made of them.
         num_tokens: tokens in use, the first ones.
         heads: the kernel that turns heads, if there is one. Static.
+        experts: see `TokenBatch`. Static.
     """
 
     angles: tuple[Any, ...]
     num_tokens: jax.Array
     heads: HeadsKernel | None = dataclasses.field(default=None, metadata={"static": True})
+    experts: ExpertsKernel | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def make_norm(config: DecoderConfig, dtype: np.dtype) -> RMSNorm | LayerNorm:
@@ -124,7 +128,11 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = make_norm(config, dtype)
         self.attention = Attention(config, dtype, rngs)
         self.mlp_norm = make_norm(config, dtype) if has_two else None
-        self.mlp = MLP(config, dtype, rngs)
+        self.mlp: MLP | MixtureOfExperts
+        if kind.is_sparse and config.mixture is not None:
+            self.mlp = MixtureOfExperts(config.hidden_size, config.mixture, dtype, rngs)
+        else:
+            self.mlp = MLP(config, dtype, rngs)
         self.attention_post_norm = make_norm(config, dtype) if config.post_norms else None
         self.mlp_post_norm = make_norm(config, dtype) if config.post_norms else None
         self.is_sequential = config.residual == "sequential"
@@ -141,12 +149,19 @@ class DecoderLayer(nnx.Module):
         if self.attention_post_norm is not None and self.mlp_post_norm is not None:
             assert self.mlp_norm is not None
             x_te = x_te + self.attention_post_norm(self.attention.out(o_te, num_tokens))
-            x_te = x_te + self.mlp_post_norm(self.mlp(x_te, num_tokens, norm=self.mlp_norm))
+            x_te = x_te + self.mlp_post_norm(self._feed_forward(x_te, shared, self.mlp_norm))
         else:
             attended_te = self.attention.out(o_te, num_tokens, residual=x_te)
             source_te = attended_te if self.is_sequential else x_te
-            x_te = self.mlp(source_te, num_tokens, norm=self.mlp_norm or self.attention_norm, residual=attended_te)
+            x_te = self._feed_forward(source_te, shared, self.mlp_norm or self.attention_norm, attended_te)
         return Measured.of(x_te, is_measured=x.squares_t is not None), carry
+
+    def _feed_forward(
+        self, x_te: jax.Array, shared: Shared, norm: Norm, residual: jax.Array | None = None
+    ) -> jax.Array:
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp(x_te, shared.num_tokens, norm=norm, residual=residual, kernel=shared.experts)
+        return self.mlp(x_te, shared.num_tokens, norm=norm, residual=residual)
 
 
 class DecoderEnds(Ends):
@@ -176,7 +191,7 @@ class DecoderEnds(Ends):
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 
         x = Measured.of(x_te, is_measured=heads is not None and config.norm == "rms")
-        return x, Shared(tuple(map(angles, config.ropes)), tokens.num_in_use, heads)
+        return x, Shared(tuple(map(angles, config.ropes)), tokens.num_in_use, heads, tokens.experts)
 
     def end(self, x: Measured) -> jax.Array:
         """See `Ends`."""

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.kernels.experts import ExpertWeights, Routes, apply_experts
-from tests.kernels.experts.mixtures import SILU, expected, mixture, numbers, packed
+from jpaged.kernels.mixture_kind import SILU
+from tests.kernels.experts.mixtures import expected, mixture, numbers, packed
 
 _PROT_NONE = 0
 NUM_EXPERTS, WIDTH, ALLOWED = 6, 128, (1, 4)

@@ -13,7 +13,6 @@ from jpaged.kernels import product
 from jpaged.kernels.experts import ExpertWeights, Routes
 from jpaged.kernels.mixture_kind import Gate
 
-SILU = Gate()
 CLAMPED = Gate("clamped", alpha=1.702, limit=0.5)
 
 

@@ -14,10 +14,10 @@ import pytest
 from jpaged.kernels.experts import ExpertWeights, Routes, apply_experts, reference, sum_experts
 from jpaged.kernels.experts.cpu import experts as cpu
 from jpaged.kernels.experts.cpu.experts import CpuExperts
-from jpaged.kernels.mixture_kind import Gate
+from jpaged.kernels.mixture_kind import SILU, Gate
 from jpaged.kernels.product.quantised import MatrixFormat, dequantise, quantise
 from tests.conftest import QUICK_XLA_OPTIONS
-from tests.kernels.experts.mixtures import CLAMPED, SILU, expected, mixture, numbers, packed, random_routes
+from tests.kernels.experts.mixtures import CLAMPED, expected, mixture, numbers, packed, random_routes
 
 Who = Literal["reference", "tiles", "ragged", "cpu"]
 SHAPES = ((1, 1, 1, 1), (5, 40, 72, 3), (8, 97, 33, 2), (16, 64, 32, 16))

@@ -1,0 +1,134 @@
+"""The leaves of a mixture's tree, under the names that a family's checkpoints have for their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.models.experts.mixture import Mixture
+from jpaged.models.leaves import Leaf, Linears, LogicalAxes, same, stacked_kernel, transpose, transposed
+
+_Tensors = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a family's checkpoints call the tensors of a mixture, without `.weight` and `.bias`.
+
+    Attributes:
+        router: of a layer, as all that follow.
+        choice_bias: whole, with what it ends in.
+        experts: what the names of experts begin with, before their number.
+        gate, up, down: behind that number; where each tensor has all experts, there is none.
+        is_fused: each tensor has all experts, weights are `[X, in, out]`, and gates and ups alternate in one whose name
+            is that of the gate (gpt-oss). Their biases are called `<name>_bias`.
+        shared: what the names of the shared expert begin with.
+        shared_score: the product that weighs it.
+    """
+
+    router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    is_fused: bool = False
+    shared: str = "mlp.shared_expert."
+    shared_score: str = "mlp.shared_expert_gate"
+
+
+QWEN_EXPERTS = ExpertNames()
+
+
+def mixture_leaves(mixture: Mixture, width: int, prefix: str, names: ExpertNames) -> list[Leaf]:
+    """The leaves of a mixture for hidden states of a width, in a layer with this prefix."""
+    num_experts = mixture.routing.num_experts
+    router = prefix + names.router
+    leaves = [transposed(("mlp", "router", "kernel"), f"{router}.weight", ("embed", None), (width, num_experts))]
+    if mixture.router_bias:
+        leaves.append(same(("mlp", "router", "bias"), f"{router}.bias", (None,), (num_experts,)))
+    if mixture.choice_bias:
+        leaves.append(same(("mlp", "router", "choice_bias"), prefix + names.choice_bias, (None,), (num_experts,)))
+    for part in ("gate", "up", "down"):
+        leaves.append(_kernel(mixture, width, prefix, names, part))
+        if mixture.has_biases:
+            leaves.append(_bias(mixture, width, prefix, names, part))
+    if mixture.shared_width:
+        leaves += _shared(mixture, width, prefix, names)
+    return leaves
+
+
+def expert_axes(mixture: Mixture, part: str) -> LogicalAxes:
+    """The names of the axes of a kernel: experts are divided among devices, or the width of each is."""
+    experts, inner = ("expert_parts", None) if mixture.is_parallel else ("experts", "feed_forward")
+    return (experts, inner, "embed") if part == "down" else (experts, "embed", inner)
+
+
+def _kernel(mixture: Mixture, width: int, prefix: str, names: ExpertNames, part: str) -> Leaf:
+    num_experts, inner = mixture.routing.num_experts, mixture.width
+    shape = (num_experts, inner, width) if part == "down" else (num_experts, width, inner)
+    path, axes = ("mlp", "experts", part, "kernel"), expert_axes(mixture, part)
+    if names.is_fused:
+        return _fused(path, axes, shape, f"{prefix}{names.experts}{_fused_name(names, part)}", part)
+
+    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        for tensor, matrix in zip(tensors, leaf, strict=True):
+            transpose(tensor, matrix)
+
+    name = getattr(names, part)
+    tensors = tuple(
+        (f"{prefix}{names.experts}{index}.{name}.weight", (shape[2], shape[1])) for index in range(num_experts)
+    )
+    return Leaf(path, axes, shape, tensors, pack, (None, 1, 0))
+
+
+def _bias(mixture: Mixture, width: int, prefix: str, names: ExpertNames, part: str) -> Leaf:
+    num_experts = mixture.routing.num_experts
+    shape = (num_experts, width if part == "down" else mixture.width)
+    path, kernel_axes = ("mlp", "experts", part, "bias"), expert_axes(mixture, part)
+    # A bias behind a sum over devices is whole on each of them.
+    axes: LogicalAxes = (None, "embed") if part == "down" else (kernel_axes[0], kernel_axes[2])
+    if names.is_fused:
+        return _fused(path, axes, shape, f"{prefix}{names.experts}{_fused_name(names, part)}_bias", part)
+
+    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        for tensor, bias in zip(tensors, leaf, strict=True):
+            bias[...] = tensor
+
+    name = getattr(names, part)
+    tensors = tuple((f"{prefix}{names.experts}{index}.{name}.bias", shape[1:]) for index in range(num_experts))
+    return Leaf(path, axes, shape, tensors, pack, (None, 0))
+
+
+def _fused_name(names: ExpertNames, part: str) -> str:
+    return names.down if part == "down" else names.gate
+
+
+def _fused(path: tuple[str, ...], axes: LogicalAxes, shape: tuple[int, ...], name: str, part: str) -> Leaf:
+    """A leaf of a tensor with all experts, in which gates and ups alternate along the last axis."""
+    if part == "down":
+        return same(path, name, axes, shape)
+    first = ("gate", "up").index(part)
+
+    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        leaf[...] = tensors[0][..., first::2]
+
+    stored = (*shape[:-1], 2 * shape[-1])
+    return Leaf(path, axes, shape, ((name, stored),), pack, tuple(range(len(shape))))
+
+
+def _shared(mixture: Mixture, width: int, prefix: str, names: ExpertNames) -> list[Leaf]:
+    inner, into = mixture.shared_width, Linears(tuple(f"{prefix}{names.shared}{part}_proj" for part in ("gate", "up")))
+    down = f"{prefix}{names.shared}down_proj.weight"
+    leaves = [
+        stacked_kernel(
+            ("mlp", "shared", "gate_up", "kernel"), into, ("embed", None, "feed_forward"), (width, 2, inner)
+        ),
+        transposed(("mlp", "shared", "down", "kernel"), down, ("feed_forward", "embed"), (inner, width)),
+    ]
+    if mixture.shared_is_weighed:
+        name = f"{prefix}{names.shared_score}.weight"
+        leaves.append(transposed(("mlp", "shared", "score", "kernel"), name, ("embed", None), (width, 1)))
+    return leaves

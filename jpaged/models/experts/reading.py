@@ -1,0 +1,47 @@
+"""What families with experts read of a config.json in the same words."""
+
+from __future__ import annotations
+
+from jpaged.errors import Unsupported
+from jpaged.models.config import MAX_LAYERS, MAX_WIDTH
+from jpaged.models.json_fields import JsonFields
+
+MAX_EXPERTS = 2**14
+_NUM_EXPERTS = ("num_local_experts", "num_experts")
+TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+"""Keys about how routers were trained, which inference does not read."""
+
+
+def read_width(fields: JsonFields, key: str, default: int | None = None) -> int:
+    """The width of an expert."""
+    return fields.integer(key, default, maximum=MAX_WIDTH)
+
+
+def read_choice(fields: JsonFields, default: tuple[int, int]) -> tuple[int, int]:
+    """(experts, experts of each row); the first has either of two names, which transformers takes for one.
+
+    Raises:
+        InvalidArgument: it has both, and they differ.
+    """
+    found = {name: fields.integer(name, maximum=MAX_EXPERTS) for name in _NUM_EXPERTS if fields.has(name)}
+    num_experts = next(iter(found.values()), default[0])
+    if any(count != num_experts for count in found.values()):
+        raise fields.bad(_NUM_EXPERTS[1], f"is {found[_NUM_EXPERTS[1]]}, and {_NUM_EXPERTS[0]} is {num_experts}")
+    return num_experts, fields.integer("num_experts_per_tok", default[1], maximum=num_experts)
+
+
+def read_sparse_layers(fields: JsonFields, num_layers: int) -> tuple[bool, ...]:
+    """Which layers have experts: every `decoder_sparse_step`th, but for those of `mlp_only_layers`.
+
+    Raises:
+        Unsupported: none has.
+    """
+    step = fields.integer("decoder_sparse_step", 1, maximum=MAX_LAYERS)
+    dense = fields.value("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in dense):
+        raise fields.bad("mlp_only_layers", f"is {dense!r}; it must be a list of layers")
+    is_sparse = tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers))
+    if not any(is_sparse):
+        raise Unsupported(f"{fields.name}: decoder_sparse_step and mlp_only_layers leave no layer with experts")
+    return is_sparse

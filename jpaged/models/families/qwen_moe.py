@@ -1,0 +1,126 @@
+"""Qwen2-MoE and Qwen3-MoE: many small experts, in Qwen2-MoE beside one that all tokens share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.kernels.mixture_kind import Routing
+from jpaged.models.decoder import DecoderConfig, Names, decoder_family
+from jpaged.models.decoder.reading import FULL, SLIDING, read_heads, read_sizes, read_window
+from jpaged.models.experts.mixture import Mixture
+from jpaged.models.experts.reading import TRAINING, read_choice, read_sparse_layers, read_width
+from jpaged.models.family import Family
+from jpaged.models.json_fields import JsonFields
+from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.rope.config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class QwenMoe:
+    """What distinguishes the two, fixed in code.
+
+    Attributes:
+        has_shared_expert: beside the experts, weighed by a score of its own; else heads are normalised instead.
+        width: of an expert, where config.json has none.
+        choice: experts and how many of them a token chooses, likewise.
+        num_kv_heads: likewise.
+    """
+
+    model_type: str
+    has_shared_expert: bool
+    width: int
+    choice: tuple[int, int]
+    num_kv_heads: int
+
+    def read(self, fields: JsonFields, architecture: str) -> DecoderConfig:
+        """See `Family`."""
+        fields.ignore(TRAINING)
+        sizes = read_sizes(fields)
+        heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=self.num_kv_heads)
+        fields.only("hidden_act", "silu", "swish", why="experts with another activation than silu are not supported")
+        max_position_embeddings = fields.integer("max_position_embeddings", 32768)
+        bias = fields.flag("qkv_bias", True) if self.has_shared_expert else fields.flag("attention_bias", False)
+        return DecoderConfig(
+            architecture=architecture,
+            **sizes,
+            **heads,
+            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            ropes=(RopeConfig.from_hf(fields, max_position_embeddings),),
+            max_position_embeddings=max_position_embeddings,
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            attention_bias=bias,
+            attention_output_bias=bias and not self.has_shared_expert,
+            qk_norm=not self.has_shared_expert,
+            kinds=self._kinds(fields, sizes["num_layers"], heads["head_dim"]),
+            mixture=self._mixture(fields),
+        )
+
+    def to_hf(self, config: DecoderConfig) -> dict[str, object]:
+        """See `Family`."""
+        mixture, kinds = config.mixture, config.layer_kinds
+        assert mixture is not None
+        windows = [kind.attention.sliding_window for kind in kinds]
+        window = next((window for window in windows if window is not None), None)
+        result: dict[str, object] = {
+            "intermediate_size": config.intermediate_size,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": config.norm_eps,
+            "rope_parameters": config.ropes[0].to_hf(),
+            "moe_intermediate_size": mixture.width,
+            "num_experts": mixture.routing.num_experts,
+            "num_experts_per_tok": mixture.routing.top_k,
+            "norm_topk_prob": mixture.routing.normalises,
+            "mlp_only_layers": [index for index, kind in enumerate(kinds) if not kind.is_sparse],
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+        }
+        if self.has_shared_expert:
+            result |= {"shared_expert_intermediate_size": mixture.shared_width, "qkv_bias": config.attention_bias}
+            result["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+        else:
+            result["attention_bias"] = config.attention_bias
+        return result
+
+    def _mixture(self, fields: JsonFields) -> Mixture:
+        num_experts, top_k = read_choice(fields, self.choice)
+        shared = read_width(fields, "shared_expert_intermediate_size", 5632) if self.has_shared_expert else 0
+        return Mixture(
+            routing=Routing(num_experts, top_k, normalises=fields.flag("norm_topk_prob", False)),
+            width=read_width(fields, "moe_intermediate_size", self.width),
+            shared_width=shared,
+            shared_is_weighed=self.has_shared_expert,
+        )
+
+    def _kinds(self, fields: JsonFields, num_layers: int, head_dim: int) -> tuple[LayerKind, ...]:
+        is_sparse = read_sparse_layers(fields, num_layers)
+        window = None
+        if fields.flag("use_sliding_window", False):
+            window = read_window(fields, 4096)
+        else:
+            fields.ignore(("sliding_window",))  # which transformers writes as 0
+        if self.has_shared_expert:
+            # transformers: every other one of the first layers.
+            num_narrow = fields.integer("max_window_layers", 28, minimum=0)
+            types = fields.texts("layer_types", FULL, SLIDING, count=num_layers)
+            types = types or tuple(SLIDING if i < num_narrow and i % 2 == 0 else FULL for i in range(num_layers))
+        else:
+            fields.ignore(("max_window_layers", "layer_types"))  # transformers' window is of all layers
+            types = (SLIDING,) * num_layers
+        full, narrow = (AttentionKind(head_dim**-0.5, sliding_window=width) for width in (None, window))
+        return tuple(
+            LayerKind(narrow if name == SLIDING else full, is_sparse=sparse)
+            for name, sparse in zip(types, is_sparse, strict=True)
+        )
+
+
+def _family(variant: QwenMoe) -> Family[DecoderConfig]:
+    return decoder_family(variant.model_type, variant.read, variant.to_hf, Names())
+
+
+ARCHITECTURES = {
+    "Qwen2MoeForCausalLM": _family(QwenMoe("qwen2_moe", True, 1408, (60, 4), 16)),
+    "Qwen3MoeForCausalLM": _family(QwenMoe("qwen3_moe", False, 768, (128, 8), 4)),
+}
