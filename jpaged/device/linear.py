@@ -13,7 +13,7 @@ from jpaged.device.mesh import first_device, num_shards, replicated
 from jpaged.device.step.forward import Step
 from jpaged.errors import Unsupported
 from jpaged.kernels import product
-from jpaged.kernels.product import Packer
+from jpaged.kernels.product import Packer, QuantisedMatrix, can_pack
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.stack import LayerMode
@@ -44,14 +44,16 @@ def params_for(step: Step, params: Params) -> Params:
 def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
     """The tree, of layers in a list, with its matrices packed; its leaves may be shapes alone.
 
+    Quantised matrices whose groups the kernel does not have stay as they are, and are XLA's.
+
     The tree that comes in is taken apart: each leaf is let go of when it is packed, so that a model is never in memory
     twice.
     """
     output = ("embed" if config.tie_word_embeddings else "lm_head", "embedding")
 
     def pack(path: tuple[str, ...], leaf: Any) -> Any:
-        if isinstance(leaf, product.QuantisedMatrix):
-            return leaf  # XLA multiplies by those
+        if isinstance(leaf, QuantisedMatrix) and not can_pack(leaf):
+            return leaf
         if path == output:
             return packer.pack(leaf, is_embedding=True)
         if path[-1] == "kernel" and _EXPERTS in path:

@@ -439,7 +439,7 @@ def test_the_right_kernel_passes_the_same_tests(operation: str, faults: tuple[Fa
 
 _SUITES = {
     "Attention": "test_paged_attention_cpu.py",
-    "Product": "test_product_cpu.py",
+    "Product": "product",
     "Sampling": "sampling/test_sampling_cpu.py",
 }
 

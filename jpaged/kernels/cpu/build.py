@@ -40,7 +40,7 @@ _Core = tuple[str, int, tuple[str, ...]]
 # Name, floats in a vector, and the processor's features; the names are declared in each kernel.cc.
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma")
 _X86_CORES: tuple[_Core, ...] = (("Avx512", 16, _AVX512), ("Avx2", 8, ("-mavx2", "-mfma")))
-_BF16_CORE: _Core = ("Avx512Bf16", 16, (*_AVX512, "-mavx512bf16"))
+_BF16_CORE: _Core = ("Avx512Bf16", 16, (*_AVX512, "-mavx512bf16", "-mavx512vnni"))
 _BASELINE: _Core = ("Baseline", 4, ())
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", "-ffp-contract=fast")
 _TIMEOUT_S = 600

@@ -13,7 +13,7 @@ inline bool has_avx512() {
 }
 
 inline bool has_avx512_bf16() {
-  static const bool has = has_avx512() && __builtin_cpu_supports("avx512bf16");
+  static const bool has = has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   return has;
 }
 

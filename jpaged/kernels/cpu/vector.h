@@ -142,8 +142,9 @@ struct I8 {
 // Sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, and all bits set is NaN.
 struct F8 {
   using Stored = uint8_t;
-  static Floats decode(const uint8_t* from) {
-    const Uints stored = __builtin_convertvector(load_as<Bytes>(from), Uints), magnitude = stored & 0x7fu;
+  static Floats decode(const uint8_t* from) { return of(__builtin_convertvector(load_as<Bytes>(from), Uints)); }
+  static Floats of(Uints stored) {
+    const Uints magnitude = stored & 0x7fu;
     const Floats normal = floats_of((magnitude << 20) + (120u << 23));
     const Floats number = magnitude < 8u ? numbers(magnitude) * 0x1p-9f : normal;
     const Floats x = magnitude == 0x7fu ? floats_of(Uints{} + 0x7fc00000u) : number;

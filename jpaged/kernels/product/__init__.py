@@ -2,6 +2,7 @@
 
 quantised.py a matrix of 8 or 4 bits with its scales, and XLA's products with it
 packed.py    a matrix in the order in which the CPU kernel reads it
+scales.py    what such a matrix has beside numbers, and its codes
 multiply.py  the calls of that kernel, and whether there is one
 cpu/         the kernel
 
@@ -11,5 +12,6 @@ XLA's own `dot_general` (`jpaged.models.matmul`) is the specification, and what 
 from jpaged.kernels.product.multiply import Norm, ProductKernel, kernel, loaded
 from jpaged.kernels.product.packed import PackedMatrix, Packer
 from jpaged.kernels.product.quantised import QuantisedMatrix
+from jpaged.kernels.product.scales import can_pack
 
-__all__ = ["Norm", "PackedMatrix", "Packer", "ProductKernel", "QuantisedMatrix", "kernel", "loaded"]
+__all__ = ["Norm", "PackedMatrix", "Packer", "ProductKernel", "QuantisedMatrix", "can_pack", "kernel", "loaded"]

@@ -22,6 +22,8 @@ from jpaged.kernels.product.packed import PackedMatrix, Packer
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
+_PLAIN = {"code": np.int64(-1), "group": np.int64(1), "is_int8": np.int64(0)}
+"""The form of a matrix that is not quantised."""
 _NORMS = ("none", "rms", "layer")
 """In the order of `Norm` in core.h."""
 
@@ -76,7 +78,7 @@ class ProductKernel:
         A matrix of two parts is gated: act(x) is silu(first part) * second part. Otherwise it is x.
 
         Args:
-            x_tk: float32 or bfloat16, as the matrix.
+            x_tk: float32 or bfloat16, as the matrix where that is not quantised.
             num_rows: rows in use, the first ones.
             bias: as many numbers as the matrix has columns.
             dtype: of the result, and of the residual; x's by default.
@@ -90,7 +92,9 @@ class ProductKernel:
             none if bias is None else bias.reshape(-1),
             no_residual if residual is None else residual,
         )
-        y_tn: jax.Array = run(*operands, is_gated=np.int64(matrix.num_parts == 2), **self._norm_attributes(norm))
+        scales, form = _scale_operands(matrix)
+        is_gated = np.int64(matrix.num_parts == 2)
+        y_tn: jax.Array = run(*operands, *scales, is_gated=is_gated, **form, **self._norm_attributes(norm))
         return y_tn
 
     def normalise(self, x_tk: Float[Array, "T K"], norm: Norm, num_rows: Int[Array, ""]) -> Float[Array, "T K"]:
@@ -99,7 +103,7 @@ class ProductKernel:
         operands = (none if array is None else array for array in (norm.scale, norm.bias))
         run = jax.ffi.ffi_call(f"{NAME}_normalise", jax.ShapeDtypeStruct(x_tk.shape, x_tk.dtype))
         attributes = self._norm_attributes(norm)
-        y_tk: jax.Array = run(x_tk, num_rows.astype(jnp.int32), *operands, is_gated=np.int64(0), **attributes)
+        y_tk: jax.Array = run(x_tk, num_rows.astype(jnp.int32), *operands, is_gated=np.int64(0), **_PLAIN, **attributes)
         return y_tk
 
     def rotate(
@@ -139,6 +143,19 @@ class ProductKernel:
     @property
     def _limits(self) -> dict[str, np.int64]:
         return {"max_width": np.int64(self.max_width), "max_threads": np.int64(self.max_threads)}
+
+
+def _scale_operands(matrix: PackedMatrix) -> tuple[tuple[jax.Array, ...], dict[str, np.int64]]:
+    """What the kernel is told of a quantised matrix, of which another has nothing."""
+    packed = matrix.scales
+    if packed is None:
+        none = jnp.zeros((0,), jnp.float32)
+        return (none, none, none, none), _PLAIN
+    of_none = {"zeros": jnp.int8, "order": jnp.int32, "step": jnp.float32}
+    others = {name: getattr(packed, name) for name in of_none}
+    filled = (jnp.zeros((0,), of_none[name]) if array is None else array for name, array in others.items())
+    form = {"code": packed.code, "group": packed.group, "is_int8": packed.has_int8_rows}
+    return (packed.scales, *filled), {name: np.int64(value) for name, value in form.items()}
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 float32    [parts * ceil(N / 32), K, 32]
 bfloat16   [parts * ceil(N / 32), ceil(K / 2), 32, 2]     two of a column side by side, as AVX512_BF16 multiplies
+quantised  see `jpaged.kernels.product.scales`
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ import ctypes
 import dataclasses
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+
+from jpaged.kernels.product import scales
+from jpaged.kernels.product.quantised import QuantisedMatrix
+from jpaged.kernels.product.scales import PackedScales
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -37,9 +43,11 @@ class PackedMatrix:
         shape: of the leaf that it was.
         is_embedding: the leaf is `[N, K]`, rows of an embedding; another is `[K, *out]`, with N = prod(out).
         num_parts: columns are in so many parts that each begin with a block: gates and what they are for.
+        scales: of a matrix whose blocks are codes; None where they are numbers.
     """
 
     blocks: jax.Array
+    scales: PackedScales | None
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     is_embedding: bool = dataclasses.field(metadata={"static": True})
     num_parts: int = dataclasses.field(metadata={"static": True})
@@ -47,7 +55,7 @@ class PackedMatrix:
     @property
     def dtype(self) -> np.dtype:
         """The type of its numbers."""
-        return np.dtype(self.blocks.dtype)
+        return np.dtype(self.blocks.dtype) if self.scales is None else self.scales.dtype
 
     @property
     def depth(self) -> int:
@@ -61,8 +69,15 @@ class PackedMatrix:
 
     def rows(self, ids_t: Int[Array, "T"]) -> Float[Array, "T K"]:
         """Rows of an embedding, by their numbers."""
-        found = self.blocks[ids_t // COLUMNS, :, ids_t % COLUMNS]
-        return found.reshape(len(ids_t), -1)[:, : self.depth]
+
+        def rows_of(blocks: jax.Array) -> jax.Array:
+            return blocks[ids_t // COLUMNS, :, ids_t % COLUMNS]
+
+        found = rows_of(self.blocks)
+        if self.scales is None:
+            return found.reshape(len(ids_t), -1)[:, : self.depth]
+        zeros = None if self.scales.zeros is None else rows_of(self.scales.zeros)
+        return self.scales.decode(found, rows_of(self.scales.scales), zeros)[:, : self.depth]
 
 
 def packed_shape(shape: tuple[int, ...], dtype: np.dtype, *, is_embedding: bool, num_parts: int) -> tuple[int, ...]:
@@ -88,17 +103,67 @@ class Packer:
         """Packs a leaf of float32 or bfloat16 onto one CPU device; of a shape alone it makes a shape.
 
         Args:
-            leaf: `[K, *out]`, where the first axis of `out` is that of the parts if there are several; or `[N, K]`.
+            leaf: `[K, *out]`, where the first axis of `out` is that of the parts if there are several; or `[N, K]`. Or
+                a quantised matrix of that shape, which `scales.can_pack`.
             is_embedding: it is `[N, K]`.
             num_parts: see `PackedMatrix`.
         """
+        if isinstance(leaf, QuantisedMatrix):
+            return self._pack_quantised(leaf, num_parts)
         dtype = np.dtype(leaf.dtype)
         shape = packed_shape(leaf.shape, dtype, is_embedding=is_embedding, num_parts=num_parts)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             blocks: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
         else:
             blocks = jax.device_put(self._packed(np.asarray(leaf), shape, is_embedding, num_parts), self._sharding)
-        return PackedMatrix(blocks, tuple(leaf.shape), is_embedding, num_parts)
+        return PackedMatrix(blocks, None, tuple(leaf.shape), is_embedding, num_parts)
+
+    def _pack_quantised(self, matrix: QuantisedMatrix, num_parts: int) -> PackedMatrix:
+        depth, num_lanes = matrix.depth, scales.num_lanes(matrix)
+        num_columns = math.prod(matrix.shape) // depth // num_parts
+        num_blocks = num_parts * -(-num_columns // COLUMNS)
+        shapes = ((num_blocks, num_lanes, COLUMNS, 4), (num_blocks, matrix.num_groups, COLUMNS))
+
+        def spread(of_groups: Any) -> np.ndarray:
+            return scales.blocks_of(np.asarray(of_groups), num_parts, COLUMNS, is_embedding=matrix.is_embedding)
+
+        arrays = (
+            self._leaf(matrix.values, shapes[0], np.dtype(np.uint8), lambda: self._codes(matrix, shapes[0], num_parts)),
+            self._leaf(matrix.scales, shapes[1], scales.scale_dtype(matrix), lambda: spread(matrix.scales)),
+            self._leaf(matrix.zeros, shapes[1], np.dtype(np.int8), lambda: spread(matrix.zeros)),
+            self._leaf(matrix.group_ids, (depth,), np.dtype(np.int32), lambda: scales.order_of(matrix)),
+            self._leaf(matrix.input_scale, (1,), np.dtype(np.float32), lambda: np.asarray(matrix.input_scale)[None]),
+        )
+
+        described = scales.describe(matrix, *arrays[1:])
+        return PackedMatrix(arrays[0], described, matrix.shape, matrix.is_embedding, num_parts)
+
+    def _leaf(self, leaf: Any, shape: tuple[int, ...], dtype: np.dtype, make: Callable[[], np.ndarray]) -> Any:
+        """What `make` makes, on the device; of a leaf that is a shape alone the shape, and of none none."""
+        if leaf is None:
+            return None
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+        made = make()
+        if made.dtype != np.uint8:  # codes lie where they are to stay
+            kept = self._take(made.size * dtype.itemsize).view(dtype).reshape(shape)
+            kept[...] = made
+            made = kept
+        return jax.device_put(made, self._sharding)
+
+    def _codes(self, matrix: QuantisedMatrix, shape: tuple[int, ...], num_parts: int) -> np.ndarray:
+        codes = np.ascontiguousarray(scales.codes_of(matrix))
+        if matrix.group_ids is not None:
+            codes = np.take(codes, scales.order_of(matrix), axis=matrix.axis)
+        depth = matrix.depth
+        num_columns = codes.size // depth // num_parts
+        steps = (1, depth) if matrix.is_embedding else (codes.size // depth, 1)
+        blocks = self._take(math.prod(shape)).reshape(num_parts, -1)
+        for part in range(num_parts):
+            begin = codes.ctypes.data + part * num_columns * steps[1]
+            numbers = (ctypes.c_int64(n) for n in (depth, num_columns, *steps, scales.code_of(matrix)))
+            self._library.jpaged_pack_codes(ctypes.c_void_p(begin), *numbers, ctypes.c_void_p(blocks[part].ctypes.data))
+        return blocks.reshape(shape)
 
     def _packed(self, leaf: np.ndarray, shape: tuple[int, ...], is_embedding: bool, num_parts: int) -> np.ndarray:
         depth = leaf.shape[-1] if is_embedding else leaf.shape[0]

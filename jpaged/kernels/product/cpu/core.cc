@@ -7,6 +7,7 @@
 
 #include "core.h"
 
+#include "scales.h"
 #include "vector.h"
 
 #ifdef __AVX512BF16__
@@ -20,7 +21,6 @@ constexpr int kVectors = 2;                        // of a row's sums at once
 constexpr int kStrip = kVectors * kWidth;          // columns
 constexpr int kRows = kWidth == kMaxWidth ? 12 : 6;  // that leave registers for the block and a number of x
 constexpr int kStreamedRows = 8;                   // up to which memory is what counts
-constexpr int64_t kAhead = 2048;                   // bytes of a block that are asked for before they are needed
 
 using TwoHalves = uint32_t;  // numbers k and k + 1 of a column
 
@@ -140,6 +140,15 @@ void multiply_bf16(const void* x, int64_t stride, int64_t num_rows, int64_t dept
                   reinterpret_cast<const TwoHalves*>(block), sums);
 }
 
+}  // namespace
+}  // namespace jpaged::product
+
+#include "digits.h"
+#include "panels.h"
+
+namespace jpaged::product {
+namespace {
+
 // --- rows --------------------------------------------------------------------------------------------------------
 
 float number_at(const void* from, Number number, int64_t i) {
@@ -195,11 +204,48 @@ void normalise_layer(const Before& before, float* x, int64_t padded) {
   }
 }
 
-void prepare(const Before& before, const void* x, float* row, void* to, int64_t padded) {
-  const int64_t count = before.depth, whole = decode(x, before.number, count, row);
-  if (before.norm == Norm::kRms) normalise_rms(row, count, whole, before.eps, before.scale, before.number);
+// The row, in the order in which the matrix has its numbers: in `row` or behind it.
+float* normalise(const Before& before, const void* x, float* row) {
+  const int64_t whole = decode(x, before.number, before.depth, row);
+  if (before.norm == Norm::kRms) normalise_rms(row, before.depth, whole, before.eps, before.scale, before.number);
   if (before.norm == Norm::kLayer) normalise_layer(before, row, whole);
-  if (before.number == Number::kF32) {
+  if (!before.order) return row;
+  float* ordered = row + (before.depth + kMaxWidth - 1) / kMaxWidth * kMaxWidth;
+  for (int64_t i = 0; i < before.depth; ++i) ordered[i] = row[before.order[i]];
+  return ordered;
+}
+
+void round_to_type(const Before& before, float* row) {
+  if (before.number == Number::kF32) return;
+  for (int64_t i = 0; i < before.depth; ++i) row[i] = decode_bf16(encode_bf16(row[i]));
+}
+
+// The one step of a row's whole numbers, which is not finite where one of the row's is not.
+float step_of(const Before& before, const float* row) {
+  const uint32_t largest = largest_bits(row, before.depth);
+  if (largest >= kInfinity) return __builtin_nanf("");
+  if (before.step) return *before.step;
+  return largest ? jpaged::float_of(largest) / 127.0f : 1.0f;
+}
+
+// Whole numbers of one step each, as floats again.
+void round_to_steps(const Before& before, float* row) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  const float step = step_of(before, row);
+  for (int64_t i = 0; i < before.depth; ++i) {
+    const float steps = row[i] / step, bounded = steps > 127.0f ? 127.0f : steps < -128.0f ? -128.0f : steps;
+    row[i] = (bounded + kRound - kRound) * step;
+  }
+}
+
+void prepare(const Before& before, const void* x, float* row, void* to, int64_t padded) {
+  const int64_t count = before.depth;
+  row = normalise(before, x, row);
+  if (before.is_int8) {
+    round_to_type(before, row);
+    round_to_steps(before, row);
+  }
+  if (before.number == Number::kF32 || before.is_int8) {
     float* singles = static_cast<float*>(to);
     for (int64_t i = 0; i < count; ++i) singles[i] = row[i];
     for (int64_t i = count; i < padded; ++i) singles[i] = 0;
@@ -215,6 +261,16 @@ void prepare(const Before& before, const void* x, float* row, void* to, int64_t 
     }
   }
   for (int64_t i = count; i < padded; ++i) pairs[i] = 0;
+}
+
+void split(const Before& before, const void* x, float* row, [[maybe_unused]] const Quantised& q,
+           [[maybe_unused]] const DigitRows& to, [[maybe_unused]] int64_t at) {
+  row = normalise(before, x, row);
+  round_to_type(before, row);
+  for (int64_t i = before.depth; i < q.depth; ++i) row[i] = 0;
+#ifdef __AVX512VNNI__
+  split(q, row, to.num_digits == 1 ? step_of(before, row) : 0, to, at);
+#endif
 }
 
 // --- results -----------------------------------------------------------------------------------------------------
@@ -319,7 +375,7 @@ void rotate(const Heads& heads, int64_t token) {
 }  // namespace
 
 extern const Core JPAGED_CORE;
-const Core JPAGED_CORE = {JPAGED_NAME,  kWidth,        kRows,  sizeof(Pairs::X) == 2, prepare,
-                          multiply_f32, multiply_bf16, finish, rotate};
+const Core JPAGED_CORE = {JPAGED_NAME,  kWidth,     kRows, sizeof(Pairs::X) == 2, prepare,         multiply_f32,
+                          multiply_bf16, kHasDigits, split, multiply_digits,        multiply_panels, finish, rotate};
 
 }  // namespace jpaged::product

@@ -61,50 +61,128 @@ int64_t spread_stride(int64_t depth, int64_t item_bytes) {
   return (lines | 1) * kLine / item_bytes;
 }
 
-Rows prepare_rows(ffi::ThreadPool& pool, const Core& core, const Before& before, const void* x, int64_t num_rows,
-                  int64_t num_threads) {
-  const int64_t depth = before.depth, stored_bytes = depth * bytes_of(before.number);
-  const bool is_bf16 = before.number == Number::kBF16;
-  const bool is_as_it_is = before.norm == Norm::kNone && !(is_bf16 && (depth % 2 || !core.takes_bf16)) &&
-                           !(num_rows > 1 && stored_bytes % kConflict == 0);
-  if (is_as_it_is) return {static_cast<const char*>(x), depth, stored_bytes};
-  const int64_t item_bytes = is_bf16 && core.takes_bf16 ? 2 : 4;
-  const int64_t stride = spread_stride(depth + depth % 2, item_bytes), row_bytes = stride * item_bytes;
-  const int64_t row_floats = (depth + kMaxWidth - 1) / kMaxWidth * kMaxWidth;
-  char* to = reinterpret_cast<char*>(scratch_floats(num_rows * row_bytes / 4));
+// Calls run(r, room for twice `depth` floats in whole vectors) for each row.
+template <class Run>
+void for_each_row(ffi::ThreadPool& pool, int64_t num_rows, int64_t depth, int64_t num_threads, const Run& run) {
   constexpr int64_t kRowsOfTask = 16;
   const int64_t num_tasks = (num_rows + kRowsOfTask - 1) / kRowsOfTask;
+  const int64_t row_floats = 2 * ((depth + kMaxWidth - 1) / kMaxWidth * kMaxWidth);
   run_tasks(pool, num_tasks, num_tasks > 2 ? num_threads : 1, [&](int64_t task) {
     static thread_local std::vector<float> row;
     if (static_cast<int64_t>(row.size()) < row_floats) row.resize(row_floats);
-    for (int64_t r = task * kRowsOfTask; r < std::min(num_rows, (task + 1) * kRowsOfTask); ++r) {
-      core.prepare(before, static_cast<const char*>(x) + r * stored_bytes, row.data(), to + r * row_bytes,
-                   depth + depth % 2);
-    }
+    for (int64_t r = task * kRowsOfTask; r < std::min(num_rows, (task + 1) * kRowsOfTask); ++r) run(r, row.data());
+  });
+}
+
+// Rows of `padded` numbers each, zeros behind their own.
+Rows prepare_rows(ffi::ThreadPool& pool, const Core& core, const Before& before, const void* x, int64_t num_rows,
+                  int64_t padded, int64_t num_threads) {
+  const int64_t depth = before.depth, stored_bytes = depth * bytes_of(before.number);
+  const bool is_bf16 = before.number == Number::kBF16;
+  const bool is_as_it_is = before.norm == Norm::kNone && !(is_bf16 && !core.takes_bf16) && padded == depth &&
+                           !before.is_int8 && !before.order && !(num_rows > 1 && stored_bytes % kConflict == 0);
+  if (is_as_it_is) return {static_cast<const char*>(x), depth, stored_bytes};
+  const int64_t item_bytes = is_bf16 && core.takes_bf16 ? 2 : 4;
+  const int64_t stride = spread_stride(padded, item_bytes), row_bytes = stride * item_bytes;
+  char* to = reinterpret_cast<char*>(scratch_floats(num_rows * row_bytes / 4));
+  for_each_row(pool, num_rows, padded, num_threads, [&](int64_t r, float* row) {
+    core.prepare(before, static_cast<const char*>(x) + r * stored_bytes, row, to + r * row_bytes, padded);
   });
   return {to, stride, row_bytes};
+}
+
+// The rows of a call as digits.
+DigitRows split_rows(ffi::ThreadPool& pool, const Core& core, const Before& before, const Quantised& q, const void* x,
+                     int64_t num_rows, int64_t num_threads) {
+  DigitRows rows{};
+  rows.num_digits = before.is_int8 ? 1 : before.number == Number::kBF16 ? 2 : kMaxDigits;
+  rows.span = std::min(q.group, before.is_int8 ? kMaxWholeSpan : kMaxSpan);
+  rows.spans_of_group = (q.group + rows.span - 1) / rows.span;
+  rows.num_spans = q.num_groups * rows.spans_of_group;
+  rows.stride = spread_stride(q.depth, 1);
+  const int64_t digit_floats = num_rows * rows.num_digits * rows.stride / 4, num_steps = num_rows * rows.num_spans;
+  float* at = scratch_floats(digit_floats + (2 + rows.num_digits) * num_steps);
+  rows.digits = reinterpret_cast<int8_t*>(at);
+  rows.steps = at + digit_floats;
+  rows.sums = rows.steps + num_steps;
+  rows.totals = reinterpret_cast<int32_t*>(rows.sums + num_steps);
+  const int64_t stored_bytes = before.depth * bytes_of(before.number);
+  for_each_row(pool, num_rows, q.depth, num_threads, [&](int64_t r, float* row) {
+    core.split(before, static_cast<const char*>(x) + r * stored_bytes, row, q, rows, r);
+  });
+  return rows;
 }
 
 struct Attributes {
   float eps;
   int64_t norm, is_gated, max_width, max_threads;
+  int64_t code;      // of a quantised matrix; kPlain is another
+  int64_t group;     // numbers of a column that share a scale; more than there are is all of them
+  int64_t is_int8;   // rows become int8
 };
+
+constexpr int64_t kPlain = -1;
 
 struct Operands {
   AnyBuffer x, matrix;
   Ints32 num_rows;
   AnyBuffer scale, norm_bias, bias, residual;
+  AnyBuffer scales, zeros, order, step;  // of a quantised matrix
 };
+
+Quantised quantised_of(const Operands& o, const Attributes& a) {
+  const Code code = static_cast<Code>(a.code);
+  const int64_t depth = o.matrix.dimensions()[1] * numbers_of_lane(code);
+  const int64_t group = a.group < o.x.dimensions()[1] ? a.group : depth;
+  return {code,
+          number_of(o.scales.element_type()),
+          static_cast<const uint8_t*>(o.matrix.untyped_data()),
+          o.scales.untyped_data(),
+          static_cast<const int8_t*>(or_null(o.zeros)),
+          depth,
+          group,
+          (depth + group - 1) / group};
+}
+
+// As `contradiction`, of what a quantised matrix alone has.
+const char* quantised_contradiction(const Operands& o, const Attributes& a) {
+  const auto x = o.x.dimensions(), matrix = o.matrix.dimensions();
+  if (a.code < 0 || a.code > static_cast<int64_t>(Code::kE4M3)) return "no such code";
+  const int64_t lane = numbers_of_lane(static_cast<Code>(a.code));
+  if (o.matrix.element_type() != ffi::U8 || matrix.size() != 4 || matrix[2] != kColumns || matrix[3] != 4) {
+    return "the values are no blocks of bytes";
+  }
+  if (matrix[1] != (x[1] + lane - 1) / lane) return "rows and matrix differ in depth";
+  if (a.group < 1 || (a.group < x[1] && a.group % lane)) return "groups are no whole lanes";
+  const int64_t num_scales = matrix[0] * quantised_of(o, a).num_groups * kColumns;
+  if (!is_number(o.scales.element_type()) || count_of(o.scales) != num_scales) return "the scales do not fit the matrix";
+  if (count_of(o.zeros) && (o.zeros.element_type() != ffi::S8 || count_of(o.zeros) != num_scales ||
+                            !is_whole(static_cast<Code>(a.code)))) {
+    return "the zeros do not fit the matrix";
+  }
+  if (count_of(o.order) && (o.order.element_type() != ffi::S32 || count_of(o.order) != x[1])) {
+    return "the order does not fit the rows";
+  }
+  if (count_of(o.step) && (o.step.element_type() != ffi::F32 || !a.is_int8)) return "rows have no step";
+  return a.is_int8 && !is_whole(static_cast<Code>(a.code)) ? "rows of int8 want whole numbers" : nullptr;
+}
+
+const char* plain_contradiction(const Operands& o) {
+  const auto x = o.x.dimensions(), matrix = o.matrix.dimensions();
+  if (o.matrix.element_type() != o.x.element_type()) return "rows and matrix differ in type";
+  const bool is_bf16 = o.x.element_type() == ffi::BF16;
+  if (matrix.size() != (is_bf16 ? 4 : 3)) return "an operand has another rank";
+  if (matrix[2] != kColumns || (is_bf16 && matrix[3] != 2)) return "rows or blocks differ in shape";
+  return matrix[1] != (is_bf16 ? (x[1] + 1) / 2 : x[1]) ? "rows and matrix differ in depth" : nullptr;
+}
 
 // Shapes that contradict each other, in words; none that cpu.py makes do.
 const char* contradiction(const Operands& o, const AnyBuffer& y, const Attributes& a) {
   const auto x = o.x.dimensions(), matrix = o.matrix.dimensions(), out = y.dimensions();
   if (!is_number(o.x.element_type()) || !is_number(y.element_type())) return "rows are not float32 or bfloat16";
-  if (o.matrix.element_type() != o.x.element_type()) return "rows and matrix differ in type";
-  const bool is_bf16 = o.x.element_type() == ffi::BF16;
-  if (x.size() != 2 || out.size() != 2 || matrix.size() != (is_bf16 ? 4 : 3)) return "an operand has another rank";
-  if (x[0] != out[0] || matrix[2] != kColumns || (is_bf16 && matrix[3] != 2)) return "rows or blocks differ in shape";
-  if (matrix[1] != (is_bf16 ? (x[1] + 1) / 2 : x[1])) return "rows and matrix differ in depth";
+  if (x.size() != 2 || out.size() != 2) return "an operand has another rank";
+  if (x[0] != out[0]) return "rows or blocks differ in shape";
+  if (const char* reason = a.code == kPlain ? plain_contradiction(o) : quantised_contradiction(o, a)) return reason;
   const int64_t parts = a.is_gated ? 2 : 1;
   if (matrix[0] != parts * ((out[1] + kColumns - 1) / kColumns)) return "matrix and result differ in columns";
   if (o.num_rows.element_count() != 1) return "the number of rows is no scalar";
@@ -124,14 +202,76 @@ const char* contradiction(const Operands& o, const AnyBuffer& y, const Attribute
   return nullptr;
 }
 
+// A call's product: rows that lie ready, and how a core multiplies some of them with a block of columns.
+struct Tiles {
+  int64_t num_rows, num_blocks, num_threads;
+  int64_t rows_of_tile;  // that are multiplied at once
+};
+
+// Calls sums_of(block, first row, how many, sums [rows, 32]) for each tile, and finishes it.
+template <class SumsOf>
+void multiply_tiles(ffi::ThreadPool& pool, const Core& core, const After& after, const Tiles& tiles,
+                    const SumsOf& sums_of) {
+  const int64_t num_blocks = tiles.num_blocks, num_threads = tiles.num_threads;
+  const int64_t step = num_threads > 1 ? std::max<int64_t>(num_blocks / (kTasksPerThread * num_threads), 1) : num_blocks;
+  run_tasks(pool, (num_blocks + step - 1) / step, num_threads, [&](int64_t task) {
+    alignas(kLine) float sums[kPanelRows * kColumns], ups[kPanelRows * kColumns];
+    for (int64_t block = task * step; block < std::min(num_blocks, (task + 1) * step); ++block) {
+      for (int64_t row = 0; row < tiles.num_rows; row += tiles.rows_of_tile) {
+        const int64_t count = std::min(tiles.rows_of_tile, tiles.num_rows - row);
+        sums_of(block, row, count, sums);
+        if (after.is_gated) sums_of(num_blocks + block, row, count, ups);
+        core.finish(after, {row, count, block * kColumns}, sums, ups);
+      }
+    }
+  });
+}
+
+void multiply_plain(ffi::ThreadPool& pool, const Core& core, const Before& before, const After& after, Tiles tiles,
+                    const Operands& o) {
+  const bool is_bf16 = before.number == Number::kBF16;
+  const int64_t depth = is_bf16 ? before.depth + before.depth % 2 : before.depth;
+  const Rows rows = prepare_rows(pool, core, before, o.x.untyped_data(), tiles.num_rows, depth, tiles.num_threads);
+  const int64_t block_bytes = depth * kColumns * bytes_of(before.number);
+  const char* blocks = static_cast<const char*>(o.matrix.untyped_data());
+  tiles.rows_of_tile = core.max_rows;
+  multiply_tiles(pool, core, after, tiles, [&](int64_t block, int64_t row, int64_t count, float* sums) {
+    const char *from = rows.x + row * rows.row_bytes, *columns = blocks + block * block_bytes;
+    if (is_bf16) {
+      core.multiply_bf16(from, rows.stride, count, depth, reinterpret_cast<const uint16_t*>(columns), sums);
+    } else {
+      core.multiply_f32(reinterpret_cast<const float*>(from), rows.stride, count, depth,
+                        reinterpret_cast<const float*>(columns), sums);
+    }
+  });
+}
+
+void multiply_quantised(ffi::ThreadPool& pool, const Core& core, const Before& before, const After& after, Tiles tiles,
+                        const Quantised& q, const void* x) {
+  if (core.has_digits && is_whole(q.code)) {
+    const DigitRows rows = split_rows(pool, core, before, q, x, tiles.num_rows, tiles.num_threads);
+    tiles.rows_of_tile = kMaxRows / rows.num_digits;
+    multiply_tiles(pool, core, after, tiles, [&](int64_t block, int64_t row, int64_t count, float* sums) {
+      core.multiply_digits(q, block, rows, row, count, sums);
+    });
+    return;
+  }
+  const Rows rows = prepare_rows(pool, core, before, x, tiles.num_rows, q.depth, tiles.num_threads);
+  tiles.rows_of_tile = kPanelRows;
+  multiply_tiles(pool, core, after, tiles, [&](int64_t block, int64_t row, int64_t count, float* sums) {
+    core.multiply_panels(q, block, rows.x + row * rows.row_bytes, rows.stride, before.number, count, sums);
+  });
+}
+
 ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 num_rows, AnyBuffer scale,
-                    AnyBuffer norm_bias, AnyBuffer bias, AnyBuffer residual, ffi::Result<AnyBuffer> y, Attributes a) {
-  const Operands o{x, matrix, num_rows, scale, norm_bias, bias, residual};
+                    AnyBuffer norm_bias, AnyBuffer bias, AnyBuffer residual, AnyBuffer scales, AnyBuffer zeros,
+                    AnyBuffer order, AnyBuffer step, ffi::Result<AnyBuffer> y, Attributes a) {
+  const Operands o{x, matrix, num_rows, scale, norm_bias, bias, residual, scales, zeros, order, step};
   if (const char* reason = contradiction(o, *y, a)) return ffi::Error::InvalidArgument(reason);
   const int64_t num_tokens = x.dimensions()[0], depth = x.dimensions()[1], num_columns = y->dimensions()[1];
   const int64_t rows_in_use = std::clamp<int64_t>(num_rows.typed_data()[0], 0, num_tokens);
-  const bool is_bf16 = x.element_type() == ffi::BF16;
-  const Core& core = choose_core(a.max_width, is_bf16);
+  const bool is_quantised = a.code != kPlain;
+  const Core& core = choose_core(a.max_width, is_quantised || x.element_type() == ffi::BF16);
   const After after{or_null(bias), or_null(residual), y->untyped_data(), number_of(bias.element_type()),
                     number_of(y->element_type()), num_columns, a.is_gated != 0};
   const int64_t y_row_bytes = num_columns * bytes_of(after.number);
@@ -140,34 +280,15 @@ ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 
 
   const int64_t num_blocks = (num_columns + kColumns - 1) / kColumns, parts = after.is_gated ? 2 : 1;
   const double work = 1.0 * rows_in_use * depth * num_blocks * kColumns * parts;
-  const int64_t num_threads = work > kLeastShared ? count_threads(pool, a.max_threads) : 1;
   const Before before{static_cast<Norm>(a.norm), a.eps, or_null(scale), or_null(norm_bias), number_of(x.element_type()),
-                      depth};
-  const Rows rows = prepare_rows(pool, core, before, x.untyped_data(), rows_in_use, num_threads);
-
-  const int64_t even_depth = is_bf16 ? depth + depth % 2 : depth, block_bytes = even_depth * kColumns * (is_bf16 ? 2 : 4);
-  const char* blocks = static_cast<const char*>(matrix.untyped_data());
-  const auto sums_of = [&](int64_t block, int64_t row, int64_t count, float* sums) {
-    const char *from = rows.x + row * rows.row_bytes, *columns = blocks + block * block_bytes;
-    if (is_bf16) {
-      core.multiply_bf16(from, rows.stride, count, even_depth, reinterpret_cast<const uint16_t*>(columns), sums);
-    } else {
-      core.multiply_f32(reinterpret_cast<const float*>(from), rows.stride, count, even_depth,
-                        reinterpret_cast<const float*>(columns), sums);
-    }
-  };
-  const int64_t step = num_threads > 1 ? std::max<int64_t>(num_blocks / (kTasksPerThread * num_threads), 1) : num_blocks;
-  run_tasks(pool, (num_blocks + step - 1) / step, num_threads, [&](int64_t task) {
-    alignas(kLine) float sums[kMaxRows * kColumns], ups[kMaxRows * kColumns];
-    for (int64_t block = task * step; block < std::min(num_blocks, (task + 1) * step); ++block) {
-      for (int64_t row = 0; row < rows_in_use; row += core.max_rows) {
-        const int64_t count = std::min(core.max_rows, rows_in_use - row);
-        sums_of(block, row, count, sums);
-        if (after.is_gated) sums_of(num_blocks + block, row, count, ups);
-        core.finish(after, {row, count, block * kColumns}, sums, ups);
-      }
-    }
-  });
+                      depth, a.is_int8 != 0, static_cast<const float*>(or_null(step)),
+                      static_cast<const int32_t*>(or_null(order))};
+  const Tiles tiles{rows_in_use, num_blocks, work > kLeastShared ? count_threads(pool, a.max_threads) : 1, 0};
+  if (is_quantised) {
+    multiply_quantised(pool, core, before, after, tiles, quantised_of(o, a), x.untyped_data());
+  } else {
+    multiply_plain(pool, core, before, after, tiles, o);
+  }
   return ffi::Error::Success();
 }
 
@@ -185,13 +306,14 @@ ffi::Error normalise(ffi::ThreadPool pool, AnyBuffer x, Ints32 num_rows, AnyBuff
   }
   const int64_t depth = shape[1], rows_in_use = std::clamp<int64_t>(num_rows.typed_data()[0], 0, shape[0]);
   const Before before{static_cast<Norm>(a.norm), a.eps, or_null(scale), or_null(norm_bias), number_of(x.element_type()),
-                      depth};
+                      depth, false, nullptr, nullptr};
   const int64_t row_bytes = depth * bytes_of(before.number);
   char* out = static_cast<char*>(y->untyped_data());
   std::memset(out + rows_in_use * row_bytes, 0, (shape[0] - rows_in_use) * row_bytes);
   if (!rows_in_use) return ffi::Error::Success();
   const Core& core = choose_core(a.max_width, before.number == Number::kBF16);
-  const Rows rows = prepare_rows(pool, core, before, x.untyped_data(), rows_in_use, count_threads(pool, a.max_threads));
+  const Rows rows = prepare_rows(pool, core, before, x.untyped_data(), rows_in_use, depth + depth % 2,
+                                 count_threads(pool, a.max_threads));
   const bool is_widened = before.number == Number::kBF16 && !core.takes_bf16;
   for (int64_t r = 0; r < rows_in_use; ++r) {
     const char* row = rows.x + r * rows.row_bytes;
@@ -270,6 +392,24 @@ void pack(const T* matrix, int64_t depth, int64_t num_columns, int64_t k_step, i
   }
 }
 
+// A code a number, in a byte of its own, at k * k_step + n * n_step.
+void pack_codes(const uint8_t* codes, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step, Code code,
+                uint8_t* blocks) {
+  const int64_t lane = numbers_of_lane(code), num_lanes = (depth + lane - 1) / lane;
+  for (int64_t first = 0; first < num_columns; first += kColumns) {
+    const int64_t columns = std::min(kColumns, num_columns - first);
+    for (int64_t at = 0; at < num_lanes; ++at, blocks += 4 * kColumns) {
+      std::memset(blocks, 0, 4 * kColumns);
+      for (int64_t i = 0; i < std::min(lane, depth - at * lane); ++i) {
+        const uint8_t* from = codes + (at * lane + i) * k_step + first * n_step;
+        const int64_t shift = shift_of(code, i);
+        uint8_t* to = blocks + shift / 8;
+        for (int64_t c = 0; c < columns; ++c) to[4 * c] |= static_cast<uint8_t>(from[c * n_step] << shift % 8);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace jpaged::product
 
@@ -277,7 +417,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::product::Attributes, xla::ffi::Str
                                       xla::ffi::StructMember<int64_t>("norm"),
                                       xla::ffi::StructMember<int64_t>("is_gated"),
                                       xla::ffi::StructMember<int64_t>("max_width"),
-                                      xla::ffi::StructMember<int64_t>("max_threads"));
+                                      xla::ffi::StructMember<int64_t>("max_threads"),
+                                      xla::ffi::StructMember<int64_t>("code"), xla::ffi::StructMember<int64_t>("group"),
+                                      xla::ffi::StructMember<int64_t>("is_int8"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::product::HeadAttributes, xla::ffi::StructMember<float>("eps"),
                                       xla::ffi::StructMember<int64_t>("max_width"),
@@ -297,6 +439,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_multiply, jpaged::product::multiply,
                                   .Arg<AnyBuffer>()  // its bias
                                   .Arg<AnyBuffer>()  // bias of the product
                                   .Arg<AnyBuffer>()  // what is added
+                                  .Arg<AnyBuffer>()  // scales of a quantised matrix
+                                  .Arg<AnyBuffer>()  // its zeros
+                                  .Arg<AnyBuffer>()  // the order of its depth
+                                  .Arg<AnyBuffer>()  // the step of its rows
                                   .Ret<AnyBuffer>()
                                   .Attrs<jpaged::product::Attributes>());
 
@@ -333,6 +479,12 @@ extern "C" void jpaged_pack(const void* matrix, int64_t depth, int64_t num_colum
     jpaged::product::pack(static_cast<const uint16_t*>(matrix), depth, num_columns, k_step, n_step, 2,
                           static_cast<uint16_t*>(blocks));
   }
+}
+
+extern "C" void jpaged_pack_codes(const void* codes, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step,
+                                  int64_t code, void* blocks) {
+  jpaged::product::pack_codes(static_cast<const uint8_t*>(codes), depth, num_columns, k_step, n_step,
+                              static_cast<jpaged::product::Code>(code), static_cast<uint8_t*>(blocks));
 }
 
 extern "C" const char* jpaged_product_core() {

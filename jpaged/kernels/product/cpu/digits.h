@@ -1,0 +1,224 @@
+// Rows as digits of 8 bits, and their products with bytes. Included by core.cc alone.
+
+#pragma once
+
+#include "core.h"
+#include "scales.h"
+#include "vector.h"
+
+#ifdef __AVX512VNNI__
+#include <immintrin.h>
+#endif
+
+namespace jpaged::product {
+namespace {
+
+#ifdef __AVX512VNNI__
+constexpr bool kHasDigits = true;
+constexpr int kVirtualRows = 12;  // digits of rows whose sums stay in registers
+
+
+// --- rows ------------------------------------------------------------------------------------------------------------
+
+// The power of two that makes whole numbers of `digits` digits of numbers up to one of these bits.
+template <int digits>
+float factor_for(uint32_t largest) {
+  constexpr int kTop = digits == 2 ? 14 : 22, kMost = digits == 2 ? 32639 : 8355711;
+  const int exponent = static_cast<int>(largest >> 23) - 127, bounded = exponent < -100 ? -100 : exponent;
+  const float factor = jpaged::float_of(static_cast<uint32_t>(kTop - bounded + 127) << 23);
+  return jpaged::float_of(largest) * factor > kMost ? 0.5f * factor : factor;
+}
+
+template <int digits>
+void split_span(const float* x, int64_t count, float step, float unit, float factor, int64_t span, int64_t row,
+                const DigitRows& rows, int64_t at) {
+  int8_t* to = rows.digits + row * digits * rows.stride + at;
+  int32_t totals[digits] = {}, total = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    int32_t left = static_cast<int32_t>(__builtin_rintf(digits == 1 ? x[k] / step : x[k] * factor));
+    if (digits == 1) left = left > 127 ? 127 : left < -128 ? -128 : left;
+    total += left;
+#pragma GCC unroll 3
+    for (int d = 0; d < digits; ++d) {
+      const int8_t digit = static_cast<int8_t>(left);
+      to[d * rows.stride + k] = digit;
+      totals[d] += digit;
+      left = (left - digit) >> 8;
+    }
+  }
+  for (int d = 0; d < digits; ++d) rows.totals[(row * digits + d) * rows.num_spans + span] = totals[d];
+  rows.steps[row * rows.num_spans + span] = unit * step;
+  rows.sums[row * rows.num_spans + span] = static_cast<float>(total) * step;
+}
+
+// A row of whole spans. Rows of one digit have one step: `whole`.
+template <int digits>
+void split_row(const Quantised& q, const float* x, float whole, const DigitRows& rows, int64_t row) {
+  const float unit = q.code == Code::kE2M1 ? 0.5f : 1;  // whole numbers of E2M1 are twice as many
+  for (int64_t group = 0, span = 0; group < q.num_groups; ++group) {
+    const int64_t begin = group * q.group, end = lesser(q.depth, begin + q.group);
+    for (int64_t i = 0; i < rows.spans_of_group; ++i, ++span) {
+      const int64_t at = lesser(begin + i * rows.span, end), count = lesser(rows.span, end - at);
+      if constexpr (digits == 1) {
+        split_span<1>(x + at, count, whole, unit, 0, span, row, rows, at);
+      } else {
+        const uint32_t largest = largest_bits(x + at, count);
+        const float factor = factor_for<digits>(largest);
+        split_span<digits>(x + at, largest < kInfinity ? count : 0, 1 / factor, unit, factor, span, row, rows, at);
+        if (largest >= kInfinity) rows.steps[row * rows.num_spans + span] = __builtin_nanf("");
+      }
+    }
+  }
+}
+
+// --- products --------------------------------------------------------------------------------------------------------
+
+struct Int8Bytes {
+  static constexpr int kParts = 1;  // of a lane: each has four numbers
+  static constexpr int32_t kOffset = 128;
+  static inline Uints part(Uints lane, int) { return lane; }
+};
+
+struct Int4Bytes {
+  static constexpr int kParts = 2;
+  static constexpr int32_t kOffset = 8;
+  static inline Uints part(Uints lane, int i) { return lane >> 4 * i & 0x0f0f0f0fu; }
+};
+
+// 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign: twice as many, and 12 more.
+struct E2M1Bytes {
+  static constexpr int kParts = 2;
+  static constexpr int32_t kOffset = 12;
+  static inline Uints part(Uints lane, int i) {
+    constexpr uint32_t kFirst = 0x0f0e0d0c, kSecond = 0x18141210, kThird = 0x090a0b0c, kFourth = 0x00040608;
+    constexpr Uints kTable = {kFirst, kSecond, kThird, kFourth, kFirst, kSecond, kThird, kFourth,
+                              kFirst, kSecond, kThird, kFourth, kFirst, kSecond, kThird, kFourth};
+    return reinterpret_cast<Uints>(_mm512_maskz_shuffle_epi8(
+        ~0ull, reinterpret_cast<__m512i>(kTable), reinterpret_cast<__m512i>(Int4Bytes::part(lane, i))));
+  }
+};
+
+// Whole sums [digits of rows, 32] of one span. Not inlined: GCC 12 would spill the sums.
+template <class C, int virtual_rows>
+[[gnu::noinline]] void multiply_span(const int8_t* x, int64_t stride, const uint8_t* lanes, int64_t count,
+                                            const int32_t* totals, int64_t totals_stride, int32_t* to) {
+  __m512i sums[virtual_rows][2];
+#pragma GCC unroll 12
+  for (int r = 0; r < virtual_rows; ++r) {
+    sums[r][0] = sums[r][1] = _mm512_set1_epi32(-C::kOffset * totals[r * totals_stride]);
+  }
+  for (int64_t k = 0; k < count; k += 4 * C::kParts, lanes += 128) {
+    if constexpr (virtual_rows <= kStreamedRows) {
+      __builtin_prefetch(lanes + kAhead);
+      __builtin_prefetch(lanes + kAhead + 64);
+    }
+    const Uints first = load_as<Uints>(lanes), second = load_as<Uints>(lanes + 64);
+#pragma GCC unroll 2
+    for (int i = 0; i < C::kParts; ++i) {
+      const __m512i a = reinterpret_cast<__m512i>(C::part(first, i)), b = reinterpret_cast<__m512i>(C::part(second, i));
+#pragma GCC unroll 12
+      for (int r = 0; r < virtual_rows; ++r) {
+        int32_t four;
+        __builtin_memcpy(&four, x + r * stride + k + 4 * i, 4);
+        const __m512i same = _mm512_set1_epi32(four);
+        sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], a, same);
+        sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], b, same);
+      }
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < virtual_rows; ++r) {
+    _mm512_storeu_si512(to + 32 * r, sums[r][0]);
+    _mm512_storeu_si512(to + 32 * r + 16, sums[r][1]);
+  }
+}
+
+// sums += scale * step * (the digits' sums put together - zero * the row's sum)
+template <int digits>
+[[gnu::always_inline]] inline void add_digits(const Quantised& q, int64_t scale_at, const float* steps,
+                                              const float* row_sums, int64_t row_stride, int64_t num_rows,
+                                              const int32_t* parts, float* sums) {
+#pragma GCC unroll 2
+  for (int v = 0; v < 2; ++v) {
+    const Floats scale = load_scales(q.scales, q.number, scale_at + 16 * v);
+    const Floats zero = q.zeros ? I8::decode(q.zeros + scale_at + 16 * v) : Floats{};
+    for (int64_t r = 0; r < num_rows; ++r) {
+      Floats whole = Floats{};
+#pragma GCC unroll 3
+      for (int d = digits - 1; d >= 0; --d) {
+        const Floats digit = __builtin_convertvector(load_as<Ints>(parts + 32 * (digits * r + d) + 16 * v), Floats);
+        whole = d == digits - 1 ? digit : whole * 256.0f + digit;
+      }
+      Floats found = whole * steps[r * row_stride];
+      if (q.zeros) found -= zero * row_sums[r * row_stride];
+      float* to = sums + 32 * r + 16 * v;
+      store(to, load(to) + found * scale);
+    }
+  }
+}
+
+template <class C, int digits, int num_rows>
+[[gnu::noinline]] void multiply_rows(const Quantised& q, int64_t block, const DigitRows& rows, int64_t row, float* sums) {
+  alignas(64) int32_t parts[32 * digits * num_rows];
+  const int8_t* x = rows.digits + row * digits * rows.stride;
+  const int32_t* totals = rows.totals + row * digits * rows.num_spans;
+  const uint8_t* lanes = q.values + block * q.depth * (32 / C::kParts);
+  for (int64_t i = 0; i < 32 * num_rows; ++i) sums[i] = 0;
+  for (int64_t group = 0, span = 0; group < q.num_groups; ++group) {
+    const int64_t begin = group * q.group, end = lesser(q.depth, begin + q.group);
+    for (int64_t i = 0; i < rows.spans_of_group; ++i, ++span) {
+      const int64_t at = begin + i * rows.span, count = lesser(rows.span, end - at);
+      if (count <= 0) continue;
+      multiply_span<C, digits * num_rows>(x + at, rows.stride, lanes + at * (32 / C::kParts), count, totals + span,
+                                          rows.num_spans, parts);
+      const int64_t step = row * rows.num_spans + span;
+      add_digits<digits>(q, (block * q.num_groups + group) * kColumns, rows.steps + step, rows.sums + step,
+                         rows.num_spans, num_rows, parts, sums);
+    }
+  }
+}
+
+template <class C, int digits, int most_rows = kVirtualRows / digits>
+void multiply_digits_of(const Quantised& q, int64_t block, const DigitRows& rows, int64_t row, int64_t num_rows,
+                        float* sums) {
+  if constexpr (most_rows > 0) {
+    if (num_rows == most_rows) return multiply_rows<C, digits, most_rows>(q, block, rows, row, sums);
+    multiply_digits_of<C, digits, most_rows - 1>(q, block, rows, row, num_rows, sums);
+  }
+}
+
+template <class C>
+void multiply_digits_of(const Quantised& q, int64_t block, const DigitRows& rows, int64_t row, int64_t num_rows,
+                        float* sums) {
+  switch (rows.num_digits) {
+    case 1: return multiply_digits_of<C, 1>(q, block, rows, row, num_rows, sums);
+    case 2: return multiply_digits_of<C, 2>(q, block, rows, row, num_rows, sums);
+    default: return multiply_digits_of<C, 3>(q, block, rows, row, num_rows, sums);
+  }
+}
+
+void multiply_digits(const Quantised& q, int64_t block, const DigitRows& rows, int64_t row, int64_t num_rows,
+                     float* sums) {
+  switch (q.code) {
+    case Code::kInt8: return multiply_digits_of<Int8Bytes>(q, block, rows, row, num_rows, sums);
+    case Code::kInt4: return multiply_digits_of<Int4Bytes>(q, block, rows, row, num_rows, sums);
+    case Code::kE2M1: return multiply_digits_of<E2M1Bytes>(q, block, rows, row, num_rows, sums);
+    case Code::kE4M3: return;
+  }
+}
+
+void split(const Quantised& q, const float* x, float whole, const DigitRows& rows, int64_t row) {
+  switch (rows.num_digits) {
+    case 1: return split_row<1>(q, x, whole, rows, row);
+    case 2: return split_row<2>(q, x, whole, rows, row);
+    default: return split_row<3>(q, x, whole, rows, row);
+  }
+}
+#else
+constexpr bool kHasDigits = false;
+
+void multiply_digits(const Quantised&, int64_t, const DigitRows&, int64_t, int64_t, float*) {}
+#endif
+
+}  // namespace
+}  // namespace jpaged::product

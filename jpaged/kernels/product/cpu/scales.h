@@ -1,0 +1,46 @@
+// Scales of a quantised matrix, a vector at a time. Included by core.cc alone.
+
+#pragma once
+
+#include "core.h"
+#include "vector.h"
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace jpaged::product {
+namespace {
+
+constexpr int64_t kAhead = 8192;  // bytes of a block that are asked for before they are needed
+
+inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// The largest magnitude's bits: what is not finite is larger than every number.
+inline uint32_t largest_bits(const float* x, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t magnitude = jpaged::bits_of(x[i]) & 0x7fffffffu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest;
+}
+
+constexpr uint32_t kInfinity = 0x7f800000u;
+
+inline Floats load_halves(const uint16_t* from) {
+#ifdef __AVX512F__
+  return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(0xffff, load_as<__m256i>(from)));
+#else
+  return F16::decode(from);
+#endif
+}
+
+inline Floats load_scales(const void* from, Number number, int64_t at) {
+  if (number == Number::kF32) return load(static_cast<const float*>(from) + at);
+  if (number == Number::kF16) return load_halves(static_cast<const uint16_t*>(from) + at);
+  return BF16::decode(static_cast<const uint16_t*>(from) + at);
+}
+
+}  // namespace
+}  // namespace jpaged::product
