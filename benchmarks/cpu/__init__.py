@@ -2,4 +2,5 @@
 
 attention.py  paged attention
 sampling.py   tokens of logits
+products.py   products with quantised matrices, beside those with bfloat16
 """
