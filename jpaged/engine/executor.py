@@ -9,7 +9,8 @@ sees a device array.
 
     T  tokens packed in the step, padded to a bucket       S  rows of a step, always max_num_seqs
     M  width of a block-table row                          R  rows that the sampler runs on, padded to a bucket
-    X  token ids that a row may ban                        K  top log-probabilities reported
+    G  KV groups, each with block tables of its own        K  top log-probabilities reported
+    X  token ids that a row may ban
     n  tokens that a row samples in a dispatch: 1, or one in each of its steps
 """
 
@@ -25,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.cascade_costs import CascadeCosts
+from jpaged.engine.reach import Reach
 from jpaged.errors import InternalError
 from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
 
@@ -100,10 +102,11 @@ class Geometry:
         max_model_len: tokens of a sequence at most.
         vocab_size: token ids are below it (V).
         num_host_blocks: blocks in host memory that groups can be swapped out to, and cached prefixes kept in.
-        bytes_per_block: of KV memory, all layers, both keys and values.
+        bytes_per_block: of KV memory, all layers of a KV group, both keys and values.
         buckets: the shapes that were compiled.
         cascade: what reading a shared prefix once costs; None where the executor does not.
         max_num_steps: decode steps of one dispatch at most.
+        windows: tokens that the layers of each KV group see; None is everything. A block is of one group.
     """
 
     num_blocks: int
@@ -116,6 +119,7 @@ class Geometry:
     num_host_blocks: int = 0
     cascade: CascadeCosts | None = None
     max_num_steps: int = 1
+    windows: tuple[int | None, ...] = (None,)
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -126,6 +130,21 @@ class Geometry:
     def max_blocks_per_seq(self) -> int:
         """Width of a block-table row (M)."""
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def reaches(self) -> tuple[Reach, ...]:
+        """What the layers of each KV group see, in blocks."""
+        return tuple(Reach.of(window, self.block_size, self.max_num_batched_tokens) for window in self.windows)
+
+    @property
+    def num_blocks_of_longest(self) -> int:
+        """Blocks that a sequence of max_model_len tokens holds at most."""
+        return sum(reach.num_held(self.max_blocks_per_seq) for reach in self.reaches)
+
+    def num_blocks_alone(self, num_prompt_tokens: int, max_tokens: int, num_rows: int) -> int:
+        """Blocks that a request holds at most when it runs alone: its prompt's once, and what each row adds."""
+        lens = [num_prompt_tokens + max_tokens] * num_rows
+        return sum(reach.num_blocks(num_prompt_tokens, lens) for reach in self.reaches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,12 +311,13 @@ class StepInputs:
         prev_sampled_rows_t: a row of the previous step; 0 where not used.
         positions_t: position of each token in its sequence.
         rope_lens_t: max(position + 1, prompt length), for position embeddings that depend on the sequence's length.
-        slots_t: where the token's keys and values go: block * block_size + offset; slot 0 of the null block for
-            padding.
+        slots_gt: where the token's keys and values go in each KV group: block * block_size + offset; slot 0 of the null
+            block for padding.
         sample_tokens_s: place in the packed axis of each row's last token, from which its next is sampled.
         query_starts_s1: [S + 1]; rows beyond num_rows are empty.
         kv_lens_s: tokens of each row's context, those of this step included; 0 beyond num_rows.
-        block_tables_sm: block ids; the null block beyond a row's context.
+        block_tables_gsm: block ids of each KV group; the null block beyond a row's context, and where no query of the
+            row sees as far back.
         num_rows: rows in use.
         kv_begins_s: tokens that a row shares with the other rows of its run; their block tables begin alike.
         run_starts_s1: [S + 1]; run g is the rows run_starts[g] to run_starts[g + 1]. num_rows beyond num_runs.
@@ -310,11 +330,11 @@ class StepInputs:
     prev_sampled_rows_t: I32
     positions_t: I32
     rope_lens_t: I32
-    slots_t: I32
+    slots_gt: I32
     sample_tokens_s: I32
     query_starts_s1: I32
     kv_lens_s: I32
-    block_tables_sm: I32
+    block_tables_gsm: I32
     num_rows: int
     kv_begins_s: I32
     run_starts_s1: I32
@@ -423,7 +443,7 @@ class Executor(Protocol[Hidden, Handle]):
         ...
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Starts moving blocks, all layers of them, as one transfer; before any step that is dispatched later.
+        """Starts moving blocks, all layers of their group, as one transfer; before any step that is dispatched later.
 
         Returns before it is done, also where blocks leave for host memory.
         """

@@ -386,7 +386,8 @@ class EngineLoop:
 
     def arrive(self, request: Request, sink: Sink, arrival_s: float) -> None:
         """Takes a request whose id is in flight."""
-        group = Group(request, self._num_arrivals, arrival_s, sink, self._executor.geometry.max_blocks_per_seq)
+        geometry = self._executor.geometry
+        group = Group(request, self._num_arrivals, arrival_s, sink, geometry.max_blocks_per_seq, len(geometry.windows))
         self._num_arrivals += 1
         if not self.memory.can_ever_fit(group):
             limit = f"{self.memory.num_blocks} blocks, less what pinned prefixes hold"

@@ -25,7 +25,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 
-from jpaged.engine.kv.blocks import BlockPool, BlockTable, KVHandle, num_blocks_alone, root_key
+from jpaged.engine.executor import Geometry
+from jpaged.engine.kv.blocks import KVHandle, root_key
 from jpaged.errors import InternalError
 from jpaged.types import OutputEvent, Request, RequestTimes
 
@@ -144,7 +145,7 @@ class Sequence:
 
     def branch(self, index: int) -> Sequence:
         """A sequence with the same tokens, in the same state, and without blocks."""
-        twin = Sequence(index, list(self.token_ids), KVHandle(len(self.kv.table.ids_m), self.kv.root), self.status)
+        twin = Sequence(index, list(self.token_ids), self.kv.twin(), self.status)
         twin.num_prompt_tokens = self.num_prompt_tokens
         twin.cumulative_logprob = self.cumulative_logprob
         return twin
@@ -191,6 +192,7 @@ class Group:
     arrival_s: float
     sink: Sink
     max_blocks: InitVar[int]
+    num_kv_groups: InitVar[int] = 1
     sequences: list[Sequence] = field(init=False)
     is_forked: bool = field(init=False)
     status: Status = Status.WAITING
@@ -204,12 +206,13 @@ class Group:
     num_preemptions: int = 0
     num_overtaken: int = 0
 
-    def __post_init__(self, max_blocks: int) -> None:
+    def __post_init__(self, max_blocks: int, num_kv_groups: int) -> None:
         request, sampling = self.request, self.request.sampling
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
         root = root_key(sampling.cache_salt, request.cache_tenant) if sampling.use_prefix_cache else None
         self.sequences = [
-            Sequence(i, list(request.prompt_token_ids), KVHandle(max_blocks, root)) for i in range(num_sequences)
+            Sequence(i, list(request.prompt_token_ids), KVHandle(max_blocks, root, num_kv_groups))
+            for i in range(num_sequences)
         ]
         self.is_forked = num_sequences == 1
 
@@ -243,21 +246,10 @@ class Group:
         leader = self.live[0]
         return self.status is Status.RUNNING and leader.num_computed_tokens >= leader.num_prompt_tokens
 
-    def num_missing_blocks(self, tables: list[BlockTable], pool: BlockPool) -> int:
-        """Blocks that these tables of its live sequences lack for the tokens that these have."""
-        missing = 0
-        for i, (sequence, table) in enumerate(zip(self.live, tables, strict=True)):
-            needed = pool.num_blocks_for(sequence.num_tokens)
-            if self.is_forked or i == 0:
-                missing += max(0, needed - table.num_blocks)
-            else:  # it will share the leader's full blocks
-                missing += needed - sequence.num_prompt_tokens // pool.block_size
-        return missing
-
-    def num_blocks_alone(self, block_size: int) -> int:
+    def num_blocks_alone(self, geometry: Geometry) -> int:
         """Blocks that it takes at most when it runs alone."""
         request = self.request
-        return num_blocks_alone(len(request.prompt_token_ids), request.sampling.max_tokens, self.num_rows, block_size)
+        return geometry.num_blocks_alone(len(request.prompt_token_ids), request.sampling.max_tokens, self.num_rows)
 
     def admitted(self, num_cached_tokens: int) -> bool:
         """Notes that it runs, with so many tokens of its prompt in the pool; True the first time."""

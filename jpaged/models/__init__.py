@@ -11,6 +11,7 @@ json_fields.py  a JSON object of which every key is read or refused
 layers.py       matrices, norms, projections, embeddings
 matmul.py       the matrix product, accumulated in float32
 stack.py        the one way through a stack of layers
+kv_groups.py    which layers share block tables
 leaves.py       leaves of a parameter tree <-> tensors of a Hugging Face checkpoint
 sharding.py     how parameters are split over devices
 rope/           rotary position embedding

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
-from jpaged.engine.kv.blocks import num_blocks_alone
 from jpaged.engine.output.beam import num_candidates
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
@@ -194,7 +193,7 @@ class InputProcessor:
         what = f"{num_prompt_tokens} prompt tokens and {max_tokens} to generate make {total}"
         if total > geometry.max_model_len:
             raise RequestTooLong("sampling.max_tokens", f"{what}, over max_model_len ({geometry.max_model_len})")
-        needed = num_blocks_alone(num_prompt_tokens, max_tokens, num_rows, geometry.block_size)
+        needed = geometry.num_blocks_alone(num_prompt_tokens, max_tokens, num_rows)
         if needed > geometry.num_blocks:
             pool_tokens = geometry.num_blocks * geometry.block_size
             blocks = f"{geometry.num_blocks} blocks of {geometry.block_size}"

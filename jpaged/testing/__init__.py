@@ -7,7 +7,14 @@ virtual_clock.py   a clock that moves when it is told to
 """
 
 from jpaged.testing.byte_tokenizer import ByteTokenizer
-from jpaged.testing.fake_executor import FakeExecutor, Faults, SeveralStepsExecutor, expected_tokens, top_logprobs
+from jpaged.testing.fake_executor import (
+    FakeExecutor,
+    Faults,
+    SeveralStepsExecutor,
+    expected_tokens,
+    seeing,
+    top_logprobs,
+)
 from jpaged.testing.virtual_clock import VirtualClock
 
 __all__ = [
@@ -17,5 +24,6 @@ __all__ = [
     "SeveralStepsExecutor",
     "VirtualClock",
     "expected_tokens",
+    "seeing",
     "top_logprobs",
 ]

@@ -5,7 +5,8 @@ table; rows of a run read what they share through the table of its first. The ne
 
     (1 * c[0] + 2 * c[1] + 3 * c[2] + ...  + noise) mod vocab_size
 
-so a wrong slot, a stale block or a shared one changes it. `noise` is 0 for a greedy row, and otherwise a number made of
+with a sum for each KV group, of what its window holds of the context: once the first group's, twice the second's, ...
+So a wrong slot, a stale block or a shared one changes it. `noise` is 0 for a greedy row, and otherwise a number made of
 (seed, sequence index, position). Keys depend on everything in front of them, so a slot holds a digest of that beside
 its token: the right tokens after another prefix are a mistake as well, and reading them raises. A slot may be NaN, see
 `Faults`: a row that reads it samples nothing.
@@ -90,13 +91,40 @@ class Faults:
         self.gate.wait()
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a row's last token sees in each KV group: tokens, and the position of the first."""
+
+    begins: list[int]
+    tokens: list[NDArray[np.int64]]
+
+    @classmethod
+    def of(cls, context: list[int], windows: Sequence[int | None]) -> _Seen:
+        """What the last token of a context sees."""
+        begins = [max(0, len(context) - window) if window else 0 for window in windows]
+        return cls(begins, [np.array(context[begin:], np.int64) for begin in begins])
+
+    def next_token(self, vocab_size: int) -> int:
+        """The token that comes next."""
+        total = 0
+        for group, (begin, tokens) in enumerate(zip(self.begins, self.tokens, strict=True)):
+            weights = np.arange(begin + 1, begin + len(tokens) + 1)
+            total += (group + 1) * int(np.sum(weights * (tokens % _NAN)))
+        return total % vocab_size
+
+
 class FakeExecutor:
     """Implements `jpaged.engine.executor.Executor` in numpy.
 
     To read a slot that was never written, or that was written after another prefix, raises.
+
+    Attributes:
+        max_num_steps: decode steps of a dispatch at most.
+        windows: of its KV groups.
     """
 
     max_num_steps = 1
+    windows: tuple[int | None, ...] = (None,)
 
     def __init__(
         self,
@@ -126,6 +154,7 @@ class FakeExecutor:
             ),
             num_host_blocks=num_host_blocks,
             max_num_steps=self.max_num_steps,
+            windows=self.windows,
             cascade=dataclasses.replace(
                 _ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens
             ),
@@ -165,7 +194,7 @@ class FakeExecutor:
         }[moves.move]
         destination[self._slots(moves.destinations)] = source[self._slots(moves.sources)]
 
-    def forward(self, inputs: StepInputs) -> list[NDArray[np.int64]]:
+    def forward(self, inputs: StepInputs) -> list[_Seen]:
         """Runs it at once: what each row may look at when it samples."""
         if self._is_shut_down:
             raise InternalError("the executor was shut down")
@@ -175,23 +204,23 @@ class FakeExecutor:
         tokens_t = np.where(inputs.is_prev_sampled_t, self._last_tokens[inputs.prev_sampled_rows_t], inputs.token_ids_t)
         used = slice(0, inputs.num_tokens)
         is_nan_t = np.isin(tokens_t, list(self.faults.nan_token_ids))
-        self._pool[inputs.slots_t[used], 0] = (tokens_t + is_nan_t * _NAN)[used]
+        self._pool[inputs.slots_gt[:, used], 0] = (tokens_t + is_nan_t * _NAN)[used]
         for row in range(inputs.num_rows):
             self._write_digests(inputs, row)
         last_t = inputs.query_starts_s1[1 : inputs.num_rows + 1] - 1
         has_ended = inputs.is_prev_sampled_t[last_t] & self._have_ended[inputs.prev_sampled_rows_t[last_t]]
-        return [self._context(inputs, row, is_checked=not has_ended[row]) for row in range(inputs.num_rows)]
+        return [self._seen(inputs, row, is_checked=not has_ended[row]) for row in range(inputs.num_rows)]
 
-    def sample(self, hidden: list[NDArray[np.int64]], inputs: SamplingInputs) -> StepOutputs:
+    def sample(self, hidden: list[_Seen], inputs: SamplingInputs) -> StepOutputs:
         """Samples at once; the handle is the result."""
         token_ids_r = np.zeros(len(inputs.rows_r), np.int32)
         is_sound_r = np.ones(len(token_ids_r), np.bool_)
-        for row, context in enumerate(hidden):
-            is_sound_r[row] = context.max() < _NAN
-            token_ids_r[row] = self._sample(context % _NAN, inputs.rows_r[row])
+        for row, seen in enumerate(hidden):
+            is_sound_r[row] = all(tokens.max() < _NAN for tokens in seen.tokens)
+            token_ids_r[row] = self._sample(seen, inputs.rows_r[row])
         self._last_tokens[: len(token_ids_r)] = token_ids_r[: len(self._last_tokens)]
         self._have_ended[:] = False
-        return self._outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.detail)
+        return _outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.detail, self._geometry.vocab_size)
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
@@ -240,46 +269,76 @@ class FakeExecutor:
     def _write_digests(self, inputs: StepInputs, row: int) -> None:
         """Continues, in the slots that a row has written, the digest of what it reads in front of them."""
         begin, end = inputs.query_starts_s1[row], inputs.query_starts_s1[row + 1]
-        if begin < end:
-            slots, start = self._context_slots(inputs, row), inputs.positions_t[begin]
-            before = self._pool[slots[start - 1], 1] if start else np.int64(0)
-            self._pool[slots[start:], 1] = self._digests(self._pool[slots[start:], 0], start) + before
+        if begin == end:
+            return
+        start, before = inputs.positions_t[begin], np.int64(0)
+        for group in range(len(self._geometry.windows)):
+            slots = self._slots_of(inputs, row, group, max(0, start - 1))
+            if start:
+                # A window of one token does not see the one in front of it; the first group, if it sees all, does.
+                before = self._pool[slots[0], 1] if not group or self._geometry.windows[0] else before
+                slots = slots[1:]
+            self._pool[slots, 1] = self._digests(self._pool[slots, 0], start) + before
 
     def _digests(self, tokens: NDArray[np.int64], start: int = 0) -> NDArray[np.int64]:
         """The digest of each token and those in front of it, modulo 2^64."""
         digests: NDArray[np.int64] = np.cumsum((tokens + 1) * self._factors[start : start + len(tokens)])
         return digests
 
-    def _context_slots(self, inputs: StepInputs, row: int) -> NDArray[np.int64]:
-        """The slots of the row's tokens: by its run's block table those that the run shares, the others by its own."""
-        positions = np.arange(inputs.kv_lens_s[row])
-        block_size = self._geometry.block_size
-        tables = np.where(positions < inputs.kv_begins_s[row], self._first_of_run(inputs, row), row)
-        blocks = inputs.block_tables_sm[tables, positions // block_size]
+    def _slots_of(self, inputs: StepInputs, row: int, group: int, begin: int) -> NDArray[np.int64]:
+        """The slots of a row's tokens from a position on.
+
+        By its run's block table those that the run shares and all see, the others by its own.
+        """
+        block_size, window = self._geometry.block_size, self._geometry.windows[group]
+        positions, shared = np.arange(begin, inputs.kv_lens_s[row]), inputs.kv_begins_s[row]
+        first, end = self._run_of(inputs, row)
+        far = max(0, inputs.kv_lens_s[first:end].max() - window) if window else 0  # where the last one's window begins
+        is_shared = (positions >= -(-far // block_size) * block_size) & (positions < shared)
+        blocks = inputs.block_tables_gsm[group, np.where(is_shared, first, row), positions // block_size]
         slots: NDArray[np.int64] = blocks * block_size + positions % block_size
         return slots
 
-    def _context(self, inputs: StepInputs, row: int, *, is_checked: bool) -> NDArray[np.int64]:
-        """The row's tokens, read back from the slots that attention would read."""
-        slots = self._context_slots(inputs, row)
+    def _seen(self, inputs: StepInputs, row: int, *, is_checked: bool) -> _Seen:
+        """What a row's last token sees, read back from the slots that attention would read."""
+        end = int(inputs.kv_lens_s[row])
+        seen = _Seen([], [])
+        if is_checked and inputs.positions_t[inputs.sample_tokens_s[row]] != end - 1:
+            raise InternalError(f"row {row} of {end} tokens samples from token {inputs.sample_tokens_s[row]}")
+        for group, window in enumerate(self._geometry.windows):
+            begin = max(0, end - window) if window else 0
+            if is_checked:
+                self._check_reads(inputs, row, group)
+            seen.begins.append(begin)
+            seen.tokens.append(self._pool[self._slots_of(inputs, row, group, begin), 0])
+        return seen
+
+    def _check_reads(self, inputs: StepInputs, row: int, group: int) -> None:
+        """Raises where any of a row's tokens sees what was never written, or keys of another prefix."""
+        windows = self._geometry.windows
+        num_queries = inputs.query_starts_s1[row + 1] - inputs.query_starts_s1[row]
+        start = int(inputs.kv_lens_s[row] - max(1, num_queries))
+        window = windows[group]
+        begin = max(0, start + 1 - window) if window else 0
+        slots = self._slots_of(inputs, row, group, begin)
         tokens, digests = self._pool[slots, 0], self._pool[slots, 1]
         blocks = slots // self._geometry.block_size
-        if not is_checked:
-            return tokens
-        if inputs.positions_t[inputs.sample_tokens_s[row]] != len(slots) - 1:
-            raise InternalError(f"row {row} of {len(slots)} tokens samples from token {inputs.sample_tokens_s[row]}")
         if np.any(blocks == NULL_BLOCK) or np.any(tokens == _UNWRITTEN):
             raise InternalError(f"row {row} reads a slot that was never written: blocks {blocks.tolist()}")
-        if np.any(is_wrong := digests != self._digests(tokens)):
-            raise InternalError(
-                f"row {row} reads keys of another prefix at {int(np.argmax(is_wrong))}: {tokens.tolist()}"
-            )
-        return tokens
+        expected = self._digests(tokens, begin)
+        if windows[0] is None and group:  # the first group has what came before
+            whole = self._slots_of(inputs, row, 0, 0)
+            expected = self._digests(self._pool[whole, 0])[begin:]
+        elif begin:  # at least each follows the one in front of it
+            expected = expected - expected[0] + digests[0]
+        if np.any(is_wrong := digests != expected):
+            place = begin + int(np.argmax(is_wrong))
+            raise InternalError(f"row {row} reads keys of another prefix at {place}: {tokens.tolist()}")
 
-    def _first_of_run(self, inputs: StepInputs, row: int) -> int:
-        """The first row of the run that a row is in; itself where there are no runs."""
+    def _run_of(self, inputs: StepInputs, row: int) -> tuple[int, int]:
+        """The first row of the run that a row is in, and the one behind it; itself where there are no runs."""
         if not inputs.num_runs:
-            return row
+            return row, row + 1
         run = int(np.searchsorted(inputs.run_starts_s1[: inputs.num_runs + 1], row, side="right")) - 1
         first, end = inputs.run_starts_s1[run : run + 2]
         if not first <= row < end or inputs.kv_begins_s[row] != inputs.kv_begins_s[first]:
@@ -287,10 +346,10 @@ class FakeExecutor:
         begin, shared = inputs.query_starts_s1[row], inputs.kv_begins_s[row]
         if begin < inputs.query_starts_s1[row + 1] and shared > inputs.positions_t[begin]:
             raise InternalError(f"row {row} is at {inputs.positions_t[begin]} and shares {shared} tokens")
-        return int(first)
+        return int(first), int(end)
 
-    def _sample(self, context: NDArray[np.int64], row: np.void) -> int:
-        token_id = _next_token(context, self._geometry.vocab_size)
+    def _sample(self, seen: _Seen, row: np.void) -> int:
+        token_id = seen.next_token(self._geometry.vocab_size)
         if row["temperature_r"] > 0:
             high, low = (int(word) for word in row["seeds_r2"])
             token_id += _noise(high << 32 | low, int(row["sequence_indices_r"]), int(row["positions_r"]))
@@ -300,22 +359,6 @@ class FakeExecutor:
             token_id = (token_id + 1) % self._geometry.vocab_size
         return token_id
 
-    def _outputs(self, token_ids_rn: NDArray[np.int32], is_sound_rn: NDArray[np.bool_], detail: Detail) -> StepOutputs:
-        if detail == Detail.TOKENS:
-            return StepOutputs(token_ids_rn, is_sound_rn)
-        logprobs_rn = np.where(is_sound_rn, _LOGPROB_STEP, np.nan).astype(np.float32)
-        offsets = np.arange(TOP_WIDTH, dtype=np.int32)
-        top_ids = (token_ids_rn[..., None] + offsets) % self._geometry.vocab_size
-        top_logprobs = (offsets + 1) * logprobs_rn[..., None]
-        return StepOutputs(
-            token_ids_rn=token_ids_rn,
-            is_sound_rn=is_sound_rn,
-            logprobs_rn=logprobs_rn,
-            ranks_rn=np.ones(token_ids_rn.shape, np.int32),
-            top_ids_rnk=top_ids.astype(np.int32) if detail == Detail.TOP_LOGPROBS else None,
-            top_logprobs_rnk=top_logprobs.astype(np.float32) if detail == Detail.TOP_LOGPROBS else None,
-        )
-
 
 class SeveralStepsExecutor(FakeExecutor):
     """A fake that decodes several steps in one dispatch, where the engine asks for them."""
@@ -323,9 +366,28 @@ class SeveralStepsExecutor(FakeExecutor):
     max_num_steps = MAX_NUM_STEPS
 
 
-def _next_token(context: NDArray[np.int64], vocab_size: int) -> int:
-    weights = np.arange(1, len(context) + 1)
-    return int(np.sum(weights * context) % vocab_size)
+def seeing(windows: tuple[int | None, ...], kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
+    """Make a kind of fake whose KV groups have these windows."""
+    return type(f"{kind.__name__}Seeing", (kind,), {"windows": windows})
+
+
+def _outputs(
+    token_ids_rn: NDArray[np.int32], is_sound_rn: NDArray[np.bool_], detail: Detail, vocab_size: int
+) -> StepOutputs:
+    if detail == Detail.TOKENS:
+        return StepOutputs(token_ids_rn, is_sound_rn)
+    logprobs_rn = np.where(is_sound_rn, _LOGPROB_STEP, np.nan).astype(np.float32)
+    offsets = np.arange(TOP_WIDTH, dtype=np.int32)
+    top_ids = (token_ids_rn[..., None] + offsets) % vocab_size
+    top_logprobs = (offsets + 1) * logprobs_rn[..., None]
+    return StepOutputs(
+        token_ids_rn=token_ids_rn,
+        is_sound_rn=is_sound_rn,
+        logprobs_rn=logprobs_rn,
+        ranks_rn=np.ones(token_ids_rn.shape, np.int32),
+        top_ids_rnk=top_ids.astype(np.int32) if detail == Detail.TOP_LOGPROBS else None,
+        top_logprobs_rnk=top_logprobs.astype(np.float32) if detail == Detail.TOP_LOGPROBS else None,
+    )
 
 
 def _noise(seed: int, sequence_index: int, position: int) -> int:
@@ -345,15 +407,17 @@ def expected_tokens(
     seed: int | None = None,
     sequence_index: int = 0,
     eos_token_ids: frozenset[int] = frozenset(),
+    windows: Sequence[int | None] = (None,),
 ) -> list[int]:
     """What a FakeExecutor generates for a prompt: up to num_tokens, or up to and with an end-of-sequence token.
 
     Args:
         seed: the request's seed where its temperature is above 0; None is greedy.
+        windows: of its KV groups.
     """
     context = list(prompt_token_ids)
     while len(context) - len(prompt_token_ids) < num_tokens:
-        token_id = _next_token(np.array(context, np.int64), vocab_size)
+        token_id = _Seen.of(context, windows).next_token(vocab_size)
         if seed is not None:
             token_id += _noise(seed, sequence_index, len(context))
         context.append(token_id % vocab_size)

@@ -26,8 +26,9 @@ def step_at(
     is_used_t = np.arange(len(step.token_ids_t)) < step.num_rows
     positions_t = step.positions_t + place * is_used_t.astype(np.int32)
     positions = positions_t[rows]
-    slots_t, prev_rows_t = np.zeros_like(step.slots_t), np.zeros_like(step.prev_sampled_rows_t)
-    slots_t[rows] = step.block_tables_sm[rows, positions // block_size] * block_size + positions % block_size
+    slots_gt, prev_rows_t = np.zeros_like(step.slots_gt), np.zeros_like(step.prev_sampled_rows_t)
+    blocks_gr = step.block_tables_gsm[:, rows, positions // block_size]
+    slots_gt[:, rows] = blocks_gr * block_size + positions % block_size
     prev_rows_t[rows] = rows
     kv_lens_s, rows_r = step.kv_lens_s.copy(), sampling.rows_r.copy()
     kv_lens_s[rows] += place
@@ -38,7 +39,7 @@ def step_at(
         prev_sampled_rows_t=prev_rows_t,
         positions_t=positions_t,
         rope_lens_t=np.maximum(step.rope_lens_t, positions_t + 1),
-        slots_t=slots_t,
+        slots_gt=slots_gt,
         kv_lens_s=kv_lens_s,
     )
     return later, dataclasses.replace(sampling, rows_r=rows_r)

@@ -62,9 +62,9 @@ def test_sampled_tokens_and_probabilities_are_the_same(executor: JaxExecutor) ->
     np.testing.assert_array_equal(got.token_ids_rn[:3, 0], want.token_ids_rn[:3, 0])
     np.testing.assert_allclose(logprobs_of(got), logprobs_of(want), rtol=0, atol=1e-5)
     # The prefix is read through the first row: what the others' tables name there does not matter.
-    tables = together.block_tables_sm.copy()
-    tables[1:3, : SHARED // BLOCK_SIZE] = 0
-    again = run(dataclasses.replace(together, block_tables_sm=tables))
+    tables = together.block_tables_gsm.copy()
+    tables[0, 1:3, : SHARED // BLOCK_SIZE] = 0
+    again = run(dataclasses.replace(together, block_tables_gsm=tables))
     assert logprobs_of(again) == logprobs_of(got)
     assert executor.num_compiles_after_warm_up == 0
 

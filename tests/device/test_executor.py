@@ -191,10 +191,10 @@ def test_inputs_of_no_compiled_shape_are_refused_and_harm_nothing(driver: Driver
     good = driver.inputs([Row(sequence, 6)])
     with pytest.raises(InternalError, match=r"no program forward\[5\] is compiled; there are forward\["):
         executor.forward(_change(good, token_ids_t=np.zeros(5, np.int32)))
-    with pytest.raises(InternalError, match=r"slots_t is int64\(8,\); the program takes int32\(8,\)"):
-        executor.forward(_change(good, slots_t=np.zeros(8, np.int64)))
-    with pytest.raises(InternalError, match=r"block_tables_sm is int32\(4, 3\)"):
-        executor.forward(_change(good, block_tables_sm=np.zeros((4, 3), np.int32)))
+    with pytest.raises(InternalError, match=r"slots_gt is int64\(1, 8\); the program takes int32\(1, 8\)"):
+        executor.forward(_change(good, slots_gt=np.zeros((1, 8), np.int64)))
+    with pytest.raises(InternalError, match=r"block_tables_gsm is int32\(1, 4, 3\)"):
+        executor.forward(_change(good, block_tables_gsm=np.zeros((1, 4, 3), np.int32)))
     outputs = driver.run([Row(sequence, 6)])
     assert outputs.logprob(0) == pytest.approx(dense_logprobs(sequence)[-1].max(), abs=1e-4)
 

@@ -104,7 +104,8 @@ class Harness:
             lines.append(f"{group.request.request_id} {group.status.value}, {group.num_preemptions} preemptions:")
             lines += [
                 f"    {sequence.status.value}: {sequence.num_computed_tokens} of {sequence.num_tokens} tokens computed,"
-                f" blocks {sequence.kv.table.block_ids()}, in host memory {sequence.kv.host_table.block_ids()}"
+                f" blocks {sequence.kv.ids_gm.tolist()},"
+                f" in host memory {[table.block_ids() for table in sequence.kv.host_tables]}"
                 for sequence in group.sequences
             ]
         return "\n".join(lines)

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from jpaged.errors import InvalidArgument, RequestTooLong
-from jpaged.testing import SeveralStepsExecutor
+from jpaged.testing import SeveralStepsExecutor, seeing
 from jpaged.types import FinishReason
 from tests.engine.groups import num_swapped_blocks
 from tests.engine.harness import CheckedHarness
@@ -23,6 +23,8 @@ VOCAB_SIZE = 61
 MAX_LEN = 32
 SALTS = ("", "", "a", "b")
 TENANTS = ("", "", "t")
+WINDOWS = ((None, 5), (6,), (None, 3, 3), (None, 12, 2), (9, 4), (None, None, 1))
+"""Windows of KV groups: beside what sees everything, one of a token, and models of windows alone."""
 ANY = -1
 """Ends a text that may go on with any token."""
 
@@ -35,12 +37,12 @@ class Life:
         texts: what was or will be computed with the prefix cache, by salt and tenant: requests and their sequences.
     """
 
-    def __init__(self, seed, **options):
-        self.seed, self.random = seed, random.Random(seed)
+    def __init__(self, seed, windows=(None,), **options):
+        self.seed, self.random, self.windows = seed, random.Random(seed), windows
         sample, choice = self.random.randint, self.random.choice
         block_size = sample(1, 4)
-        executor = SeveralStepsExecutor(
-            num_blocks=sample(24, 60) // block_size,
+        executor = seeing(windows, SeveralStepsExecutor)(
+            num_blocks=len(windows) * (sample(24, 60) // block_size),
             block_size=block_size,
             max_num_seqs=sample(4, 8),
             max_num_batched_tokens=sample(8, 24),
@@ -117,7 +119,9 @@ class Life:
                 raise
             return
         self.requests[name] = request
-        outputs = self.h.expected[name] = expected_outputs(prompt, request.sampling, vocab_size=VOCAB_SIZE)
+        outputs = self.h.expected[name] = expected_outputs(
+            prompt, request.sampling, vocab_size=VOCAB_SIZE, windows=self.windows
+        )
         if self.h.enable_prefix_caching and sampling["use_prefix_cache"]:
             is_known = not (request.sampling.beam_width or request.sampling.best_of)  # else more is sampled than told
             texts = [prompt + output for output in outputs] if is_known else [[*prompt, ANY]]

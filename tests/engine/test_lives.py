@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.engine.lives import Life
+from tests.engine.lives import WINDOWS, Life
 
 WHAT_HAPPENS = (
     "num_preemptions",
@@ -19,6 +19,12 @@ WHAT_HAPPENS = (
 def test_lives_in_a_short_memory_sample_every_token_as_if_alone(first):
     for seed in range(first, first + 10):
         Life(seed).run()
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_lives_of_models_whose_layers_see_unequally_far(windows):
+    for seed in range(2000, 2006):
+        Life(seed, windows).run()
 
 
 def test_lives_see_everything_that_can_happen_to_a_block():
@@ -51,4 +57,4 @@ def test_lives_that_are_swapped_with_tokens_in_flight():
 @pytest.mark.parametrize("first", range(1000, 1400, 100))
 def test_many_lives_in_a_short_memory(first):
     for seed in range(first, first + 100):
-        Life(seed).run()
+        Life(seed, [(None,), *WINDOWS][seed % 7]).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.planting import Fault
 
 LIVES = ("test_lives.py",)
+WINDOWS = ("kv/test_windows.py", "test_lives.py")
 ROOM = ("scheduling/test_scheduler.py", "kv/test_paged.py")
 RESERVED = ("kv/test_contiguous.py",)
 
@@ -33,10 +34,10 @@ MEMORY_FAULTS = (
     Fault(
         "a released block is released again",
         "kv/paged.py",
-        "        self._pool.release(sequence.kv.table)\n        self._host",
-        "        twin = BlockTable(sequence.kv.table.num_blocks)\n"
-        "        twin.extend(sequence.kv.table.block_ids())\n"
-        "        self._pool.release(sequence.kv.table)\n"
+        "        self._pool.release(*sequence.kv.tables)\n        self._host",
+        "        twin = BlockTable(sequence.kv.num_blocks)\n"
+        "        twin.extend(sequence.kv.block_ids())\n"
+        "        self._pool.release(*sequence.kv.tables)\n"
         "        self._pool.release(twin)\n"
         "        self._host",
         ("test_engine.py",),
@@ -60,8 +61,8 @@ MEMORY_FAULTS = (
     Fault(
         "a chain is freed from its head",
         "kv/blocks.py",
-        "for block_id in reversed(table.truncate(num_kept)):",
-        "for block_id in table.truncate(num_kept):",
+        "self._let_go(reversed(tables[0].truncate(num_kept)))",
+        "self._let_go(tables[0].truncate(num_kept))",
         ("kv/test_prefixes.py",),
     ),
     Fault(
@@ -74,8 +75,8 @@ MEMORY_FAULTS = (
     Fault(
         "a partial hit is shared and not copied",
         "kv/prefixes.py",
-        "            if copy != match.partial_block_id:",
-        "            if copy == match.partial_block_id:",
+        "        if copy != block_id:",
+        "        if copy == block_id:",
         ("kv/test_prefixes.py",),
     ),
     Fault(
@@ -95,15 +96,18 @@ MEMORY_FAULTS = (
     Fault(
         "a block in host memory is not held while it is brought back",
         "kv/prefixes.py",
-        "        self.pool.acquire(source)  # while it is read: allocating may evict another block to host memory\n"
-        "        (destination,) = pool.allocate(1)\n",
-        "        (destination,) = pool.allocate(1)\n        self.pool.acquire(source)\n",
+        "            self.pool.acquire(source)  # while they are read: allocating may evict others to host memory\n"
+        "        destinations = pool.allocate(len(sources))\n",
+        "            pass\n"
+        "        destinations = pool.allocate(len(sources))\n"
+        "        for source in sources:\n"
+        "            self.pool.acquire(source)\n",
         LIVES,
     ),
     Fault(
         "a group comes back without room for its copies",
         "kv/swapping.py",
-        "        needed += self._host_pool.num_copies(list(zip(tables, next_tokens, strict=True)))\n",
+        "        needed += self._host_pool.num_copies(writers)\n",
         "",
         ROOM,
     ),
@@ -117,8 +121,8 @@ MEMORY_FAULTS = (
     Fault(
         "a group is admitted into spare blocks",
         "kv/paged.py",
-        "self.num_outstanding_blocks(group) - shared + num_spare_blocks",
-        "self.num_outstanding_blocks(group) - shared",
+        "self._needs.to_admit(group, match) + num_spare_blocks",
+        "self._needs.to_admit(group, match)",
         ROOM,
     ),
     Fault(
@@ -131,8 +135,8 @@ MEMORY_FAULTS = (
     Fault(
         "a block that was filled last is not found",
         "kv/paged.py",
-        "            self.prefixes.register_full_blocks(sequence)\n        self._pool.release(sequence.kv.table)\n",
-        "            pass\n        self._pool.release(sequence.kv.table)\n",
+        "            self.prefixes.register_full_blocks(sequence)\n        self._pool.release(*sequence.kv.tables)\n",
+        "            pass\n        self._pool.release(*sequence.kv.tables)\n",
         ("kv/test_prefixes.py",),
     ),
     Fault(
@@ -173,24 +177,24 @@ MEMORY_FAULTS = (
     Fault(
         "a shared block takes room in host memory for each holder",
         "kv/swapping.py",
-        "        blocks = {block_id for sequence in group.live for block_id in sequence.kv.table.block_ids()}\n"
+        "        blocks = {block_id for sequence in group.live for block_id in sequence.kv.block_ids()}\n"
         "        return self._host",
-        "        blocks = [block_id for sequence in group.live for block_id in sequence.kv.table.block_ids()]\n"
+        "        blocks = [block_id for sequence in group.live for block_id in sequence.kv.block_ids()]\n"
         "        return self._host",
         ROOM,
     ),
     Fault(
         "a beam that is forked in host memory has no blocks",
         "kv/paged.py",
-        "        self._host.pool.fork(parent.kv.host_table, child.kv.host_table)\n",
-        "",
+        "            self._host.pool.fork(table, of_child)\n",
+        "            pass\n",
         ("output/test_beam.py",),
     ),
     Fault(
         "tokens that are counted as blocks leave no room for a copy",
         "kv/paged.py",
-        "bound = 2 * len(shares)",
-        "bound = len(shares)",
+        "2 * len(shares)",
+        "len(shares)",
         ROOM,
     ),
     Fault(
@@ -202,9 +206,9 @@ MEMORY_FAULTS = (
     ),
     Fault(
         "only the first of several samples is promised blocks",
-        "sequence.py",
-        "                missing += needed - sequence.num_prompt_tokens // pool.block_size\n",
-        "                pass\n",
+        "reach.py",
+        "return num_shared + sum(own)",
+        "return num_shared + own[0]",
         ROOM,
     ),
     Fault(
@@ -231,8 +235,8 @@ MEMORY_FAULTS = (
     Fault(
         "a partial hit is counted beside what came back",
         "kv/prefixes.py",
-        "if match.partial_block_id is not None and not num_restored:",
-        "if match.partial_block_id is not None:",
+        "if match.partial_block_ids is not None and num_blocks == match.num_blocks:",
+        "if match.partial_block_ids is not None:",
         LIVES,
     ),
     Fault(
@@ -248,6 +252,55 @@ MEMORY_FAULTS = (
         "if key in self._blocks or not self.pool.can_allocate(1):",
         "if not self.pool.can_allocate(1):",
         LIVES,
+    ),
+    Fault(
+        "a window ends a block too early",
+        "reach.py",
+        "max(0, num_full - self.num_seen)",
+        "max(0, num_full - self.num_seen + 1)",
+        WINDOWS,
+    ),
+    Fault(
+        "what no query sees is kept",
+        "kv/windows.py",
+        "                self._pool.drop(table, first)\n",
+        "                pass\n",
+        WINDOWS,
+    ),
+    Fault(
+        "a gap in a window ends no prefix",
+        "kv/prefix_cache.py",
+        "            num_blocks = place\n    return",
+        "            pass\n    return",
+        WINDOWS,
+    ),
+    Fault(
+        "groups of layers find each other's blocks",
+        "kv/blocks.py",
+        "return key + bytes([kv_group]) if kv_group else key",
+        "return key",
+        WINDOWS,
+    ),
+    Fault(
+        "a part of a block is copied over another that is still to be copied",
+        "kv/prefixes.py",
+        "copy = block_id if block_id in copies else others.pop()",
+        "copy = copies.pop()",
+        WINDOWS,
+    ),
+    Fault(
+        "a fork remembers what its parent gave up",
+        "kv/blocks.py",
+        "        child.begin_at(parent.num_dropped)\n",
+        "",
+        WINDOWS,
+    ),
+    Fault(
+        "a window's blocks are promised for a whole prompt's",
+        "kv/needs.py",
+        "min(most, all_in_all - match.num_blocks + num_free_matched)",
+        "all_in_all - match.num_blocks + num_free_matched",
+        WINDOWS,
     ),
     Fault(
         "a prefix is unpinned while it is computed",
@@ -287,8 +340,8 @@ MEMORY_FAULTS = (
     Fault(
         "what ended sequences keep is not stored",
         "kv/contiguous.py",
-        "return sum(sequence.num_computed_tokens for sequence in sequences)",
-        "return sum(sequence.num_computed_tokens for sequence in sequences if sequence.is_live)",
+        "num_tokens = sum(sequence.num_computed_tokens for sequence in sequences)",
+        "num_tokens = sum(sequence.num_computed_tokens for sequence in sequences if sequence.is_live)",
         RESERVED,
     ),
     Fault(

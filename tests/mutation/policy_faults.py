@@ -156,8 +156,8 @@ POLICY_FAULTS = (
     Fault(
         "a shared block costs a swap for each holder",
         "scheduling/preemption.py",
-        "{block_id for sequence in group.live for block_id in sequence.kv.table.block_ids()}",
-        "[block_id for sequence in group.live for block_id in sequence.kv.table.block_ids()]",
+        "{block_id for sequence in group.live for block_id in sequence.kv.block_ids()}",
+        "[block_id for sequence in group.live for block_id in sequence.kv.block_ids()]",
         SCHEDULER,
     ),
     Fault(
@@ -234,8 +234,8 @@ POLICY_FAULTS = (
     Fault(
         "the row that moves up keeps the blocks of the one that left",
         "scheduling/rows.py",
-        "            self._block_tables_sm,\n            self._sampling",
-        "            self._sampling",
+        "            self._block_tables_gsm[:, place] = self._block_tables_gsm[:, last]\n",
+        "",
         LIVES,
     ),
     Fault(
@@ -332,7 +332,7 @@ POLICY_FAULTS = (
     Fault(
         "a block that a row has filled is not found",
         "scheduling/scheduler.py",
-        "            for sequence in due:\n                prefixes.register_full_blocks(sequence)\n",
+        "        for sequence in due:\n            _settle(sequence, self._memory)\n",
         "            pass\n",
         ("scheduling/test_rows.py",),
     ),

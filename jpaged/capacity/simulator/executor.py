@@ -154,7 +154,7 @@ class SimulatedExecutor:
         num_table_blocks = int(num_blocks_s.sum())
         if not self._counts_sharing:
             return num_table_blocks, 0
-        block_tables_sm = inputs.block_tables_sm[: inputs.num_rows, : int(num_blocks_s.max())]
+        block_tables_sm = inputs.block_tables_gsm[0, : inputs.num_rows, : int(num_blocks_s.max())]
         is_named_sm = np.arange(block_tables_sm.shape[1]) < num_blocks_s[:, None]
         return num_table_blocks, int(np.unique(block_tables_sm[is_named_sm]).size)
 

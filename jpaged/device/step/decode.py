@@ -64,17 +64,17 @@ class _Decode:
     def step_at(self, place: Int[Array, ""]) -> dict[str, jax.Array]:
         """The fields of one of the steps."""
         step, is_used_r = self.step, self.is_used_r
-        kv_lens_s, tables_sm = step["kv_lens_s"], step["block_tables_sm"]
+        kv_lens_s, tables_gsm = step["kv_lens_s"], step["block_tables_gsm"]
         is_used_s = jnp.arange(len(kv_lens_s)) < step["num_rows"]
         positions_r = step["positions_t"] + jnp.where(is_used_r, place, 0)
         rows_r = jnp.minimum(jnp.arange(len(positions_r)), len(kv_lens_s) - 1)
-        blocks_r = tables_sm[rows_r, positions_r // self.block_size]
-        slots_r = blocks_r * self.block_size + positions_r % self.block_size
+        blocks_gr = tables_gsm[:, rows_r, positions_r // self.block_size]
+        slots_gr = blocks_gr * self.block_size + positions_r % self.block_size
         return {
             **step,
             "positions_t": positions_r,
             "rope_lens_t": jnp.maximum(step["rope_lens_t"], positions_r + 1),
-            "slots_t": jnp.where(is_used_r, slots_r, 0),
+            "slots_gt": jnp.where(is_used_r, slots_gr, 0),
             "kv_lens_s": kv_lens_s + jnp.where(is_used_s, place, 0),
         }
 

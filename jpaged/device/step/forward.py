@@ -59,8 +59,8 @@ def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
 
     It has the runs of rows that read a prefix together where the geometry says that there are any.
     """
-    t, s, m = num_tokens, geometry.max_num_seqs, geometry.max_blocks_per_seq
-    shapes = {"t": (t,), "s": (s,), "s1": (s + 1,), "sm": (s, m)}
+    t, s, m, g = num_tokens, geometry.max_num_seqs, geometry.max_blocks_per_seq, len(geometry.windows)
+    shapes = {"t": (t,), "gt": (g, t), "s": (s,), "s1": (s + 1,), "gsm": (g, s, m)}
     left_out = {"num_tokens", *(_RUNS if geometry.cascade is None else ())}
     names = [field.name for field in dataclasses.fields(StepInputs) if field.name not in left_out]
     return Packing.of(
@@ -121,7 +121,7 @@ class Step:
         alone = RaggedRows(
             query_starts_s1=inputs["query_starts_s1"],
             kv_lens_s=inputs["kv_lens_s"],
-            block_tables_sm=inputs["block_tables_sm"],
+            block_tables_sm=inputs["block_tables_gsm"][0],
             num_rows=inputs["num_rows"],
             kv_begins_s=inputs.get("kv_begins_s"),
         )
@@ -135,7 +135,7 @@ class Step:
             place: LayerPlace,
             sinks_h: jax.Array | None = None,
         ) -> tuple[jax.Array, jax.Array]:
-            new_kv = k_tkd, v_tkd, inputs["slots_t"]
+            new_kv = k_tkd, v_tkd, inputs["slots_gt"][0]
             scales_lk2 = params.get("kv_scales")
             return self._attend(q_thd, new_kv, pool, place, rows[place.attention], scales_lk2, sinks_h)
 
@@ -190,7 +190,7 @@ class Step:
         self, kind: AttentionKind, rows: RaggedRows, inputs: Mapping[str, jax.Array]
     ) -> RaggedRows | CascadeRows:
         """The rows as the layers of a kind take them: what depends on the step alone is made once."""
-        spec, config, slots_t = AttentionSpec(self.layout.local, kind), self.model.config, inputs["slots_t"]
+        spec, config, slots_t = AttentionSpec(self.layout.local, kind), self.model.config, inputs["slots_gt"][0]
         num_rows, table_width = rows.block_tables_sm.shape
         num_heads = config.num_heads // num_shards(self.mesh)
         queries = Queries(num_heads, jnp.dtype(self.model.dtype), num_rows, table_width, slots_t.shape[0])

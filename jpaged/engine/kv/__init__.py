@@ -2,8 +2,11 @@
 
 interface.py     what the scheduler asks of any memory
 paged.py         paged memory: blocks on demand, shared, copied when written
+needs.py         how many blocks groups need
 blocks.py        which blocks are free, who holds the others, what has to be moved
 prefixes.py      which blocks hold which prefix, here and in host memory
+prefix_cache.py  key -> block, and the longest prefix that can be used
+windows.py       takes back what no later query of a sequence sees
 swapping.py      groups in host memory
 pinned.py        prefixes that stay, by name
 contiguous.py    the baselines that reserve a run of blocks

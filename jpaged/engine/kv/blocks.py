@@ -9,6 +9,8 @@
     copy on write a [ 7 8 9 ]   b [ 7 8 4 ]       b wrote: one copy 9 -> 4, and block 9 is a's alone
 
     keys        root ── a b c d ── e f g h    a full block is keyed by SHA-256 over its parent's key and its tokens
+    KV groups   0 [ 7 8 9 ]   1 [ . . 6 ]     a table for each; of a window's the places that nobody sees any more are
+                                              given up, and hold the null block
 
 Knows nothing of requests or devices. Block 0 is the null block: it is never allocated and never counted.
 """
@@ -19,6 +21,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,30 +45,42 @@ def block_key(parent: Key, token_ids: Sequence[int]) -> Key:
     return hashlib.sha256(parent + np.asarray(token_ids, np.int32).tobytes()).digest()
 
 
-def num_blocks_alone(num_prompt_tokens: int, max_tokens: int, num_rows: int, block_size: int) -> int:
-    """Blocks that a request takes at most when it runs alone: its prompt's once, and what each row adds."""
-    num_shared = num_prompt_tokens // block_size
-    return num_shared + num_rows * (-(-(num_prompt_tokens + max_tokens) // block_size) - num_shared)
+def key_in_group(key: Key, kv_group: int) -> Key:
+    """What the cache knows a block of a KV group by: the groups keep other layers of the same tokens."""
+    return key + bytes([kv_group]) if kv_group else key
 
 
 class BlockTable:
-    """The blocks of one sequence, in order. Unused places hold the null block, so a row of it is ready for the device.
+    """The blocks of one sequence in one KV group, in order.
+
+    Unused places hold the null block, so a row of it is ready for the device.
 
     Attributes:
         ids_m: [M] int32, read by the batch; written here alone.
+        num_blocks: places that are used, those that were given up included.
+        num_dropped: places at the beginning that were given up.
+
+    Args:
+        ids_m: whose array it is, of null blocks; None is one of its own.
     """
 
-    __slots__ = ("_ids", "ids_m", "num_blocks")
+    __slots__ = ("_ids", "ids_m", "num_blocks", "num_dropped")
 
-    def __init__(self, max_blocks: int) -> None:
-        self.ids_m: NDArray[np.int32] = np.full(max_blocks, NULL_BLOCK, np.int32)
+    def __init__(self, max_blocks: int, ids_m: NDArray[np.int32] | None = None) -> None:
+        self.ids_m: NDArray[np.int32] = np.full(max_blocks, NULL_BLOCK, np.int32) if ids_m is None else ids_m
         self.num_blocks = 0
+        self.num_dropped = 0
         self._ids: list[int] = []  # the same once more: an element of a list is read five times as fast
 
     def extend(self, block_ids: list[int]) -> None:
         self._ids += block_ids
         self.ids_m[self.num_blocks : len(self._ids)] = block_ids
         self.num_blocks = len(self._ids)
+
+    def begin_at(self, num_dropped: int) -> None:
+        """Gives up so many places of an empty table."""
+        self.extend([NULL_BLOCK] * num_dropped)
+        self.num_dropped = num_dropped
 
     def replace(self, index: int, block_id: int) -> None:
         self._ids[index] = block_id
@@ -75,13 +90,23 @@ class BlockTable:
         return self._ids[index]
 
     def block_ids(self) -> list[int]:
-        return list(self._ids)
+        """The blocks that it holds."""
+        return self._ids[self.num_dropped :]
+
+    def drop(self, num_blocks: int) -> list[int]:
+        """Gives up the first num_blocks places and returns what they held, for the pool to release."""
+        block_ids = self._ids[self.num_dropped : num_blocks]
+        self._ids[self.num_dropped : num_blocks] = [NULL_BLOCK] * len(block_ids)
+        self.ids_m[self.num_dropped : num_blocks] = NULL_BLOCK
+        self.num_dropped = num_blocks
+        return block_ids
 
     def truncate(self, num_blocks: int = 0) -> list[int]:
-        """Keeps the first num_blocks and returns the others, for the pool to release."""
-        block_ids, self._ids = self._ids[num_blocks:], self._ids[:num_blocks]
+        """Keeps the first num_blocks places and returns what the others held, for the pool to release."""
+        block_ids, self._ids = self._ids[max(num_blocks, self.num_dropped) :], self._ids[:num_blocks]
         self.ids_m[num_blocks : self.num_blocks] = NULL_BLOCK
         self.num_blocks = len(self._ids)
+        self.num_dropped = min(self.num_dropped, num_blocks)
         return block_ids
 
 
@@ -89,20 +114,36 @@ class KVHandle:
     """What the memory keeps of one sequence; nobody else writes it.
 
     Attributes:
-        table: the sequence's blocks on the device.
-        host_table: its blocks in host memory while it is swapped out.
+        ids_gm: [G, M] int32, the rows of the tables.
+        tables: the sequence's blocks on the device, a table for each KV group, all with as many places in use.
+        host_tables: its blocks in host memory while it is swapped out.
         root: the parent of its first block; None when it takes no part in the prefix cache.
         num_registered_blocks: how many of its blocks were offered to the prefix cache.
     """
 
-    __slots__ = ("_keys", "host_table", "num_registered_blocks", "root", "table")
+    __slots__ = ("_keys", "host_tables", "ids_gm", "num_registered_blocks", "root", "tables")
 
-    def __init__(self, max_blocks: int, root: Key | None) -> None:
-        self.table = BlockTable(max_blocks)
-        self.host_table = BlockTable(max_blocks)
+    def __init__(self, max_blocks: int, root: Key | None, num_kv_groups: int = 1) -> None:
+        self.ids_gm: NDArray[np.int32] = np.full((num_kv_groups, max_blocks), NULL_BLOCK, np.int32)
+        self.tables = tuple(BlockTable(max_blocks, ids_m) for ids_m in self.ids_gm)
+        self.host_tables = tuple(BlockTable(max_blocks) for _ in self.ids_gm)
         self.root = root
         self.num_registered_blocks = 0
         self._keys: list[Key] = []
+
+    def twin(self) -> KVHandle:
+        """An empty handle for a sequence with the same tokens."""
+        num_kv_groups, max_blocks = self.ids_gm.shape
+        return KVHandle(max_blocks, self.root, num_kv_groups)
+
+    @property
+    def num_blocks(self) -> int:
+        """Places of its tables on the device that are in use."""
+        return self.tables[0].num_blocks
+
+    def block_ids(self) -> list[int]:
+        """The blocks that it holds on the device, one KV group after the other."""
+        return [block_id for table in self.tables for block_id in table.block_ids()]
 
     def keys(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> list[Key]:
         """The chain of the first num_blocks full blocks of token_ids, each computed once."""
@@ -209,6 +250,7 @@ class BlockPool:
         if child.num_blocks:
             raise InternalError(f"a table of {child.num_blocks} blocks is to become a fork")
         block_ids = parent.block_ids()
+        child.begin_at(parent.num_dropped)
         for block_id in block_ids:
             self.acquire(block_id)
         child.extend(block_ids)
@@ -233,14 +275,32 @@ class BlockPool:
                 shared[block_id] = shared.get(block_id, 0) + 1
         return sum(min(count, self._ref_counts[block_id] - 1) for block_id, count in shared.items())
 
-    def release(self, table: BlockTable, num_kept: int = 0) -> None:
-        """Drops one reference to each block of a table but the first num_kept, last block first, and takes it out.
+    def num_owned(self, table: BlockTable) -> int:
+        """Blocks that a table alone holds."""
+        counts = self._ref_counts
+        return sum(counts[block_id] == 1 for block_id in table.block_ids())
+
+    def release(self, *tables: BlockTable, num_kept: int = 0) -> None:
+        """Drops one reference to each block of a sequence's tables behind num_kept places, and takes it out.
+
+        The last blocks go first, whatever the table: those of one place are of use together.
 
         Raises:
             InternalError: a block is free already.
         """
+        if len(tables) == 1:
+            self._let_go(reversed(tables[0].truncate(num_kept)))
+            return
+        rows = [reversed(table.truncate(num_kept)) for table in tables]
+        self._let_go(block_id for place in zip_longest(*rows) for block_id in place if block_id is not None)
+
+    def drop(self, table: BlockTable, num_blocks: int) -> None:
+        """Gives up the first num_blocks places of a table, which drops its references to their blocks."""
+        self._let_go(table.drop(num_blocks))
+
+    def _let_go(self, block_ids: Iterable[int]) -> None:
         freed = []
-        for block_id in reversed(table.truncate(num_kept)):
+        for block_id in block_ids:
             count = self._ref_counts[block_id]
             if count <= 0:
                 raise InternalError(f"block {block_id} is released but has {count} references")

@@ -8,7 +8,7 @@ Regions come from a buddy allocator, as in the Orca variants of "Efficient Memor
 Serving with PagedAttention" (Kwon et al., 2023), section 6.1. Nothing is shared, preempted or cached: a sequence of a
 group gets a region of its own, and a copy of the prompt. A beam search reserves a region for every beam; beams that die
 leave theirs to those that fork. A region is a run of consecutive blocks, so the device program is the one that serves
-paged memory.
+paged memory; of several KV groups each has an equal part of it, and keeps what its windows no longer see.
 """
 
 from __future__ import annotations
@@ -106,9 +106,11 @@ class ReservedMemory:
             raise InternalError(f"{policy!r} is not one of {', '.join(RESERVE_POLICIES)}")
         self.prefixes = None
         self.swapping = None
+        self.windows = None
         self.num_blocks = geometry.num_blocks
         self._block_size = geometry.block_size
         self._max_model_len = geometry.max_model_len
+        self._num_kv_groups = len(geometry.windows)
         self._policy = policy
         self._buddies = BuddyAllocator(self.num_blocks)
         self._regions: dict[Sequence, Region] = {}
@@ -118,14 +120,14 @@ class ReservedMemory:
         self.counts = self._ops.counts
 
     def num_region_blocks(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Blocks that a sequence reserves."""
+        """Blocks that a sequence reserves, for all KV groups."""
         if self._policy == "reserve-max":
             num_tokens = self._max_model_len
         elif self._policy == "reserve-pow2":
             num_tokens = min(self._max_model_len, num_prompt_tokens + (1 << (max_tokens - 1).bit_length()))
         else:
             num_tokens = num_prompt_tokens + max_tokens
-        return -(-num_tokens // self._block_size)
+        return self._num_kv_groups * -(-num_tokens // self._block_size)
 
     def can_admit(self, group: Group, num_spare_blocks: int) -> bool:
         return self._buddies.num_holes(self._num_group_blocks(group)) >= group.num_rows
@@ -149,18 +151,19 @@ class ReservedMemory:
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """A sequence that was forked in an earlier step moves into its own region."""
         end = sequence.num_computed_tokens + num_tokens
-        first, num_blocks = self._regions[sequence]
-        table = sequence.kv.table
-        if sequence in self._visitors:
-            self._visitors.remove(sequence)
-            for i, source in enumerate(table.block_ids()):
+        begin, num_blocks = self._regions[sequence]
+        is_visitor, needed = sequence in self._visitors, -(-end // self._block_size)
+        self._visitors -= {sequence}
+        num_of_each = num_blocks // self._num_kv_groups
+        if needed > num_of_each:
+            raise InternalError(f"{end} tokens do not fit into a region of {num_blocks} blocks")
+        for kv_group, table in enumerate(sequence.kv.tables):
+            first = begin + kv_group * num_of_each
+            for i, source in enumerate(table.block_ids() if is_visitor else ()):
                 self._ops.add(Move.COPY, source, first + i)
                 table.replace(i, first + i)
-        needed = -(-end // self._block_size)
-        if needed > num_blocks:
-            raise InternalError(f"{end} tokens do not fit into a region of {num_blocks} blocks")
-        if needed > table.num_blocks:
-            table.extend(list(range(first + table.num_blocks, first + needed)))
+            if needed > table.num_blocks:
+                table.extend(list(range(first + table.num_blocks, first + needed)))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         if parent not in self._regions:  # it was preempted, and has computed nothing
@@ -170,16 +173,19 @@ class ReservedMemory:
             self._regions[child] = family.spares.pop()
             family.num_beams += 1
         # Copies run before a step, and the step that is being put together may still write what is to be copied.
-        child.kv.table.extend(parent.kv.table.block_ids())
+        for table, of_child in zip(parent.kv.tables, child.kv.tables, strict=True):
+            of_child.extend(table.block_ids())
         self._visitors.add(child)
         child.resume_at(parent.num_computed_tokens)
 
     def rewind(self, sequence: Sequence) -> None:
-        sequence.kv.table.truncate(-(-sequence.num_computed_tokens // self._block_size))
+        for table in sequence.kv.tables:
+            table.truncate(-(-sequence.num_computed_tokens // self._block_size))
 
     def release(self, sequence: Sequence) -> None:
         self._visitors.discard(sequence)
-        sequence.kv.table.truncate()
+        for table in sequence.kv.tables:
+            table.truncate()
         sequence.resume_at(0)
         region, family = self._regions.pop(sequence, None), self._families.pop(sequence, None)
         if region is None:
@@ -197,7 +203,8 @@ class ReservedMemory:
         return sum(1 << _order(num_blocks) for _, num_blocks in self._reserved()) * self._block_size
 
     def num_stored_tokens(self, sequences: Iterable[Sequence], own_lens_s: I32) -> int:
-        return sum(sequence.num_computed_tokens for sequence in sequences) + int(np.sum(own_lens_s))
+        num_tokens = sum(sequence.num_computed_tokens for sequence in sequences) + int(np.sum(own_lens_s))
+        return self._num_kv_groups * num_tokens
 
     def can_ever_fit(self, group: Group) -> bool:
         """The group's regions fit into an empty pool."""

@@ -10,6 +10,7 @@ from jpaged.engine.executor import I32
 from jpaged.engine.kv.blocks import MemoryCounts, MemoryOps
 from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.kv.swapping import Swapping
+from jpaged.engine.kv.windows import Windows
 from jpaged.engine.sequence import Group, Sequence
 
 Shares = list[tuple[Sequence, int]]
@@ -43,6 +44,11 @@ class KVMemory(Protocol):
     @property
     def swapping(self) -> Swapping | None:
         """The way to host memory and back; None where there is none."""
+        ...
+
+    @property
+    def windows(self) -> Windows | None:
+        """What takes back blocks that nobody sees any more; None where every token is seen, or every block kept."""
         ...
 
     def can_admit(self, group: Group, num_spare_blocks: int) -> bool:

@@ -32,14 +32,14 @@ def pin_limit(max_pinned_blocks: int | None, geometry: Geometry) -> int:
     Raises:
         InvalidArgument: what is asked leaves too few for a request of max_model_len.
     """
-    most = max(0, geometry.num_blocks - geometry.max_blocks_per_seq)
+    most = max(0, geometry.num_blocks - geometry.num_blocks_of_longest)
     if max_pinned_blocks is None:
         return min(geometry.num_blocks // 4, most)
     if max_pinned_blocks > most:
         raise InvalidArgument(
             "max_pinned_blocks",
             f"{max_pinned_blocks} is over {most}: of {geometry.num_blocks} blocks a request of max_model_len "
-            f"({geometry.max_model_len}) may need {geometry.max_blocks_per_seq}",
+            f"({geometry.max_model_len}) may need {geometry.num_blocks_of_longest}",
         )
     return max_pinned_blocks
 
@@ -157,7 +157,7 @@ class PinnedPrefixes:
         num_pinned = len(self._prefixes.pinned_blocks)
         num_left = self._geometry.num_blocks - num_pinned
         others = [other for other in self._groups.values() if other is not group]
-        needed = max((other.num_blocks_alone(self._geometry.block_size) for other in others), default=0)
+        needed = max((other.num_blocks_alone(self._geometry) for other in others), default=0)
         if num_left < needed:
             self._prefixes.unpin(pin)
             raise InvalidArgument(
@@ -170,7 +170,7 @@ class PinnedPrefixes:
         return num_tokens
 
     def _check(self, token_ids: tuple[int, ...]) -> int:
-        """Holds a prefix to what can be pinned at all; the blocks that it fills."""
+        """Holds a prefix to what can be pinned at all; the blocks of it that who comes behind it sees."""
         if self._prefixes is None:
             raise Unsupported("a prefix cannot be pinned: the prefix cache is off (enable_prefix_caching, kv_policy)")
         geometry, count = self._geometry, len(token_ids)
@@ -187,4 +187,4 @@ class PinnedPrefixes:
             if count >= geometry.block_size:
                 cause = f"are over max_cached_tokens ({self._prefixes.max_tokens})"
             raise InvalidArgument("token_ids", f"{count} tokens {cause}: there is nothing to pin")
-        return num_blocks
+        return sum(num_blocks - reach.first_block(num_blocks) for reach in geometry.reaches)

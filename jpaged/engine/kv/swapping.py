@@ -7,7 +7,8 @@ swap in    the same the other way, into whatever blocks are free by then
 from __future__ import annotations
 
 from jpaged.engine.executor import Move
-from jpaged.engine.kv.blocks import BlockPool, BlockTable, MemoryOps
+from jpaged.engine.kv.blocks import BlockPool, MemoryOps
+from jpaged.engine.kv.needs import Needs, Tables
 from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.sequence import Group
 
@@ -16,18 +17,22 @@ class Swapping:
     """Moves whole groups between the pool of the device and that of the host.
 
     Args:
+        needs: counts what groups still take.
         prefixes: told of full blocks before they leave; None where nothing is cached.
     """
 
-    def __init__(self, pool: BlockPool, host_pool: BlockPool, ops: MemoryOps, prefixes: Prefixes | None) -> None:
+    def __init__(
+        self, pool: BlockPool, host_pool: BlockPool, ops: MemoryOps, needs: Needs, prefixes: Prefixes | None
+    ) -> None:
         self._pool = pool
         self._host_pool = host_pool
         self._ops = ops
+        self._needs = needs
         self._prefixes = prefixes
 
     def can_swap_out(self, group: Group) -> bool:
         """Host memory has room for all blocks of a running group."""
-        blocks = {block_id for sequence in group.live for block_id in sequence.kv.table.block_ids()}
+        blocks = {block_id for sequence in group.live for block_id in sequence.kv.block_ids()}
         return self._host_pool.can_allocate(len(blocks))
 
     def swap_out(self, group: Group) -> None:
@@ -36,38 +41,41 @@ class Swapping:
         for sequence in group.live:
             if self._prefixes is not None:
                 self._prefixes.register_full_blocks(sequence)
-            _move(sequence.kv.table, sequence.kv.host_table, self._host_pool, homes)
+            _move(sequence.kv.tables, sequence.kv.host_tables, self._host_pool, homes)
         for source, destination in homes.items():
             self._ops.add(Move.SWAP_OUT, source, destination)
         for sequence in group.live:
-            self._pool.release(sequence.kv.table)
+            self._pool.release(*sequence.kv.tables)
 
     def can_swap_in(self, group: Group, num_spare_blocks: int) -> bool:
         """A swapped group finds blocks for all that it has and the tokens it waits for, and so many are left free."""
-        tables = [sequence.kv.host_table for sequence in group.live]
+        live = group.live
+        tables = [table for sequence in live for table in sequence.kv.host_tables]
         needed = len({block_id for table in tables for block_id in table.block_ids()})
-        needed += group.num_missing_blocks(tables, self._pool)
-        next_tokens = [sequence.num_computed_tokens for sequence in group.live]
-        needed += self._host_pool.num_copies(list(zip(tables, next_tokens, strict=True)))
+        needed += self._needs.to_go_on(group, [sequence.kv.host_tables for sequence in live], self._host_pool)
+        writers = [(table, sequence.num_computed_tokens) for sequence in live for table in sequence.kv.host_tables]
+        needed += self._host_pool.num_copies(writers)
         return self._pool.can_allocate(needed + num_spare_blocks)
 
     def swap_in(self, group: Group) -> None:
         """Moves a group's blocks back; those in host memory are free."""
         homes: dict[int, int] = {}
         for sequence in group.live:
-            _move(sequence.kv.host_table, sequence.kv.table, self._pool, homes)
+            _move(sequence.kv.host_tables, sequence.kv.tables, self._pool, homes)
             sequence.kv.registered(0)
         for source, destination in homes.items():
             self._ops.add(Move.SWAP_IN, source, destination)
         for sequence in group.live:
-            self._host_pool.release(sequence.kv.host_table)
+            self._host_pool.release(*sequence.kv.host_tables)
 
 
-def _move(source: BlockTable, target: BlockTable, pool: BlockPool, homes: dict[int, int]) -> None:
-    """Fills a table with new homes for the blocks of another; shared blocks keep one home."""
-    for block_id in source.block_ids():
-        if block_id in homes:
-            pool.acquire(homes[block_id])
-        else:
-            (homes[block_id],) = pool.allocate(1)
-        target.extend([homes[block_id]])
+def _move(sources: Tables, targets: Tables, pool: BlockPool, homes: dict[int, int]) -> None:
+    """Fills a sequence's tables with new homes for the blocks of others; shared blocks keep one home."""
+    for source, target in zip(sources, targets, strict=True):
+        target.begin_at(source.num_dropped)
+        for block_id in source.block_ids():
+            if block_id in homes:
+                pool.acquire(homes[block_id])
+            else:
+                (homes[block_id],) = pool.allocate(1)
+            target.extend([homes[block_id]])

@@ -31,7 +31,7 @@ class Preemption:
 
     def swap_s(self, group: Group) -> float:
         """Seconds to move a group's blocks out and back in."""
-        blocks = {block_id for sequence in group.live for block_id in sequence.kv.table.block_ids()}
+        blocks = {block_id for sequence in group.live for block_id in sequence.kv.block_ids()}
         num_bytes = len(blocks) * self.bytes_per_block
         return num_bytes / self.rates.swap_out_bytes_per_s + num_bytes / self.rates.swap_in_bytes_per_s
 

@@ -47,7 +47,7 @@ class Decodes:
         are_last_s: what is sampled is the sequence's last token.
         token_ids: the inputs; empty where they are in flight.
         prev_rows: the rows of the step before that sampled the inputs; empty where the host knows them.
-        block_tables_sm, sampling_s: views, good until the rows are edited.
+        block_tables_gsm, sampling_s: views, good until the rows are edited.
         is_random_s: who samples at random.
         detail: what the row that wants most is told.
         ending_ids_sx: a view; what ends each row, as `Executor.decode` takes it.
@@ -61,7 +61,7 @@ class Decodes:
     are_last_s: Bool = field(default_factory=lambda: np.zeros(0, np.bool_))
     token_ids: list[int] = field(default_factory=list)
     prev_rows: list[int] = field(default_factory=list)
-    block_tables_sm: I32 = field(default_factory=_none)
+    block_tables_gsm: I32 = field(default_factory=_none)
     sampling_s: NDArray[np.void] = field(default_factory=lambda: SamplingInputs.neutral(0).rows_r)
     is_random_s: Bool = field(default_factory=lambda: np.zeros(0, np.bool_))
     detail: Detail = Detail.TOKENS
@@ -92,7 +92,7 @@ class DecodingRows:
         self._starts_s = np.zeros(most, np.int32)
         self._prompt_lens_s = np.zeros(most, np.int32)
         self._num_left_s = np.zeros(most, np.int32)  # tokens that may be sampled still
-        self._block_tables_sm = np.zeros((most, geometry.max_blocks_per_seq), np.int32)
+        self._block_tables_gsm = np.zeros((len(geometry.windows), most, geometry.max_blocks_per_seq), np.int32)
         self._sampling = SamplingInputs.neutral(most)
         self._neutral = SamplingInputs.neutral(1).rows_r[0]
         self._is_random_s = np.zeros(most, np.bool_)
@@ -128,7 +128,7 @@ class DecodingRows:
             self._starts_s[place] = sequence.num_computed_tokens
             self._prompt_lens_s[place] = sequence.num_prompt_tokens
             self._num_left_s[place] = params.max_tokens - sequence.num_output_tokens
-            self._block_tables_sm[place] = sequence.kv.table.ids_m
+            self._block_tables_gsm[:, place] = sequence.kv.ids_gm
             self._sampling.rows_r[place] = self._neutral
             self._details_s[place] = Detail.of(params)
             self._is_random_s[place] = not params.is_greedy
@@ -155,6 +155,7 @@ class DecodingRows:
             self._sequences[place], self._groups[place], self._places[moved] = moved, self._groups[last], place
             for column in self._columns():
                 column[place] = column[last]
+            self._block_tables_gsm[:, place] = self._block_tables_gsm[:, last]
         del self._sequences[last], self._groups[last]
         self._judge(group)
 
@@ -189,8 +190,8 @@ class DecodingRows:
         return Detail(self._details_s[: len(self)].max(initial=Detail.TOKENS))
 
     def grown(self, sequence: Sequence) -> None:
-        """A sequence has got a block."""
-        self._block_tables_sm[self._places[sequence]] = sequence.kv.table.ids_m
+        """A sequence has other blocks than before: it has got some, or its windows have moved on."""
+        self._block_tables_gsm[:, self._places[sequence]] = sequence.kv.ids_gm
 
     def group_of(self, sequence: Sequence) -> Group:
         """The group of a sequence that has a row."""
@@ -209,7 +210,7 @@ class DecodingRows:
             self._num_left_s[:num_rows] == num_steps,
             token_ids=[] if is_in_flight else [sequence.token_ids[-1] for sequence in sequences],
             prev_rows=[sequence.in_flight_row for sequence in sequences] if is_in_flight else [],
-            block_tables_sm=self._block_tables_sm[:num_rows],
+            block_tables_gsm=self._block_tables_gsm[:, :num_rows],
             sampling_s=self._sampling.rows_r[:num_rows],
             is_random_s=self._is_random_s[:num_rows],
             detail=self.detail,
@@ -228,8 +229,8 @@ class DecodingRows:
             num_left = group.request.sampling.max_tokens - sequence.num_output_tokens
             if kept != (sequence.num_computed_tokens, num_left, place) or sequence.status is not Status.RUNNING:
                 raise InternalError(f"row {place} of a {sequence.status.value} sequence keeps {kept}, not {num_left}")
-            if not np.array_equal(self._block_tables_sm[place], sequence.kv.table.ids_m):
-                raise InternalError(f"row {place} keeps other blocks than {sequence.kv.table.block_ids()}")
+            if not np.array_equal(self._block_tables_gsm[:, place], sequence.kv.ids_gm):
+                raise InternalError(f"row {place} keeps other blocks than {sequence.kv.block_ids()}")
         if len(self._places) != len(self._sequences):
             raise InternalError(f"{len(self._places)} sequences have {len(self._sequences)} rows")
 
@@ -248,7 +249,6 @@ class DecodingRows:
             self._starts_s,
             self._prompt_lens_s,
             self._num_left_s,
-            self._block_tables_sm,
             self._sampling.rows_r,
             self._is_random_s,
             self._details_s,

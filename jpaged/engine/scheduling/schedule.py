@@ -303,7 +303,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
 
         rows      r0 (3 tokens)   r1 (1)   r2 (4)            then empty rows up to max_num_seqs
         tokens    a0 a1 a2        b7       c0 c1 c2 c3  0 0  packed, padded to a bucket
-        slots     block * block_size + offset of each; the null block's slot 0 for padding
+        slots     block * block_size + offset of each, in each KV group; the null block's slot 0 for padding
         starts    0  3  4  8 8 8 ...
 
     Rows that decode come as columns. Values of the others are gathered in lists and written a column at a time: one
@@ -316,11 +316,13 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
     columns = _columns(schedule)
     starts, lens = columns.starts, columns.lens
     ends = np.cumsum(lens, dtype=np.int32)
-    block_tables_sm = _block_tables(schedule, geometry)
+    block_tables_gsm = _block_tables(schedule, geometry)
 
     rows_t = np.repeat(np.arange(num_rows), lens)
     positions_t = np.arange(num_tokens, dtype=np.int32) + (starts + lens - ends)[rows_t]
-    blocks_t = block_tables_sm[rows_t, positions_t // block_size]
+    slots_gt = np.zeros((len(block_tables_gsm), num_padded), np.int32)
+    blocks_gt = block_tables_gsm[:, rows_t, positions_t // block_size]
+    slots_gt[:, :num_tokens] = blocks_gt * block_size + positions_t % block_size
 
     is_prev_sampled = columns.prev_rows != _KNOWN
     prev_rows_t = _padded([], num_padded, _KNOWN)
@@ -335,10 +337,10 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
         prev_sampled_rows_t=np.maximum(prev_rows_t, 0),
         positions_t=_padded(positions_t, num_padded),
         rope_lens_t=_padded(np.maximum(positions_t + 1, columns.prompt_lens[rows_t]), num_padded, 1),
-        slots_t=_padded(blocks_t * block_size + positions_t % block_size, num_padded),
+        slots_gt=slots_gt,
         query_starts_s1=query_starts_s1,
         kv_lens_s=_padded(starts + lens, max_rows),
-        block_tables_sm=block_tables_sm,
+        block_tables_gsm=block_tables_gsm,
         kv_begins_s=kv_begins_s,
         run_starts_s1=run_starts_s1,
         sample_tokens_s=np.concatenate([last_tokens_s[columns.sample_rows], last_tokens_s[num_rows:]]),
@@ -413,14 +415,15 @@ def _columns(schedule: Schedule) -> _Columns:
 
 def _block_tables(schedule: Schedule, geometry: Geometry) -> I32:
     decodes, num_rows = schedule.decodes, schedule.num_rows
-    block_tables_sm = np.zeros((geometry.max_num_seqs, geometry.max_blocks_per_seq), np.int32)
+    shape = len(geometry.windows), geometry.max_num_seqs, geometry.max_blocks_per_seq
+    block_tables_gsm = np.zeros(shape, np.int32)
     if len(decodes):
-        block_tables_sm[: len(decodes)] = decodes.block_tables_sm
+        block_tables_gsm[:, : len(decodes)] = decodes.block_tables_gsm
     for place, row in enumerate(schedule.rows, len(decodes)):
-        block_tables_sm[place] = row.sequence.kv.table.ids_m
+        block_tables_gsm[:, place] = row.sequence.kv.ids_gm
     if schedule.order:
-        block_tables_sm[:num_rows] = block_tables_sm[schedule.order]
-    return block_tables_sm
+        block_tables_gsm[:, :num_rows] = block_tables_gsm[:, schedule.order]
+    return block_tables_gsm
 
 
 def _runs(schedule: Schedule, max_rows: int) -> tuple[I32, I32]:

@@ -18,7 +18,6 @@ from itertools import chain
 from jpaged.config import SchedulerOptions
 from jpaged.engine.executor import Detail, DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
-from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
 from jpaged.engine.scheduling.lookahead import Lookahead
 from jpaged.engine.scheduling.pace import Pace
@@ -249,7 +248,7 @@ class Scheduler:
         prefilling, settled = [], self.rows.settled
         budget = self._max_num_batched_tokens - len(self.rows)
         for group in [group for group in self.queues.running if group not in settled]:
-            wanted = parts[group] = _wanted(group, self.rows, self._memory.prefixes)
+            wanted = parts[group] = _wanted(group, self.rows, self._memory)
             if _num_tokens(wanted) > len(wanted):
                 prefilling.append(group)
             else:
@@ -270,21 +269,21 @@ class Scheduler:
 
         For several steps where there are no others and all are told of tokens alone, unless who waits may join them.
         """
-        prefixes, rows, num_steps = self._memory.prefixes, self.rows, 1
+        rows, num_steps = self.rows, 1
         if not (is_joined or any(parts.values()) or rows.detail > Detail.TOKENS):
             has_room = self.queues.num_rows < self.max_num_seqs
             num_steps = self.lookahead.num_steps(len(rows), rows.least_left, may_end=rows.may_end, has_room=has_room)
-        due = self.rows.due(num_steps)
+        due = changed = self.rows.due(num_steps)
+        for sequence in due:
+            _settle(sequence, self._memory)
         if num_steps > 1 and not self._memory.can_grow([(sequence, num_steps) for sequence in due]):
             num_steps, due = 1, self.rows.due()
-        if prefixes is not None:
-            for sequence in due:
-                prefixes.register_full_blocks(sequence)
         grown = [(sequence, num_steps) for sequence in due]
         if not self._memory.can_grow([*grown, *chain.from_iterable(parts.values())]):
             return False
         for sequence in due:
             self._memory.grow(sequence, num_steps)
+        for sequence in changed:
             self.rows.grown(sequence)
         schedule.decode(self.rows.take(num_steps))
         self._policy.decoded(schedule.decodes.groups * num_steps)
@@ -317,7 +316,7 @@ class Scheduler:
                 self._memory.swapping.swap_in(group)
             else:
                 self._admit(group, schedule)
-            parts = _within(budget, group, _wanted(group, self.rows, self._memory.prefixes))
+            parts = _within(budget, group, _wanted(group, self.rows, self._memory))
             budget -= _num_tokens(parts)
             self._enter(group, parts, schedule)
             outstanding += self._memory.num_outstanding_blocks(group)
@@ -407,14 +406,21 @@ class Scheduler:
                 self._policy.served(group, 0, 1)
 
 
-def _wanted(group: Group, rows: DecodingRows, prefixes: Prefixes | None) -> Shares:
+def _settle(sequence: Sequence, memory: KVMemory) -> None:
+    """Makes known what a running sequence has filled, and takes back what nobody sees of it any more."""
+    if memory.prefixes is not None:
+        memory.prefixes.register_full_blocks(sequence)
+    if memory.windows is not None:
+        memory.windows.move_on(sequence)
+
+
+def _wanted(group: Group, rows: DecodingRows, memory: KVMemory) -> Shares:
     """Every token that waits to go through the model, of the sequences that may run and have no row yet."""
     wanted = []
     for sequence in group.runnable:
         if sequence in rows:
             continue
-        if prefixes is not None:
-            prefixes.register_full_blocks(sequence)
+        _settle(sequence, memory)
         num_tokens = _num_to_run(group, sequence)
         if num_tokens:
             wanted.append((sequence, num_tokens))

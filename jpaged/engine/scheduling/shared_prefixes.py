@@ -10,7 +10,8 @@ r"""Finds the rows of a step that begin with the same blocks, and decides which 
 
 Forked samples and beams, and prompts that were found in the prefix cache, all look like that; nothing else needs to be
 known of them. Physical blocks are compared, so that what is shared is shared by construction. Only blocks count that
-were full before the step: nobody writes to those.
+were full before the step: nobody writes to those. Of several KV groups the first is compared, whose blocks stay while
+others' windows move on: where two rows have one block of it, those of the other groups hold the same tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.cascade_costs import CascadeCosts
-from jpaged.engine.executor import Geometry
+from jpaged.engine.executor import NULL_BLOCK, Geometry
 from jpaged.engine.scheduling.schedule import Schedule, SharedPrefixGroup
 from jpaged.engine.sequence import Sequence
 
@@ -118,17 +119,18 @@ def _rows_by_prefix(schedule: Schedule, granule_tokens: int, block_size: int) ->
     """Places of rows that may share a granule: the last block of the first one is the same."""
     decodes, last = schedule.decodes, granule_tokens // block_size - 1
     where = np.flatnonzero(decodes.starts_s >= granule_tokens)
-    block_ids = decodes.block_tables_sm[where, last].tolist() if len(where) else []
+    block_ids = decodes.block_tables_gsm[0, where, last].tolist() if len(where) else []
     all_places = where.tolist()
     for place, row in enumerate(schedule.rows, len(decodes)):
         if row.start >= granule_tokens and row.num_tokens:
-            block_ids.append(row.sequence.kv.table.block_id(last))
+            block_ids.append(row.sequence.kv.tables[0].block_id(last))
             all_places.append(place)
     if len(set(block_ids)) == len(block_ids):
         return []
     places: dict[int, Places] = {}
     for place, block_id in zip(all_places, block_ids, strict=True):
-        places.setdefault(block_id, []).append(place)
+        if block_id != NULL_BLOCK:  # a model of windows alone has given up the first one
+            places.setdefault(block_id, []).append(place)
     return [found for found in places.values() if len(found) > 1]
 
 
@@ -190,7 +192,7 @@ class _Finder:
 
     def _tables(self, places: Places, num_granules: int) -> NDArray[np.int32]:
         end = num_granules * self._granule_blocks
-        return np.stack([self._sequences[place].kv.table.ids_m[:end] for place in places])
+        return np.stack([self._sequences[place].kv.ids_gm[0, :end] for place in places])
 
     def _common_granules(self, tables: NDArray[np.int32], depth: int, limit: int) -> int:
         """Granules that all tables have in common, at least `depth` (as is known) and at most `limit`."""

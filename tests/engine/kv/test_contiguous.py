@@ -21,7 +21,7 @@ class TablesExecutor(FakeExecutor):
     """Refuses a step in which a sequence's blocks are not consecutive."""
 
     def forward(self, inputs):
-        for table in inputs.block_tables_sm[: inputs.num_rows]:
+        for table in inputs.block_tables_gsm[0, : inputs.num_rows]:
             block_ids = table[table != NULL_BLOCK]
             assert np.all(np.diff(block_ids) == 1), block_ids
         return super().forward(inputs)

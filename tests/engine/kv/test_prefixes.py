@@ -3,7 +3,8 @@
 import pytest
 
 from jpaged.engine.kv.blocks import block_key, root_key
-from jpaged.engine.kv.prefixes import PrefixCache
+from jpaged.engine.kv.prefix_cache import PrefixCache
+from jpaged.engine.reach import Reach
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.engine.groups import computed, group_of, paged_memory
 from tests.engine.harness import Harness
@@ -42,13 +43,13 @@ def chain(tokens, block_size, salt=""):
 
 
 def test_a_chain_is_matched_up_to_its_first_gap():
-    cache, tokens = PrefixCache(2), [1, 2, 3, 4, 5, 6, 7]
+    cache, tokens = PrefixCache([Reach(2)]), [1, 2, 3, 4, 5, 6, 7]
     keys = chain(tokens, 2)
     for block_id, i in ((7, 0), (9, 2)):
         cache.insert(block_id, keys[i - 1] if i else root_key(""), keys[i], tokens[2 * i : 2 * i + 2])
-    assert cache.match(root_key(""), keys, tokens).block_ids == [7]
+    assert cache.match(root_key(""), keys, tokens).block_ids == ([7],)
     cache.insert(8, keys[0], keys[1], tokens[2:4])
-    assert cache.match(root_key(""), keys, tokens).block_ids == [7, 8, 9]
+    assert cache.match(root_key(""), keys, tokens).block_ids == ([7, 8, 9],)
 
 
 def test_equal_tokens_after_another_prefix_are_another_block():
@@ -57,29 +58,29 @@ def test_equal_tokens_after_another_prefix_are_another_block():
 
 
 def test_the_last_token_is_never_matched_since_it_must_run():
-    cache, tokens = PrefixCache(2), [1, 2, 3, 4]
+    cache, tokens = PrefixCache([Reach(2)]), [1, 2, 3, 4]
     keys = chain(tokens, 2)
     cache.insert(5, root_key(""), keys[0], [1, 2])
     cache.insert(6, keys[0], keys[1], [3, 4])
     match = cache.match(root_key(""), keys, tokens)
-    assert (match.block_ids, match.partial_block_id, match.num_partial_tokens) == ([5], 6, 1)
+    assert (match.block_ids, match.partial_block_ids, match.num_partial_tokens) == (([5],), [6], 1)
 
 
 def test_the_newest_of_many_blocks_with_one_parent_is_matched_in_part():
-    cache = PrefixCache(2)
+    cache = PrefixCache([Reach(2)])
     for block_id in range(1, 100):
         (key,) = chain([block_id, 0], 2)
         cache.insert(block_id, root_key(""), key, [block_id, 0])
-    assert cache.match(root_key(""), [], [99, 1]).partial_block_id == 99
+    assert cache.match(root_key(""), [], [99, 1]).partial_block_ids == [99]
 
 
 def test_a_forgotten_block_is_not_found():
-    cache, tokens = PrefixCache(2), [1, 2, 3]
+    cache, tokens = PrefixCache([Reach(2)]), [1, 2, 3]
     (key,) = chain(tokens, 2)
     cache.insert(5, root_key(""), key, [1, 2])
     assert cache.forget(5) == key
     assert cache.forget(5) is None
-    assert cache.match(root_key(""), [key], tokens).block_ids == []
+    assert cache.match(root_key(""), [key], tokens).block_ids == ([],)
     assert list(cache.block_ids()) == []
 
 

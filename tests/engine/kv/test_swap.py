@@ -130,7 +130,7 @@ def test_blocks_leave_in_a_step_that_has_no_rows_too():
 )
 def test_auto_takes_the_cheaper_way_out(copy_bytes_per_s, prefill_tokens_per_s, prefers_swap):
     group = Group(Request("a", tuple(range(8)), SamplingParams(temperature=0.0)), 0, 0.0, print, 4)
-    group.sequences[0].kv.table.extend([1, 2])
+    group.sequences[0].kv.tables[0].extend([1, 2])
     rates = DeviceRates(copy_bytes_per_s, copy_bytes_per_s, ((1, 1 / prefill_tokens_per_s),))
     preemption = Preemption("auto", 1000, rates)
     assert preemption.swap_s(group) == pytest.approx(2 * 2 * 1000 / copy_bytes_per_s)

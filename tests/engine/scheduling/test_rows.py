@@ -78,7 +78,7 @@ def row_contents(inputs, sampling):
         tokens = slice(begin, end)
         parts = (inputs.positions_t, inputs.rope_lens_t, inputs.is_prev_sampled_t)
         known = np.where(inputs.is_prev_sampled_t, 0, inputs.token_ids_t)[tokens].tolist()
-        num_blocks = np.count_nonzero(inputs.block_tables_sm[row])
+        num_blocks = np.count_nonzero(inputs.block_tables_gsm[0, row])
         record = sampling.rows_r[row].tobytes()
         contents.append((*(part[tokens].tolist() for part in parts), known, num_blocks, record))
     return sorted(contents), inputs.num_rows, inputs.num_tokens, sampling.detail
@@ -185,7 +185,7 @@ def test_a_block_that_a_row_fills_is_found_by_the_next_request():
     assert h.last("b").usage.cached_tokens == (3 + len(told) - 1) // 4 * 4
 
 
-@pytest.mark.parametrize(("column", "wrong"), [("_starts_s", 7), ("_num_left_s", 7), ("_block_tables_sm", 7)], ids=str)
+@pytest.mark.parametrize(("column", "wrong"), [("_starts_s", 7), ("_num_left_s", 7), ("_block_tables_gsm", 7)], ids=str)
 def test_a_row_that_is_not_its_sequence_s_is_an_error(column, wrong):
     h = make()
     h.submit("a", [1, 2, 3], max_tokens=40)
@@ -213,7 +213,7 @@ def test_the_device_s_order_is_kept_by_every_array():
     schedule.reorder([3, 1, 0, 2])
     moved = build_step_inputs(schedule, geometry), build_sampling_inputs(schedule, geometry, EOS)
     assert row_contents(*plain) == row_contents(*moved)
-    assert np.array_equal(moved[0].block_tables_sm[:4], plain[0].block_tables_sm[[3, 1, 0, 2]])
+    assert np.array_equal(moved[0].block_tables_gsm[0, :4], plain[0].block_tables_gsm[0, [3, 1, 0, 2]])
     assert moved[0].query_starts_s1.tolist()[:5] == [0, 7, 8, 9, 10]
     assert np.array_equal(moved[1].rows_r[:4], plain[1].rows_r[[3, 1, 0, 2]])
     assert [sequence.in_flight_row for sequence in schedule.sequences] == [2, 1, 3, 0]

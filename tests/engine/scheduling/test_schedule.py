@@ -44,11 +44,11 @@ def test_rows_are_packed_in_order_and_padded_with_the_null_block():
     (inputs,) = packed([[10, 11, 12, 13, 14], [20]])
     assert inputs.token_ids_t.tolist() == [10, 11, 12, 13, 14, 20, 0, 0]
     assert inputs.positions_t.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
-    assert inputs.slots_t.tolist() == [4, 5, 6, 7, 8, 12, 0, 0]
+    assert inputs.slots_gt.tolist() == [[4, 5, 6, 7, 8, 12, 0, 0]]
     assert inputs.query_starts_s1.tolist() == [0, 5, 6, 6, 6]
     assert inputs.kv_lens_s.tolist() == [5, 1, 0, 0]
     assert inputs.sample_tokens_s.tolist()[:2] == [4, 5]
-    assert inputs.block_tables_sm[:3, :3].tolist() == [[1, 2, 0], [3, 0, 0], [0, 0, 0]]
+    assert inputs.block_tables_gsm[0, :3, :3].tolist() == [[1, 2, 0], [3, 0, 0], [0, 0, 0]]
     assert (inputs.num_rows, inputs.num_tokens) == (2, 6)
 
 

@@ -252,7 +252,7 @@ def test_auto_counts_a_shared_block_and_the_prompt_once():
     # Two blocks of prompt that both share, and one of each: four. Eight tokens of prompt, and one of each: ten.
     group = group_of(8, n=2)
     for sequence, own in zip(group.sequences, (3, 4), strict=True):
-        sequence.kv.table.extend([1, 2, own])
+        sequence.kv.tables[0].extend([1, 2, own])
         sequence.token_ids.append(200)
     rates = DeviceRates(swap_out_bytes_per_s=1000.0, swap_in_bytes_per_s=500.0, forward_s=((10, 1.0),))
     preemption = Preemption("auto", 100, rates)

@@ -33,7 +33,7 @@ def schedule_of(tables: list[list[int]], starts: list[int] | None = None, lens: 
     rows = []
     for i, block_ids in enumerate(tables):
         sequence = Sequence(i, [], KVHandle(GEOMETRY.max_blocks_per_seq, None))
-        sequence.kv.table.extend(block_ids)
+        sequence.kv.tables[0].extend(block_ids)
         sequence.in_flight_row = i
         start = len(block_ids) * BLOCK_SIZE if starts is None else starts[i]
         num_tokens = 1 if lens is None else lens[i]

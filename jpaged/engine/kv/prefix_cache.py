@@ -1,0 +1,186 @@
+"""Key -> block: what is known of prefixes, and the longest that can be used.
+
+    cached     [ a b c d ] [ e f g h ]
+    prompt     [ a b c d ] [ e f x y ]       one full block is shared; of the second, "e f" is used by copying the
+                 match       2 tokens        block and overwriting its tail
+
+Each KV group has a block for a key. A hit needs all blocks of groups that see everything, but of a window only those
+that the next token sees: the longest prefix is taken that has them.
+
+    everything    [0][1][2][3][4][5] .       six blocks are known
+    a window       .  . [2][3] . [5] .       of two full blocks: four are a hit, for 4 and 5 are not both known
+
+Who holds a block is the pool's to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from jpaged.engine.kv.blocks import Key, key_in_group
+from jpaged.engine.reach import Reach
+from jpaged.engine.sequence import Sequence as TokenSequence
+
+_MAX_SIBLINGS = 32
+"""Blocks with one parent that are compared for a partial match, the newest first: the root may have thousands."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What is known of a prompt.
+
+    Attributes:
+        num_blocks: full blocks of it that need not run.
+        block_ids: of each KV group the last of them, as many as can be seen from behind; to be shared as they are.
+        partial_block_ids: a block of each KV group whose first num_partial_tokens continue the match; to be copied, not
+            shared. None where nothing does.
+    """
+
+    num_blocks: int
+    block_ids: tuple[list[int], ...]
+    partial_block_ids: list[int] | None = None
+    num_partial_tokens: int = 0
+
+
+class PrefixCache:
+    """Key -> block, and what is needed to forget a block and to find partial matches.
+
+    Args:
+        reaches: of each KV group.
+    """
+
+    def __init__(self, reaches: Sequence[Reach]) -> None:
+        self._reaches = reaches
+        self._block_size = reaches[0].block_size
+        self._blocks: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}
+        # Of the first KV group alone: the others have blocks of the same tokens.
+        self._parents: dict[int, Key] = {}
+        self._tokens: dict[int, tuple[int, ...]] = {}
+        self._children: dict[Key, dict[int, None]] = {}
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._keys
+
+    def find(self, key: Key) -> int | None:
+        """The block that holds what the key names; None where it is not known."""
+        return self._blocks.get(key)
+
+    def block_ids(self) -> Iterable[int]:
+        return self._keys.keys()
+
+    def match(self, root: Key, keys: Sequence[Key], token_ids: Sequence[int]) -> PrefixMatch:
+        """The longest known prefix, always short of the last token: that one must run to sample the next.
+
+        Args:
+            keys: the chain of all full blocks of token_ids.
+        """
+        before_last = keys[: (len(token_ids) - 1) // self._block_size]
+        num_blocks = num_usable(before_last, self._reaches, self._blocks.__contains__)
+        block_ids = tuple(
+            [self._blocks[key_in_group(key, group)] for key in keys[reach.first_block(num_blocks) : num_blocks]]
+            for group, reach in enumerate(self._reaches)
+        )
+        start = num_blocks * self._block_size
+        parent = keys[num_blocks - 1] if num_blocks else root
+        rest = token_ids[start : min(start + self._block_size, len(token_ids) - 1)]
+        return PrefixMatch(num_blocks, block_ids, *self._partial(parent, rest))
+
+    def insert(self, block_id: int, parent: Key, key: Key, token_ids: Sequence[int]) -> None:
+        """Makes a full, written block of the first KV group known.
+
+        The first block of a key stays; a duplicate is not entered.
+        """
+        if self._enter(block_id, key):
+            self._parents[block_id] = parent
+            self._tokens[block_id] = tuple(token_ids)
+            self._children.setdefault(parent, {})[block_id] = None
+
+    def insert_of(self, sequence: TokenSequence, index: int, block_id: int, key: Key, group: int = 0) -> None:
+        """Makes the full block at an index of a sequence known, in one of the KV groups."""
+        if group:
+            self._enter(block_id, key_in_group(key, group))
+            return
+        tokens = sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
+        self.insert(block_id, sequence.kv.parent(index), key, tokens)
+
+    def forget(self, block_id: int) -> Key | None:
+        """Drops what is known of a block; its key, if it had one."""
+        key = self._keys.pop(block_id, None)
+        if key is None:
+            return None
+        del self._blocks[key]
+        if block_id in self._parents:
+            del self._tokens[block_id]
+            parent = self._parents.pop(block_id)
+            siblings = self._children[parent]
+            del siblings[block_id]
+            if not siblings:
+                del self._children[parent]
+        return key
+
+    def _enter(self, block_id: int, key: Key) -> bool:
+        if key in self._blocks or block_id in self._keys:
+            return False
+        self._blocks[key] = block_id
+        self._keys[block_id] = key
+        return True
+
+    def _partial(self, parent: Key, rest: Sequence[int]) -> tuple[list[int] | None, int]:
+        """The blocks behind `parent` that have most of the next tokens, and how many."""
+        best_ids, best_len = None, 0
+        siblings = self._children.get(parent, {})
+        for block_id in islice(reversed(siblings), _MAX_SIBLINGS):
+            length = _common_length(self._tokens[block_id], rest)
+            if length > best_len and (block_ids := self._in_all_groups(block_id)) is not None:
+                best_ids, best_len = block_ids, length
+        return best_ids, best_len
+
+    def _in_all_groups(self, block_id: int) -> list[int] | None:
+        """A block of the first KV group, and those of the others with the same tokens; None if one is not known."""
+        block_ids, key = [block_id], self._keys[block_id]
+        for group in range(1, len(self._reaches)):
+            other = self._blocks.get(key_in_group(key, group))
+            if other is None:
+                return None
+            block_ids.append(other)
+        return block_ids
+
+
+def num_usable(keys: Sequence[Key], reaches: Sequence[Reach], is_known: Callable[[Key], bool]) -> int:
+    """Blocks of the longest prefix of a chain of which everything is known that who comes behind it sees."""
+    num_blocks, windows = len(keys), []
+    for kv_group, reach in enumerate(reaches):
+        if reach.num_seen is not None:
+            windows.append((kv_group, reach))
+            continue
+        for place in range(num_blocks):
+            if not is_known(key_in_group(keys[place], kv_group)):
+                num_blocks = place
+                break
+    # A gap that is seen from the end of a prefix is seen from every end behind it: the prefix ends there.
+    for place in range(num_blocks - 1, -1, -1):
+        seen = [kv_group for kv_group, reach in windows if reach.first_block(num_blocks) <= place]
+        if not seen:
+            break
+        if not all(is_known(key_in_group(keys[place], kv_group)) for kv_group in seen):
+            num_blocks = place
+    return num_blocks
+
+
+def keys_seen(keys: Sequence[Key], num_blocks: int, reaches: Sequence[Reach]) -> list[Key]:
+    """What the blocks are known by that are seen from behind so many, one KV group after the other."""
+    return [
+        key_in_group(key, kv_group)
+        for kv_group, reach in enumerate(reaches)
+        for key in keys[reach.first_block(num_blocks) : num_blocks]
+    ]
+
+
+def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    for i, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return i
+    return min(len(left), len(right))
