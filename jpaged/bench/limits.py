@@ -189,6 +189,11 @@ def read_model(folder: Path, dtype: str | None = None, kv_dtype: str | None = No
         num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+        kv_width, query_width = 2 * num_kv_heads * head_dim, num_heads * head_dim
+        if latent_dim := int(config.get("kv_lora_rank") or 0):
+            # A token keeps one latent, which all query heads see, and of which values are all but the rotated part.
+            kv_width = latent_dim + int(config["qk_rope_head_dim"])
+            query_width = num_heads * (kv_width + latent_dim) // 2
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InvalidArgument("MODEL", f"{folder} is no model in Hugging Face layout: {error}") from error
     total = sum(count for _, count, _ in tensors)
@@ -202,9 +207,9 @@ def read_model(folder: Path, dtype: str | None = None, kv_dtype: str | None = No
     shape = Shape(
         num_params=num_params,
         num_layers=num_layers,
-        query_width=num_heads * head_dim,
+        query_width=query_width,
         weight_bytes=(num_params + head) * item_bytes,
-        kv_bytes_per_token=2 * num_layers * num_kv_heads * head_dim * ITEM_BYTES.get(kv_dtype or "", item_bytes),
+        kv_bytes_per_token=num_layers * kv_width * ITEM_BYTES.get(kv_dtype or "", item_bytes),
     )
     return ServedModel(shape, head)
 

@@ -94,7 +94,7 @@ class Shape:
 
     Attributes:
         num_params: that are multiplied with.
-        query_width: query heads times head dimension.
+        query_width: query heads times head dimension; where values are narrower than keys, times the mean of both.
         weight_bytes: that are read in a step.
         kv_bytes_per_token: all layers.
         head_params: those of num_params that only rows that are sampled are multiplied with.

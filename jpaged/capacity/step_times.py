@@ -98,7 +98,7 @@ class PlannedModel:
         shape = Shape(
             num_params=num_params(config) - looked_up,
             num_layers=config.num_layers,
-            query_width=config.num_heads * config.head_dim,
+            query_width=config.query_width,
             weight_bytes=self.weight_bytes * num_devices - looked_up * self.itemsize,
             kv_bytes_per_token=self.bytes_per_block * num_devices / self.block_size,
             head_params=head_params,
@@ -111,14 +111,19 @@ class PlannedModel:
             kv_dtype=self.kv_dtype,
             block_size=self.block_size,
         )
-        times = CountedTimes.find(
-            counted or counted_cycles(),
-            hardware,
-            heads,
-            config.num_layers,
-            self.bytes_per_block / self.block_size / config.num_layers,
-            math.ceil(local.vocab_size / num_devices),
-            is_split=num_devices > 1,
+        # Kernels over latents were not counted.
+        times = (
+            None
+            if config.value_dim is not None
+            else CountedTimes.find(
+                counted or counted_cycles(),
+                hardware,
+                heads,
+                config.num_layers,
+                self.bytes_per_block / self.block_size / config.num_layers,
+                math.ceil(local.vocab_size / num_devices),
+                is_split=num_devices > 1,
+            )
         )
         roofline = Roofline(shape, hardware, num_devices)
         return StepTimes(roofline, self.target, config.hidden_size, self.number_bytes, times)

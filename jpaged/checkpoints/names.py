@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jpaged.models.config import ModelConfig
+from jpaged.models.family import AnyFamily
 from jpaged.models.leaves import Leaf
 from jpaged.models.registry import find_family
 
@@ -50,4 +51,13 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
     family = find_family(config.architecture)
     if name.endswith((".rotary_emb.inv_freq", *family.ignored)):
         return True
+    if family.ignores_later_layers and _layer_of(name, family) >= config.num_layers:
+        return True
     return name == family.lm_head and config.tie_word_embeddings
+
+
+def _layer_of(name: str, family: AnyFamily) -> int:
+    """The number of the layer that a tensor is of; -1 where it is of none."""
+    prefix = family.name_prefix(()) + family.layers_prefix
+    number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+    return int(number) if number.isdecimal() else -1

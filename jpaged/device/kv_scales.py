@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from jpaged.device.mesh import SCALES_SPEC
 from jpaged.device.step.forward import Step
-from jpaged.kernels.kv_layout import MAX_NUMBER
+from jpaged.kernels.kv_layout import MAX_NUMBER, output_dim
 from jpaged.models.layers import Params
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import TokenBatch
@@ -56,16 +56,19 @@ def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
     def attend(
         q_thd: jax.Array,
         k_tkd: jax.Array,
-        v_tkd: jax.Array,
+        v_tkd: jax.Array | None,
         carry: Any,
         place: LayerPlace,
         sinks_h: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
+        v_tkd = k_tkd[..., : output_dim(layout)] if v_tkd is None else v_tkd
         q_tkgd = q_thd.reshape(num_tokens, layout.num_kv_heads, -1, layout.head_dim)
         s_kgqt = jnp.einsum("qkgd,tkd->kgqt", q_tkgd, k_tkd, preferred_element_type=jnp.float32) * place.attention.scale
         p_kgqt = jax.nn.softmax(jnp.where(is_seen_qk, s_kgqt, -jnp.inf)).astype(v_tkd.dtype)
-        o_thd = jnp.einsum("kgqt,tkd->qkgd", p_kgqt, v_tkd).reshape(q_thd.shape)
-        found_k2 = jnp.stack([jnp.abs(x.astype(jnp.float32)).max(axis=(0, 2)) for x in (k_tkd, v_tkd)], axis=-1)
+        o_thd = jnp.einsum("kgqt,tkd->qkgd", p_kgqt, v_tkd).reshape(*q_thd.shape[:2], -1)
+        # A latent is stored once, with one scale for all that it is used for.
+        stored = (k_tkd, v_tkd if layout.value_dim is None else k_tkd)
+        found_k2 = jnp.stack([jnp.abs(x.astype(jnp.float32)).max(axis=(0, 2)) for x in stored], axis=-1)
         return o_thd, carry.at[place.index].set(found_k2)
 
     positions_t = jnp.arange(num_tokens, dtype=jnp.int32)

@@ -190,6 +190,7 @@ class Attention:
             num_kv_heads=config.num_kv_heads // self.num_parts,
             head_dim=config.head_dim,
             dtype=kv_dtype(self.options.cache.kv_cache_dtype, self.model.dtype),
+            value_dim=config.value_dim,
         )
 
     def _choice(self, sizes: StepSizes) -> Choice:

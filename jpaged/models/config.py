@@ -94,6 +94,22 @@ class ModelConfig:
         return tuple((0, index) for index in range(self.num_layers))
 
     @property
+    def value_dim(self) -> int | None:
+        """Numbers that keys begin with and that are the values; None where values are projected beside keys."""
+        return None
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers that a token keeps in a layer."""
+        return (2 if self.value_dim is None else 1) * self.num_kv_heads * self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Numbers that a token's scores with a key, and the sum of values, are products of: the mean of the two."""
+        value_dim = self.head_dim if self.value_dim is None else self.value_dim
+        return self.num_heads * (self.head_dim + value_dim) // 2
+
+    @property
     def fuses_gate(self) -> bool:
         """Whether a product kernel may gate as it multiplies: it knows silu alone."""
         return True

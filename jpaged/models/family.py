@@ -55,6 +55,7 @@ class Family(Generic[ConfigT]):
         ignored: how the names of tensors end that are in checkpoints and without effect.
         lm_head: the name of the output matrix.
         name_prefix: what all names but that of the output matrix begin with, given those that a checkpoint holds.
+        ignores_later_layers: checkpoints have layers behind those of the model, which draft.
     """
 
     model_type: str
@@ -67,6 +68,7 @@ class Family(Generic[ConfigT]):
     layers_prefix: str = "layers."
     ignored: tuple[str, ...] = ()
     lm_head: str = LM_HEAD
+    ignores_later_layers: bool = False
 
 
 AnyFamily = Family[Any]

@@ -26,7 +26,7 @@ class Attend(Protocol):
         self,
         q_thd: jax.Array,
         k_tkd: jax.Array,
-        v_tkd: jax.Array,
+        v_tkd: jax.Array | None,
         carry: Any,
         place: LayerPlace,
         sinks_h: jax.Array | None = None,
@@ -34,6 +34,7 @@ class Attend(Protocol):
     ) -> tuple[jax.Array, Any]:
         """Queries, keys and values of a layer -> (what is attended `[T, H, D]`, carry).
 
+        Keys that begin with their values (`ModelConfig.value_dim`) come alone; of outputs as many numbers count.
         Sinks are scores of each head that take their share of the weights and have no value.
         """
         ...

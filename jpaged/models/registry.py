@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jpaged.errors import Unsupported
-from jpaged.models.families import falcon, gemma, gpt2, gpt_neox, llama, mixtral, opt, phi3, qwen_moe, starcoder2
+from jpaged.models.families import (
+    deepseek,
+    falcon,
+    gemma,
+    gpt2,
+    gpt_neox,
+    llama,
+    mixtral,
+    opt,
+    phi3,
+    qwen_moe,
+    starcoder2,
+)
 from jpaged.models.family import AnyFamily
 
-_FAMILIES = (llama, mixtral, qwen_moe, gemma, phi3, gpt2, gpt_neox, falcon, starcoder2, opt)
+_FAMILIES = (llama, mixtral, qwen_moe, gemma, phi3, gpt2, gpt_neox, falcon, starcoder2, deepseek, opt)
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {
     name: family for module in _FAMILIES for name, family in module.ARCHITECTURES.items()

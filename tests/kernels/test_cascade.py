@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from jpaged.config import Backend
 from jpaged.kernels.paged_attention import paged_attention
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update, merge
@@ -39,6 +40,7 @@ def _cascade(q, pool, layer, cascade, spec, scales=None, *, backend):
     return cascade_attention_update(q, new_kv, pool, layer, cascade, spec, scales, backend=backend)[:2]
 
 
+_update = jax.jit(cascade_attention_update, static_argnames=("spec", "backend"))
 _plain = jax.jit(paged_attention, static_argnames=("spec", "backend"))
 
 
@@ -53,6 +55,19 @@ def test_it_is_attention(name: str, dtype: str, kv_dtype: str | None) -> None:
     assert (o_thd.dtype, lse_th.dtype) == (q.dtype, jnp.float32)
     tolerance = TOLERANCE[dtype]
     np.testing.assert_allclose(np.asarray(o_thd, np.float32), want_o_thd, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["xla", "cpu"])
+def test_latents_are_shared_like_keys(backend: Backend) -> None:
+    shape = Shape(num_kv_heads=1, head_dim=96, value_dim=64)
+    case, cascade = shared_case("chunks_take_part", shape)
+    q, pool, layer, spec, _ = call(case, shape)
+    new_kv, before = take_new(case, shape)
+    pool = RIG.pool(before, spec.layout, None)
+    o_thd, lse_th, _ = _update(q, new_kv, pool, layer, cascade, spec, backend=backend)
+    want_o_thd, want_lse_th = oracle.attention(case)
+    np.testing.assert_allclose(o_thd, want_o_thd, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
 
 

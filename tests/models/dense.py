@@ -17,12 +17,16 @@ from jpaged.models.tokens import TokenBatch
 def attend(
     q_thd: jax.Array,
     k_tkd: jax.Array,
-    v_tkd: jax.Array,
+    v_tkd: jax.Array | None,
     carry: tuple,
     place: LayerPlace,
     sinks_h: jax.Array | None = None,
 ):
-    """Every token sees itself and those before it, as far as the layer's window goes; nothing is kept."""
+    """Every token sees itself and those before it, as far as the layer's window goes; nothing is kept.
+
+    Keys without values are seen as values, too: what begins with them comes out at the beginning.
+    """
+    v_tkd = k_tkd if v_tkd is None else v_tkd
     kind, (queries, keys) = place.attention, jnp.indices((len(q_thd), len(k_tkd)))
     is_seen = (keys <= queries) & (queries - keys < (kind.sliding_window or len(k_tkd)))
     group = q_thd.shape[1] // k_tkd.shape[1]

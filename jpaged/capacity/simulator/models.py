@@ -41,9 +41,9 @@ class SimulatedModel:
         return Shape(
             num_params=self.num_params,
             num_layers=config.num_layers,
-            query_width=config.num_heads * config.head_dim,
+            query_width=config.query_width,
             weight_bytes=2 * self.num_params,
-            kv_bytes_per_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * 2,
+            kv_bytes_per_token=config.num_layers * config.kv_width * 2,
         )
 
 

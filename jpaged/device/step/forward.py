@@ -130,7 +130,7 @@ class Step:
         def attend(
             q_thd: jax.Array,
             k_tkd: jax.Array,
-            v_tkd: jax.Array,
+            v_tkd: jax.Array | None,
             pool: jax.Array,
             place: LayerPlace,
             sinks_h: jax.Array | None = None,
@@ -178,8 +178,10 @@ class Step:
         """The kernel that turns heads as this backend's attention takes them: each device has its own heads."""
         config, layout = self.model.config, self.layout.local
         num_rows = config.num_heads // num_shards(self.mesh) + 2 * layout.num_kv_heads
-        if self.backend != "pallas-tpu" or heads.unsupported_reason(
-            config.head_dim, jnp.dtype(self.model.dtype), layout.dtype, num_rows
+        if (
+            self.backend != "pallas-tpu"
+            or layout.value_dim is not None
+            or heads.unsupported_reason(config.head_dim, jnp.dtype(self.model.dtype), layout.dtype, num_rows)
         ):
             return None
         whole = PartitionSpec()

@@ -60,7 +60,7 @@ class DecoderConfig(ModelConfig):
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
         for rope in self.ropes:
-            rope.check(self.head_dim)
+            rope.check(self.rotary_dim)
         if self.mixture is None and any(kind.is_sparse for kind in self.kinds):
             raise InvalidArgument("mixture", "is missing, and some layers are sparse")
         object.__setattr__(self, "kinds", self._without_wide_windows())
@@ -76,6 +76,11 @@ class DecoderConfig(ModelConfig):
 
         kinds = tuple(map(widened, self.kinds))
         return () if set(kinds) == {self._alike} else kinds
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that ropes are of."""
+        return self.head_dim
 
     @property
     def _alike(self) -> LayerKind:

@@ -107,15 +107,17 @@ def outer_leaves(config: DecoderConfig, prefix: str, names: Names, lm_head: str)
     return leaves + _norm(config, ("norm",), f"{prefix}{names.norm}") + output_matrix(config, width, lm_head)
 
 
-def layer_leaves(config: DecoderConfig, prefix: str, kind: LayerKind, names: Names) -> list[Leaf]:
-    """See `Family`."""
+def layer_leaves(
+    config: DecoderConfig, prefix: str, kind: LayerKind, names: Names, *, attention: list[Leaf] | None = None
+) -> list[Leaf]:
+    """See `Family`; attention may be the family's own."""
     leaves = _norm(config, ("attention_norm",), prefix + names.attention_norm)
     if config.residual != "shared":
         leaves += _norm(config, ("mlp_norm",), prefix + names.mlp_norm)
     if config.post_norms:
         leaves += _norm(config, ("attention_post_norm",), prefix + names.attention_post_norm)
         leaves += _norm(config, ("mlp_post_norm",), prefix + names.mlp_post_norm)
-    leaves += _attention(config, prefix, names)
+    leaves += _attention(config, prefix, names) if attention is None else attention
     if kind.is_sparse and config.mixture is not None:
         return leaves + mixture_leaves(config.mixture, config.hidden_size, prefix, names.experts)
     return leaves + _feed_forward(config, prefix, names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -120,13 +120,24 @@ class MLP(nnx.Module):
         return self.down(inner_tf, num_tokens, residual=residual)
 
 
+class AttentionModule(Protocol):
+    """What a layer asks of its attention."""
+
+    out: Linear
+
+    def attend(
+        self, x_te: jax.Array, norm: Norm, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[jax.Array, Any]:
+        """What the heads find beside each other, `[T, width]`, and the carry."""
+
+
 class DecoderLayer(nnx.Module):
     """Attention and a feed-forward, each behind a norm, with residual sums as the config says."""
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs, kind: LayerKind) -> None:
         has_two = config.residual != "shared"
         self.attention_norm = make_norm(config, dtype)
-        self.attention = Attention(config, dtype, rngs)
+        self.attention = self.make_attention(config, dtype, rngs)
         self.mlp_norm = make_norm(config, dtype) if has_two else None
         self.mlp: MLP | MixtureOfExperts
         if kind.is_sparse and config.mixture is not None:
@@ -136,6 +147,11 @@ class DecoderLayer(nnx.Module):
         self.attention_post_norm = make_norm(config, dtype) if config.post_norms else None
         self.mlp_post_norm = make_norm(config, dtype) if config.post_norms else None
         self.is_sequential = config.residual == "sequential"
+
+    @staticmethod
+    def make_attention(config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs) -> AttentionModule:
+        """The attention of a layer; a family may have its own."""
+        return Attention(config, dtype, rngs)
 
     def __call__(
         self, x: Measured, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
@@ -169,8 +185,10 @@ class DecoderEnds(Ends):
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, keys: EndsKeys) -> None:
         super().__init__(config, config.hidden_size, dtype, keys)
-        num_positions, key = config.num_positions, jax.random.fold_in(keys[0], 1)
-        self.positions = Embedding(num_positions, config.hidden_size, dtype, key) if num_positions else None
+        self.positions = None
+        if config.num_positions:
+            key = jax.random.fold_in(keys[0], 1)
+            self.positions = Embedding(config.num_positions, config.hidden_size, dtype, key)
         self.norm = make_norm(config, dtype)
         self.config = config
 
@@ -184,7 +202,7 @@ class DecoderEnds(Ends):
             x_te = x_te + self.positions(tokens.positions_t)
 
         def angles(which: RopeConfig) -> Any:
-            made = rope.cos_sin(which, config.head_dim, tokens.positions_t, tokens.rope_lens_t)
+            made = rope.cos_sin(which, config.rotary_dim, tokens.positions_t, tokens.rope_lens_t)
             # Behind the barrier, XLA for TPUs does not compute them again in every layer.
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 

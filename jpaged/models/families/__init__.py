@@ -9,5 +9,6 @@ gpt2.py        GPT-2
 gpt_neox.py    GPT-NeoX and Pythia
 falcon.py      Falcon, with one key/value head, groups of them, or as many as query heads
 starcoder2.py  StarCoder2
+deepseek/      DeepSeek-V2 and V3, whose keys and values are latents
 opt/           OPT
 """

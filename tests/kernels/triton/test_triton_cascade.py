@@ -23,6 +23,7 @@ CALLS: dict[str, tuple[str, Shape, int | None]] = {
     "a row without queries": ("a_row_without_queries", Shape(dtype="bfloat16", sliding_window=1000), None),
     "int8": ("a_run_among_others", Shape(kv_dtype="int8"), None),
     "tiles of both kinds": ("every_row", Shape(num_heads=6, num_kv_heads=3, num_tokens=8, kv_dtype="int8"), None),
+    "latents": ("samples_decode", Shape(num_kv_heads=1, head_dim=96, value_dim=64, num_tokens=8), 1),
     "nothing shared": ("nothing_shared", Shape(), None),
 }
 """With the chunks of the shortest part, where contexts are too short for the rule's."""

@@ -1,0 +1,37 @@
+"""DeepSeek-V2 and V3 (2024): attention over latents, of which a token keeps one, and experts chosen by groups.
+
+config.py   what they read of a config.json
+modules.py  attention whose keys and values are latents
+leaves.py   the leaves of its parameters: axes, and tensors in a checkpoint
+"""
+
+from jpaged.models.decoder.leaves import outer_leaves
+from jpaged.models.families.deepseek.config import DeepseekConfig, Variant, to_hf
+from jpaged.models.families.deepseek.leaves import NAMES, layer_leaves
+from jpaged.models.family import Family, Modules
+from jpaged.models.leaves import LM_HEAD
+
+
+def _modules() -> Modules[DeepseekConfig]:
+    from jpaged.models.decoder.modules import DecoderEnds
+    from jpaged.models.families.deepseek.modules import LatentLayer
+
+    return Modules(DecoderEnds, LatentLayer)
+
+
+def _family(variant: Variant) -> Family[DeepseekConfig]:
+    return Family(
+        variant.model_type,
+        variant.read,
+        to_hf,
+        _modules,
+        lambda config, prefix: outer_leaves(config, prefix, NAMES, LM_HEAD),
+        layer_leaves,
+        ignores_later_layers=True,
+    )
+
+
+ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": _family(Variant("deepseek_v2", has_choice_bias=False)),
+    "DeepseekV3ForCausalLM": _family(Variant("deepseek_v3", has_choice_bias=True)),
+}

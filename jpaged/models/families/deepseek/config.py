@@ -1,0 +1,202 @@
+"""The shape of a DeepSeek model, and what it is read from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jpaged.errors import Unsupported
+from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.kernels.mixture_kind import Routing
+from jpaged.models.config import MAX_LAYERS, MAX_WIDTH
+from jpaged.models.decoder import DecoderConfig
+from jpaged.models.decoder.reading import read_sizes
+from jpaged.models.experts.mixture import Mixture
+from jpaged.models.experts.reading import MAX_EXPERTS, TRAINING, read_width
+from jpaged.models.json_fields import JsonFields
+from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.rope.config import RopeConfig
+
+_NO_EFFECT = ("head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size", *TRAINING)
+_LATER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Layers that predict tokens further ahead, for drafts: their tensors are left where they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekConfig(DecoderConfig):
+    """A decoder whose attention sees latents: one key for all query heads, of `head_dim` = latent_dim + rope_dim.
+
+    Attributes:
+        query_rank: width through which queries are projected; None projects them at once.
+        latent_dim: numbers of a latent from which all heads' keys and values are made.
+        nope_dim: numbers of a query head that meet those keys.
+        rope_dim: numbers of a query head, and of a latent, that are rotated.
+        v_head_dim: of a head's value.
+        is_interleaved: neighbouring dimensions are rotated against each other in the checkpoint, not halves.
+    """
+
+    query_rank: int | None
+    latent_dim: int
+    nope_dim: int
+    rope_dim: int
+    v_head_dim: int
+    is_interleaved: bool
+
+    @property
+    def value_dim(self) -> int:
+        """See `ModelConfig`: what is attended to are latents, and heads' values are made of sums of them."""
+        return self.latent_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """See `DecoderConfig`."""
+        return self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What distinguishes the two, fixed in code.
+
+    Attributes:
+        has_choice_bias: experts are chosen by sigmoids with a bias, and groups by their two best; else by a softmax,
+            and groups, if there are any, by their best.
+    """
+
+    model_type: str
+    has_choice_bias: bool
+
+    def read(self, fields: JsonFields, architecture: str) -> DeepseekConfig:
+        """See `Family`."""
+        fields.ignore((*_NO_EFFECT, *_LATER_LAYERS))
+        sizes = read_sizes(fields)
+        num_heads = fields.integer("num_attention_heads", maximum=MAX_WIDTH)
+        self._refuse(fields, num_heads)
+        max_position_embeddings = fields.integer("max_position_embeddings", 4096 if self.has_choice_bias else 2048)
+        rope = RopeConfig.from_hf(fields, max_position_embeddings)
+        latent_dim = fields.integer("kv_lora_rank", 512, maximum=MAX_WIDTH)
+        nope_dim = fields.integer("qk_nope_head_dim", 128, maximum=MAX_WIDTH)
+        rope_dim = fields.integer("qk_rope_head_dim", 64, maximum=MAX_WIDTH)
+        attention = AttentionKind((nope_dim + rope_dim) ** -0.5 * _yarn_scale(rope))
+        num_layers = sizes["num_layers"]
+        num_dense = fields.integer("first_k_dense_replace", 3 * self.has_choice_bias, minimum=0, maximum=MAX_LAYERS)
+        mixture = self._mixture(fields)
+        return DeepseekConfig(
+            architecture=architecture,
+            **sizes,
+            num_heads=num_heads,
+            num_kv_heads=1,
+            head_dim=latent_dim + rope_dim,
+            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            ropes=(rope,),
+            max_position_embeddings=max_position_embeddings,
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            kinds=tuple(LayerKind(attention, is_sparse=index >= num_dense) for index in range(num_layers)),
+            mixture=mixture if num_dense < num_layers else None,
+            query_rank=_query_rank(fields),
+            latent_dim=latent_dim,
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            v_head_dim=fields.integer("v_head_dim", 128, maximum=MAX_WIDTH),
+            is_interleaved=fields.flag("rope_interleave", True) if self.has_choice_bias else True,
+        )
+
+    def _refuse(self, fields: JsonFields, num_heads: int) -> None:
+        """Refuses what is not computed."""
+        fields.only("hidden_act", "silu", "swish", why="experts with another activation than silu are not supported")
+        fields.only("num_key_value_heads", num_heads, why="all query heads see the same latents")
+        fields.only("attention_bias", False, why="biases in attention are not supported")
+        fields.only("mlp_bias", False, why="biases in the feed-forward are not supported")
+        fields.only("moe_layer_freq", 1, why="every layer behind the dense ones has experts")
+        scores = "sigmoid" if self.has_choice_bias else "softmax"
+        fields.only("scoring_func", scores, why=f"{self.model_type} scores experts by a {scores}")
+
+    def _mixture(self, fields: JsonFields) -> Mixture:
+        num_experts = fields.integer("n_routed_experts", 256 if self.has_choice_bias else 64, maximum=MAX_EXPERTS)
+        top_k = fields.integer("num_experts_per_tok", 8 if self.has_choice_bias else None, maximum=num_experts)
+        width = read_width(fields, "moe_intermediate_size", 2048 if self.has_choice_bias else 1407)
+        num_shared = fields.integer("n_shared_experts", 1 if self.has_choice_bias else 2, minimum=0)
+        if self.has_choice_bias:
+            fields.only("topk_method", "noaux_tc", why="experts are chosen with a bias")
+            routing = Routing(
+                num_experts,
+                top_k,
+                "sigmoid",
+                normalises=fields.flag("norm_topk_prob", True),
+                scale=fields.number("routed_scaling_factor", 2.5),
+                num_groups=fields.integer("n_group", 8),
+                top_groups=fields.integer("topk_group", 4),
+                num_best=2,
+            )
+        else:
+            fields.only(
+                "norm_topk_prob", False, why="weights of experts that are divided by their sum are not supported"
+            )
+            num_groups, top_groups = _groups(fields)
+            routing = Routing(
+                num_experts,
+                top_k,
+                scale=fields.number("routed_scaling_factor", 1.0),
+                num_groups=num_groups,
+                top_groups=top_groups,
+            )
+        return Mixture(routing=routing, width=width, choice_bias=self.has_choice_bias, shared_width=num_shared * width)
+
+
+def to_hf(config: DeepseekConfig) -> dict[str, object]:
+    """See `Family`."""
+    result: dict[str, object] = {
+        "intermediate_size": config.intermediate_size,
+        "num_key_value_heads": config.num_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": config.ropes[0].to_hf(),
+        "q_lora_rank": config.query_rank,
+        "kv_lora_rank": config.latent_dim,
+        "qk_nope_head_dim": config.nope_dim,
+        "qk_rope_head_dim": config.rope_dim,
+        "v_head_dim": config.v_head_dim,
+        "first_k_dense_replace": sum(not kind.is_sparse for kind in config.layer_kinds),
+    }
+    mixture = config.mixture
+    if mixture is None:
+        return result | {"num_experts_per_tok": 1}
+    routing = mixture.routing
+    result |= {
+        "moe_intermediate_size": mixture.width,
+        "n_shared_experts": mixture.shared_width // mixture.width,
+        "n_routed_experts": routing.num_experts,
+        "num_experts_per_tok": routing.top_k,
+        "norm_topk_prob": routing.normalises,
+        "routed_scaling_factor": routing.scale,
+        "n_group": routing.num_groups,
+        "topk_group": routing.top_groups,
+    }
+    if mixture.choice_bias:
+        return result | {"rope_interleave": config.is_interleaved}
+    return result | {"topk_method": "greedy" if routing.num_groups == 1 else "group_limited_greedy"}
+
+
+def _query_rank(fields: JsonFields) -> int | None:
+    if fields.value("q_lora_rank", 1536) is None:
+        return None
+    return fields.integer("q_lora_rank", 1536, maximum=MAX_WIDTH)
+
+
+def _groups(fields: JsonFields) -> tuple[int, int]:
+    """(groups, of which experts are chosen from so many), of DeepSeek-V2."""
+    method = fields.text("topk_method", "greedy")
+    if method == "greedy":
+        fields.ignore(("n_group", "topk_group"))
+        return 1, 1
+    if method != "group_limited_greedy":
+        raise Unsupported(f"{fields.name}: topk_method is {method!r}; supported: greedy, group_limited_greedy")
+    return fields.integer("n_group"), fields.integer("topk_group")
+
+
+def _yarn_scale(rope: RopeConfig) -> float:
+    """What scores are multiplied by where YaRN stretches positions, beside what its cosines have."""
+    weight: Any = rope.mscale_all_dim
+    if rope.kind != "yarn" or weight is None or rope.factor <= 1:
+        return 1.0
+    return (0.1 * float(weight) * math.log(rope.factor) + 1.0) ** 2
