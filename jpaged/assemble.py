@@ -9,7 +9,7 @@ With `data_parallel_size` there are several executors and engines, on devices of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
+from jpaged.checkpoints.quantised.rounding import quantised_here
 from jpaged.checkpoints.weights import load_params, random_params
 from jpaged.config import EngineConfig, compile_cache_dir, platform_default
 from jpaged.device.executor import JaxExecutor
@@ -150,6 +151,7 @@ def _place(options: EngineConfig) -> tuple[Source, Model, list[Placement]]:
     parallel = options.parallel
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size)
     source = find_source(options.model.model, parse_special_tokens=options.model.parse_special_tokens)
+    source = replace(source, config=quantised_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
     model = Model(config, _dtype(options.model.dtype, config, first_device(meshes[0]).platform))
     return source, model, [Placement.of(model, mesh) for mesh in meshes]

@@ -57,6 +57,9 @@ class ModelOptions:
     dtype: str = option(
         "auto", "auto is the checkpoint's own on TPU and GPU, float32 on CPU", choices=("auto", "float32", "bfloat16")
     )
+    quantization: str = option(
+        "auto", "rounds the matrices of layers while they load; auto does not", choices=("auto", "int8", "int4", "fp8")
+    )
     load_format: str = option(
         "auto", "auto reads the checkpoint; dummy fills the shapes with random numbers", choices=("auto", "dummy")
     )
@@ -283,11 +286,7 @@ class ServerOptions:
         high=1 << 20,
     )
     connection_idle_timeout: float = option(
-        300.0,
-        "a connection without a call is closed after so long; clients open another by themselves",
-        low=0.1,
-        high=86400.0,
-        unit="s",
+        300.0, "a connection without a call is closed after so long", low=0.1, high=86400.0, unit="s"
     )
     max_messages_per_second: int | None = option(
         None,

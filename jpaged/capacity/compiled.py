@@ -13,6 +13,7 @@ import numpy as np
 from jpaged.capacity.named_model import find_config
 from jpaged.capacity.step_times import PlannedModel, StepTimes
 from jpaged.capacity.target import Target, find_target
+from jpaged.checkpoints.quantised.rounding import quantised_here
 from jpaged.config import EngineConfig
 from jpaged.device.aot.deployment import Deployment, compile_deployment
 from jpaged.device.aot.gpu import compile_only_gpus
@@ -85,6 +86,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         JpagedError: the model, an option or the target cannot be, or the compiler fails.
     """
     name, config = find_config(question.model)
+    config = quantised_here(config, str(question.options.get("quantization", "auto")))
     target = find_target(question.target)
     options = EngineConfig.load(question.options)
     if options.parallel.enable_expert_parallel:

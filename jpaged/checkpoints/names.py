@@ -6,10 +6,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from jpaged.kernels.matrix_format import NUM_BITS
 from jpaged.models.config import ModelConfig
 from jpaged.models.family import AnyFamily
 from jpaged.models.leaves import Leaf
+from jpaged.models.quantisation.formats import contracted_axis, leaf_format
 from jpaged.models.registry import find_family
+
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,21 @@ def num_params(config: ModelConfig) -> int:
     """Numbers that the model's parameters are; a tied embedding counts once."""
     leaves = model_leaves(config)
     return sum(math.prod(leaf.shape) for each in (leaves.outer, *leaves.layers) for leaf in each)
+
+
+def weight_bytes(config: ModelConfig, itemsize: int) -> float:
+    """Bytes of the model's parameters, of so many bytes each where they are not quantised."""
+    leaves = model_leaves(config)
+    return sum(_leaf_bytes(config, leaf, itemsize) for each in (leaves.outer, *leaves.layers) for leaf in each)
+
+
+def _leaf_bytes(config: ModelConfig, leaf: Leaf, itemsize: int) -> float:
+    size, form = math.prod(leaf.shape), leaf_format(config.quantisation, leaf)
+    if form is None:
+        return size * itemsize
+    depth = leaf.shape[contracted_axis(leaf)]
+    of_group = _SCALE_BYTES + (1 if form.has_zeros else 0)
+    return size * NUM_BITS[form.values] / 8 + size / depth * form.num_groups(depth) * of_group
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:

@@ -26,7 +26,7 @@ from jpaged.checkpoints.quantised.weights import Dequantised
 from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.tensor_source import TensorSource, check_shape, read_weight
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES, MatrixFormat
+from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES
 from jpaged.kernels.product.quantised import QuantisedMatrix
 from jpaged.models.config import ModelConfig
 from jpaged.models.layer_kinds import stacks_of
@@ -34,6 +34,7 @@ from jpaged.models.layers import Params, normal
 from jpaged.models.leaves import Leaf
 from jpaged.models.model import Model
 from jpaged.models.quantisation.formats import leaf_format, module_of, stored_formats
+from jpaged.models.quantisation.rules import Quantisation
 from jpaged.models.registry import find_family
 from jpaged.models.sharding import PaddedAxis, insert, padded_axis
 from jpaged.models.stack import LayerMode
@@ -148,7 +149,7 @@ def load_params(
                 insert(params, path, array)
                 checks.append((check_finite(array), leaves, weights))
             else:
-                read = _read_matrix(files, scheme, form, model.dtype)
+                read = _read_matrix(files, scheme, quantisation, model.dtype)
                 parts = quantised_leaf(read, leaves, form, is_stacked=is_stacked, split=split, dtype=model.dtype)
                 insert(params, path, _put_parts(parts, placed))
             progress(done, len(groups), ".".join(map(str, path)))
@@ -159,11 +160,15 @@ def load_params(
     return params
 
 
-def _read_matrix(files: TensorSource, scheme: Scheme | None, form: MatrixFormat, dtype: np.dtype) -> ReadMatrix:
+def _read_matrix(
+    files: TensorSource, scheme: Scheme | None, quantisation: Quantisation | None, dtype: np.dtype
+) -> ReadMatrix:
     """Reads matrices as they were published, or rounds weights."""
 
     def read(name: str, shape: tuple[int, ...], axis: int) -> StoredMatrix:
         if scheme is None:
+            form = None if quantisation is None else quantisation.format_of(module_of(name))
+            assert form is not None
             return round_matrix(files, name, shape, axis, form, dtype)
         return read_matrix(scheme, files, module_of(name), shape if axis == 1 else shape[::-1])
 

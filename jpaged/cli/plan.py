@@ -30,7 +30,8 @@ are a roofline's, with the efficiencies that are printed. Exit code 1: it fits n
 """
 
 _OPTIONS = {
-    *("model", "dtype", "max_model_len", "attention_backend", "block_size", "num_blocks", "memory_utilization"),
+    *("model", "dtype", "quantization"),
+    *("max_model_len", "attention_backend", "block_size", "num_blocks", "memory_utilization"),
     "kv_cache_memory_bytes",
     *("kv_cache_dtype", "swap_space", "enable_cascade_attention", "max_num_seqs", "max_num_batched_tokens"),
     *("tensor_parallel_size", "enable_expert_parallel"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -19,6 +21,10 @@ from jpaged.models.layers import Params
 from jpaged.models.stack import LayerMode
 
 _GATED = "gate_up"
+_WIDE = {
+    jnp.dtype(jnp.int4): jnp.dtype(jnp.int8),
+    jnp.dtype(jnp.float4_e2m1fn): jnp.dtype(jnp.float8_e4m3fn),
+}
 _EXPERTS = "experts"
 
 
@@ -37,14 +43,35 @@ def choose_linear_backend(chosen: str, mesh: Mesh, layer_mode: LayerMode) -> Lin
 def params_for(step: Step, params: Params) -> Params:
     """The parameters, or shapes of them, as the programs of a step take them; see `pack_params`."""
     if step.linear_backend == "xla":
-        return params
-    return pack_params(params, step.model.config, product.loaded().packer(replicated(step.mesh)))
+        return whole_bytes(params) if first_device(step.mesh).platform == "cpu" else params
+    return whole_bytes(pack_params(params, step.model.config, product.loaded().packer(replicated(step.mesh))))
+
+
+def whole_bytes(params: Params) -> Params:
+    """The tree with numbers of 4 bits in types of 8 bits, which have them all.
+
+    On CPUs they take a byte as it is, and jax takes their arrays and the programs that were compiled for them to be of
+    different layouts.
+    """
+
+    def widen(leaf: Any) -> Any:
+        if not isinstance(leaf, product.QuantisedMatrix) or leaf.values.dtype not in _WIDE:
+            return leaf
+        values, dtype = leaf.values, _WIDE[leaf.values.dtype]
+        if isinstance(values, jax.ShapeDtypeStruct):
+            wide: Any = jax.ShapeDtypeStruct(values.shape, dtype, sharding=values.sharding)
+        else:
+            wide = values.astype(dtype)
+        return dataclasses.replace(leaf, values=wide)
+
+    widened: Params = jax.tree.map(widen, params, is_leaf=lambda leaf: isinstance(leaf, product.QuantisedMatrix))
+    return widened
 
 
 def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
     """The tree, of layers in a list, with its matrices packed; its leaves may be shapes alone.
 
-    Quantised matrices whose groups the kernel does not have stay as they are, and are XLA's.
+    Quantised matrices of experts, or whose groups the kernel does not have, stay as they are, and are XLA's.
 
     The tree that comes in is taken apart: each leaf is let go of when it is packed, so that a model is never in memory
     twice.
@@ -52,7 +79,7 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
     output = ("embed" if config.tie_word_embeddings else "lm_head", "embedding")
 
     def pack(path: tuple[str, ...], leaf: Any) -> Any:
-        if isinstance(leaf, QuantisedMatrix) and not can_pack(leaf):
+        if isinstance(leaf, QuantisedMatrix) and (_EXPERTS in path or not can_pack(leaf)):
             return leaf
         if path == output:
             return packer.pack(leaf, is_embedding=True)

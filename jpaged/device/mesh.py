@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -26,6 +27,7 @@ from jpaged.models.quantisation.tree import can_stack
 from jpaged.models.sharding import logical_axes, pad_for_sharding
 from jpaged.models.stack import LayerMode
 
+_HALF_BYTES = (jnp.dtype(jnp.int4), jnp.dtype(jnp.float4_e2m1fn))
 MODEL_AXIS = "model"
 MESH_AXES = ("data", MODEL_AXIS)
 
@@ -229,10 +231,15 @@ def check_params(params: Params, expected: Params) -> None:
 
 
 def local_bytes(params: Params) -> int:
-    """What one device holds of a tree of arrays."""
-    return sum(
-        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)
-    )
+    """What one device holds of a tree of arrays; numbers of 4 bits take half a byte, but on CPUs a whole one."""
+    return sum(_local_bytes(leaf) for leaf in jax.tree.leaves(params))
+
+
+def _local_bytes(leaf: jax.Array) -> int:
+    size = int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
+    device: jax.Device = next(iter(leaf.sharding.device_set))
+    is_half = leaf.dtype in _HALF_BYTES and device.platform != "cpu"
+    return -(-size // 2) if is_half else size * int(leaf.dtype.itemsize)
 
 
 def on_shards(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jpaged.checkpoints.names import num_params
+from jpaged.checkpoints.names import weight_bytes
 from jpaged.config import EngineConfig, iter_options, platform_default
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import first_device, num_shards
@@ -177,9 +177,9 @@ class Attention:
     def _num_fitting(self, hardware: Hardware, max_model_len: int) -> int:
         """Sequences of 1024 tokens that one device's memory holds beside its weights."""
         share = self.options.cache.memory_utilization or platform_default("memory_utilization", self.device.platform)
-        weight_bytes = num_params(self.model.config) * self.model.dtype.itemsize / self.num_parts
+        held = weight_bytes(self.model.config, self.model.dtype.itemsize) / self.num_parts
         sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len)
-        return max(0, int((share * hardware.usable_bytes - weight_bytes) // sequence_bytes))
+        return max(0, int((share * hardware.usable_bytes - held) // sequence_bytes))
 
     def _layout(self, block_size: int) -> KVLayout:
         config = pad_for_sharding(self.model.config, self.num_parts)

@@ -12,15 +12,18 @@ The matrices of layers are quantised; embedding, output matrix, norms, biases an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from dataclasses import replace
+from typing import Literal, cast, get_args
 
 import numpy as np
 
 from jpaged.checkpoints.finite import refuse_tensor
 from jpaged.checkpoints.quantised.scheme import Shape, StoredMatrix
 from jpaged.checkpoints.tensor_source import TensorSource, read_weight
+from jpaged.errors import InvalidArgument
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product.quantised import round_to
+from jpaged.models.config import ModelConfig
 from jpaged.models.quantisation.rules import Quantisation
 
 Asked = Literal["int8", "int4", "fp8"]
@@ -32,9 +35,21 @@ FORMATS: Mapping[Asked, MatrixFormat] = {
 }
 
 
-def quantisation_for(asked: Asked) -> Quantisation:
-    """What becomes of a model's matrices when they are quantised here."""
-    return Quantisation(asked, (("", FORMATS[asked]),))
+def quantised_here(config: ModelConfig, asked: str) -> ModelConfig:
+    """The config of a model whose matrices are rounded as an option asks: `auto`, or one of `ASKED`.
+
+    Raises:
+        InvalidArgument: they are quantised in the checkpoint.
+    """
+    form = {**FORMATS}.get(cast(Asked, asked))
+    if form is None:
+        return config
+    if config.quantisation is not None:
+        raise InvalidArgument(
+            "quantization",
+            f"is {asked}, and the checkpoint is quantised already, by {config.quantisation.method}: leave it out",
+        )
+    return replace(config, quantisation=Quantisation(asked, (("", form),)))
 
 
 def round_matrix(
