@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
@@ -26,6 +27,8 @@ from jpaged.kernels.cpu import build, library
 from jpaged.models.hf_config import from_hf
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
+from tests.checkpoints.quantised.layouts import LAYOUTS, write_quantised
+from tests.checkpoints.quantised.test_layouts import case_of
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 from tests.models.tiny import tiny_case, write_checkpoint
@@ -153,12 +156,16 @@ def check_bits(case: str, dtype: str, tmp_path: Path, max_rows: int, num_beside:
     tiny = tiny_case(case)
     model = Model(from_hf(tiny.config), np.dtype(jnp.dtype(dtype)))
     params = load_params(model, write_checkpoint(tiny, tmp_path), "loop")
+    check_bits_of(model, params, tiny.prompt()[:16], max_rows, num_beside)
+
+
+def check_bits_of(model: Model, params: Params, prompt: list[int], max_rows: int, num_beside: tuple[int, ...]) -> None:
     options = {"max_num_seqs": max_rows, "max_num_batched_tokens": max_rows, "max_model_len": 24, "block_size": 8}
     options |= {"num_blocks": 3 * (max_rows + 2), "wait_for_all_programs": True}
     executor = JaxExecutor.create(model, params, EngineConfig.load(options))
     assert executor.linear_backend == "cpu"
     executor.warm_up(tiny_model.quiet)
-    driver, prompt = Driver(executor), tiny.prompt()[:16]
+    driver = Driver(executor)
     # The prompt whole, then in chunks that end where it was cut before: the last state of each is comparable.
     alone = bits_of_each_token(driver, prompt, [1] * 16, 0)
     for count in num_beside:
@@ -177,6 +184,15 @@ CASES = [("qwen3", "float32"), ("llama3_tied", "bfloat16"), ("opt_post_norm", "f
 @pytest.mark.parametrize(("case", "dtype"), CASES)
 def test_neither_batch_nor_chunk_shows_in_a_bit_of_the_logits(case: str, dtype: str, tmp_path: Path) -> None:
     check_bits(case, dtype, tmp_path, 64, NUM_BESIDE[::2])
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("gptq_desc_act", "bfloat16"), ("w8a8", "float32")])
+def test_nor_in_one_of_a_model_of_fewer_bits(layout: str, dtype: str, tmp_path: Path) -> None:
+    written = next(each for each in LAYOUTS if each.name == layout)
+    tiny = case_of(written)
+    write_quantised(tiny, written, tmp_path)
+    model = Model(read_config(tmp_path), np.dtype(jnp.dtype(dtype)))
+    check_bits_of(model, load_params(model, tmp_path, "loop"), tiny.prompt()[:16], 16, (1, 4, 11))
 
 
 @pytest.mark.long

@@ -263,6 +263,7 @@ FAULTS = (
 )
 
 _PRODUCT, _CALL = "product/cpu/core.cc", "product/cpu/kernel.cc"
+_DIGITS, _PANELS = "product/cpu/digits.h", "product/cpu/panels.h"
 
 PRODUCT_FAULTS = (
     Fault(
@@ -321,6 +322,23 @@ PRODUCT_FAULTS = (
         "row < rows_in_use; row += core.max_rows",
         "row + 1 < rows_in_use; row += core.max_rows",
         "float64",
+    ),
+    Fault("digits overlap by a bit", _DIGITS, "(left - digit) >> 8", "(left - digit) >> 7", "in_float64"),
+    Fault("codes begin with 0", _DIGITS, "-C::kOffset * totals", "-0 * totals", "code_is"),
+    Fault("zeros are added", _DIGITS, "found -= zero", "found += zero", "in_float64"),
+    Fault("panels have no zeros", _PANELS, "if (q.zeros) subtract", "if (false) subtract", "in_float64"),
+    Fault(
+        "subnormals of fp8 are widened as others", _PANELS, "is_rare ? widen_any(second)", "false ? second", "code_is"
+    ),
+    Fault(
+        "listed groups are put where they are to be taken",
+        _PRODUCT,
+        "ordered[i] = row[before.order[i]]",
+        "ordered[before.order[i]] = row[i]",
+        "listed",
+    ),
+    Fault(
+        "whole numbers are cut off", _PRODUCT, "bounded + kRound - kRound", "static_cast<int>(bounded)", "rounds_them"
     ),
     Fault("an odd depth is cut", _CALL, "(depth + deep - 1) / deep * deep", "depth / deep * deep", "float64"),
 )
