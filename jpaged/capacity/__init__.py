@@ -1,7 +1,7 @@
 """`jpaged plan`: what a model needs on devices that are not here, and what it would do there.
 
 target.py        a slice of TPUs or some GPUs
-known_models.py  the configurations of well-known models
+known_models/    the configurations of well-known models
 cost.py          what a step reads and computes, and how long devices take for that
 cycles.py        cycles of kernels, as counted: the nearest case of cycles.json
 counted_times.py how long attention and sampling take by them

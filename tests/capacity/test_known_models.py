@@ -10,7 +10,8 @@ from jpaged.models.hf_config import from_hf
 from tests.models.tiny import tensors, tiny_cases
 
 # As the hub counts the tensors of the repository that each is of (a tied output matrix once); OPT-175B is in no
-# repository, and its number follows from the paper's table 1. DeepSeek-V3's are without the layer that drafts.
+# repository, and its number follows from the paper's table 1. Of Gemma 3 from 4B on, without vision and projector, and
+# DeepSeek-V3's without the layer that drafts.
 NUM_PARAMS = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
@@ -44,6 +45,31 @@ NUM_PARAMS = {
     "opt-13b": 12_853_473_280,
     "opt-66b": 65_719_701_504,
     "opt-175b": 174_604_468_224,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+    "phi-3-mini-4k": 3_821_079_552,
+    "phi-3-medium-4k": 13_960_238_080,
+    "phi-4": 14_659_507_200,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "gpt-neox-20b": 20_554_567_680,
+    "pythia-1b": 1_011_781_632,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "falcon-7b": 6_921_720_704,
+    "falcon-40b": 41_303_293_952,
+    "falcon-180b": 178_557_088_768,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
 }
 
 

@@ -6,7 +6,9 @@ rotation or head order shows in the logits.
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +17,18 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+_NORM = re.compile(r"(norm|\.ln_\w+)\.weight$")
+_STDS = {
+    "embed_tokens": 0.05,
+    "wte": 0.05,
+    "embed_in": 0.05,
+    "word_embeddings": 0.05,
+    "embed_positions": 1.0,
+    "wpe": 1.0,
+}
+SPELT_OUT = ("llama", "mistral", "qwen2", "qwen3", "opt")
+"""Families whose tensors are named here; those of the others are recorded."""
+SHAPES = Path(__file__).parent / "shapes.json"
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -70,7 +84,91 @@ def tiny_cases() -> list[TinyCase]:
         ),
         _opt("opt_no_affine", (4, 16), 24, layer_norm_elementwise_affine=False, word_embed_proj_dim=48),
         _opt("opt_no_final_norm", (4, 16), 20, _remove_final_layer_norm=True, prefix="</s>"),
+        *_decoders(),
     ]
+
+
+def _decoders() -> list[TinyCase]:
+    """The other families, with each switch of theirs turned once; windows hide a part of every prompt."""
+    long, short = [1.0 + 0.5 * i for i in range(8)], [1.0 + 0.01 * i for i in range(8)]
+    longrope: dict[str, object] = {"type": "longrope", "long_factor": long, "short_factor": short}
+    windowed = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 9, "rms_norm_eps": 1e-6}
+    nested = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    old_names = {"rope_local_base_freq": 2e4, "rope_theta": 5e5, "sliding_window_pattern": 6}
+    switched = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    whole = {"rope_scaling": longrope, "pad_token_id": 0, "original_max_position_embeddings": 32}
+    halves = {
+        "rope_scaling": longrope,
+        "pad_token_id": 0,
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 128,
+    }
+    plain_neox = {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0}
+    groups: dict[str, object] = {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
+    gpt2 = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256}
+    fading = {"n_inner": 88, "scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}
+    return [
+        _case("mistral_window", "Mistral", (4, 2, 32), 40, head_dim=32, sliding_window=8),
+        _case("qwen2_window", "Qwen2", (4, 2, 16), 40, **switched),
+        _gemma("gemma2", 2, (4, 2), 40, 4, **windowed, attn_logit_softcapping=2.0, rope_theta=1e4),
+        _gemma("gemma2_uncapped", 2, (4, 1), 24, 3, **windowed, **uncapped),
+        _gemma("gemma3", 3, (4, 2), 40, 8, **windowed, layer_types=_types(8, 3), rope_parameters=nested),
+        _gemma("gemma3_old_style", 3, (4, 2), 40, 7, **windowed, **old_names),
+        _case("phi3", "Phi3", (4, 2, 16), 40, pad_token_id=0, sliding_window=11, original_max_position_embeddings=256),
+        _case("phi3_long", "Phi3", (4, 2, 16), 40, **whole),
+        _case("phi3_short", "Phi3", (4, 4, 32), 40, **halves),
+        _other("gpt2", "GPT2LMHead", "gpt2", 24, **gpt2),
+        _other("gpt2_fading", "GPT2LMHead", "gpt2", 24, **gpt2, **fading),
+        _neox("gpt_neox", 32, rotary_pct=0.25, rotary_emb_base=20000),
+        _neox("gpt_neox_sequential", 16, **plain_neox, rope_scaling={"type": "linear", "factor": 2.0}),
+        _falcon("falcon_mqa", multi_query=True, bias=True, alibi=False),
+        _falcon("falcon_groups", **groups),
+        _falcon("falcon_shared_norm", **groups, num_ln_in_parallel_attn=1),
+        _falcon("falcon_sequential", multi_query=False, parallel_attn=False, ffn_hidden_size=88),
+        _starcoder2("starcoder2", sliding_window=12),
+        _starcoder2("starcoder2_unbiased", use_bias=False, tie_word_embeddings=False, num_key_value_heads=4),
+    ]
+
+
+def _types(num_layers: int, period: int) -> list[str]:
+    return ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
+
+
+def _other(name: str, architecture: str, model_type: str, prompt_len: int, **settings: object) -> TinyCase:
+    """A config in the family's own words."""
+    class_name = f"{architecture}Model" if model_type == "gpt2" else f"{architecture}ForCausalLM"
+    config = {"architectures": [class_name], "model_type": model_type, "vocab_size": 131}
+    return TinyCase(name, {**config, "bos_token_id": 1, "eos_token_id": 2, **settings}, prompt_len)
+
+
+def _gemma(
+    name: str, version: int, heads: tuple[int, int], prompt_len: int, num_layers: int, **settings: object
+) -> TinyCase:
+    num_heads, num_kv_heads = heads
+    sizes = {"hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": num_layers}
+    sizes |= {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "max_position_embeddings": 256}
+    model_type = "gemma2" if version == 2 else "gemma3_text"
+    return _other(name, f"Gemma{version}", model_type, prompt_len, **sizes, **settings)
+
+
+def _neox(name: str, head_dim: int, **settings: object) -> TinyCase:
+    sizes = {"hidden_size": 4 * head_dim, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return _other(name, "GPTNeoX", "gpt_neox", 24, **sizes, max_position_embeddings=256, **settings)
+
+
+def _falcon(name: str, **settings: object) -> TinyCase:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256}
+    return _other(name, "Falcon", "falcon", 24, **{**sizes, **settings})
+
+
+def _starcoder2(name: str, **settings: object) -> TinyCase:
+    sizes = {"hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
+    return _other(name, "Starcoder2", "starcoder2", 40, **{**sizes, **settings})
 
 
 def tiny_case(name: str) -> TinyCase:
@@ -136,8 +234,22 @@ def _opt(name: str, heads: tuple[int, int], prompt_len: int, **settings: object)
 
 
 def _shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as transformers writes them, spelt out apart from the code under test."""
+    """Names and shapes as transformers writes them, spelt out apart from the code under test, or as it told them."""
+    if config["model_type"] not in SPELT_OUT:
+        return recorded_shapes()[shapes_key(config)]
     return _opt_shapes(config) if config["model_type"] == "opt" else _llama_shapes(config)
+
+
+def shapes_key(config: Mapping[str, object]) -> str:
+    """Under which the shapes of a config's tensors are recorded."""
+    return json.dumps(config, sort_keys=True)
+
+
+@functools.cache
+def recorded_shapes() -> dict[str, dict[str, tuple[int, ...]]]:
+    """What `python -m tests.parity.make shapes` wrote of families that `_shapes` does not spell out."""
+    read = json.loads(SHAPES.read_text(encoding="utf-8"))
+    return {key: {name: tuple(shape) for name, shape in shapes.items()} for key, shapes in read.items()}
 
 
 def _opt_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
@@ -210,14 +322,16 @@ def _llama_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 def _tensor(case: TinyCase, name: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = _generator(f"{case.name}/{name}").standard_normal(shape, dtype=np.float32)
-    if name.endswith("norm.weight"):
-        return np.float32(1) + np.float32(0.1) * noise
+    if _NORM.search(name):
+        offset = 0 if str(case.config["model_type"]).startswith("gemma") else 1  # Gemma stores its scales less 1
+        return np.float32(offset) + np.float32(0.1) * noise
     if name.endswith(".bias"):
         return np.float32(0.1) * noise
     # A small embedding under layers of unit size keeps tied models from repeating their input, and positions of that
     # size keep them from running in a circle.
-    stds = {"embed_tokens.weight": 0.05, "embed_positions.weight": 1.0}
-    std = stds.get(".".join(name.split(".")[-2:]), max(0.05, 1.2 * shape[-1] ** -0.5))
+    # Where attention and feed-forward stand side by side, a model of few layers runs in a circle all the sooner.
+    gain = 3.0 if case.config["model_type"] in ("falcon", "gpt_neox") else 1.2
+    std = _STDS.get(name.split(".")[-2], max(0.05, gain * shape[-1] ** -0.5))
     return np.float32(std) * noise
 
 

@@ -22,6 +22,22 @@ from tests.models.tiny import tiny_cases
 GOLDENS = Path(__file__).parent / "goldens"
 MODELS = {case.name: case for case in tiny_cases()}
 BEAMS_CHECKPOINT = CHECKPOINT
+FAMILIES = (
+    "llama_mha",
+    "mistral_window",
+    "qwen2_window",
+    "qwen3_tied",
+    "gemma2",
+    "gemma3",
+    "phi3_long",
+    "gpt2",
+    "gpt_neox",
+    "falcon_mqa",
+    "falcon_groups",
+    "starcoder2",
+    "opt",
+)
+"""One checkpoint of each family, which is served in every way; a search on it is golden, too."""
 NUM_TOKENS = 64
 """Greedy tokens of a golden text."""
 DEMO_PROMPTS: tuple[dict[str, Any], ...] = (
@@ -79,6 +95,10 @@ class BeamCase:
     def prompt(self) -> list[int]:
         rng = np.random.default_rng([self.prompt_seed, 77])
         return rng.integers(3, 131, 9 + 5 * self.prompt_seed).tolist()
+
+
+FAMILY_SEARCH = BeamCase(prompt_seed=5, width=3, n=3, max_tokens=12)
+"""The search that is made on every family's checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Asks transformers: `python -m tests.parity.make [NAME...]` writes goldens (needs torch; see `tests.parity.cases`).
 
-NAME is a tiny model, `beams` or `demo`; without one all are written. The live tests ask by the same functions.
+NAME is a tiny model, `beams`, `demo`, or `shapes` of tensors in checkpoints; without one all are written.
+The live tests ask by the same functions.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from safetensors import safe_open
 
 from jpaged import demo
+from tests.models import tiny
 from tests.models.tiny import TinyCase, write_checkpoint
 from tests.parity import cases
-from tests.parity.cases import BeamCase, Found
+from tests.parity.cases import FAMILY_SEARCH, BeamCase, Found
 
 MADE_BY = {"transformers": transformers.__version__, "torch": torch.__version__}
 
@@ -58,10 +61,12 @@ def continue_greedily(
     return answer.sequences[0, len(prompt) :].tolist(), torch.stack([step[0] for step in answer.logits])
 
 
-def load_for_beams(folder: Path) -> transformers.PreTrainedModel:
-    """The model that searches are made on; a search says itself which tokens end it."""
-    write_checkpoint(cases.BEAMS_CHECKPOINT, folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def load_for_beams(case: TinyCase, folder: Path) -> transformers.PreTrainedModel:
+    """A model that searches are made on; a search says itself which tokens end it."""
+    write_checkpoint(case, folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -113,6 +118,7 @@ def model_golden(case: TinyCase) -> dict[str, object]:
         write_checkpoint(case, Path(folder))
         of_prompt = logits(load(Path(folder)), prompt)
         tokens, steps = continue_greedily(load(Path(folder)), prompt, cases.NUM_TOKENS)
+        found = search(load_for_beams(case, Path(folder)), FAMILY_SEARCH) if case.name in cases.FAMILIES else []
     print(f"{case.name}: {len(set(tokens))} different tokens")
     return {
         **MADE_BY,
@@ -122,7 +128,7 @@ def model_golden(case: TinyCase) -> dict[str, object]:
         "last_logits": [round(float(value), 6) for value in steps[-1]],
         "tokens": tokens,
         "smallest_gap": smallest_gap(steps),
-    }
+    } | ({"beams": [dataclasses.asdict(sequence) for sequence in found]} if found else {})
 
 
 def smallest_gap(steps: torch.Tensor) -> float:
@@ -134,7 +140,7 @@ def smallest_gap(steps: torch.Tensor) -> float:
 def beams_golden() -> dict[str, object]:
     """Every search, and a print of how long its sequences are: some must end early."""
     with tempfile.TemporaryDirectory() as folder:
-        model = load_for_beams(Path(folder))
+        model = load_for_beams(cases.BEAMS_CHECKPOINT, Path(folder))
         searches = {case.name: search(model, case) for case in cases.beam_cases()}
     for name, found in searches.items():
         print(name, [len(sequence.token_ids) for sequence in found])
@@ -167,10 +173,29 @@ def demo_golden() -> dict[str, object]:
     return {**MADE_BY, "answers": answers}
 
 
+def record_shapes() -> None:
+    """Write the shapes of tensors that transformers saves of configs that the tests do not spell out."""
+    recorded = {}
+    for case in cases.MODELS.values():
+        if case.config["model_type"] not in tiny.SPELT_OUT:
+            with tempfile.TemporaryDirectory() as folder:
+                (Path(folder) / "config.json").write_text(json.dumps(dict(case.config)), encoding="utf-8")
+                config = transformers.AutoConfig.from_pretrained(folder)
+                transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+                with safe_open(Path(folder) / "model.safetensors", "np") as saved:
+                    shapes = {name: saved.get_slice(name).get_shape() for name in sorted(saved.keys())}
+            recorded[tiny.shapes_key(case.config)] = shapes
+    lines = (f"{json.dumps(key)}: {json.dumps(shapes)}" for key, shapes in recorded.items())
+    tiny.SHAPES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    tiny.recorded_shapes.cache_clear()
+
+
 def main(names: Sequence[str]) -> None:
     """Write what is named, or all."""
     makers = {"beams": beams_golden, "demo": demo_golden}
-    for name in names or (*cases.MODELS, *makers):
+    if not names or "shapes" in names:
+        record_shapes()
+    for name in [name for name in names if name != "shapes"] or (() if names else (*cases.MODELS, *makers)):
         golden = model_golden(cases.MODELS[name]) if name in cases.MODELS else makers[name]()
         cases.path_of(name).write_text(json.dumps(golden) + "\n", encoding="utf-8")
 

@@ -50,7 +50,7 @@ def test_logits_equal_those_of_transformers_at_any_length(case: TinyCase, tmp_pa
         np.testing.assert_allclose(logits, make.logits(make.load(tmp_path), token_ids), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama_gqa_bias", "mistral_yarn", "qwen2_tied_yarn", "qwen3_tied", "opt_post_norm"])
+@pytest.mark.parametrize("name", ["mistral_yarn", "qwen2_tied_yarn", "opt_post_norm", *cases.FAMILIES])
 def test_a_checkpoint_that_we_write_is_read_by_transformers_to_the_same_logits(name: str, tmp_path: Path) -> None:
     case = tiny_case(name)
     model = Model(from_hf(case.config), FLOAT32)
@@ -59,6 +59,18 @@ def test_a_checkpoint_that_we_write_is_read_by_transformers_to_the_same_logits(n
     token_ids = np.array(case.prompt(), np.int32)
     expected = dense.logits(model, params, token_ids, len(token_ids))
     np.testing.assert_allclose(make.logits(make.load(tmp_path / "ours"), token_ids), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", cases.FAMILIES)
+def test_a_checkpoint_that_transformers_writes_is_read_to_its_logits(name: str, tmp_path: Path) -> None:
+    """As its own `save_pretrained` lays it out: config, names and types of tensors."""
+    case = tiny_case(name)
+    theirs = make.load(write_checkpoint(case, tmp_path / "ours"))
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = Model(read_config(tmp_path / "theirs"), FLOAT32)
+    token_ids = np.array(case.prompt(), np.int32)
+    ours = dense.logits(model, load_params(model, tmp_path / "theirs", "loop"), token_ids, len(token_ids))
+    np.testing.assert_allclose(ours, make.logits(theirs, token_ids), rtol=0, atol=1e-4)
 
 
 def test_positions_far_out_keep_their_frequencies(tmp_path: Path) -> None:
@@ -125,4 +137,4 @@ def test_a_random_search_finds_what_transformers_finds_now(executor: JaxExecutor
         length_penalty=float(rng.choice([-1.0, 0.0, 0.7, 1.0, 2.0])),
         early_stopping=rules[seed % 3],
     )
-    check_search(executor, case, make.search(make.load_for_beams(tmp_path), case))
+    check_search(executor, case, make.search(make.load_for_beams(cases.BEAMS_CHECKPOINT, tmp_path), case))

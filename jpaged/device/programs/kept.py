@@ -85,7 +85,9 @@ class KeptPrograms:
         if program is not None:
             return program
         lowered = lower()
-        digest = _digest(self.given_besides, lowered.as_text(), repr((lowered.in_tree, lowered.out_tree)))
+        # The text lacks arguments that the program does not use, whose shapes are checked at every call.
+        arguments = [(info.shape, info.dtype) for info in jax.tree.leaves(lowered.args_info)]
+        digest = _digest(self.given_besides, lowered.as_text(), repr((arguments, lowered.in_tree, lowered.out_tree)))
         program = self._load(digest)
         if program is None:
             num_from_cache = told.num_from_cache

@@ -185,10 +185,8 @@ class DecoderEnds(Ends):
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, keys: EndsKeys) -> None:
         super().__init__(config, config.hidden_size, dtype, keys)
-        self.positions = None
-        if config.num_positions:
-            key = jax.random.fold_in(keys[0], 1)
-            self.positions = Embedding(config.num_positions, config.hidden_size, dtype, key)
+        num_positions, key = config.num_positions, jax.random.fold_in(keys[0], 1)
+        self.positions = Embedding(num_positions, config.hidden_size, dtype, key) if num_positions else None
         self.norm = make_norm(config, dtype)
         self.config = config
 

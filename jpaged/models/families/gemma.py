@@ -7,6 +7,7 @@ five layers with a window to one without, and turns the two kinds by ropes of th
 from __future__ import annotations
 
 import functools
+import math
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
@@ -91,7 +92,11 @@ def _ropes(fields: JsonFields, max_position_embeddings: int, version: int) -> tu
         theta = fields.number("rope_theta", _GLOBAL_THETA)
         stretched = JsonFields(fields.mapping("rope_scaling"), "config.json rope_scaling")
         local = fields.number("rope_local_base_freq", _LOCAL_THETA)
-        return RopeConfig.of_section(stretched, max_position_embeddings, theta), RopeConfig(theta=local)
+        plain = JsonFields({}, "config.json")
+        return tuple(
+            RopeConfig.of_section(section, max_position_embeddings, base)
+            for section, base in ((stretched, theta), (plain, local))
+        )
     if unknown := sorted(set(sections) - {FULL, SLIDING}):
         raise Unsupported(f"config.json rope_parameters: unknown setting {', '.join(unknown)}")
     fields.only("rope_scaling", why="rope_parameters has it for each kind of layer")
@@ -119,12 +124,17 @@ def _to_hf(config: DecoderConfig) -> dict[str, object]:
         "head_dim": config.head_dim,
         "hidden_activation": name_of_activation(config.activation),
         "rms_norm_eps": config.norm_eps,
-        "query_pre_attn_scalar": round(config.attention_kinds[0].scale ** -2, 6),
+        "query_pre_attn_scalar": _whole(config.attention_kinds[0].scale ** -2),
         "attn_logit_softcapping": config.attention_kinds[0].soft_cap,
         "final_logit_softcapping": config.logit_cap,
         "layer_types": [FULL if window is None else SLIDING for window in windows],
         "rope_parameters": sections if is_third else config.ropes[0].to_hf(),
     } | ({} if window is None else {"sliding_window": window})
+
+
+def _whole(number: float) -> float:
+    """The number that was read, an integer in every published config, which transformers insists on."""
+    return round(number) if math.isclose(number, round(number), rel_tol=1e-9) else number
 
 
 _NAMES = Names(

@@ -38,8 +38,9 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
 
 def _to_hf(config: DecoderConfig) -> dict[str, object]:
     (rope,) = config.ropes
-    length = {"original_max_position_embeddings": rope.original_max_position_embeddings}
+    length: dict[str, object] = {"original_max_position_embeddings": rope.original_max_position_embeddings}
     return {
+        "pad_token_id": None,  # else transformers takes one beyond a small vocabulary
         "intermediate_size": config.intermediate_size,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,

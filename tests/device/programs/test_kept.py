@@ -137,6 +137,15 @@ def test_a_program_is_lowered_once(kept: KeptPrograms) -> None:
     assert result(kept.make(dataclasses.replace(SPEC, size=4), Lowering(3.0))) == [3.0] * 3
 
 
+def test_shapes_of_arguments_that_a_program_does_not_use_count(kept: KeptPrograms, tmp_path: Path) -> None:
+    """They are no part of its text, and it takes no others."""
+    double = jax.jit(lambda x, unused: x * 2.0)
+    for place, unused in enumerate((np.ones(3), np.ones(4))):
+        here = dataclasses.replace(kept, traced_from=f"{kept.traced_from} {place}")
+        program = here.make(SPEC, functools.partial(double.lower, np.float32(1), unused))
+        assert float(program(np.float32(1), unused)) == 2.0
+
+
 @pytest.mark.parametrize("part", ["named", "made"])
 @pytest.mark.parametrize("content", [b"", b"x" * 40, b"\xff" * 10_000, None])
 def test_a_damaged_file_is_made_again_and_mended(kept: KeptPrograms, part: str, content: bytes | None) -> None:

@@ -1,0 +1,75 @@
+"""One checkpoint of each family, served in every way: what transformers answered is what comes out of each.
+
+Alone, in company and in chunks, after preemption of both kinds, behind a cached prefix, as a search, and all of that on
+one device and on two and four. What is meant to happen is counted, so that no test passes because nothing happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jpaged.device.executor import JaxExecutor
+from jpaged.types import SamplingParams
+from tests.e2e.rig import random_prompts
+from tests.e2e.sharing_rig import BLOCK_SIZE, Rig, make_executor
+from tests.parity import cases
+from tests.parity.cases import FAMILY_SEARCH, Found, check_search
+
+NUM_TOKENS = 32
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+STRANGERS = random_prompts([30, 17, 41, 9], seed=1)
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module", params=[(name, num) for name in cases.FAMILIES for num in (1, 2, 4)], ids=str)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, quick_programs: None
+) -> Iterator[tuple[JaxExecutor, dict[str, Any]]]:
+    """An executor of the family's checkpoint on so many devices, and the golden answers."""
+    name, num_devices = request.param
+    folder: Path = tmp_path_factory.mktemp(name)
+    executor = make_executor(cases.MODELS[name], folder, tensor_parallel_size=num_devices, max_model_len=128)
+    yield executor, cases.read(name)
+    executor.shutdown()
+
+
+def test_the_golden_text_comes_alone_and_in_company(served: tuple[JaxExecutor, dict[str, Any]]) -> None:
+    """In steps of 11 tokens every prompt is cut, and by four strangers the steps are shared."""
+    executor, golden = served
+    rig = Rig(executor, max_num_batched_tokens=11, max_num_seqs=5)
+    assert rig.answer(golden["prompt"], GREEDY).sequences == [golden["tokens"][:NUM_TOKENS]]
+    answers = [rig.submit(prompt, GREEDY) for prompt in (*STRANGERS[:2], golden["prompt"], *STRANGERS[2:])]
+    rig.run()
+    assert answers[2].sequences == [golden["tokens"][:NUM_TOKENS]]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preemption_does_not_show(served: tuple[JaxExecutor, dict[str, Any]], mode: str) -> None:
+    """Memory has room for one request and a part of another."""
+    executor, golden = served
+    prompt = golden["prompt"]
+    most = -(-(max(len(prompt), 41) + NUM_TOKENS) // BLOCK_SIZE) * len(executor.geometry.windows)
+    rig = Rig(executor, num_blocks=most + 2, num_host_blocks=5 * most, preemption_mode=mode)
+    answers = [rig.submit(tokens, GREEDY) for tokens in (*STRANGERS, prompt)]
+    load = rig.run()
+    assert load.num_preemptions > 0
+    assert answers[-1].sequences == [golden["tokens"][:NUM_TOKENS]]
+
+
+def test_a_cached_prefix_does_not_show(served: tuple[JaxExecutor, dict[str, Any]]) -> None:
+    executor, golden = served
+    rig = Rig(executor, enable_prefix_caching=True)
+    for is_again in (False, True):
+        answer = rig.answer(golden["prompt"], GREEDY)
+        assert answer.sequences == [golden["tokens"][:NUM_TOKENS]]
+        assert (answer.num_cached_tokens > 0) == is_again
+
+
+def test_a_search_finds_what_transformers_found(served: tuple[JaxExecutor, dict[str, Any]]) -> None:
+    executor, golden = served
+    check_search(executor, FAMILY_SEARCH, [Found(**sequence) for sequence in golden["beams"]])
