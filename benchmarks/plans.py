@@ -95,7 +95,10 @@ def estimated(found: Mapping[str, Any]) -> dict[str, Any]:
     """A recorded plan with the estimates of today, and what they are beside a kernel at 86 % of the bandwidth."""
     if not found["fits"]:
         return dict(found)
-    times, sizes = planned(found).step_times(), Pool(*(found[name.name] for name in dataclasses.fields(Pool)))
+    times, sizes = (
+        planned(found).step_times(),
+        Pool(*(found[name.name] for name in dataclasses.fields(Pool) if name.name in found)),
+    )
     one = estimate(_LENGTHS, sizes, times)
     parts = {name: dataclasses.asdict(getattr(one, name)) for name in ("decode", "prefill")}
     numbers = {"decode_s": one.decode.seconds, "prefill_s": one.prefill.seconds, "tokens_per_s": one.tokens_per_s}

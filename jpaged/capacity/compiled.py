@@ -130,7 +130,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
             target=target,
             num_devices=num_devices,
             weight_bytes=deployment.memory.request.weight_bytes,
-            bytes_per_block=deployment.memory.request.bytes_per_block,
+            bytes_per_block=deployment.memory.request.bytes_per_block // deployment.block_layers * config.num_layers,
             block_size=deployment.geometry.block_size,
             number_bytes=deployment.number_bytes or model.dtype.itemsize,
         ).step_times(),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from jpaged.capacity.cost import StepLoad
 from jpaged.capacity.step_times import StepParts, StepTimes
+from jpaged.engine.reach import Reach
 
 MAX_LOAD = 0.8
 """Share of the estimated tokens a second that a load may take: above it, waiting times grow without bound."""
@@ -50,18 +51,24 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What limits how many run: blocks, their size, rows of a step, and its tokens."""
+    """What limits how many run: blocks, their size, rows of a step, its tokens, and the windows of KV groups."""
 
     num_blocks: int
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    windows: Sequence[int | None] = (None,)
+
+    def num_fitting(self, num_tokens: int) -> int:
+        """Sequences of so many tokens that find blocks."""
+        reaches = [Reach.of(window, self.block_size, self.max_num_batched_tokens) for window in self.windows]
+        return self.num_blocks // sum(reach.num_kept(num_tokens) for reach in reaches)
 
 
 def estimate(lengths: Lengths, pool: Pool, times: StepTimes) -> Estimate:
     """The numbers of one copy of the model."""
     input_len, output_len = lengths.input_len, lengths.output_len
-    num_fitting = pool.num_blocks // math.ceil((input_len + output_len) / pool.block_size)
+    num_fitting = pool.num_fitting(input_len + output_len)
     num_running = min(num_fitting, pool.max_num_seqs)
     num_rows = max(1, num_running)
     decode = times.parts(StepLoad.decoding(num_rows, input_len + output_len / 2))

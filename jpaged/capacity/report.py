@@ -70,6 +70,7 @@ def assess(plan: CompiledPlan, workload: Workload) -> Assessment:
         deployment.geometry.block_size,
         deployment.geometry.max_num_seqs,
         deployment.geometry.max_num_batched_tokens,
+        deployment.geometry.windows,
     )
     mix = estimate(mean_lengths(workload.lengths), pool, plan.step_times)
     tokens_per_s = mix.tokens_per_s * plan.num_copies
@@ -117,7 +118,7 @@ def lines(found: Assessment) -> list[str]:
         text.append(f"  the compiler says: {refusal.message}")
     text += [f"  {line}" for line in memory.lines()]
     if deployment.fits:
-        longest = memory.num_blocks // -(-sizes.max_model_len // sizes.block_size)
+        longest = memory.num_blocks // sum(reach.num_kept(sizes.max_model_len) for reach in sizes.reaches)
         text.append(
             f"  {memory.num_blocks} blocks of {sizes.block_size} tokens hold {longest} sequences of "
             f"{sizes.max_model_len} tokens, or"
@@ -185,6 +186,7 @@ def as_json(found: Assessment) -> dict[str, Any]:
         "max_num_seqs": deployment.geometry.max_num_seqs,
         "max_num_batched_tokens": deployment.geometry.max_num_batched_tokens,
         "block_size": deployment.geometry.block_size,
+        "windows": list(deployment.geometry.windows),
         "num_blocks": memory.num_blocks,
         "most_blocks": deployment.most_blocks,
         "notes": list(plan.notes),

@@ -40,7 +40,7 @@ def name_of_kv_dtype(dtype: np.dtype) -> str:
 
 
 def measure_scales(step: Step, params: Params) -> jax.Array:
-    """Runs the probe; float32 `[L, K, 2]` for keys and values, each on the device that holds its head."""
+    """Runs the probe; float32 `[G * L, K, 2]` for keys and values, each on the device that holds its head."""
     probe_len = min(PROBE_LEN, step.model.config.max_model_len)
     token_ids = np.random.default_rng(0).integers(0, step.vocab_size, probe_len, dtype=np.int32)
     sharding = NamedSharding(step.mesh, SCALES_SPEC)
@@ -49,7 +49,7 @@ def measure_scales(step: Step, params: Params) -> jax.Array:
 
 
 def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
-    """Largest magnitudes `[L, K, 2]` of keys and values while the model reads the tokens."""
+    """Largest magnitudes `[G * L, K, 2]` of keys and values while the model reads the tokens."""
     num_tokens, layout = token_ids_t.shape[0], step.layout
     is_seen_qk = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
 
@@ -69,9 +69,10 @@ def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
         # A latent is stored once, with one scale for all that it is used for.
         stored = (k_tkd, v_tkd if layout.value_dim is None else k_tkd)
         found_k2 = jnp.stack([jnp.abs(x.astype(jnp.float32)).max(axis=(0, 2)) for x in stored], axis=-1)
-        return o_thd, carry.at[place.index].set(found_k2)
+        return o_thd, carry.at[place.group * layout.num_layers + place.index].set(found_k2)
 
     positions_t = jnp.arange(num_tokens, dtype=jnp.int32)
-    carry = jnp.zeros((layout.num_layers, layout.num_kv_heads, 2))
+    groups = step.kv_groups
+    carry = jnp.zeros((len(groups.windows) * layout.num_layers, layout.num_kv_heads, 2))
     tokens = TokenBatch(token_ids_t, positions_t, jnp.full_like(positions_t, num_tokens))
-    return step.model.run(params, tokens, attend, carry, step.layer_mode)[1]
+    return step.model.run(params, tokens, attend, carry, step.layer_mode, groups.places)[1]

@@ -45,6 +45,10 @@ class Reach:
         limit = self.max_num_held
         return num_blocks if limit is None else min(num_blocks, limit)
 
+    def num_kept(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens holds while it decodes."""
+        return -(-num_tokens // self.block_size) - self.first_block(num_tokens // self.block_size)
+
     def num_blocks(self, num_prompt_tokens: int, lens: Iterable[int]) -> int:
         """Blocks at most of sequences of these lengths, at one time: they compute their prompt once, and share it."""
         num_shared = num_prompt_tokens // self.block_size

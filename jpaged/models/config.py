@@ -89,11 +89,6 @@ class ModelConfig:
         return tuple(kind.attention for kind in self.layer_kinds)
 
     @property
-    def kv_places(self) -> tuple[tuple[int, int], ...]:
-        """Where each layer keeps its keys and values: see `jpaged.models.stack.KVPlace`."""
-        return tuple((0, index) for index in range(self.num_layers))
-
-    @property
     def value_dim(self) -> int | None:
         """Numbers that keys begin with and that are the values; None where values are projected beside keys."""
         return None

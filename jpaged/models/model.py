@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from flax import nnx
 
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
+from jpaged.models.kv_groups import KVPlace
 from jpaged.models.layer_kinds import LayerKind, stacks_of
 from jpaged.models.layers import Attend, Ends, Params
 from jpaged.models.quantisation.tree import put_quantised
@@ -71,7 +73,13 @@ class Model:
         return {**_arrays(modules.ends(config, dtype, (begin_key, end_key))), "layers": layers}
 
     def run(
-        self, params: Params, tokens: TokenBatch, attend: Attend, carry: Any, layer_mode: LayerMode
+        self,
+        params: Params,
+        tokens: TokenBatch,
+        attend: Attend,
+        carry: Any,
+        layer_mode: LayerMode,
+        kv_places: Sequence[KVPlace] | None = None,
     ) -> tuple[jax.Array, Any]:
         """Tokens to the hidden states of the last layer.
 
@@ -83,6 +91,7 @@ class Model:
                 query head h reads key/value head h // (H / K).
             carry: what attend threads through the layers: the KV pool when serving, `()` when training.
             layer_mode: how the layers run; see `run_layers`.
+            kv_places: where each layer keeps its keys and values; None is one group of all layers in order.
 
         Returns:
             hidden states `[T, E]` in the model's type, and the carry.
@@ -94,7 +103,8 @@ class Model:
             graph = _layer_graph(config, self.dtype, place.kind)
             return nnx.merge(graph, nnx.State(params))(x, shared, attend, carry, place)
 
-        x, carry = run_layers(layer, params["layers"], x, carry, config.layer_kinds, config.kv_places, mode=layer_mode)
+        places = [(0, index) for index in range(config.num_layers)] if kv_places is None else kv_places
+        x, carry = run_layers(layer, params["layers"], x, carry, config.layer_kinds, places, mode=layer_mode)
         return ends.end(x), carry
 
     def logits(self, params: Params, hidden_re: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:

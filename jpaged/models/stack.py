@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.models.kv_groups import KVPlace
 from jpaged.models.layer_kinds import LayerKind, Segment, segments_of
 
 LayerMode = Literal["scan", "loop"]
-
-KVPlace = tuple[int, int]
-"""Where a layer keeps its keys and values: its group of layers, and which layer of that group it is."""
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,7 @@ from jpaged.engine.executor import Detail, Executor, Geometry, SamplingInputs, S
 
 @dataclass
 class Sequence:
-    """Tokens, how many of them are in the pool, and the blocks that they lie in."""
+    """Tokens, how many of them are in the pool, and the blocks that they lie in, one KV group after the other."""
 
     tokens: list[int]
     prompt_len: int
@@ -44,7 +44,7 @@ class Driver:
         self.free: list[int] = (self.rng.permutation(self.geometry.num_blocks) + 1).tolist()
 
     def sequence(self, prompt: list[int], **how: float) -> Sequence:
-        num_blocks = self.geometry.max_blocks_per_seq
+        num_blocks = len(self.geometry.windows) * self.geometry.max_blocks_per_seq
         blocks, self.free = self.free[:num_blocks], self.free[num_blocks:]
         return Sequence(list(prompt), len(prompt), blocks, **how)  # type: ignore[arg-type]
 
@@ -65,22 +65,23 @@ class Driver:
         geometry, block_size = self.geometry, self.geometry.block_size
         num_tokens = sum(row.num_tokens for row in rows)
         t, s = geometry.buckets.num_tokens(num_tokens), geometry.max_num_seqs
-        ids, positions, lens, slots, feeds = (np.zeros(t, np.int32) for _ in range(5))
+        ids, positions, lens, feeds = (np.zeros(t, np.int32) for _ in range(4))
+        slots = np.zeros((len(geometry.windows), t), np.int32)
         is_prev_sampled = np.zeros(t, np.bool_)
         starts, kv_lens = np.full(s + 1, num_tokens, np.int32), np.zeros(s, np.int32)
-        tables = np.zeros((s, geometry.max_blocks_per_seq), np.int32)
+        tables = np.zeros((len(geometry.windows), s, geometry.max_blocks_per_seq), np.int32)
         begin = 0
         for i, row in enumerate(rows):
             sequence = row.sequence
             starts[i], kv_lens[i] = begin, sequence.num_computed + row.num_tokens
-            tables[i] = sequence.blocks
+            tables[:, i] = np.reshape(sequence.blocks, (len(tables), -1))
             for position in range(sequence.num_computed, kv_lens[i]):
                 place = begin + position - sequence.num_computed
                 if row.prev_sampled_row is not None and position == kv_lens[i] - 1:
                     is_prev_sampled[place], feeds[place] = True, row.prev_sampled_row
                 ids[place] = 0 if is_prev_sampled[place] else sequence.tokens[position]
                 positions[place], lens[place] = position, max(position + 1, sequence.prompt_len)
-                slots[place] = sequence.blocks[position // block_size] * block_size + position % block_size
+                slots[:, place] = tables[:, i, position // block_size] * block_size + position % block_size
             begin += row.num_tokens
         return StepInputs(
             token_ids_t=ids,
@@ -88,10 +89,10 @@ class Driver:
             prev_sampled_rows_t=feeds,
             positions_t=positions,
             rope_lens_t=lens,
-            slots_gt=slots[None],
+            slots_gt=slots,
             query_starts_s1=starts,
             kv_lens_s=kv_lens,
-            block_tables_gsm=tables[None],
+            block_tables_gsm=tables,
             kv_begins_s=np.zeros(s, np.int32),
             run_starts_s1=np.full(s + 1, len(rows), np.int32),
             sample_tokens_s=np.maximum(starts[1:] - 1, 0),

@@ -57,6 +57,7 @@ class Deployment:
         num_programs: that a server runs.
         seconds: for all that was compiled, by the clock.
         geometry: sizes of its steps.
+        block_layers: layers of a block, which are those of a KV group.
         backend: whose attention kernel runs.
         passed_over: lines on backends made for the devices that do not run: why, and what would bring them back.
         number_bytes: of each number that devices add up in a step, as the compiled program exchanges them; None where
@@ -71,6 +72,7 @@ class Deployment:
     num_programs: int
     seconds: float
     geometry: Geometry
+    block_layers: int
     backend: str
     passed_over: tuple[str, ...]
     number_bytes: float | None
@@ -150,6 +152,7 @@ def compile_deployment(
             num_programs=len(probe.sources),
             seconds=time.perf_counter() - begin,
             geometry=probe.geometry,
+            block_layers=probe.step.layout.num_layers,
             backend=probe.step.backend,
             passed_over=passed_over,
             number_bytes=_number_bytes(programs),

@@ -27,6 +27,8 @@ from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.engine.executor import BucketTable, Geometry
 from jpaged.kernels.sampling import choose_kernel
+from jpaged.models.kv_groups import group_layers
+from jpaged.models.layer_kinds import stacks_of
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
@@ -54,8 +56,15 @@ def sized_step(
     model = Placement.of(model, mesh, layer_mode).model
     config = model.config
     # What was chosen is one device's part.
+    windows = [kind.sliding_window for kind in config.attention_kinds]
+    stacks = list(stacks_of(config.layer_kinds).values()) if layer_mode == "scan" else None
+    groups = group_layers(windows, sizes.max_model_len, stacks)
     layout = dataclasses.replace(
-        chosen.layout, num_blocks=num_blocks, num_kv_heads=config.num_kv_heads, num_shards=num_parts
+        chosen.layout,
+        num_layers=groups.num_layers,
+        num_blocks=num_blocks,
+        num_kv_heads=config.num_kv_heads,
+        num_shards=num_parts,
     )
     cascade = None
     if options.cache.enable_cascade_attention:
@@ -78,10 +87,12 @@ def sized_step(
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
         cascade=cascade,
         max_num_steps=max_num_steps,
+        windows=groups.windows,
     )
     step = Step(
         model,
         layout,
+        groups,
         layer_mode,
         num_places=geometry.buckets.rows[-1],
         vocab_size=vocab_size,
@@ -114,12 +125,15 @@ def abstract_serving(
         InvalidArgument, Unsupported: as in `sized_step`.
     """
     where = Placement.of(model, mesh, layer_mode)
-    num_blocks = options.cache.num_blocks or Attention.on(model, options, mesh).sizes().blocks_per_seq
+    num_blocks = options.cache.num_blocks
+    if num_blocks is None:
+        num_blocks = sized_step(model, options, where.layer_mode, 1, mesh)[1].num_blocks_of_longest
     step, geometry = sized_step(model, options, where.layer_mode, num_blocks, mesh)
     params = params_for(step, where.abstract_params())
     layout = step.layout
     if layout.is_scaled:
-        shape, sharding = (layout.num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, SCALES_SPEC)
+        num_layers = len(geometry.windows) * layout.num_layers
+        shape, sharding = (num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, SCALES_SPEC)
         params["kv_scales"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
     return step, geometry, params
 

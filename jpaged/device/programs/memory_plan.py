@@ -91,8 +91,9 @@ class PoolRequest:
     """What decides the number of blocks, besides memory and programs.
 
     Attributes:
-        bytes_per_block: of all layers, what one device holds of it.
-        block_size: tokens in a block.
+        bytes_per_block: of all layers of a KV group, what one device holds of it.
+        blocks_per_seq: that one sequence of the greatest length holds at most, in all KV groups: the least that a pool
+            has unless the user says so.
         max_num_seqs: sequences that run at once.
         max_model_len: tokens of a sequence at most.
         memory_utilization: share of the memory that weights, programs and the pool may take.
@@ -105,7 +106,7 @@ class PoolRequest:
     """
 
     bytes_per_block: int
-    block_size: int
+    blocks_per_seq: int
     max_num_seqs: int
     max_model_len: int
     memory_utilization: float
@@ -123,11 +124,6 @@ class PoolRequest:
                 f"{self.bytes_per_block} bytes each",
             )
         object.__setattr__(self, "num_blocks", self.pool_bytes // self.bytes_per_block - 1)
-
-    @property
-    def blocks_per_seq(self) -> int:
-        """Blocks of one sequence of the greatest length: the least that a pool has unless the user says so."""
-        return -(-self.max_model_len // self.block_size)
 
     def probe_blocks(self, memory: DeviceMemory) -> int:
         """Blocks of the pool that programs are compiled with for what they take: a GiB, where that much fits."""

@@ -99,7 +99,7 @@ class ServerPrograms:
         """The facts that decide how many blocks the pool has."""
         return PoolRequest(
             bytes_per_block=self.step.layout.local.bytes_per_block,
-            block_size=self.geometry.block_size,
+            blocks_per_seq=self.geometry.num_blocks_of_longest,
             max_num_seqs=self.geometry.max_num_seqs,
             max_model_len=self.geometry.max_model_len,
             memory_utilization=cache.memory_utilization

@@ -43,6 +43,7 @@ from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attentio
 from jpaged.kernels.paged_attention.sinks import add_sinks
 from jpaged.kernels.paged_attention.spec import NewKV
 from jpaged.kernels.sampling import RowSampling, Sampled, SamplingKernel
+from jpaged.models.kv_groups import KVGroups
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace
@@ -75,6 +76,7 @@ class Step:
     Attributes:
         model: the description of the network, wide enough for every shard.
         layout: of the pool that its attention reads.
+        kv_groups: which layers share block tables; those of a group have as many layers of the pool as the layout.
         layer_mode: how the layers run, and so how the parameters are stacked.
         num_places: rows of the hidden states and of the last tokens: what the largest sample takes.
         vocab_size: tokens that can be sampled; the model's own number may hold padding.
@@ -86,6 +88,7 @@ class Step:
 
     model: Model
     layout: KVLayout
+    kv_groups: KVGroups
     layer_mode: LayerMode
     num_places: int
     vocab_size: int
@@ -105,7 +108,8 @@ class Step:
     ) -> tuple[Shaped[Array, "P B ..."], Float[Array, "S E"]]:
         """Runs the layers on inputs that are packed; the hidden state from which each row samples comes back.
 
-        The parameters hold the pool's scales as "kv_scales" `[L, K, 2]` where it keeps 8 bits.
+        The parameters hold the pool's scales as "kv_scales" `[G * L, K, 2]` where it keeps 8 bits, one group's layers
+        after the other's.
         """
         inputs = packing.unpack(words)
         sampled_t = last_tokens_s[inputs["prev_sampled_rows_t"]]
@@ -118,14 +122,9 @@ class Step:
         self, params: Params, pool: Shaped[Array, "P B ..."], ids_t: Int[Array, "T"], inputs: Mapping[str, jax.Array]
     ) -> tuple[Float[Array, "T E"], Shaped[Array, "P B ..."]]:
         """Runs the layers on tokens, with the other fields of `StepInputs` by name; the hidden state of each."""
-        alone = RaggedRows(
-            query_starts_s1=inputs["query_starts_s1"],
-            kv_lens_s=inputs["kv_lens_s"],
-            block_tables_sm=inputs["block_tables_gsm"][0],
-            num_rows=inputs["num_rows"],
-            kv_begins_s=inputs.get("kv_begins_s"),
-        )
-        rows = {kind: self._prepare(kind, alone, inputs) for kind in set(self.model.config.attention_kinds)}
+        kinds, places = self.model.config.attention_kinds, self.kv_groups.places
+        pairs = {(kind, group) for kind, (group, _) in zip(kinds, places, strict=True)}
+        rows = {pair: self._prepare(*pair, inputs) for pair in pairs}
 
         def attend(
             q_thd: jax.Array,
@@ -135,14 +134,17 @@ class Step:
             place: LayerPlace,
             sinks_h: jax.Array | None = None,
         ) -> tuple[jax.Array, jax.Array]:
-            new_kv = k_tkd, v_tkd, inputs["slots_gt"][0]
+            new_kv, num_layers = (k_tkd, v_tkd, inputs["slots_gt"][place.group]), self.layout.num_layers
             scales_lk2 = params.get("kv_scales")
-            return self._attend(q_thd, new_kv, pool, place, rows[place.attention], scales_lk2, sinks_h)
+            if scales_lk2 is not None:
+                scales_lk2 = scales_lk2[place.group * num_layers : (place.group + 1) * num_layers]
+            of_step = rows[place.attention, place.group]
+            return self._attend(q_thd, new_kv, pool, place, of_step, scales_lk2, sinks_h)
 
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin where the last one ends
         experts = experts_kernel(self.model.config.mixture, self.mesh)
         tokens = TokenBatch(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens, self._heads(), experts)
-        return self.model.run(params, tokens, attend, pool, self.layer_mode)
+        return self.model.run(params, tokens, attend, pool, self.layer_mode, places)
 
     def packed_sample(
         self, params: Params, hidden_se: Float[Array, "S E"], words: Int[Array, "W"], *, detail: Detail
@@ -188,11 +190,16 @@ class Step:
         turn = on_shards(heads.turn, self.mesh, (PROJECTION_SPEC, whole, whole), (HEADS_SPEC,) * 3)
         return HeadsKernel(heads.angles, turn)
 
-    def _prepare(
-        self, kind: AttentionKind, rows: RaggedRows, inputs: Mapping[str, jax.Array]
-    ) -> RaggedRows | CascadeRows:
-        """The rows as the layers of a kind take them: what depends on the step alone is made once."""
-        spec, config, slots_t = AttentionSpec(self.layout.local, kind), self.model.config, inputs["slots_gt"][0]
+    def _prepare(self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array]) -> RaggedRows | CascadeRows:
+        """The rows as the layers of a kind in a KV group take them: what depends on the step alone is made once."""
+        rows = RaggedRows(
+            query_starts_s1=inputs["query_starts_s1"],
+            kv_lens_s=inputs["kv_lens_s"],
+            block_tables_sm=inputs["block_tables_gsm"][group],
+            num_rows=inputs["num_rows"],
+            kv_begins_s=inputs.get("kv_begins_s"),
+        )
+        spec, config, slots_t = AttentionSpec(self.layout.local, kind), self.model.config, inputs["slots_gt"][group]
         num_rows, table_width = rows.block_tables_sm.shape
         num_heads = config.num_heads // num_shards(self.mesh)
         queries = Queries(num_heads, jnp.dtype(self.model.dtype), num_rows, table_width, slots_t.shape[0])

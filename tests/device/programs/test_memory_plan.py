@@ -18,7 +18,7 @@ from tests.device import tiny_model
 
 GIB, MIB = 1 << 30, 1 << 20
 REQUEST = PoolRequest(
-    bytes_per_block=MIB, block_size=16, max_num_seqs=8, max_model_len=1000, memory_utilization=0.5, weight_bytes=GIB
+    bytes_per_block=MIB, blocks_per_seq=63, max_num_seqs=8, max_model_len=1000, memory_utilization=0.5, weight_bytes=GIB
 )
 HOST = DeviceMemory(6 * GIB, is_own=False)
 OWN = DeviceMemory(8 * GIB)
@@ -49,7 +49,7 @@ def requests(sample: st.DrawFn) -> tuple[PoolRequest, DeviceMemory, ProgramMemor
     sizes = st.integers(0, 1 << 36)
     request = PoolRequest(
         bytes_per_block=sample(st.integers(1, 1 << 26)),
-        block_size=sample(st.integers(1, 64)),
+        blocks_per_seq=sample(st.integers(1, 1 << 17)),
         max_num_seqs=sample(st.integers(1, 256)),
         max_model_len=sample(st.integers(2, 1 << 17)),
         memory_utilization=sample(st.floats(0.01, 1.0)),
