@@ -313,6 +313,18 @@ class PagedAttentionPromises(BackendUnderTest):
         for got, expected in zip(self.run(case), want, strict=True):
             np.testing.assert_array_equal(got, expected)
 
+    def test_blocks_that_a_window_has_left_behind_do_not_matter(self) -> None:
+        """Their places in the tables hold the null block, which is NaN here."""
+        rows, window, shape = [(1, 100), (7, 90), (1, 34), (1, 20)], 33, Shape(sliding_window=33)
+        case = make_case(rows, shape)
+        want = self.run(case)
+        for table_m, (num_queries, kv_len) in zip(case.block_tables_sm, rows, strict=False):
+            first_seen = max(0, kv_len - num_queries + 1 - window)
+            table_m[: first_seen // shape.block_size] = 0
+        assert np.isnan(case.k_lnbkd[case.layer, 0]).all()
+        for got, expected in zip(self.run(case), want, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
     def test_rows_that_share_blocks(self) -> None:
         case = make_case([(1, 40), (1, 33), (6, 38)], Shape())
         case.block_tables_sm[1:3] = case.block_tables_sm[0]

@@ -182,7 +182,8 @@ def _read_chunks(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys and values [n, W, K, D] in float32 of each segment's chunk, and which of them are of its context.
 
-    They are zero outside of it, whatever the memory holds there. A segment that has no such chunk reads the null block.
+    They are zero outside of it and before its window, whatever the memory holds there. A segment that has no such chunk
+    reads the null block.
     """
     spec, layout, tables_sm = call.spec, call.spec.layout, call.rows.block_tables_sm
     num_blocks = _chunk_blocks(spec)
@@ -193,9 +194,10 @@ def _read_chunks(
     rows_nwkd = blocks.reshape(chunks_n.shape[0], -1, *blocks.shape[2:])
     num_keys = rows_nwkd.shape[1]
     places_nw = chunks_n[:, None] * num_keys + jnp.arange(num_keys)
-    is_context_nw = (places_nw >= call.rows.begins[segments.rows][:, None]) & (
-        places_nw < call.rows.kv_lens_s[segments.rows][:, None]
-    )
+    begins_n = call.rows.begins[segments.rows]
+    if spec.kind.sliding_window is not None:  # what lies before that was given up
+        begins_n = jnp.maximum(begins_n, segments.positions - spec.kind.sliding_window + 1)
+    is_context_nw = (places_nw >= begins_n[:, None]) & (places_nw < call.rows.kv_lens_s[segments.rows][:, None])
     is_context_nw &= jnp.repeat(is_block_nb, layout.block_size, axis=1)
     k_nwkd, v_nwkd = split_rows(jnp.where(is_context_nw[..., None, None], rows_nwkd, 0), layout.value_dim)
     if call.scales_lk2 is not None:

@@ -325,9 +325,9 @@ def _tiles(part: ContextPart, cut: Cut, place: int, num_tokens: int) -> _Tiles:
     size_n = jnp.where(tiles_n < tile_ends_r[-1], jnp.clip(counts_r[row_n] - offset_n, 0, tile.num_tokens), 0)
     position_n, begin_n, end_n = (jnp.append(x, 0)[row_n] for x in (rows.positions, rows.begins, lens_s))
     position_n += offset_n
+    if spec.kind.sliding_window is not None:  # what lies before that was given up, and is not read
+        begin_n = jnp.maximum(begin_n, position_n - spec.kind.sliding_window + 1)
     first_n = begin_n
-    if spec.kind.sliding_window is not None:
-        first_n = jnp.maximum(first_n, position_n - spec.kind.sliding_window + 1)
     last_n = jnp.minimum(end_n, position_n + size_n)
     if place > 0:
         size_n = jnp.where(first_n < last_n, size_n, 0)
