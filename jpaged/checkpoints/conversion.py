@@ -1,12 +1,15 @@
 """Checkpoint folders from one format into the other, tensor by tensor.
 
-Every tensor of the source is written under its name and in its shape, in its type unless another is asked for. At any
+Every tensor of the source is written under its name and in its shape, in its type unless another is asked for, or
+rounded to fewer bits (`jpaged.checkpoints.quantised.writing`). At any
 time host memory holds one tensor as it was read, and again in the type it is written in where that differs. The
 destination appears under its name when it is whole.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 import shutil
 import tempfile
@@ -23,6 +26,8 @@ from jpaged import json_text
 from jpaged.checkpoints.hub import CONFIG_FILE, read_config, read_json, read_scheme
 from jpaged.checkpoints.orbax import MANIFEST_FILE, is_orbax_folder, write_manifest
 from jpaged.checkpoints.orbax_writer import write_orbax
+from jpaged.checkpoints.quantised.rounding import ASKED
+from jpaged.checkpoints.quantised.writing import Rounded
 from jpaged.checkpoints.safetensors_writer import StoredTensor, write_tensor_files
 from jpaged.checkpoints.tensor_files import INDEX_FILE, SINGLE_FILE
 from jpaged.checkpoints.tensor_source import DTYPES, TensorSource
@@ -51,6 +56,7 @@ class ConversionOptions:
         max_shard_bytes: size of a file, at most for safetensors (5 GiB when None), where a larger tensor has its own,
             and about for Orbax (None leaves it to Orbax).
         force: replaces a checkpoint that is at the destination.
+        quantize: one of `ASKED`, to round the matrices of layers to; None leaves them.
 
     Raises:
         InvalidArgument: a value is none of those.
@@ -60,12 +66,15 @@ class ConversionOptions:
     dtype: str | None = None
     max_shard_bytes: int | None = None
     force: bool = False
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         if self.to not in FORMATS:
             raise InvalidArgument("to", f"{self.to!r} is not one of {', '.join(FORMATS)}")
         if self.dtype is not None and self.dtype not in WRITTEN_DTYPES:
             raise InvalidArgument("dtype", f"{self.dtype!r} is not one of {', '.join(WRITTEN_DTYPES)}")
+        if self.quantize is not None and self.quantize not in ASKED:
+            raise InvalidArgument("quantize", f"{self.quantize!r} is not one of {', '.join(ASKED)}")
         least = _MIN_SHARD_BYTES[self.to]
         if self.max_shard_bytes is not None and self.max_shard_bytes < least:
             raise InvalidArgument(
@@ -100,6 +109,10 @@ def convert_folder(
         with _new_folder(destination, options.force) as folder:
             _copy_companions(source, folder)
             if options.dtype is not None:
+                if config.quantisation is not None:
+                    raise InvalidArgument(
+                        "dtype", f"{options.dtype} is no type for weights quantised by others: leave it"
+                    )
                 _write_dtype(folder / CONFIG_FILE, options.dtype)
             _write(tensors, config, folder, options, progress)
 
@@ -117,7 +130,10 @@ def _copy_companions(source: Path, folder: Path) -> None:
 def _write(
     source: TensorSource, config: ModelConfig, folder: Path, options: ConversionOptions, progress: Progress
 ) -> None:
-    tensors = _stored(source, options.dtype, progress)
+    rounded = None if options.quantize is None else Rounded.of(config, source, options.quantize)
+    if rounded is not None:
+        _write_config(folder / CONFIG_FILE, {"quantization_config": rounded.config()})
+    tensors = _stored(source, options.dtype, rounded, progress)
     needed, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(folder).free
     if needed > free:
         raise InvalidArgument(
@@ -132,22 +148,33 @@ def _write(
     write_manifest(folder, config.architecture, dtypes.pop() if len(dtypes) == 1 else "mixed")
 
 
-def _stored(source: TensorSource, dtype: str | None, progress: Progress) -> list[StoredTensor]:
-    """Every tensor of the source, layer by layer, to be read and cast when it is its turn."""
+def _stored(source: TensorSource, dtype: str | None, rounded: Rounded | None, progress: Progress) -> list[StoredTensor]:
+    """Every tensor that is written, layer by layer, to be read and cast or rounded when it is its turn."""
     names = sorted(source.names, key=_natural_order)
-    turns = iter(range(1, len(names) + 1))
-
-    def stored(name: str) -> StoredTensor:
-        shape, have = source.shape(name), source.dtype(name)
+    matrices = {} if rounded is None else rounded.matrices
+    tensors: list[StoredTensor] = []
+    for name in names:
+        have = source.dtype(name)
         want = have if dtype is None else DTYPES[dtype]
+        if rounded is not None and name in matrices:
+            tensors += rounded.tensors(source, name, want)
+        else:
+            read = functools.partial(_read_cast, source, name, want)
+            tensors.append(StoredTensor(name, source.shape(name), want, read))
+    turns = iter(range(1, len(tensors) + 1))
 
+    def told(tensor: StoredTensor) -> StoredTensor:
         def read() -> np.ndarray:
-            progress(next(turns), len(names), name)
-            return _cast(source.read(name, shape), want, name)
+            progress(next(turns), len(tensors), tensor.name)
+            return tensor.read()
 
-        return StoredTensor(name, shape, want, read)
+        return dataclasses.replace(tensor, read=read)
 
-    return [stored(name) for name in names]
+    return [told(tensor) for tensor in tensors]
+
+
+def _read_cast(source: TensorSource, name: str, dtype: np.dtype) -> np.ndarray:
+    return _cast(source.read(name, source.shape(name)), dtype, name)
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:
@@ -169,7 +196,12 @@ def _write_dtype(path: Path, dtype: str) -> None:
     """Says in a config.json what type the tensors now are; checkpoints name it in one of two ways, or both."""
     config = read_json(path)
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
-    path.write_text(json_text.dumps({**config, **dict.fromkeys(keys, dtype)}, indent=2) + "\n", encoding="utf-8")
+    _write_config(path, dict.fromkeys(keys, dtype))
+
+
+def _write_config(path: Path, values: Mapping[str, object]) -> None:
+    """Puts values into a config.json."""
+    path.write_text(json_text.dumps({**read_json(path), **values}, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_apart(source: Path, destination: Path) -> None:

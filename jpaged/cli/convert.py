@@ -18,8 +18,10 @@ Write a model as safetensors in Hugging Face layout, or as Orbax, tensor by tens
 
     jpaged convert meta-llama/Llama-3.1-8B-Instruct ./llama-orbax --to orbax
     jpaged convert ./llama-orbax ./llama-hf --to safetensors --max-shard-size 2GiB
+    jpaged convert ./llama-hf ./llama-int4 --to safetensors --quantize int4
 
-Either folder can be served. What is written is whole and bit by bit what was read, unless --dtype says otherwise.
+Any of these folders can be served. What is written is whole and bit by bit what was read, unless --dtype or --quantize
+says otherwise.
 """
 
 _MAX_DIGITS = 18
@@ -47,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="of one file of tensors, such as 5GiB or 500MB (default: 5GiB for safetensors; Orbax takes its own)",
     )
+    parser.add_argument(
+        "--quantize",
+        choices=("int8", "int4", "fp8"),
+        help="round the matrices of layers, and write them in the layout of compressed-tensors",
+    )
     parser.add_argument("--force", action="store_true", help="replace a checkpoint that is at DESTINATION")
 
 
@@ -67,12 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
         report.progress(name, number, total)
 
     try:
-        options = ConversionOptions(arguments.to, dtype, size, arguments.force)
+        options = ConversionOptions(arguments.to, dtype, size, arguments.force, arguments.quantize)
         convert_folder(find_folder(arguments.source), arguments.destination, options, progress)
     except InvalidArgument as error:
-        if error.field not in ("dtype", "max_shard_size"):
+        if error.field not in ("dtype", "max_shard_size", "quantization"):
             raise
-        raise InvalidArgument(flag_of(error.field), error.problem) from error
+        name = "quantize" if error.field == "quantization" else error.field
+        raise InvalidArgument(flag_of(name), error.problem) from error
     report.line(f"written to {arguments.destination}")
     return 0
 

@@ -8,6 +8,7 @@ gptq.py                4 and 8 bits, groups that may be listed
 fp8.py                 float8 with scales of blocks, columns and tensors
 mxfp4.py               gpt-oss's experts
 rounding.py            weights -> fewer bits, while they are loaded
+writing.py             weights -> a quantised checkpoint
 leaf.py                tensors -> a leaf of the tree
 weights.py             tensors -> the weights that they stand for
 """

@@ -1,0 +1,139 @@
+"""Weights -> a quantised checkpoint in the layouts of compressed-tensors, which vLLM and transformers read too.
+
+    int8, int4   pack-quantized: weight_packed, weight_scale, weight_shape, and weight_zero_point of int4
+    fp8          float-quantized: weight, weight_scale
+
+Scales are float32, so that what is read back is what `--quantization` makes of the weights, number by number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from jpaged.checkpoints.names import model_leaves
+from jpaged.checkpoints.quantised.compressed_tensors import FLOATING, PACKED
+from jpaged.checkpoints.quantised.rounding import FORMATS, Asked, quantised_here, round_matrix
+from jpaged.checkpoints.quantised.scheme import StoredMatrix, numbers_to_words
+from jpaged.checkpoints.safetensors_writer import StoredTensor
+from jpaged.checkpoints.tensor_source import TensorSource
+from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
+from jpaged.models.config import ModelConfig
+from jpaged.models.leaves import Leaf
+from jpaged.models.quantisation.formats import contracted_axis, leaf_format, module_of
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """What a checkpoint becomes when its matrices are rounded.
+
+    Attributes:
+        matrices: the tensors that are, by name, with the contracted axis and the format of each.
+        left: modules with matrices that are not.
+    """
+
+    asked: Asked
+    matrices: Mapping[str, tuple[int, MatrixFormat]]
+    left: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: ModelConfig, source: TensorSource, asked: str) -> Rounded:
+        """What becomes of a checkpoint.
+
+        Raises:
+            InvalidArgument: its matrices are quantised already.
+        """
+        quantisation = quantised_here(config, asked).quantisation
+        leaves = model_leaves(config, source.names)
+        matrices: dict[str, tuple[int, MatrixFormat]] = {}
+        left = []
+        for leaf in (leaf for each in (leaves.outer, *leaves.layers) for leaf in each):
+            form, axis = leaf_format(quantisation, leaf), _stored_axis(leaf)
+            for name, shape in leaf.tensors:
+                if form is not None and axis is not None and len(shape) == 2:
+                    matrices[name] = axis, FORMATS[cast(Asked, asked)].split(shape[axis], 1)
+                elif len(shape) > 1 and leaf.path[0] != "embed":
+                    left.append(module_of(name))
+        return cls(cast(Asked, asked), matrices, tuple(left))
+
+    def tensors(self, source: TensorSource, name: str, dtype: np.dtype) -> list[StoredTensor]:
+        """The tensors that one of `matrices` becomes; each is rounded again when it is written."""
+        shape, (axis, form) = source.shape(name), self.matrices[name]
+        num_out, depth = shape if axis == 1 else shape[::-1]
+        groups, module = form.num_groups(depth), module_of(name)
+
+        def part(suffix: str, part_shape: tuple[int, ...], part_dtype: type | np.dtype) -> StoredTensor:
+            def read() -> np.ndarray:
+                matrix = round_matrix(source, name, shape, axis, form, dtype)
+                return np.ascontiguousarray(_parts(matrix, form)[suffix])
+
+            return StoredTensor(module + suffix, part_shape, np.dtype(part_dtype), read)
+
+        scales = part(".weight_scale", (num_out, groups), np.float32)
+        if form.values == "fp8":
+            return [part(".weight", (num_out, depth), form.dtype), scales]
+        per_word = 32 // NUM_BITS[form.values]
+        parts = [part(".weight_packed", (num_out, -(-depth // per_word)), np.int32), scales]
+        if form.has_zeros:
+            parts.append(part(".weight_zero_point", (-(-num_out // per_word), groups), np.int32))
+        of_shape = np.array((num_out, depth), np.int64)
+        return [*parts, StoredTensor(f"{module}.weight_shape", (2,), of_shape.dtype, lambda: of_shape)]
+
+    def config(self) -> dict[str, object]:
+        """The `quantization_config` of what is written."""
+        by_group: dict[int | None, list[str]] = defaultdict(list)
+        for name, (_, form) in self.matrices.items():
+            by_group[form.group_size].append(module_of(name))
+        sizes = sorted(by_group, key=lambda size: -len(by_group[size]))
+        groups = {
+            f"group_{index}": self._group(size, ["Linear"] if index == 0 else by_group[size])
+            for index, size in enumerate(sizes)
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": FLOATING if self.asked == "fp8" else PACKED,
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": ["lm_head", *(module for module in self.left if module != "lm_head")],
+            "kv_cache_scheme": None,
+        }
+
+    def _group(self, group_size: int | None, targets: Sequence[str]) -> dict[str, object]:
+        form = FORMATS[self.asked]
+        kind = {"num_bits": NUM_BITS[form.values], "type": "float" if form.values == "fp8" else "int"}
+        weights = {
+            **kind,
+            "symmetric": not form.has_zeros,
+            "strategy": "channel" if group_size is None else "group",
+            "group_size": group_size,
+            "dynamic": False,
+        }
+        rows = {**kind, "symmetric": True, "strategy": "token", "dynamic": True}
+        inputs = None if form.activations is None else rows
+        return {"targets": list(targets), "weights": weights, "input_activations": inputs, "output_activations": None}
+
+
+def _stored_axis(leaf: Leaf) -> int | None:
+    """The axis of a leaf's tensors that is contracted."""
+    place = len(leaf.shape) + contracted_axis(leaf)
+    return leaf.tensor_axes[place] if 0 <= place < len(leaf.tensor_axes) else None
+
+
+def _parts(matrix: StoredMatrix, form: MatrixFormat) -> dict[str, np.ndarray]:
+    """The arrays of a matrix by the suffixes of their names."""
+    if form.values == "fp8":
+        return {".weight": matrix.values, ".weight_scale": matrix.scales}
+    bits = NUM_BITS[form.values]
+    from_zero = functools.partial(np.add, np.int16(2 ** (bits - 1)))
+    parts = {
+        ".weight_packed": numbers_to_words(from_zero(matrix.values.astype(np.int16)), bits),
+        ".weight_scale": matrix.scales,
+    }
+    if matrix.zeros is not None:
+        parts[".weight_zero_point"] = numbers_to_words(from_zero(matrix.zeros.astype(np.int16)).T, bits).T
+    return parts

@@ -1,0 +1,60 @@
+"""`jpaged convert --quantize`: what is written is read back as what `--quantization` makes of the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
+from jpaged.checkpoints.hub import read_config, read_json
+from jpaged.checkpoints.quantised.rounding import quantised_here
+from jpaged.checkpoints.weights import load_params
+from jpaged.cli.main import main
+from jpaged.errors import InvalidArgument
+from jpaged.models.model import Model
+from tests.checkpoints.quantised.layouts import LAYOUTS, write_quantised
+from tests.models.tiny import tiny_case, write_checkpoint
+
+FLOAT = np.dtype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("asked", "to"), [("int8", "safetensors"), ("int4", "safetensors"), ("fp8", "safetensors"), ("int4", "orbax")]
+)
+def test_what_is_written_is_what_loading_would_make_of_it(asked: str, to, tmp_path: Path) -> None:
+    source = write_checkpoint(tiny_case("llama_gqa_bias"), tmp_path / "source")
+    convert_folder(source, tmp_path / "new", ConversionOptions(to, quantize=asked))
+    written = Model(read_config(tmp_path / "new"), FLOAT)
+    rounded = Model(quantised_here(read_config(source), asked), FLOAT)
+    assert written.config.quantisation is not None and written.config.quantisation.method == "compressed-tensors"
+    got, want = load_params(written, tmp_path / "new", "loop"), load_params(rounded, source, "loop")
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_the_command_quantises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_checkpoint(tiny_case("qwen3_tied"), tmp_path / "source")
+    arguments = ["convert", str(source), str(tmp_path / "new"), "--to", "safetensors", "--quantize"]
+    assert main([*arguments, "int4"]) == 0
+    config = read_json(tmp_path / "new" / "config.json")["quantization_config"]
+    assert isinstance(config, dict) and config["format"] == "pack-quantized" and config["ignore"] == ["lm_head"]
+    # Depths of 48, 88 and 256 have groups of the largest part of 128 that divides them.
+    sizes = {group["weights"]["group_size"] for group in config["config_groups"].values()}
+    assert sizes == {8, 16, 128}
+    again = ["convert", str(tmp_path / "new"), str(tmp_path / "newer"), "--to", "safetensors", "--quantize", "int8"]
+    assert main(again) != 0
+    assert "--quantize: is int8, and the checkpoint is quantised already" in capsys.readouterr().err
+
+
+def test_a_quantised_checkpoint_is_copied_as_it_is(tmp_path: Path) -> None:
+    layout = next(layout for layout in LAYOUTS if layout.name == "fp8_channel")
+    write_quantised(tiny_case("llama_mha"), layout, tmp_path / "source")
+    model = Model(read_config(tmp_path / "source"), FLOAT)
+    convert_folder(tmp_path / "source", tmp_path / "orbax", ConversionOptions("orbax"))
+    got = load_params(model, tmp_path / "orbax", "loop")
+    jax.tree.map(np.testing.assert_array_equal, got, load_params(model, tmp_path / "source", "loop"))
+    with pytest.raises(InvalidArgument, match="dtype: bfloat16 is no type for weights quantised"):
+        convert_folder(tmp_path / "source", tmp_path / "cast", ConversionOptions("safetensors", dtype="bfloat16"))
+    assert not (tmp_path / "cast").exists()
