@@ -145,7 +145,7 @@ def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
     def sharding(path: tuple[jax.tree_util.KeyEntry, ...], axes: LogicalAxes) -> NamedSharding | Format:
         sharding = NamedSharding(mesh, partition_spec(*axes))
         num_stacked = 1 if axes and axes[0] == "layers" else 0
-        if not is_tpu or not _is_kernel(path) or len(axes) - num_stacked <= 2:
+        if not is_tpu or not _is_kernel(path) or len(axes) - num_stacked <= 2 or axes[num_stacked] in _EXPERTS:
             return sharding
         last = len(axes) - 1
         order = (*range(num_stacked), *range(num_stacked + 1, last), num_stacked, last)
@@ -154,6 +154,9 @@ def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
     axes = logical_axes(model.config, layer_mode, model.dtype)
     shardings: Params = jax.tree_util.tree_map_with_path(sharding, axes, is_leaf=lambda axes: isinstance(axes, tuple))
     return shardings
+
+
+_EXPERTS = ("experts", "expert_parts")
 
 
 def _is_kernel(path: tuple[jax.tree_util.KeyEntry, ...]) -> bool:

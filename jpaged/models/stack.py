@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.kernels.experts import StackedExperts
+from jpaged.kernels.product.quantised import QuantisedMatrix
 from jpaged.models.kv_groups import KVPlace
 from jpaged.models.layer_kinds import LayerKind, Segment, segments_of
 
@@ -82,17 +84,44 @@ def _scan(
 ) -> tuple[Any, Any]:
     places = [[kv_places[index] for index in segment.layers_at(i)] for i in range(len(segment.kinds))]
 
+    stacks = [layer_params[segment.stack_at(i)] for i in range(len(segment.kinds))]
+
     # A layer's number is counted: read off an array it is an operation of its own.
     def body(state: tuple[Any, Any, list[jax.Array]], params: Any) -> tuple[tuple[Any, Any, list[jax.Array]], None]:
-        x, carry, indices = state
-        for stacked, kind, of_stack, index in zip(params, segment.kinds, places, indices, strict=True):
-            x, carry = layer(stacked, x, carry, LayerPlace(index, kind, of_stack[0][0]))
-        return (x, carry, [i + _step(of_stack) for i, of_stack in zip(indices, places, strict=True)]), None
+        x, carry, (repeat, *indices) = state
+        for i, kind in enumerate(segment.kinds):
+            place = LayerPlace(indices[i], kind, places[i][0][0])
+            x, carry = layer(_with_experts(params[i], stacks[i], repeat), x, carry, place)
+        return (x, carry, [repeat + 1, *(i + _step(of) for i, of in zip(indices, places, strict=True))]), None
 
-    indices = [jnp.int32(of_stack[0][1]) for of_stack in places]
-    stacks = [layer_params[segment.stack_at(i)] for i in range(len(segment.kinds))]
-    (x, carry, _), _ = jax.lax.scan(body, (x, carry, indices), stacks)
+    counted = [jnp.int32(0), *(jnp.int32(of_stack[0][1]) for of_stack in places)]
+    (x, carry, _), _ = jax.lax.scan(body, (x, carry, counted), [_without_experts(stack) for stack in stacks])
     return x, carry
+
+
+def _is_of_experts(path: tuple[Any, ...]) -> bool:
+    keys = [getattr(entry, "key", None) for entry in path]
+    return "experts" in keys and keys[-1] == "kernel"
+
+
+def _is_whole(tree: Any) -> bool:
+    return tree is None or isinstance(tree, QuantisedMatrix)
+
+
+def _without_experts(stack: Any) -> Any:
+    """The parameters of a stack that a scan may slice: see `StackedExperts`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: None if _is_of_experts(path) else leaf, stack, is_leaf=_is_whole
+    )
+
+
+def _with_experts(sliced: Any, stack: Any, repeat: jax.Array) -> Any:
+    """A layer's parameters, with the experts of the whole stack in the places of its own."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, own, whole: StackedExperts(whole, repeat) if _is_of_experts(path) else own,
+        *(sliced, stack),
+        is_leaf=_is_whole,
+    )
 
 
 def _step(of_stack: list[KVPlace]) -> int:

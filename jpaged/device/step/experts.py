@@ -23,7 +23,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.device.mesh import MODEL_AXIS, first_device, num_shards, on_shards, partition_spec
-from jpaged.kernels.experts import ExpertsBackend, ExpertsKernel, ExpertWeights, Routes, sum_experts
+from jpaged.kernels.experts import ExpertsBackend, ExpertsKernel, ExpertWeights, Routes, StackedExperts, sum_experts
 from jpaged.kernels.mixture_kind import Gate
 from jpaged.kernels.product.quantised import QuantisedMatrix
 from jpaged.models.experts.leaves import expert_axes
@@ -67,6 +67,9 @@ def _specs(mixture: Mixture, weights: ExpertWeights) -> ExpertWeights:
 
 
 def _matrix_spec(matrix: Any, axes: LogicalAxes) -> Any:
+    if isinstance(matrix, StackedExperts):
+        of_one = _matrix_spec(jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], matrix.matrices)), axes)
+        return StackedExperts(_behind(of_one), PartitionSpec())
     if not isinstance(matrix, QuantisedMatrix):
         return partition_spec(*axes)
     experts, contracted, columns = axes
@@ -78,4 +81,11 @@ def _matrix_spec(matrix: Any, axes: LogicalAxes) -> Any:
         zeros=None if matrix.zeros is None else of_groups,
         group_ids=None if matrix.group_ids is None else partition_spec(experts, contracted),
         input_scale=None if matrix.input_scale is None else partition_spec(experts),
+    )
+
+
+def _behind(specs: Any) -> Any:
+    """The specs of arrays with an axis of layers before theirs."""
+    return jax.tree.map(
+        lambda spec: PartitionSpec(None, *spec), specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec)
     )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jpaged.kernels.experts import ragged, tiles
 from jpaged.kernels.experts.cpu.experts import loaded
 from jpaged.kernels.experts.routing import Routes
+from jpaged.kernels.experts.stacked import flat
 from jpaged.kernels.experts.weights import ExpertWeights
 from jpaged.kernels.mixture_kind import Gate
 from jpaged.kernels.product import PackedMatrix
@@ -68,6 +69,6 @@ def sum_experts(
         return loaded().apply(x_te, routes, weights, gate)
     if backend == "tiles":
         return tiles.apply_experts(x_te, routes, weights, gate)
-    if backend == "wide-tiles" or isinstance(weights.gate, QuantisedMatrix):
+    if backend == "wide-tiles" or isinstance(flat(weights.gate)[0], QuantisedMatrix):
         return tiles.apply_experts(x_te, routes, weights, gate, tiles.rows_for(routes, weights.num_experts))
     return ragged.apply_experts(x_te, routes, weights, gate)

@@ -7,13 +7,14 @@ expert.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.sorting import SortedRows
+from jpaged.kernels.experts.stacked import flat, placed
 from jpaged.kernels.experts.weights import ExpertWeights, join
 from jpaged.kernels.mixture_kind import Gate
 
@@ -27,9 +28,11 @@ def apply_experts(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeig
     rows = SortedRows.of(routes, num_experts)
     experts_p = jnp.minimum(rows.experts_p, num_experts - 1)
 
-    def project(x_pi: jax.Array, kernel_xio: jax.Array, bias_xo: jax.Array | None) -> jax.Array:
+    def project(x_pi: jax.Array, kernel_xio: Any, bias_xo: jax.Array | None) -> jax.Array:
         precision = jax.lax.Precision.HIGHEST if x_pi.dtype == jnp.float32 else None
-        y_po = jax.lax.ragged_dot(x_pi, kernel_xio, rows.counts_x, precision, jnp.float32)
+        matrices, first = flat(kernel_xio)
+        counts = placed(rows.counts_x, first, len(matrices))
+        y_po = jax.lax.ragged_dot(x_pi, matrices, counts, precision, jnp.float32)
         return y_po if bias_xo is None else y_po + bias_xo[experts_p].astype(jnp.float32)
 
     x_pe = x_te[rows.tokens_p]

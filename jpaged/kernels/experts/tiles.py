@@ -9,13 +9,15 @@ On CPUs a tile has as many rows whatever the batch, so that a row's sums are mad
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.sorting import SortedRows
+from jpaged.kernels.experts.stacked import flat
 from jpaged.kernels.experts.weights import ExpertWeights, join
 from jpaged.kernels.mixture_kind import Gate
 from jpaged.kernels.product.quantised import QuantisedMatrix, multiply
@@ -60,10 +62,11 @@ def apply_experts(
 
 
 def _expert(weights: ExpertWeights, expert: jax.Array) -> ExpertWeights:
-    own: ExpertWeights = jax.tree.map(
-        lambda array: jax.lax.dynamic_index_in_dim(array, expert, keepdims=False), weights
-    )
-    return own
+    def own(matrices: Any) -> Any:
+        matrices, first = flat(matrices)
+        return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, first + expert, keepdims=False), matrices)
+
+    return ExpertWeights(*(own(getattr(weights, field.name)) for field in dataclasses.fields(weights)))
 
 
 def _project(x_ti: jax.Array, kernel_io: jax.Array | QuantisedMatrix, bias_o: jax.Array | None) -> jax.Array:

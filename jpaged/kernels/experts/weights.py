@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jpaged.kernels.experts.stacked import num_experts_of
 from jpaged.kernels.mixture_kind import Gate
 from jpaged.kernels.product import PackedMatrix
 
@@ -21,7 +22,7 @@ class ExpertWeights:
     """What the experts of a layer compute with: down(gate(x Wg + bg, x Wu + bu)) + bd.
 
     Attributes:
-        gate, up: `[X, E, F]`, quantised or not, or packed as `[E, X, F]` in X parts.
+        gate, up: `[X, E, F]`, quantised or not, `StackedExperts`, or packed as `[E, X, F]` in X parts.
         down: `[X, F, E]`, likewise.
         gate_bias, up_bias: `[X, F]`, or None.
         down_bias: `[X, E]`, or None.
@@ -39,7 +40,7 @@ class ExpertWeights:
         """X."""
         if isinstance(self.gate, PackedMatrix):
             return self.gate.num_parts
-        return int(self.gate.shape[0])
+        return num_experts_of(self.gate)
 
 
 def join(gate: Gate, gates: Float[Array, "..."], ups: Float[Array, "..."]) -> Float[Array, "..."]:

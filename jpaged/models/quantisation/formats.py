@@ -23,7 +23,7 @@ def contracted_axis(leaf: Leaf) -> int:
     """The axis of a matrix that rows are multiplied along, counted from the end."""
     if leaf.path[-1] == "embedding":
         return -1
-    return (1 if leaf.axes[0] == "experts" else 0) - len(leaf.shape)
+    return (1 if leaf.axes[0] in ("experts", "expert_parts") else 0) - len(leaf.shape)
 
 
 def stored_formats(quantisation: Quantisation | None, leaf: Leaf) -> list[MatrixFormat | None]:

@@ -1,0 +1,48 @@
+"""The matrices of all layers' experts in one array, and which of them are a layer's.
+
+A grouped product takes its matrices as they lie in memory: a layer's part of a stack would first be copied, all experts
+of it. So the stack is handed on whole, and the groups of other layers are empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """Experts of one of several layers, in place of its own `[X, K, N]`.
+
+    Attributes:
+        matrices: `[L, X, K, N]`, quantised or not.
+        index: int32 scalar: which layer.
+    """
+
+    matrices: Any
+    index: Any
+
+
+def num_experts_of(matrices: Any) -> int:
+    """The experts of one layer."""
+    return int(matrices.matrices.shape[1] if isinstance(matrices, StackedExperts) else matrices.shape[0])
+
+
+def flat(matrices: Any) -> tuple[Any, jax.Array | int]:
+    """All matrices `[L * X, K, N]`, and which of them is the layer's first."""
+    if not isinstance(matrices, StackedExperts):
+        return matrices, 0
+    joined = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), matrices.matrices)
+    return joined, matrices.index * num_experts_of(matrices)
+
+
+def placed(counts_x: jax.Array, first: jax.Array | int, num_matrices: int) -> jax.Array:
+    """The counts of a layer's experts among those of all matrices."""
+    if len(counts_x) == num_matrices:
+        return counts_x
+    none = jnp.zeros((num_matrices,), counts_x.dtype)
+    return jax.lax.dynamic_update_slice(none, counts_x, (first,))
