@@ -1,7 +1,7 @@
 """How long the devices of a model take for a step: the larger of its bytes over bandwidth and its FLOPs over peak.
 
-    bytes  = weights + KV of every row's context / gather efficiency        read once a step
-    FLOPs  = 2 * params * tokens + 4 * layers * query width * (query, key) pairs
+    bytes  = weights (of experts those in use) + KV of every row's context / gather efficiency        read once a step
+    FLOPs  = 2 * params (of experts those chosen) * tokens + 4 * layers * query width * (query, key) pairs
     step   = max(bytes / (devices * bandwidth * eff), FLOPs / (devices * peak * eff))
 
 Every device of a model holds its share of each layer, so bytes and FLOPs are divided by their number. What comes
@@ -12,6 +12,7 @@ products alone.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from jpaged.hardware import Hardware
@@ -98,6 +99,8 @@ class Shape:
         weight_bytes: that are read in a step.
         kv_bytes_per_token: all layers.
         head_params: those of num_params that only rows that are sampled are multiplied with.
+        expert_params: those of num_params that are experts', each token with a share of them.
+        expert_share: that share.
     """
 
     num_params: float
@@ -106,6 +109,18 @@ class Shape:
     weight_bytes: float
     kv_bytes_per_token: float
     head_params: float = 0.0
+    expert_params: float = 0.0
+    expert_share: float = 1.0
+
+    @property
+    def token_params(self) -> float:
+        """Parameters that a token is multiplied with, without those of the output matrix."""
+        return self.num_params - self.head_params - self.expert_params * (1 - self.expert_share)
+
+    def read_bytes(self, num_tokens: float) -> float:
+        """Bytes of weights that are read for so many tokens, which choose their experts independently."""
+        unread = self.expert_params / self.num_params * (1 - self.expert_share) ** num_tokens
+        return self.weight_bytes * (1 - unread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +144,18 @@ class Roofline:
 
     def step_s(self, load: StepLoad) -> float:
         """Seconds of a step."""
-        return max(self.bytes_s(load.num_kv_tokens), self.flops_s(load))
+        return max(self.bytes_s(load.num_kv_tokens, load.num_tokens), self.flops_s(load))
 
     def products_s(self, load: StepLoad) -> float:
         """Seconds of what is not attention, where that is counted by itself: weights read, products done."""
         devices, shape = self.hardware, self.shape
-        bytes_s = shape.weight_bytes / (self.num_devices * devices.hbm_bytes_per_s * HBM_EFFICIENCY)
+        bytes_s = shape.read_bytes(load.num_tokens) / (self.num_devices * devices.hbm_bytes_per_s * HBM_EFFICIENCY)
         return max(bytes_s, self._product_flops(load) / (self.num_devices * devices.flops * PRODUCTS_EFFICIENCY))
 
-    def bytes_s(self, num_kv_tokens: float) -> float:
-        """Seconds to read the weights and so many tokens' keys and values."""
+    def bytes_s(self, num_kv_tokens: float, num_tokens: float = math.inf) -> float:
+        """Seconds to read the weights of so many tokens, and so many others' keys and values."""
         kv_bytes = num_kv_tokens * self.shape.kv_bytes_per_token / self.gather_efficiency
-        return (self.shape.weight_bytes + kv_bytes) / self.bytes_per_s
+        return (self.shape.read_bytes(num_tokens) + kv_bytes) / self.bytes_per_s
 
     def flops_s(self, load: StepLoad) -> float:
         """Seconds of the matrix products, those of attention with them."""
@@ -148,5 +163,4 @@ class Roofline:
         return flops / (self.num_devices * self.hardware.flops * self.assumptions.flops_efficiency)
 
     def _product_flops(self, load: StepLoad) -> float:
-        head_params = self.shape.head_params
-        return 2 * ((self.shape.num_params - head_params) * load.num_tokens + head_params * load.num_rows)
+        return 2 * (self.shape.token_params * load.num_tokens + self.shape.head_params * load.num_rows)

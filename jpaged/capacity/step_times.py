@@ -102,6 +102,7 @@ class PlannedModel:
             weight_bytes=self.weight_bytes * num_devices - looked_up * self.itemsize,
             kv_bytes_per_token=self.bytes_per_block * num_devices / self.block_size,
             head_params=head_params,
+            **_expert_shape(config),
         )
         local = pad_for_sharding(config, num_devices)
         heads = HeadShape(
@@ -185,3 +186,12 @@ class StepTimes:
         axes = self.target.shape if n == self.target.num_devices else (n,)
         hops = sum(2 * (size - 1) for size in axes)
         return (2 * self.roofline.shape.num_layers + 1) * (moved_s + max(hops, 2) * HOP_S)
+
+
+def _expert_shape(config: ModelConfig) -> dict[str, float]:
+    """The parameters of a model's experts and how many of them a token meets, as fields of `Shape`."""
+    if config.mixture is None:
+        return {}
+    routing, num_sparse = config.mixture.routing, sum(kind.is_sparse for kind in config.layer_kinds)
+    expert_params = 3.0 * config.hidden_size * config.mixture.width * routing.num_experts * num_sparse
+    return {"expert_params": expert_params, "expert_share": routing.top_k / routing.num_experts}

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jpaged.capacity.cost import Assumptions, StepLoad
+from jpaged.capacity.cost import Assumptions, Shape, StepLoad
+from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.capacity.simulator.deployment import Deployment, deploy
 from jpaged.capacity.simulator.executor import SimulatedExecutor
 from jpaged.capacity.simulator.models import MODELS, SimulatedModel
@@ -123,6 +124,23 @@ def test_steps_of_tpus_are_a_plans() -> None:
     for load in (StepLoad.decoding(64, 1000), StepLoad.prompts(2048, 500)):
         assert deployment.step_s(load) == planned.step_s(load)
     assert deploy(model, HARDWARE["h200"]).times is None
+
+
+def test_experts_that_no_token_chooses_are_neither_read_nor_multiplied_with() -> None:
+    shape = Shape(100.0, 1, 1, weight_bytes=200.0, kv_bytes_per_token=0.0, expert_params=80.0, expert_share=0.25)
+    assert shape.token_params == 20 + 80 / 4
+    assert shape.read_bytes(1) == pytest.approx(2 * (20 + 80 / 4))
+    assert shape.read_bytes(2) == pytest.approx(2 * (20 + 80 * (1 - 0.75**2)))
+    assert shape.read_bytes(1e4) == pytest.approx(200)
+
+
+def test_a_token_of_a_planned_mixture_meets_two_of_eight_experts() -> None:
+    """Mixtral 8x7B: 47e9 parameters, of which a token meets 13e9."""
+    config = KNOWN_MODELS["mixtral-8x7b"].config
+    planned = PlannedModel(config, "bfloat16", 2, find_target("h200"), 1, 93_405_585_408, 1 << 17, 64, 2)
+    shape = planned.step_times().roofline.shape
+    assert shape.token_params + shape.head_params == pytest.approx(12.75e9, rel=0.01)
+    assert shape.read_bytes(1) < 0.28 * shape.weight_bytes < shape.read_bytes(100)
 
 
 def test_a_simulated_step_knows_its_rows_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
