@@ -139,15 +139,18 @@ def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
     A TPU multiplies with a slice of stacked matrices as it lies if tiles are of a row and a column of the product:
     [L, E, 2, F] and [L, E, K, G + 2, D] must lie with E next to last. As they come, every step would first copy the
     slice (libtpu's own choice of layout: 224 MiB a layer of Llama-3-8B on a v6e, read, written and read again).
+    Those of experts lie as they are written, row by row; of narrow ones libtpu would choose otherwise.
     """
     is_tpu = first_device(mesh).platform == "tpu"
 
     def sharding(path: tuple[jax.tree_util.KeyEntry, ...], axes: LogicalAxes) -> NamedSharding | Format:
         sharding = NamedSharding(mesh, partition_spec(*axes))
         num_stacked = 1 if axes and axes[0] == "layers" else 0
-        if not is_tpu or not _is_kernel(path) or len(axes) - num_stacked <= 2 or axes[num_stacked] in _EXPERTS:
+        if not is_tpu or not _is_kernel(path) or len(axes) - num_stacked <= 2:
             return sharding
         last = len(axes) - 1
+        if axes[num_stacked] in _EXPERTS:
+            return Format(Layout(tuple(range(len(axes)))), sharding)
         order = (*range(num_stacked), *range(num_stacked + 1, last), num_stacked, last)
         return Format(Layout(order), sharding)
 

@@ -77,7 +77,7 @@ def check_sample(result: ProgramResult, rows: int, *, has_top: bool) -> None:
         ("llama-3-8b@tpu7x:1x1x1#forward[64]", 2),
         ("llama-3-8b@tpu7x:2x2x2#forward[64],sample[64]", 16),
         ("llama-3-70b@v6e:2x4#forward[64]", 8),
-        ("qwen3-30b-a3b@v6e:2x2#forward[64]", 4),
+        ("mixtral-8x7b@v6e:2x2#forward[64]", 4),
         ("opt-13b@v5p:2x2x2#forward[64]", 8),
     ],
 )

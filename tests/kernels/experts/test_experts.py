@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.kernels.experts import ExpertWeights, Routes, apply_experts, reference, sum_experts
+from jpaged.kernels.experts import ExpertWeights, Routes, StackedExperts, apply_experts, ragged, reference, sum_experts
 from jpaged.kernels.experts.cpu import experts as cpu
 from jpaged.kernels.experts.cpu.experts import CpuExperts
 from jpaged.kernels.mixture_kind import SILU, Gate
@@ -19,7 +19,7 @@ from jpaged.kernels.product.quantised import MatrixFormat, dequantise, quantise
 from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels.experts.mixtures import CLAMPED, expected, mixture, numbers, packed, random_routes
 
-Who = Literal["reference", "tiles", "ragged", "cpu"]
+Who = Literal["reference", "tiles", "wide-tiles", "ragged", "cpu"]
 SHAPES = ((1, 1, 1, 1), (5, 40, 72, 3), (8, 97, 33, 2), (16, 64, 32, 16))
 """Experts, width, inner width, experts of a row."""
 AS_SERVED = {name: "3" if isinstance(value, str) else True for name, value in QUICK_XLA_OPTIONS.items()}
@@ -30,6 +30,8 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 def run(who: Who, x: Any, routes: Routes, weights: ExpertWeights, gate: Gate = SILU, options: Any = None) -> np.ndarray:
     if who == "reference":
         called = functools.partial(reference.apply_experts, gate=gate)
+    elif who == "ragged":
+        called = functools.partial(apply_experts, gate=gate, kernel=ragged.apply_experts)
     elif who == "cpu":
         called, weights = functools.partial(apply_experts, gate=gate), packed(weights)
     else:
@@ -40,7 +42,7 @@ def run(who: Who, x: Any, routes: Routes, weights: ExpertWeights, gate: Gate = S
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("who", ["tiles", "ragged", "cpu"])
+@pytest.mark.parametrize("who", ["tiles", "wide-tiles", "ragged", "cpu"])
 def test_rows_become_what_float64_makes_of_them(
     who: Who, shape: tuple[int, int, int, int], dtype: str, gate: Gate
 ) -> None:
@@ -114,6 +116,18 @@ def test_every_width_of_vectors_and_number_of_threads_gives_the_same_rows(
     np.testing.assert_allclose(found[0], expected(x, routes, weights, SILU), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("who", ["tiles", "ragged"])
+def test_experts_of_several_layers_are_told_apart(who: Who) -> None:
+    layers = [mixture(4, 16, 24, "float32"), mixture(4, 24, 16, "float32")]
+    weights, x, routes = layers[0], numbers((9, 16), "float32"), random_routes(9, 4, 2)
+    others = ExpertWeights(*(jnp.swapaxes(matrix, 1, 2) for matrix in (layers[1].gate, layers[1].up, layers[1].down)))
+    names = ("gate", "up", "down")
+    stacks = {name: jnp.stack([getattr(others, name), getattr(weights, name)]) for name in names}
+    stacked: dict[str, Any] = {name: StackedExperts(stack, jnp.int32(1)) for name, stack in stacks.items()}
+    got = run(who, x, routes, dataclasses.replace(weights, **stacked))
+    np.testing.assert_array_equal(got, run(who, x, routes, weights))
+
+
 def test_routes_to_a_part_of_the_experts_add_up_to_all() -> None:
     weights, x, routes = mixture(6, 16, 32, "float32"), numbers((9, 16), "float32"), random_routes(9, 6, 3)
     parts = []
@@ -124,7 +138,7 @@ def test_routes_to_a_part_of_the_experts_add_up_to_all() -> None:
 
 
 @pytest.mark.parametrize("form", [MatrixFormat("int8"), MatrixFormat("int4", group_size=16)], ids=["int8", "int4"])
-@pytest.mark.parametrize("who", ["tiles", "ragged"])
+@pytest.mark.parametrize("who", ["tiles", "wide-tiles"])
 def test_quantised_experts_are_multiplied_as_what_they_stand_for(who: Who, form: MatrixFormat) -> None:
     weights, x, routes = mixture(6, 48, 32, "float32"), numbers((21, 48), "float32"), random_routes(21, 6, 2)
     names = ("gate", "up", "down")
