@@ -46,7 +46,8 @@ def save_params(params: Params, config: ModelConfig, folder: Path, *, num_parts:
             else:
                 name, place = places[index]
                 array = _find(layers[name], leaf)[place]
-            tensors |= _tensors(leaf, array, num_parts)
+            for name, tensor in _tensors(leaf, array, num_parts).items():
+                tensors[name] = tensors[name] + tensor if name in tensors else tensor
     (dtype,) = {tensor.dtype.name for tensor in tensors.values()}
     folder.mkdir(parents=True)
     text = json_text.dumps(to_hf(config) | {"dtype": dtype}, indent=2) + "\n"
@@ -55,7 +56,10 @@ def save_params(params: Params, config: ModelConfig, folder: Path, *, num_parts:
 
 
 def _tensors(leaf: Leaf, array: jax.Array, num_parts: int) -> dict[str, np.ndarray]:
-    """The tensors that a leaf was made of: numbers packed in their place show where each of theirs went."""
+    """The tensors that a leaf was made of: numbers packed in their place show where each of theirs went.
+
+    Of a tensor that several leaves share, what is another's is 0.
+    """
     sizes = [math.prod(shape) for _, shape in leaf.tensors]
     ends = np.cumsum(sizes)[:-1]
     numbers = np.split(np.arange(1, sum(sizes) + 1), ends)  # 0 is what padding adds
@@ -64,7 +68,7 @@ def _tensors(leaf: Leaf, array: jax.Array, num_parts: int) -> dict[str, np.ndarr
     split = padded_axis(leaf.axes, leaf.shape, num_parts)
     if split is not None:
         places = split.padded(places, 0, split.wide_size)
-    flat = np.empty(sum(sizes) + 1, array.dtype)
+    flat = np.zeros(sum(sizes) + 1, array.dtype)
     flat[places] = np.asarray(array)
     parts = np.split(flat[1:], ends)
     return {name: part.reshape(shape) for part, (name, shape) in zip(parts, leaf.tensors, strict=True)}

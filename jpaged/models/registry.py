@@ -11,6 +11,7 @@ from jpaged.models.families import (
     gemma,
     gpt2,
     gpt_neox,
+    gpt_oss,
     llama,
     mixtral,
     opt,
@@ -20,7 +21,10 @@ from jpaged.models.families import (
 )
 from jpaged.models.family import AnyFamily
 
-_FAMILIES = (llama, mixtral, qwen_moe, gemma, phi3, gpt2, gpt_neox, falcon, starcoder2, deepseek, opt)
+_FAMILIES = (
+    *(llama, mixtral, qwen_moe, gpt_oss, deepseek, gemma, phi3),
+    *(gpt2, gpt_neox, falcon, starcoder2, opt),
+)
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {
     name: family for module in _FAMILIES for name, family in module.ARCHITECTURES.items()

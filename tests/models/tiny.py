@@ -108,6 +108,11 @@ def _decoders() -> list[TinyCase]:
         "original_max_position_embeddings": 128,
     }
     plain_neox = {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0}
+    chosen: dict[str, object] = {"num_experts_per_tok": 2}
+    narrow = {"head_dim": 32, "sliding_window": 9}
+    sizes: dict[str, object] = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    many = {**chosen, "num_experts": 6, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
     groups: dict[str, object] = {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
     gpt2 = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256}
     fading = {"n_inner": 88, "scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}
@@ -130,6 +135,10 @@ def _decoders() -> list[TinyCase]:
         _falcon("falcon_shared_norm", **groups, num_ln_in_parallel_attn=1),
         _falcon("falcon_sequential", multi_query=False, parallel_attn=False, ffn_hidden_size=88),
         _starcoder2("starcoder2", sliding_window=12),
+        _case("mixtral", "Mixtral", (4, 2, 16), 24, **chosen, num_local_experts=4, sliding_window=None),
+        _other("qwen2_moe", "Qwen2Moe", "qwen2_moe", 24, **sizes, **many, shared_expert_intermediate_size=40),
+        _other("qwen3_moe", "Qwen3Moe", "qwen3_moe", 24, **sizes, **many, head_dim=32, norm_topk_prob=True),
+        _other("gpt_oss", "GptOss", "gpt_oss", 40, **sizes, **chosen, **narrow, num_local_experts=4),
         _starcoder2("starcoder2_unbiased", use_bias=False, tie_word_embeddings=False, num_key_value_heads=4),
     ]
 

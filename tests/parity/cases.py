@@ -35,6 +35,10 @@ FAMILIES = (
     "falcon_mqa",
     "falcon_groups",
     "starcoder2",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
     "opt",
 )
 """One checkpoint of each family, which is served in every way; a search on it is golden, too."""

@@ -6,21 +6,21 @@ reading the hub's config.json gives.
 known_model.py  what a published model is
 dense.py        Llama, Mistral, Qwen and OPT
 decoders.py     Gemma, Phi, the GPT families, Falcon and StarCoder2
+experts.py      Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss
 deepseek.py     DeepSeek
-mixtures.py     Mixtral, Qwen2-MoE and Qwen3-MoE
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jpaged.capacity.known_models import decoders, deepseek, dense, mixtures
+from jpaged.capacity.known_models import decoders, deepseek, dense, experts
 from jpaged.capacity.known_models.known_model import KnownModel
 
 __all__ = ["KNOWN_MODELS", "KnownModel", "find_known"]
 
 KNOWN_MODELS: Mapping[str, KnownModel] = {
-    model.name: model for model in (*dense.MODELS, *decoders.MODELS, *deepseek.MODELS, *mixtures.MODELS)
+    model.name: model for model in (*dense.MODELS, *decoders.MODELS, *experts.MODELS, *deepseek.MODELS)
 }
 """Published models by name."""
 

@@ -4,6 +4,7 @@ llama.py       Llama, Mistral, Qwen2 and Qwen3
 gemma.py       Gemma 2 and the text models of Gemma 3
 mixtral.py     Mixtral
 qwen_moe.py    Qwen2-MoE and Qwen3-MoE
+gpt_oss.py     gpt-oss
 phi3.py        Phi-3 and Phi-4
 gpt2.py        GPT-2
 gpt_neox.py    GPT-NeoX and Pythia
