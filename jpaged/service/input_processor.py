@@ -197,7 +197,8 @@ class InputProcessor:
         if needed > geometry.num_blocks:
             pool_tokens = geometry.num_blocks * geometry.block_size
             blocks = f"{geometry.num_blocks} blocks of {geometry.block_size}"
-            times = f" for each of {num_rows} sequences, {needed} blocks" if num_rows > 1 else ""
+            each = f" for each of {num_rows} sequences" if num_rows > 1 else ""
+            times = f"{each}, {needed} blocks" if num_rows > 1 or len(geometry.windows) > 1 else ""
             raise RequestTooLong("sampling.max_tokens", f"{what}{times}, over the whole pool ({pool_tokens}: {blocks})")
 
     def _check_beams(self, sampling: SamplingParams) -> None:

@@ -136,3 +136,11 @@ def test_every_gpu_that_is_described_can_be_planned_for(gpu: str) -> None:
 def test_an_unknown_target_is_refused_with_those_that_are_known(name: str) -> None:
     with pytest.raises(InvalidArgument, match=r"^topology: .* is not known; known are a100, .*h200, .*v6e:2x4"):
         find_target(name)
+
+
+def test_windows_let_more_sequences_fit() -> None:
+    everything = Pool(num_blocks=1000, block_size=16, max_num_seqs=64, max_num_batched_tokens=512)
+    assert everything.num_fitting(3200) == 1000 // 200
+    mixed = dataclasses.replace(everything, windows=(None, 100, 100))
+    assert mixed.num_fitting(3200) == 1000 // (200 + 7 + 7)  # 99 tokens of those before are in seven blocks
+    assert mixed.num_fitting(3201) == 1000 // (201 + 8 + 8)
