@@ -1,0 +1,19 @@
+"""What fewer bits cost on held text: no more than the weights that they stand for do, and little at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.quantisation.measure import held_text, measure
+
+
+@pytest.mark.long
+def test_the_demo_reads_held_text_as_well_in_fewer_bits() -> None:
+    batches = held_text(1)
+    plain = measure("auto", np.dtype(np.float32), batches)
+    for asked, most, error in (("int8", 1.001, 1e-5), ("int4", 1.01, 1e-5), ("fp8", 1.002, 0.06)):
+        quality = measure(asked, np.dtype(np.float32), batches)
+        assert quality.perplexity < plain.perplexity * most
+        assert quality.perplexity < quality.dequantised_perplexity * 1.001
+        assert quality.logit_error < error
