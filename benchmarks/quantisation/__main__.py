@@ -14,7 +14,7 @@ from jpaged.checkpoints.quantised.rounding import ASKED
 
 def main() -> None:
     """Prints a line a format, and keeps them in results/quantisation.json."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Perplexity and logit error of each format.")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of what is not quantised")
     parser.add_argument("--num-batches", type=int, default=2, help="of 6 rows of 384 tokens")
     arguments = parser.parse_args()
