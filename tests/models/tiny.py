@@ -140,6 +140,8 @@ def _decoders() -> list[TinyCase]:
         _other("qwen3_moe", "Qwen3Moe", "qwen3_moe", 24, **sizes, **many, head_dim=32, norm_topk_prob=True),
         _other("gpt_oss", "GptOss", "gpt_oss", 40, **sizes, **chosen, **narrow, num_local_experts=4),
         _starcoder2("starcoder2_unbiased", use_bias=False, tie_word_embeddings=False, num_key_value_heads=4),
+        _deepseek("deepseek_v2", 2, topk_method="group_limited_greedy", routed_scaling_factor=1.5),
+        _deepseek("deepseek_v3", 3, q_lora_rank=36, rope_scaling={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.6}),
     ]
 
 
@@ -178,6 +180,31 @@ def _starcoder2(name: str, **settings: object) -> TinyCase:
     sizes = {"hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
     return _other(name, "Starcoder2", "starcoder2", 40, **{**sizes, **settings})
+
+
+def _deepseek(name: str, version: int, **settings: object) -> TinyCase:
+    """A dense layer, and two with experts in groups; latents of 32 + 16 numbers."""
+    sizes: dict[str, object] = {
+        "hidden_size": 48,
+        "intermediate_size": 88,
+        "moe_intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 20,
+    }
+    return _other(name, f"DeepseekV{version}", f"deepseek_v{version}", 40, **{**sizes, **settings})
 
 
 def tiny_case(name: str) -> TinyCase:

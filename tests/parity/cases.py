@@ -39,6 +39,7 @@ FAMILIES = (
     "qwen2_moe",
     "qwen3_moe",
     "gpt_oss",
+    "deepseek_v3",
     "opt",
 )
 """One checkpoint of each family, which is served in every way; a search on it is golden, too."""
