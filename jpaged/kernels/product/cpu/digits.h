@@ -98,11 +98,10 @@ struct E2M1Bytes {
   }
 };
 
-// Whole sums [digits of rows, 32] of one span. Not inlined: GCC 12 would spill the sums.
+// Whole sums of one span, of the digits of rows: [virtual_rows][2] vectors of columns.
 template <class C, int virtual_rows>
-[[gnu::noinline]] void multiply_span(const int8_t* x, int64_t stride, const uint8_t* lanes, int64_t count,
-                                            const int32_t* totals, int64_t totals_stride, int32_t* to) {
-  __m512i sums[virtual_rows][2];
+[[gnu::always_inline]] inline void add_span(const int8_t* x, int64_t stride, const uint8_t* lanes, int64_t count,
+                                            const int32_t* totals, int64_t totals_stride, __m512i (*sums)[2]) {
 #pragma GCC unroll 12
   for (int r = 0; r < virtual_rows; ++r) {
     sums[r][0] = sums[r][1] = _mm512_set1_epi32(-C::kOffset * totals[r * totals_stride]);
@@ -126,6 +125,14 @@ template <class C, int virtual_rows>
       }
     }
   }
+}
+
+// The same stored, [virtual_rows, 32]. Not inlined: GCC 12 would spill the sums.
+template <class C, int virtual_rows>
+[[gnu::noinline]] void multiply_span(const int8_t* x, int64_t stride, const uint8_t* lanes, int64_t count,
+                                     const int32_t* totals, int64_t totals_stride, int32_t* to) {
+  __m512i sums[virtual_rows][2];
+  add_span<C, virtual_rows>(x, stride, lanes, count, totals, totals_stride, sums);
 #pragma GCC unroll 12
   for (int r = 0; r < virtual_rows; ++r) {
     _mm512_storeu_si512(to + 32 * r, sums[r][0]);
@@ -133,28 +140,62 @@ template <class C, int virtual_rows>
   }
 }
 
-// sums += scale * step * (the digits' sums put together - zero * the row's sum)
+// A row's sums of one span, put together: sum + scale * (step * digits - zero * the row's sum).
 template <int digits>
-[[gnu::always_inline]] inline void add_digits(const Quantised& q, int64_t scale_at, const float* steps,
-                                              const float* row_sums, int64_t row_stride, int64_t num_rows,
-                                              const int32_t* parts, float* sums) {
+[[gnu::always_inline]] inline Floats add_digits(Floats sum, const Ints* parts, float step, Floats scale, bool has_zeros,
+                                                Floats zero, float row_sum) {
+  Floats whole = __builtin_convertvector(parts[digits - 1], Floats);
 #pragma GCC unroll 2
-  for (int v = 0; v < 2; ++v) {
-    const Floats scale = load_scales(q.scales, q.number, scale_at + 16 * v);
-    const Floats zero = q.zeros ? I8::decode(q.zeros + scale_at + 16 * v) : Floats{};
-    for (int64_t r = 0; r < num_rows; ++r) {
-      Floats whole = Floats{};
-#pragma GCC unroll 3
-      for (int d = digits - 1; d >= 0; --d) {
-        const Floats digit = __builtin_convertvector(load_as<Ints>(parts + 32 * (digits * r + d) + 16 * v), Floats);
-        whole = d == digits - 1 ? digit : whole * 256.0f + digit;
-      }
-      Floats found = whole * steps[r * row_stride];
-      if (q.zeros) found -= zero * row_sums[r * row_stride];
-      float* to = sums + 32 * r + 16 * v;
-      store(to, load(to) + found * scale);
+  for (int d = digits - 2; d >= 0; --d) whole = whole * 256.0f + __builtin_convertvector(parts[d], Floats);
+  Floats found = whole * step;
+  if (has_zeros) found -= zero * row_sum;
+  return sum + found * scale;
+}
+
+// Calls add(span, where it begins, how long it is, where its scales are).
+template <class Add>
+[[gnu::always_inline]] inline void for_each_step(const Quantised& q, int64_t block, const DigitRows& rows,
+                                                 const Add& add) {
+  for (int64_t group = 0, span = 0; group < q.num_groups; ++group) {
+    const int64_t begin = group * q.group, end = lesser(q.depth, begin + q.group);
+    for (int64_t i = 0; i < rows.spans_of_group; ++i, ++span) {
+      const int64_t at = begin + i * rows.span, count = lesser(rows.span, end - at);
+      if (count > 0) add(span, at, count, (block * q.num_groups + group) * kColumns);
     }
   }
+}
+
+template <class C>
+inline const uint8_t* lanes_at(const Quantised& q, int64_t block, int64_t k) {
+  return q.values + (block * q.depth + k) * (32 / C::kParts);
+}
+
+// One row, whose sums stay in registers.
+template <class C, int digits>
+[[gnu::noinline]] void multiply_row(const Quantised& q, int64_t block, const DigitRows& rows, int64_t row, float* sums) {
+  const int8_t* x = rows.digits + row * digits * rows.stride;
+  const int32_t* totals = rows.totals + row * digits * rows.num_spans;
+  const float *steps = rows.steps + row * rows.num_spans, *row_sums = rows.sums + row * rows.num_spans;
+  const bool has_zeros = q.zeros != nullptr;
+  Floats first{}, second{};
+  for_each_step(q, block, rows, [&](int64_t span, int64_t at, int64_t count, int64_t scale_at) {
+    __m512i found[digits][2];
+    add_span<C, digits>(x + at, rows.stride, lanes_at<C>(q, block, at), count, totals + span, rows.num_spans, found);
+    Ints parts[2][digits];
+#pragma GCC unroll 3
+    for (int d = 0; d < digits; ++d) {
+      parts[0][d] = reinterpret_cast<Ints>(found[d][0]);
+      parts[1][d] = reinterpret_cast<Ints>(found[d][1]);
+    }
+    const Floats zero = has_zeros ? I8::decode(q.zeros + scale_at) : Floats{};
+    const Floats other_zero = has_zeros ? I8::decode(q.zeros + scale_at + 16) : Floats{};
+    first = add_digits<digits>(first, parts[0], steps[span], load_scales(q.scales, q.number, scale_at), has_zeros, zero,
+                               row_sums[span]);
+    second = add_digits<digits>(second, parts[1], steps[span], load_scales(q.scales, q.number, scale_at + 16), has_zeros,
+                                other_zero, row_sums[span]);
+  });
+  store(sums, first);
+  store(sums + 16, second);
 }
 
 template <class C, int digits, int num_rows>
@@ -162,28 +203,34 @@ template <class C, int digits, int num_rows>
   alignas(64) int32_t parts[32 * digits * num_rows];
   const int8_t* x = rows.digits + row * digits * rows.stride;
   const int32_t* totals = rows.totals + row * digits * rows.num_spans;
-  const uint8_t* lanes = q.values + block * q.depth * (32 / C::kParts);
+  const float *steps = rows.steps + row * rows.num_spans, *row_sums = rows.sums + row * rows.num_spans;
   for (int64_t i = 0; i < 32 * num_rows; ++i) sums[i] = 0;
-  for (int64_t group = 0, span = 0; group < q.num_groups; ++group) {
-    const int64_t begin = group * q.group, end = lesser(q.depth, begin + q.group);
-    for (int64_t i = 0; i < rows.spans_of_group; ++i, ++span) {
-      const int64_t at = begin + i * rows.span, count = lesser(rows.span, end - at);
-      if (count <= 0) continue;
-      multiply_span<C, digits * num_rows>(x + at, rows.stride, lanes + at * (32 / C::kParts), count, totals + span,
-                                          rows.num_spans, parts);
-      const int64_t step = row * rows.num_spans + span;
-      add_digits<digits>(q, (block * q.num_groups + group) * kColumns, rows.steps + step, rows.sums + step,
-                         rows.num_spans, num_rows, parts, sums);
+  for_each_step(q, block, rows, [&](int64_t span, int64_t at, int64_t count, int64_t scale_at) {
+    multiply_span<C, digits * num_rows>(x + at, rows.stride, lanes_at<C>(q, block, at), count, totals + span,
+                                        rows.num_spans, parts);
+#pragma GCC unroll 2
+    for (int v = 0; v < 32; v += 16) {
+      const Floats scale = load_scales(q.scales, q.number, scale_at + v);
+      const Floats zero = q.zeros ? I8::decode(q.zeros + scale_at + v) : Floats{};
+      for (int64_t r = 0; r < num_rows; ++r) {
+        Ints of_row[digits];
+#pragma GCC unroll 3
+        for (int d = 0; d < digits; ++d) of_row[d] = load_as<Ints>(parts + 32 * (digits * r + d) + v);
+        const int64_t step = r * rows.num_spans + span;
+        float* to = sums + 32 * r + v;
+        store(to, add_digits<digits>(load(to), of_row, steps[step], scale, q.zeros, zero, row_sums[step]));
+      }
     }
-  }
+  });
 }
 
 template <class C, int digits, int most_rows = kVirtualRows / digits>
 void multiply_digits_of(const Quantised& q, int64_t block, const DigitRows& rows, int64_t row, int64_t num_rows,
                         float* sums) {
   if constexpr (most_rows > 0) {
-    if (num_rows == most_rows) return multiply_rows<C, digits, most_rows>(q, block, rows, row, sums);
-    multiply_digits_of<C, digits, most_rows - 1>(q, block, rows, row, num_rows, sums);
+    if (num_rows < most_rows) return multiply_digits_of<C, digits, most_rows - 1>(q, block, rows, row, num_rows, sums);
+    if constexpr (most_rows == 1) return multiply_row<C, digits>(q, block, rows, row, sums);
+    multiply_rows<C, digits, most_rows>(q, block, rows, row, sums);
   }
 }
 
