@@ -11,7 +11,9 @@ from jpaged.models.quantisation.rules import Quantisation
 _SPLIT = frozenset({"heads", "feed_forward"})
 """Axes that are both contracted and split over devices."""
 _NEVER = frozenset({"bias", "scale", "sinks", "embedding"})
-_ROUTER = "router"
+_CHOOSING = frozenset({"router", "score"})
+"""What weighs experts."""
+_EXPERTS = frozenset({"experts", "expert_parts"})
 
 
 def module_of(name: str) -> str:
@@ -32,7 +34,9 @@ def stored_formats(quantisation: Quantisation | None, leaf: Leaf) -> list[Matrix
     Routers, norms, biases and the embedding of tokens are never quantised.
     """
     is_output = leaf.path[0] == "lm_head"
-    is_left = _ROUTER in leaf.path or (leaf.path[-1] in _NEVER and not (is_output and leaf.path[-1] == "embedding"))
+    is_left = not _CHOOSING.isdisjoint(leaf.path) or (
+        leaf.path[-1] in _NEVER and not (is_output and leaf.path[-1] == "embedding")
+    )
     if quantisation is None or is_left or (is_output and not quantisation.has_output):
         return [None] * len(leaf.tensors)
     return [quantisation.format_of(module_of(name)) if len(shape) > 1 else None for name, shape in leaf.tensors]
