@@ -23,6 +23,10 @@ from tests.models import dense
 from tests.models.tiny import TinyCase, tiny_case
 
 FLOAT = np.dtype(np.float32)
+_QUICK = ("gptq_desc_act", "w4a16_asymmetric")
+SOME_QUICK = [
+    pytest.param(layout, marks=() if layout.name in _QUICK else pytest.mark.long, id=layout.name) for layout in LAYOUTS
+]
 
 
 def case_of(layout: LayoutCase) -> TinyCase:
@@ -87,7 +91,7 @@ def test_a_checkpoint_has_the_weights_that_its_layout_says(layout: LayoutCase, t
     assert_same_weights(as_weights, wanted)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", SOME_QUICK)
 def test_a_model_in_two_parts_computes_the_same(layout: LayoutCase, tmp_path: Path) -> None:
     write_quantised(case_of(layout), layout, tmp_path)
     model = model_of(tmp_path)
