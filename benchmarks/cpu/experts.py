@@ -2,7 +2,8 @@
 
     taskset -c 0 python -m benchmarks.cpu.experts
 
-Linux counts the pages that are touched (`/proc/self/clear_refs`), of 2 MiB each where it has such; times are medians of calls one after the other.
+Linux counts the pages that are touched (`/proc/self/clear_refs`), of 2 MiB each where it has such; times are medians of
+calls one after the other.
 """
 
 from __future__ import annotations
@@ -74,9 +75,8 @@ def main() -> None:
         return kernel.multiply(kernel.multiply(x_te, gate_up, jnp.int32(1)), down, jnp.int32(1))
 
     size = 3 * num_experts * WIDTH * INNER * 4 / 2**20
-    print(
-        f"weights {size:.0f} MiB, {ROUTING.top_k} of {num_experts} experts: {size * ROUTING.top_k / num_experts:.0f} MiB"
-    )
+    chosen = size * ROUTING.top_k / num_experts
+    print(f"weights {size:.0f} MiB, {ROUTING.top_k} of {num_experts} experts: {chosen:.0f} MiB")
     for name, run in (("mixture", lambda x: mixture(x, weights)), ("dense", lambda x: dense(x, gate_up, down))):
         mib, seconds = measure(run)
         print(f"{name:8} {mib:6.0f} MiB touched  {1e3 * seconds:7.2f} ms a row")
