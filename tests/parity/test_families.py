@@ -15,7 +15,7 @@ import pytest
 from jpaged.device.executor import JaxExecutor
 from jpaged.types import SamplingParams
 from tests.e2e.rig import random_prompts
-from tests.e2e.sharing_rig import BLOCK_SIZE, Rig, make_executor
+from tests.e2e.sharing_rig import Rig, make_executor
 from tests.parity import cases
 from tests.parity.cases import FAMILY_SEARCH, Found, check_search
 
@@ -50,14 +50,15 @@ def test_the_golden_text_comes_alone_and_in_company(served: tuple[JaxExecutor, d
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preemption_does_not_show(served: tuple[JaxExecutor, dict[str, Any]], mode: str) -> None:
-    """Memory has room for one request and a part of another."""
+    """Memory has room for one request and a part of another; of windows alone nobody has to leave, who hold no more."""
     executor, golden = served
-    prompt = golden["prompt"]
-    most = -(-(max(len(prompt), 41) + NUM_TOKENS) // BLOCK_SIZE) * len(executor.geometry.windows)
-    rig = Rig(executor, num_blocks=most + 2, num_host_blocks=5 * most, preemption_mode=mode)
+    prompt, windows = golden["prompt"], executor.geometry.windows
+    most = executor.geometry.num_blocks_alone(max(len(prompt), 41), NUM_TOKENS, 1)
+    num_blocks = most + 2 if windows == (None,) else most * 7 // 4
+    rig = Rig(executor, num_blocks=num_blocks, num_host_blocks=5 * most, preemption_mode=mode)
     answers = [rig.submit(tokens, GREEDY) for tokens in (*STRANGERS, prompt)]
     load = rig.run()
-    assert load.num_preemptions > 0
+    assert load.num_preemptions > 0 or None not in windows
     assert answers[-1].sequences == [golden["tokens"][:NUM_TOKENS]]
 
 
