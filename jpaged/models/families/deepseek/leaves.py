@@ -54,7 +54,7 @@ def _queries(config: DeepseekConfig, name: str, width: int) -> Leaf:
     order = _rotated_by_halves(config, config.nope_dim)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
-        for index, rows in enumerate(tensors[0].reshape(-1, dim, width)):
+        for index, rows in enumerate(tensors[0].reshape(-1, dim, tensors[0].shape[1])):
             transpose(rows[order], leaf[:, index * dim : (index + 1) * dim])
 
     axes = (None if config.query_rank else "embed", "heads")

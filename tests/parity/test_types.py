@@ -1,0 +1,70 @@
+"""Every family in every type of weights, on one device and on two: as far from float32 as they are, and no further."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.checkpoints.quantised.rounding import ASKED, quantised_here
+from jpaged.checkpoints.weights import load_params
+from jpaged.kernels.product.quantised import QuantisedMatrix, dequantise
+from jpaged.models.hf_config import from_hf
+from jpaged.models.layers import Params
+from jpaged.models.model import Model
+from tests.device.sharded import place
+from tests.models import dense
+from tests.models.tiny import tiny_case, write_checkpoint
+from tests.parity import cases
+
+TOKEN_IDS = np.arange(3, 43, dtype=np.int32) * 5 % 131
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("quick_programs")]
+
+
+def is_quantised(leaf: object) -> bool:
+    return isinstance(leaf, QuantisedMatrix)
+
+
+def logits_of(model: Model, params: Params) -> np.ndarray:
+    return np.asarray(dense.logits(model, params, TOKEN_IDS, len(TOKEN_IDS)))
+
+
+def on_two(model: Model, folder: Path) -> np.ndarray:
+    """The logits of the model in two parts, without what its vocabulary is padded by."""
+    where = place(model, 2, "loop")
+    params = load_params(model, folder, "loop", num_parts=2, shardings=where.shardings)
+    return logits_of(where.model, params)[:, : model.config.vocab_size]
+
+
+@pytest.mark.parametrize("name", cases.FAMILIES)
+def test_bfloat16_is_as_close_as_its_digits_allow(name: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tiny_case(name), tmp_path)
+    exact, rounded = (Model(from_hf(tiny_case(name).config), np.dtype(dtype)) for dtype in (jnp.float32, jnp.bfloat16))
+    want = logits_of(exact, load_params(exact, folder, "loop"))
+    for got in (logits_of(rounded, load_params(rounded, folder, "loop")), on_two(rounded, folder)):
+        assert got.dtype == np.float32
+        assert np.median(np.abs(got - want)) < 0.03 * want.std()
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("name", cases.FAMILIES)
+def test_quantised_matrices_multiply_as_what_they_stand_for(name: str, asked: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tiny_case(name), tmp_path)
+    plain = from_hf(tiny_case(name).config)
+    model, exact = Model(quantised_here(plain, asked), np.dtype(np.float32)), Model(plain, np.dtype(np.float32))
+    params = load_params(model, folder, "loop")
+    leaves = jax.tree.leaves(params, is_leaf=is_quantised)
+    assert sum(map(is_quantised, leaves)) >= 4 * plain.num_layers
+    meant = jax.tree.map(lambda leaf: dequantise(leaf) if is_quantised(leaf) else leaf, params, is_leaf=is_quantised)
+    want = logits_of(exact, meant)
+    rounding = np.abs(logits_of(exact, load_params(exact, folder, "loop")) - want).max()
+    assert rounding > 1e-3 * np.abs(want).max(), "weights are rounded, and by more than a product is"
+    for got in (logits_of(model, params), on_two(model, folder)):
+        if asked == "fp8":  # rows are rounded to 8 bits, too, of which three are their digits
+            assert np.median(np.abs(got - want)) < 0.2 * want.std()
+        else:
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
