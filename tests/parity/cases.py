@@ -39,6 +39,7 @@ FAMILIES = (
     "qwen2_moe",
     "qwen3_moe",
     "gpt_oss",
+    "deepseek_v2",
     "deepseek_v3",
     "opt",
 )
