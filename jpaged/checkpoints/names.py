@@ -64,11 +64,11 @@ def _leaf_bytes(config: ModelConfig, leaf: Leaf, itemsize: int) -> float:
 def is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether a tensor that no leaf names is known to be without effect.
 
-    Old checkpoints store the rotary frequencies, which follow from the config, and causal masks; tied ones may repeat
-    the embedding, whose equality the loader checks.
+    Old checkpoints store the rotary frequencies, which follow from the config, and causal masks; models that
+    read images store what sees; tied ones may repeat the embedding, whose equality the loader checks.
     """
     family = find_family(config.architecture)
-    if name.endswith((".rotary_emb.inv_freq", *family.ignored)):
+    if any(part in name for part in (".rotary_emb.inv_freq", *family.ignored)):
         return True
     if family.ignores_later_layers and _layer_of(name, family) >= config.num_layers:
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -52,10 +52,11 @@ class Family(Generic[ConfigT]):
         outer_leaves: the leaves around the layers with a prefix of tensors' names, the embedding first.
         layer_leaves: the leaves of a layer of a kind, with its prefix; paths start inside the layer.
         layers_prefix: what the names of a layer's tensors begin with, behind the other prefix and before its number.
-        ignored: how the names of tensors end that are in checkpoints and without effect.
+        ignored: parts of the names of tensors that are in checkpoints and without effect.
         lm_head: the name of the output matrix.
         name_prefix: what all names but that of the output matrix begin with, given those that a checkpoint holds.
         ignores_later_layers: checkpoints have layers behind those of the model, which draft.
+        language: of a model that reads more than text, the fields of its language model alone.
     """
 
     model_type: str
@@ -69,6 +70,7 @@ class Family(Generic[ConfigT]):
     ignored: tuple[str, ...] = ()
     lm_head: str = LM_HEAD
     ignores_later_layers: bool = False
+    language: Callable[[Mapping[str, object]], Mapping[str, object]] | None = None
 
 
 AnyFamily = Family[Any]

@@ -73,6 +73,9 @@ def from_hf(config: Mapping[str, object], generation: Mapping[str, object] | Non
     fields = JsonFields(config, "config.json")
     architecture = _architecture(fields)
     family = find_family(architecture)
+    if family.language is not None:
+        fields = JsonFields(family.language(config), "config.json")
+        _architecture(fields)
     fields.ignore(_HARMLESS + _GENERATION_DEFAULTS)
     _refuse_other_forms(fields)
     eos = fields.token_ids("eos_token_id")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import pytest
 
+from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.families.opt.config import OptConfig
@@ -153,6 +155,34 @@ def test_a_malformed_value_of_opt_is_refused(settings: Mapping[str, object], nam
     with pytest.raises(InvalidArgument) as refusal:
         from_hf({**OPT_13B, **settings})
     assert named in str(refusal.value)
+
+
+def test_a_gemma_that_reads_images_is_its_language_model() -> None:
+    """What text_config leaves out is transformers' default, and what tells how images come in changes nothing."""
+    text: dict[str, object] = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    text |= {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152},
+        "mm_tokens_per_image": 256,
+        "image_token_index": 262144,
+        "eos_token_id": [1, 106],
+        "torch_dtype": "bfloat16",
+    }
+    read, alone = from_hf(whole), KNOWN_MODELS["gemma-3-4b"].config
+    named = dataclasses.replace(read, architecture=alone.architecture, bos_token_id=alone.bos_token_id)
+    assert dataclasses.replace(named, eos_token_ids=alone.eos_token_ids) == alone
+    assert read.eos_token_ids == (1, 106)
+    assert from_hf(to_hf(read)) == read
+    with pytest.raises(Unsupported, match="unknown setting audio_config"):
+        from_hf({**whole, "audio_config": {}})
 
 
 def test_only_a_dynamic_rope_limits_shared_prefixes() -> None:

@@ -73,6 +73,28 @@ def test_a_checkpoint_that_transformers_writes_is_read_to_its_logits(name: str, 
     np.testing.assert_allclose(ours, make.logits(theirs, token_ids), rtol=0, atol=1e-4)
 
 
+def test_a_gemma_that_reads_images_answers_texts(tmp_path: Path) -> None:
+    """Its language model is served out of the whole checkpoint, as transformers lays that out."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    sight: dict[str, object] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    sight |= {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4}
+    text = {key: value for key, value in tiny_case("gemma3").config.items() if key != "architectures"}
+    whole = AutoConfig.for_model("gemma3", text_config=text, vision_config=sight, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    theirs = AutoModelForImageTextToText.from_config(whole, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path)
+    token_ids = random_ids(40)
+    model = Model(read_config(tmp_path), FLOAT32)
+    ours = dense.logits(model, load_params(model, tmp_path, "loop"), token_ids, len(token_ids))
+    np.testing.assert_allclose(ours, make.logits(theirs, token_ids), rtol=0, atol=1e-4)
+
+
 def test_positions_far_out_keep_their_frequencies(tmp_path: Path) -> None:
     """At position 100 000 a rounding of the frequencies in another way would turn heads by hundredths of a radian."""
     from transformers import AutoConfig

@@ -1,7 +1,7 @@
 """Families of models: a file each where the general decoder fits, else a room.
 
 llama.py       Llama, Mistral, Qwen2 and Qwen3
-gemma.py       Gemma 2 and the text models of Gemma 3
+gemma.py       Gemma 2 and the language models of Gemma 3
 mixtral.py     Mixtral
 qwen_moe.py    Qwen2-MoE and Qwen3-MoE
 gpt_oss.py     gpt-oss

@@ -1,4 +1,4 @@
-"""Gemma 2 and the text models of Gemma 3: norms on both sides of each part, windows between layers that see everything.
+"""Gemma 2 and the language models of Gemma 3: norms on both sides of each part, and windows in most layers.
 
 Gemma 2 (Gemma team 2024) caps scores and logits and alternates; Gemma 3 (2025) normalises queries and keys instead, has
 five layers with a window to one without, and turns the two kinds by ropes of their own.
@@ -6,8 +6,10 @@ five layers with a window to one without, and turns the two kinds by ropes of th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Iterable, Mapping
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
@@ -143,7 +145,56 @@ _NAMES = Names(
     mlp_post_norm="post_feedforward_layernorm",
 )
 
+# What tells how images come in.
+_OF_IMAGES = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
+# What transformers takes where text_config names none: checkpoints leave out what equals it.
+_SIZES = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+
+
+def _language(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The language model of a Gemma 3 that reads images: what is said of it, and of the whole."""
+    text = JsonFields(config, "config.json").mapping("text_config")
+    of_text = {key: value for key, value in text.items() if key not in ("architectures", "model_type")}
+    of_whole = {key: value for key, value in config.items() if key not in (*_OF_IMAGES, "text_config")}
+    given = {key: value for key, value in of_whole.items() if value is not None}
+    return {**_SIZES, **of_text, **given}
+
+
+def _language_prefix(stored: Iterable[str]) -> str:
+    """The prefix of checkpoints on the hub, or that which transformers writes since its version 5."""
+    is_old = any(name.startswith("language_model.model.") for name in stored)
+    return "language_model.model." if is_old else "model.language_model."
+
+
+def _to_hf_of_whole(config: DecoderConfig) -> dict[str, object]:
+    sizes = {
+        "model_type": "gemma3_text",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+    return {"text_config": sizes | _to_hf(config)}
+
+
+_IMAGES = decoder_family(
+    "gemma3",
+    functools.partial(_read, version=3),
+    _to_hf_of_whole,
+    _NAMES,
+    name_prefix=_language_prefix,
+    ignored=("vision_tower.", "multi_modal_projector."),
+)
+
 ARCHITECTURES = {
     "Gemma2ForCausalLM": decoder_family("gemma2", functools.partial(_read, version=2), _to_hf, _NAMES),
     "Gemma3ForCausalLM": decoder_family("gemma3_text", functools.partial(_read, version=3), _to_hf, _NAMES),
+    "Gemma3ForConditionalGeneration": dataclasses.replace(_IMAGES, language=_language),
 }
