@@ -59,8 +59,8 @@ TRITON_FAULTS = (
     Fault(
         "keys take the scale of values",
         _KERNEL,
-        "spec.kind.scale * (_scale(0, head, memory)",
-        "spec.kind.scale * (_scale(1, head, memory)",
+        "spec.kind.scale * (_scale(0, kv_head, memory)",
+        "spec.kind.scale * (_scale(1, kv_head, memory)",
         ("right and int8",),
     ),
     Fault(
@@ -122,8 +122,8 @@ TRITON_FAULTS = (
     Fault(
         "a window begins with the tile's last query",
         _WORK,
-        "jnp.maximum(first_n, position_n - spec.kind.sliding_window + 1)",
-        "jnp.maximum(first_n, position_n + size_n - spec.kind.sliding_window)",
+        "jnp.maximum(begin_n, position_n - spec.kind.sliding_window + 1)",
+        "jnp.maximum(begin_n, position_n + size_n - spec.kind.sliding_window)",
         _CUT,
     ),
     Fault(
