@@ -172,15 +172,15 @@ FAULTS = (
     Fault(
         "a slot is half as large",
         _KERNEL,
-        "token_size = 2 * call.num_kv_heads",
-        "token_size = call.num_kv_heads",
+        "token_size = call.num_kv_heads * head_size",
+        "token_size = call.num_kv_heads * head_size / 2",
         "ragged_rows",
     ),
     Fault(
         "all heads read the first",
         _KERNEL,
-        "call.pool + 2 * piece.kv_head * call.head_dim * number",
-        "call.pool + 0 * piece.kv_head * call.head_dim * number",
+        "call.pool + piece.kv_head * head_size",
+        "call.pool + 0 * piece.kv_head * head_size",
         "head_groups",
     ),
     Fault(
@@ -319,8 +319,8 @@ PRODUCT_FAULTS = (
     Fault(
         "the last rows of a tile are left out",
         _CALL,
-        "row < rows_in_use; row += core.max_rows",
-        "row + 1 < rows_in_use; row += core.max_rows",
+        "row < tiles.num_rows; row += tiles.rows_of_tile",
+        "row + 1 < tiles.num_rows; row += tiles.rows_of_tile",
         "float64",
     ),
     Fault("digits overlap by a bit", _DIGITS, "(left - digit) >> 8", "(left - digit) >> 7", "in_float64"),

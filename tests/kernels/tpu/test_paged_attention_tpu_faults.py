@@ -362,7 +362,7 @@ FAULTS = (
     Fault(
         "a tile's values are not masked",
         KEYS,
-        "functools.partial(unpack_words, is_masked=True)",
+        "functools.partial(unpack_words, is_masked=is_masked)",
         "functools.partial(unpack_words, is_masked=False)",
         chunks,
         Late(),
@@ -413,7 +413,7 @@ FAULTS = (
     Fault(
         "a core whose heads share a row of tiles with another's has the other's",
         CHUNKS,
-        "buffer + first_head * (1 if layout.is_joined else 2)",
+        "buffer + first_head * plan.head_rows",
         "buffer",
         chunks_on_two_cores,
         Late(),
