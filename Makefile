@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=2              processes that run the tests; 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, test-compat, aot-gpu, accelerator, bench, bench-peers, paper, demo, demo-model
+#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, accelerator, bench, bench-peers, paper, demo, demo-model
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -26,6 +26,7 @@ AOT_NEWEST := $(VENV)/aot-newest
 STAMP := $(VENV)/.installed
 CHOICES := $(VENV)/.choices
 CONSTRAINTS := $(VENV)/constraints.txt
+QUICK := not long and not deep
 KERNELS := $(wildcard jpaged/kernels/*/*/*.cc jpaged/kernels/*/*/*.h jpaged/kernels/cpu/*.h)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --no-compile   # what is imported is compiled then: a fraction of what is installed
@@ -35,7 +36,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model test test-long test-compat compat aot aot-gpu ray accelerator bench bench-peers paper check format proto torch clean
+.PHONY: help setup demo demo-model test test-long test-deep test-compat compat aot aot-gpu ray accelerator bench bench-peers paper check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,7 +83,12 @@ demo-model: $(STAMP) ## train the embedded model again
 	@$(BIN)/python -m benchmarks.demo_model.train $(ARGS)
 
 test: $(STAMP) ## the quick tests
-	@$(BIN)/python -m pytest -q -m 'not long' -n $(JOBS) --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -q -m '$(QUICK)' -n $(JOBS) --dist worksteal $(ARGS)
+
+# Every planted fault and the second grid of each interpreted kernel: what nobody needs who changed no kernel, no engine
+# and none of their tests. That each fault is still one edit of the code as it is, the quick tests see.
+test-deep: $(STAMP) ## the planted faults, and more of the kernels
+	@$(BIN)/python -m pytest -q -m deep -n $(JOBS) --dist worksteal $(ARGS)
 
 test-long: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed ## the long tests
 	@$(BIN)/python -m pytest -q -m long -n $(JOBS) --dist worksteal $(ARGS)
@@ -105,7 +111,7 @@ COMPAT := \
     tests/aot/test_gpu_lowering.py::test_the_kernel_is_lowered tests/aot/test_step_lowering.py
 
 test-compat: $(STAMP)
-	@$(BIN)/python -m pytest -q -m 'not long' -n $(JOBS) --dist worksteal $(COMPAT) $(ARGS)
+	@$(BIN)/python -m pytest -q -m '$(QUICK)' -n $(JOBS) --dist worksteal $(COMPAT) $(ARGS)
 
 compat: $(STAMP) ## test-compat and the demo on every other Python of this machine
 	@$(BIN)/python -m tests.compat

@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Of this run and this worker: no run finds what another left, and no reader half of what is being written.
         config.stash[_CACHE] = os.environ["JPAGED_CACHE_DIR"] = tempfile.mkdtemp(prefix="jpaged-tests-")
     flags = [os.environ.get("XLA_FLAGS", "")]
-    if config.option.markexpr == "not long" and "xla_backend_optimization_level" not in flags[0]:
+    if config.option.markexpr == "not long and not deep" and "xla_backend_optimization_level" not in flags[0]:
         flags.append(QUICK_XLA_FLAGS)
     if "xla_force_host_platform_device_count" not in flags[0]:
         flags.append(DEVICES_XLA_FLAG)

@@ -382,6 +382,8 @@ SAMPLING_FAULTS = (
     ),
 )
 
+_ALL_FAULTS = (*FAULTS, *PRODUCT_FAULTS, *SAMPLING_FAULTS)
+
 _RUN = """
 import sys, pathlib
 from jpaged.kernels.cpu import build
@@ -392,7 +394,7 @@ build.LIBRARY = pathlib.Path(sys.argv[1])
 kernels = {"product": product.kernel, "sampling": sampling.kernel, "attention": attention.kernel}
 (kernel,) = (kernel for name, kernel in kernels.items() if name in sys.argv[3])
 isinstance(kernel(), str) and sys.exit(9)
-sys.argv[1:] = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not long", "-k", sys.argv[2], sys.argv[3]]
+sys.argv[1:] = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not long and not deep", "-k", sys.argv[2], sys.argv[3]]
 """
 _HUNG_S = 600.0
 
@@ -425,8 +427,15 @@ def _with_objects(objects: Path, fault: Fault) -> Callable[[Sequence[list[str]]]
     return run
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("fault", [*FAULTS, *PRODUCT_FAULTS, *SAMPLING_FAULTS], ids=lambda fault: fault.name)
+def test_every_fault_is_one_edit_of_the_kernels_as_they_are() -> None:
+    def is_one(fault: Fault) -> bool:
+        return (build.KERNELS / fault.source).read_text().count(fault.before) == 1
+
+    assert [fault.name for fault in _ALL_FAULTS if not is_one(fault)] == []
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("fault", _ALL_FAULTS, ids=lambda fault: fault.name)
 def test_a_wrong_kernel_is_caught(fault: Fault, objects: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Wrong numbers are as wrong without optimising, which is more than half of a build.
     monkeypatch.setattr(build, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build._FLAGS))
@@ -436,9 +445,7 @@ def test_a_wrong_kernel_is_caught(fault: Fault, objects: Path, tmp_path: Path, m
     for folder in (build.SHARED, build.OPERATIONS[operation]):
         shutil.copytree(build.KERNELS / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.py", "*.so"))
     path = tmp_path / fault.source
-    text = path.read_text()
-    assert text.count(fault.before) == 1, f"{fault.before!r} is not once in {fault.source}"
-    path.write_text(text.replace(fault.before, fault.after))
+    path.write_text(path.read_text().replace(fault.before, fault.after))
     library = tmp_path / "libfaulty.so"
     build.build(library, build.find_compiler(), build.find_headers(), tmp_path, [operation])
     status, output = _run_suite(library, operation, fault.tests)
@@ -446,7 +453,7 @@ def test_a_wrong_kernel_is_caught(fault: Fault, objects: Path, tmp_path: Path, m
     assert (status == 1 and " failed" in output) or status < 0, f"nothing noticed: {output}"
 
 
-@pytest.mark.long
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("operation", "faults"), [("Attention", FAULTS), ("Product", PRODUCT_FAULTS), ("Sampling", SAMPLING_FAULTS)]
 )

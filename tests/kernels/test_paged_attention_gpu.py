@@ -59,7 +59,7 @@ class TestPallasGpu(Interpreted, GpuConformance):
     """The suite with contexts whole and tiles of 64 rows."""
 
 
-@pytest.mark.long
+@pytest.mark.deep
 class TestCutContexts(Interpreted):
     """Every promise again with contexts in up to three parts, and sizes and types all together.
 

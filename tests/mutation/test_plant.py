@@ -14,7 +14,7 @@ def test_every_fault_is_one_edit_of_the_code_as_it_is_and_a_program(name):
         compile(BEDS[name].faulty(fault), fault.path, "exec")
 
 
-@pytest.mark.long
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("bed", "fault"),
     [pytest.param(bed, fault, id=f"{name}: {fault.name}") for name, bed in BEDS.items() for fault in bed.faults],
@@ -24,14 +24,14 @@ def test_a_planted_fault_is_caught(bed, fault):
     assert outcome.is_caught, outcome.message
 
 
-@pytest.mark.long
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BEDS)
 def test_without_a_fault_the_same_tests_pass(name):
     outcome = BEDS[name].plant(BEDS[name].no_fault)
     assert outcome.exit_status == 0, outcome.message
 
 
-@pytest.mark.long
+@pytest.mark.deep
 def test_tests_that_hang_have_caught_nothing(monkeypatch):
     monkeypatch.setattr(planting, "_HUNG_S", 0.0)
     outcome = BEDS["engine"].plant(BEDS["engine"].no_fault)

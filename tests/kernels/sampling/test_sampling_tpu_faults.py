@@ -62,7 +62,11 @@ def plant(patch: pytest.MonkeyPatch, source: str) -> None:
     sample_anew(patch)
 
 
-@pytest.mark.long
+def test_every_fault_is_one_edit_of_the_kernel_as_it_is() -> None:
+    assert [fault.name for fault in FAULTS if SOURCE.count(fault.before) != 1] == []
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_noticed(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, SOURCE.replace(fault.before, fault.after))
@@ -70,7 +74,7 @@ def test_a_fault_is_noticed(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> No
         fault.check()
 
 
-@pytest.mark.long
+@pytest.mark.deep
 @pytest.mark.parametrize("check", [mixed, kept])
 def test_without_a_fault_nothing_is_noticed(check: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, SOURCE)

@@ -41,7 +41,7 @@ from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, EARLY, LATE, Early, 
 LLAMA = KVLayout(32, 100, 32, 8, 128, jnp.dtype("bfloat16"), "tpu")
 
 
-@pytest.mark.long
+@pytest.mark.deep
 class TestLate(Late):
     """The whole suite."""
 

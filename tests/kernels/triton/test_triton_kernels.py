@@ -51,7 +51,7 @@ class TestPallasTriton(Interpreted, GpuConformance):
         self.check(RAGGED["mixed"], Shape(num_heads=71, num_kv_heads=1, head_dim=64, dtype="bfloat16"))
 
 
-@pytest.mark.long
+@pytest.mark.deep
 class TestDividedContexts(Interpreted):
     """Every promise again with contexts in parts of one chunk, and sizes and types all together."""
 
