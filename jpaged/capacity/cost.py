@@ -12,7 +12,10 @@ products alone.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jpaged.hardware import Hardware
@@ -88,6 +91,36 @@ class StepLoad:
         num_rows = max(1.0, num_tokens / prompt_len)
         return cls(int(num_rows), num_tokens, num_rows * prompt_len / 2, num_tokens * prompt_len / 2)
 
+    def within(self, window: int | None) -> StepLoad:
+        """The load as a layer has it whose queries see so many tokens, themselves included; None is everything.
+
+        Rows that decode are taken to be equally long, and so are chunks and what each query of one sees.
+        """
+        if window is None:
+            return self
+        decoding = min(self.num_decoding_kv_tokens, self.num_decoding * window)
+        num_queries, num_chunks = self.num_tokens - self.num_decoding, self.num_rows - self.num_decoding
+        kv_tokens = min(self.num_kv_tokens - self.num_decoding_kv_tokens, num_queries + num_chunks * window)
+        num_pairs = min(self.num_pairs - self.num_decoding_kv_tokens, num_queries * window)
+        return dataclasses.replace(
+            self,
+            num_kv_tokens=kv_tokens + decoding,
+            num_pairs=num_pairs + decoding,
+            num_decoding_kv_tokens=decoding,
+        )
+
+    def seen_by(self, windows: Sequence[int | None]) -> StepLoad:
+        """The mean of what layers with these windows have of it; without any they see everything."""
+        seen = [(self.within(window), count / len(windows)) for window, count in Counter(windows).items()]
+        if not seen:
+            return self
+        return dataclasses.replace(
+            self,
+            num_kv_tokens=sum(load.num_kv_tokens * share for load, share in seen),
+            num_pairs=sum(load.num_pairs * share for load, share in seen),
+            num_decoding_kv_tokens=sum(load.num_decoding_kv_tokens * share for load, share in seen),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -101,6 +134,7 @@ class Shape:
         head_params: those of num_params that only rows that are sampled are multiplied with.
         expert_params: those of num_params that are experts', each token with a share of them.
         expert_share: that share.
+        windows: tokens that the queries of each layer see; without any they see everything.
     """
 
     num_params: float
@@ -111,6 +145,7 @@ class Shape:
     head_params: float = 0.0
     expert_params: float = 0.0
     expert_share: float = 1.0
+    windows: tuple[int | None, ...] = ()
 
     @property
     def token_params(self) -> float:
@@ -144,6 +179,7 @@ class Roofline:
 
     def step_s(self, load: StepLoad) -> float:
         """Seconds of a step."""
+        load = load.seen_by(self.shape.windows)
         return max(self.bytes_s(load.num_kv_tokens, load.num_tokens), self.flops_s(load))
 
     def products_s(self, load: StepLoad) -> float:

@@ -15,6 +15,7 @@ A sampler is taken to be as the nearest that was counted, by its logits.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from jpaged.capacity.cost import HBM_EFFICIENCY, StepLoad
@@ -35,7 +36,7 @@ class CountedTimes:
         hardware: of the device.
         clock_hz: that cycles are counted in.
         heads: on the device.
-        num_layers: with attention.
+        windows: tokens that the queries of each layer see; None is everything.
         layer_bytes: of one token's keys and values in one layer.
         vocab: logits of a row on the device.
         decode: the nearest case that was counted.
@@ -46,7 +47,7 @@ class CountedTimes:
     hardware: Hardware
     clock_hz: float
     heads: HeadShape
-    num_layers: int
+    windows: tuple[int | None, ...]
     layer_bytes: float
     vocab: int
     decode: DecodeCycles
@@ -59,7 +60,7 @@ class CountedTimes:
         counted: CountedCycles,
         hardware: Hardware,
         heads: HeadShape,
-        num_layers: int,
+        windows: tuple[int | None, ...],
         layer_bytes: float,
         vocab: int,
         *,
@@ -72,11 +73,12 @@ class CountedTimes:
             return None
         what = SAMPLED_IN_PARTS if is_split else SAMPLED
         sampling = tuple(case for case in counted.sampling if (case.generation, case.what) == (generation, what))
-        return cls(hardware, hardware.clock_hz, heads, num_layers, layer_bytes, vocab, decode, chunks, sampling)
+        return cls(hardware, hardware.clock_hz, heads, windows, layer_bytes, vocab, decode, chunks, sampling)
 
     def attention_s(self, load: StepLoad) -> float:
         """Seconds in all layers, of the rows that decode and then of the chunks."""
-        return self.num_layers * (self._decode_s(load) + self._chunks_s(load))
+        seen = [(load.within(window), count) for window, count in Counter(self.windows).items()]
+        return sum(count * (self._decode_s(load) + self._chunks_s(load)) for load, count in seen)
 
     def sampling_s(self, num_rows: int) -> float:
         """Seconds of the sampler."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from jpaged.capacity.cost import ASSUMED, HBM_EFFICIENCY, PRODUCTS_EFFICIENCY, Roofline, Shape, StepLoad
 from jpaged.capacity.counted_times import CountedTimes
@@ -95,6 +96,7 @@ class PlannedModel:
         config, num_devices, hardware = self.config, self.num_devices, self.target.hardware
         head_params = config.vocab_size * config.hidden_size
         looked_up = 0 if config.tie_word_embeddings else head_params
+        windows = tuple(kind.sliding_window for kind in config.attention_kinds)
         shape = Shape(
             num_params=num_params(config) - looked_up,
             num_layers=config.num_layers,
@@ -102,6 +104,7 @@ class PlannedModel:
             weight_bytes=self.weight_bytes * num_devices - looked_up * self.itemsize,
             kv_bytes_per_token=self.bytes_per_block * num_devices / self.block_size,
             head_params=head_params,
+            windows=windows,
             **_expert_shape(config),
         )
         local = pad_for_sharding(config, num_devices)
@@ -120,7 +123,7 @@ class PlannedModel:
                 counted or counted_cycles(),
                 hardware,
                 heads,
-                config.num_layers,
+                windows,
                 self.bytes_per_block / self.block_size / config.num_layers,
                 math.ceil(local.vocab_size / num_devices),
                 is_split=num_devices > 1,
@@ -188,7 +191,7 @@ class StepTimes:
         return (2 * self.roofline.shape.num_layers + 1) * (moved_s + max(hops, 2) * HOP_S)
 
 
-def _expert_shape(config: ModelConfig) -> dict[str, float]:
+def _expert_shape(config: ModelConfig) -> dict[str, Any]:
     """The parameters of a model's experts and how many of them a token meets, as fields of `Shape`."""
     if config.mixture is None:
         return {}

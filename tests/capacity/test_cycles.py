@@ -40,7 +40,7 @@ COUNTED = CountedCycles((DECODE,), (CHUNKS,), (SAMPLING,))
 
 def times(counted: CountedCycles = COUNTED, heads: HeadShape = HEADS) -> CountedTimes:
     """Two layers; a token's keys and values are 4 KiB, a block of 64 a quarter of a MiB."""
-    found = CountedTimes.find(counted, V6E, heads, 2, 4096, 100_000)
+    found = CountedTimes.find(counted, V6E, heads, (None, None), 4096, 100_000)
     assert found is not None
     return found
 
@@ -72,6 +72,16 @@ def test_rows_that_decode_and_chunks_add_up() -> None:
     both = StepLoad(4, 515, 900 + 256, 900 + 512 * 256, 3, 900)
     expected = times().attention_s(decoding) + times().attention_s(prompts)
     assert times().attention_s(both) == pytest.approx(expected)
+
+
+def test_layers_with_a_window_take_what_they_see_of_contexts() -> None:
+    """One layer sees 100 of 300 tokens, and 100 keys a query of a prompt, the other everything."""
+    whole = times()
+    found = dataclasses.replace(whole, windows=(None, 100))
+    decoding = whole.attention_s(StepLoad.decoding(3, 300)) + whole.attention_s(StepLoad.decoding(3, 100))
+    assert found.attention_s(StepLoad.decoding(3, 300)) == pytest.approx(decoding / 2)
+    tiles = (512 * 256 + 512 * 100 + 2 * 512 * 128) / 65536 * 32
+    assert found.attention_s(StepLoad.prompts(512, 512)) == pytest.approx(tiles * 700 / 1.75e9)
 
 
 def test_a_sampler_is_as_the_nearest_by_its_logits() -> None:

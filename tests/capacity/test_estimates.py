@@ -48,6 +48,19 @@ def test_decoding_takes_the_time_to_read_weights_and_contexts() -> None:
     assert times().step_s(StepLoad.decoding(8, 1000)) == pytest.approx((7e9 + 8e7) / 700e9)
 
 
+def test_layers_with_a_window_read_no_more_than_it() -> None:
+    """Nine layers of ten see 100 of 1000 tokens, or of the 500 that queries of prompts see on average."""
+    windowed = dataclasses.replace(SHAPE, windows=(*(100,) * 9, None))
+    kv_bytes = 8 * (0.9 * 100 + 0.1 * 1000) * 1e4
+    assert times(shape=windowed).step_s(StepLoad.decoding(8, 1000)) == pytest.approx((7e9 + kv_bytes) / 700e9)
+    flops = 2e9 * 4000 + 4e4 * 4000 * (0.9 * 100 + 0.1 * 500)
+    assert times(shape=windowed).step_s(StepLoad.prompts(4000, 1000)) == pytest.approx(flops / 100e12)
+    mixed = StepLoad(3, 102, 1000 + 2 * 40, 5050 + 2 * 40, 2, 2 * 40)
+    seen = mixed.within(50)
+    assert (seen.num_kv_tokens, seen.num_pairs, seen.num_decoding_kv_tokens) == (150 + 80, 5000 + 80, 80)
+    assert mixed.within(None) is mixed
+
+
 def test_a_long_prefill_takes_the_time_of_its_products() -> None:
     """2 * 1e9 FLOPs a token and 4 * 10 * 1000 a pair, 500 pairs a token on average, at 100 TFLOP/s."""
     flops = 2e9 * 4000 + 4e4 * 4000 * 500
