@@ -28,6 +28,7 @@ from benchmarks.record import machine, save
 from jpaged.config import EngineConfig, SchedulerOptions
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import (
+    Adapter,
     BlockMoves,
     BucketTable,
     DeviceRates,
@@ -101,6 +102,9 @@ class NullExecutor:
         progress("programs", 0, 0)
 
     def move_blocks(self, moves: BlockMoves) -> None:
+        pass
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
         pass
 
     def forward(self, inputs: StepInputs) -> None:

@@ -96,8 +96,8 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         max_num_batched_tokens=geometry.max_num_batched_tokens,
         dtype=model.dtype.name,
         tensor_parallel_size=places[0].num_parts,
-        attention_backend=executor.attention_backend,
-        linear_backend=executor.linear_backend,
+        attention_backend=executor.step.backend,
+        linear_backend=executor.step.linear_backend,
         kv_cache_dtype=executor.kv_cache_dtype,
         served_model_name=options.server.served_model_name or source.name,
         max_messages_per_second=options.server.max_messages_per_second
@@ -125,7 +125,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
             platform=device.platform,
             device_kind=device.device_kind,
             num_devices=sum(where.mesh.size for where in places),
-            attention=executor.attention_backend,
+            attention=executor.step.backend,
             jax_version=metadata.version("jax"),
         ),
         config=resolved,
@@ -163,8 +163,8 @@ def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
     sizes = {name: str(getattr(geometry, name)) for name in geometry.__slots__}
     return {
         "checkpoint": fingerprint(source.folder),
-        "attention_backend": executor.attention_backend,
-        "linear_backend": executor.linear_backend,
+        "attention_backend": executor.step.backend,
+        "linear_backend": executor.step.linear_backend,
         "kv_cache_dtype": executor.kv_cache_dtype,
         **sizes,
     }

@@ -104,6 +104,7 @@ def null_prefill(geometry: Geometry, num_padded: int, start: int = 0) -> StepInp
         positions_t=positions_t,
         rope_lens_t=positions_t + 1,
         slots_gt=np.tile(positions_t % geometry.block_size, (len(geometry.windows), 1)),
+        adapters_t=np.zeros(num_padded, np.int32),
         query_starts_s1=starts_s1,
         kv_lens_s=np.where(query_lens_s > 0, query_lens_s + np.int32(start), np.int32(0)),
         block_tables_gsm=np.zeros((len(geometry.windows), max_rows, geometry.max_blocks_per_seq), np.int32),

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jpaged.config import Backend, EngineConfig, LinearBackend
+from jpaged.config import EngineConfig
 from jpaged.device.calibration import measure_rates
 from jpaged.device.host_pool import HostPool
 from jpaged.device.kv_scales import measure_scales, name_of_kv_dtype
@@ -48,6 +48,7 @@ from jpaged.device.step.runner import DecodePacking, KVPool, PackedForward, Step
 from jpaged.device.transfers import BlockMover, move_sizes
 from jpaged.engine.executor import (
     I32,
+    Adapter,
     BlockMoves,
     BucketTable,
     Detail,
@@ -180,14 +181,9 @@ class JaxExecutor:
         return self._memory_plan
 
     @property
-    def attention_backend(self) -> Backend:
-        """The backend whose attention kernels run."""
-        return self._served.step.backend
-
-    @property
-    def linear_backend(self) -> LinearBackend:
-        """What multiplies with the weights."""
-        return self._served.step.linear_backend
+    def step(self) -> Step:
+        """What runs: the model, its kernels and how it multiplies."""
+        return self._served.step
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -242,6 +238,14 @@ class JaxExecutor:
         """
         with self._calling(f"{moves.move.value} of {len(moves.sources)} blocks failed"):
             self._mover.run(moves, self._programs)
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Writes an adapter over what a slot held.
+
+        Raises:
+            InternalError: there is no such slot.
+        """
+        raise InternalError(f"an adapter of {adapter.num_bytes} bytes for slot {slot}; there are none")
 
     def forward(self, inputs: StepInputs) -> jax.Array:
         """Starts a forward; the arrays of `inputs` are copied before it returns.

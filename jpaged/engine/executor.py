@@ -107,6 +107,7 @@ class Geometry:
         cascade: what reading a shared prefix once costs; None where the executor does not.
         max_num_steps: decode steps of one dispatch at most.
         windows: tokens that the layers of each KV group see; None is everything. A block is of one group.
+        max_loras: adapter slots, 1 to max_loras; 0 where the device takes no adapters.
     """
 
     num_blocks: int
@@ -120,6 +121,7 @@ class Geometry:
     cascade: CascadeCosts | None = None
     max_num_steps: int = 1
     windows: tuple[int | None, ...] = (None,)
+    max_loras: int = 0
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -313,6 +315,7 @@ class StepInputs:
         rope_lens_t: max(position + 1, prompt length), for position embeddings that depend on the sequence's length.
         slots_gt: where the token's keys and values go in each KV group: block * block_size + offset; slot 0 of the null
             block for padding.
+        adapters_t: adapter slot of each token; 0 is none.
         sample_tokens_s: place in the packed axis of each row's last token, from which its next is sampled.
         query_starts_s1: [S + 1]; rows beyond num_rows are empty.
         kv_lens_s: tokens of each row's context, those of this step included; 0 beyond num_rows.
@@ -331,6 +334,7 @@ class StepInputs:
     positions_t: I32
     rope_lens_t: I32
     slots_gt: I32
+    adapters_t: I32
     sample_tokens_s: I32
     query_starts_s1: I32
     kv_lens_s: I32
@@ -414,6 +418,14 @@ Hidden = TypeVar("Hidden")
 Handle = TypeVar("Handle")
 """A dispatched step whose results may not exist yet. Opaque to the engine; collected once, in order of dispatch."""
 
+
+class Adapter(Protocol):
+    """The matrices of an adapter (LoRA) in host memory. Opaque to the engine."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while the executor starts."""
 
@@ -447,6 +459,10 @@ class Executor(Protocol[Hidden, Handle]):
 
         Returns before it is done, also where blocks leave for host memory.
         """
+        ...
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Starts writing an adapter over what a slot held; before any step that is dispatched later."""
         ...
 
     def forward(self, inputs: StepInputs) -> Hidden:

@@ -8,17 +8,20 @@ virtual_clock.py   a clock that moves when it is told to
 
 from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_executor import (
+    FakeAdapter,
     FakeExecutor,
     Faults,
     SeveralStepsExecutor,
     expected_tokens,
     seeing,
     top_logprobs,
+    with_adapters,
 )
 from jpaged.testing.virtual_clock import VirtualClock
 
 __all__ = [
     "ByteTokenizer",
+    "FakeAdapter",
     "FakeExecutor",
     "Faults",
     "SeveralStepsExecutor",
@@ -26,4 +29,5 @@ __all__ = [
     "expected_tokens",
     "seeing",
     "top_logprobs",
+    "with_adapters",
 ]

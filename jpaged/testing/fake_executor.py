@@ -10,6 +10,9 @@ So a wrong slot, a stale block or a shared one changes it. `noise` is 0 for a gr
 (seed, sequence index, position). Keys depend on everything in front of them, so a slot holds a digest of that beside
 its token: the right tokens after another prefix are a mistake as well, and reading them raises. A slot may be NaN, see
 `Faults`: a row that reads it samples nothing.
+
+An adapter is a number that is added to the noise and to what is digested of each token: to read keys that another
+adapter made is a mistake as well.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from jpaged.engine.executor import (
     MAX_NUM_STEPS,
     NULL_BLOCK,
     TOP_WIDTH,
+    Adapter,
     BlockMoves,
     BucketTable,
     Detail,
@@ -48,6 +52,14 @@ _NAN = 1 << 40
 """Added to the token in a slot whose keys and values are NaN."""
 _DIGEST_FACTOR = 6_364_136_223_846_793_005  # odd, so that no power of it is 0 in 64 bits
 _ANY_SHARING_PAYS = CascadeCosts(1, 1, tile_tokens=1.0, query_share=0.0, query_tokens=0.0, step_tokens=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeAdapter:
+    """An adapter that changes tokens by a number, which is its weight."""
+
+    weight: int
+    num_bytes: int = 1
 
 
 @dataclass(slots=True)
@@ -93,20 +105,21 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a row's last token sees in each KV group: tokens, and the position of the first."""
+    """What a row's last token sees in each KV group: tokens, the first's position; its adapter's weight."""
 
     begins: list[int]
     tokens: list[NDArray[np.int64]]
+    weight: int
 
     @classmethod
-    def of(cls, context: list[int], windows: Sequence[int | None]) -> _Seen:
-        """What the last token of a context sees."""
+    def of(cls, context: list[int], windows: Sequence[int | None], weight: int) -> _Seen:
+        """Everything that the last token of a context sees."""
         begins = [max(0, len(context) - window) if window else 0 for window in windows]
-        return cls(begins, [np.array(context[begin:], np.int64) for begin in begins])
+        return cls(begins, [np.array(context[begin:], np.int64) for begin in begins], weight)
 
     def next_token(self, vocab_size: int) -> int:
         """The token that comes next."""
-        total = 0
+        total = self.weight
         for group, (begin, tokens) in enumerate(zip(self.begins, self.tokens, strict=True)):
             weights = np.arange(begin + 1, begin + len(tokens) + 1)
             total += (group + 1) * int(np.sum(weights * (tokens % _NAN)))
@@ -121,10 +134,12 @@ class FakeExecutor:
     Attributes:
         max_num_steps: decode steps of a dispatch at most.
         windows: of its KV groups.
+        max_loras: its adapter slots.
     """
 
     max_num_steps = 1
     windows: tuple[int | None, ...] = (None,)
+    max_loras = 0
 
     def __init__(
         self,
@@ -155,6 +170,7 @@ class FakeExecutor:
             num_host_blocks=num_host_blocks,
             max_num_steps=self.max_num_steps,
             windows=self.windows,
+            max_loras=self.max_loras,
             cascade=dataclasses.replace(
                 _ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens
             ),
@@ -165,6 +181,7 @@ class FakeExecutor:
         self._factors = np.cumprod(np.full(max_model_len, _DIGEST_FACTOR, np.int64))
         self._last_tokens = np.zeros(max_num_seqs, np.int64)
         self._have_ended = np.zeros(max_num_seqs, np.bool_)  # in the last decode: not all that they read was written
+        self._weights: NDArray[np.int64] = np.zeros(self.max_loras + 1, np.int64)  # of the adapter in each slot
         self._is_shut_down = False
 
     @property
@@ -193,6 +210,14 @@ class FakeExecutor:
             Move.SWAP_IN: (self._host, self._pool),
         }[moves.move]
         destination[self._slots(moves.destinations)] = source[self._slots(moves.sources)]
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Takes its place at once."""
+        if not 1 <= slot <= self.max_loras:
+            raise InternalError(f"adapter slot {slot}; there are {self.max_loras}")
+        if not isinstance(adapter, FakeAdapter):
+            raise InternalError(f"{adapter} is no fake adapter")
+        self._weights[slot] = adapter.weight
 
     def forward(self, inputs: StepInputs) -> list[_Seen]:
         """Runs it at once: what each row may look at when it samples."""
@@ -272,17 +297,18 @@ class FakeExecutor:
         if begin == end:
             return
         start, before = inputs.positions_t[begin], np.int64(0)
+        weight = self._weights.item(_adapter_slot(inputs, row))
         for group in range(len(self._geometry.windows)):
             slots = self._slots_of(inputs, row, group, max(0, start - 1))
             if start:
                 # A window of one token does not see the one in front of it; the first group, if it sees all, does.
                 before = self._pool[slots[0], 1] if not group or self._geometry.windows[0] else before
                 slots = slots[1:]
-            self._pool[slots, 1] = self._digests(self._pool[slots, 0], start) + before
+            self._pool[slots, 1] = self._digests(self._pool[slots, 0], start, weight) + before
 
-    def _digests(self, tokens: NDArray[np.int64], start: int = 0) -> NDArray[np.int64]:
+    def _digests(self, tokens: NDArray[np.int64], start: int, weight: int) -> NDArray[np.int64]:
         """The digest of each token and those in front of it, modulo 2^64."""
-        digests: NDArray[np.int64] = np.cumsum((tokens + 1) * self._factors[start : start + len(tokens)])
+        digests: NDArray[np.int64] = np.cumsum((tokens + 1 + weight) * self._factors[start : start + len(tokens)])
         return digests
 
     def _slots_of(self, inputs: StepInputs, row: int, group: int, begin: int) -> NDArray[np.int64]:
@@ -292,7 +318,7 @@ class FakeExecutor:
         """
         block_size, window = self._geometry.block_size, self._geometry.windows[group]
         positions, shared = np.arange(begin, inputs.kv_lens_s[row]), inputs.kv_begins_s[row]
-        first, end = self._run_of(inputs, row)
+        first, end = _run_of(inputs, row)
         far = max(0, inputs.kv_lens_s[first:end].max() - window) if window else 0  # where the last one's window begins
         is_shared = (positions >= -(-far // block_size) * block_size) & (positions < shared)
         blocks = inputs.block_tables_gsm[group, np.where(is_shared, first, row), positions // block_size]
@@ -302,7 +328,7 @@ class FakeExecutor:
     def _seen(self, inputs: StepInputs, row: int, *, is_checked: bool) -> _Seen:
         """What a row's last token sees, read back from the slots that attention would read."""
         end = int(inputs.kv_lens_s[row])
-        seen = _Seen([], [])
+        seen = _Seen([], [], self._weights.item(_adapter_slot(inputs, row)))
         if is_checked and inputs.positions_t[inputs.sample_tokens_s[row]] != end - 1:
             raise InternalError(f"row {row} of {end} tokens samples from token {inputs.sample_tokens_s[row]}")
         for group, window in enumerate(self._geometry.windows):
@@ -325,28 +351,16 @@ class FakeExecutor:
         blocks = slots // self._geometry.block_size
         if np.any(blocks == NULL_BLOCK) or np.any(tokens == _UNWRITTEN):
             raise InternalError(f"row {row} reads a slot that was never written: blocks {blocks.tolist()}")
-        expected = self._digests(tokens, begin)
+        weight = self._weights.item(_adapter_slot(inputs, row))
+        expected = self._digests(tokens, begin, weight)
         if windows[0] is None and group:  # the first group has what came before
             whole = self._slots_of(inputs, row, 0, 0)
-            expected = self._digests(self._pool[whole, 0])[begin:]
+            expected = self._digests(self._pool[whole, 0], 0, weight)[begin:]
         elif begin:  # at least each follows the one in front of it
             expected = expected - expected[0] + digests[0]
         if np.any(is_wrong := digests != expected):
             place = begin + int(np.argmax(is_wrong))
             raise InternalError(f"row {row} reads keys of another prefix at {place}: {tokens.tolist()}")
-
-    def _run_of(self, inputs: StepInputs, row: int) -> tuple[int, int]:
-        """The first row of the run that a row is in, and the one behind it; itself where there are no runs."""
-        if not inputs.num_runs:
-            return row, row + 1
-        run = int(np.searchsorted(inputs.run_starts_s1[: inputs.num_runs + 1], row, side="right")) - 1
-        first, end = inputs.run_starts_s1[run : run + 2]
-        if not first <= row < end or inputs.kv_begins_s[row] != inputs.kv_begins_s[first]:
-            raise InternalError(f"row {row} shares {inputs.kv_begins_s[row]} tokens with the rows {first} to {end}")
-        begin, shared = inputs.query_starts_s1[row], inputs.kv_begins_s[row]
-        if begin < inputs.query_starts_s1[row + 1] and shared > inputs.positions_t[begin]:
-            raise InternalError(f"row {row} is at {inputs.positions_t[begin]} and shares {shared} tokens")
-        return int(first), int(end)
 
     def _sample(self, seen: _Seen, row: np.void) -> int:
         token_id = seen.next_token(self._geometry.vocab_size)
@@ -366,9 +380,37 @@ class SeveralStepsExecutor(FakeExecutor):
     max_num_steps = MAX_NUM_STEPS
 
 
+def with_adapters(max_loras: int, kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
+    """Make a kind of fake that has so many adapter slots."""
+    return type(f"{kind.__name__}WithAdapters", (kind,), {"max_loras": max_loras})
+
+
 def seeing(windows: tuple[int | None, ...], kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
     """Make a kind of fake whose KV groups have these windows."""
     return type(f"{kind.__name__}Seeing", (kind,), {"windows": windows})
+
+
+def _run_of(inputs: StepInputs, row: int) -> tuple[int, int]:
+    """Return the first row of the run that a row is in, and the one behind it; itself where there are no runs."""
+    if not inputs.num_runs:
+        return row, row + 1
+    run = int(np.searchsorted(inputs.run_starts_s1[: inputs.num_runs + 1], row, side="right")) - 1
+    first, end = inputs.run_starts_s1[run : run + 2]
+    if not first <= row < end or inputs.kv_begins_s[row] != inputs.kv_begins_s[first]:
+        raise InternalError(f"row {row} shares {inputs.kv_begins_s[row]} tokens with the rows {first} to {end}")
+    begin, shared = inputs.query_starts_s1[row], inputs.kv_begins_s[row]
+    if begin < inputs.query_starts_s1[row + 1] and shared > inputs.positions_t[begin]:
+        raise InternalError(f"row {row} is at {inputs.positions_t[begin]} and shares {shared} tokens")
+    return int(first), int(end)
+
+
+def _adapter_slot(inputs: StepInputs, row: int) -> int:
+    """Return the adapter slot of a row, which is that of all its tokens."""
+    slots = inputs.adapters_t[inputs.query_starts_s1[row] : inputs.query_starts_s1[row + 1]]
+    slot = int(inputs.adapters_t[inputs.sample_tokens_s[row]])
+    if np.any(slots != slot):
+        raise InternalError(f"row {row} of adapter slot {slot} has tokens of {slots.tolist()}")
+    return slot
 
 
 def _outputs(
@@ -408,16 +450,18 @@ def expected_tokens(
     sequence_index: int = 0,
     eos_token_ids: frozenset[int] = frozenset(),
     windows: Sequence[int | None] = (None,),
+    weight: int = 0,
 ) -> list[int]:
     """What a FakeExecutor generates for a prompt: up to num_tokens, or up to and with an end-of-sequence token.
 
     Args:
         seed: the request's seed where its temperature is above 0; None is greedy.
         windows: of its KV groups.
+        weight: of its adapter; 0 is none.
     """
     context = list(prompt_token_ids)
     while len(context) - len(prompt_token_ids) < num_tokens:
-        token_id = _Seen.of(context, windows).next_token(vocab_size)
+        token_id = _Seen.of(context, windows, weight).next_token(vocab_size)
         if seed is not None:
             token_id += _noise(seed, sequence_index, len(context))
         context.append(token_id % vocab_size)

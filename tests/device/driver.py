@@ -90,6 +90,7 @@ class Driver:
             positions_t=positions,
             rope_lens_t=lens,
             slots_gt=slots,
+            adapters_t=np.zeros(t, np.int32),
             query_starts_s1=starts,
             kv_lens_s=kv_lens,
             block_tables_gsm=tables,

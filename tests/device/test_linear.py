@@ -98,7 +98,7 @@ def test_both_backends_give_the_same_tokens() -> None:
         chosen = dataclasses.replace(tiny_model.OPTIONS.model, linear_backend=backend)
         options = dataclasses.replace(tiny_model.OPTIONS, model=chosen)
         executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), options)
-        assert executor.linear_backend == backend
+        assert executor.step.linear_backend == backend
         executor.warm_up(tiny_model.quiet)
         driver = Driver(executor)
         texts.append(greedy(driver, driver.sequence([5, 1, 77, 30]), 20))
@@ -163,7 +163,7 @@ def check_bits_of(model: Model, params: Params, prompt: list[int], max_rows: int
     options = {"max_num_seqs": max_rows, "max_num_batched_tokens": max_rows, "max_model_len": 24, "block_size": 8}
     options |= {"num_blocks": 3 * (max_rows + 2), "wait_for_all_programs": True}
     executor = JaxExecutor.create(model, params, EngineConfig.load(options))
-    assert executor.linear_backend == "cpu"
+    assert executor.step.linear_backend == "cpu"
     executor.warm_up(tiny_model.quiet)
     driver = Driver(executor)
     # The prompt whole, then in chunks that end where it was cut before: the last state of each is comparable.

@@ -20,6 +20,7 @@ from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import (
     I32,
+    Adapter,
     BlockMoves,
     DeviceRates,
     Geometry,
@@ -97,6 +98,9 @@ class Share:
 
     def move_blocks(self, moves: BlockMoves) -> None:
         self._executor.move_blocks(moves)
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        self._executor.load_adapter(slot, adapter)
 
     def forward(self, inputs: StepInputs) -> Any:
         return self._executor.forward(inputs)

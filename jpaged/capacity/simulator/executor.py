@@ -17,6 +17,7 @@ from jpaged.capacity.simulator.steady import Seen
 from jpaged.engine.executor import (
     I32,
     TOP_WIDTH,
+    Adapter,
     BlockMoves,
     BucketTable,
     Detail,
@@ -103,6 +104,9 @@ class SimulatedExecutor:
             seconds = self._deployment.swap_s(num_blocks)
             self.swap_s += seconds
         self._clock.advance(seconds)
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Takes no time, as the simulated servers have no slots."""
 
     def forward(self, inputs: StepInputs) -> NDArray[np.int32]:
         """Takes the time of the whole step; the lengths of the rows' contexts."""

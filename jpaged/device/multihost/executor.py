@@ -29,6 +29,7 @@ from jpaged.device.step.runner import PackedForward
 from jpaged.engine.executor import (
     I32,
     ROW_DTYPE,
+    Adapter,
     BlockMoves,
     Detail,
     DeviceRates,
@@ -195,6 +196,14 @@ class MultiHostExecutor:
             block_ids = np.array([moves.sources, moves.destinations], np.int32)
             self._tell(Kind.MOVES, _MOVES.index(moves.move), words=block_ids)
             self._executor.move_blocks(moves)
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Is not asked for: the geometry of several processes has no adapter slots.
+
+        Raises:
+            InternalError: it was.
+        """
+        raise InternalError(f"several processes were given an adapter for slot {slot}; they have none")
 
     def forward(self, inputs: StepInputs) -> MultiHostHandle:
         """As every executor's; raises as `move_blocks` does."""

@@ -53,16 +53,17 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped
 
 _RUNS = {"kv_begins_s", "run_starts_s1", "num_runs"}
+_ADAPTERS = {"adapters_t"}
 
 
 def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
     """The buffer of a forward call with T tokens: the fields of `StepInputs`, whose names say their shapes.
 
-    It has the runs of rows that read a prefix together where the geometry says that there are any.
+    It has the runs of rows that read a prefix together, and adapters, where the geometry says that there are any.
     """
     t, s, m, g = num_tokens, geometry.max_num_seqs, geometry.max_blocks_per_seq, len(geometry.windows)
     shapes = {"t": (t,), "gt": (g, t), "s": (s,), "s1": (s + 1,), "gsm": (g, s, m)}
-    left_out = {"num_tokens", *(_RUNS if geometry.cascade is None else ())}
+    left_out = {"num_tokens", *(_RUNS if geometry.cascade is None else ()), *(() if geometry.max_loras else _ADAPTERS)}
     names = [field.name for field in dataclasses.fields(StepInputs) if field.name not in left_out]
     return Packing.of(
         **{name: (shapes.get(name.split("_")[-1], ()), "bool" if name.startswith("is_") else "int32") for name in names}

@@ -338,6 +338,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
         positions_t=_padded(positions_t, num_padded),
         rope_lens_t=_padded(np.maximum(positions_t + 1, columns.prompt_lens[rows_t]), num_padded, 1),
         slots_gt=slots_gt,
+        adapters_t=np.zeros(num_padded, np.int32),
         query_starts_s1=query_starts_s1,
         kv_lens_s=_padded(starts + lens, max_rows),
         block_tables_gsm=block_tables_gsm,
