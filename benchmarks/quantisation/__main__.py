@@ -19,15 +19,16 @@ def main() -> None:
     parser.add_argument("--num-batches", type=int, default=2, help="of 6 rows of 384 tokens")
     arguments = parser.parse_args()
     batches = held_text(arguments.num_batches)
-    print(f"{'format':8} {'perplexity':>11} {'dequantised':>12} {'logit error':>12}")
+    print(f"{'format':8} {'perplexity':>11} {'dequantised':>12} {'logit error':>12} {'transformers':>13} {'error':>9}")
     found = {}
     for asked in ("auto", *ASKED):
         quality = measure(asked, np.dtype(arguments.dtype), batches)
         found[asked] = dataclasses.asdict(quality)
-        print(
-            f"{asked:8} {quality.perplexity:11.4f} {quality.dequantised_perplexity:12.4f} {quality.logit_error:12.2e}",
-            flush=True,
-        )
+        ours = f"{quality.perplexity:11.4f} {quality.dequantised_perplexity:12.4f} {quality.logit_error:12.2e}"
+        theirs = "needs torch: make torch"
+        if quality.their_perplexity is not None:
+            theirs = f"{quality.their_perplexity:13.4f} {quality.their_logit_error:9.2e}"
+        print(f"{asked:8} {ours} {theirs}", flush=True)
     save("quantisation", f"python -m benchmarks.quantisation --dtype {arguments.dtype}", {"formats": found})
 
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from benchmarks.demo_model.attention import attend
 from benchmarks.demo_model.data import Batch, Lesson, batch
 from benchmarks.demo_model.train import TrainSettings, cross_entropy
+from benchmarks.quantisation.theirs import Transformers, is_there
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.quantised.rounding import quantised_here
 from jpaged.checkpoints.weights import load_params
@@ -34,11 +35,15 @@ class Quality:
         perplexity: of the model as it is served.
         dequantised_perplexity: of the same with its weights in the model's own type.
         logit_error: the root mean square of the difference of their logits, as a share of that of the logits.
+        their_perplexity: of transformers with the dequantised weights; None without torch.
+        their_logit_error: of the model as it is served, against the logits of transformers.
     """
 
     perplexity: float
     dequantised_perplexity: float
     logit_error: float
+    their_perplexity: float | None = None
+    their_logit_error: float | None = None
 
 
 def held_text(num_batches: int) -> list[Batch]:
@@ -48,23 +53,45 @@ def held_text(num_batches: int) -> list[Batch]:
     return [batch(tokenizer, settings.seed + 1, step, shape, Lesson()) for step in range(num_batches)]
 
 
+class _Sums:
+    """Losses over targets, and squares of logits, added up."""
+
+    def __init__(self) -> None:
+        self.losses = self.errors = self.sizes = 0.0
+
+    def add(self, rows: Batch, got: jax.Array, want: jax.Array) -> None:
+        """Adds the losses of the logits that are wanted, and how far those that were got are from them."""
+        is_target = rows.weights.reshape(-1) > 0
+        self.losses += float(cross_entropy(want, jnp.asarray(rows.targets).reshape(-1))[is_target].sum())
+        self.errors += float(jnp.square(got - want)[is_target].sum())
+        self.sizes += float(jnp.square(want)[is_target].sum())
+
+    @property
+    def error(self) -> float:
+        return math.sqrt(self.errors / self.sizes)
+
+
 def measure(asked: str, dtype: np.dtype, batches: Sequence[Batch]) -> Quality:
     """The packaged model, rounded as `--quantization` says: auto is not at all."""
     plain = read_config(FOLDER)
     model = Model(quantised_here(plain, asked), dtype)
     params = load_params(model, FOLDER, "loop")
     reference, weights = Model(plain, dtype), _weights(params)
-    losses, other_losses, errors, sizes, count = 0.0, 0.0, 0.0, 0.0, 0.0
+    theirs = Transformers(weights, plain) if is_there() else None
+    served, dequantised, others = _Sums(), _Sums(), _Sums()
     for rows in batches:
         got, want = (_logits(m, p, rows) for m, p in ((model, params), (reference, weights)))
-        is_target = rows.weights.reshape(-1) > 0
-        targets = jnp.asarray(rows.targets).reshape(-1)
-        losses += float(cross_entropy(got, targets)[is_target].sum())
-        other_losses += float(cross_entropy(want, targets)[is_target].sum())
-        errors += float(jnp.square(got - want)[is_target].sum())
-        sizes += float(jnp.square(want)[is_target].sum())
-        count += float(is_target.sum())
-    return Quality(math.exp(losses / count), math.exp(other_losses / count), math.sqrt(errors / sizes))
+        served.add(rows, got, got)
+        dequantised.add(rows, got, want)
+        if theirs is not None:
+            others.add(rows, got, jnp.asarray(theirs.logits(rows)))
+    count = sum(float((rows.weights > 0).sum()) for rows in batches)
+    quality = Quality(math.exp(served.losses / count), math.exp(dequantised.losses / count), dequantised.error)
+    if theirs is None:
+        return quality
+    return dataclasses.replace(
+        quality, their_perplexity=math.exp(others.losses / count), their_logit_error=others.error
+    )
 
 
 def _weights(params: Params) -> Params:
