@@ -16,7 +16,7 @@ from jpaged.models.config import Activation, ModelConfig
 from jpaged.models.matmul import dot
 from jpaged.models.rope import angles as rope
 from jpaged.models.stack import LayerPlace
-from jpaged.models.tokens import HeadsKernel, TokenBatch
+from jpaged.models.tokens import HeadsKernel, Rows, TokenBatch
 
 
 class Attend(Protocol):
@@ -177,23 +177,23 @@ class Linear(nnx.Module):
     def __call__(
         self,
         x_te: jax.Array,
-        num_tokens: jax.Array,
+        rows: Rows,
         *,
         norm: Norm | None = None,
         residual: jax.Array | None = None,
         norm_after: Norm | None = None,
     ) -> jax.Array:
-        """`[T, in]`, of which the first rows are in use, to `[T, *out]`.
+        """`[T, in]` to `[T, *out]`.
 
         A residual `[T, out]` is added, and the sum may be normalised again.
         """
         kernel = self.kernel.get_value()
         if isinstance(kernel, product.PackedMatrix):
-            y = self._multiply(kernel, x_te, num_tokens, norm, residual)
+            y = self._multiply(kernel, x_te, rows, norm, residual)
             if norm_after is None:
                 return y
             after, y = _fused(norm_after, y)
-            return y if after is None else product.loaded().normalise(y, after, num_tokens)
+            return y if after is None else product.loaded().normalise(y, after, rows.num_in_use)
         y = dot(x_te if norm is None else norm(x_te), kernel, 0)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
@@ -209,13 +209,13 @@ class Linear(nnx.Module):
         self,
         kernel: product.PackedMatrix,
         x_te: jax.Array,
-        num_tokens: jax.Array,
+        rows: Rows,
         norm: Norm | None,
         residual: jax.Array | None,
     ) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
         before, x_te = _fused(norm, x_te)
-        y = product.loaded().multiply(x_te, kernel, num_tokens, norm=before, bias=bias, residual=residual)
+        y = product.loaded().multiply(x_te, kernel, rows.num_in_use, norm=before, bias=bias, residual=residual)
         return y.reshape(len(y), *kernel.shape[1:]) if kernel.num_parts == 1 else y
 
 
@@ -238,11 +238,11 @@ class GatedLinear(Linear):
         self,
         kernel: product.PackedMatrix,
         x_te: jax.Array,
-        num_tokens: jax.Array,
+        rows: Rows,
         norm: Norm | None,
         residual: jax.Array | None,
     ) -> jax.Array:
-        y = super()._multiply(kernel, x_te, num_tokens, norm, residual)
+        y = super()._multiply(kernel, x_te, rows, norm, residual)
         return y if kernel.num_parts == 2 else self.activate(y).astype(x_te.dtype)
 
 
@@ -258,19 +258,17 @@ class QKVLinear(Linear):
         rows = config.num_heads // config.num_kv_heads + 2
         super().__init__(config.hidden_size, (config.num_kv_heads, rows, config.head_dim), use_bias, dtype, rngs)
 
-    def project(
-        self, x_te: jax.Array, num_tokens: jax.Array, norm: Norm | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x_te: jax.Array, rows: Rows, norm: Norm | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(q_thd, k_tkd, v_tkd), queries not scaled."""
-        qkv = self(x_te, num_tokens, norm=norm)
-        num_rows, num_groups, rows, head_dim = qkv.shape
-        q, k, v = jnp.split(qkv, (rows - 2, rows - 1), axis=2)
-        return q.reshape(num_rows, num_groups * (rows - 2), head_dim), k.squeeze(2), v.squeeze(2)
+        qkv = self(x_te, rows, norm=norm)
+        num_rows, num_groups, of_group, head_dim = qkv.shape
+        q, k, v = jnp.split(qkv, (of_group - 2, of_group - 1), axis=2)
+        return q.reshape(num_rows, num_groups * (of_group - 2), head_dim), k.squeeze(2), v.squeeze(2)
 
     def project_rotated(
         self,
         x_te: jax.Array,
-        num_tokens: jax.Array,
+        rows: Rows,
         angles: Any,
         norm: Norm | None,
         head_norms: tuple[RMSNorm, RMSNorm] | None,
@@ -282,20 +280,20 @@ class QKVLinear(Linear):
         """
         if heads is not None:
             # Behind the barrier XLA for TPUs leaves head after head, where it may have put tokens into the lanes.
-            qkv = jax.lax.optimization_barrier(self(x_te, num_tokens, norm=norm))
+            qkv = jax.lax.optimization_barrier(self(x_te, rows, norm=norm))
             if head_norms is None:
                 return heads.turn(qkv, angles, None)
             q_norm, k_norm = head_norms
             return heads.turn(qkv, angles, (q_norm.weights, k_norm.weights, q_norm.eps))
         is_fused = head_norms is None or head_norms[0].for_kernel is not None
         if is_fused and isinstance(self.kernel.get_value(), product.PackedMatrix):
-            qkv = self(x_te, num_tokens, norm=norm)
+            qkv = self(x_te, rows, norm=norm)
             if head_norms is None:
-                return product.loaded().rotate(qkv, angles, num_tokens)
+                return product.loaded().rotate(qkv, angles, rows.num_in_use)
             q_scale, k_scale = (head_norm.scale[...] for head_norm in head_norms)
             eps = head_norms[0].eps
-            return product.loaded().rotate(qkv, angles, num_tokens, q_scale=q_scale, k_scale=k_scale, eps=eps)
-        q_thd, k_tkd, v_tkd = self.project(x_te, num_tokens, norm)
+            return product.loaded().rotate(qkv, angles, rows.num_in_use, q_scale=q_scale, k_scale=k_scale, eps=eps)
+        q_thd, k_tkd, v_tkd = self.project(x_te, rows, norm)
         if head_norms is not None:
             q_thd, k_tkd = head_norms[0](q_thd), head_norms[1](k_tkd)
         return rope.apply(q_thd, *angles), rope.apply(k_tkd, *angles), v_tkd

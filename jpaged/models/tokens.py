@@ -33,6 +33,20 @@ HeadNorms = tuple[jax.Array, jax.Array, float]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """What the rows of a product are, besides their numbers.
+
+    Attributes:
+        num_in_use: int32 scalar: the first ones. What the others become is undefined.
+        adapters_t: int32 `[T]`, the adapter slot of each row, 0 is none; None where there are no slots.
+    """
+
+    num_in_use: jax.Array
+    adapters_t: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
 class TokenBatch:
     """The tokens of a call, packed in one axis T.
 
@@ -43,6 +57,7 @@ class TokenBatch:
         num_tokens: int32 scalar, how many are in use, the first ones; None is all. What the others become is undefined.
         heads: what turns heads there; None is XLA, or the kernel that belongs to packed weights. Static.
         experts: what multiplies with the matrices of experts; None is one CPU device's. Static.
+        adapters_t: see `Rows`.
     """
 
     ids_t: jax.Array
@@ -51,8 +66,9 @@ class TokenBatch:
     num_tokens: jax.Array | None = None
     heads: HeadsKernel | None = dataclasses.field(default=None, metadata={"static": True})
     experts: ExpertsKernel | None = dataclasses.field(default=None, metadata={"static": True})
+    adapters_t: jax.Array | None = None
 
     @property
-    def num_in_use(self) -> jax.Array:
-        """Tokens in use."""
-        return jnp.int32(len(self.ids_t)) if self.num_tokens is None else self.num_tokens
+    def rows(self) -> Rows:
+        """The tokens as rows of products."""
+        return Rows(jnp.int32(len(self.ids_t)) if self.num_tokens is None else self.num_tokens, self.adapters_t)

@@ -33,7 +33,7 @@ from jpaged.models.layers import (
 from jpaged.models.rope import angles as rope
 from jpaged.models.rope.config import RopeConfig
 from jpaged.models.stack import LayerPlace
-from jpaged.models.tokens import HeadsKernel, TokenBatch
+from jpaged.models.tokens import HeadsKernel, Rows, TokenBatch
 
 
 @jax.tree_util.register_dataclass
@@ -43,13 +43,13 @@ class Shared:
 
     Attributes:
         angles: for each rope and token: cosines and sines, float32 `[T, D/2]`, or what the kernel made of them.
-        num_tokens: tokens in use, the first ones.
+        rows: the tokens as rows of products.
         heads: the kernel that turns heads, if there is one. Static.
         experts: see `TokenBatch`. Static.
     """
 
     angles: tuple[Any, ...]
-    num_tokens: jax.Array
+    rows: Rows
     heads: HeadsKernel | None = dataclasses.field(default=None, metadata={"static": True})
     experts: ExpertsKernel | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -89,12 +89,12 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(q_thd, k_tkd, v_tkd) of the normalised states, queries and keys rotated, queries not scaled."""
         if which is None:
-            return self.qkv.project(x_te, shared.num_tokens, norm)
+            return self.qkv.project(x_te, shared.rows, norm)
         head_norms = None
         if self.q_norm is not None and self.k_norm is not None:
             head_norms = self.q_norm, self.k_norm
         angles = shared.angles[which]
-        return self.qkv.project_rotated(x_te, shared.num_tokens, angles, norm, head_norms, shared.heads)
+        return self.qkv.project_rotated(x_te, shared.rows, angles, norm, head_norms, shared.heads)
 
 
 class MLP(nnx.Module):
@@ -108,16 +108,14 @@ class MLP(nnx.Module):
         self.down = Linear(inner, (width,), bias, dtype, rngs)
         self.activation = config.activation
 
-    def __call__(
-        self, x_te: jax.Array, num_tokens: jax.Array, *, norm: Norm, residual: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, x_te: jax.Array, rows: Rows, *, norm: Norm, residual: jax.Array | None = None) -> jax.Array:
         """`[T, E]` to `[T, E]`; a residual is added."""
         if self.gate_up is not None:
-            inner_tf = self.gate_up(x_te, num_tokens, norm=norm)
+            inner_tf = self.gate_up(x_te, rows, norm=norm)
         else:
             assert self.up is not None
-            inner_tf = activate(self.up(x_te, num_tokens, norm=norm), self.activation)
-        return self.down(inner_tf, num_tokens, residual=residual)
+            inner_tf = activate(self.up(x_te, rows, norm=norm), self.activation)
+        return self.down(inner_tf, rows, residual=residual)
 
 
 class AttentionModule(Protocol):
@@ -157,17 +155,17 @@ class DecoderLayer(nnx.Module):
         self, x: Measured, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[Measured, Any]:
         """One layer over packed tokens; attend, carry and place as in `Model.run`."""
-        x_te, num_tokens = x.x_te, shared.num_tokens
+        x_te, rows = x.x_te, shared.rows
         norm: Norm = self.attention_norm
         if isinstance(norm, RMSNorm):
             norm = MeasuredNorm(norm, x.squares_t)
         o_te, carry = self.attention.attend(x_te, norm, shared, attend, carry, place)
         if self.attention_post_norm is not None and self.mlp_post_norm is not None:
             assert self.mlp_norm is not None
-            x_te = x_te + self.attention_post_norm(self.attention.out(o_te, num_tokens))
+            x_te = x_te + self.attention_post_norm(self.attention.out(o_te, rows))
             x_te = x_te + self.mlp_post_norm(self._feed_forward(x_te, shared, self.mlp_norm))
         else:
-            attended_te = self.attention.out(o_te, num_tokens, residual=x_te)
+            attended_te = self.attention.out(o_te, rows, residual=x_te)
             source_te = attended_te if self.is_sequential else x_te
             x_te = self._feed_forward(source_te, shared, self.mlp_norm or self.attention_norm, attended_te)
         return Measured.of(x_te, is_measured=x.squares_t is not None), carry
@@ -176,8 +174,8 @@ class DecoderLayer(nnx.Module):
         self, x_te: jax.Array, shared: Shared, norm: Norm, residual: jax.Array | None = None
     ) -> jax.Array:
         if isinstance(self.mlp, MixtureOfExperts):
-            return self.mlp(x_te, shared.num_tokens, norm=norm, residual=residual, kernel=shared.experts)
-        return self.mlp(x_te, shared.num_tokens, norm=norm, residual=residual)
+            return self.mlp(x_te, shared.rows, norm=norm, residual=residual, kernel=shared.experts)
+        return self.mlp(x_te, shared.rows, norm=norm, residual=residual)
 
 
 class DecoderEnds(Ends):
@@ -205,7 +203,7 @@ class DecoderEnds(Ends):
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 
         x = Measured.of(x_te, is_measured=heads is not None and config.norm == "rms")
-        return x, Shared(tuple(map(angles, config.ropes)), tokens.num_in_use, heads, tokens.experts)
+        return x, Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts)
 
     def end(self, x: Measured) -> jax.Array:
         """See `Ends`."""

@@ -12,6 +12,7 @@ from jpaged.kernels.experts import ExpertsKernel, ExpertWeights, apply_experts, 
 from jpaged.models.experts.mixture import Mixture
 from jpaged.models.layers import GatedLinear, Linear, Norm, normal
 from jpaged.models.matmul import dot
+from jpaged.models.tokens import Rows
 
 
 class Router(nnx.Module):
@@ -23,11 +24,11 @@ class Router(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((num_experts,), dtype)) if mixture.router_bias else None
         self.choice_bias = nnx.Param(jnp.zeros((num_experts,), dtype)) if mixture.choice_bias else None
 
-    def __call__(self, x_te: jax.Array, num_tokens: jax.Array) -> jax.Array:
-        """`[T, E]`, of which the first rows are in use, to `[T, X]`."""
+    def __call__(self, x_te: jax.Array, rows: Rows) -> jax.Array:
+        """`[T, E]` to `[T, X]`."""
         kernel = self.kernel.get_value()
         if isinstance(kernel, product.PackedMatrix):
-            logits_tx = product.loaded().multiply(x_te, kernel, num_tokens, dtype=np.dtype(np.float32))
+            logits_tx = product.loaded().multiply(x_te, kernel, rows.num_in_use, dtype=np.dtype(np.float32))
         else:
             logits_tx = dot(x_te, kernel, 0)
         return logits_tx if self.bias is None else logits_tx + self.bias[...].astype(jnp.float32)
@@ -68,12 +69,12 @@ class SharedExpert(nnx.Module):
         self.down = Linear(mixture.shared_width, (width,), False, dtype, rngs)
         self.score = Linear(width, (1,), False, dtype, rngs) if mixture.shared_is_weighed else None
 
-    def __call__(self, x_te: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    def __call__(self, x_te: jax.Array, rows: Rows) -> jax.Array:
         """`[T, E]` to float32 `[T, E]`."""
-        y_te = self.down(self.gate_up(x_te, num_tokens), num_tokens).astype(jnp.float32)
+        y_te = self.down(self.gate_up(x_te, rows), rows).astype(jnp.float32)
         if self.score is None:
             return y_te
-        return jax.nn.sigmoid(self.score(x_te, num_tokens).astype(jnp.float32)) * y_te
+        return jax.nn.sigmoid(self.score(x_te, rows).astype(jnp.float32)) * y_te
 
 
 class MixtureOfExperts(nnx.Module):
@@ -88,23 +89,23 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self,
         x_te: jax.Array,
-        num_tokens: jax.Array,
+        rows: Rows,
         *,
         norm: Norm,
         residual: jax.Array | None = None,
         kernel: ExpertsKernel | None = None,
     ) -> jax.Array:
-        """`[T, E]`, of which the first rows are in use, to `[T, E]`; a residual is added.
+        """`[T, E]` to `[T, E]`; a residual is added.
 
         Sums are made in float32 and rounded once.
         """
         is_packed = isinstance(self.router.kernel.get_value(), product.PackedMatrix)
         before = norm.for_kernel if is_packed else None
-        h_te = norm(x_te) if before is None else product.loaded().normalise(x_te, before, num_tokens)
+        h_te = norm(x_te) if before is None else product.loaded().normalise(x_te, before, rows.num_in_use)
         choice_bias = None if self.router.choice_bias is None else self.router.choice_bias[...]
-        routes = route(self.router(h_te, num_tokens), self.mixture.routing, num_tokens, choice_bias)
+        routes = route(self.router(h_te, rows), self.mixture.routing, rows.num_in_use, choice_bias)
         y_te = apply_experts(h_te, routes, self.experts.weights, self.mixture.gate, kernel)
         if self.shared is not None:
-            y_te = y_te + self.shared(h_te, num_tokens)
+            y_te = y_te + self.shared(h_te, rows)
         y_te = y_te.astype(x_te.dtype)
         return y_te if residual is None else residual + y_te

@@ -46,15 +46,15 @@ class LatentAttention(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """What the heads find, `[T, H * V]`, and the carry."""
         assert place.kind.rope is not None
-        angles, num_tokens = shared.angles[place.kind.rope], shared.num_tokens
+        angles, rows = shared.angles[place.kind.rope], shared.rows
         q_te, q_norm = x_te, norm
         if self.q_down is not None and self.q_norm is not None:
-            q_te, q_norm = self.q_down(x_te, num_tokens, norm=norm), self.q_norm
-        q_thd = self.q(q_te, num_tokens, norm=q_norm).reshape(len(x_te), self.num_heads, -1)
+            q_te, q_norm = self.q_down(x_te, rows, norm=norm), self.q_norm
+        q_thd = self.q(q_te, rows, norm=q_norm).reshape(len(x_te), self.num_heads, -1)
         own_thd, turned_thd = q_thd[..., : self.nope_dim], rope.apply(q_thd[..., self.nope_dim :], *angles)
         q_thd = jnp.concatenate((_of_each_head(own_thd, self.key_up[...]), turned_thd), axis=-1)
 
-        kv_td = self.kv_down(x_te, num_tokens, norm=norm)
+        kv_td = self.kv_down(x_te, rows, norm=norm)
         latent_tr = self.kv_norm(kv_td[:, : self.latent_dim])
         turned_t1d = rope.apply(kv_td[:, None, self.latent_dim :], *angles)
         k_t1d = jnp.concatenate((latent_tr[:, None], turned_t1d), axis=-1)

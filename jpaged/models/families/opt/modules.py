@@ -12,7 +12,7 @@ from jpaged.models.families.opt.config import POSITION_OFFSET, OptConfig
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.layers import Attend, Embedding, Ends, EndsKeys, LayerNorm, Linear, QKVLinear, activate
 from jpaged.models.stack import LayerPlace
-from jpaged.models.tokens import TokenBatch
+from jpaged.models.tokens import Rows, TokenBatch
 
 _NORM_EPS = 1e-5
 
@@ -34,11 +34,11 @@ class MLP(nnx.Module):
         self.activation = config.activation
 
     def __call__(
-        self, x_te: jax.Array, num_tokens: jax.Array, *, norm: LayerNorm | None, norm_after: LayerNorm | None
+        self, x_te: jax.Array, rows: Rows, *, norm: LayerNorm | None, norm_after: LayerNorm | None
     ) -> jax.Array:
         """`[T, E]` to `[T, E]`, with the residual sum."""
-        inner_tf = activate(self.up(x_te, num_tokens, norm=norm), self.activation)
-        return self.down(inner_tf, num_tokens, residual=x_te, norm_after=norm_after)
+        inner_tf = activate(self.up(x_te, rows, norm=norm), self.activation)
+        return self.down(inner_tf, rows, residual=x_te, norm_after=norm_after)
 
 
 class OptLayer(nnx.Module):
@@ -56,16 +56,16 @@ class OptLayer(nnx.Module):
         self.norm_first = config.norm_first
 
     def __call__(
-        self, x_te: jax.Array, num_tokens: jax.Array, attend: Attend, carry: Any, place: LayerPlace
+        self, x_te: jax.Array, rows: Rows, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
-        """One layer over packed tokens, of which so many are in use; attend, carry and place as in `Model.run`."""
+        """One layer over packed tokens; attend, carry and place as in `Model.run`."""
         attention_norm, mlp_norm = self.attention_norm, self.mlp_norm
         before = (attention_norm, mlp_norm) if self.norm_first else (None, None)
         after = (None, None) if self.norm_first else (attention_norm, mlp_norm)
-        o_thd, carry = attend(*self.attention.qkv.project(x_te, num_tokens, before[0]), carry, place)
+        o_thd, carry = attend(*self.attention.qkv.project(x_te, rows, before[0]), carry, place)
         o_te = o_thd.astype(x_te.dtype).reshape(x_te.shape[0], -1)
-        x_te = self.attention.out(o_te, num_tokens, residual=x_te, norm_after=after[0])
-        return self.mlp(x_te, num_tokens, norm=before[1], norm_after=after[1]), carry
+        x_te = self.attention.out(o_te, rows, residual=x_te, norm_after=after[0])
+        return self.mlp(x_te, rows, norm=before[1], norm_after=after[1]), carry
 
 
 class OptEnds(Ends):
@@ -87,12 +87,12 @@ class OptEnds(Ends):
         self.project_out = Linear(width, (embed_size,), False, dtype, nnx.Rngs(out_key)) if is_narrow else None
         self.norm = LayerNorm(width, _NORM_EPS, config.norm_affine, dtype) if config.final_norm else None
 
-    def begin(self, tokens: TokenBatch) -> tuple[jax.Array, jax.Array]:
-        """See `Ends`; layers share the number of tokens in use."""
-        x_te, num_tokens = self.embed(tokens.ids_t), tokens.num_in_use
+    def begin(self, tokens: TokenBatch) -> tuple[jax.Array, Rows]:
+        """See `Ends`; layers share what the rows are."""
+        x_te, rows = self.embed(tokens.ids_t), tokens.rows
         if self.project_in is not None:
-            x_te = self.project_in(x_te, num_tokens)
-        return x_te + self.positions(tokens.positions_t + POSITION_OFFSET), num_tokens
+            x_te = self.project_in(x_te, rows)
+        return x_te + self.positions(tokens.positions_t + POSITION_OFFSET), rows
 
     @property
     def final_norm(self) -> LayerNorm | None:
@@ -103,5 +103,5 @@ class OptEnds(Ends):
         """See `Ends`."""
         if self.project_out is None:
             return super().logits(hidden_re, num_rows)
-        narrow_re = self.project_out(hidden_re, num_rows, norm=self.norm)
+        narrow_re = self.project_out(hidden_re, Rows(num_rows), norm=self.norm)
         return (self.lm_head or self.embed).logits(narrow_re, num_rows, None)
