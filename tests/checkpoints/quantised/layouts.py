@@ -51,7 +51,7 @@ def write_quantised(case: TinyCase, layout: LayoutCase, folder: Path) -> dict[st
     plain: dict[str, np.ndarray] = {}
     for name, tensor in tensors(case).items():
         module = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or any(part in name for part in layout.left):
+        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or any(part in name for part in layout.left):
             stored[name] = plain[name] = tensor
             continue
         # The order of groups follows from the inputs, which query, key and value have in common.
@@ -180,14 +180,16 @@ def compressed_packed(
     return write
 
 
-def float8(kind: str, *, is_static: bool = False, scale: str = ".weight_scale") -> Callable[..., Written]:
+def float8(
+    kind: str, *, is_static: bool = False, scale: str = ".weight_scale", size: int = BLOCK
+) -> Callable[..., Written]:
     def write(weight: np.ndarray, rng: np.random.Generator) -> Written:
         if kind == "block":
-            rows, columns = (-(-size // BLOCK) for size in weight.shape)
-            padded = np.zeros((rows * BLOCK, columns * BLOCK), np.float32)
+            rows, columns = (-(-extent // size) for extent in weight.shape)
+            padded = np.zeros((rows * size, columns * size), np.float32)
             padded[: len(weight), : weight.shape[1]] = weight
-            scales = np.abs(padded.reshape(rows, BLOCK, columns, BLOCK)).max((1, 3)) / 448
-            each = np.repeat(np.repeat(scales, BLOCK, 0), BLOCK, 1)[: len(weight), : weight.shape[1]]
+            scales = np.abs(padded.reshape(rows, size, columns, size)).max((1, 3)) / 448
+            each = np.repeat(np.repeat(scales, size, 0), size, 1)[: len(weight), : weight.shape[1]]
         elif kind == "channel":
             each = scales = np.abs(weight).max(1, keepdims=True) / 448
         else:

@@ -17,7 +17,7 @@ from jpaged.kernels.product.quantised import QuantisedMatrix, dequantise
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
-from tests.checkpoints.quantised.layouts import LAYOUTS, LayoutCase, write_quantised, write_tensors
+from tests.checkpoints.quantised.layouts import LAYOUTS, LayoutCase, float8, write_quantised, write_tensors
 from tests.device.sharded import place
 from tests.models import dense
 from tests.models.tiny import TinyCase, tiny_case
@@ -89,6 +89,24 @@ def test_a_checkpoint_has_the_weights_that_its_layout_says(layout: LayoutCase, t
     dequantised = dataclasses.replace(model, config=dataclasses.replace(model.config, quantisation=None))
     as_weights = load_params(dequantised, tmp_path / "quantised", "loop")
     assert_same_weights(as_weights, wanted)
+
+
+@pytest.mark.long
+def test_a_deepseek_is_read_as_it_is_published(tmp_path: Path) -> None:
+    """Blocks of 8 bits in experts and projections alike; what is applied to queries and sums is read as weights."""
+    (published,) = (layout for layout in LAYOUTS if layout.name == "deepseek_fp8")
+    config = {**published.config, "weight_block_size": [4, 4]}
+    layout = dataclasses.replace(published, config=config, write=float8("block", scale=".weight_scale_inv", size=4))
+    case = tiny_case("deepseek_v3")
+    folder = write_plain(case, write_quantised(case, layout, tmp_path / "quantised"), tmp_path / "plain")
+    model, reference = model_of(tmp_path / "quantised"), model_of(folder)
+    params, wanted = load_params(model, tmp_path / "quantised", "loop"), load_params(reference, folder, "loop")
+    assert is_quantised(params["layers"][2]["mlp"]["experts"]["gate"]["kernel"])
+    assert is_quantised(params["layers"][2]["attention"]["kv_down"]["kernel"])
+    assert_same_weights(weights_of(params), wanted)
+    got, want = logits(model, params), logits(reference, wanted)
+    errors_t = np.sqrt(np.square(got - want).mean(1) / np.square(want).mean(1))
+    assert np.median(errors_t) < 0.15  # rounded rows may choose other experts
 
 
 @pytest.mark.parametrize("layout", SOME_QUICK)
