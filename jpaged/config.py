@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.launchers import MultiHost, find_multihost, split_address
-from jpaged.types import require_whole_characters
+from jpaged.option import checked, option
 
 Policy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
@@ -28,25 +28,6 @@ KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
 LinearBackend = Literal["cpu", "xla"]
 Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cpu"]
 """Whose attention kernels run."""
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    choices: tuple[str, ...] = (),
-    unit: str = "",
-    by_platform: Mapping[str, float] | None = None,
-) -> Any:
-    """A field of a section: its default, its help line and its limits (both inclusive).
-
-    A default of None means that the value is found when the configuration is resolved, or that the thing is left out;
-    `by_platform` is what is found on CPUs, GPUs and TPUs (`jpaged.device.step_sizes` has the rule).
-    """
-    limits = {"low": low, "high": high, "choices": choices, "unit": unit, "by_platform": by_platform or {}}
-    return field(default=default, metadata={"help": help, **limits})
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +246,49 @@ class StartupOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """Adapters beside the model: in how many slots of the device, and which ones from the start."""
+
+    enable_lora: bool = option(False, "take requests for adapters (LoRA); on where `lora` names any")
+    max_loras: int = option(
+        8,
+        "adapters that the rows of one step may have: each has room on the device for matrices of max_lora_rank",
+        low=1,
+        high=256,
+    )
+    max_lora_rank: int = option(16, "rank of an adapter at most", low=1, high=512)
+    max_cpu_loras: int = option(
+        256, "adapters that are loaded at one time, in host memory; further ones are refused", low=1, high=1 << 16
+    )
+    lora: tuple[str, ...] = option((), "NAME=PATH: an adapter from the start, a folder as PEFT writes them")
+
+    @property
+    def adapters(self) -> tuple[tuple[str, str], ...]:
+        """The name and the path of each that is loaded at the start."""
+        return tuple((name, path) for name, _, path in (one.partition("=") for one in self.lora))
+
+    def check(self) -> None:
+        """Holds what is loaded at the start to its form and its number.
+
+        Raises:
+            InvalidArgument: a name or a path is missing, a name comes twice, or there are too many.
+        """
+        for one, (name, path) in zip(self.lora, self.adapters, strict=True):
+            if not name or not path:
+                raise InvalidArgument("lora", f"{one!r} is not NAME=PATH")
+        names = [name for name, _ in self.adapters]
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidArgument("lora", f"{name!r} is given {names.count(name)} times: a name is for one adapter")
+        if len(names) > self.max_cpu_loras:
+            raise InvalidArgument("lora", f"{len(names)} adapters are over max_cpu_loras ({self.max_cpu_loras})")
+        if self.max_cpu_loras < self.max_loras:
+            raise InvalidArgument(
+                "max_cpu_loras", f"{self.max_cpu_loras} is below max_loras ({self.max_loras}): slots would stay empty"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """What clients see, where they connect, and how the server ends."""
 
@@ -334,6 +358,7 @@ class EngineConfig:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     startup: StartupOptions = field(default_factory=StartupOptions)
     server: ServerOptions = field(default_factory=ServerOptions)
 
@@ -350,11 +375,11 @@ class EngineConfig:
                 raise InvalidArgument(name, f"unknown option; the options are {', '.join(sorted(known))}")
         sections = {}
         for section, kind in SECTIONS.items():
-            values = {f.name: _checked(f, options[f.name]) for f in fields(kind) if f.name in options}
+            values = {f.name: checked(f, options[f.name]) for f in fields(kind) if f.name in options}
             sections[section] = kind(**values)
         config = cls(**sections)
         config._check_together()
-        return config
+        return config.replace(enable_lora=True) if config.lora.lora else config
 
     def _check_together(self) -> None:
         max_rows, max_tokens = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
@@ -378,6 +403,7 @@ class EngineConfig:
                 f"{self.parallel.data_parallel_size}, the limit with them is 1",
             )
         self.parallel.check()
+        self.lora.check()
 
     def for_multihost(self, multihost: MultiHost) -> EngineConfig:
         """These options in one of several processes, with its place among them filled in.
@@ -392,6 +418,8 @@ class EngineConfig:
             )
         if self.startup.compiled is not None:
             raise InvalidArgument("compiled", f"{self.startup.compiled}: saved programs run in one process, {several}")
+        if self.lora.enable_lora:
+            raise InvalidArgument("enable_lora", f"True: adapters are served by one process, {several}")
         place = {name: getattr(multihost, name) for name in ("coordinator", "num_processes", "process_id")}
         return self.replace(**place)
 
@@ -409,9 +437,10 @@ class EngineConfig:
         """(option, value, where it came from) for every option; the value of a resolved configuration is final."""
         rows = []
         for name, section, spec in iter_options():
-            value = getattr(getattr(self, section), name)
+            given = getattr(getattr(self, section), name)
+            value = (", ".join(given) or None) if isinstance(given, tuple) else given
             unit = f" {spec.metadata['unit']}" if spec.metadata["unit"] and value is not None else ""
-            rows.append((name, f"{value}{unit}", "default" if value == spec.default else "set or resolved"))
+            rows.append((name, f"{value}{unit}", "default" if given == spec.default else "set or resolved"))
         return rows
 
 
@@ -434,34 +463,6 @@ def platform_default(name: str, platform: str) -> Any:
 def field_names(section: type) -> tuple[str, ...]:
     """Names of the options in a section."""
     return tuple(spec.name for spec in fields(section))
-
-
-def option_type(spec: dataclasses.Field[Any]) -> type:
-    """The scalar type of an option: `int | None` is an int that may be left out."""
-    if spec.metadata["choices"]:
-        return str
-    return {"str": str, "int": int, "float": float, "bool": bool}[str(spec.type).removesuffix(" | None")]
-
-
-def _checked(spec: dataclasses.Field[Any], value: Any) -> Any:
-    meta, kind = spec.metadata, option_type(spec)
-    if value is None and spec.default is None:
-        return None
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not kind:
-        raise InvalidArgument(spec.name, f"{value!r} is not of type {kind.__name__}")
-    if isinstance(value, str):
-        require_whole_characters(spec.name, value)
-        if not value:
-            raise InvalidArgument(spec.name, "is empty: give at least one character, or leave it out")
-    if meta["choices"] and value not in meta["choices"]:
-        raise InvalidArgument(spec.name, f"{value!r} is not one of {', '.join(meta['choices'])}")
-    if meta["low"] is not None and not value >= meta["low"]:
-        raise InvalidArgument(spec.name, f"{value} is below the limit of {meta['low']}")
-    if meta["high"] is not None and not value <= meta["high"]:
-        raise InvalidArgument(spec.name, f"{value} is above the limit of {meta['high']}")
-    return value
 
 
 def compile_cache_dir() -> Path | None:

@@ -8,10 +8,10 @@ from jpaged.config import (
     SchedulerOptions,
     compile_cache_dir,
     iter_options,
-    option_type,
     platform_default,
 )
 from jpaged.errors import InvalidArgument
+from jpaged.option import option_type
 
 
 def test_what_nobody_sets_has_its_default():
@@ -84,7 +84,7 @@ def test_every_option_has_help_and_a_name_of_its_own():
     assert len(names) == len(set(names))
     for _, _, spec in iter_options():
         assert spec.metadata["help"]
-        assert option_type(spec) in {str, int, float, bool}
+        assert option_type(spec) in {str, int, float, bool, tuple}
 
 
 def test_the_engine_serves_as_a_plain_server_by_default():
@@ -101,7 +101,9 @@ def test_resolving_leaves_nothing_open():
     assert (config.model.max_model_len, config.cache.num_blocks) == (64, 9)
     left_out = {name for name, value, _ in config.explain() if value == "None"}
     several = {"coordinator", "num_processes", "process_id"}
-    assert left_out == {"pin_prefix", "metrics_port", "compiled"} | several  # nothing of the kind unless asked for
+    assert (
+        left_out == {"pin_prefix", "metrics_port", "compiled", "lora"} | several
+    )  # nothing of the kind unless asked for
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
@@ -133,3 +135,38 @@ def test_saved_programs_go_with_one_copy_of_the_model():
         EngineConfig.load({"compiled": "folder", "data_parallel_size": 2})
     assert error.value.field == "compiled"
     assert EngineConfig.load({"compiled": "folder"}).startup.compiled == "folder"
+
+
+def test_adapters_of_the_start_turn_lora_on():
+    config = EngineConfig.load({"lora": ["sql=/adapters/sql", "chat=a=b"]})
+    assert config.lora.adapters == (("sql", "/adapters/sql"), ("chat", "a=b"))
+    assert config.lora.enable_lora
+    assert not EngineConfig.load({}).lora.enable_lora
+    told = {name: (value, source) for name, value, source in config.explain()}
+    assert told["lora"] == ("sql=/adapters/sql, chat=a=b", "set or resolved")
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "problem"),
+    [
+        ({"lora": ["sql"]}, "lora", "'sql' is not NAME=PATH"),
+        ({"lora": ["=/adapters/sql"]}, "lora", "'=/adapters/sql' is not NAME=PATH"),
+        ({"lora": ["sql="]}, "lora", "'sql=' is not NAME=PATH"),
+        ({"lora": "sql=/adapters/sql"}, "lora", "is not of type list of str"),
+        ({"lora": [""]}, "lora", "is empty"),
+        ({"lora": [7]}, "lora", "7 is not of type str"),
+        ({"lora": ["a=b", "a=c"]}, "lora", "'a' is given 2 times"),
+        (
+            {"lora": ["a=b", "c=d"], "max_cpu_loras": 1, "max_loras": 1},
+            "lora",
+            r"2 adapters are over max_cpu_loras \(1\)",
+        ),
+        ({"max_cpu_loras": 3, "max_loras": 4}, "max_cpu_loras", r"3 is below max_loras \(4\)"),
+        ({"max_loras": 0}, "max_loras", "0 is below the limit of 1"),
+        ({"max_lora_rank": 1024}, "max_lora_rank", "1024 is above the limit of 512"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(options, field, problem):
+    with pytest.raises(InvalidArgument, match=problem) as error:
+        EngineConfig.load(options)
+    assert error.value.field == field

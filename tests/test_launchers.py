@@ -119,7 +119,9 @@ def test_options_come_before_the_environment(monkeypatch):
     assert EngineConfig().parallel.multihost() is None
 
 
-@pytest.mark.parametrize(("name", "value"), [("data_parallel_size", 2), ("compiled", "programs")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("data_parallel_size", 2), ("compiled", "programs"), ("enable_lora", True)]
+)
 def test_what_works_in_one_process_alone_is_refused_by_name(name, value):
     multihost = MultiHost("a:1", 2, 1, "Slurm")
     with pytest.raises(InvalidArgument, match=f"{name}: {value}.* not with several processes .there are 2, from Slurm"):

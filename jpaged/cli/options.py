@@ -8,8 +8,9 @@ from dataclasses import Field, fields
 from decimal import Decimal
 from typing import Any
 
-from jpaged.config import SECTIONS, EngineConfig, iter_options, option_type
+from jpaged.config import SECTIONS, EngineConfig, iter_options
 from jpaged.errors import InvalidArgument
+from jpaged.option import option_type
 from jpaged.types import SamplingParams
 
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20, "g": 1000**3, "G": 1 << 30, "t": 1000**4, "T": 1 << 40}
@@ -40,6 +41,8 @@ def add_config_flags(
         else:
             keywords["type"] = option_type(spec)
             keywords["metavar"] = "N" if option_type(spec) in (int, float) else "NAME"
+        if option_type(spec) is tuple:
+            keywords.update(action="append", type=str)
         if spec.metadata["choices"]:
             keywords.update(choices=spec.metadata["choices"], metavar=None)
         parser.add_argument(flag_of(name), **keywords)

@@ -13,7 +13,18 @@ from pathlib import Path
 
 # What each top-level name of jpaged may import, besides itself. `engine.executor` opens one module of a package.
 VALUES = {
-    *("errors", "types", "launchers", "config", "version", "json_text", "load", "completions", "progress_bar"),
+    *(
+        "errors",
+        "types",
+        "launchers",
+        "option",
+        "config",
+        "version",
+        "json_text",
+        "load",
+        "completions",
+        "progress_bar",
+    ),
     "hardware",
 }
 MAY_IMPORT = {
@@ -26,7 +37,8 @@ MAY_IMPORT = {
     "completions": {"errors", "types"},
     "progress_bar": {"types"},
     "launchers": {"errors"},
-    "config": {"errors", "types", "launchers"},
+    "option": {"errors", "types"},
+    "config": {"errors", "types", "launchers", "option"},
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
     "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.product"},

@@ -20,6 +20,7 @@ from jpaged.version import __version__
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = [(name, spec) for name, _, spec in iter_options() if name != "model"]
 VALUES: dict[str, Any] = {"int": 99, "float": 0.5, "str": "name"}
+VALUES |= {"lora": ("name=path",), "max_cpu_loras": 300}
 VALUES |= {"coordinator": "host:1234", "join_timeout": 2.5, "num_scheduler_steps": 9}
 TOGETHER = {"coordinator": "host:1234", "num_processes": "100", "process_id": "0"}
 """What goes with each of these, so that the three make sense."""
@@ -33,8 +34,9 @@ def test_every_option_has_a_flag(name, spec, spelling):
     if kind == "bool":
         words, value = [flag.replace("--", "--no-", 1) if spec.default else flag], not spec.default
     else:
-        value = spec.metadata["choices"][-1] if spec.metadata["choices"] else VALUES.get(name, VALUES[kind])
-        words = [f"{flag}={value}"] if spelling == "equals" else [flag, str(value)]
+        value = spec.metadata["choices"][-1] if spec.metadata["choices"] else VALUES.get(name) or VALUES[kind]
+        word = value[0] if isinstance(value, tuple) else str(value)
+        words = [f"{flag}={word}"] if spelling == "equals" else [flag, word]
     if name in TOGETHER:
         words += [word for other in TOGETHER.keys() - {name} for word in (flag_of(other), TOGETHER[other])]
     arguments = make_parser().parse_args(["serve", *[w.replace("_", "-") if w.startswith("--") else w for w in words]])
