@@ -1,4 +1,4 @@
-"""Weights in files: found, read, checked, written, converted.
+"""Weights in files: found, read, checked, written, converted; quantised/ and gguf/ are rooms of their own.
 
 hub.py                 a model's name -> its folder -> its config
 names.py               which tensors a checkpoint of a model holds

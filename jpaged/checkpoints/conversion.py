@@ -1,9 +1,10 @@
-"""Checkpoint folders from one format into the other, tensor by tensor.
+"""Checkpoints from one format into another, tensor by tensor.
 
 Every tensor of the source is written under its name and in its shape, in its type unless another is asked for, or
 rounded to fewer bits (`jpaged.checkpoints.quantised.writing`). At any
 time host memory holds one tensor as it was read, and again in the type it is written in where that differs. The
-destination appears under its name when it is whole.
+destination appears under its name when it is whole. What a GGUF file has in blocks is written as the weights that they
+stand for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -23,6 +24,8 @@ import jax
 import numpy as np
 
 from jpaged import json_text
+from jpaged.checkpoints.gguf.file import is_gguf
+from jpaged.checkpoints.gguf.scheme import read_model
 from jpaged.checkpoints.hub import CONFIG_FILE, read_config, read_json, read_scheme
 from jpaged.checkpoints.orbax import MANIFEST_FILE, is_orbax_folder, write_manifest
 from jpaged.checkpoints.orbax_writer import write_orbax
@@ -90,10 +93,10 @@ def on_host() -> None:
 def convert_folder(
     source: Path, destination: Path, options: ConversionOptions, progress: Progress = no_progress
 ) -> None:
-    """Writes the checkpoint of one folder, in either format, into another.
+    """Writes the checkpoint of one folder, in either format, or of a GGUF file into another folder.
 
     Args:
-        source: with config.json.
+        source: with config.json, or a GGUF file.
         destination: a folder that is not there, or empty; parents are made.
         progress: called before each tensor with (number, total, name).
 
@@ -104,8 +107,10 @@ def convert_folder(
     """
     _check_apart(source, destination)
     config = read_config(source)
-    with open_tensors(source) as tensors:
-        check_tensors(tensors, config, read_scheme(source))
+    with _open(source) as tensors:
+        if is_gguf(source):
+            config = dataclasses.replace(config, quantisation=None)
+        check_tensors(tensors, config, None if is_gguf(source) else read_scheme(source))
         with _new_folder(destination, options.force) as folder:
             _copy_companions(source, folder)
             if options.dtype is not None:
@@ -117,8 +122,15 @@ def convert_folder(
             _write(tensors, config, folder, options, progress)
 
 
+def _open(source: Path) -> AbstractContextManager[TensorSource]:
+    return nullcontext(read_model(source).tensors(as_weights=True)) if is_gguf(source) else open_tensors(source)
+
+
 def _copy_companions(source: Path, folder: Path) -> None:
     """Copies what belongs to a model besides its weights: configs, tokenizer, chat templates, licence."""
+    if is_gguf(source):
+        (folder / CONFIG_FILE).write_text(json_text.dumps(dict(read_model(source).hf), indent=2) + "\n", "utf-8")
+        return
     names = {path.name for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()}
     for name in sorted(names - _NO_COMPANIONS):
         if not name.endswith(".index.json"):

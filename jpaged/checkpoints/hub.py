@@ -1,4 +1,4 @@
-"""The model that a user names -> a local folder in Hugging Face layout -> its config."""
+"""The model that a user names -> a local folder in Hugging Face layout, or a GGUF file -> its config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from jpaged.checkpoints.orbax import refuse_other_orbax
+from jpaged.checkpoints.gguf.file import SUFFIX, find_gguf, is_gguf, parts_of
+from jpaged.checkpoints.gguf.scheme import read_model
+from jpaged.checkpoints.orbax import is_orbax_folder, refuse_other_orbax
 from jpaged.checkpoints.quantised.config import QUANTISATION_KEYS, find_scheme
 from jpaged.checkpoints.quantised.scheme import Scheme
 from jpaged.demo import FOLDER
@@ -32,8 +34,8 @@ _UNWANTED_FILES = ("*/*", "consolidated*")
 def find_folder(model: str) -> Path:
     """Find the folder of a checkpoint: a local one, or a snapshot of a hub id, downloaded when it is not cached.
 
-    A name that exists as a folder, or that is written as a path (beginning with `.`, `/` or `~`), is local. Whatever
-    the hub client reads from its environment (token, cache, offline mode) holds.
+    A name that exists as a folder or as a GGUF file, or that is written as a path (beginning with `.`, `/` or `~`, or
+    ending in `.gguf`), is local. Whatever the hub client reads from its environment (token, cache, offline mode) holds.
 
     Raises:
         InvalidArgument: a local folder without config.json, or an Orbax checkpoint of another program.
@@ -42,7 +44,7 @@ def find_folder(model: str) -> Path:
     folder = find_local(model)
     if folder is not None:
         return folder
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX):
         raise NotFound(f"model: there is no folder {model}")
     from huggingface_hub import snapshot_download  # which takes a while to import, and only this needs
 
@@ -59,14 +61,21 @@ def find_folder(model: str) -> Path:
 def find_local(model: str) -> Path | None:
     """Find the folder of a checkpoint that is on this machine: the packaged one, or one of that path; None without.
 
+    Of a GGUF model, which needs no folder, it is the file, or the first of its parts; so it is where a folder holds
+    one and no weights in Hugging Face layout.
+
     Raises:
-        InvalidArgument: it has no config.json, or is an Orbax checkpoint of another program.
+        InvalidArgument: it has no config.json and no GGUF model, or is an Orbax checkpoint of another program.
     """
     if model == DEMO:
         return FOLDER
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        return None
+        return find_gguf(folder)
+    if not is_orbax_folder(folder) and not list(folder.glob("*.safetensors")):
+        file = find_gguf(folder)
+        if file is not None:
+            return file
     if not (folder / CONFIG_FILE).is_file():
         refuse_other_orbax(folder)
         raise InvalidArgument("model", f"folder {model} has no {CONFIG_FILE}; it must be in Hugging Face layout")
@@ -80,6 +89,8 @@ def read_config(folder: Path) -> ModelConfig:
         InvalidArgument: a file is missing or malformed.
         Unsupported: the model needs something that is not computed here.
     """
+    if is_gguf(folder):
+        return read_model(folder).config
     generation, config = folder / GENERATION_CONFIG_FILE, read_json(folder / CONFIG_FILE)
     scheme = find_scheme(config)
     plain = {key: value for key, value in config.items() if key not in QUANTISATION_KEYS}
@@ -93,13 +104,18 @@ def read_scheme(folder: Path) -> Scheme | None:
     Raises:
         InvalidArgument, Unsupported: as `read_config`.
     """
+    if is_gguf(folder):
+        return read_model(folder).scheme
     return find_scheme(read_json(folder / CONFIG_FILE))
 
 
 def fingerprint(folder: Path) -> str:
     """Tells one checkpoint from another without reading its weights: their config, and names and sizes of the files."""
-    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    if is_gguf(folder):
+        digest, files = hashlib.sha256(repr(read_model(folder).config).encode()), parts_of(folder)
+    else:
+        digest, files = hashlib.sha256((folder / CONFIG_FILE).read_bytes()), sorted(folder.glob("*.safetensors"))
+    for path in files:
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
     return digest.hexdigest()[:16]
 

@@ -16,6 +16,8 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jpaged.checkpoints.finite import check_finite, refuse_tensor
+from jpaged.checkpoints.gguf.file import is_gguf
+from jpaged.checkpoints.gguf.scheme import read_model
 from jpaged.checkpoints.hub import read_scheme
 from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
@@ -113,7 +115,7 @@ def load_params(
     shardings: Params | None = None,
     progress: Progress = no_progress,
 ) -> Params:
-    """Reads a checkpoint folder, safetensors or Orbax, into the tree of `abstract_params(layer_mode)`.
+    """Reads a checkpoint folder, safetensors or Orbax, or a GGUF file, into the tree of `abstract_params(layer_mode)`.
 
     Host memory holds one leaf at a time (in scan mode, that leaf for all layers) and the tensors of the part that is
     being made; safetensors are memory-mapped, of Orbax' arrays the chunks are read that the part touches.
@@ -203,6 +205,9 @@ def open_tensors(folder: Path) -> Iterator[TensorSource]:
         InvalidArgument: it holds none, or what holds them is broken, unfinished, or of an unknown version.
         Unsupported: they are there in another format only.
     """
+    if is_gguf(folder):
+        yield read_model(folder).tensors()
+        return
     if is_orbax_folder(folder):
         yield OrbaxTensors(folder)
         return

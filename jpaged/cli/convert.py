@@ -14,14 +14,14 @@ from jpaged.types import require_whole_characters
 
 HELP = "write a model as safetensors or as Orbax"
 DESCRIPTION = """\
-Write a model as safetensors in Hugging Face layout, or as Orbax, tensor by tensor.
+Write a model, or a GGUF file, as safetensors in Hugging Face layout or as Orbax, tensor by tensor.
 
     jpaged convert meta-llama/Llama-3.1-8B-Instruct ./llama-orbax --to orbax
     jpaged convert ./llama-orbax ./llama-hf --to safetensors --max-shard-size 2GiB
     jpaged convert ./llama-hf ./llama-int4 --to safetensors --quantize int4
 
 Any of these folders can be served. What is written is whole and bit by bit what was read, unless --dtype or --quantize
-says otherwise.
+says otherwise; what GGUF has in blocks becomes float32.
 """
 
 _MAX_DIGITS = 18
@@ -34,7 +34,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments: what is converted, where to, and how."""
-    parser.add_argument("source", metavar="SOURCE", help="demo, a folder in either format, or a hub id")
+    parser.add_argument("source", metavar="SOURCE", help="demo, a folder in either format, a GGUF file, or a hub id")
     parser.add_argument("destination", metavar="DESTINATION", type=Path, help="a new folder; parents are made")
     parser.add_argument("--to", required=True, choices=("orbax", "safetensors"), help="the format that is written")
     parser.add_argument(

@@ -1,0 +1,163 @@
+"""A GGUF file, memory-mapped: what its metadata says, and where its tensors are.
+
+The `gguf` package reads it. A model in several parts (`NAME-00001-of-00003.gguf`) is named by its first.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpaged.errors import InvalidArgument
+
+SUFFIX = ".gguf"
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_NO_MODELS = ("mmproj", "imatrix")
+"""How files begin that are published beside models: what sees, and what was counted to quantise."""
+_UNREADABLE = (OSError, ValueError, LookupError, OverflowError, TypeError)
+"""What the package raises; it has no error of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of a file.
+
+    Attributes:
+        kind: its type, as llama.cpp calls it: F32, Q4_K.
+        shape: of the weights, the contracted axis last.
+        data: of F16, F32 and F64 the numbers; of others bytes, those of a row along the last axis.
+        path: the file that it is in.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A model in GGUF.
+
+    Attributes:
+        path: of the first part.
+        metadata: of the first part; arrays as lists.
+        tensors: by their names, of all parts.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """What llama.cpp calls the family.
+
+        Raises:
+            InvalidArgument: it says none.
+        """
+        name = self.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise InvalidArgument(str(self.path), f"general.architecture is {name!r}; it must be a string")
+        return name
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF model that a path names: a file, its first part, or the one in a folder; None where it names none.
+
+    Raises:
+        InvalidArgument: a folder holds several.
+    """
+    if path.is_file() and path.suffix == SUFFIX:
+        return _first_part(path)
+    if not path.is_dir():
+        return None
+    files = [file for file in sorted(path.glob(f"*{SUFFIX}")) if not file.name.startswith(_NO_MODELS)]
+    models = sorted({_first_part(file) for file in files})
+    if len(models) > 1:
+        listed = ", ".join(model.name for model in models)
+        raise InvalidArgument("model", f"folder {path} holds {len(models)} GGUF models: name one of {listed}")
+    return models[0] if models else None
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the path of a checkpoint is one that `find_gguf` gave."""
+    return path.suffix == SUFFIX and not path.is_dir()
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of a model, by the name of its first."""
+    match = _PART.search(path.name)
+    if match is None:
+        return [path]
+    begin, total = path.name[: match.start()], match[2]
+    return [path.with_name(f"{begin}-{number:05d}-of-{total}{SUFFIX}") for number in range(1, int(total) + 1)]
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Maps the files of a model, which are looked through once for as long as they are the same.
+
+    Raises:
+        InvalidArgument: a part is missing, or one is no whole GGUF file.
+    """
+    parts = parts_of(path)
+    for part in parts:
+        if not part.is_file():
+            raise InvalidArgument(str(path), f"is a model in {len(parts)} parts, and {part.name} is missing")
+    return _open(path, tuple((part, part.stat().st_size, part.stat().st_mtime_ns) for part in parts))
+
+
+@functools.lru_cache(maxsize=2)
+def _open(path: Path, parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, GgufTensor] = {}
+    for index, (part, _, _) in enumerate(parts):
+        found, inside = _read(part)
+        metadata = metadata or found
+        for name, tensor in inside.items():
+            if name in tensors:
+                raise InvalidArgument(str(part), f"tensor {name} is in {tensors[name].path.name} as well")
+            tensors[name] = tensor
+        number = found.get("split.no", 0)
+        if number != index:
+            raise InvalidArgument(str(part), f"is part {number} by its metadata, and part {index} by its name")
+    count = metadata.get("split.tensors.count", len(tensors))
+    if count != len(tensors):
+        raise InvalidArgument(str(path), f"has {len(tensors)} tensors in {len(parts)} parts; it says {count}")
+    return GgufFile(path, metadata, tensors)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    from gguf import GGUFReader  # a tenth of a second
+
+    try:
+        reader = GGUFReader(path)
+        metadata = {name: _value(field) for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+        tensors = {
+            tensor.name: GgufTensor(
+                tensor.tensor_type.name, tuple(int(n) for n in reversed(tensor.shape)), tensor.data, path
+            )
+            for tensor in reader.tensors
+        }
+    except _UNREADABLE as error:
+        raise InvalidArgument(str(path), f"is no whole GGUF file: {error}") from error
+    if getattr(reader, "byte_order", "I") != "I":
+        raise InvalidArgument(str(path), "has the byte order of other machines; convert the model again")
+    return metadata, tensors
+
+
+def _value(field: Any) -> Any:
+    """A field's value; of one float32 the shortest decimal that it is, as configs have it."""
+    value = field.contents()
+    return float(str(np.float32(value))) if [kind.name for kind in field.types] == ["FLOAT32"] else value
+
+
+def _first_part(path: Path) -> Path:
+    match = _PART.search(path.name)
+    return path if match is None else path.with_name(f"{path.name[: match.start()]}-00001-of-{match[2]}{SUFFIX}")

@@ -1,0 +1,138 @@
+"""Which matrices of a GGUF model stay quantised, and in what form each leaf has them.
+
+Each type that `blocks.py` keeps is kept without rounding it again. Matrices of one leaf (queries, keys and values;
+gates and ups) that are of different types get the narrowest form that holds the numbers of all. Where one of them is
+not quantised, or of a type that is not kept, the leaf is made of weights; so are routers and the embedding of tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, joint_form
+from jpaged.checkpoints.gguf.config import hf_config
+from jpaged.checkpoints.gguf.file import GgufFile, open_gguf
+from jpaged.checkpoints.gguf.names import Place, places
+from jpaged.checkpoints.gguf.tensors import GgufTensors
+from jpaged.checkpoints.names import model_leaves
+from jpaged.checkpoints.quantised.scheme import Part, Parts, Shape, StoredMatrix
+from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.models.config import ModelConfig
+from jpaged.models.hf_config import from_hf
+from jpaged.models.leaves import Leaf
+from jpaged.models.quantisation.formats import module_of, stored_formats
+from jpaged.models.quantisation.rules import Quantisation
+
+_METHOD = "gguf"
+_EVERYTHING = Quantisation(_METHOD, (("", MatrixFormat("int8")),), has_output=True)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufScheme:
+    """The layout of a GGUF model's quantised matrices.
+
+    Attributes:
+        kinds: GGUF's type of each, by the names of modules.
+    """
+
+    quantisation: Quantisation
+    kinds: Mapping[str, str]
+
+    def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
+        """See `Scheme`; the key of a part is its type."""
+        kind = self.kinds[module]
+        block = BLOCK_TYPES[kind]
+        num_out, depth = shape
+        return {kind: Part(f"{module}.weight", ((num_out, depth // block.size * block.num_bytes),), ("uint8",))}
+
+    def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
+        """See `Scheme`."""
+        ((kind, rows),) = tensors.items()
+        return BLOCK_TYPES[kind].matrix(rows, form)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """A model in GGUF, with all that is needed to load it.
+
+    Attributes:
+        config: as the family reads it, with what is quantised.
+        hf: the same as a config.json.
+        scheme: None where no matrix stays quantised.
+    """
+
+    file: GgufFile
+    config: ModelConfig
+    hf: Mapping[str, object]
+    scheme: GgufScheme | None
+    places: Mapping[str, Place]
+
+    def tensors(self, *, as_weights: bool = False) -> GgufTensors:
+        """Its tensors; quantised ones as the scheme reads them, or all of them as weights."""
+        modules = () if self.scheme is None or as_weights else self.scheme.kinds
+        return GgufTensors(self.file, self.places, frozenset(f"{module}.weight" for module in modules))
+
+
+def read_model(path: Path) -> GgufModel:
+    """A model by the path of its file.
+
+    Raises:
+        InvalidArgument: the file is broken, or something in it is missing or malformed.
+        Unsupported: its architecture, or a setting of it, is not served.
+    """
+    file = open_gguf(path)
+    hf = hf_config(file)
+    config = from_hf(hf)
+    found = places(file, config.num_heads, config.num_kv_heads)
+    formed = dict(_forms(config, file, found))
+    if not formed:
+        return GgufModel(file, config, hf, None, found)
+    quantisation = Quantisation(_METHOD, _rules(formed), has_output=True)
+    kinds = {module: _kind(file, found, f"{module}.weight") for module in formed}
+    config = dataclasses.replace(config, quantisation=quantisation)
+    return GgufModel(file, config, hf, GgufScheme(quantisation, kinds), found)
+
+
+def _forms(config: ModelConfig, file: GgufFile, found: Mapping[str, Place]) -> Iterator[tuple[str, MatrixFormat]]:
+    """The form of each module that stays quantised."""
+    leaves = model_leaves(config, found)
+    for leaf in (leaf for each in (leaves.outer, *leaves.layers) for leaf in each):
+        if not _may_be_quantised(leaf):
+            continue
+        kinds = [_kind(file, found, name) for name, _ in leaf.tensors]
+        if all(kind in BLOCK_TYPES for kind in kinds):
+            form = joint_form([BLOCK_TYPES[kind].form for kind in kinds])
+            for name, _ in leaf.tensors:
+                yield module_of(name), form
+
+
+def _may_be_quantised(leaf: Leaf) -> bool:
+    is_product = leaf.path[-1] == "kernel" or leaf.path[0] == "lm_head"
+    return is_product and all(form is not None for form in stored_formats(_EVERYTHING, leaf))
+
+
+def _kind(file: GgufFile, found: Mapping[str, Place], name: str) -> str:
+    """GGUF's type of a tensor; empty where there is none of that name."""
+    return file.tensors[found[name].tensor].kind if name in found else ""
+
+
+def _rules(forms: Mapping[str, MatrixFormat]) -> tuple[tuple[str, MatrixFormat | None], ...]:
+    """Rules that give each module its form: one for those that differ in their numbers alone.
+
+    The first number of a name is the layer's; experts, whose is the second, are one tensor and of one form.
+    """
+    layers: dict[tuple[str, MatrixFormat], set[str]] = defaultdict(set)
+    for module, form in forms.items():
+        first, *others = re.split(r"(?<=\.)(\d+)(?=\.)", module, maxsplit=1)
+        rest = re.sub(r"(?<=\.)\d+(?=\\.)", r"\\d+", re.escape(others[1])) if others else ""
+        layers[f"^{re.escape(first)}{'(#)' if others else ''}{rest}$", form].update(others[:1])
+    return tuple(
+        (pattern.replace("#", "|".join(sorted(numbers, key=int))), form) for (pattern, form), numbers in layers.items()
+    )

@@ -1,0 +1,271 @@
+"""GGUF files of tiny checkpoints, as llama.cpp's converter writes them: names by the `gguf` package's own tables.
+
+What the converter changes is spelt out here apart from the code under test, which undoes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.models.tiny import tensors, tiny_case
+
+Tensors = dict[str, np.ndarray]
+Config = dict[str, Any]
+Undo = Callable[[np.ndarray], Tensors]
+Kinds = Callable[[str, tuple[int, ...]], str]
+ARCHITECTURES = {
+    "llama": "LLAMA",
+    "mistral": "LLAMA",
+    "mixtral": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "qwen2_moe": "QWEN2MOE",
+    "qwen3_moe": "QWEN3MOE",
+    "gemma2": "GEMMA2",
+    "gemma3_text": "GEMMA3",
+    "phi3": "PHI3",
+    "starcoder2": "STARCODER2",
+    "gpt2": "GPT2",
+    "gpt_neox": "GPTNEOX",
+}
+"""The package's names, by those that Hugging Face has for types of models."""
+_SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+"""Types that the package cannot make: where in a block the float16 are that everything is multiplied by."""
+
+
+def of_kind(kind: str) -> Kinds:
+    """Matrices of one type; norms, biases and routers in float32, as they always are."""
+
+    def choose(name: str, shape: tuple[int, ...]) -> str:
+        return kind if len(shape) > 1 and not re.search(r"norm|ffn_gate_inp|position", name) else "F32"
+
+    return choose
+
+
+def checkpoint(name: str, **settings: object) -> tuple[Config, Tensors]:
+    """A tiny checkpoint that a file can say all of: experts in all layers, and scores as llama.cpp scales them."""
+    case = tiny_case(name)
+    case = dataclasses.replace(case, config={**case.config, **settings})
+    config: Config = dict(case.config)
+    found = tensors(case)
+    if config["model_type"].startswith("gemma"):
+        config["query_pre_attn_scalar"] = config["head_dim"]
+    if config.get("mlp_only_layers"):
+        config["mlp_only_layers"] = []
+        found = {key: tensor for key, tensor in found.items() if not key.startswith("model.layers.1.mlp.")}
+        first = {key: tensor for key, tensor in found.items() if key.startswith("model.layers.0.mlp.")}
+        found |= {key.replace("layers.0", "layers.1"): tensor[..., ::-1].copy() for key, tensor in first.items()}
+    return config, found
+
+
+def write_plain(config: Config, found: Tensors, folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in found.items()}, folder / "model.safetensors")
+    return folder
+
+
+def write_gguf(
+    model: tuple[Config, Tensors],
+    path: Path,
+    kinds: Kinds,
+    *,
+    more: Mapping[str, Any] | None = None,
+    split_max_tensors: int = 0,
+) -> Tensors:
+    """Writes a file, and returns the checkpoint that it stands for: its tensors as they were rounded.
+
+    Args:
+        kinds: the type of each tensor of the file, by its name and shape.
+        more: metadata besides what the config makes, which it replaces; None leaves a key out.
+        split_max_tensors: of each part, for a file in several.
+    """
+    config, found = model
+    architecture = gguf.MODEL_ARCH[ARCHITECTURES[config["model_type"]]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors)
+    for key, value in {**metadata(config), **(more or {})}.items():
+        if value is not None:
+            _add(writer, key, value)
+    plain = {}
+    for name, (stored, undo) in _stored(config, found, architecture).items():
+        kind = kinds(name, stored.shape)
+        data = _blocks(name, stored, kind)
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+        plain.update(undo(gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]).astype(np.float32)))
+    factors = _llama3_factors(config)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    for name in ("long", "short"):
+        if config.get("rope_scaling") and f"{name}_factor" in config["rope_scaling"]:
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(config["rope_scaling"][f"{name}_factor"], "f"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return plain
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case list():
+            writer.add_array(key, value)
+        case _:
+            raise TypeError(key)
+
+
+def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of an architecture, from its config.json."""
+    kind = config["model_type"]
+    prefix = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHITECTURES[kind]]]
+    usual = ("max_position_embeddings", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
+    sizes: list[Any] = [config.get(key) for key in usual]
+    if kind == "gpt2":
+        sizes = [config[key] for key in ("n_positions", "n_embd", "n_layer", "n_embd", "n_head")]
+        sizes[3] = config.get("n_inner") or 4 * config["n_embd"]
+    width: int = sizes[1]
+    names = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+    own: dict[str, Any] = dict(zip(names, sizes, strict=True))
+    head_dim = config.get("head_dim", width // sizes[-1])
+    if kind in ("gpt2", "gpt_neox", "starcoder2"):
+        eps = next((config[key] for key in ("layer_norm_epsilon", "norm_epsilon") if key in config), 1e-5)
+        own["attention.layer_norm_epsilon"] = eps
+    else:
+        default = 1e-5 if kind in ("mixtral", "phi3") else 1e-6
+        own["attention.layer_norm_rms_epsilon"] = config.get("rms_norm_eps", default)
+        own |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if kind not in ("gpt2", "gpt_neox"):
+        own["attention.head_count_kv"] = config["num_key_value_heads"]
+    if "num_experts" in config or "num_local_experts" in config:
+        own["expert_count"] = config.get("num_experts", config.get("num_local_experts"))
+        own["expert_used_count"] = config["num_experts_per_tok"]
+    if "moe_intermediate_size" in config:
+        own["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if "shared_expert_intermediate_size" in config:
+        own["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
+    if config.get("use_sliding_window", True) and config.get("sliding_window"):
+        own["attention.sliding_window"] = config["sliding_window"]
+    if kind == "gemma3_text":
+        own["attention.sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
+    if kind == "gemma2":
+        caps = {f"{name}_logit_softcapping": cap for name, cap in (("attn", 50.0), ("final", 30.0))}
+        own |= {key: config.get(key, cap) for key, cap in caps.items()}
+    if kind == "gpt_neox":
+        own["use_parallel_residual"] = config.get("use_parallel_residual", True)
+    own |= _rope(config, head_dim)
+    return {f"{prefix}.{key}": value for key, value in own.items()}
+
+
+def _rope(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    if config["model_type"] == "gpt2":
+        return {}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    default = 1e6 if config["model_type"] == "mixtral" else 10000.0
+    theta = config.get("rope_theta", config.get("rotary_emb_base", scaling.get("rope_theta", default)))
+    if "full_attention" in scaling:
+        scaling = scaling["full_attention"]
+        theta = scaling["rope_theta"]
+    fraction = config.get("partial_rotary_factor", config.get("rotary_pct", 1.0))
+    keys: dict[str, Any] = {"rope.freq_base": float(theta), "rope.dimension_count": int(head_dim * fraction)}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}
+    if kind == "yarn":
+        keys["rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
+    if kind == "longrope":
+        original = config["original_max_position_embeddings"]
+        ratio = config["max_position_embeddings"] / original
+        keys["rope.scaling.original_context_length"] = original
+        keys["rope.scaling.attn_factor"] = 1.0 if ratio <= 1 else float(np.sqrt(1 + np.log(ratio) / np.log(original)))
+    return keys
+
+
+def _llama3_factors(config: Mapping[str, Any]) -> np.ndarray | None:
+    """What Llama 3's formula divides the frequency of each pair by."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type") != "llama3":
+        return None
+    theta = config.get("rope_theta", rope.get("rope_theta", 10000.0))
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high, original = (
+        rope[name] for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+
+
+def _stored(config: Config, model: Tensors, architecture: gguf.MODEL_ARCH) -> dict[str, tuple[np.ndarray, Undo]]:
+    """The tensors of a file by their names, and what makes a checkpoint's of them."""
+    names = gguf.get_tensor_name_map(architecture, 16)
+    found: dict[str, tuple[np.ndarray, Undo]] = {}
+    experts: dict[str, list[tuple[str, np.ndarray]]] = {}
+    for name, tensor in model.items():
+        if ".experts." in name:
+            experts.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), []).append((name, tensor))
+            continue
+        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert mapped is not None, name
+        found[mapped] = _changed(config, name, tensor)
+    for name, stack in experts.items():
+        mapped = names.get_name(name, try_suffixes=(".weight",))
+        assert mapped is not None, name
+        found[mapped] = np.stack([tensor for _, tensor in stack]), _unstack([each for each, _ in stack])
+    return found
+
+
+def _unstack(names: list[str]) -> Undo:
+    return lambda tensor: dict(zip(names, tensor, strict=True))
+
+
+def _changed(config: Mapping[str, Any], name: str, tensor: np.ndarray) -> tuple[np.ndarray, Undo]:
+    kind = config["model_type"]
+    heads = config.get("num_attention_heads", 0)
+    if kind in ("llama", "mistral", "mixtral") and re.search(r"[qk]_proj", name):
+        count = heads if "q_proj" in name else config["num_key_value_heads"]
+        rows = tensor.reshape(count, 2, -1, *tensor.shape[1:])
+        return rows.swapaxes(1, 2).reshape(tensor.shape), lambda stored: {
+            name: stored.reshape(count, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+        }
+    if kind == "gpt_neox" and "query_key_value" in name:
+        groups = tensor.reshape(heads, 3, -1, *tensor.shape[1:])
+        return groups.swapaxes(0, 1).reshape(tensor.shape), lambda stored: {
+            name: stored.reshape(3, heads, -1, *tensor.shape[1:]).swapaxes(0, 1).reshape(tensor.shape)
+        }
+    if kind == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight", name):
+        return np.ascontiguousarray(tensor.T), lambda stored: {name: stored.T}
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        return tensor + 1, lambda stored: {name: stored - 1}
+    if "shared_expert_gate" in name:
+        return tensor[0], lambda stored: {name: stored[None]}
+    return tensor, lambda stored: {name: stored}
+
+
+def _blocks(name: str, tensor: np.ndarray, kind: str) -> np.ndarray:
+    """A tensor in a type; of types that the package cannot make blocks at random, with sane scales."""
+    if kind not in _SCALES:
+        data: np.ndarray = gguf.quants.quantize(np.ascontiguousarray(tensor), gguf.GGMLQuantizationType[kind])
+        return data
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(len(name) + tensor.size)
+    blocks = rng.integers(0, 256, (*tensor.shape[:-1], tensor.shape[-1] // size, num_bytes), np.uint8)
+    for at in _SCALES[kind]:
+        scales = rng.uniform(0.5e-4, 1.5e-4, blocks.shape[:-1]).astype(np.float16)
+        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(*tensor.shape[:-1], -1)

@@ -1,0 +1,131 @@
+"""GGUF files are found by their names and in folders, and what is broken or unknown in them is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jpaged.checkpoints import hub
+from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
+from jpaged.checkpoints.gguf.file import open_gguf
+from jpaged.checkpoints.weights import load_params
+from jpaged.errors import InvalidArgument, JpagedError, NotFound, Unsupported
+from jpaged.models.model import Model
+from tests.checkpoints.gguf.files import checkpoint, of_kind, write_gguf
+from tests.checkpoints.gguf.test_types import FLOAT
+
+MODEL = checkpoint("llama_mha", num_hidden_layers=1)
+
+
+def write(path: Path, **more: Any) -> Path:
+    write_gguf(MODEL, path, of_kind("F32"), more=more)
+    return path
+
+
+def test_a_file_is_named_or_alone_in_its_folder(tmp_path: Path) -> None:
+    file = write(tmp_path / "tiny.gguf")
+    (tmp_path / "mmproj-tiny.gguf").write_bytes(b"what sees")
+    (tmp_path / "config.json").write_text("{}")
+    assert hub.find_folder(str(file)) == hub.find_folder(str(tmp_path)) == file
+    assert hub.find_local(str(file)) == file
+    shutil.copyfile(file, tmp_path / "other.gguf")
+    with pytest.raises(InvalidArgument, match=r"holds 2 GGUF models: name one of other.gguf, tiny.gguf"):
+        hub.find_folder(str(tmp_path))
+    with pytest.raises(NotFound, match=r"missing.gguf"):
+        hub.find_folder("missing.gguf")
+
+
+def test_a_model_in_parts_is_one(tmp_path: Path) -> None:
+    write_gguf(MODEL, tmp_path / "tiny.gguf", of_kind("F32"), split_max_tensors=4)
+    first, *others = sorted(tmp_path.iterdir())
+    assert re.search(r"-00001-of-0000\d.gguf$", first.name)
+    assert len(others) > 1
+    assert hub.find_folder(str(tmp_path)) == hub.find_folder(str(others[0])) == first
+    (tmp_path / "whole").mkdir()
+    whole = write(tmp_path / "whole" / "tiny.gguf")
+    assert open_gguf(first).tensors.keys() == open_gguf(whole).tensors.keys()
+    load_params(Model(hub.read_config(first), FLOAT), first, "loop")
+    assert hub.fingerprint(first) != hub.fingerprint(whole)
+    others[-1].unlink()
+    with pytest.raises(InvalidArgument, match=rf"and {others[-1].name} is missing"):
+        hub.read_config(first)
+    shutil.copyfile(others[0], others[-1])
+    with pytest.raises(InvalidArgument, match=r"tensor .* is in .*gguf as well"):
+        hub.read_config(first)
+
+
+def test_a_file_that_is_changed_is_read_again(tmp_path: Path) -> None:
+    file = write(tmp_path / "tiny.gguf")
+    assert hub.read_config(file).max_position_embeddings == 256
+    write(file, **{"llama.context_length": 1024, "general.description": "longer"})
+    assert hub.read_config(file).max_position_embeddings == 1024
+
+
+@pytest.mark.parametrize("kept", [0, 3, 20, 200, 3000, -8])
+def test_a_file_that_is_cut_is_refused(kept: int, tmp_path: Path) -> None:
+    whole = write(tmp_path / "tiny.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole[:kept])
+    with pytest.raises(InvalidArgument, match=r"cut.gguf: is no whole GGUF file"):
+        hub.read_config(cut)
+
+
+def test_something_else_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"PK\x03\x04" + bytes(1000))
+    with pytest.raises(InvalidArgument, match=r"other.gguf: is no whole GGUF file: GGUF magic invalid"):
+        hub.read_config(other)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"general.architecture": "mamba"}, Unsupported, "architectures 'mamba' is not read; read: llama"),
+        ({"general.type": "adapter"}, Unsupported, "general.type is 'adapter'"),
+        ({"llama.attention.clamp_kqv": 8.0}, Unsupported, "unknown setting attention.clamp_kqv=8.0"),
+        ({"llama.block_count": None}, InvalidArgument, "llama block_count: is missing"),
+        ({"llama.attention.causal": False}, Unsupported, "attention.causal is False"),
+        ({"llama.attention.value_length": 32}, Unsupported, "attention.value_length is not attention.key_length, 16"),
+        ({"llama.rope.dimension_count": 8}, Unsupported, "rope.dimension_count is 8; only whole heads"),
+        ({"llama.rope.scaling.type": "su"}, Unsupported, "rope.scaling.type is 'su', without a tensor of factors"),
+        ({"llama.attention.head_count_kv": [4, 2]}, InvalidArgument, r"attention.head_count_kv: is \[4, 2\]"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_not_computed_is_refused(
+    more: dict[str, Any], error: type[JpagedError], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        hub.read_config(write(tmp_path / "tiny.gguf", **more))
+
+
+def test_a_tensor_that_nobody_reads_is_named(tmp_path: Path) -> None:
+    config, tensors = checkpoint("llama_gqa_bias", num_hidden_layers=1)
+    write_gguf((config, tensors), tmp_path / "tiny.gguf", of_kind("F32"))
+    file = open_gguf(tmp_path / "tiny.gguf")
+    assert file.tensors["blk.0.attn_q.bias"].kind == "F32"
+    del tensors["model.layers.0.self_attn.q_proj.bias"]
+    write_gguf((config, tensors), tmp_path / "less.gguf", of_kind("F32"))
+    model = Model(hub.read_config(tmp_path / "less.gguf"), FLOAT)
+    with pytest.raises(InvalidArgument, match=r"model.layers.0.self_attn.k_proj.bias"):
+        load_params(model, tmp_path / "less.gguf", "loop")
+
+
+def test_a_file_is_converted_to_the_checkpoint_that_it_was_made_of(tmp_path: Path) -> None:
+    config, tensors = checkpoint("mixtral", hidden_size=64)
+    kinds = {"ffn_gate_exps": "Q8_0", "token_embd": "Q4_0", "attn_v": "F16"}
+    plain = write_gguf((config, tensors), tmp_path / "tiny.gguf", lambda name, _: kinds.get(name.split(".")[-2], "F32"))
+    convert_folder(tmp_path / "tiny.gguf", tmp_path / "folder", ConversionOptions("safetensors"))
+    stored = load_file(tmp_path / "folder" / "model.safetensors")
+    assert stored.keys() == plain.keys()
+    for name, tensor in stored.items():
+        np.testing.assert_array_equal(tensor.astype(np.float32), plain[name])
+    want = dataclasses.replace(hub.read_config(tmp_path / "tiny.gguf"), quantisation=None)
+    assert hub.read_config(tmp_path / "folder") == want

@@ -1,0 +1,145 @@
+"""Matrices of every type are kept as they are, or become the weights that the `gguf` package makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged.checkpoints.hub import find_folder, read_config
+from jpaged.checkpoints.weights import load_params
+from jpaged.errors import Unsupported
+from jpaged.kernels.product.quantised import QuantisedMatrix, dequantise
+from jpaged.models.layers import Params
+from jpaged.models.model import Model
+from tests.checkpoints.gguf.files import Kinds, checkpoint, of_kind, write_gguf, write_plain
+from tests.device.sharded import place
+from tests.models import dense
+
+FLOAT = np.dtype(np.float32)
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+# What a matrix of each type is kept in: values and numbers that share a scale; None is weights.
+KEPT = {
+    "F32": None,
+    "F16": None,
+    "BF16": None,
+    "Q8_0": ("int8", 32),
+    "Q4_0": ("int4", 32),
+    "Q4_1": None,
+    "Q5_0": None,
+    "Q5_1": None,
+    "Q4_K": None,
+    "Q5_K": None,
+    "Q6_K": ("int8", 16),
+}
+
+
+def mixed(name: str, shape: tuple[int, ...]) -> str:
+    """Types as llama.cpp mixes them: better ones for values and for what leads back in some layers."""
+    if len(shape) == 1:
+        return "F32"
+    if name in ("output.weight", "token_embd.weight"):
+        return "Q6_K"
+    return "Q8_0" if "attn_v" in name or name == "blk.0.ffn_down.weight" else "Q4_0"
+
+
+def write_both(kinds: Kinds, folder: Path) -> tuple[Path, Path]:
+    """A Llama with matrices of types, and what they stand for as Hugging Face's libraries have it."""
+    config, tensors = checkpoint("llama_mha", **WIDE, **HEADS)
+    plain = write_gguf((config, tensors), folder / "model.gguf", kinds)
+    return folder / "model.gguf", write_plain(config, plain, folder / "plain")
+
+
+def load(path: Path) -> tuple[Model, Params]:
+    model = Model(read_config(path), FLOAT)
+    return model, load_params(model, path, "loop")
+
+
+def is_quantised(leaf: object) -> bool:
+    return isinstance(leaf, QuantisedMatrix)
+
+
+def quantised(params: Params) -> list[QuantisedMatrix]:
+    return [leaf for leaf in jax.tree.leaves(params, is_leaf=is_quantised) if is_quantised(leaf)]
+
+
+def assert_same_weights(params: Params, wanted: Params) -> None:
+    weights = jax.tree.map(lambda leaf: dequantise(leaf) if is_quantised(leaf) else leaf, params, is_leaf=is_quantised)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), weights, wanted)
+
+
+def assert_same_logits(got: tuple[Model, Params], want: tuple[Model, Params]) -> None:
+    ids = np.arange(3, 27, dtype=np.int32) * 5 % 131
+    a, b = (np.asarray(dense.logits(model, params, ids, len(ids), "loop")) for model, params in (got, want))
+    np.testing.assert_allclose(a[:, : b.shape[1]], b, rtol=0, atol=np.abs(b).max() * 2e-5)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_type_has_the_weights_of_its_blocks(kind: str, tmp_path: Path) -> None:
+    file, folder = write_both(of_kind(kind), tmp_path)
+    (model, params), (_, wanted) = load(file), load(folder)
+    assert_same_weights(params, wanted)
+    kept = {(leaf.values.dtype.name, leaf.group_size) for leaf in quantised(params)}
+    assert kept == (set() if KEPT[kind] is None else {KEPT[kind]})
+    assert len(quantised(params)) == (0 if KEPT[kind] is None else 2 * 4 + 1)
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
+    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model.abstract_params("loop"))
+
+
+def test_matrices_of_one_leaf_get_the_form_that_holds_them_all(tmp_path: Path) -> None:
+    file, folder = write_both(mixed, tmp_path)
+    (_, params), (_, wanted) = load(file), load(folder)
+    assert_same_weights(params, wanted)
+    first, second = params["layers"]
+    forms = [
+        (leaf.values.dtype.name, leaf.group_size)
+        for leaf in (first["attention"]["qkv"]["kernel"], first["attention"]["out"]["kernel"])
+    ]
+    assert forms == [("int8", 32), ("int4", 32)]
+    downs = [layer["mlp"]["down"]["kernel"].values.dtype.name for layer in (first, second)]
+    assert downs == ["int8", "int4"]
+
+
+def test_experts_keep_the_blocks_of_their_stack(tmp_path: Path) -> None:
+    model = checkpoint("mixtral", hidden_size=64, intermediate_size=88)
+    kinds = {"ffn_gate_exps": "Q8_0", "ffn_up_exps": "Q4_0"}
+    plain = write_gguf(model, tmp_path / "model.gguf", lambda name, shape: kinds.get(name.split(".")[-2], "F32"))
+    folder = write_plain(model[0], plain, tmp_path / "plain")
+    (_, params), (_, wanted) = load(tmp_path / "model.gguf"), load(folder)
+    assert_same_weights(params, wanted)
+    kept = [each["mlp"]["experts"] for each in params["layers"]]
+    assert {each["gate"]["kernel"].values.dtype.name for each in kept} == {"int8"}
+    assert {each["up"]["kernel"].values.dtype.name for each in kept} == {"int4"}
+    assert not any(is_quantised(each["down"]["kernel"]) for each in kept)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", [of_kind("Q8_0"), of_kind("Q4_0"), of_kind("Q6_K"), mixed], ids=str)
+def test_it_computes_what_its_weights_do(kinds: Kinds, tmp_path: Path) -> None:
+    file, folder = write_both(kinds, tmp_path)
+    assert_same_logits(load(file), load(folder))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", [of_kind("Q4_0"), mixed], ids=["Q4_0", "mixed"])
+def test_a_model_in_two_parts_computes_the_same(kinds: Kinds, tmp_path: Path) -> None:
+    file, _ = write_both(kinds, tmp_path)
+    model, params = load(file)
+    where = place(model, 2)
+    halves = load_params(model, file, "loop", num_parts=2, shardings=where.shardings)
+    assert_same_logits((where.model, halves), (model, params))
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "IQ4_NL", "TQ2_0"])
+def test_another_type_is_refused_with_the_name_of_its_tensor(kind: str, tmp_path: Path) -> None:
+    model = checkpoint("llama_mha", **WIDE, **HEADS)
+    file = tmp_path / "model.gguf"
+    write_gguf(model, file, lambda name, shape: kind if name == "blk.1.ffn_up.weight" else "F32")
+    with pytest.raises(Unsupported, match=rf"model.layers.1.mlp.up_proj.weight is {kind}; of GGUF's types read"):
+        load(find_folder(str(file)))
+    assert dataclasses.is_dataclass(read_config(file))
