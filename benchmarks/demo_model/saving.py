@@ -65,7 +65,7 @@ def _tensors(leaf: Leaf, array: jax.Array, num_parts: int) -> dict[str, np.ndarr
     numbers = np.split(np.arange(1, sum(sizes) + 1), ends)  # 0 is what padding adds
     places = np.empty(leaf.shape, np.int64)
     leaf.pack([part.reshape(shape) for part, (_, shape) in zip(numbers, leaf.tensors, strict=True)], places)
-    split = padded_axis(leaf.axes, leaf.shape, num_parts)
+    split = padded_axis(leaf, num_parts)
     if split is not None:
         places = split.padded(places, 0, split.wide_size)
     flat = np.zeros(sum(sizes) + 1, array.dtype)

@@ -141,7 +141,7 @@ def load_params(
         _check_names(files, groups, config, scheme)
         for done, (path, leaves) in enumerate(groups, start=1):
             is_stacked = layer_mode == "scan" and path[0] == "layers"
-            split = padded_axis(leaves[0].axes, leaves[0].shape, num_parts)
+            split = padded_axis(leaves[0], num_parts)
             placed = None if shardings is None else _find(shardings, path)
             form = leaf_format(None if quantisation is None else quantisation.split(num_parts), leaves[0])
             if form is None:
@@ -345,8 +345,8 @@ class _Source:
             return ()
         axis = leaf.tensor_axes[self.split.axis]
         assert axis is not None  # `_pack` has read those whole
-        step = stored[axis] // self.split.size
-        return (*(slice(None),) * axis, slice(part.start * step, part.stop * step))
+        begin, end = (place * stored[axis] // self.split.size for place in (part.start, part.stop))
+        return (*(slice(None),) * axis, slice(begin, end))
 
 
 def _find(params: Any, path: LeafPath) -> Any:

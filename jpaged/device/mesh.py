@@ -137,8 +137,8 @@ def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
     """The sharding of every leaf of `model.abstract_params(layer_mode)`, where TPUs are particular with its layout.
 
     A TPU multiplies with a slice of stacked matrices as it lies if tiles are of a row and a column of the product:
-    [L, E, 2, F] and [L, E, K, G + 2, D] must lie with E next to last. As they come, every step would first copy the
-    slice (libtpu's own choice of layout: 224 MiB a layer of Llama-3-8B on a v6e, read, written and read again).
+    [L, E, 2, F] must lie with E next to last. As it comes, every step would first copy the slice (libtpu's own choice
+    of layout: 224 MiB a layer of Llama-3-8B on a v6e, read, written and read again).
     Those of experts lie as they are written, row by row; of narrow ones libtpu would choose otherwise.
     """
     is_tpu = first_device(mesh).platform == "tpu"

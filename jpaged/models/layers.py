@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -249,18 +250,21 @@ class GatedLinear(Linear):
 class QKVLinear(Linear):
     """One kernel for query, key and value, grouped by key/value head.
 
-    Splitting its K axis over devices gives every device whole groups:
+    Splitting its columns over devices gives every device whole groups:
 
-        kernel [E, K, G + 2, D]      G = H / K query heads, then their key, then their value
+        kernel [E, K * (G + 2) * D]      G = H / K query heads, then their key, then their value
+
+    It has no axes of heads: a TPU pads the last one to 128 numbers, and would copy heads of 64 or 96 in every step.
     """
 
     def __init__(self, config: ModelConfig, use_bias: bool, dtype: np.dtype, rngs: nnx.Rngs) -> None:
-        rows = config.num_heads // config.num_kv_heads + 2
-        super().__init__(config.hidden_size, (config.num_kv_heads, rows, config.head_dim), use_bias, dtype, rngs)
+        of_group = config.num_heads // config.num_kv_heads + 2
+        self.groups = config.num_kv_heads, of_group, config.head_dim
+        super().__init__(config.hidden_size, (math.prod(self.groups),), use_bias, dtype, rngs)
 
     def project(self, x_te: jax.Array, rows: Rows, norm: Norm | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(q_thd, k_tkd, v_tkd), queries not scaled."""
-        qkv = self(x_te, rows, norm=norm)
+        qkv = self._grouped(self(x_te, rows, norm=norm))
         num_rows, num_groups, of_group, head_dim = qkv.shape
         q, k, v = jnp.split(qkv, (of_group - 2, of_group - 1), axis=2)
         return q.reshape(num_rows, num_groups * (of_group - 2), head_dim), k.squeeze(2), v.squeeze(2)
@@ -279,15 +283,15 @@ class QKVLinear(Linear):
         The angles are cosines and sines `[T, D/2]`, or what the kernel made of them.
         """
         if heads is not None:
-            # Behind the barrier XLA for TPUs leaves head after head, where it may have put tokens into the lanes.
-            qkv = jax.lax.optimization_barrier(self(x_te, rows, norm=norm))
+            # Behind the barrier XLA for TPUs leaves rows of heads, where it may have put tokens into the lanes.
+            qkv = self._grouped(jax.lax.optimization_barrier(self(x_te, rows, norm=norm)))
             if head_norms is None:
                 return heads.turn(qkv, angles, None)
             q_norm, k_norm = head_norms
             return heads.turn(qkv, angles, (q_norm.weights, k_norm.weights, q_norm.eps))
         is_fused = head_norms is None or head_norms[0].for_kernel is not None
         if is_fused and isinstance(self.kernel.get_value(), product.PackedMatrix):
-            qkv = self(x_te, rows, norm=norm)
+            qkv = self._grouped(self(x_te, rows, norm=norm))
             if head_norms is None:
                 return product.loaded().rotate(qkv, angles, rows.num_in_use)
             q_scale, k_scale = (head_norm.scale[...] for head_norm in head_norms)
@@ -297,6 +301,10 @@ class QKVLinear(Linear):
         if head_norms is not None:
             q_thd, k_tkd = head_norms[0](q_thd), head_norms[1](k_tkd)
         return rope.apply(q_thd, *angles), rope.apply(k_tkd, *angles), v_tkd
+
+    def _grouped(self, qkv: jax.Array) -> jax.Array:
+        """`[T, K, G + 2, D]`."""
+        return qkv.reshape(len(qkv), *self.groups)
 
 
 # The keys of what is before the layers, and of what is behind them.

@@ -31,6 +31,7 @@ class Leaf:
         pack: tensors in that order, and an empty leaf that it fills, casting where types differ. A part of the leaf
             along an axis is filled from the parts of the tensors that follow it.
         tensor_axes: for each axis of the leaf the one that follows it in every tensor, in equal steps; None for none.
+        heads: that lie along its axis named "kv_heads".
     """
 
     path: tuple[str, ...]
@@ -39,6 +40,7 @@ class Leaf:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     pack: Callable[[Sequence[np.ndarray], np.ndarray], None]
     tensor_axes: tuple[int | None, ...]
+    heads: Heads | None = None
 
 
 def same(path: tuple[str, ...], name: str, axes: LogicalAxes, shape: tuple[int, ...]) -> Leaf:
@@ -156,53 +158,77 @@ def rotated_first(head_dim: int, num_rotated: int) -> np.ndarray:
 def qkv_kernel(
     config: ModelConfig, linears: Linears, *, is_grouped: bool = False, order: np.ndarray | None = None
 ) -> Leaf:
-    """Query `[H*D, E]`, key and value `[K*D, E]` -> `[E, K, G + 2, D]`.
+    """Query `[H*D, E]`, key and value `[K*D, E]` -> `[E, K * (G + 2) * D]`.
 
     Args:
         is_grouped: one linear layer has each key/value head's queries, key and value together.
         order: of the dimensions of queries and keys, where it is not as published.
     """
-    width, heads = config.hidden_size, _Heads.of(config, order)
+    width, heads = config.hidden_size, Heads.of(config)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
-        for index, row, part in heads.parts(tensors, linears, is_grouped):
-            transpose(part, leaf[:, index, row])
+        for columns, part in heads.parts(tensors, linears, is_grouped, order):
+            transpose(part, leaf[:, columns])
 
-    shape = (width, config.num_kv_heads, heads.group + 2, config.head_dim)
-    axes = ("embed", "kv_heads", None, None)
     out_axis = linears.out_axis if is_grouped or len(linears.names) > 1 else None
-    tensor_axes = (1 - linears.out_axis, out_axis, None, None)
-    return Leaf(("attention", "qkv", "kernel"), axes, shape, linears.weights(heads.outputs, width), pack, tensor_axes)
+    return Leaf(
+        ("attention", "qkv", "kernel"),
+        ("embed", "kv_heads"),
+        (width, heads.size),
+        linears.weights(heads.outputs, width),
+        pack,
+        (1 - linears.out_axis, out_axis),
+        heads,
+    )
 
 
 def qkv_bias(
     config: ModelConfig, linears: Linears, *, is_grouped: bool = False, order: np.ndarray | None = None
 ) -> Leaf:
-    """Query `[H*D]`, key and value `[K*D]` -> `[K, G + 2, D]`; see `qkv_kernel`."""
-    heads = _Heads.of(config, order)
+    """Query `[H*D]`, key and value `[K*D]` -> `[K * (G + 2) * D]`; see `qkv_kernel`."""
+    heads = Heads.of(config)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
-        for index, row, part in heads.parts(tensors, linears, is_grouped):
-            leaf[index, row] = part
+        for columns, part in heads.parts(tensors, linears, is_grouped, order):
+            leaf[columns] = part
 
-    shape = (config.num_kv_heads, heads.group + 2, config.head_dim)
-    tensor_axes = (0 if is_grouped or len(linears.names) > 1 else None, None, None)
-    axes = ("kv_heads", None, None)
-    return Leaf(("attention", "qkv", "bias"), axes, shape, linears.biases(heads.outputs), pack, tensor_axes)
+    path, axes = ("attention", "qkv", "bias"), ("kv_heads",)
+    tensor_axes = (0 if is_grouped or len(linears.names) > 1 else None,)
+    return Leaf(path, axes, (heads.size,), linears.biases(heads.outputs), pack, tensor_axes, heads)
 
 
 @dataclass(frozen=True, slots=True)
-class _Heads:
-    """The heads of grouped-query attention in the rows of projections."""
+class Heads:
+    """The heads of grouped-query attention in the columns of a leaf: of each key/value head its queries, key and value.
+
+    Attributes:
+        num_kv_heads: K.
+        group: query heads that read one of them, G.
+        head_dim: D.
+    """
 
     num_kv_heads: int
     group: int
     head_dim: int
-    order: np.ndarray | None
 
     @classmethod
-    def of(cls, config: ModelConfig, order: np.ndarray | None) -> _Heads:
-        return cls(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim, order)
+    def of(cls, config: ModelConfig) -> Heads:
+        """The heads of a model."""
+        return cls(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
+
+    @property
+    def group_size(self) -> int:
+        """Columns of one key/value head, (G + 2) * D."""
+        return (self.group + 2) * self.head_dim
+
+    @property
+    def size(self) -> int:
+        """Columns of all."""
+        return self.num_kv_heads * self.group_size
+
+    def repeated(self, repeats: int) -> Heads:
+        """Each key/value head so many times, with its share of the queries."""
+        return Heads(self.num_kv_heads * repeats, self.group // repeats, self.head_dim)
 
     @property
     def outputs(self) -> tuple[int, int, int]:
@@ -211,9 +237,9 @@ class _Heads:
         return one * self.group, one, one
 
     def parts(
-        self, tensors: Sequence[np.ndarray], linears: Linears, is_grouped: bool
-    ) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(key/value head, its row, that head's rows) of all heads, or of a part of the key/value heads."""
+        self, tensors: Sequence[np.ndarray], linears: Linears, is_grouped: bool, order: np.ndarray | None
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """(its columns, its rows in the projections) of each head, of all or of a part of the key/value heads."""
         if is_grouped and len(linears.names) == 1:
             (rows,) = linears.by_output(tensors, (0,))
             groups = rows.reshape(-1, self.group + 2, self.head_dim, *rows.shape[1:])
@@ -229,8 +255,9 @@ class _Heads:
                 for row, part in enumerate((*q[index], k[index], v[index]))
             )
         for index, row, part in found:
-            is_turned = self.order is not None and row <= self.group
-            yield index, row, part[self.order] if is_turned else part
+            first = index * self.group_size + row * self.head_dim
+            is_turned = order is not None and row <= self.group
+            yield slice(first, first + self.head_dim), part[order] if is_turned else part
 
 
 def transpose(tensor: np.ndarray, leaf: np.ndarray) -> None:

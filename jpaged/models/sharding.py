@@ -22,7 +22,7 @@ import numpy as np
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.leaves import LogicalAxes
+from jpaged.models.leaves import Heads, Leaf
 from jpaged.models.quantisation.tree import leaf_axes, placed_leaves
 from jpaged.models.stack import LayerMode
 
@@ -59,26 +59,26 @@ class PaddedAxis:
         axis: its place in the leaf, the axis of layers not counted.
         size: of the published model.
         wide_size: of the padded one.
+        heads: of the published model, where they lie along it.
+        repeats: copies of each key/value head in the padded model; its queries are dealt out to them.
     """
 
     axis: int
     name: str
     size: int
     wide_size: int
+    heads: Heads | None = None
+    repeats: int = 1
 
     def padded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the leaf in the padded model; the queries of a repeated head are dealt out to its copies."""
-        sizes = list(shape)
-        sizes[self.axis] = self.wide_size
-        if self.name == "kv_heads":
-            sizes[self.axis + 1] = (shape[self.axis + 1] - 2) * self.size // self.wide_size + 2
-        return tuple(sizes)
+        """The shape of the leaf in the padded model."""
+        return (*shape[: self.axis], self.wide_size, *shape[self.axis + 1 :])
 
     def source(self, begin: int, end: int) -> tuple[int, int]:
         """The part of the published leaf that holds a part of the padded one."""
-        if self.name == "kv_heads":
-            repeats = self.wide_size // self.size
-            return begin // repeats, -(-end // repeats)
+        if self.heads is not None:
+            of_group, of_copies = self.heads.group_size, self.repeats * self.heads.repeated(self.repeats).group_size
+            return begin // of_copies * of_group, -(-end // of_copies) * of_group
         return min(begin, self.size), min(end, self.size)
 
     def padded(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
@@ -87,24 +87,18 @@ class PaddedAxis:
             padded = np.zeros((end - begin, *array.shape[1:]), array.dtype)
             padded[: len(array)] = array
             return padded
-        if self.name == "kv_heads":
-            repeats = self.wide_size // self.size
-            first = begin // repeats * repeats
-            return repeat_groups(array, repeats)[..., begin - first : end - first, :, :]
+        if self.heads is not None:
+            first = begin % (self.repeats * self.heads.repeated(self.repeats).group_size)
+            return repeat_groups(array, self.heads, self.repeats)[..., first : first + end - begin]
         return array
 
 
-def padded_axis(axes: LogicalAxes, shape: tuple[int, ...], num_parts: int) -> PaddedAxis | None:
-    """How a leaf of the published model is split; None if it is whole everywhere.
-
-    Args:
-        axes: the names of its axes, without that of layers.
-        shape: likewise.
-        num_parts: parts of a copy of the model.
-    """
-    for axis, (name, size) in enumerate(zip(axes, shape, strict=True)):
-        if name == "kv_heads":
-            return PaddedAxis(axis, name, size, max(size, num_parts))
+def padded_axis(leaf: Leaf, num_parts: int) -> PaddedAxis | None:
+    """How a leaf of the published model is split into the parts of a copy of it; None if it is whole everywhere."""
+    for axis, (name, size) in enumerate(zip(leaf.axes, leaf.shape, strict=True)):
+        if leaf.heads is not None and name == "kv_heads":
+            repeats = max(1, num_parts // leaf.heads.num_kv_heads)
+            return PaddedAxis(axis, name, size, leaf.heads.repeated(repeats).size, leaf.heads, repeats)
         if name == "vocab":
             return PaddedAxis(axis, name, size, _rounded_up(size, num_parts))
         if name in ("heads", "feed_forward", "expert_parts"):
@@ -112,14 +106,20 @@ def padded_axis(axes: LogicalAxes, shape: tuple[int, ...], num_parts: int) -> Pa
     return None
 
 
-def repeat_groups(qkv: np.ndarray, repeats: int) -> np.ndarray:
-    """`[..., K, G + 2, D]` -> `[..., K * r, G / r + 2, D]`: each key/value head r times, with its share of queries."""
+def repeat_groups(qkv: np.ndarray, heads: Heads, repeats: int) -> np.ndarray:
+    """Columns of some key/value heads, with each r times and its share of the queries: G / r.
+
+    Args:
+        qkv: `[..., k * (G + 2) * D]`.
+        heads: of which they are a part.
+    """
     if repeats == 1:
         return qkv
-    *outer, num_groups, rows, head_dim = qkv.shape
-    group = rows - 2
-    q = qkv[..., :group, :].reshape(*outer, num_groups * repeats, group // repeats, head_dim)
-    return np.concatenate((q, np.repeat(qkv[..., group:, :], repeats, axis=-3)), axis=-2)
+    group, outer = heads.group, qkv.shape[:-1]
+    groups = qkv.reshape(*outer, -1, group + 2, heads.head_dim)
+    q = groups[..., :group, :].reshape(*outer, -1, group // repeats, heads.head_dim)
+    repeated = np.concatenate((q, np.repeat(groups[..., group:, :], repeats, axis=-3)), axis=-2)
+    return repeated.reshape(*outer, -1)
 
 
 def pad_for_sharding(config: ModelConfig, num_parts: int) -> ModelConfig:

@@ -1,6 +1,6 @@
 """Heads on TPUs, in Pallas Mosaic: a projection is read once, and written as the attention kernels take it.
 
-    projection    [K, G + 2, T, D]     a head after the other, as the product leaves it; each of them rows of tokens
+    projection    [T, K * (G + 2) * D]  a token's queries, keys and values beside each other, as the product leaves it
     queries       [T, K * G * D]       a token's heads beside each other, turned
     keys, values  [T, K, 2, D]         as the pool keeps them, keys turned: two numbers of 16 bits a word
 
@@ -59,8 +59,9 @@ def turn(
         norms: scales [D] of the norm of each query and of each key, and their epsilon; None leaves them.
     """
     num_tokens, num_kv_heads, num_rows, head_dim = qkv_tkrd.shape
-    q_tl, new_tk2d = _call(qkv_tkrd.transpose(1, 2, 0, 3), angles, norms)
-    q_thd = q_tl.reshape(num_tokens, num_kv_heads * (num_rows - 2), head_dim)
+    sizes = _Sizes(num_kv_heads, num_rows - 2, head_dim)
+    q_tl, new_tk2d = _call(qkv_tkrd.reshape(num_tokens, -1), sizes, angles, norms)
+    q_thd = q_tl.reshape(num_tokens, num_kv_heads * sizes.group, head_dim)
     return q_thd, new_tk2d[:, :, 0], new_tk2d[:, :, 1]
 
 
@@ -69,7 +70,6 @@ class _Sizes:
     num_kv_heads: int
     group: int
     head_dim: int
-    tile: int
 
 
 def _bytes_of_tile(tile: int, num_rows: int, head_dim: int) -> int:
@@ -77,18 +77,18 @@ def _bytes_of_tile(tile: int, num_rows: int, head_dim: int) -> int:
     return 2 * tile * head_dim * (2 * 2 * num_rows + 2 * 4)
 
 
-def _call(qkv_krtd: jax.Array, angles: Angles, norms: Norms | None) -> tuple[jax.Array, jax.Array]:
+def _call(qkv_tl: jax.Array, sizes: _Sizes, angles: Angles, norms: Norms | None) -> tuple[jax.Array, jax.Array]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    num_kv_heads, num_rows, num_tokens, head_dim = qkv_krtd.shape
-    num_heads = num_kv_heads * num_rows
+    num_tokens, num_lanes = qkv_tl.shape
+    num_kv_heads, head_dim = sizes.num_kv_heads, sizes.head_dim
+    num_heads = num_lanes // head_dim
     tile = next(
         (t for t in _TILES if num_tokens % t == 0 and _bytes_of_tile(t, num_heads, head_dim) <= _VMEM_BYTES), num_tokens
     )
     scales = () if norms is None else norms[:2]
     epsilons = () if norms is None else norms[2:]
-    sizes = _Sizes(num_kv_heads, num_rows - 2, head_dim, tile)
     width = num_kv_heads * sizes.group * head_dim
     new_shape = (num_kv_heads, 2, head_dim)
     of_angles = pl.BlockSpec((tile, head_dim), lambda i: (i, 0))
@@ -96,7 +96,7 @@ def _call(qkv_krtd: jax.Array, angles: Angles, norms: Norms | None) -> tuple[jax
         functools.partial(_kernel, sizes=sizes),
         grid=(num_tokens // tile,),
         in_specs=[
-            pl.BlockSpec((num_kv_heads, num_rows, tile, head_dim), lambda i: (0, 0, i, 0)),
+            pl.BlockSpec((tile, num_lanes), lambda i: (i, 0)),
             of_angles,
             of_angles,
             *(pl.BlockSpec((1, head_dim), lambda i: (0, 0)) for _ in scales),
@@ -107,16 +107,16 @@ def _call(qkv_krtd: jax.Array, angles: Angles, norms: Norms | None) -> tuple[jax
             pl.BlockSpec((tile, *new_shape), lambda i: (i, 0, 0, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((num_tokens, width), qkv_krtd.dtype),
-            jax.ShapeDtypeStruct((num_tokens, *new_shape), qkv_krtd.dtype),
+            jax.ShapeDtypeStruct((num_tokens, width), qkv_tl.dtype),
+            jax.ShapeDtypeStruct((num_tokens, *new_shape), qkv_tl.dtype),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=2 * _VMEM_BYTES),
         cost_estimate=pl.CostEstimate(
-            flops=3 * qkv_krtd.size, transcendentals=0, bytes_accessed=2 * qkv_krtd.nbytes + 2 * angles[0].nbytes
+            flops=3 * qkv_tl.size, transcendentals=0, bytes_accessed=2 * qkv_tl.nbytes + 2 * angles[0].nbytes
         ),
         name="turn_heads",
     )(
-        qkv_krtd,
+        qkv_tl,
         *angles,
         *(jnp.asarray(scale, jnp.float32).reshape(1, -1) for scale in scales),
         *(jnp.asarray(eps, jnp.float32).reshape(1) for eps in epsilons),
@@ -139,11 +139,15 @@ def _kernel(qkv_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any, sizes: _Sizes)
             x_td = normal_td.astype(qkv_ref.dtype).astype(jnp.float32)
         return (x_td * cos_td + _halves_swapped(x_td) * sin_td).astype(qkv_ref.dtype)
 
+    def lanes_of(head: int) -> slice:
+        return slice(head * head_dim, (head + 1) * head_dim)
+
     for k in range(sizes.num_kv_heads):
+        first = k * (sizes.group + 2)
         for g in range(sizes.group):
-            head = k * sizes.group + g
-            q_ref[:, head * head_dim : (head + 1) * head_dim] = turned(qkv_ref[k, g], q_scale_1d)
-        key_td, value_td = turned(qkv_ref[k, sizes.group], k_scale_1d), qkv_ref[k, sizes.group + 1]
+            q_ref[:, lanes_of(k * sizes.group + g)] = turned(qkv_ref[:, lanes_of(first + g)], q_scale_1d)
+        key, value = lanes_of(first + sizes.group), lanes_of(first + sizes.group + 1)
+        key_td, value_td = turned(qkv_ref[:, key], k_scale_1d), qkv_ref[:, value]
         for lane in range(0, head_dim, _LANES):
             lanes = slice(lane, lane + _LANES)
             store(new_ref, k, lane // _LANES, _words(key_td[:, lanes], value_td[:, lanes]))
