@@ -48,6 +48,7 @@ class Hardware:
         link_bytes_per_s: to the other devices over all links together, one way.
         kinds: what jax calls such a device.
         clock_hz: that cycles are counted in; None where nothing is counted in cycles.
+        multiplies_fp8: its tensor cores take floats of 8 bits (NVIDIA's since Ada).
     """
 
     name: str
@@ -59,6 +60,7 @@ class Hardware:
     link_bytes_per_s: float
     kinds: tuple[str, ...] = ()
     clock_hz: float | None = None
+    multiplies_fp8: bool = False
 
     @property
     def ridge_tokens(self) -> float:
@@ -71,12 +73,24 @@ HARDWARE: Mapping[str, Hardware] = {
     for device in (
         Hardware("a100-40gb", 40e9, 30_000_000_000, 1555e9, 312e12, 32e9, 300e9, ("NVIDIA A100-SXM4-40GB",)),
         Hardware("a100-80gb", 80e9, 60_000_000_000, 2039e9, 312e12, 32e9, 300e9, ("NVIDIA A100-SXM4-80GB",)),
-        Hardware("b200", 180e9, 142_500_000_000, 8000e9, 2250e12, 64e9, 900e9, ("NVIDIA B200",)),
-        Hardware("h100", 80e9, 63_750_000_000, 3350e9, 989e12, 64e9, 450e9, ("NVIDIA H100 80GB HBM3",)),
-        Hardware("h200", 141e9, 112_500_000_000, 4800e9, 989e12, 64e9, 450e9, ("NVIDIA H200",)),
-        Hardware("l4", 24e9, 18_000_000_000, 300e9, 121e12, 32e9, 32e9, ("NVIDIA L4",)),
+        Hardware("b200", 180e9, 142_500_000_000, 8000e9, 2250e12, 64e9, 900e9, ("NVIDIA B200",), None, True),
+        Hardware(
+            "h100", 80e9, 63_750_000_000, 3350e9, 989e12, 64e9, 450e9, ("NVIDIA H100 80GB HBM3",), multiplies_fp8=True
+        ),
+        Hardware("h200", 141e9, 112_500_000_000, 4800e9, 989e12, 64e9, 450e9, ("NVIDIA H200",), None, True),
+        Hardware("l4", 24e9, 18_000_000_000, 300e9, 121e12, 32e9, 32e9, ("NVIDIA L4",), None, True),
         Hardware("rtx3090", 24e9, 19_000_000_000, 936e9, 71e12, 32e9, 32e9, ("NVIDIA GeForce RTX 3090",)),
-        Hardware("rtx5090", 32e9, 25_500_000_000, 1792e9, 209.5e12, 64e9, 64e9, ("NVIDIA GeForce RTX 5090",)),
+        Hardware(
+            "rtx5090",
+            32e9,
+            25_500_000_000,
+            1792e9,
+            209.5e12,
+            64e9,
+            64e9,
+            ("NVIDIA GeForce RTX 5090",),
+            multiplies_fp8=True,
+        ),
         Hardware("tpu-v5e", 16e9, int(15.75 * _GIB), 819e9, 197e12, 16e9, 200e9, ("TPU v5 lite", "TPU v5e"), 1.5e9),
         Hardware("tpu-v5p", 95e9, int(95.74 * _GIB), 2765e9, 459e12, 32e9, 600e9, ("TPU v5", "TPU v5p"), 1.75e9),
         Hardware("tpu-v6e", 32e9, int(31.25 * _GIB), 1638e9, 918e12, 64e9, 400e9, ("TPU v6 lite", "TPU v6e"), 1.75e9),

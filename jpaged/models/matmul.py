@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jpaged.kernels.product.quantised import QuantisedMatrix, multiply
+from jpaged.kernels.product.on_device import multiply_on_device
+from jpaged.kernels.product.quantised import QuantisedMatrix
 
 
 def dot(x_te: jax.Array, matrix: jax.Array | QuantisedMatrix, axis: int) -> jax.Array:
@@ -16,7 +17,7 @@ def dot(x_te: jax.Array, matrix: jax.Array | QuantisedMatrix, axis: int) -> jax.
 
     A quantised matrix knows its axis, and has no gradient.
     """
-    return multiply(x_te, matrix) if isinstance(matrix, QuantisedMatrix) else _dot(x_te, matrix, axis)
+    return multiply_on_device(x_te, matrix) if isinstance(matrix, QuantisedMatrix) else _dot(x_te, matrix, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -1,6 +1,6 @@
 """Plants faults into the engine and into kernels, and sees that their quick tests turn red.
 
-python -m tests.mutation.plant [engine | gpu | triton]
+python -m tests.mutation.plant [engine | gpu | triton | product]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from tests.mutation.gpu_faults import GPU_FAULTS
 from tests.mutation.memory_faults import MEMORY_FAULTS
 from tests.mutation.planting import Bed
 from tests.mutation.policy_faults import POLICY_FAULTS
+from tests.mutation.product_faults import PRODUCT_FAULTS
 from tests.mutation.triton_faults import TRITON_FAULTS
 
 _ATTENTION = "jpaged/kernels/paged_attention"
@@ -37,6 +38,13 @@ BEDS = {
         left_out=(),
         words=lambda fault: ["tests/kernels/triton", "-k", " or ".join(f"({name})" for name in fault.tests)],
         faults=TRITON_FAULTS,
+    ),
+    "product": Bed(
+        sources="jpaged/kernels/product/triton",
+        tests="tests/kernels",
+        left_out=(),
+        words=lambda fault: ["tests/kernels/product/test_product_triton.py", "-k", " or ".join(fault.tests)],
+        faults=PRODUCT_FAULTS,
     ),
 }
 

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jpaged.device.mesh import MODEL_AXIS, first_device, num_shards, on_shards, partition_spec
 from jpaged.kernels.experts import ExpertsBackend, ExpertsKernel, ExpertWeights, Routes, StackedExperts, sum_experts
 from jpaged.kernels.mixture_kind import Gate
+from jpaged.kernels.paged_attention.triton.attention import unsupported_device_reason
 from jpaged.kernels.product.quantised import QuantisedMatrix
 from jpaged.models.experts.leaves import expert_axes
 from jpaged.models.experts.mixture import Mixture
@@ -33,11 +34,18 @@ from jpaged.models.leaves import LogicalAxes
 _BACKENDS: dict[str, ExpertsBackend] = {"cpu": "tiles", "tpu": "ragged"}
 
 
+def experts_backend(device: jax.Device) -> ExpertsBackend:
+    """Who multiplies on a device with matrices that are not packed."""
+    if device.platform in _BACKENDS:
+        return _BACKENDS[device.platform]
+    return "wide-tiles" if unsupported_device_reason(device) else "triton"
+
+
 def experts_kernel(mixture: Mixture | None, mesh: Mesh) -> ExpertsKernel | None:
     """What computes the experts of a model on its devices; None where it has none."""
     if mixture is None:
         return None
-    compute = functools.partial(sum_experts, backend=_BACKENDS.get(first_device(mesh).platform, "wide-tiles"))
+    compute = functools.partial(sum_experts, backend=experts_backend(first_device(mesh)))
     if num_shards(mesh) == 1:
         return compute
 

@@ -6,7 +6,7 @@ apply.py      the one call: who computes, and what is added behind
 stacked.py    the matrices of several layers' experts in one array
 reference.py  the specification: every row by itself
 sorting.py    rows sorted by expert, and back
-ragged.py     rows sorted by expert and `jax.lax.ragged_dot`, on accelerators
+ragged.py     rows sorted by expert and a grouped product, on accelerators
 tiles.py      rows sorted by expert in tiles of one expert each: a loop over those that there are, on CPUs
 cpu/          the kernel that reads packed experts
 """

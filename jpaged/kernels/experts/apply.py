@@ -17,12 +17,15 @@ from jpaged.kernels.experts.weights import ExpertWeights
 from jpaged.kernels.mixture_kind import Gate
 from jpaged.kernels.product import PackedMatrix
 from jpaged.kernels.product.quantised import QuantisedMatrix
+from jpaged.kernels.product.triton.form import unsupported_reason
+from jpaged.kernels.product.triton.grouped import multiply_sorted
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-ExpertsBackend = Literal["tiles", "wide-tiles", "ragged"]
-"""Who multiplies with matrices that are not packed: a loop over small tiles, over larger ones, or groups."""
+ExpertsBackend = Literal["tiles", "wide-tiles", "ragged", "triton"]
+"""Who multiplies with matrices that are not packed: a loop over small tiles, over larger ones, or XLA with groups of
+rows, or a kernel in Triton."""
 ExpertsKernel = Callable[[jax.Array, Routes, ExpertWeights, Gate], jax.Array]
 """What computes `sum_experts`: on several devices their parts, and the sum of those."""
 
@@ -63,12 +66,20 @@ def sum_experts(
 ) -> Float[Array, "T E"]:
     """Computes `apply_experts` without the last bias, on one device.
 
-    Packed matrices are read by the CPU's kernel whatever the backend, and quantised ones in a loop.
+    Packed matrices are read by the CPU's kernel whatever the backend. Quantised ones are multiplied in a loop, and by
+    triton, which leaves to the loop what it does not take.
     """
     if isinstance(weights.gate, PackedMatrix):
         return loaded().apply(x_te, routes, weights, gate)
     if backend == "tiles":
         return tiles.apply_experts(x_te, routes, weights, gate)
-    if backend == "wide-tiles" or isinstance(flat(weights.gate)[0], QuantisedMatrix):
+    if backend == "triton" and takes_all(weights):
+        return ragged.apply_experts(x_te, routes, weights, gate, multiply_sorted)
+    if backend != "ragged" or isinstance(flat(weights.gate)[0], QuantisedMatrix):
         return tiles.apply_experts(x_te, routes, weights, gate, tiles.rows_for(routes, weights.num_experts))
     return ragged.apply_experts(x_te, routes, weights, gate)
+
+
+def takes_all(weights: ExpertWeights) -> bool:
+    """Whether the kernel in Triton takes all matrices of a layer's experts."""
+    return not any(unsupported_reason(flat(matrices)[0]) for matrices in (weights.gate, weights.up, weights.down))

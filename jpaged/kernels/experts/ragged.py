@@ -1,12 +1,13 @@
-"""Experts by products of groups of rows: `jax.lax.ragged_dot`.
+"""Experts by products of groups of rows, sorted by expert.
 
-XLA for TPUs makes a grouped product of it by itself: a kernel of Mosaic's whose tiles are those of the groups that have
-rows, so that the matrices of an expert without rows are not read. On GPUs XLA would multiply every row with every
-expert.
+On TPUs XLA makes a grouped product of `jax.lax.ragged_dot` by itself: a kernel of Mosaic's whose tiles are those of the
+groups that have rows, so that the matrices of an expert without rows are not read. On GPUs XLA would multiply every row
+with every expert, and our own kernel does in its place what Mosaic's does (`jpaged.kernels.product.triton`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,17 +23,34 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-def apply_experts(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate) -> Float[Array, "T E"]:
+GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
+"""Rows `[P, K]`, how many each matrix has `[X]`, whose each is `[P]`, and matrices `[X, K, N]`: float32 `[P, N]`."""
+
+
+def ragged_dot(x_pk: jax.Array, counts_x: jax.Array, matrices_p: jax.Array, matrices: jax.Array) -> jax.Array:
+    """XLA's own grouped product."""
+    del matrices_p
+    precision = jax.lax.Precision.HIGHEST if x_pk.dtype == jnp.float32 else None
+    y_pn: jax.Array = jax.lax.ragged_dot(x_pk, matrices, counts_x, precision, jnp.float32)
+    return y_pn
+
+
+def apply_experts(
+    x_te: Float[Array, "T E"],
+    routes: Routes,
+    weights: ExpertWeights,
+    gate: Gate,
+    multiply: GroupedProduct = ragged_dot,
+) -> Float[Array, "T E"]:
     """The weighted sum of what its experts make of each row, without the last bias, in float32."""
     num_experts = weights.num_experts
     rows = SortedRows.of(routes, num_experts)
     experts_p = jnp.minimum(rows.experts_p, num_experts - 1)
 
     def project(x_pi: jax.Array, kernel_xio: Any, bias_xo: jax.Array | None) -> jax.Array:
-        precision = jax.lax.Precision.HIGHEST if x_pi.dtype == jnp.float32 else None
         matrices, first = flat(kernel_xio)
-        counts = placed(rows.counts_x, first, len(matrices))
-        y_po = jax.lax.ragged_dot(x_pi, matrices, counts, precision, jnp.float32)
+        counts = placed(rows.counts_x, first, matrices.shape[0])
+        y_po = multiply(x_pi, counts, first + experts_p, matrices)
         return y_po if bias_xo is None else y_po + bias_xo[experts_p].astype(jnp.float32)
 
     x_pe = x_te[rows.tokens_p]

@@ -1,10 +1,12 @@
 """Products of rows with a model's matrices: quantised, or packed for CPUs when the model was loaded.
 
 quantised.py a matrix of 8 or 4 bits with its scales, and XLA's products with it
+on_device.py whose product with it runs where
 packed.py    a matrix in the order in which the CPU kernel reads it
 scales.py    what such a matrix has beside numbers, and its codes
 multiply.py  the calls of that kernel, and whether there is one
 cpu/         the kernel
+triton/      the kernel of GPUs: groups of rows, and numbers that share scales in groups
 
 XLA's own `dot_general` (`jpaged.models.matmul`) is the specification, and what runs everywhere else.
 """

@@ -16,10 +16,11 @@ from jpaged.kernels.experts.cpu import experts as cpu
 from jpaged.kernels.experts.cpu.experts import CpuExperts
 from jpaged.kernels.mixture_kind import SILU, Gate
 from jpaged.kernels.product.quantised import MatrixFormat, dequantise, quantise
+from jpaged.kernels.product.triton.grouped import multiply_sorted
 from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels.experts.mixtures import CLAMPED, expected, mixture, numbers, packed, random_routes
 
-Who = Literal["reference", "tiles", "wide-tiles", "ragged", "cpu"]
+Who = Literal["reference", "tiles", "wide-tiles", "ragged", "triton", "cpu"]
 SHAPES = ((1, 1, 1, 1), (5, 40, 72, 3), (8, 97, 33, 2), (16, 64, 32, 16))
 """Experts, width, inner width, experts of a row."""
 AS_SERVED = {name: "3" if isinstance(value, str) else True for name, value in QUICK_XLA_OPTIONS.items()}
@@ -32,6 +33,10 @@ def run(who: Who, x: Any, routes: Routes, weights: ExpertWeights, gate: Gate = S
         called = functools.partial(reference.apply_experts, gate=gate)
     elif who == "ragged":
         called = functools.partial(apply_experts, gate=gate, kernel=ragged.apply_experts)
+    elif who == "triton":
+        multiply = functools.partial(multiply_sorted, is_interpreted=True)
+        kernel = functools.partial(ragged.apply_experts, multiply=multiply)
+        called, options = functools.partial(apply_experts, gate=gate, kernel=kernel), QUICK_XLA_OPTIONS
     elif who == "cpu":
         called, weights = functools.partial(apply_experts, gate=gate), packed(weights)
     else:
@@ -55,6 +60,14 @@ def test_rows_become_what_float64_makes_of_them(
         np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * max(1.0, np.abs(want).max()))
 
 
+@pytest.mark.parametrize(("dtype", "gate"), [("float32", CLAMPED), ("bfloat16", SILU)])
+def test_the_kernel_of_gpus_makes_the_same_of_rows(dtype: str, gate: Gate) -> None:
+    weights, x, routes = mixture(5, 40, 72, dtype), numbers((21, 40), dtype), random_routes(21, 5, 3)
+    want = expected(x, routes, weights, gate)
+    got = run("triton", x, routes, weights, gate)
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * max(1.0, np.abs(want).max()))
+
+
 def test_the_specification_is_what_float64_makes_of_rows() -> None:
     weights, x, routes = mixture(6, 24, 40, "float32"), numbers((9, 24), "float32"), random_routes(9, 6, 2, 7)
     without_last_bias = ExpertWeights(weights.gate, weights.up, weights.down, weights.gate_bias, weights.up_bias)
@@ -72,7 +85,7 @@ def test_experts_without_biases_have_none(who: Who) -> None:
     np.testing.assert_allclose(run(who, x, routes, weights), expected(x, routes, weights, SILU), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("who", ["tiles", "ragged", "cpu"])
+@pytest.mark.parametrize("who", ["tiles", "ragged", "triton", "cpu"])
 def test_rows_that_are_not_in_use_are_zeros_whatever_lies_in_them(who: Who) -> None:
     weights, x, routes = mixture(4, 16, 48, "float32"), numbers((12, 16), "float32"), random_routes(12, 4, 2, 5)
     want = expected(x, routes, weights, SILU)

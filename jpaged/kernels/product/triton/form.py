@@ -1,0 +1,184 @@
+"""What the kernel is compiled for: the numbers of a matrix and of rows, and how the work is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.kernels.matrix_format import NUM_BITS, VALUE_DTYPES, Values
+from jpaged.kernels.product.quantised import QuantisedMatrix
+
+_KINDS: dict[np.dtype, Values] = {dtype: kind for kind, dtype in VALUE_DTYPES.items()}
+_MIN_ROWS, _MAX_ROWS, _MAX_DENSE_ROWS = 16, 128, 64
+"""The smallest product of a tensor core has 16 rows."""
+_MIN_DEPTH = 32
+"""Depth of the smallest product of a tensor core with numbers of 8 bits."""
+_LEAST_OFFSET, _MOST_OFFSET = 1 << 31, 1 << 32
+_STAGE_BYTES = 32_768
+"""Rows and numbers of a chunk take so much at most: three fit the shared memory of any GPU since Ampere."""
+_MAX_CHUNK = 128
+_PROGRAMS = 264
+"""Two for each processor of an H200."""
+_LEAST_CHUNKS = 4
+_FLOAT16 = np.dtype(jnp.bfloat16)
+_FP8_ROWS = ("fp8", "fp8-groups")
+
+
+@dataclass(frozen=True, slots=True)
+class ProductForm:
+    """Static side of a product; hashable.
+
+    Attributes:
+        kind: of the matrix's numbers; None is the rows' own type.
+        depth: K.
+        columns: N.
+        group_size: numbers of a column that share a scale; all of them where it is the depth.
+        has_zeros: columns have zero points.
+        rows_have_scales: rows were rounded.
+        rows_have_groups: each with a scale for each group.
+        rows_are_fp8: rows come as floats of 8 bits, or as their bits where the tensor core does not take them.
+        multiplied: the type that rows and numbers are multiplied in.
+        tile_rows: rows of a program, a power of two.
+        tile_words: words of a matrix's row in a program, a power of two; a word is a number, or a byte of two.
+        chunk: depth of a turn of its loop, a power of two.
+        num_splits: parts of the depth, whose sums the caller adds.
+        is_interpreted: run on a CPU, in Pallas' interpreter.
+    """
+
+    kind: Values | None
+    depth: int
+    columns: int
+    group_size: int
+    has_zeros: bool
+    rows_have_scales: bool
+    rows_have_groups: bool
+    rows_are_fp8: bool
+    multiplied: np.dtype
+    tile_rows: int
+    tile_words: int
+    chunk: int
+    num_splits: int = 1
+    is_interpreted: bool = False
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether numbers have scales."""
+        return self.kind is not None
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether a column has several scales."""
+        return self.group_size < self.depth
+
+    @property
+    def lanes(self) -> int:
+        """Numbers of a word."""
+        return lanes_of(self.kind)
+
+    @property
+    def num_words(self) -> int:
+        """Words of a matrix's row."""
+        return self.columns // self.lanes
+
+    @property
+    def num_chunks(self) -> int:
+        """Turns that all of the depth takes."""
+        return -(-self.depth // self.chunk)
+
+    @property
+    def num_warps(self) -> int:
+        """Those whose registers hold the sums."""
+        return 4 if self.tile_rows * self.tile_words * self.lanes <= 64 * 128 else 8
+
+    @property
+    def sum_dtype(self) -> np.dtype:
+        """The type of the sums: those of whole numbers are exact."""
+        is_whole = np.issubdtype(self.multiplied, np.integer) and not self.has_groups
+        return np.dtype(np.int32 if is_whole else np.float32)
+
+
+def lanes_of(kind: Values | None) -> int:
+    """Numbers of a word of a matrix."""
+    return 2 if kind in ("int4", "mxfp4") else 1
+
+
+def kind_of(matrix: QuantisedMatrix | jax.Array) -> Values | None:
+    """What the numbers of a matrix are; None is an array's."""
+    return _KINDS[np.dtype(matrix.values.dtype)] if isinstance(matrix, QuantisedMatrix) else None
+
+
+def unsupported_reason(matrix: QuantisedMatrix | jax.Array) -> str | None:
+    """Why the kernel does not take a matrix `[K, *out]`, or several; None where it does."""
+    if not isinstance(matrix, QuantisedMatrix):
+        return None
+    kind, num_numbers = kind_of(matrix), math.prod(matrix.shape)
+    columns = math.prod(matrix.shape[matrix.ndim + matrix.axis + 1 :])
+    if matrix.is_embedding:
+        return "its columns lie in rows"
+    if matrix.group_ids is not None:
+        return "groups are listed"
+    if columns % lanes_of(kind):
+        return f"{columns} columns are odd, and two share a byte"
+    if lanes_of(kind) == 1 and _LEAST_OFFSET < num_numbers <= _MOST_OFFSET:
+        # Triton counts what lies before a number with 31 bits, and with 63 where an array has more than 4 GiB.
+        return f"{num_numbers} numbers of 8 bits lie where places are counted with 31 bits"
+    if matrix.num_groups > 1 and matrix.group_size % _MIN_DEPTH:
+        return f"groups of {matrix.group_size} numbers are no multiple of {_MIN_DEPTH}"
+    return None
+
+
+def choose_form(matrices: QuantisedMatrix | jax.Array, num_rows: int, dtype: np.dtype, *, has_fp8: bool) -> ProductForm:
+    """How a product with matrices `[X, K, *out]` is cut, for so many rows of the model's type, spread evenly over them.
+
+    Rows and numbers that are both whole, or both of 8 bits, are multiplied as they are; what else has 8 or 4 bits is
+    multiplied in the model's type, which has them all.
+
+    Args:
+        has_fp8: the device's tensor core multiplies floats of 8 bits.
+    """
+    (num_matrices, depth, *out), kind = matrices.shape, kind_of(matrices)
+    columns, lanes, group_size, activations, has_zeros = math.prod(out), lanes_of(kind), depth, None, False
+    multiplied = np.dtype(dtype)
+    if isinstance(matrices, QuantisedMatrix):
+        group_size, activations, has_zeros = matrices.group_size, matrices.activations, matrices.zeros is not None
+        multiplied = _multiplied(matrices, multiplied, has_fp8=has_fp8)
+    even = -(-num_rows // num_matrices)
+    most = _MAX_DENSE_ROWS if num_matrices == 1 else _MAX_ROWS
+    tile_rows = min(max(_MIN_ROWS, 1 << (even - 1).bit_length()), most)
+    width = 64 if kind is None and tile_rows < _MAX_ROWS else 128
+    tile_words = min(width // lanes, max(_MIN_ROWS, 1 << (columns // lanes - 1).bit_length()))
+    chunk = _MAX_CHUNK
+    while chunk > _MIN_DEPTH and (tile_rows + tile_words * lanes) * chunk * multiplied.itemsize > _STAGE_BYTES:
+        chunk //= 2
+    if group_size < depth:
+        chunk = math.gcd(chunk, group_size)
+    chunk = min(chunk, max(_MIN_DEPTH, 1 << (depth - 1).bit_length()))
+    rows = activations is not None, activations == "fp8-groups" and group_size < depth, activations in _FP8_ROWS
+    return ProductForm(kind, depth, columns, group_size, has_zeros, *rows, multiplied, tile_rows, tile_words, chunk)
+
+
+def split_depth(form: ProductForm, num_tiles: int, num_rows: int) -> ProductForm:
+    """The same with its depth in parts, where too few programs would read the matrix otherwise.
+
+    Sums of all parts are written and read once more: together they are to be no larger than half of the matrix.
+    """
+    programs = num_tiles * -(-form.num_words // form.tile_words)
+    bits = NUM_BITS[form.kind] if form.kind else 8 * form.multiplied.itemsize
+    most = min(_PROGRAMS // programs, form.num_chunks // _LEAST_CHUNKS, form.depth * bits // (128 * num_rows))
+    return dataclasses.replace(form, num_splits=max(1, most))
+
+
+def _multiplied(matrices: QuantisedMatrix, dtype: np.dtype, *, has_fp8: bool) -> np.dtype:
+    kind = kind_of(matrices)
+    if matrices.activations is None:
+        return dtype
+    if matrices.activations == "int8":
+        # A difference of two numbers of 8 bits has 9, of 4 bits 5.
+        is_whole = kind == "int4" or (kind == "int8" and matrices.zeros is None)
+        return np.dtype(np.int8) if is_whole else _FLOAT16
+    return VALUE_DTYPES["fp8"] if kind == "fp8" and has_fp8 else _FLOAT16

@@ -1,0 +1,121 @@
+"""The calls: rows of several matrices, and rows of one whose numbers share scales in groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.hardware import find_hardware
+from jpaged.kernels.product.quantised import QuantisedMatrix, round_rows
+from jpaged.kernels.product.triton.form import ProductForm, choose_form, split_depth
+from jpaged.kernels.product.triton.tiles import list_tiles
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+_TRITON = "jax.experimental.pallas.triton"
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether this jax still has the compiler that the kernel is written for."""
+    return importlib.util.find_spec(_TRITON) is not None
+
+
+def multiply_sorted(
+    x_pk: Float[Array, "P K"],
+    counts_x: Int[Array, "X"],
+    matrices_p: Int[Array, "P"],
+    matrices: Any,
+    *,
+    is_interpreted: bool = False,
+) -> Float[Array, "P N"]:
+    """Rows sorted by matrix, each times its own `[X, K, N]`, quantised or not, in float32.
+
+    What becomes of rows behind those that are counted is anything.
+
+    Args:
+        counts_x: rows of each matrix.
+        matrices_p: whose each row is.
+        matrices: of which `unsupported_reason` has nothing to say.
+    """
+    model_dtype, row_scales = x_pk.dtype, None
+    if isinstance(matrices, QuantisedMatrix) and matrices.activations is not None:
+        of_rows = matrices
+        if matrices.input_scale is not None:
+            of_rows = dataclasses.replace(matrices, input_scale=matrices.input_scale[matrices_p][:, None, None])
+        x_pk, row_scales = round_rows(x_pk, of_rows)
+    form = choose_form(matrices, len(x_pk), model_dtype, has_fp8=_has_fp8())
+    form = dataclasses.replace(form, is_interpreted=is_interpreted)
+    tiles = list_tiles(counts_x, len(x_pk), form.tile_rows)
+    return _run(x_pk, tiles, matrices, row_scales, form)[0]
+
+
+def multiply_one(
+    x_tk: Float[Array, "T K"],
+    row_scales: Float[Array, "T G"] | None,
+    matrix: QuantisedMatrix,
+    *,
+    is_interpreted: bool = False,
+) -> Float[Array, "T N"]:
+    """Rows, or what was made of them by `round_rows`, times a quantised matrix `[K, *out]`, in float32.
+
+    Its numbers go from memory to the tensor core: no array of weights is made.
+    """
+    matrices: QuantisedMatrix = jax.tree.map(lambda array: array[None], matrix)
+    dtype = x_tk.dtype if row_scales is None else matrix.dtype
+    form = choose_form(matrices, len(x_tk), dtype, has_fp8=_has_fp8())
+    firsts = np.arange(0, len(x_tk), form.tile_rows)
+    form = split_depth(dataclasses.replace(form, is_interpreted=is_interpreted), len(firsts), len(x_tk))
+    counts = np.minimum(len(x_tk) - firsts, form.tile_rows)
+    tiles = jnp.asarray(np.stack([np.zeros_like(firsts), firsts, counts], axis=1).astype(np.int32))
+    sums: jax.Array = _run(x_tk, tiles, matrices, row_scales, form).sum(0)
+    return sums
+
+
+def _run(
+    x_pk: jax.Array, tiles: jax.Array, matrices: Any, row_scales: jax.Array | None, form: ProductForm
+) -> jax.Array:
+    from jpaged.kernels.product.triton import kernel
+
+    is_quantised = isinstance(matrices, QuantisedMatrix)
+    values = matrices.values if is_quantised else matrices
+    words = values.reshape(values.shape[0], form.depth, form.columns)
+    if form.lanes == 2:
+        words = _bytes(words)
+    if form.multiplied.itemsize > 1:
+        words, x_pk = _bits(words), _bits(x_pk)
+    of_columns = (len(words), -1, form.columns)
+    operands = kernel.Operands(
+        tiles,
+        x_pk,
+        words,
+        matrices.scales.reshape(of_columns) if is_quantised else jnp.zeros((1, 1, 1), jnp.float32),
+        matrices.zeros.reshape(of_columns) if form.has_zeros else jnp.zeros((1, 1, 1), jnp.int8),
+        jnp.zeros((1, 1), jnp.float32) if row_scales is None else row_scales,
+    )
+    return kernel.multiply_tiles(operands, form)
+
+
+def _bytes(values: jax.Array) -> jax.Array:
+    """Numbers of 4 bits two by two, the first in the lower half: where they lie so, only another name for them."""
+    pairs = values.reshape(*values.shape[:-1], values.shape[-1] // 2, 2)
+    return jax.lax.bitcast_convert_type(pairs, jnp.int8)
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    """Floats of 8 bits as their bits."""
+    return jax.lax.bitcast_convert_type(array, jnp.int8) if array.dtype == jnp.float8_e4m3fn else array
+
+
+def _has_fp8() -> bool:
+    """Whether the device that is lowered for multiplies floats of 8 bits; one that is not known is taken not to."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    hardware = None if device is None else find_hardware(device.device_kind)
+    return hardware is not None and hardware.multiplies_fp8

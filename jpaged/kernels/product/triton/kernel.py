@@ -1,0 +1,189 @@
+"""The Triton kernel: a tile of rows times some columns of their matrix.
+
+    rows of a tile    | r0 | r1 | ...        numbers of their matrix, words of 8 to 32 bits
+
+    for each chunk of the depth    X; W; sums += X W          with groups    sums += (X W) * scales
+
+The compiler turns the loop into a pipeline: while a chunk is multiplied, the next one is on its way (cp.async). A
+program whose tile has no rows ends at once, and a matrix without rows is not read.
+
+Two numbers of 4 bits lie in a byte; even columns and odd ones are multiplied apart, so that nothing is put in between.
+Floats of 8 and 4 bits become floats of 16 by shifts, as Ampere does not convert them: their exponents are 8 and 14 too
+small then, and what is missing comes behind the product. Where both sides are of 8 bits they go to the tensor core as
+they are; its sums of a chunk are added up in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jpaged.kernels.product.triton.form import ProductForm
+from jpaged.kernels.product.triton.tiles import TileField
+
+_FP8 = np.dtype(jnp.float8_e4m3fn)
+_MISSING = {"fp8": 2.0**8, "mxfp4": 2.0**14}
+"""What floats whose bits were shifted into 16 are to be multiplied by."""
+
+
+class Operands(NamedTuple):
+    """What the kernel reads, or references to it.
+
+    Attributes:
+        tiles: int32 `[I, 3]`, as `TileField` has them.
+        rows: `[P, K]`.
+        words: `[X, K, N]`, or int8 `[X, K, N / 2]` of two numbers each.
+        scales: float32 `[X, G, N]`, or one number that is not read, as those behind it.
+        zeros: int8 `[X, G, N]`.
+        row_scales: float32 `[P, G]`, or `[P, 1]`.
+    """
+
+    tiles: Any
+    rows: Any
+    words: Any
+    scales: Any
+    zeros: Any
+    row_scales: Any
+
+
+class _Place(NamedTuple):
+    """Where a program's rows and words lie, and which of them there are."""
+
+    matrix: jax.Array
+    rows: jax.Array
+    is_row: jax.Array
+    words: jax.Array
+    is_word: jax.Array
+
+
+def multiply_tiles(operands: Operands, form: ProductForm) -> jax.Array:
+    """Sums `[splits, P, N]` in float32 of the rows that tiles have; the others are not written."""
+    num_columns = -(-form.num_words // form.tile_words)
+    out_shape = (form.num_splits, operands.rows.shape[0], form.columns)
+    sums: jax.Array = pl.pallas_call(
+        functools.partial(_grouped_product, form),
+        out_shape=jax.ShapeDtypeStruct(out_shape, jnp.float32),
+        grid=(operands.tiles.shape[0], num_columns, form.num_splits),
+        compiler_params=plgpu.CompilerParams(num_warps=form.num_warps, num_stages=3),
+        interpret=form.is_interpreted,
+        name="grouped_product",
+    )(*operands)
+    return sums
+
+
+def _grouped_product(form: ProductForm, *refs: Any) -> None:
+    *inputs, out = refs
+    operands, program = Operands(*inputs), tuple(pl.program_id(axis) for axis in range(3))
+    num_rows = operands.tiles[program[0], TileField.NUM_ROWS]
+    pl.when(num_rows > 0)(functools.partial(_multiply_tile, form, operands, out, program, num_rows))
+
+
+def _multiply_tile(
+    form: ProductForm, operands: Operands, out: Any, program: tuple[jax.Array, ...], num_rows: jax.Array
+) -> None:
+    tile, block, split = program
+    rows = jnp.arange(form.tile_rows, dtype=jnp.int32)
+    words = block * form.tile_words + jnp.arange(form.tile_words, dtype=jnp.int32)
+    place = _Place(
+        operands.tiles[tile, TileField.MATRIX],
+        operands.tiles[tile, TileField.FIRST_ROW] + rows,
+        rows < num_rows,
+        words,
+        words < form.num_words,
+    )
+    each = -(-form.num_chunks // form.num_splits)
+    first, last = split * each, jnp.minimum((split + 1) * each, form.num_chunks)
+    empty = jnp.zeros((form.tile_rows, form.tile_words), form.sum_dtype)
+    turn = functools.partial(_add_chunk, form=form, operands=operands, place=place)
+    sums = lax.fori_loop(first, last, turn, (empty,) * form.lanes)
+    for lane, of_lane in enumerate(sums):
+        columns = place.words * form.lanes + lane
+        found = of_lane.astype(jnp.float32) * _missing(form)
+        if form.is_quantised and not form.has_groups:
+            found = _scaled(found, 0, columns, form, operands, place)
+        at = out.at[split, place.rows[:, None], columns[None, :]]
+        plgpu.store(at, found, mask=place.is_row[:, None] & place.is_word[None, :])
+
+
+def _add_chunk(
+    i: jax.Array, sums: tuple[jax.Array, ...], form: ProductForm, operands: Operands, place: _Place
+) -> tuple[jax.Array, ...]:
+    """The sums of even and odd columns, or of all, with those of a chunk of the depth."""
+    depth = i * form.chunk + jnp.arange(form.chunk, dtype=jnp.int32)
+    is_x, is_word = place.is_row[:, None], place.is_word[None, :]
+    if form.depth % form.chunk:
+        is_x, is_word = is_x & (depth < form.depth)[None, :], is_word & (depth < form.depth)[:, None]
+    x = _load(operands.rows.at[place.rows[:, None], depth[None, :]], is_x)
+    words = _load(operands.words.at[place.matrix, depth[:, None], place.words[None, :]], is_word)
+    x = _shifted(x, form).astype(form.multiplied)
+    group = lax.div(i * form.chunk, jnp.int32(form.group_size)) if form.has_groups else 0
+    found = []
+    for lane, total in enumerate(sums):
+        numbers, columns = _numbers(words, lane, form), place.words * form.lanes + lane
+        if form.has_zeros:
+            zeros = _load(operands.zeros.at[place.matrix, group, columns], place.is_word)
+            numbers = numbers - zeros.astype(numbers.dtype)[None, :]
+        part = _product(x, numbers.astype(form.multiplied), form)
+        if form.has_groups:
+            part = _scaled(part.astype(jnp.float32), group, columns, form, operands, place)
+        found.append(total + part)
+    return tuple(found)
+
+
+def _scaled(
+    x: jax.Array, group: jax.Array | int, columns: jax.Array, form: ProductForm, operands: Operands, place: _Place
+) -> jax.Array:
+    scales = _load(operands.scales.at[place.matrix, group, columns], place.is_word)
+    x = x * scales[None, :]
+    if not form.rows_have_scales:
+        return x
+    group = group if form.rows_have_groups else 0
+    return x * _load(operands.row_scales.at[place.rows, group], place.is_row)[:, None]
+
+
+def _load(at: Any, mask: jax.Array) -> jax.Array:
+    """What is there, and zeros where the mask is not; Triton makes no float of 8 bits of a whole number."""
+    numbers: jax.Array = plgpu.load(at, mask=mask, other=0.0 if jnp.issubdtype(at.dtype, jnp.floating) else 0)
+    return numbers
+
+
+def _missing(form: ProductForm) -> float:
+    """What sums are multiplied by, for floats whose exponents are too small."""
+    if form.multiplied == _FP8:
+        return 1.0
+    of_rows = _MISSING["fp8"] if form.rows_are_fp8 else 1.0
+    return of_rows * _MISSING.get(form.kind or "", 1.0)
+
+
+def _shifted(x: jax.Array, form: ProductForm) -> jax.Array:
+    """Rows of 8 bits that the tensor core does not take, which come as their bits, as floats of 16."""
+    return _float16(x, 7) if form.rows_are_fp8 and form.multiplied != _FP8 else x
+
+
+def _numbers(words: jax.Array, lane: int, form: ProductForm) -> jax.Array:
+    """One number of each word; zero points can be taken off it."""
+    if form.kind == "fp8" and form.multiplied != _FP8:
+        return _float16(words, 7)
+    if form.lanes == 1:
+        return words.astype(form.multiplied) if form.has_zeros else words
+    bits = words >> 4 if lane else (words << 4) >> 4  # with their sign
+    return _float16(bits, 9, 0x7) if form.kind == "mxfp4" else bits
+
+
+def _float16(bits: jax.Array, shift: int, mask: int = 0x7F) -> jax.Array:
+    """Bits of a float, with its sign in front, as those of a float of 16 with its exponent's lowest bits."""
+    wide = bits.astype(jnp.int16)
+    return lax.bitcast_convert_type((wide & -0x8000) | ((wide & mask) << shift), jnp.float16)
+
+
+def _product(x: jax.Array, numbers: jax.Array, form: ProductForm) -> jax.Array:
+    precision = lax.Precision.HIGHEST if form.multiplied == np.float32 else None
+    is_whole = np.issubdtype(form.multiplied, np.integer)
+    return jnp.dot(x, numbers, precision=precision, preferred_element_type=jnp.int32 if is_whole else jnp.float32)
