@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.checkpoints.gguf.file import is_gguf
+from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
 from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
 from jpaged.checkpoints.quantised.rounding import quantised_here
 from jpaged.checkpoints.weights import load_params, random_params
@@ -40,6 +42,7 @@ from jpaged.models.sharding import with_parallel_experts
 from jpaged.service.hf_tokenizer import load_tokenizer
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import BackendFacts, LoadedModel
+from jpaged.service.tokenizer_parts import TokenizerParts
 from jpaged.types import ModelInfo
 
 
@@ -49,7 +52,7 @@ def _silent(what: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model comes from."""
+    """Where a model comes from; its folder may be a GGUF file."""
 
     name: str
     folder: Path
@@ -171,11 +174,28 @@ def _findings(source: Source, executor: JaxExecutor) -> dict[str, str]:
 
 
 def find_source(name: str, *, parse_special_tokens: bool = True) -> Source:
-    """Find the model of a name: `demo`, a folder or a hub id."""
+    """Find the model of a name: `demo`, a folder, a GGUF file or a hub id."""
     folder = find_folder(name)
     config = read_config(folder)
-    tokenizer = load_tokenizer(folder, vocab_size=config.vocab_size, parse_special_tokens=parse_special_tokens)
+    tokenizer = load_tokenizer(
+        folder, vocab_size=config.vocab_size, parts=_gguf_parts(folder), parse_special_tokens=parse_special_tokens
+    )
     return Source(name, folder, config, tokenizer)
+
+
+def _gguf_parts(folder: Path) -> TokenizerParts | None:
+    """The tokenizer of a GGUF file; None where a folder has one, or the file has none."""
+    found = read_tokenizer(folder) if is_gguf(folder) else None
+    if found is None:
+        return None
+    return TokenizerParts(
+        fast=found.fast,
+        slow=None,
+        vocab_size=found.vocab_size,
+        eos_token_id=found.eos_token_id,
+        chat_template=found.chat_template,
+        special_tokens={**found.special_tokens},
+    )
 
 
 def _make_executors(

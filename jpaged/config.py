@@ -34,7 +34,7 @@ Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cpu"]
 class ModelOptions:
     """Which model, and how its numbers are held."""
 
-    model: str = option("demo", "`demo`, a folder in Hugging Face layout or from `jpaged convert`, or a hub id")
+    model: str = option("demo", "`demo`, a folder (Hugging Face's layout or ours), a GGUF file, or a hub id")
     dtype: str = option(
         "auto", "auto is the checkpoint's own on TPU and GPU, float32 on CPU", choices=("auto", "float32", "bfloat16")
     )

@@ -45,7 +45,7 @@ class LLM:
     """A loaded model that generates for whole batches of prompts.
 
     Args:
-        model: `demo`, a folder in Hugging Face layout or from `jpaged convert`, or a hub id.
+        model: `demo`, a folder in Hugging Face layout or from `jpaged convert`, a GGUF file, or a hub id.
         options: the command line's options with underscores (`dtype`, `max_model_len`, `block_size`, `num_blocks`,
             `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...). All programs are waited for unless
             `wait_for_all_programs` is False: which program computes a token does not depend on the time of day.

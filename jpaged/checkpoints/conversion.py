@@ -26,6 +26,7 @@ import numpy as np
 from jpaged import json_text
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.scheme import read_model
+from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
 from jpaged.checkpoints.hub import CONFIG_FILE, read_config, read_json, read_scheme
 from jpaged.checkpoints.orbax import MANIFEST_FILE, is_orbax_folder, write_manifest
 from jpaged.checkpoints.orbax_writer import write_orbax
@@ -129,7 +130,7 @@ def _open(source: Path) -> AbstractContextManager[TensorSource]:
 def _copy_companions(source: Path, folder: Path) -> None:
     """Copies what belongs to a model besides its weights: configs, tokenizer, chat templates, licence."""
     if is_gguf(source):
-        (folder / CONFIG_FILE).write_text(json_text.dumps(dict(read_model(source).hf), indent=2) + "\n", "utf-8")
+        _write_companions(source, folder)
         return
     names = {path.name for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()}
     for name in sorted(names - _NO_COMPANIONS):
@@ -137,6 +138,17 @@ def _copy_companions(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
     if (source / _MORE_TEMPLATES).is_dir():
         shutil.copytree(source / _MORE_TEMPLATES, folder / _MORE_TEMPLATES)
+
+
+def _write_companions(source: Path, folder: Path) -> None:
+    """Writes what a GGUF file says in its metadata as Hugging Face's libraries have it in files."""
+    files = {CONFIG_FILE: dict(read_model(source).hf)}
+    tokenizer = read_tokenizer(source)
+    if tokenizer is not None:
+        tokenizer.fast.save(str(folder / "tokenizer.json"))
+        files["tokenizer_config.json"] = tokenizer.config()
+    for name, value in files.items():
+        (folder / name).write_text(json_text.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _write(

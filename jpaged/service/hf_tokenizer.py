@@ -18,7 +18,7 @@ from jpaged.service.chat.process import template_process
 from jpaged.service.chat.template import ChatTemplate
 from jpaged.service.literal_text import LiteralText
 from jpaged.service.token_bytes import GENEROUS_BYTES, max_token_bytes
-from jpaged.service.tokenizer_parts import read_parts
+from jpaged.service.tokenizer_parts import TokenizerParts, read_parts
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -31,6 +31,7 @@ class HuggingFaceTokenizer:
     """A tokenizer from a folder in Hugging Face layout.
 
     Args:
+        parts: what is said elsewhere than in the folder's files.
         parse_special_tokens: whether special tokens written out in a text, or in a message, are what they say. Those
             that a chat template writes always are.
 
@@ -39,13 +40,13 @@ class HuggingFaceTokenizer:
         Unsupported: special tokens cannot be told from text in this kind of tokenizer.
     """
 
-    def __init__(self, folder: Path, *, parse_special_tokens: bool = True) -> None:
+    def __init__(self, folder: Path, *, parts: TokenizerParts | None = None, parse_special_tokens: bool = True) -> None:
         # It takes a second to start, which goes by beside this; a server without text never has one.
         if _may_have_chat_template(folder):
             template_process()
         keep_tokenizers_on_their_thread()
         self._folder = folder
-        parts = read_parts(folder)
+        parts = parts or read_parts(folder)
         self.vocab_size = parts.vocab_size
         self.eos_token_ids = frozenset() if parts.eos_token_id is None else frozenset({parts.eos_token_id})
         # The Rust tokenizer is thread-safe when called itself; transformers' wrapper of it resets its truncation on
@@ -125,17 +126,22 @@ def _may_have_chat_template(folder: Path) -> bool:
     )
 
 
-def load_tokenizer(folder: Path, *, vocab_size: int, parse_special_tokens: bool = True) -> Tokenizer:
+def load_tokenizer(
+    folder: Path, *, vocab_size: int, parts: TokenizerParts | None = None, parse_special_tokens: bool = True
+) -> Tokenizer:
     """The tokenizer of a model's folder; one that knows ids alone where there are no tokenizer files.
+
+    Args:
+        parts: what is said elsewhere than in the folder's files, in a GGUF file's metadata.
 
     Raises:
         InvalidArgument: a file is broken.
         Unsupported: see `HuggingFaceTokenizer`.
     """
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    if parts is None and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return NoTokenizer(vocab_size)
     try:
-        return HuggingFaceTokenizer(folder, parse_special_tokens=parse_special_tokens)
+        return HuggingFaceTokenizer(folder, parts=parts, parse_special_tokens=parse_special_tokens)
     except (JpagedError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # two libraries read the files, with errors of every kind, and panics in Rust

@@ -6,4 +6,5 @@ names.py      the names of Hugging Face -> places in the file
 blocks.py     the types of tensors -> values, scales and zero points
 tensors.py    the file as a source of tensors
 scheme.py     which matrices stay quantised, and in what
+tokenizer.py  metadata -> a tokenizer
 """
