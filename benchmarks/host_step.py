@@ -28,7 +28,6 @@ from benchmarks.record import machine, save
 from jpaged.config import EngineConfig, SchedulerOptions
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import (
-    Adapter,
     BlockMoves,
     BucketTable,
     DeviceRates,
@@ -45,7 +44,7 @@ from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import StepStats
 from jpaged.engine.tokenizer import NoTokenizer
-from jpaged.types import OutputEvent, Request, SamplingParams
+from jpaged.types import Adapter, OutputEvent, Request, SamplingParams
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048

@@ -10,7 +10,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard
 
 from jpaged.errors import InvalidArgument
 
@@ -269,6 +269,28 @@ class Prompt:
         return len(self.text or self.token_ids or ())
 
 
+class Adapter(Protocol):
+    """The matrices of an adapter (LoRA) in host memory. Opaque to all but those that read it and run it."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedAdapter:
+    """An adapter under a name.
+
+    Attributes:
+        path: where it was read.
+        number: of this load, from 1: what is read anew under the same name has another.
+    """
+
+    name: str
+    path: str
+    number: int
+    matrices: Adapter = field(repr=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request as the engine takes it: tokenised, validated, its seed settled.
@@ -280,6 +302,7 @@ class Request:
         tenant: whose request it is, for the policy `fair`.
         cache_tenant: whose cached prefixes it may use, and leaves; "" is everybody who is no tenant.
         is_whole: nobody reads along: each sequence is told whole when the request ends, and nothing before.
+        adapter: what is added to the model's matrices; None is nothing.
     """
 
     request_id: str
@@ -290,6 +313,12 @@ class Request:
     tenant: str = ""
     cache_tenant: str = ""
     is_whole: bool = False
+    adapter: LoadedAdapter | None = None
+
+    @property
+    def adapter_number(self) -> int:
+        """The number of its adapter's load; 0 is none."""
+        return 0 if self.adapter is None else self.adapter.number
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,6 @@ from jpaged.device.step.runner import DecodePacking, KVPool, PackedForward, Step
 from jpaged.device.transfers import BlockMover, move_sizes
 from jpaged.engine.executor import (
     I32,
-    Adapter,
     BlockMoves,
     BucketTable,
     Detail,
@@ -63,6 +62,7 @@ from jpaged.errors import InternalError
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
+from jpaged.types import Adapter
 
 _LOG = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InternalError, Unavailable
 from jpaged.load import EngineLoad
-from jpaged.types import FinishReason, Request
+from jpaged.types import FinishReason, LoadedAdapter, Request
 
 logger = logging.getLogger(__name__)
 
@@ -213,18 +213,26 @@ class Engine:
         dropped_s = self.clock()
         self._thread.ask(lambda: self._loop.forget(request_id, dropped_s))
 
-    def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "", tenant: str = "") -> Future[int]:
+    def pin_prefix(
+        self,
+        name: str,
+        token_ids: Iterable[int],
+        salt: str = "",
+        tenant: str = "",
+        adapter: LoadedAdapter | None = None,
+    ) -> Future[int]:
         """Computes a prefix and keeps its full blocks in the pool until `unpin_prefix`.
 
         Args:
             salt, tenant: cache_salt and cache_tenant of the requests that may use it; the name is the tenant's, too.
+            adapter: theirs as well.
 
         Returns:
             the number of tokens that are pinned, once they are; or the error: AlreadyExists for the name,
             InvalidArgument where there is nothing to pin or no room, Unsupported without a prefix cache, and whatever
             `submit` may raise.
         """
-        return self._pins.pin((tenant, name), tuple(token_ids), salt)
+        return self._pins.pin((tenant, name), tuple(token_ids), salt, adapter)
 
     def unpin_prefix(self, name: str, tenant: str = "") -> bool:
         """Lets a pinned prefix be evicted again; False when the tenant has pinned none of that name."""

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from jpaged.engine.cascade_costs import CascadeCosts
 from jpaged.engine.reach import Reach
 from jpaged.errors import InternalError
-from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
+from jpaged.types import Adapter, PositionLogprobs, SamplingParams, TokenLogprob
 
 MIN_BUCKET = 8
 """Smallest shape. Never fewer rows: a bf16 matrix product with one row is 10 times slower than with two on CPU."""
@@ -417,14 +417,6 @@ Hidden = TypeVar("Hidden")
 """What a forward leaves for its sample. Opaque to the engine, and good until the next forward."""
 Handle = TypeVar("Handle")
 """A dispatched step whose results may not exist yet. Opaque to the engine; collected once, in order of dispatch."""
-
-
-class Adapter(Protocol):
-    """The matrices of an adapter (LoRA) in host memory. Opaque to the engine."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while the executor starts."""

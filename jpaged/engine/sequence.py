@@ -185,6 +185,7 @@ class Group:
         ended_by: the finish reason of its last event, "deadline" or "error"; None before that.
         num_sampled_tokens: by all its sequences and beams together.
         num_cached_tokens: prompt tokens that the prefix cache held when the group was first admitted.
+        adapter_slot: where on the device its adapter is while it runs; 0 is none.
     """
 
     request: Request
@@ -205,11 +206,13 @@ class Group:
     num_sampled_tokens: int = 0
     num_preemptions: int = 0
     num_overtaken: int = 0
+    adapter_slot: int = 0
 
     def __post_init__(self, max_blocks: int, num_kv_groups: int) -> None:
         request, sampling = self.request, self.request.sampling
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
-        root = root_key(sampling.cache_salt, request.cache_tenant) if sampling.use_prefix_cache else None
+        whose = request.cache_tenant, request.adapter_number
+        root = root_key(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None
         self.sequences = [
             Sequence(i, list(request.prompt_token_ids), KVHandle(max_blocks, root, num_kv_groups))
             for i in range(num_sequences)
@@ -263,6 +266,10 @@ class Group:
 
     def preempted(self) -> None:
         self.num_preemptions += 1
+
+    def uses_slot(self, slot: int) -> None:
+        """Its adapter is in that slot of the device; 0 is none."""
+        self.adapter_slot = slot
 
     def forked(self) -> None:
         """Every sequence of it has its own table."""

@@ -21,6 +21,7 @@ from jpaged.types import (
     MAX_STOP_TOKEN_IDS,
     MIN_MAX_CHAT_BYTES,
     MIN_MAX_TOKENIZE_BYTES,
+    LoadedAdapter,
     Prompt,
     Request,
     SamplingParams,
@@ -60,6 +61,7 @@ class InputProcessor:
         tenant: str = "",
         cache_tenant: str = "",
         is_whole: bool = False,
+        adapter: LoadedAdapter | None = None,
     ) -> Request:
         """Make a request of a prompt of which one form is given. What costs little is checked first.
 
@@ -96,6 +98,7 @@ class InputProcessor:
             tenant=tenant,
             cache_tenant=cache_tenant,
             is_whole=is_whole,
+            adapter=adapter,
         )
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:

@@ -14,7 +14,7 @@ from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.load import EngineLoad
 from jpaged.service.input_processor import InputProcessor
-from jpaged.types import ModelInfo, Request
+from jpaged.types import LoadedAdapter, ModelInfo, Request
 
 
 class EngineClient(Protocol):
@@ -46,7 +46,14 @@ class EngineClient(Protocol):
 
     def drop(self, request_id: str) -> None: ...
 
-    def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "", tenant: str = "") -> Future[int]: ...
+    def pin_prefix(
+        self,
+        name: str,
+        token_ids: Iterable[int],
+        salt: str = "",
+        tenant: str = "",
+        adapter: LoadedAdapter | None = None,
+    ) -> Future[int]: ...
 
     def unpin_prefix(self, name: str, tenant: str = "") -> bool: ...
 

@@ -31,7 +31,6 @@ from jpaged.engine.executor import (
     MAX_NUM_STEPS,
     NULL_BLOCK,
     TOP_WIDTH,
-    Adapter,
     BlockMoves,
     BucketTable,
     Detail,
@@ -45,6 +44,7 @@ from jpaged.engine.executor import (
 )
 from jpaged.errors import InternalError
 from jpaged.testing.single_steps import step_at
+from jpaged.types import Adapter
 
 _LOGPROB_STEP = -0.125  # sums of it are exact, so that equal sums are equal
 _UNWRITTEN = -1

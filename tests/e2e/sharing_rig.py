@@ -20,7 +20,6 @@ from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import (
     I32,
-    Adapter,
     BlockMoves,
     DeviceRates,
     Geometry,
@@ -34,7 +33,7 @@ from jpaged.load import EngineLoad
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from jpaged.service.input_processor import InputProcessor
-from jpaged.types import OutputEvent, Prompt, SamplingParams
+from jpaged.types import Adapter, OutputEvent, Prompt, SamplingParams
 from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
 
 VOCAB_SIZE = 131

@@ -61,7 +61,18 @@ class Harness:
         self.events: dict[str, list[OutputEvent]] = defaultdict(list)
         self.num_steps = self.num_idle_steps = 0
 
-    def submit(self, request_id, prompt, *, deadline_s=None, tenant="", cache_tenant="", is_whole=False, **sampling):
+    def submit(
+        self,
+        request_id,
+        prompt,
+        *,
+        deadline_s=None,
+        tenant="",
+        cache_tenant="",
+        is_whole=False,
+        adapter=None,
+        **sampling,
+    ):
         sampling.setdefault("temperature", 0.0)
         request = self.input_processor.make_request(
             request_id=request_id,
@@ -71,6 +82,7 @@ class Harness:
             tenant=tenant,
             cache_tenant=cache_tenant,
             is_whole=is_whole,
+            adapter=adapter,
         )
         self.engine.submit(request, self.receive)
         return request

@@ -1,9 +1,9 @@
 """Random lives of an engine whose memory is short, from a number alone, against a model that computes everything again.
 
 A life has a pool that holds a few requests and a host tier that holds a few blocks, families of prompts that begin
-alike and come back, samples, beams, priorities, salts, pins, aborts and drops. Three things are known of each request:
-every token (`CheckedHarness`), that it ends, and how much of its prompt others of its salt and tenant have computed,
-which is the most that it may find in the cache.
+alike and come back, samples, beams, priorities, salts, adapters, pins, aborts and drops. Three things are known of each
+request: every token (`CheckedHarness`), that it ends, and how much of its prompt others of its salt, tenant and adapter
+have computed, which is the most that it may find in the cache.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from jpaged.errors import InvalidArgument, RequestTooLong
-from jpaged.testing import SeveralStepsExecutor, seeing
-from jpaged.types import FinishReason
+from jpaged.testing import FakeAdapter, SeveralStepsExecutor, seeing, with_adapters
+from jpaged.types import FinishReason, LoadedAdapter
 from tests.engine.groups import num_swapped_blocks
 from tests.engine.harness import CheckedHarness
 from tests.engine.kv.oracle import expected_outputs
@@ -25,6 +25,8 @@ SALTS = ("", "", "a", "b")
 TENANTS = ("", "", "t")
 WINDOWS = ((None, 5), (6,), (None, 3, 3), (None, 12, 2), (9, 4), (None, None, 1))
 """Windows of KV groups: beside what sees everything, one of a token, and models of windows alone."""
+WEIGHTS = (5, 17, 40)
+ADAPTERS = tuple(LoadedAdapter("same name", "", i, FakeAdapter(weight)) for i, weight in enumerate(WEIGHTS, 1))
 ANY = -1
 """Ends a text that may go on with any token."""
 
@@ -34,14 +36,16 @@ class Life:
 
     Attributes:
         ended: requests that came to their end, by number of samples, width of beams, and whether there was a salt.
-        texts: what was or will be computed with the prefix cache, by salt and tenant: requests and their sequences.
+        ended_of: requests that came to their end, by adapter.
+        texts: what was or will be computed with the prefix cache, by salt, tenant and adapter.
     """
 
-    def __init__(self, seed, windows=(None,), **options):
+    def __init__(self, seed, windows=(None,), *, max_loras=0, **options):
         self.seed, self.random, self.windows = seed, random.Random(seed), windows
         sample, choice = self.random.randint, self.random.choice
         block_size = sample(1, 4)
-        executor = seeing(windows, SeveralStepsExecutor)(
+        self.adapters = random.Random(seed).choices([None, *ADAPTERS] if max_loras else [None], k=1000)
+        executor = with_adapters(max_loras, seeing(windows, SeveralStepsExecutor))(
             num_blocks=len(windows) * (sample(24, 60) // block_size),
             block_size=block_size,
             max_num_seqs=sample(4, 8),
@@ -67,6 +71,7 @@ class Life:
         self.texts = defaultdict(list)
         self.pins = {}
         self.ended: Counter[tuple[int, int, bool]] = Counter()
+        self.ended_of: Counter[LoadedAdapter | None] = Counter()
 
     def run(self, num_acts=50):
         acts = [self.arrive] * 10 + [self.step] * 6 + [self.abort, self.drop, self.pin, self.unpin]
@@ -111,7 +116,9 @@ class Life:
         name, prompt, sampling = f"r{len(self.requests)}", self.prompt(), self.sampling()
         try:
             tenants = {"tenant": self.random.choice("xyz"), "cache_tenant": self.random.choice(TENANTS)}
-            request = self.h.submit(name, prompt, is_whole=len(self.requests) % 4 == 3, **tenants, **sampling)
+            adapter = self.adapters[len(self.requests)]
+            is_whole = len(self.requests) % 4 == 3
+            request = self.h.submit(name, prompt, is_whole=is_whole, adapter=adapter, **tenants, **sampling)
         except RequestTooLong:
             return
         except InvalidArgument as error:
@@ -120,7 +127,11 @@ class Life:
             return
         self.requests[name] = request
         outputs = self.h.expected[name] = expected_outputs(
-            prompt, request.sampling, vocab_size=VOCAB_SIZE, windows=self.windows
+            prompt,
+            request.sampling,
+            vocab_size=VOCAB_SIZE,
+            windows=self.windows,
+            weight=0 if adapter is None else WEIGHTS[adapter.number - 1],
         )
         if self.h.enable_prefix_caching and sampling["use_prefix_cache"]:
             is_known = not (request.sampling.beam_width or request.sampling.best_of)  # else more is sampled than told
@@ -147,10 +158,11 @@ class Life:
 
     def pin(self):
         name, prompt, salt = self.random.choice("pq"), self.prompt(), self.random.choice(SALTS)
-        future = self.h.engine.pin_prefix(name, prompt, salt)
+        adapter = self.adapters[-len(self.requests)]
+        future = self.h.engine.pin_prefix(name, prompt, salt, adapter=adapter)
         if not future.done():
             self.pins[name] = future
-            self.texts[salt, ""].append((None, [prompt]))
+            self.texts[salt, "", adapter].append((None, [prompt]))
 
     def unpin(self):
         for name, future in [*self.pins.items()]:
@@ -179,6 +191,7 @@ class Life:
         reasons = {event.finish.reason for event in self.h.events[name] if event.finish is not None}
         if FinishReason.ABORT not in reasons:
             sampling = self.requests[name].sampling
+            self.ended_of[self.requests[name].adapter] += 1
             self.ended[(sampling.num_samples, sampling.beam_width or 0, bool(sampling.cache_salt))] += 1
             tokens = [self.h.tokens(name, index) for index in range(len(self.h.expected[name]))]
             assert tokens == self.h.expected[name]
@@ -194,7 +207,7 @@ class Life:
 
 
 def _owner(request):
-    return request.sampling.cache_salt, request.cache_tenant
+    return request.sampling.cache_salt, request.cache_tenant, request.adapter
 
 
 def _num_common(left, right):

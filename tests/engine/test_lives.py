@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from tests.engine.lives import WINDOWS, Life
+from jpaged.types import LoadedAdapter
+from tests.engine.lives import ADAPTERS, WINDOWS, Life
 
 WHAT_HAPPENS = (
     "num_preemptions",
@@ -25,6 +26,15 @@ def test_lives_in_a_short_memory_sample_every_token_as_if_alone(first):
 def test_lives_of_models_whose_layers_see_unequally_far(windows):
     for seed in range(2000, 2006):
         Life(seed, windows).run()
+
+
+def test_lives_of_more_adapters_than_slots():
+    ended_of: Counter[LoadedAdapter | None] = Counter()
+    for seed in range(3000, 3010):
+        life = Life(seed, max_loras=1 + seed % 2)
+        life.run()
+        ended_of += life.ended_of
+    assert set(ended_of) == {None, *ADAPTERS}
 
 
 def test_lives_see_everything_that_can_happen_to_a_block():
@@ -57,4 +67,4 @@ def test_lives_that_are_swapped_with_tokens_in_flight():
 @pytest.mark.parametrize("first", range(1000, 1400, 100))
 def test_many_lives_in_a_short_memory(first):
     for seed in range(first, first + 100):
-        Life(seed, [(None,), *WINDOWS][seed % 7]).run()
+        Life(seed, [(None,), *WINDOWS][seed % 7], max_loras=seed % 4).run()

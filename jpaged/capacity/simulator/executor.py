@@ -17,7 +17,6 @@ from jpaged.capacity.simulator.steady import Seen
 from jpaged.engine.executor import (
     I32,
     TOP_WIDTH,
-    Adapter,
     BlockMoves,
     BucketTable,
     Detail,
@@ -31,6 +30,7 @@ from jpaged.engine.executor import (
 )
 from jpaged.testing.single_steps import step_at
 from jpaged.testing.virtual_clock import VirtualClock
+from jpaged.types import Adapter
 
 _HASH = np.uint64(0x9E3779B97F4A7C15)
 

@@ -29,7 +29,6 @@ from jpaged.device.step.runner import PackedForward
 from jpaged.engine.executor import (
     I32,
     ROW_DTYPE,
-    Adapter,
     BlockMoves,
     Detail,
     DeviceRates,
@@ -41,6 +40,7 @@ from jpaged.engine.executor import (
     StepOutputs,
 )
 from jpaged.errors import InternalError, Unavailable
+from jpaged.types import Adapter
 
 MAX_UNCONFIRMED = 256
 """Steps that may be collected before every process has said what it sampled in the first of them."""

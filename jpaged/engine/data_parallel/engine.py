@@ -24,7 +24,7 @@ from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.errors import AlreadyExists, InternalError, QueueFull, Unavailable
 from jpaged.load import EngineLoad, total_load
-from jpaged.types import OutputEvent, Request
+from jpaged.types import LoadedAdapter, OutputEvent, Request
 
 
 class DataParallelEngine:
@@ -116,7 +116,14 @@ class DataParallelEngine:
 
     # --- pinned prefixes --------------------------------------------------------------------------------------------
 
-    def pin_prefix(self, name: str, token_ids: Iterable[int], salt: str = "", tenant: str = "") -> Future[int]:
+    def pin_prefix(
+        self,
+        name: str,
+        token_ids: Iterable[int],
+        salt: str = "",
+        tenant: str = "",
+        adapter: LoadedAdapter | None = None,
+    ) -> Future[int]:
         """Keeps a prefix in the pool of every replica, or of none; see `Engine.pin_prefix`."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
@@ -129,7 +136,7 @@ class DataParallelEngine:
             future.set_exception(AlreadyExists(f"prefix {name!r} is pinned; unpin it, or choose another name"))
             return future
         token_ids = tuple(token_ids)
-        parts = [engine.pin_prefix(name, token_ids, salt, tenant) for engine in self._engines]
+        parts = [engine.pin_prefix(name, token_ids, salt, tenant, adapter) for engine in self._engines]
 
         def all_are_done() -> None:
             """Unpins the prefix everywhere if one engine could not pin it."""

@@ -32,8 +32,15 @@ from jpaged.errors import InternalError
 Key = bytes
 
 
-def root_key(salt: str, tenant: str = "") -> Key:
-    """The parent of a sequence's first block; no two pairs of salt and tenant have the same."""
+def root_key(salt: str, tenant: str = "", adapter_number: int = 0) -> Key:
+    """The parent of a sequence's first block; no two triples of salt, tenant and adapter have the same.
+
+    Args:
+        adapter_number: of the load (`LoadedAdapter.number`); 0 is none.
+    """
+    if adapter_number:
+        whose = b"jpaged/prefix/3\0" + adapter_number.to_bytes(8, "big")
+        return hashlib.sha256(whose + root_key(salt, tenant)).digest()
     if not tenant:
         return hashlib.sha256(b"jpaged/prefix/1\0" + salt.encode()).digest()
     named = tenant.encode()

@@ -20,7 +20,7 @@ from jpaged.engine.executor import Geometry
 from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.sequence import Group, Sink
 from jpaged.errors import AlreadyExists, Cancelled, InvalidArgument, JpagedError, Unsupported
-from jpaged.types import FinishReason, OutputEvent, Request, SamplingParams
+from jpaged.types import FinishReason, LoadedAdapter, OutputEvent, Request, SamplingParams
 
 Pin = tuple[str, str]
 """A tenant, and what it calls a prefix."""
@@ -76,7 +76,7 @@ class PinnedPrefixes:
         self._num_blocks: dict[Pin, int] = {}
         self._pinned: set[Pin] = set()
 
-    def pin(self, pin: Pin, token_ids: tuple[int, ...], salt: str) -> Future[int]:
+    def pin(self, pin: Pin, token_ids: tuple[int, ...], salt: str, adapter: LoadedAdapter | None = None) -> Future[int]:
         """Begins to compute a prefix; see `Engine.pin_prefix`."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # once asked for it cannot be cancelled, so its result can always be set
@@ -86,7 +86,8 @@ class PinnedPrefixes:
         except JpagedError as error:
             future.set_exception(error)
         else:
-            self._compute(pin, Request("", token_ids, sampling, tenant=pin[0], cache_tenant=pin[0]), future)
+            request = Request("", token_ids, sampling, tenant=pin[0], cache_tenant=pin[0], adapter=adapter)
+            self._compute(pin, request, future)
         return future
 
     def unpin(self, pin: Pin) -> bool:

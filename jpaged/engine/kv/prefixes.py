@@ -1,6 +1,6 @@
 """Finds the blocks that already hold a prefix, by a SHA-256 chain over full blocks.
 
-    key(0) = H(root(tenant, salt), tokens of block 0)      key(i) = H(key(i - 1), tokens of block i)
+    key(0) = H(root(tenant, salt, adapter), tokens of block 0)      key(i) = H(key(i - 1), tokens of block i)
 
 A key names a block's content together with everything before it, so a match of the last key is a match of all. Blocks
 keep their key when they are released; the pool's free list, in order of last use, is the cache's LRU, and a key dies

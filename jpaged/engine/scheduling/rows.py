@@ -48,6 +48,7 @@ class Decodes:
         token_ids: the inputs; empty where they are in flight.
         prev_rows: the rows of the step before that sampled the inputs; empty where the host knows them.
         block_tables_gsm, sampling_s: views, good until the rows are edited.
+        adapters_s: a view; the adapter slot of each.
         is_random_s: who samples at random.
         detail: what the row that wants most is told.
         ending_ids_sx: a view; what ends each row, as `Executor.decode` takes it.
@@ -62,6 +63,7 @@ class Decodes:
     token_ids: list[int] = field(default_factory=list)
     prev_rows: list[int] = field(default_factory=list)
     block_tables_gsm: I32 = field(default_factory=_none)
+    adapters_s: I32 = field(default_factory=_none)
     sampling_s: NDArray[np.void] = field(default_factory=lambda: SamplingInputs.neutral(0).rows_r)
     is_random_s: Bool = field(default_factory=lambda: np.zeros(0, np.bool_))
     detail: Detail = Detail.TOKENS
@@ -93,6 +95,7 @@ class DecodingRows:
         self._prompt_lens_s = np.zeros(most, np.int32)
         self._num_left_s = np.zeros(most, np.int32)  # tokens that may be sampled still
         self._block_tables_gsm = np.zeros((len(geometry.windows), most, geometry.max_blocks_per_seq), np.int32)
+        self._adapters_s = np.zeros(most, np.int32)
         self._sampling = SamplingInputs.neutral(most)
         self._neutral = SamplingInputs.neutral(1).rows_r[0]
         self._is_random_s = np.zeros(most, np.bool_)
@@ -129,6 +132,7 @@ class DecodingRows:
             self._prompt_lens_s[place] = sequence.num_prompt_tokens
             self._num_left_s[place] = params.max_tokens - sequence.num_output_tokens
             self._block_tables_gsm[:, place] = sequence.kv.ids_gm
+            self._adapters_s[place] = group.adapter_slot
             self._sampling.rows_r[place] = self._neutral
             self._details_s[place] = Detail.of(params)
             self._is_random_s[place] = not params.is_greedy
@@ -211,6 +215,7 @@ class DecodingRows:
             token_ids=[] if is_in_flight else [sequence.token_ids[-1] for sequence in sequences],
             prev_rows=[sequence.in_flight_row for sequence in sequences] if is_in_flight else [],
             block_tables_gsm=self._block_tables_gsm[:, :num_rows],
+            adapters_s=self._adapters_s[:num_rows],
             sampling_s=self._sampling.rows_r[:num_rows],
             is_random_s=self._is_random_s[:num_rows],
             detail=self.detail,
@@ -231,6 +236,8 @@ class DecodingRows:
                 raise InternalError(f"row {place} of a {sequence.status.value} sequence keeps {kept}, not {num_left}")
             if not np.array_equal(self._block_tables_gsm[:, place], sequence.kv.ids_gm):
                 raise InternalError(f"row {place} keeps other blocks than {sequence.kv.block_ids()}")
+            if self._adapters_s[place] != group.adapter_slot:
+                raise InternalError(f"row {place} keeps adapter slot {self._adapters_s[place]}")
         if len(self._places) != len(self._sequences):
             raise InternalError(f"{len(self._places)} sequences have {len(self._sequences)} rows")
 
@@ -249,6 +256,7 @@ class DecodingRows:
             self._starts_s,
             self._prompt_lens_s,
             self._num_left_s,
+            self._adapters_s,
             self._sampling.rows_r,
             self._is_random_s,
             self._details_s,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jpaged.engine.executor import (
     BANNED_WIDTH,
@@ -338,7 +339,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
         positions_t=_padded(positions_t, num_padded),
         rope_lens_t=_padded(np.maximum(positions_t + 1, columns.prompt_lens[rows_t]), num_padded, 1),
         slots_gt=slots_gt,
-        adapters_t=np.zeros(num_padded, np.int32),
+        adapters_t=_adapters(schedule, geometry, rows_t, num_padded),
         query_starts_s1=query_starts_s1,
         kv_lens_s=_padded(starts + lens, max_rows),
         block_tables_gsm=block_tables_gsm,
@@ -412,6 +413,16 @@ def _columns(schedule: Schedule) -> _Columns:
     new_places = np.argsort(schedule.order).astype(np.int32)
     ordered = _Columns(*(column[schedule.order] for column in columns))
     return ordered._replace(sample_rows=new_places[ordered.sample_rows])
+
+
+def _adapters(schedule: Schedule, geometry: Geometry, rows_t: NDArray[np.int64], num_padded: int) -> I32:
+    """The adapter slot of each token, whose rows are told."""
+    adapters_t = np.zeros(num_padded, np.int32)
+    if geometry.max_loras:
+        slots = _column(schedule.decodes.adapters_s, [row.group.adapter_slot for row in schedule.rows])
+        slots = slots[schedule.order] if schedule.order else slots
+        adapters_t[: len(rows_t)] = slots[rows_t]
+    return adapters_t
 
 
 def _block_tables(schedule: Schedule, geometry: Geometry) -> I32:

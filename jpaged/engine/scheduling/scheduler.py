@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from jpaged.config import SchedulerOptions
+from jpaged.engine.adapters import AdapterSlots
 from jpaged.engine.executor import Detail, DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
@@ -138,6 +139,7 @@ class Scheduler:
         pace: bounds what prompts add to the steps of streams, and is told of each step; None without a bound.
         rows: those that decode, which every step takes as they are.
         lookahead: chooses how many steps of them go in one dispatch, and is told of each.
+        adapters: where on the device those of running groups are.
 
     Args:
         eos_token_ids: the model's.
@@ -163,6 +165,7 @@ class Scheduler:
         self.queues = Queues(self._policy)
         self.lookahead = Lookahead(options.num_scheduler_steps, bound_s, rates, geometry)
         self.rows = DecodingRows(geometry, eos_token_ids)
+        self.adapters = AdapterSlots(geometry.max_loras)
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)
 
@@ -195,6 +198,7 @@ class Scheduler:
     def finish(self, group: Group) -> None:
         """Ends a group in whatever state it is; its blocks are free at once (steps run in order of dispatch)."""
         was_running = self.queues.end(group)
+        self.adapters.give_back(group)
         for sequence in group.sequences:
             self.rows.leave(sequence)
         if not was_running:
@@ -310,6 +314,7 @@ class Scheduler:
             group = self._entering(outstanding)
             if group is None:
                 return
+            self.adapters.take(group)
             if group.status is Status.SWAPPED:
                 assert self._memory.swapping is not None
                 self.queues.run(group)
@@ -341,8 +346,8 @@ class Scheduler:
         return sum(self._memory.num_outstanding_blocks(group) for group in growing)
 
     def _has_room(self, group: Group, outstanding: int) -> bool:
-        """Rows and blocks for all of a group that is not running, besides those that running groups will take."""
-        if self.queues.num_rows + group.num_rows > self.max_num_seqs:
+        """Rows, blocks and a slot for all of a group that is not running, besides what running groups will take."""
+        if self.queues.num_rows + group.num_rows > self.max_num_seqs or not self.adapters.can_take(group):
             return False
         spare = outstanding + (self._num_spare_blocks if self.queues.running else 0)
         if group.status is Status.SWAPPED and self._memory.swapping is not None:
@@ -368,6 +373,7 @@ class Scheduler:
         swapping = self._memory.swapping
         schedule.preempted.append(group)
         self.queues.stop_running(group)
+        self.adapters.give_back(group)
         group.preempted()
         self._release_ended()
         for sequence in group.sequences:

@@ -19,10 +19,12 @@ PREFIX = list(range(20, 33))
 class Fleet:
     """Replicas and every event of theirs."""
 
-    def __init__(self, count=2, *, max_num_queued_reqs=64, faults=None, engine_options=None, **executor):
+    def __init__(
+        self, count=2, *, max_num_queued_reqs=64, faults=None, engine_options=None, kind=FakeExecutor, **executor
+    ):
         sizes = {"max_num_batched_tokens": 16, "num_blocks": 64, "max_num_seqs": 8, **executor}
         faults = faults or [Faults() for _ in range(count)]
-        executors = [FakeExecutor(**sizes, faults=one) for one in faults]
+        executors = [kind(**sizes, faults=one) for one in faults]
         self.clock = VirtualClock()
         self.engines = []
         for one, queue in zip(executors, shares(max_num_queued_reqs, count), strict=True):
@@ -34,10 +36,10 @@ class Fleet:
         self.input_processor = InputProcessor(ByteTokenizer(), self.replicas.geometry)
         self.events = defaultdict(list)
 
-    def submit(self, name, prompt, *, cache_tenant="", **sampling):
+    def submit(self, name, prompt, *, cache_tenant="", adapter=None, **sampling):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **sampling})
         request = self.input_processor.make_request(request_id=name, sampling=params, prompt=Prompt(token_ids=prompt))
-        request = dataclasses.replace(request, cache_tenant=cache_tenant)
+        request = dataclasses.replace(request, cache_tenant=cache_tenant, adapter=adapter)
         self.replicas.submit(request, self.events[name].append)
         return request
 

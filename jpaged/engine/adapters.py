@@ -1,0 +1,84 @@
+"""Which adapter is in which slot of the device. A slot is held by the running groups that use what is in it.
+
+    slot      1      2      3     ...  max_loras
+    holds     sql    chat   old   .
+    held by   2      1      0     0              groups
+
+A group takes a slot when it begins to run, whether it waited or was swapped out, and gives it back when it no longer
+runs. Of those that nobody holds the one that was held longest ago is overwritten: the executor loads an adapter before
+the step that uses it and behind those that used what was there, since it runs in the order of dispatch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from jpaged.engine.sequence import Group
+from jpaged.errors import InternalError
+from jpaged.types import LoadedAdapter
+
+
+class AdapterSlots:
+    """Gives slots to groups, for the scheduler alone; a group without an adapter has slot 0, which is always there."""
+
+    def __init__(self, max_loras: int) -> None:
+        self._num_slots = max_loras
+        self._free: dict[int, None] = dict.fromkeys(range(1, max_loras + 1))  # the one that is overwritten next first
+        self._loaded: dict[int, LoadedAdapter] = {}
+        self._slots: dict[int, int] = {}  # of each load, by its number
+        self._num_users: Counter[int] = Counter()
+        self._to_load: dict[int, LoadedAdapter] = {}
+
+    def can_take(self, group: Group) -> bool:
+        """Whether there is a slot with the group's adapter, or one that nobody holds."""
+        adapter = group.request.adapter
+        return adapter is None or adapter.number in self._slots or bool(self._free)
+
+    def take(self, group: Group) -> None:
+        """Gives a group its slot, and has the adapter loaded if it is in none."""
+        adapter = group.request.adapter
+        if adapter is None:
+            return
+        slot = self._slots.get(adapter.number)
+        if slot is None:
+            slot = self._put(adapter)
+        self._free.pop(slot, None)
+        self._num_users[slot] += 1
+        group.uses_slot(slot)
+
+    def give_back(self, group: Group) -> None:
+        """Takes back what a group that ran has held."""
+        slot = group.adapter_slot
+        if not slot:
+            return
+        self._num_users[slot] -= 1
+        if not self._num_users[slot]:
+            self._free[slot] = None
+        group.uses_slot(0)
+
+    def take_loads(self) -> dict[int, LoadedAdapter]:
+        """What the device has to load, by slot, before the next step; each is told once."""
+        loads, self._to_load = self._to_load, {}
+        return loads
+
+    def check(self, running: Iterable[Group]) -> None:
+        """Raises InternalError where a slot is held by others than the running groups of its adapter."""
+        held = Counter(group.adapter_slot for group in running if group.adapter_slot)
+        if held != +self._num_users:
+            raise InternalError(f"adapter slots are held by {dict(held)} groups, counted were {dict(+self._num_users)}")
+        if set(self._free) & set(held) or len(self._free) + len(held) != self._num_slots:
+            raise InternalError(f"adapter slots {list(held)} are held, free are {list(self._free)}")
+        for group in running:
+            adapter, loaded = group.request.adapter, self._loaded.get(group.adapter_slot)
+            if adapter is not loaded:
+                raise InternalError(f"a group of {adapter} has slot {group.adapter_slot}, which has {loaded}")
+
+    def _put(self, adapter: LoadedAdapter) -> int:
+        slot = next(iter(self._free))
+        former = self._loaded.get(slot)
+        if former is not None:
+            del self._slots[former.number]
+        self._loaded[slot], self._slots[adapter.number] = adapter, slot
+        self._to_load[slot] = adapter
+        return slot

@@ -1,0 +1,196 @@
+"""Rows of several adapters in one step, in the slots that there are; what each computes is found by its own alone."""
+
+import dataclasses
+
+import pytest
+
+from jpaged.engine.adapters import AdapterSlots
+from jpaged.errors import InternalError
+from jpaged.testing import FakeAdapter, FakeExecutor, SeveralStepsExecutor, expected_tokens, with_adapters
+from jpaged.types import FinishReason, LoadedAdapter
+from tests.engine.data_parallel.fleet import PREFIX, Fleet
+from tests.engine.groups import group_of
+from tests.engine.harness import Harness
+from tests.engine.kv.oracle import expected_outputs
+
+WEIGHTS = {"a": 3, "b": 70, "c": 5}
+A, B, C = (LoadedAdapter(name, "", i, FakeAdapter(weight)) for i, (name, weight) in enumerate(WEIGHTS.items(), 1))
+PROMPT = list(range(10, 24))
+
+
+class Noting(SeveralStepsExecutor):
+    """Notes which slots each step names, and what was loaded where."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.steps, self.loads = [], []
+
+    def load_adapter(self, slot, adapter):
+        self.loads.append((slot, adapter))
+        super().load_adapter(slot, adapter)
+
+    def forward(self, inputs):
+        assert not inputs.adapters_t[inputs.num_tokens :].any()
+        self.steps.append(set(inputs.adapters_t[: inputs.num_tokens].tolist()))
+        return super().forward(inputs)
+
+
+def harness(max_loras=2, *, sizes=None, **options):
+    executor = with_adapters(max_loras, Noting)(**{"max_num_batched_tokens": 64, "num_blocks": 64, **(sizes or {})})
+    return Harness(executor=executor, **options)
+
+
+def tokens_of(adapter, prompt=PROMPT, num_tokens=8):
+    return expected_tokens(prompt, num_tokens, weight=0 if adapter is None else WEIGHTS[adapter.name])
+
+
+@pytest.mark.parametrize("num_scheduler_steps", [1, 4])
+def test_rows_of_adapters_and_of_none_run_in_one_step(num_scheduler_steps):
+    h = harness(num_scheduler_steps=num_scheduler_steps)
+    adapters = {"a": A, "plain": None, "b": B, "a too": A}
+    for name, adapter in adapters.items():
+        h.submit(name, PROMPT, adapter=adapter, max_tokens=8)
+    h.run()
+    assert {name: h.tokens(name) for name in adapters} == {name: tokens_of(one) for name, one in adapters.items()}
+    assert {0, 1, 2} in h.executor.steps
+    assert h.executor.loads == [(1, A.matrices), (2, B.matrices)]  # once each
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"n": 3, "temperature": 1.0, "seed": 4}, {"beam_width": 2, "n": 2}], ids=["samples", "beams"]
+)
+def test_every_sequence_of_a_request_has_its_adapter(sampling):
+    h = harness()
+    request = h.submit("many", PROMPT, adapter=B, max_tokens=6, **sampling)
+    h.submit("plain", PROMPT[:3], max_tokens=6)
+    h.run()
+    outputs = expected_outputs(PROMPT, request.sampling, weight=WEIGHTS["b"])
+    assert [h.tokens("many", index) for index in range(request.sampling.n)] == outputs
+
+
+def test_who_finds_no_slot_waits_and_all_behind_wait_their_turn():
+    h = harness(1)
+    for name, adapter in {"a": A, "b": B, "plain": None, "a again": A}.items():
+        h.submit(name, PROMPT, adapter=adapter, max_tokens=3)
+    h.step()
+    running = h.engine._loop.scheduler.queues.running
+    assert [group.request.request_id for group in running] == ["a"]
+    h.run()
+    assert [h.tokens(name) for name in ("a", "b", "plain", "a again")] == [
+        tokens_of(one, num_tokens=3) for one in (A, B, None, A)
+    ]
+    assert [matrices for _, matrices in h.executor.loads] == [A.matrices, B.matrices, A.matrices]
+
+
+def test_the_slot_that_was_held_longest_ago_is_overwritten():
+    h = harness(2)
+    for adapter in (A, B, A, C, A):
+        h.submit(f"{len(h.events)}", PROMPT, adapter=adapter, max_tokens=2)
+        h.run()
+    assert h.executor.loads == [(1, A.matrices), (2, B.matrices), (2, C.matrices)]
+
+
+@pytest.mark.parametrize("end", ["abort", "drop", "deadline", "stop"])
+def test_a_slot_comes_back_however_a_request_ends(end):
+    h = harness(1)
+    h.submit("a", PROMPT, adapter=A, max_tokens=50, deadline_s=5.0 if end == "deadline" else None)
+    h.submit("b", PROMPT, adapter=B, max_tokens=3)
+    for _ in range(4):
+        h.step()
+    assert not h.events["b"]
+    if end == "abort":
+        h.engine.abort("a")
+    elif end == "drop":
+        h.engine.drop("a")
+    elif end == "deadline":
+        h.clock.advance(6.0)
+    h.run()
+    assert h.tokens("b") == tokens_of(B, num_tokens=3)
+    assert end != "abort" or h.last("a").finish.reason is FinishReason.ABORT
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_preempted_group_goes_on_with_its_adapter_wherever_it_is(mode):
+    sizes = {"num_blocks": 14, "num_host_blocks": 20 if mode == "swap" else 0, "max_num_seqs": 4}
+    h = harness(2, sizes=sizes, preemption_mode=mode)
+    prompts = {"a": PROMPT, "b": PROMPT[::-1], "c": PROMPT[3:]}
+    for (name, prompt), adapter in zip(prompts.items(), (A, B, C), strict=True):
+        h.submit(name, prompt, adapter=adapter, max_tokens=24)
+    h.run()
+    load = h.engine.load()
+    assert load.num_preemptions > 0
+    assert (load.num_blocks_swapped_in > 0) == (mode == "swap")
+    for (name, prompt), adapter in zip(prompts.items(), (A, B, C), strict=True):
+        assert h.tokens(name) == tokens_of(adapter, prompt, 24)
+
+
+def test_static_batches_give_slots_back_too():
+    h = harness(1, batching="static")
+    for name, adapter, num_tokens in (("a", A, 2), ("a longer", A, 9), ("b", B, 3)):
+        h.submit(name, PROMPT, adapter=adapter, max_tokens=num_tokens)
+    h.run()
+    assert h.tokens("b") == tokens_of(B, num_tokens=3)
+
+
+def test_a_waiting_request_of_higher_priority_takes_the_slot():
+    h = harness(1, policy="priority")
+    h.submit("a", PROMPT, adapter=A, max_tokens=30, priority=1)
+    for _ in range(3):
+        h.step()
+    h.submit("b", PROMPT, adapter=B, max_tokens=2, priority=0)
+    h.run()
+    assert h.tokens("a") == tokens_of(A, num_tokens=30)
+    assert [matrices for _, matrices in h.executor.loads] == [A.matrices, B.matrices, A.matrices]
+
+
+def test_prefixes_are_found_by_the_same_load_of_an_adapter_alone():
+    h = harness(4)
+    anew = dataclasses.replace(A, number=9, matrices=FakeAdapter(8))  # of the same name
+    for name, adapter in {"none": None, "a": A, "b": B, "anew": anew}.items():
+        h.submit(name, PROMPT, adapter=adapter, max_tokens=2)
+        h.run()
+        assert h.last(name).usage.cached_tokens == 0
+        h.submit(f"{name} again", PROMPT, adapter=adapter, max_tokens=2)
+        h.run()
+        assert h.last(f"{name} again").usage.cached_tokens == 12
+
+
+def test_a_prefix_is_pinned_for_an_adapter():
+    h = harness()
+    pinned = h.engine.pin_prefix("p", PROMPT, adapter=B)
+    h.run()
+    assert pinned.result() == 12
+    for name, adapter in (("none", None), ("b", B)):
+        h.submit(name, PROMPT, adapter=adapter, max_tokens=2)
+        h.run()
+        assert (h.last(name).usage.cached_tokens >= 12) == (adapter is B)
+    assert h.engine.unpin_prefix("p")
+
+
+def test_a_replica_is_chosen_by_the_prefix_of_the_same_adapter():
+    fleet = Fleet(2, kind=with_adapters(2))
+    assert fleet.ask("a", PREFIX, adapter=A) == 0
+    assert fleet.place("busy", PREFIX[::-1]) == 0
+    assert fleet.place("same", PREFIX, adapter=A) == 0
+    assert fleet.place("other", PREFIX, adapter=B) == 1
+    fleet.run()
+    assert fleet.tokens("other") == tokens_of(B, PREFIX, 4)
+
+
+def test_without_slots_no_token_has_one():
+    h = Harness(executor=FakeExecutor())
+    assert h.executor.geometry.max_loras == 0
+    h.submit("plain", PROMPT, max_tokens=3)
+    h.run()
+    assert h.tokens("plain") == tokens_of(None, num_tokens=3)
+
+
+def test_slots_that_are_miscounted_are_seen():
+    slots, group = AdapterSlots(2), group_of(4)
+    group.request = dataclasses.replace(group.request, adapter=A)
+    slots.take(group)
+    slots.check([group])
+    with pytest.raises(InternalError, match="are held by"):
+        slots.check([])
+    slots.give_back(group)
+    slots.check([])
