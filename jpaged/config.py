@@ -326,7 +326,8 @@ class ServerOptions:
     )
     enable_reflection: bool = option(True, "serve grpc.reflection, for grpcurl and the like")
     disable_control: bool = option(
-        False, "answer Abort, PinPrefix and UnpinPrefix with PERMISSION_DENIED: clients end and keep nothing by name"
+        False,
+        "answer Abort, PinPrefix, LoadAdapter and what undoes them with PERMISSION_DENIED",
     )
     isolate_tenants: bool = option(
         True,

@@ -9,7 +9,7 @@ Every option of the command line but the server's is a keyword here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from jpaged.assemble import build
@@ -39,6 +39,7 @@ _DEFAULTS = {"wait_for_all_programs": True, "num_scheduler_steps": -1}
 """What differs from a server, which has newcomers."""
 GivenPrompt = str | TextPrompt | TokensPrompt
 Messages = Sequence[Mapping[str, str]]
+GivenAdapter = str | Sequence[str | None] | None
 
 
 class LLM:
@@ -75,6 +76,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | MakeBar = True,
+        adapter: GivenAdapter = None,
     ) -> list[RequestOutput]:
         """Generates for every prompt; the results are in the order of the prompts.
 
@@ -83,13 +85,14 @@ class LLM:
             sampling_params: one for all, or one for each prompt; None is `SamplingParams()`.
             use_tqdm: show how many prompts are done. True shows a bar on stderr where that is a terminal; what makes
                 the bar, say `functools.partial(tqdm, leave=False)`, shows it wherever that does; False shows none.
+            adapter: the name of an adapter (LoRA) for all, or one for each prompt; None is the model as it is.
 
         Raises:
             InvalidArgument: a prompt or its parameters can never run; nothing was generated.
+            NotFound: there is no such adapter; likewise.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params = _one_each(sampling_params, len(many))
-        return self._run([self._request(_prompt_of(p), s) for p, s in zip(many, params, strict=True)], use_tqdm)
+        return self._run(self._requests([_prompt_of(one) for one in many], sampling_params, adapter), use_tqdm)
 
     def chat(
         self,
@@ -97,16 +100,24 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | MakeBar = True,
+        adapter: GivenAdapter = None,
     ) -> list[RequestOutput]:
         """Generates the assistant's next turn of every conversation, through the model's chat template.
 
-        `sampling_params` and `use_tqdm` are those of `generate`.
+        `sampling_params`, `use_tqdm` and `adapter` are those of `generate`.
         """
         many: list[Any] = list(conversations)
         if many and isinstance(many[0], Mapping):
             many = [many]
-        params = _one_each(sampling_params, len(many))
-        return self._run([self._request(Prompt(messages=m), s) for m, s in zip(many, params, strict=True)], use_tqdm)
+        return self._run(self._requests([Prompt(messages=one) for one in many], sampling_params, adapter), use_tqdm)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Reads an adapter (LoRA) and gives it a name; with `enable_lora`. `Adapters.load` says what is refused."""
+        self._serving.adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Lets an adapter go; raises NotFound where there is none of that name."""
+        self._serving.adapters.unload(name)
 
     def load(self) -> EngineLoad:
         """Counts of what was done since the start, and of what the pool holds: see `jpaged.load.EngineLoad`.
@@ -132,11 +143,26 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
-        self._num_requests += 1
-        return self._serving.input_processor.make_request(
-            request_id=f"llm-{self._num_requests}", sampling=sampling, prompt=prompt, is_whole=True
-        )
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: GivenAdapter,
+    ) -> list[Request]:
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(prompts))
+        names = _one_each("adapter", adapter or "", str, len(prompts))
+        requests = []
+        for prompt, sampling, name in zip(prompts, params, names, strict=True):
+            self._num_requests += 1
+            request = self._serving.input_processor.make_request(
+                request_id=f"llm-{self._num_requests}",
+                sampling=sampling,
+                prompt=prompt,
+                is_whole=True,
+                adapter=self._serving.adapters.find(name or ""),
+            )
+            requests.append(request)
+        return requests
 
     def _run(self, requests: list[Request], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         completions = {
@@ -189,9 +215,10 @@ def _prompt_of(prompt: GivenPrompt) -> Prompt:
     return Prompt(fields.get("prompt"), fields.get("prompt_token_ids"))
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Iterator[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return iter([params or SamplingParams()] * count)
-    if len(params) != count:
-        raise InvalidArgument("sampling_params", f"{len(params)} given for {count} prompts")
-    return iter(params)
+def _one_each(field: str, given: Any, kind: type, count: int) -> list[Any]:
+    """What is given for all, or one for each."""
+    if isinstance(given, kind):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidArgument(field, f"{len(given)} given for {count} prompts")
+    return list(given)

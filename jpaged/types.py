@@ -240,7 +240,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model as clients see it. `name` is what a request's model is held against."""
+    """The model as clients see it. `name` is what a request's model is held against; without adapters limits are 0."""
 
     name: str
     architecture: str
@@ -253,6 +253,8 @@ class ModelInfo:
     head_dim: int
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +291,11 @@ class LoadedAdapter:
     path: str
     number: int
     matrices: Adapter = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that it takes."""
+        return self.matrices.num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,12 @@ results.py    the file of its answers: locked, whole lines, taken up again
 
 from jpaged.client.aio import AsyncClient, AsyncGenerateStream
 from jpaged.client.sync import Client, GenerateStream
-from jpaged.client.wire import GenerateChunk, ServerInfo
+from jpaged.client.wire import AdapterInfo, GenerateChunk, ServerInfo
 from jpaged.load import Load, ReplicaLoad
 from jpaged.types import ModelInfo
 
 __all__ = [
+    "AdapterInfo",
     "AsyncClient",
     "AsyncGenerateStream",
     "Client",

@@ -15,7 +15,7 @@ from jpaged.client import wire
 from jpaged.client.base import BaseClient, BaseStream
 from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Attempts
 from jpaged.client.failures import translated
-from jpaged.client.wire import Assembler, Call, GenerateChunk, ServerInfo
+from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.errors import Cancelled, DeadlineExceeded
 from jpaged.load import Load
 from jpaged.types import ModelInfo, RequestOutput, SamplingParams
@@ -70,11 +70,12 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         messages: Sequence[Mapping[str, str]] | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        adapter: str = "",
     ) -> RequestOutput:
         """See `Client.complete`."""
         what = wire.prompt_of(prompt, prompt_token_ids, messages)
         assembler = Assembler(what, sampling)
-        async with self._begin(what, sampling, request_id, timeout_s, whole=True) as stream:
+        async with self._begin(what, sampling, request_id, timeout_s, whole=True, adapter=adapter) as stream:
             async for chunk in stream:
                 assembler.add(chunk)
         return assembler.output()
@@ -119,14 +120,27 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         *,
         prompt_token_ids: Sequence[int] | None = None,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> int:
         """See `Client.pin_prefix`."""
         prefix = wire.prompt_of(text, prompt_token_ids)
-        return await self._run(wire.pin_prefix_call(name, prefix, cache_salt))
+        return await self._run(wire.pin_prefix_call(name, prefix, cache_salt, adapter))
 
     async def unpin_prefix(self, name: str) -> None:
         """See `Client.unpin_prefix`."""
         await self._run(wire.unpin_prefix_call(name))
+
+    async def load_adapter(self, name: str, path: str) -> int:
+        """See `Client.load_adapter`."""
+        return await self._run(wire.load_adapter_call(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `Client.unload_adapter`."""
+        await self._run(wire.unload_adapter_call(name))
+
+    async def list_adapters(self) -> tuple[AdapterInfo, ...]:
+        """See `Client.list_adapters`."""
+        return await self._run(wire.list_adapters_call())
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """See `Client.wait_until_ready`."""

@@ -91,9 +91,15 @@ class BaseClient(Generic[_StreamT]):
         messages: Sequence[Mapping[str, str]] | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        adapter: str = "",
     ) -> _StreamT:
-        """Begins a request and returns its stream at once. Exactly one of the three prompts is given."""
-        return self._begin(wire.prompt_of(prompt, prompt_token_ids, messages), sampling, request_id, timeout_s)
+        """Begins a request and returns its stream at once. Exactly one of the three prompts is given.
+
+        Args:
+            adapter: the name of an adapter that the server has loaded.
+        """
+        what = wire.prompt_of(prompt, prompt_token_ids, messages)
+        return self._begin(what, sampling, request_id, timeout_s, adapter=adapter)
 
     def _begin(
         self,
@@ -103,8 +109,11 @@ class BaseClient(Generic[_StreamT]):
         timeout_s: float | None,
         *,
         whole: bool = False,
+        adapter: str = "",
     ) -> _StreamT:
-        request = wire.generate_request(prompt, sampling, request_id=request_id, model=self._model, whole=whole)
+        request = wire.generate_request(
+            prompt, sampling, request_id=request_id, model=self._model, whole=whole, adapter=adapter
+        )
         self._require_open()
         return self._stream(
             lambda left_s: self._methods["Generate"](request, timeout=left_s, metadata=self._metadata),

@@ -191,12 +191,18 @@ class _Batch:
     async def _complete(self, job: Job) -> RequestOutput:
         if not job.fills_length:
             return await self._client.complete(
-                job.prompt, job.sampling, prompt_token_ids=job.prompt_token_ids, messages=job.messages
+                job.prompt,
+                job.sampling,
+                prompt_token_ids=job.prompt_token_ids,
+                messages=job.messages,
+                adapter=job.adapter or "",
             )
         token_ids = await self._client.tokenize(messages=job.messages)
         max_tokens = max(1, self._model.max_model_len - len(token_ids))
         return await self._client.complete(
-            prompt_token_ids=token_ids, sampling=replace(job.sampling, max_tokens=max_tokens)
+            prompt_token_ids=token_ids,
+            sampling=replace(job.sampling, max_tokens=max_tokens),
+            adapter=job.adapter or "",
         )
 
     async def _name_tokens(self, output: RequestOutput) -> None:

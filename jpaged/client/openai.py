@@ -9,7 +9,8 @@ request becomes a failed line of output, with a custom_id of null where it has n
 
 A field of a body that cannot be honoured is an error of its line, never ignored. A few fields say what happens anyway
 (`stream` of false, `logit_bias` of nothing): those pass with that value and with no other. What OpenAI does
-not have but `SamplingParams` does (`top_k`, `beam_width`, `priority`, `cache_salt`, ...) is a field of the body too.
+not have but `SamplingParams` does (`top_k`, `beam_width`, `priority`, `cache_salt`, ...) is a field of the body too, as
+`adapter` is, the name of one that the server has loaded.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Job:
     prompt_token_ids: tuple[int, ...] | None = None
     messages: tuple[dict[str, str], ...] | None = None
     model: str | None = None
+    adapter: str | None = None
     fills_length: bool = False
 
 
@@ -193,18 +195,18 @@ def job_of(line: Line) -> Job:
 
 
 def _completion_job(body: dict[str, Any]) -> Job:
-    _check_names(body, {"model", "prompt", "logprobs"}, _NEUTRAL_COMPLETIONS)
+    _check_names(body, {"model", "adapter", "prompt", "logprobs"}, _NEUTRAL_COMPLETIONS)
     sampling = _sampling(body, _int_or_none(body, "logprobs"))
     prompt = body.get("prompt")
     if isinstance(prompt, str):
-        return Job(sampling, prompt=prompt, model=_model(body))
+        return Job(sampling, prompt=prompt, model=_name(body, "model"), adapter=_name(body, "adapter"))
     if isinstance(prompt, list) and prompt and all(type(token_id) is int for token_id in prompt):
-        return Job(sampling, prompt_token_ids=tuple(prompt), model=_model(body))
+        return Job(sampling, prompt_token_ids=tuple(prompt), model=_name(body, "model"), adapter=_name(body, "adapter"))
     raise InvalidArgument("body.prompt", "must be one string or one list of token ids; write one line for each prompt")
 
 
 def _chat_job(body: dict[str, Any]) -> Job:
-    own = {"model", "messages", "logprobs", "top_logprobs", "max_completion_tokens"}
+    own = {"model", "adapter", "messages", "logprobs", "top_logprobs", "max_completion_tokens"}
     _check_names(body, own, _NEUTRAL_CHAT)
     if "max_completion_tokens" in body:
         if "max_tokens" in body:
@@ -222,7 +224,8 @@ def _chat_job(body: dict[str, Any]) -> Job:
     return Job(
         _sampling(body, (num_top or 0) if wants_logprobs else None),
         messages=tuple(_message(i, message) for i, message in enumerate(messages)),
-        model=_model(body),
+        model=_name(body, "model"),
+        adapter=_name(body, "adapter"),
         fills_length="max_tokens" not in body,
     )
 
@@ -268,11 +271,11 @@ def _text_part(where: str, part: Any) -> str:
     return str(part["text"])
 
 
-def _model(body: Mapping[str, Any]) -> str | None:
-    model = body.get("model")
-    if model is not None and not isinstance(model, str):
-        raise InvalidArgument("body.model", f"{model!r} is not a string")
-    return model
+def _name(body: Mapping[str, Any], field: str) -> str | None:
+    name = body.get(field)
+    if name is not None and not isinstance(name, str):
+        raise InvalidArgument(f"body.{field}", f"{name!r} is not a string")
+    return name
 
 
 def _int_or_none(body: Mapping[str, Any], name: str) -> int | None:

@@ -13,7 +13,7 @@ from jpaged.client import wire
 from jpaged.client.base import BaseClient, BaseStream
 from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Attempts
 from jpaged.client.failures import translated
-from jpaged.client.wire import Assembler, Call, GenerateChunk, ServerInfo
+from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.errors import DeadlineExceeded
 from jpaged.load import Load
 from jpaged.types import ModelInfo, RequestOutput, SamplingParams
@@ -62,11 +62,12 @@ class Client(BaseClient[GenerateStream]):
         messages: Sequence[Mapping[str, str]] | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        adapter: str = "",
     ) -> RequestOutput:
-        """Runs a request to its end and returns all of it."""
+        """Runs a request to its end and returns all of it; see `generate`."""
         what = wire.prompt_of(prompt, prompt_token_ids, messages)
         assembler = Assembler(what, sampling)
-        with self._begin(what, sampling, request_id, timeout_s, whole=True) as stream:
+        with self._begin(what, sampling, request_id, timeout_s, whole=True, adapter=adapter) as stream:
             for chunk in stream:
                 assembler.add(chunk)
         return assembler.output()
@@ -113,6 +114,7 @@ class Client(BaseClient[GenerateStream]):
         *,
         prompt_token_ids: Sequence[int] | None = None,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> int:
         """Keeps a prefix computed, under a name; returns how many of its tokens. Exactly one of the two is given.
 
@@ -122,7 +124,7 @@ class Client(BaseClient[GenerateStream]):
             Unsupported: the server has no prefix cache.
         """
         prefix = wire.prompt_of(text, prompt_token_ids)
-        return self._run(wire.pin_prefix_call(name, prefix, cache_salt))
+        return self._run(wire.pin_prefix_call(name, prefix, cache_salt, adapter))
 
     def unpin_prefix(self, name: str) -> None:
         """Lets a pinned prefix go.
@@ -131,6 +133,28 @@ class Client(BaseClient[GenerateStream]):
             NotFound: none of that name is pinned.
         """
         self._run(wire.unpin_prefix_call(name))
+
+    def load_adapter(self, name: str, path: str) -> int:
+        """Has the server read an adapter from a path of its own, for requests that name it; returns its bytes.
+
+        Raises:
+            AlreadyExists: the name is taken.
+            InvalidArgument: the path is missing or not understood, or too many are loaded.
+            Unsupported: the server takes no adapters, or not this kind.
+        """
+        return self._run(wire.load_adapter_call(name, path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes an adapter from requests to come; those that have it go on.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        self._run(wire.unload_adapter_call(name))
+
+    def list_adapters(self) -> tuple[AdapterInfo, ...]:
+        """The adapters that requests can have."""
+        return self._run(wire.list_adapters_call())
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Waits until the server takes requests, also for one that is not there yet, or that ends and comes again.

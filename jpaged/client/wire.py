@@ -91,6 +91,15 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """An adapter (LoRA) that requests can have: its name, where the server read it, and the memory that it takes."""
+
+    name: str
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Call(Generic[_T]):
     """One unary call: which method of the services it is, what it says, and what its answer means."""
 
@@ -119,7 +128,13 @@ def prompt_of(
 
 
 def generate_request(
-    prompt: Prompt, sampling: SamplingParams | None, *, request_id: str | None, model: str | None, whole: bool = False
+    prompt: Prompt,
+    sampling: SamplingParams | None,
+    *,
+    request_id: str | None,
+    model: str | None,
+    whole: bool = False,
+    adapter: str = "",
 ) -> inference_pb2.GenerateRequest:
     """The message of a Generate call. Without a request id it gets one here, so that the caller can abort it."""
     if prompt.text is not None:
@@ -131,6 +146,7 @@ def generate_request(
         model=model,
         return_prompt_token_ids=prompt.token_ids is None,
         whole=whole,
+        adapter=adapter,
     )
     if prompt.token_ids is not None:
         message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=_checked_ids("prompt.token_ids", prompt.token_ids)))
@@ -224,9 +240,9 @@ def abort_call(request_id: str) -> Call[None]:
     return Call("Abort", control_pb2.AbortRequest(request_id=request_id), lambda response: None)
 
 
-def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str) -> Call[int]:
+def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str, adapter: str) -> Call[int]:
     """PinPrefix: how many tokens are kept."""
-    request = control_pb2.PinPrefixRequest(name=name, text=prefix.text, cache_salt=cache_salt)
+    request = control_pb2.PinPrefixRequest(name=name, text=prefix.text, cache_salt=cache_salt, adapter=adapter)
     if prefix.token_ids is not None:
         request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=_checked_ids("prefix.token_ids", prefix.token_ids)))
     return Call("PinPrefix", request, lambda response: response.num_pinned_tokens)
@@ -235,6 +251,23 @@ def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str) -> Call[int]:
 def unpin_prefix_call(name: str) -> Call[None]:
     """UnpinPrefix."""
     return Call("UnpinPrefix", control_pb2.UnpinPrefixRequest(name=name), lambda response: None)
+
+
+def load_adapter_call(name: str, path: str) -> Call[int]:
+    """LoadAdapter: how many bytes its matrices take."""
+    require_whole_characters("path", path)
+    request = control_pb2.LoadAdapterRequest(name=name, path=path)
+    return Call("LoadAdapter", request, lambda response: response.num_bytes)
+
+
+def unload_adapter_call(name: str) -> Call[None]:
+    """UnloadAdapter."""
+    return Call("UnloadAdapter", control_pb2.UnloadAdapterRequest(name=name), lambda response: None)
+
+
+def list_adapters_call() -> Call[tuple[AdapterInfo, ...]]:
+    """ListAdapters."""
+    return Call("ListAdapters", control_pb2.ListAdaptersRequest(), _adapters_of)
 
 
 def metadata_of(tenant: str) -> tuple[tuple[str, str], ...]:
@@ -270,6 +303,10 @@ def _server_info_of(message: control_pb2.GetServerInfoResponse) -> ServerInfo:
 
 def _model_info_of(message: control_pb2.GetModelInfoResponse) -> ModelInfo:
     return ModelInfo(**{**_fields_of(message), "eos_token_ids": tuple(message.eos_token_ids)})
+
+
+def _adapters_of(message: control_pb2.ListAdaptersResponse) -> tuple[AdapterInfo, ...]:
+    return tuple(AdapterInfo(**_fields_of(adapter)) for adapter in message.adapters)
 
 
 def _load_of(message: control_pb2.GetLoadResponse) -> Load:

@@ -18,7 +18,8 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
 from jpaged.server.status import CallContext, error_for, refuse
-from jpaged.service.service import Call, Service, ServiceState, Stage, require_name
+from jpaged.service.names import require_name
+from jpaged.service.service import Call, Service, ServiceState, Stage
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
     FinishReason,
@@ -82,6 +83,7 @@ def call_from(
         tenant=tenant_from(metadata),
         remaining_s=remaining_s,
         is_whole=message.whole,
+        adapter=message.adapter,
     )
 
 
@@ -344,7 +346,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         """A caller that goes away changes nothing: the prefix is pinned."""
         async with _answering(context):
             prefix, tenant = prompt_from(request), _tenant(context)
-            num_tokens = await self._service.pin_prefix(request.name, prefix, request.cache_salt, tenant)
+            num_tokens = await self._service.pin_prefix(
+                request.name, prefix, request.cache_salt, tenant, request.adapter
+            )
             return control_pb2.PinPrefixResponse(num_pinned_tokens=num_tokens)
 
     async def UnpinPrefix(
@@ -354,6 +358,32 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         async with _answering(context):
             self._service.unpin_prefix(request.name, _tenant(context))
             return control_pb2.UnpinPrefixResponse()
+
+    async def LoadAdapter(
+        self, request: control_pb2.LoadAdapterRequest, context: CallContext
+    ) -> control_pb2.LoadAdapterResponse:
+        """A caller that goes away changes nothing: the adapter is loaded."""
+        async with _answering(context):
+            adapter = await self._service.load_adapter(request.name, request.path)
+            return control_pb2.LoadAdapterResponse(num_bytes=adapter.num_bytes)
+
+    async def UnloadAdapter(
+        self, request: control_pb2.UnloadAdapterRequest, context: CallContext
+    ) -> control_pb2.UnloadAdapterResponse:
+        """Requests that have the adapter go on."""
+        async with _answering(context):
+            self._service.unload_adapter(request.name)
+            return control_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: control_pb2.ListAdaptersRequest, context: CallContext
+    ) -> control_pb2.ListAdaptersResponse:
+        """Those that requests can have."""
+        async with _answering(context):
+            loaded = self._service.state.loaded().adapters.loaded()
+            return control_pb2.ListAdaptersResponse(
+                adapters=[_message_of(control_pb2.Adapter, adapter) for adapter in loaded]
+            )
 
 
 def _tenant(context: CallContext) -> str:

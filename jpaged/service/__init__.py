@@ -1,8 +1,10 @@
 """What any face of the server needs, whatever its protocol: requests in, streams out. It knows no grpc.
 
-service.py         the verbs: admit, generate, tokenise, abort, pin; and where a service is in its life
+service.py         the verbs: admit, generate, tokenise, abort, pin, load adapters; and where a service is in its life
 streams.py         events -> messages: from the engine's thread to the readers, within a budget
 loaded_model.py    the model that serves: engine, input processor, tokenizer, facts
+adapters.py        adapters (LoRA) by name
+names.py           what a caller may call something
 input_processor.py what a caller sends -> a request that can run
 hf_tokenizer.py    the tokenizer of a model's folder
 tokenizer_parts.py what its files say, read without transformers where that makes no difference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from jpaged.config import EngineConfig
@@ -13,6 +13,7 @@ from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.load import EngineLoad
+from jpaged.service.adapters import Adapters
 from jpaged.service.input_processor import InputProcessor
 from jpaged.types import LoadedAdapter, ModelInfo, Request
 
@@ -96,7 +97,11 @@ class BackendFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is loaded. `config` is resolved; the engine (or its replicas) is not started yet."""
+    """A model that is loaded. `config` is resolved; the engine (or its replicas) is not started yet.
+
+    Attributes:
+        adapters: those that requests may name.
+    """
 
     engine: EngineClient
     input_processor: InputProcessor
@@ -104,3 +109,4 @@ class LoadedModel:
     model: ModelInfo
     backend: BackendFacts
     config: EngineConfig
+    adapters: Adapters = field(default_factory=Adapters)

@@ -20,7 +20,6 @@ import enum
 import functools
 import itertools
 import math
-import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,10 +38,12 @@ from jpaged.errors import (
     Unavailable,
 )
 from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.names import require_name
 from jpaged.service.streams import Bridge, OutputStream
 from jpaged.types import (
     MAX_CACHE_SALT_CHARS,
     FinishReason,
+    LoadedAdapter,
     OutputEvent,
     Prompt,
     Request,
@@ -144,6 +145,7 @@ class Workers:
     def __init__(self) -> None:
         self._plain = ThreadPoolExecutor(_NUM_THREADS, "jpaged-text")
         self._chat = ThreadPoolExecutor(_NUM_THREADS, "jpaged-chat")
+        self._files = ThreadPoolExecutor(1, "jpaged-files")
 
     async def run(self, work: Callable[[], _T], size: int | None) -> _T:
         """Runs work on so many characters or ids: here when they are few, on a thread otherwise.
@@ -156,8 +158,11 @@ class Workers:
         pool = self._chat if size is None else self._plain
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
+    async def read(self, work: Callable[[], _T]) -> _T:
+        """Runs work that reads files, behind what others read; it is done although the caller goes away."""
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._files, work))
 
-_NAME = re.compile(r"[\x20-\x7e]{1,128}")
+
 _RETRY_S = 1.0
 """How soon a caller may come back when it need not wait for the end of a request."""
 
@@ -174,6 +179,7 @@ class Call:
         tenant: whose request it is; "" is nobody's in particular.
         remaining_s: time that the caller gives it; None is no limit.
         is_whole: its caller reads nothing before the end.
+        adapter: the name of an adapter; "" is the model as it is.
     """
 
     read: Callable[[], tuple[Prompt, SamplingParams]]
@@ -183,6 +189,7 @@ class Call:
     tenant: str = ""
     remaining_s: float | None = None
     is_whole: bool = False
+    adapter: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -314,16 +321,20 @@ class Service:
         if not is_known:
             raise NotFound(f"request_id: no request {request_id!r} is in flight")
 
-    async def pin_prefix(self, name: str, prefix: Prompt, cache_salt: str = "", tenant: str = "") -> int:
+    async def pin_prefix(
+        self, name: str, prefix: Prompt, cache_salt: str = "", tenant: str = "", adapter: str = ""
+    ) -> int:
         """Keep a prefix computed under a name, also when the caller goes away; return how many of its tokens."""
         model = self._controlled("PinPrefix", self.state.serving())
         require_name("name", name)
         if len(cache_salt) > MAX_CACHE_SALT_CHARS:
             raise InvalidArgument("cache_salt", f"{len(cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS}")
 
+        loaded = model.adapters.find(adapter)
+
         def pin() -> Future[int]:
             token_ids = model.input_processor.prefix(prefix)
-            return model.engine.pin_prefix(name, token_ids, cache_salt, _cache_tenant(model, tenant))
+            return model.engine.pin_prefix(name, token_ids, cache_salt, _cache_tenant(model, tenant), loaded)
 
         return await asyncio.shield(asyncio.wrap_future(await self._workers.run(pin, prefix.size)))
 
@@ -337,6 +348,19 @@ class Service:
         require_name("name", name)
         if not model.engine.unpin_prefix(name, _cache_tenant(model, tenant)):
             raise NotFound(f"name: no prefix {name!r} is pinned")
+
+    async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
+        """Read an adapter from a path of this machine, for requests that name it; see `Adapters.load`."""
+        model = self._controlled("LoadAdapter", self.state.serving())
+        return await self._workers.read(lambda: model.adapters.load(name, path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Let an adapter go; requests that have it go on.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        self._controlled("UnloadAdapter", self.state.serving()).adapters.unload(name)
 
     def end_open_calls(self, error: JpagedError) -> None:
         """End every `generate` that is open with an error, after what it already has to send."""
@@ -398,6 +422,7 @@ class Service:
     async def _prepare(self, model: LoadedModel, generation: Generation, call: Call) -> Request | None:
         """Make the engine's request; None when the stream was ended meanwhile."""
         deadline_s = None if call.remaining_s is None else model.engine.clock() + call.remaining_s
+        adapter = model.adapters.find(call.adapter)
 
         def make() -> Request:
             prompt, sampling = call.read()
@@ -409,6 +434,7 @@ class Service:
                 tenant=call.tenant,
                 cache_tenant=generation.cache_tenant,
                 is_whole=call.is_whole,
+                adapter=adapter,
             )
 
         generation.preparing = asyncio.create_task(self._workers.run(make, call.size))
@@ -427,9 +453,3 @@ class Service:
 def _cache_tenant(model: LoadedModel, tenant: str) -> str:
     """Return whose ids, names and prefixes a call speaks of; "" for everybody's where tenants are not kept apart."""
     return tenant if model.config.server.isolate_tenants else ""
-
-
-def require_name(field: str, name: str) -> None:
-    """Refuse a name that cannot be an id, a tenant or a prefix's."""
-    if not _NAME.fullmatch(name):
-        raise InvalidArgument(field, f"{name!r} is not 1 to 128 printable ASCII characters")

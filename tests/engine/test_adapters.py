@@ -68,6 +68,15 @@ def test_every_sequence_of_a_request_has_its_adapter(sampling):
     assert [h.tokens("many", index) for index in range(request.sampling.n)] == outputs
 
 
+def test_rows_that_take_the_place_of_others_keep_their_adapter():
+    h = harness(3)
+    requests = {"a": (A, 3), "b": (B, 9), "plain": (None, 6), "c": (C, 12)}
+    for name, (adapter, num_tokens) in requests.items():
+        h.submit(name, PROMPT, adapter=adapter, max_tokens=num_tokens)
+    h.run()
+    assert [h.tokens(name) for name in requests] == [tokens_of(one, num_tokens=n) for one, n in requests.values()]
+
+
 def test_who_finds_no_slot_waits_and_all_behind_wait_their_turn():
     h = harness(1)
     for name, adapter in {"a": A, "b": B, "plain": None, "a again": A}.items():

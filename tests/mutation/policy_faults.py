@@ -10,7 +10,6 @@ PACE = ("scheduling/test_pace.py",)
 COHORTS = ("scheduling/test_cohorts.py",)
 SCHEDULER = ("scheduling/test_scheduler.py",)
 POLICIES = ("scheduling/test_policies.py",)
-ADAPTERS = ("test_adapters.py",)
 
 POLICY_FAULTS = (
     Fault(
@@ -465,68 +464,5 @@ POLICY_FAULTS = (
         "        return -0.0\n",
         "        return -math.inf\n",
         ("output/test_beam.py",),
-    ),
-    Fault(
-        "adapters share cached prefixes",
-        "sequence.py",
-        "whose = request.cache_tenant, request.adapter_number",
-        "whose = request.cache_tenant, 0",
-        ADAPTERS,
-    ),
-    Fault(
-        "replicas are chosen by prefixes of other adapters",
-        "data_parallel/routing.py",
-        "request.cache_tenant, request.adapter_number)",
-        "request.cache_tenant, 0)",
-        ADAPTERS,
-    ),
-    Fault(
-        "a slot that is held is overwritten",
-        "adapters.py",
-        "        self._free.pop(slot, None)\n",
-        "",
-        ADAPTERS,
-    ),
-    Fault(
-        "the slot that was held last is overwritten first",
-        "adapters.py",
-        "slot = next(iter(self._free))",
-        "slot = list(self._free)[-1]",
-        ADAPTERS,
-    ),
-    Fault(
-        "a slot is not given back by who is preempted",
-        "scheduling/scheduler.py",
-        "        self.adapters.give_back(group)\n        group.preempted()\n",
-        "        group.preempted()\n",
-        ADAPTERS,
-    ),
-    Fault(
-        "a slot is not given back by who ends",
-        "scheduling/scheduler.py",
-        "        self.adapters.give_back(group)\n        for sequence",
-        "        for sequence",
-        ADAPTERS,
-    ),
-    Fault(
-        "rows that moved keep the slot of others",
-        "scheduling/rows.py",
-        "            self._adapters_s,\n",
-        "",
-        ADAPTERS,
-    ),
-    Fault(
-        "rows in another order have the slots of others",
-        "scheduling/schedule.py",
-        "        slots = slots[schedule.order] if schedule.order else slots\n",
-        "",
-        ADAPTERS,
-    ),
-    Fault(
-        "a group runs although every slot is held",
-        "scheduling/scheduler.py",
-        "not self.adapters.can_take(group)",
-        "False",
-        ADAPTERS,
     ),
 )

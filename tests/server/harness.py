@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from google.rpc import error_details_pb2, status_pb2
@@ -13,10 +14,12 @@ from jpaged._proto.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Progress
+from jpaged.errors import InvalidArgument
 from jpaged.server.lifecycle import Server
+from jpaged.service.adapters import Adapters
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import BackendFacts, LoadedModel
-from jpaged.testing import ByteTokenizer, FakeExecutor, Faults
+from jpaged.testing import ByteTokenizer, FakeAdapter, FakeExecutor, Faults
 from jpaged.types import ModelInfo
 
 EOS = ByteTokenizer.EOS
@@ -32,6 +35,8 @@ MODEL = ModelInfo(
     head_dim=8,
     eos_token_ids=(EOS,),
     has_chat_template=True,
+    max_loras=2,
+    max_lora_rank=16,
 )
 BACKEND = BackendFacts(platform="cpu", device_kind="fake", num_devices=1, attention="none", jax_version="0")
 
@@ -73,12 +78,21 @@ class Harness:
         return len(self.server._service._open)
 
 
+def read_fake(path: str) -> FakeAdapter:
+    """The adapter of a file that holds its weight."""
+    try:
+        return FakeAdapter(int(Path(path).read_text()))
+    except ValueError as error:
+        raise InvalidArgument("lora", f"{path} holds no number") from error
+
+
 def make_serving(executor: FakeExecutor, config: EngineConfig, tokenizer: ByteTokenizer | None = None) -> LoadedModel:
     """An engine with all that the server needs beside it."""
+    adapters = Adapters(read_fake, config.lora.max_cpu_loras) if executor.max_loras else Adapters()
     tokenizer = tokenizer or ByteTokenizer()
     engine = Engine(executor, tokenizer, config, eos_token_ids=frozenset({EOS}))
     input_processor = InputProcessor(tokenizer, executor.geometry, eos_token_ids=frozenset({EOS}))
-    return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config)
+    return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config, adapters)
 
 
 @asynccontextmanager

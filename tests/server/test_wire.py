@@ -108,10 +108,10 @@ def test_a_tenant_that_cannot_be_is_refused_on_both_sides():
 
 def test_a_prefix_to_pin_crosses():
     for prefix in (Prompt(text="x"), Prompt(token_ids=(1, 2))):
-        message = client_wire.pin_prefix_call("name", prefix, "salt").request
+        message = client_wire.pin_prefix_call("name", prefix, "salt", "adapter").request
         read = server_wire.prompt_from(message)
         assert (read.text, list(read.token_ids or ())) == (prefix.text, list(prefix.token_ids or ()))
-        assert (message.name, message.cache_salt) == ("name", "salt")
+        assert (message.name, message.cache_salt, message.adapter) == ("name", "salt", "adapter")
 
 
 def test_no_field_set_is_the_default():
@@ -183,7 +183,9 @@ def test_every_finish_reason_of_the_proto_has_a_value():
 
 
 def test_a_generate_request_uses_every_field():
-    message = client_wire.generate_request(Prompt(text="x"), SamplingParams(), request_id="r", model="m", whole=True)
+    message = client_wire.generate_request(
+        Prompt(text="x"), SamplingParams(), request_id="r", model="m", whole=True, adapter="a"
+    )
     assert names_of(inference_pb2.GenerateRequest) - {field.name for field, _ in message.ListFields()} == {
         "token_ids",
         "chat",

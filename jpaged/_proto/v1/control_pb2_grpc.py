@@ -65,6 +65,21 @@ class ControlServiceStub:
                 request_serializer=jpaged_dot_v1_dot_control__pb2.UnpinPrefixRequest.SerializeToString,
                 response_deserializer=jpaged_dot_v1_dot_control__pb2.UnpinPrefixResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/jpaged.v1.ControlService/LoadAdapter',
+                request_serializer=jpaged_dot_v1_dot_control__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_control__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/jpaged.v1.ControlService/UnloadAdapter',
+                request_serializer=jpaged_dot_v1_dot_control__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_control__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/jpaged.v1.ControlService/ListAdapters',
+                request_serializer=jpaged_dot_v1_dot_control__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_control__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -118,6 +133,31 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Reads an adapter (LoRA) from the server's disk and gives it a name, for all tenants; requests are served meanwhile.
+        Answers when requests can have it. ALREADY_EXISTS when the name is taken, INVALID_ARGUMENT with the path when its
+        files are missing or not understood, or when --max-cpu-loras are loaded; UNIMPLEMENTED for what is not computed, and
+        without --enable-lora; PERMISSION_DENIED with --disable-control. It is loaded although the caller goes away meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Takes an adapter from requests to come; those that were accepted before end with it. NOT_FOUND when there is none of
+        that name, UNIMPLEMENTED without --enable-lora, PERMISSION_DENIED with --disable-control.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """The adapters that requests can have. UNAVAILABLE until the model is loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -150,6 +190,21 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.UnpinPrefix,
                     request_deserializer=jpaged_dot_v1_dot_control__pb2.UnpinPrefixRequest.FromString,
                     response_serializer=jpaged_dot_v1_dot_control__pb2.UnpinPrefixResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=jpaged_dot_v1_dot_control__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_control__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=jpaged_dot_v1_dot_control__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_control__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=jpaged_dot_v1_dot_control__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_control__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -315,6 +370,87 @@ class ControlService:
             '/jpaged.v1.ControlService/UnpinPrefix',
             jpaged_dot_v1_dot_control__pb2.UnpinPrefixRequest.SerializeToString,
             jpaged_dot_v1_dot_control__pb2.UnpinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.ControlService/LoadAdapter',
+            jpaged_dot_v1_dot_control__pb2.LoadAdapterRequest.SerializeToString,
+            jpaged_dot_v1_dot_control__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.ControlService/UnloadAdapter',
+            jpaged_dot_v1_dot_control__pb2.UnloadAdapterRequest.SerializeToString,
+            jpaged_dot_v1_dot_control__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.ControlService/ListAdapters',
+            jpaged_dot_v1_dot_control__pb2.ListAdaptersRequest.SerializeToString,
+            jpaged_dot_v1_dot_control__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

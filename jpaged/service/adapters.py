@@ -1,0 +1,109 @@
+"""The adapters (LoRA) of a loaded model, by name: read from disk, found for requests, let go.
+
+    load("sql", path)      reads the files; the name is taken from then on, while they are read too
+    find("sql")            what a request runs with; it keeps it, whatever becomes of the name
+    unload("sql")          nobody finds it any more
+
+Which of them the device has is the engine's to say. What is loaded again under a name is another adapter: its number is
+new, so nothing that was cached of the former is found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
+from jpaged.service.names import require_name
+from jpaged.types import Adapter, LoadedAdapter, require_whole_characters
+
+
+class Adapters:
+    """Adapters by name. Any thread may call.
+
+    Args:
+        read: the matrices of a path; None where the model takes no adapters.
+        max_num: adapters at one time.
+    """
+
+    def __init__(self, read: Callable[[str], Adapter] | None = None, max_num: int = 0) -> None:
+        self._read = read
+        self._max_num = max_num
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._adapters: dict[str, LoadedAdapter | None] = {}  # None while it is read
+
+    def find(self, name: str) -> LoadedAdapter | None:
+        """The adapter of a name; None for no name.
+
+        Raises:
+            NotFound: none is loaded under it.
+            Unsupported: the model takes no adapters.
+        """
+        if not name:
+            return None
+        self._require_on()
+        with self._lock:
+            adapter = self._adapters.get(name)
+        if adapter is None:
+            raise NotFound(f"adapter: no adapter {name!r} is loaded")
+        return adapter
+
+    def load(self, name: str, path: str) -> LoadedAdapter:
+        """Read an adapter and give it a name; it takes as long as its files do.
+
+        Raises:
+            AlreadyExists: the name is taken.
+            InvalidArgument: name or path cannot be, too many are loaded, or the files are not understood.
+            Unsupported: the model takes no adapters, or not this kind.
+        """
+        read = self._require_on()
+        require_name("name", name)
+        if not path:
+            raise InvalidArgument("path", "is empty: name the folder of the adapter")
+        require_whole_characters("path", path)
+        with self._lock:
+            if name in self._adapters:
+                raise AlreadyExists(f"adapter {name!r} is loaded; unload it, or choose another name")
+            if len(self._adapters) >= self._max_num:
+                raise InvalidArgument(
+                    "name", f"{len(self._adapters)} adapters are loaded, the limit is max_cpu_loras ({self._max_num})"
+                )
+            self._adapters[name] = None
+        adapter: LoadedAdapter | None = None
+        try:
+            adapter = LoadedAdapter(name, path, next(self._numbers), read(path))
+        except InvalidArgument as error:
+            raise InvalidArgument("path", str(error) if error.field != "lora" else error.problem) from error
+        except OSError as error:
+            raise InvalidArgument("path", f"{path} cannot be read: {error}") from error
+        finally:
+            with self._lock:
+                if adapter is None:
+                    del self._adapters[name]
+                else:
+                    self._adapters[name] = adapter
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Let an adapter go; requests that were accepted with it go on.
+
+        Raises:
+            NotFound: none is loaded under the name.
+        """
+        self._require_on()
+        with self._lock:
+            if self._adapters.get(name) is None:
+                raise NotFound(f"name: no adapter {name!r} is loaded")
+            del self._adapters[name]
+
+    def loaded(self) -> tuple[LoadedAdapter, ...]:
+        """Those that requests can have, in the order in which they were loaded."""
+        with self._lock:
+            return tuple(adapter for adapter in self._adapters.values() if adapter is not None)
+
+    def _require_on(self) -> Callable[[str], Adapter]:
+        if self._read is None:
+            raise Unsupported("adapters are off on this server: start it with --enable-lora")
+        return self._read

@@ -1,0 +1,15 @@
+"""What a caller may call something: a request, a tenant, a prefix, an adapter."""
+
+from __future__ import annotations
+
+import re
+
+from jpaged.errors import InvalidArgument
+
+_NAME = re.compile(r"[\x20-\x7e]{1,128}")
+
+
+def require_name(field: str, name: str) -> None:
+    """Refuse a name that cannot be an id, a tenant, a prefix's or an adapter's."""
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument(field, f"{name!r} is not 1 to 128 printable ASCII characters")
