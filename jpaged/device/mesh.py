@@ -137,36 +137,47 @@ def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
     """The sharding of every leaf of `model.abstract_params(layer_mode)`, where TPUs are particular with its layout.
 
     A TPU multiplies with a slice of stacked matrices as it lies if tiles are of a row and a column of the product:
-    [L, E, 2, F] must lie with E next to last. As it comes, every step would first copy the slice (libtpu's own choice
-    of layout: 224 MiB a layer of Llama-3-8B on a v6e, read, written and read again).
-    Those of experts lie as they are written, row by row; of narrow ones libtpu would choose otherwise.
+    [L, E, 2, F] must lie with E next to last, or last where F is no multiple of 128. As it comes, every step would
+    first copy the slice (libtpu's own choice of layout: 224 MiB a layer of Llama-3-8B on a v6e, read, written and
+    read again). All others lie as they are written, row by row. Where columns are few or no multiple of 128, libtpu
+    would choose otherwise, because it pads the last axis: every step would first copy an embedding 1600 wide.
     """
-    is_tpu = first_device(mesh).platform == "tpu"
-
-    def sharding(path: tuple[jax.tree_util.KeyEntry, ...], axes: LogicalAxes) -> NamedSharding | Format:
-        sharding = NamedSharding(mesh, partition_spec(*axes))
-        num_stacked = 1 if axes and axes[0] == "layers" else 0
-        if not is_tpu or not _is_kernel(path) or len(axes) - num_stacked <= 2:
-            return sharding
-        last = len(axes) - 1
-        if axes[num_stacked] in _EXPERTS:
-            return Format(Layout(tuple(range(len(axes)))), sharding)
-        order = (*range(num_stacked), *range(num_stacked + 1, last), num_stacked, last)
-        return Format(Layout(order), sharding)
-
     axes = logical_axes(model.config, layer_mode, model.dtype)
-    shardings: Params = jax.tree_util.tree_map_with_path(sharding, axes, is_leaf=lambda axes: isinstance(axes, tuple))
-    return shardings
+    shardings: Params = jax.tree.map(
+        lambda names: NamedSharding(mesh, partition_spec(*names)), axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
+    )
+    if first_device(mesh).platform != "tpu":
+        return shardings
+
+    def laid_out(
+        path: tuple[jax.tree_util.KeyEntry, ...], sharding: NamedSharding, axes: LogicalAxes, leaf: jax.ShapeDtypeStruct
+    ) -> NamedSharding | Format:
+        if not _is_matrix(path):
+            return sharding
+        return Format(Layout(_order(axes, sharding.shard_shape(leaf.shape))), sharding)
+
+    formats: Params = jax.tree_util.tree_map_with_path(laid_out, shardings, axes, model.abstract_params(layer_mode))
+    return formats
 
 
+def _order(axes: LogicalAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of a device's part of a matrix, from the outermost in memory to the lanes."""
+    own, last = 1 if axes[0] == "layers" else 0, len(axes) - 1
+    if last == own + 1 or axes[own] in _EXPERTS:
+        return tuple(range(len(axes)))
+    ends = (own, last) if shape[last] % _LANES == 0 else (last, own)
+    return (*range(own), *range(own + 1, last), *ends)
+
+
+_LANES = 128
 _EXPERTS = ("experts", "expert_parts")
 
 
-def _is_kernel(path: tuple[jax.tree_util.KeyEntry, ...]) -> bool:
-    """Whether a place is that of a kernel, or of the values of a quantised one."""
+def _is_matrix(path: tuple[jax.tree_util.KeyEntry, ...]) -> bool:
+    """Whether a place is that of a kernel or an embedding, or of the values of a quantised one."""
     if path[-1] == jax.tree_util.GetAttrKey("values"):
         path = path[:-1]
-    return path[-1] == jax.tree_util.DictKey("kernel")
+    return path[-1] in (jax.tree_util.DictKey("kernel"), jax.tree_util.DictKey("embedding"))
 
 
 @dataclass(frozen=True, slots=True)

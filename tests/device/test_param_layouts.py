@@ -5,6 +5,7 @@ The layouts are a TPU's; that they are what it needs, `tests/aot` shows. CPUs ta
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -43,18 +44,27 @@ def order_of(format: Format) -> tuple[int, ...]:
 
 
 @pytest.mark.usefixtures("as_on_tpus")
-@pytest.mark.parametrize("layer_mode", ["scan", "loop"])
-def test_only_matrices_with_several_axes_of_outputs_have_a_layout(layer_mode: LayerMode) -> None:
-    shardings = param_shardings(tiny_model.model(), layer_mode, build_mesh(jax.devices()[:1]))
-    layouts = {
-        jax.tree_util.keystr(path[-2:]): order_of(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(shardings)
-        if isinstance(leaf, Format)
-    }
-    if layer_mode == "scan":
-        assert layouts == {"['gate_up']['kernel']": (0, 2, 1, 3)}
-    else:
-        assert layouts == {"['gate_up']['kernel']": (1, 0, 2)}
+@pytest.mark.parametrize(
+    ("layer_mode", "width", "order"),
+    [
+        ("scan", 48, (0, 2, 3, 1)),
+        ("scan", 256, (0, 2, 1, 3)),
+        ("loop", 48, (1, 2, 0)),
+        ("loop", 256, (1, 0, 2)),
+    ],
+)
+def test_matrices_lie_row_by_row_and_gated_ones_by_what_fills_the_lanes(
+    layer_mode: LayerMode, width: int, order: tuple[int, ...]
+) -> None:
+    model = tiny_model.model()
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, intermediate_size=width))
+    shardings = param_shardings(model, layer_mode, build_mesh(jax.devices()[:1]))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shardings):
+        place = jax.tree_util.keystr(path)
+        assert isinstance(leaf, Format) == place.endswith(("['kernel']", "['embedding']"))
+        if isinstance(leaf, Format):
+            own = order_of(leaf)
+            assert own == (order if "gate_up" in place else tuple(range(len(own))))
 
 
 def test_elsewhere_no_leaf_has_one() -> None:
@@ -74,7 +84,7 @@ def test_random_and_loaded_leaves_lie_so_from_the_beginning(monkeypatch: pytest.
     loaded: Any = put(numbers.shape, lambda index: numbers[index], sharding)
     np.testing.assert_array_equal(np.asarray(loaded), numbers)
     kernel: Any = made["layers"]["0"]["mlp"]["gate_up"]["kernel"]
-    assert order_of(kernel.format) == order_of(loaded.format) == (0, 2, 1, 3)
+    assert order_of(kernel.format) == order_of(loaded.format) == (0, 2, 3, 1)
 
 
 def test_a_step_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +94,7 @@ def test_a_step_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh, "first_device", lambda mesh: _Tpu())
     executor = tiny_model.warm_executor(layer_mode="scan")
     kernel: Any = executor._runner._params["layers"]["0"]["mlp"]["gate_up"]["kernel"]
-    assert order_of(kernel.format) == (0, 2, 1, 3)
+    assert order_of(kernel.format) == (0, 2, 3, 1)
     found_ids_r, found_logprobs_r = greedy(executor)
     executor.shutdown()
     np.testing.assert_array_equal(found_ids_r, token_ids_r)
