@@ -159,7 +159,7 @@ class LLM:
                 sampling=sampling,
                 prompt=prompt,
                 is_whole=True,
-                adapter=self._serving.adapters.find(name or ""),
+                adapter=self._serving.adapters.find(name) if name else None,
             )
             requests.append(request)
         return requests

@@ -23,7 +23,7 @@ Generate from prompts in this process, without a server.
 
 What was generated goes to stdout, all else to stderr.
 """
-_SECTIONS = ("model", "cache", "scheduler", "parallel", "startup")
+_SECTIONS = ("model", "cache", "scheduler", "parallel", "lora", "startup")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a prompt as token ids: 1,2,3; may be given several times",
     )
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's turn, laid out by the template")
+    parser.add_argument("--adapter", default=None, metavar="NAME", help="one of --lora, for all prompts")
     parser.add_argument(
         "--json", action="store_true", help="one JSON object a prompt on stdout; null is what is not finite"
     )
@@ -57,7 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     for prompt in prompts:
         _check(prompt)
     sampling = sampling_from(arguments)
-    config_from(arguments)  # says what is wrong in the words of the command line
+    config = config_from(arguments)  # says what is wrong in the words of the command line
+    names = [name for name, _ in config.lora.adapters]
+    if arguments.adapter is not None and arguments.adapter not in names:
+        raise InvalidArgument("--adapter", f"{arguments.adapter!r} is none of --lora ({', '.join(names) or 'none'})")
     for number, output in enumerate(_outputs(arguments, prompts, sampling)):
         if arguments.json:
             print(json_text.dumps(_as_json(output), ensure_ascii=False))
@@ -85,8 +89,9 @@ def _outputs(arguments: argparse.Namespace, prompts: Any, sampling: SamplingPara
     with LLM(model, progress=report.progress, **values) as llm:
         report.line(f"generating from {len(prompts)} prompt{'s' if len(prompts) > 1 else ''}")
         if arguments.chat:
-            return llm.chat([[{"role": "user", "content": prompt["prompt"]}] for prompt in prompts], sampling)
-        return llm.generate(prompts, sampling)
+            turns = [[{"role": "user", "content": prompt["prompt"]}] for prompt in prompts]
+            return llm.chat(turns, sampling, adapter=arguments.adapter)
+        return llm.generate(prompts, sampling, adapter=arguments.adapter)
 
 
 def _print_text(number: int, count: int, prompt: dict[str, Any], output: RequestOutput) -> None:

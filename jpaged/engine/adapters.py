@@ -20,7 +20,7 @@ from jpaged.types import LoadedAdapter
 
 
 class AdapterSlots:
-    """Gives slots to groups, for the scheduler alone; a group without an adapter has slot 0, which is always there."""
+    """Gives slots to groups, for the scheduler alone; a group without an adapter has slot 0 and needs none."""
 
     def __init__(self, max_loras: int) -> None:
         self._num_slots = max_loras
@@ -30,16 +30,12 @@ class AdapterSlots:
         self._num_users: Counter[int] = Counter()
         self._to_load: dict[int, LoadedAdapter] = {}
 
-    def can_take(self, group: Group) -> bool:
-        """Whether there is a slot with the group's adapter, or one that nobody holds."""
-        adapter = group.request.adapter
-        return adapter is None or adapter.number in self._slots or bool(self._free)
+    def can_take(self, adapter: LoadedAdapter) -> bool:
+        """Whether there is a slot with the adapter, or one that nobody holds."""
+        return adapter.number in self._slots or bool(self._free)
 
-    def take(self, group: Group) -> None:
-        """Gives a group its slot, and has the adapter loaded if it is in none."""
-        adapter = group.request.adapter
-        if adapter is None:
-            return
+    def take(self, group: Group, adapter: LoadedAdapter) -> None:
+        """Gives a group the slot of its adapter, which is loaded if it is in none."""
         slot = self._slots.get(adapter.number)
         if slot is None:
             slot = self._put(adapter)
@@ -50,8 +46,6 @@ class AdapterSlots:
     def give_back(self, group: Group) -> None:
         """Takes back what a group that ran has held."""
         slot = group.adapter_slot
-        if not slot:
-            return
         self._num_users[slot] -= 1
         if not self._num_users[slot]:
             self._free[slot] = None

@@ -293,15 +293,17 @@ class EngineLoop:
     def check(self) -> None:
         self.memory.check(self.scheduler.queues.groups())
         self.scheduler.rows.check()
-        self.scheduler.adapters.check(self.scheduler.queues.running)
+        if self._executor.geometry.max_loras:
+            self.scheduler.adapters.check(self.scheduler.queues.running)
 
     def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any] | None:
         """Starts a step: its moves, which there may be without a row, and its rows."""
         begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
         self._sharing.share(schedule, geometry)
         self.stats.count_step(schedule)
-        for slot, adapter in self.scheduler.adapters.take_loads().items():
-            self._executor.load_adapter(slot, adapter.matrices)
+        if geometry.max_loras:
+            for slot, adapter in self.scheduler.adapters.take_loads().items():
+                self._executor.load_adapter(slot, adapter.matrices)
         for moves in schedule.ops.batches():
             self._executor.move_blocks(moves)
         if not schedule.num_rows:

@@ -34,15 +34,13 @@ class Adapters:
         self._lock = threading.Lock()
         self._adapters: dict[str, LoadedAdapter | None] = {}  # None while it is read
 
-    def find(self, name: str) -> LoadedAdapter | None:
-        """The adapter of a name; None for no name.
+    def find(self, name: str) -> LoadedAdapter:
+        """Return the adapter of a name.
 
         Raises:
             NotFound: none is loaded under it.
             Unsupported: the model takes no adapters.
         """
-        if not name:
-            return None
         self._require_on()
         with self._lock:
             adapter = self._adapters.get(name)

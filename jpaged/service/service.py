@@ -330,7 +330,7 @@ class Service:
         if len(cache_salt) > MAX_CACHE_SALT_CHARS:
             raise InvalidArgument("cache_salt", f"{len(cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS}")
 
-        loaded = model.adapters.find(adapter)
+        loaded = model.adapters.find(adapter) if adapter else None
 
         def pin() -> Future[int]:
             token_ids = model.input_processor.prefix(prefix)
@@ -422,7 +422,7 @@ class Service:
     async def _prepare(self, model: LoadedModel, generation: Generation, call: Call) -> Request | None:
         """Make the engine's request; None when the stream was ended meanwhile."""
         deadline_s = None if call.remaining_s is None else model.engine.clock() + call.remaining_s
-        adapter = model.adapters.find(call.adapter)
+        adapter = model.adapters.find(call.adapter) if call.adapter else None
 
         def make() -> Request:
             prompt, sampling = call.read()

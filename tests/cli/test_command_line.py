@@ -128,6 +128,8 @@ def test_stops_may_come_several_times():
         (["serve", "--max-num-seq", "4"], "unrecognized arguments: --max-num-seq"),
         (["serve", "one", "two"], "unrecognized arguments: two"),
         (["generate"], "--prompt: is missing"),
+        (["generate", "--prompt", "x", "--lora", "a=b", "--adapter", "c"], "--adapter: 'c' is none of --lora (a)"),
+        (["generate", "--prompt", "x", "--lora", "a"], "--lora: 'a' is not NAME=PATH"),
         (["generate", "--prompt", "x", "--temperature", "-1"], "--temperature: -1.0 is out of range"),
         (["generate", "--prompt", "x", "--top-p", "0"], "--top-p: 0.0 is out of range: must be a number above 0"),
         (["generate", "--prompt", "x", "--early-stopping", "soon"], "'soon' is not one of true, false, never"),

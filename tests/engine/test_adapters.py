@@ -197,7 +197,7 @@ def test_without_slots_no_token_has_one():
 def test_slots_that_are_miscounted_are_seen():
     slots, group = AdapterSlots(2), group_of(4)
     group.request = dataclasses.replace(group.request, adapter=A)
-    slots.take(group)
+    slots.take(group, A)
     slots.check([group])
     with pytest.raises(InternalError, match="are held by"):
         slots.check([])

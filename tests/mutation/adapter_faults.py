@@ -38,15 +38,15 @@ ADAPTER_FAULTS = (
     Fault(
         "a slot is not given back by who is preempted",
         "scheduling/scheduler.py",
-        "        self.adapters.give_back(group)\n        group.preempted()\n",
-        "        group.preempted()\n",
+        "            self.adapters.give_back(group)\n        group.preempted()\n",
+        "            pass\n        group.preempted()\n",
         ADAPTERS,
     ),
     Fault(
         "a slot is not given back by who ends",
         "scheduling/scheduler.py",
-        "        self.adapters.give_back(group)\n        for sequence",
-        "        for sequence",
+        "            self.adapters.give_back(group)\n        for sequence",
+        "            pass\n        for sequence",
         ADAPTERS,
     ),
     Fault(
@@ -66,7 +66,7 @@ ADAPTER_FAULTS = (
     Fault(
         "a group runs although every slot is held",
         "scheduling/scheduler.py",
-        "not self.adapters.can_take(group)",
+        "not self.adapters.can_take(group.request.adapter)",
         "False",
         ADAPTERS,
     ),

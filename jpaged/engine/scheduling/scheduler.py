@@ -198,7 +198,8 @@ class Scheduler:
     def finish(self, group: Group) -> None:
         """Ends a group in whatever state it is; its blocks are free at once (steps run in order of dispatch)."""
         was_running = self.queues.end(group)
-        self.adapters.give_back(group)
+        if group.adapter_slot:
+            self.adapters.give_back(group)
         for sequence in group.sequences:
             self.rows.leave(sequence)
         if not was_running:
@@ -314,7 +315,8 @@ class Scheduler:
             group = self._entering(outstanding)
             if group is None:
                 return
-            self.adapters.take(group)
+            if group.request.adapter is not None:
+                self.adapters.take(group, group.request.adapter)
             if group.status is Status.SWAPPED:
                 assert self._memory.swapping is not None
                 self.queues.run(group)
@@ -347,7 +349,9 @@ class Scheduler:
 
     def _has_room(self, group: Group, outstanding: int) -> bool:
         """Rows, blocks and a slot for all of a group that is not running, besides what running groups will take."""
-        if self.queues.num_rows + group.num_rows > self.max_num_seqs or not self.adapters.can_take(group):
+        if self.queues.num_rows + group.num_rows > self.max_num_seqs:
+            return False
+        if group.request.adapter is not None and not self.adapters.can_take(group.request.adapter):
             return False
         spare = outstanding + (self._num_spare_blocks if self.queues.running else 0)
         if group.status is Status.SWAPPED and self._memory.swapping is not None:
@@ -373,7 +377,8 @@ class Scheduler:
         swapping = self._memory.swapping
         schedule.preempted.append(group)
         self.queues.stop_running(group)
-        self.adapters.give_back(group)
+        if group.adapter_slot:
+            self.adapters.give_back(group)
         group.preempted()
         self._release_ended()
         for sequence in group.sequences:
