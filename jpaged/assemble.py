@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
 from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
@@ -39,6 +40,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.sharding import with_parallel_experts
+from jpaged.service.adapters import Adapters
 from jpaged.service.hf_tokenizer import load_tokenizer
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import BackendFacts, LoadedModel
@@ -78,6 +80,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     """
     source, model, places = _place(options)
     device = first_device(places[0].mesh)
+    adapters = _adapters(options, model, places[0])
     executors = _make_executors(source, model, options, places, progress, leader)
     executor, geometry = executors[0], executors[0].geometry
     runs: list[Executor[Any, Any]] = [*executors]
@@ -132,7 +135,19 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
             jax_version=metadata.version("jax"),
         ),
         config=resolved,
+        adapters=adapters,
     )
+
+
+def _adapters(options: EngineConfig, model: Model, where: Placement) -> Adapters:
+    """What reads adapters for a model, and those that are there from the start."""
+    lora = options.lora
+    if not lora.enable_lora:
+        return Adapters()
+    adapters = Adapters(AdapterReader(model, where.layer_mode, where.num_parts, lora.max_lora_rank), lora.max_cpu_loras)
+    for name, path in lora.adapters:
+        adapters.load(name, path)
+    return adapters
 
 
 def follow(options: EngineConfig, progress: Progress, follower: Follower) -> None:

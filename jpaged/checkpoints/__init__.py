@@ -7,6 +7,7 @@ finite.py              whether they are numbers
 tensor_source.py       what tensors are read from
 tensor_files.py        safetensors files, read
 safetensors_writer.py  safetensors files, written
+adapters/              adapters (LoRA)
 orbax.py               Orbax folders, read
 orbax_writer.py        Orbax folders, written
 conversion.py          one format -> another

@@ -40,19 +40,20 @@ class TensorFiles:
 
     Args:
         opened: closes the files.
+        single: the name of the one file, where it is another.
 
     Raises:
         InvalidArgument: a file is missing or broken, or the index and the shards disagree.
         Unsupported: the weights are there in another format only.
     """
 
-    def __init__(self, folder: Path, opened: ExitStack) -> None:
+    def __init__(self, folder: Path, opened: ExitStack, single: str = SINGLE_FILE) -> None:
         self._folder = folder
         self._opened = opened
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
-        if (folder / SINGLE_FILE).is_file():
-            self._open_file(SINGLE_FILE)
+        if (folder / single).is_file():
+            self._open_file(single)
         elif (self._folder / INDEX_FILE).is_file():
             self._open_shards()
         elif list(self._folder.glob("*.bin")) or list(self._folder.glob("*.pth")):

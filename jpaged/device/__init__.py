@@ -3,6 +3,7 @@
 executor.py      the engine's executor: runs steps in the order of their dispatch
 mesh.py          devices as a mesh, and where each logical axis goes
 linear.py        what multiplies with the weights, and the weights packed for it
+adapters.py      adapter slots beside the weights
 kv_scales.py     scales of keys and values in 8 bits
 transfers.py     moves of whole blocks
 host_pool.py     blocks in host memory

@@ -1,6 +1,7 @@
 """JaxExecutor: owns the parameters, the KV pool and the compiled programs, and runs steps in order of dispatch.
 
     move_blocks  BlockMoves -> copy[C], swap_out[C] or swap_in[C]                            returns at once
+    load_adapter a slot and an adapter -> load_adapter -> the slot's matrices                returns at once
     forward      StepInputs -> one buffer -> forward[T] -> hidden states                     returns at once
     sample       hidden states, SamplingInputs -> sample[R] -> copy to host begins           returns at once
     decode       StepInputs, ... -> one buffer -> decode[R] -> copy to host begins              returns at once
@@ -60,6 +61,7 @@ from jpaged.engine.executor import (
 )
 from jpaged.errors import InternalError
 from jpaged.models.layers import Params
+from jpaged.models.lora import HostAdapter
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 from jpaged.types import Adapter
@@ -210,8 +212,10 @@ class JaxExecutor:
         buckets, layout = self._geometry.buckets, self._served.step.layout
         has_host_blocks = self._geometry.num_host_blocks > 0
         make = program_specs if self._waits_for_all else least_programs
+        has_adapters = self._geometry.max_loras > 0
+        specs = make(buckets, move_sizes(layout), has_host_blocks=has_host_blocks, has_adapters=has_adapters)
         with memory_refusals():
-            self._programs.compile(make(buckets, move_sizes(layout), has_host_blocks=has_host_blocks), progress)
+            self._programs.compile(specs, progress)
         self._memory_plan = self._memory_plan.verified(self._served.memory(self._programs.ready))
         self._least(0)  # what runs from here on waits inside of collectives
         with self._calling("measuring rates failed"):
@@ -240,12 +244,15 @@ class JaxExecutor:
             self._mover.run(moves, self._programs)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Writes an adapter over what a slot held.
+        """Starts writing an adapter over what a slot held; no step that is dispatched earlier sees it.
 
         Raises:
-            InternalError: there is no such slot.
+            InternalError: there is no such slot, or a fault of the device, after which the parameters are spent.
         """
-        raise InternalError(f"an adapter of {adapter.num_bytes} bytes for slot {slot}; there are none")
+        if not 1 <= slot <= self._geometry.max_loras or not isinstance(adapter, HostAdapter):
+            raise InternalError(f"{adapter} for adapter slot {slot}; there are {self._geometry.max_loras}")
+        with self._calling(f"loading an adapter into slot {slot} failed"):
+            self._runner.load_adapter(slot, adapter)
 
     def forward(self, inputs: StepInputs) -> jax.Array:
         """Starts a forward; the arrays of `inputs` are copied before it returns.

@@ -41,10 +41,12 @@ def choose_linear_backend(chosen: str, mesh: Mesh, layer_mode: LayerMode) -> Lin
 
 
 def params_for(step: Step, params: Params) -> Params:
-    """The parameters, or shapes of them, as the programs of a step take them; see `pack_params`."""
-    if step.linear_backend == "xla":
-        return whole_bytes(params) if first_device(step.mesh).platform == "cpu" else params
-    return whole_bytes(pack_params(params, step.model.config, product.loaded().packer(replicated(step.mesh))))
+    """The parameters, or shapes of them, as the programs of a step take them; see `pack_params` and `AdapterRoom`."""
+    if step.linear_backend == "cpu":
+        params = pack_params(params, step.model.config, product.loaded().packer(replicated(step.mesh)))
+    if first_device(step.mesh).platform == "cpu":
+        params = whole_bytes(params)
+    return params if step.slots is None else step.slots.add_to(params, step.model, step.layer_mode, step.mesh)
 
 
 def whole_bytes(params: Params) -> Params:

@@ -6,6 +6,7 @@ matrix_format.py   how a matrix is quantised
 kv_layout.py       where keys and values lie in the pool
 experts/           mixtures of experts
 heads/             queries, keys and values out of one projection
+lora/              what each row's own adapter adds to a product
 paged_attention/   attention over blocks
 product/           products with matrices that are quantised, or packed for CPUs
 cpu/               the library of all CPU kernels

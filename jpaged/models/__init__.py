@@ -15,6 +15,7 @@ kv_groups.py    which layers share block tables
 leaves.py       leaves of a parameter tree <-> tensors of a Hugging Face checkpoint
 sharding.py     how parameters are split over devices
 rope/           rotary position embedding
+lora/           what adapters add to
 decoder/        the decoder that most families are
 families/       one file or room a family
 """

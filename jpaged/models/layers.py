@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.kernels import product
+from jpaged.kernels import lora, product
 from jpaged.models.config import Activation, ModelConfig
 from jpaged.models.matmul import dot
 from jpaged.models.rope import angles as rope
@@ -168,12 +168,19 @@ def _fused(norm: Norm | None, x: jax.Array) -> tuple[product.Norm | None, jax.Ar
 class Linear(nnx.Module):
     """`norm(x)[T, in] @ kernel[in, *out] + bias[*out]`, accumulated in float32, returned in x's type.
 
-    The kernel may be packed (`jpaged.kernels.product`): what is around the product is then computed with it.
+    The kernel may be packed (`jpaged.kernels.product`): what is around the product is then computed with it. It may
+    have adapters (`jpaged.kernels.lora`), which add to the sums before anything else does.
     """
 
     def __init__(self, width: int, out: tuple[int, ...], use_bias: bool, dtype: np.dtype, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(normal(rngs.params(), (width, *out), dtype))
         self.bias = nnx.Param(jnp.zeros(out, dtype)) if use_bias else None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a product kernel multiplies, on one CPU device."""
+        kernel = self.kernel.get_value()
+        return isinstance(kernel.base if isinstance(kernel, lora.AdaptedMatrix) else kernel, product.PackedMatrix)
 
     def __call__(
         self,
@@ -189,13 +196,19 @@ class Linear(nnx.Module):
         A residual `[T, out]` is added, and the sum may be normalised again.
         """
         kernel = self.kernel.get_value()
-        if isinstance(kernel, product.PackedMatrix):
+        if self.is_packed:
             y = self._multiply(kernel, x_te, rows, norm, residual)
             if norm_after is None:
                 return y
             after, y = _fused(norm_after, y)
             return y if after is None else product.loaded().normalise(y, after, rows.num_in_use)
-        y = dot(x_te if norm is None else norm(x_te), kernel, 0)
+        x_te = x_te if norm is None else norm(x_te)
+        if not isinstance(kernel, lora.AdaptedMatrix):
+            y = dot(x_te, kernel, 0)
+        elif rows.adapters_t is None:
+            y = dot(x_te, kernel.base, 0)
+        else:
+            y = dot(x_te, kernel.base, 0) + lora.adapt(x_te, rows.adapters_t, kernel)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         y = self.activate(y).astype(x_te.dtype)
@@ -208,16 +221,22 @@ class Linear(nnx.Module):
 
     def _multiply(
         self,
-        kernel: product.PackedMatrix,
+        kernel: product.PackedMatrix | lora.AdaptedMatrix,
         x_te: jax.Array,
         rows: Rows,
         norm: Norm | None,
         residual: jax.Array | None,
     ) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
+        run, num_rows = product.loaded(), rows.num_in_use
         before, x_te = _fused(norm, x_te)
-        y = product.loaded().multiply(x_te, kernel, rows.num_in_use, norm=before, bias=bias, residual=residual)
-        return y.reshape(len(y), *kernel.shape[1:]) if kernel.num_parts == 1 else y
+        packed, delta = kernel.base if isinstance(kernel, lora.AdaptedMatrix) else kernel, None
+        if isinstance(kernel, lora.AdaptedMatrix) and rows.adapters_t is not None:
+            # Both products are of what the norm makes.
+            x_te, before = x_te if before is None else run.normalise(x_te, before, num_rows), None
+            delta = product.Delta(lora.loaded().adapt(x_te, rows.adapters_t, num_rows, kernel), rows.adapters_t)
+        y = run.multiply(x_te, packed, num_rows, norm=before, bias=bias, residual=residual, delta=delta)
+        return y.reshape(len(y), *packed.shape[1:]) if packed.num_parts == 1 else y
 
 
 class GatedLinear(Linear):
@@ -237,14 +256,14 @@ class GatedLinear(Linear):
 
     def _multiply(
         self,
-        kernel: product.PackedMatrix,
+        kernel: product.PackedMatrix | lora.AdaptedMatrix,
         x_te: jax.Array,
         rows: Rows,
         norm: Norm | None,
         residual: jax.Array | None,
     ) -> jax.Array:
         y = super()._multiply(kernel, x_te, rows, norm, residual)
-        return y if kernel.num_parts == 2 else self.activate(y).astype(x_te.dtype)
+        return self.activate(y).astype(x_te.dtype) if y.ndim > 2 else y
 
 
 class QKVLinear(Linear):
@@ -290,7 +309,7 @@ class QKVLinear(Linear):
             q_norm, k_norm = head_norms
             return heads.turn(qkv, angles, (q_norm.weights, k_norm.weights, q_norm.eps))
         is_fused = head_norms is None or head_norms[0].for_kernel is not None
-        if is_fused and isinstance(self.kernel.get_value(), product.PackedMatrix):
+        if is_fused and self.is_packed:
             qkv = self._grouped(self(x_te, rows, norm=norm))
             if head_norms is None:
                 return product.loaded().rotate(qkv, angles, rows.num_in_use)

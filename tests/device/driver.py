@@ -21,6 +21,7 @@ class Sequence:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    adapter: int = 0
 
 
 @dataclass
@@ -67,6 +68,7 @@ class Driver:
         t, s = geometry.buckets.num_tokens(num_tokens), geometry.max_num_seqs
         ids, positions, lens, feeds = (np.zeros(t, np.int32) for _ in range(4))
         slots = np.zeros((len(geometry.windows), t), np.int32)
+        adapters = np.zeros(t, np.int32)
         is_prev_sampled = np.zeros(t, np.bool_)
         starts, kv_lens = np.full(s + 1, num_tokens, np.int32), np.zeros(s, np.int32)
         tables = np.zeros((len(geometry.windows), s, geometry.max_blocks_per_seq), np.int32)
@@ -79,6 +81,7 @@ class Driver:
                 place = begin + position - sequence.num_computed
                 if row.prev_sampled_row is not None and position == kv_lens[i] - 1:
                     is_prev_sampled[place], feeds[place] = True, row.prev_sampled_row
+                adapters[place] = sequence.adapter
                 ids[place] = 0 if is_prev_sampled[place] else sequence.tokens[position]
                 positions[place], lens[place] = position, max(position + 1, sequence.prompt_len)
                 slots[:, place] = tables[:, i, position // block_size] * block_size + position % block_size
@@ -90,7 +93,7 @@ class Driver:
             positions_t=positions,
             rope_lens_t=lens,
             slots_gt=slots,
-            adapters_t=np.zeros(t, np.int32),
+            adapters_t=adapters,
             query_starts_s1=starts,
             kv_lens_s=kv_lens,
             block_tables_gsm=tables,

@@ -25,10 +25,10 @@ MoveKind = Literal["copy", "swap_out", "swap_in"]
 class ProgramSpec:
     """One program: `forward` for T tokens, `sample` for R rows and what is told of their tokens, `decode`, or a move.
 
-    `decode` is several steps of R rows, which are told of tokens alone.
+    `decode` is several steps of R rows, which are told of tokens alone. `load_adapter` fills one adapter slot.
     """
 
-    kind: Literal["forward", "sample", "decode"] | MoveKind
+    kind: Literal["forward", "sample", "decode", "load_adapter"] | MoveKind
     size: int
     detail: Detail = Detail.TOKENS
 
@@ -46,6 +46,7 @@ class ProgramSpec:
         return tuple(dataclasses.replace(self, detail=detail) for detail in Detail if detail > self.detail)
 
 
+LOAD_ADAPTER = ProgramSpec("load_adapter", 1)
 _VARIANTS: Mapping[Detail, tuple[str, ...]] = {
     Detail.TOKENS: (),
     Detail.LOGPROBS: ("logprobs",),
@@ -53,28 +54,36 @@ _VARIANTS: Mapping[Detail, tuple[str, ...]] = {
 }
 
 
-def program_specs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool) -> list[ProgramSpec]:
+def program_specs(
+    buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool, has_adapters: bool = False
+) -> list[ProgramSpec]:
     """Every program that serves, most needed first; see `least_programs` for how the list begins."""
-    least = least_programs(buckets, move_sizes, has_host_blocks=has_host_blocks)
+    least = least_programs(buckets, move_sizes, has_host_blocks=has_host_blocks, has_adapters=has_adapters)
     tokens, rows = list(buckets.tokens), list(buckets.rows)
     decodes = [ProgramSpec("forward", size) for size in (tokens[0], buckets.num_tokens(min(rows[-1], tokens[-1])))]
     forwards = [ProgramSpec("forward", size) for size in reversed(tokens)]
     details = (Detail.TOP_LOGPROBS, Detail.TOKENS, Detail.LOGPROBS)
     samples = [ProgramSpec("sample", size, detail) for detail in details for size in rows]
-    moves = [ProgramSpec(move.kind, size) for size in move_sizes for move in least[2:]]
+    moves = [ProgramSpec(kind, size) for size in move_sizes for kind in _move_kinds(has_host_blocks)]
     several = [ProgramSpec("decode", size) for size in buckets.decodes]
     first = [ProgramSpec("sample", rows[0], Detail.TOP_LOGPROBS), ProgramSpec("sample", rows[0]), *several[:1]]
     return list(dict.fromkeys((*least, *decodes, *first, *forwards, *samples, *moves, *several)))
 
 
-def least_programs(buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool) -> list[ProgramSpec]:
+def least_programs(
+    buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool, has_adapters: bool = False
+) -> list[ProgramSpec]:
     """The programs that any step can be padded to, one of each kind; a large move is many of the smallest."""
-    moves: tuple[MoveKind, ...] = ("copy", "swap_out", "swap_in") if has_host_blocks else ("copy",)
     return [
         ProgramSpec("forward", buckets.tokens[-1]),
         ProgramSpec("sample", buckets.rows[-1], Detail.TOP_LOGPROBS),
-        *(ProgramSpec(kind, move_sizes[0]) for kind in moves),
+        *(ProgramSpec(kind, move_sizes[0]) for kind in _move_kinds(has_host_blocks)),
+        *((LOAD_ADAPTER,) if has_adapters else ()),
     ]
+
+
+def _move_kinds(has_host_blocks: bool) -> tuple[MoveKind, ...]:
+    return ("copy", "swap_out", "swap_in") if has_host_blocks else ("copy",)
 
 
 _COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = {

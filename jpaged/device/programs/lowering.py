@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
+from jpaged.device.adapters import AdapterRoom, fill_slot, matrices_of
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.host_pool import num_host_blocks
 from jpaged.device.linear import choose_linear_backend, params_for
@@ -88,6 +89,7 @@ def sized_step(
         cascade=cascade,
         max_num_steps=max_num_steps,
         windows=groups.windows,
+        max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
     )
     step = Step(
         model,
@@ -100,6 +102,7 @@ def sized_step(
         backend=chosen.backend,
         linear_backend=choose_linear_backend(options.model.linear_backend, mesh, layer_mode),
         sampler=choose_kernel(chosen.backend, num_parts, vocab_size),
+        slots=AdapterRoom(geometry.max_loras, options.lora.max_lora_rank) if geometry.max_loras else None,
     )
     return step, geometry
 
@@ -164,6 +167,13 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             decode = functools.partial(packed_decode, step, packing=several)
             jitted = jax.jit(decode, donate_argnums=1, out_shardings=(of_pool, whole, whole), compiler_options=options)
             return jitted.lower(params, pool, last_tokens, shape((several.size,), np.int32))
+        if spec.kind == "load_adapter" and step.slots is not None:
+            matrices = list(matrices_of(params).values())
+            by_place = step.slots.shapes(model, step.layer_mode, step.mesh, has_slots=False)
+            one = [by_place[path] for path in matrices_of(params)]
+            shardings = jax.tree.map(lambda struct: struct.sharding, matrices)
+            jitted = jax.jit(fill_slot, donate_argnums=0, out_shardings=shardings, compiler_options=options)
+            return jitted.lower(matrices, shape((), np.int32), one)
         if spec.kind != "sample":
             return lower_move(spec, layout, step.mesh)
         sample = functools.partial(step.packed_sample, detail=spec.detail)
@@ -175,5 +185,8 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):
             return lower(spec)
 
-    specs = program_specs(geometry.buckets, move_sizes(layout), has_host_blocks=geometry.num_host_blocks > 0)
+    has_host_blocks, has_adapters = geometry.num_host_blocks > 0, geometry.max_loras > 0
+    specs = program_specs(
+        geometry.buckets, move_sizes(layout), has_host_blocks=has_host_blocks, has_adapters=has_adapters
+    )
     return {spec: functools.partial(lower_for_devices, spec) for spec in specs}

@@ -51,6 +51,7 @@ class Target:
         compiler_options: what the compiler was told besides.
         layers: how layers run, see `jpaged.models.stack`.
         cascade: digest of what reading a shared prefix once costs; empty where it is off.
+        max_loras: adapter slots; 0 is none.
     """
 
     jpaged: str
@@ -73,6 +74,8 @@ class Target:
     max_num_batched_tokens: int
     layers: str
     cascade: str
+    max_loras: int
+    max_lora_rank: int
     compiler_options: str
 
     @classmethod
@@ -100,6 +103,8 @@ class Target:
             max_num_batched_tokens=geometry.max_num_batched_tokens,
             layers=step.layer_mode,
             cascade=_digest(repr(geometry.cascade)) if geometry.cascade else "",
+            max_loras=geometry.max_loras,
+            max_lora_rank=step.slots.max_rank if step.slots else 0,
             compiler_options=json_text.dumps(compiler_options(device), sort_keys=True),
         )
 

@@ -133,6 +133,9 @@ class ServerPrograms:
         # Some on their way to the host, one being read from the pool, one from the host.
         moving = (MAX_ON_THE_WAY + 2) * (content_bytes(layout) // layout.num_shards)
         last_tokens = 4 * self.step.num_places
+        loading = of_kind.get("load_adapter")
+        if loading is not None:  # one adapter on its way to its slot
+            moving += loading.argument_bytes - loading.alias_bytes
         return _OVERLAPPED * (outputs + 4 * words + last_tokens) + moving
 
 

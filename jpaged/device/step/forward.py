@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.config import Backend, LinearBackend
+from jpaged.device.adapters import AdapterRoom
 from jpaged.device.mesh import (
     HEADS_SPEC,
     LOGITS_SPEC,
@@ -85,6 +86,7 @@ class Step:
         backend: whose attention kernel runs.
         linear_backend: what multiplies with the weights, and so whether they are packed.
         sampler: the kernel that samples; None is XLA.
+        slots: for how many adapters there is room beside the weights; None takes none.
     """
 
     model: Model
@@ -97,6 +99,7 @@ class Step:
     backend: Backend
     linear_backend: LinearBackend
     sampler: SamplingKernel | None
+    slots: AdapterRoom | None = None
 
     def packed_forward(
         self,
@@ -144,7 +147,12 @@ class Step:
 
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin where the last one ends
         experts = experts_kernel(self.model.config.mixture, self.mesh)
-        tokens = TokenBatch(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens, self._heads(), experts)
+        tokens = TokenBatch(
+            *(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens),
+            heads=self._heads(),
+            experts=experts,
+            adapters_t=inputs.get("adapters_t"),
+        )
         return self.model.run(params, tokens, attend, pool, self.layer_mode, places)
 
     def packed_sample(

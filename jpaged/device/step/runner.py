@@ -19,12 +19,14 @@ import numpy as np
 from jax.sharding import Sharding
 from numpy.typing import NDArray
 
-from jpaged.device.programs.compile import ProgramSpec
+from jpaged.device.adapters import arguments_of, matrices_of, with_matrices
+from jpaged.device.programs.compile import LOAD_ADAPTER, ProgramSpec
 from jpaged.device.programs.store import ProgramStore
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.models.layers import Params
+from jpaged.models.lora import HostAdapter
 
 
 class KVPool:
@@ -260,6 +262,13 @@ class StepRunner:
         self._pool.put(pool)
         outputs_nrc.copy_to_host_async()
         return outputs_nrc
+
+    def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
+        """Starts writing an adapter into its slot; the matrices of all slots are spent where that raises."""
+        program = self._find(LOAD_ADAPTER)
+        matrices = matrices_of(self._params)
+        filled = program(list(matrices.values()), np.int32(slot - 1), arguments_of(adapter, self._params))
+        self._params = with_matrices(self._params, dict(zip(matrices, filled, strict=True)))
 
     def release(self) -> None:
         """Lets go of the parameters. Idempotent."""

@@ -29,6 +29,7 @@ SHARED = "cpu"
 OPERATIONS = {
     "Attention": "paged_attention/cpu",
     "Experts": "experts/cpu",
+    "Lora": "lora/cpu",
     "Product": "product/cpu",
     "Sampling": "sampling/cpu",
 }

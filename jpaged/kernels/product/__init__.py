@@ -11,9 +11,19 @@ triton/      the kernel of GPUs: groups of rows, and numbers that share scales i
 XLA's own `dot_general` (`jpaged.models.matmul`) is the specification, and what runs everywhere else.
 """
 
-from jpaged.kernels.product.multiply import Norm, ProductKernel, kernel, loaded
+from jpaged.kernels.product.multiply import Delta, Norm, ProductKernel, kernel, loaded
 from jpaged.kernels.product.packed import PackedMatrix, Packer
 from jpaged.kernels.product.quantised import QuantisedMatrix
 from jpaged.kernels.product.scales import can_pack
 
-__all__ = ["Norm", "PackedMatrix", "Packer", "ProductKernel", "QuantisedMatrix", "can_pack", "kernel", "loaded"]
+__all__ = [
+    "Delta",
+    "Norm",
+    "PackedMatrix",
+    "Packer",
+    "ProductKernel",
+    "QuantisedMatrix",
+    "can_pack",
+    "kernel",
+    "loaded",
+]

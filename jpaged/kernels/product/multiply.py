@@ -44,6 +44,19 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """What some rows add to their sums before anything else is added or gated.
+
+    Attributes:
+        sums_tn: float32 `[T, parts * N]`; anything where a row has none.
+        adapters_t: int32 `[T]`; rows have one where it is not 0.
+    """
+
+    sums_tn: jax.Array
+    adapters_t: jax.Array
+
+
+@dataclass(frozen=True, slots=True)
 class ProductKernel:
     """The library's functions, as XLA knows them.
 
@@ -72,8 +85,9 @@ class ProductKernel:
         bias: jax.Array | None = None,
         residual: Float[Array, "T N"] | None = None,
         dtype: np.dtype | None = None,
+        delta: Delta | None = None,
     ) -> Float[Array, "T N"]:
-        """Computes residual + act(norm(x) W + bias), accumulated in float32 and rounded once.
+        """Computes residual + act(norm(x) W + delta + bias), accumulated in float32 and rounded once.
 
         A matrix of two parts is gated: act(x) is silu(first part) * second part. Otherwise it is x.
 
@@ -94,7 +108,10 @@ class ProductKernel:
         )
         scales, form = _scale_operands(matrix)
         is_gated = np.int64(matrix.num_parts == 2)
-        y_tn: jax.Array = run(*operands, *scales, is_gated=is_gated, **form, **self._norm_attributes(norm))
+        none32 = jnp.zeros((0,), jnp.float32), jnp.zeros((0,), jnp.int32)
+        added = none32 if delta is None else (delta.sums_tn, delta.adapters_t)
+        attributes = {**form, **self._norm_attributes(norm)}
+        y_tn: jax.Array = run(*operands, *scales, *added, is_gated=is_gated, **attributes)
         return y_tn
 
     def normalise(self, x_tk: Float[Array, "T K"], norm: Norm, num_rows: Int[Array, ""]) -> Float[Array, "T K"]:

@@ -128,6 +128,8 @@ struct Operands {
   Ints32 num_rows;
   AnyBuffer scale, norm_bias, bias, residual;
   AnyBuffer scales, zeros, order, step;  // of a quantised matrix
+  AnyBuffer delta;                       // what rows with an adapter add to their sums
+  Ints32 adapters;
 };
 
 Quantised quantised_of(const Operands& o, const Attributes& a) {
@@ -199,13 +201,35 @@ const char* contradiction(const Operands& o, const AnyBuffer& y, const Attribute
   if (count_of(o.residual) && (count_of(o.residual) != out[0] * out[1] || o.residual.element_type() != y.element_type())) {
     return "what is added does not fit the result";
   }
+  if (count_of(o.delta) && (count_of(o.delta) != x[0] * parts * out[1] || o.delta.element_type() != ffi::F32 ||
+                            static_cast<int64_t>(o.adapters.element_count()) != x[0])) {
+    return "what adapters add does not fit the rows";
+  }
   return nullptr;
 }
+
+// What rows with an adapter add to their sums before anything else is, or null: [T, N], the parts side by side.
+struct Delta {
+  const float* sums;
+  const int32_t* adapters;  // of each row; 0 is none
+  int64_t num_columns, num_parts;
+
+  void add(int64_t row, int64_t count, int64_t part, int64_t column, float* tile) const {
+    if (!sums) return;
+    const int64_t width = std::min(kColumns, num_columns - column);
+    for (int64_t r = 0; r < count; ++r) {
+      if (adapters[row + r] <= 0) continue;
+      const float* from = sums + ((row + r) * num_parts + part) * num_columns + column;
+      for (int64_t c = 0; c < width; ++c) tile[r * kColumns + c] += from[c];
+    }
+  }
+};
 
 // A call's product: rows that lie ready, and how a core multiplies some of them with a block of columns.
 struct Tiles {
   int64_t num_rows, num_blocks, num_threads;
   int64_t rows_of_tile;  // that are multiplied at once
+  Delta delta;
 };
 
 // Calls sums_of(block, first row, how many, sums [rows, 32]) for each tile, and finishes it.
@@ -220,7 +244,11 @@ void multiply_tiles(ffi::ThreadPool& pool, const Core& core, const After& after,
       for (int64_t row = 0; row < tiles.num_rows; row += tiles.rows_of_tile) {
         const int64_t count = std::min(tiles.rows_of_tile, tiles.num_rows - row);
         sums_of(block, row, count, sums);
-        if (after.is_gated) sums_of(num_blocks + block, row, count, ups);
+        tiles.delta.add(row, count, 0, block * kColumns, sums);
+        if (after.is_gated) {
+          sums_of(num_blocks + block, row, count, ups);
+          tiles.delta.add(row, count, 1, block * kColumns, ups);
+        }
         core.finish(after, {row, count, block * kColumns}, sums, ups);
       }
     }
@@ -265,8 +293,9 @@ void multiply_quantised(ffi::ThreadPool& pool, const Core& core, const Before& b
 
 ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 num_rows, AnyBuffer scale,
                     AnyBuffer norm_bias, AnyBuffer bias, AnyBuffer residual, AnyBuffer scales, AnyBuffer zeros,
-                    AnyBuffer order, AnyBuffer step, ffi::Result<AnyBuffer> y, Attributes a) {
-  const Operands o{x, matrix, num_rows, scale, norm_bias, bias, residual, scales, zeros, order, step};
+                    AnyBuffer order, AnyBuffer step, AnyBuffer delta, Ints32 adapters, ffi::Result<AnyBuffer> y,
+                    Attributes a) {
+  const Operands o{x, matrix, num_rows, scale, norm_bias, bias, residual, scales, zeros, order, step, delta, adapters};
   if (const char* reason = contradiction(o, *y, a)) return ffi::Error::InvalidArgument(reason);
   const int64_t num_tokens = x.dimensions()[0], depth = x.dimensions()[1], num_columns = y->dimensions()[1];
   const int64_t rows_in_use = std::clamp<int64_t>(num_rows.typed_data()[0], 0, num_tokens);
@@ -283,7 +312,8 @@ ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 
   const Before before{static_cast<Norm>(a.norm), a.eps, or_null(scale), or_null(norm_bias), number_of(x.element_type()),
                       depth, a.is_int8 != 0, static_cast<const float*>(or_null(step)),
                       static_cast<const int32_t*>(or_null(order))};
-  const Tiles tiles{rows_in_use, num_blocks, work > kLeastShared ? count_threads(pool, a.max_threads) : 1, 0};
+  const Tiles tiles{rows_in_use, num_blocks, work > kLeastShared ? count_threads(pool, a.max_threads) : 1, 0,
+                    {static_cast<const float*>(or_null(delta)), adapters.typed_data(), num_columns, parts}};
   if (is_quantised) {
     multiply_quantised(pool, core, before, after, tiles, quantised_of(o, a), x.untyped_data());
   } else {
@@ -443,6 +473,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_multiply, jpaged::product::multiply,
                                   .Arg<AnyBuffer>()  // its zeros
                                   .Arg<AnyBuffer>()  // the order of its depth
                                   .Arg<AnyBuffer>()  // the step of its rows
+                                  .Arg<AnyBuffer>()  // what adapters add
+                                  .Arg<Ints32>()     // the adapter of each row
                                   .Ret<AnyBuffer>()
                                   .Attrs<jpaged::product::Attributes>());
 

@@ -1,0 +1,9 @@
+"""Adapters (LoRA) in files, as PEFT writes them.
+
+config.py   adapter_config.json: ranks and scales
+reading.py  adapter_model.safetensors -> the matrices as a model's programs take them
+"""
+
+from jpaged.checkpoints.adapters.reading import AdapterReader
+
+__all__ = ["AdapterReader"]

@@ -1,0 +1,96 @@
+"""PEFT's adapter_config.json: what of it says how an adapter is scaled, and what is not computed here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jpaged.checkpoints.hub import read_json
+from jpaged.errors import InvalidArgument
+from jpaged.models.json_fields import JsonFields
+
+CONFIG_FILE = "adapter_config.json"
+# Where it came from and how it was trained. Which modules it has is said by its tensors, how these lie by the model.
+_WITHOUT_EFFECT = (
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+    *("lora_dropout", "exclude_modules", "fan_in_fan_out", "layers_pattern", "layers_to_transform", "target_modules"),
+    *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "megatron_config", "megatron_core"),
+    *("ensure_weight_tying", "qalora_group_size", "runtime_config"),
+)
+_MAX_RANK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """How an adapter is scaled.
+
+    Attributes:
+        ranks: regular expressions of modules' names, and their rank; others have `rank`.
+        alphas: likewise.
+        is_root: whether what is scaled is divided by the root of the rank.
+    """
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    is_root: bool
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's adapter."""
+        return next((rank for pattern, rank in self.ranks.items() if _is_of(pattern, module)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """What the product of a module's two matrices is multiplied by."""
+        alpha = next((alpha for pattern, alpha in self.alphas.items() if _is_of(pattern, module)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.is_root else rank)
+
+
+def read_lora_config(folder: Path) -> LoraConfig:
+    """Reads the config of an adapter's folder.
+
+    Raises:
+        InvalidArgument: it is missing or malformed.
+        Unsupported: it asks for something that is not computed here; says what.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise InvalidArgument("lora", f"folder {folder} has no {CONFIG_FILE}; it must be as PEFT writes it")
+    fields = JsonFields(read_json(path), str(path))
+    fields.only("peft_type", "LORA", why="only LORA is computed")
+    fields.only("use_dora", False, why="DoRA is not computed")
+    fields.only("use_qalora", False, why="QALoRA is not computed")
+    fields.only("bias", "none", why="adapters of biases are not added; only none is")
+    fields.only("lora_bias", False, why="adapters with biases are not added")
+    for key in ("modules_to_save", "target_parameters", "trainable_token_indices"):
+        fields.only(key, [], {}, why="only matrices of linear modules have adapters; train without it, or merge it")
+    for key in ("layer_replication", "alora_invocation_tokens", "arrow_config"):
+        fields.only(key, why="it is not computed")
+    why = "it changes the weights of the model itself; save it converted to an ordinary adapter, as PEFT describes"
+    fields.only("init_lora_weights", True, False, "gaussian", "eva", "orthogonal", why=why)
+    fields.ignore(_WITHOUT_EFFECT)
+    rank = fields.integer("r", maximum=_MAX_RANK)
+    alpha, is_root = fields.number("lora_alpha"), fields.flag("use_rslora", False)
+    patterns = {key: JsonFields(fields.mapping(key), f"{path} {key}") for key in ("rank_pattern", "alpha_pattern")}
+    ranks = {key: patterns["rank_pattern"].integer(key, maximum=_MAX_RANK) for key in fields.mapping("rank_pattern")}
+    alphas = {key: patterns["alpha_pattern"].number(key) for key in fields.mapping("alpha_pattern")}
+    for pattern in (*ranks, *alphas):
+        _check_pattern(pattern, path)
+    fields.finish()
+    return LoraConfig(rank, alpha, ranks, alphas, is_root)
+
+
+def _check_pattern(pattern: str, path: Path) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InvalidArgument(str(path), f"{pattern!r} is no regular expression: {error}") from error
+
+
+def _is_of(pattern: str, module: str) -> bool:
+    """As PEFT looks for them: the end of the name, from a dot on."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None

@@ -1,0 +1,34 @@
+// What the two halves of adapters on CPUs share: kernel.cc decides what is computed where, core.cc computes it.
+//
+//     a    [rank, in]     rows are multiplied with its rows: dot products, each with one accumulator of whole vectors
+//     b    [rank, out]    sums of its rows, each with one accumulator, in the order of the rank
+
+#pragma once
+
+#include <cstdint>
+
+#include "numbers.h"
+
+namespace jpaged::lora {
+
+constexpr int64_t kRows = 4;  // of a tile
+
+// Up to kRows rows of a call that have one adapter.
+struct Tile {
+  const void* rows[kRows];
+  float* ranks[kRows];    // what `a` makes of each row
+  float* deltas[kRows];   // what `b` makes of that
+  int64_t num_rows;
+};
+
+// The products compiled for one kind of processor.
+struct Core {
+  const char* name;
+  int64_t width;  // floats of a vector
+  // ranks[r][i] = rows[r] . a[i] for i below count.
+  void (*shrink)(const Tile&, const void* a, Number, int64_t depth, int64_t count);
+  // deltas[r][c] = the sum over i below rank of ranks[r][i] b[i, c], for c below count; rows of b are `stride` apart.
+  void (*expand)(const Tile&, const void* b, Number, int64_t stride, int64_t rank, int64_t count);
+};
+
+}  // namespace jpaged::lora

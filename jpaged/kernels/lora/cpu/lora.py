@@ -1,0 +1,73 @@
+"""What adapters add in one call, which reads those that rows have and no others.
+
+Each row of a result is a function of that row and its adapter alone, to the last bit: the other rows, their number and
+the number of threads do not show.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.errors import InternalError
+from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
+from jpaged.kernels.lora.adapted import AdaptedMatrix
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+_MAX_PARTS = 3
+"""As in kernel.cc."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLora:
+    """The library's function, as XLA knows it.
+
+    Attributes:
+        max_width: floats of the widest vectors to use, where the processor has them: 16, 8 or 4.
+        max_threads: of XLA's pool, at most; 0 is all.
+    """
+
+    max_width: int = MAX_WIDTH
+    max_threads: int = 0
+
+    def adapt(
+        self, x_te: Float[Array, "T E"], adapters_t: Int[Array, "T"], num_rows: Int[Array, ""], matrix: AdaptedMatrix
+    ) -> Float[Array, "T N"]:
+        """What the rows in use, the first ones, add to their products, float32; anything where a row's slot is 0."""
+        num_columns = sum(b.shape[2] for b in matrix.b)
+        run = jax.ffi.ffi_call(f"{NAME}_adapt", jax.ShapeDtypeStruct((len(x_te), num_columns), jnp.float32))
+        empty = jnp.zeros((0,), x_te.dtype)
+        b = (*matrix.b, *(empty,) * (_MAX_PARTS - len(matrix.b)))
+        y_tn: jax.Array = run(
+            *(x_te, adapters_t, num_rows.astype(jnp.int32), matrix.a, *b),
+            num_groups=np.int64(matrix.num_groups),
+            max_width=np.int64(self.max_width),
+            max_threads=np.int64(self.max_threads),
+        )
+        return y_tn
+
+
+@functools.cache
+def kernel() -> CpuLora | str:
+    """The package's own kernel, or why there is none."""
+    found = register("adapt")
+    return found if isinstance(found, str) else CpuLora()
+
+
+def loaded() -> CpuLora:
+    """The package's own kernel, where matrices were packed, which it is in one library with.
+
+    Raises:
+        InternalError: there is none.
+    """
+    found = kernel()
+    if isinstance(found, str):
+        raise InternalError(f"a matrix is packed, and nothing can add its adapters: {found}")
+    return found

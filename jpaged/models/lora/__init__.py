@@ -1,0 +1,8 @@
+"""Adapters (LoRA), as models see them.
+
+places.py   which matrices may have adapters, and how these lie beside each of them
+"""
+
+from jpaged.models.lora.places import AdaptedPlace, HostAdapter, adapted_places, can_adapt
+
+__all__ = ["AdaptedPlace", "HostAdapter", "adapted_places", "can_adapt"]

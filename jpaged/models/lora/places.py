@@ -1,0 +1,99 @@
+"""Which matrices adapters (LoRA) may add to, and how an adapter lies beside each of them.
+
+Of a matrix `[in, *out]` that is made of several tensors of a checkpoint, each of these is a part: queries, keys and
+values, or gates and ups. An adapter is to each tensor what it was trained to be: no zeros of others are multiplied.
+
+    a       [parts * rank, in]
+    b       of each part [rank, its columns], times what the adapter is scaled by
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.models.config import ModelConfig
+from jpaged.models.leaves import Leaf, LogicalAxes
+from jpaged.models.quantisation.tree import LeafPath, placed_leaves
+from jpaged.models.stack import LayerMode
+
+_NOT_ADAPTED = frozenset({"experts", "router"})
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedPlace:
+    """A place in the tree whose matrix may have adapters.
+
+    Attributes:
+        path: from the root.
+        leaves: the one that is there, or those of the layers that are stacked there.
+        is_stacked: whether an axis of layers comes first.
+    """
+
+    path: LeafPath
+    leaves: Sequence[Leaf]
+    is_stacked: bool
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the matrix."""
+        return len(self.leaves[0].tensors)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of columns that each have a share of each part: key/value heads, where those are parts."""
+        heads = self.leaves[0].heads
+        return 1 if heads is None or self.num_parts == 1 else heads.num_kv_heads
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """Shapes of one adapter's a, and of its b of each part, without an axis of layers."""
+        width, *out = self.leaves[0].shape
+        heads, num_parts = self.leaves[0].heads, self.num_parts
+        columns: tuple[int, ...] = (math.prod(out) // num_parts,) * num_parts
+        if heads is not None and num_parts > 1:
+            columns = heads.outputs
+        return (self.num_parts * rank, width), tuple((rank, num) for num in columns)
+
+    def axes(self) -> tuple[LogicalAxes, LogicalAxes]:
+        """The names of the axes of a, and of b of each part, likewise."""
+        width, *out = self.leaves[0].axes
+        if self.num_parts == 1 and len(out) > 1:  # gates and ups of one tensor: a part of both is no range of columns
+            return (None, width), (None, None)
+        return (None, width), (None, next((name for name in out if name is not None), None))
+
+    def split(self, b: np.ndarray) -> tuple[np.ndarray, ...]:
+        """`[rank, *out]`, packed as the matrix is, in parts."""
+        columns = [num // self.num_groups for _, num in self.shapes(len(b))[1]]
+        of_groups = np.split(b.reshape(len(b), self.num_groups, -1), np.cumsum(columns)[:-1], axis=2)
+        return tuple(np.ascontiguousarray(part).reshape(len(b), -1) for part in of_groups)
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """An adapter in host memory, as a model's programs take it: zeros where it does not add anything.
+
+    Attributes:
+        matrices: of each place a, and b of each part; with an axis of layers first where those are stacked.
+    """
+
+    matrices: Mapping[LeafPath, tuple[np.ndarray, tuple[np.ndarray, ...]]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all matrices."""
+        return sum(a.nbytes + sum(part.nbytes for part in b) for a, b in self.matrices.values())
+
+
+def can_adapt(leaf: Leaf) -> bool:
+    """Whether a leaf is a matrix that adapters may add to: one of a layer that all rows are multiplied with."""
+    return leaf.path[-1] == "kernel" and _NOT_ADAPTED.isdisjoint(leaf.path)
+
+
+def adapted_places(config: ModelConfig, layer_mode: LayerMode) -> Iterator[AdaptedPlace]:
+    """Every place that may have adapters, in the order of the tree."""
+    for path, leaves in placed_leaves(config, layer_mode):
+        if path[0] == "layers" and can_adapt(leaves[0]):
+            yield AdaptedPlace(path, leaves, layer_mode == "scan")

@@ -1,0 +1,99 @@
+"""Random adapters for tiny checkpoints, as PEFT writes them, and those checkpoints with one merged into them."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jpaged.models.hf_config import from_hf
+from jpaged.models.lora import adapted_places
+from tests.models.tiny import TinyCase, tensors, write_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class TinyAdapter:
+    """An adapter of a tiny checkpoint.
+
+    Attributes:
+        name: seeds its numbers.
+        modules: a regular expression of the modules that it is of.
+        settings: what its adapter_config.json says besides.
+    """
+
+    case: TinyCase
+    name: str
+    rank: int = 4
+    alpha: float = 6.0
+    modules: str = ""
+    settings: Mapping[str, object] | None = None
+
+    def module_names(self) -> list[str]:
+        """Every module that may have an adapter, as the checkpoint calls it, and this one has."""
+        places = adapted_places(from_hf(self.case.config), "loop")
+        names = [name.removesuffix(".weight") for place in places for leaf in place.leaves for name, _ in leaf.tensors]
+        return [name for name in names if re.search(self.modules, name)]
+
+    def config(self) -> dict[str, object]:
+        """As PEFT writes it, with fields that are without effect."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": "tiny",
+            "inference_mode": True,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.05,
+            "bias": "none",
+            "use_dora": False,
+            "use_rslora": False,
+            "fan_in_fan_out": self.is_transposed,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+            "target_modules": sorted({name.rpartition(".")[2] for name in self.module_names()}),
+            "rank_pattern": {},
+            "alpha_pattern": {},
+            **(self.settings or {}),
+        }
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether weights are `[in, out]`."""
+        return self.case.config["model_type"] == "gpt2"
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Under the names that PEFT gives them."""
+        stored, found = tensors(self.case), dict[str, np.ndarray]()
+        for module in self.module_names():
+            shape = stored[f"{module}.weight"].shape
+            num_out, width = shape[::-1] if self.is_transposed else shape
+            rng = np.random.default_rng(zlib.crc32(f"{self.case.name}/{self.name}/{module}".encode()))
+            prefix = f"base_model.model.{module}"
+            found[f"{prefix}.lora_A.weight"] = rng.normal(0, 0.3, (self.rank, width)).astype(np.float32)
+            found[f"{prefix}.lora_B.weight"] = rng.normal(0, 0.1, (num_out, self.rank)).astype(np.float32)
+        return found
+
+    def write(self, folder: Path, **changed: object) -> str:
+        """Writes the folder, with other values in its config; its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "adapter_config.json").write_text(json.dumps({**self.config(), **changed}), encoding="utf-8")
+        save_file(self.tensors(), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        return str(folder)
+
+    def write_merged(self, folder: Path) -> Path:
+        """Writes the checkpoint with the adapter added to its weights."""
+        write_checkpoint(self.case, folder)
+        own, merged = self.tensors(), tensors(self.case)
+        for module in self.module_names():
+            a, b = (own[f"base_model.model.{module}.lora_{which}.weight"].astype(np.float64) for which in "AB")
+            delta = b @ a * (self.alpha / self.rank)
+            name = f"{module}.weight"
+            merged[name] = (merged[name] + (delta.T if self.is_transposed else delta)).astype(np.float32)
+        save_file(merged, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder

@@ -1,0 +1,103 @@
+"""Adapters beside the weights: logits are those of the checkpoint that an adapter was merged into, in every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.checkpoints.adapters import AdapterReader
+from jpaged.checkpoints.weights import load_params
+from jpaged.device.adapters import AdapterRoom, arguments_of, fill_slot, matrices_of, with_matrices
+from jpaged.device.linear import pack_params
+from jpaged.device.mesh import build_mesh, replicated
+from jpaged.kernels import product
+from jpaged.models.hf_config import from_hf
+from jpaged.models.layers import Params
+from jpaged.models.model import Model
+from jpaged.models.stack import LayerMode
+from jpaged.models.tokens import TokenBatch
+from tests.models import dense
+from tests.models.adapters import TinyAdapter
+from tests.models.tiny import tiny_case, write_checkpoint
+
+FLOAT32 = np.dtype(np.float32)
+SLOTS = AdapterRoom(num_slots=3, max_rank=5)
+CASES = (
+    "llama_gqa_bias",
+    "qwen2",
+    "qwen3_tied",
+    "gemma2",
+    "gemma3",
+    "phi3_short",
+    "gpt2",
+    "gpt_neox",
+    "falcon_mqa",
+    "falcon_groups",
+    "starcoder2",
+    "mixtral",
+    "qwen2_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "opt_post_norm",
+)
+
+
+@jax.jit
+def fill(params: Params, index: jax.Array, adapter: list) -> Params:
+    matrices = matrices_of(params)
+    return with_matrices(params, dict(zip(matrices, fill_slot(list(matrices.values()), index, adapter), strict=True)))
+
+
+def logits_of(model: Model, params: Params, prompt: list[int], slot: int, layer_mode: LayerMode = "loop") -> np.ndarray:
+    @jax.jit
+    def run(params: Params, ids_t: jax.Array, slot: jax.Array) -> jax.Array:
+        positions_t = jnp.arange(len(ids_t), dtype=jnp.int32)
+        tokens = TokenBatch(
+            ids_t, positions_t, jnp.full(len(ids_t), len(ids_t)), adapters_t=jnp.full(len(ids_t), slot, jnp.int32)
+        )
+        return model.logits(params, model.run(params, tokens, dense.attend, (), layer_mode)[0])
+
+    return np.asarray(run(params, jnp.asarray(prompt, jnp.int32), jnp.int32(slot)))
+
+
+def check(name: str, tmp_path: Path, how: str) -> None:
+    case = tiny_case(name)
+    layer_mode: LayerMode = "scan" if how == "scan" else "loop"
+    model = Model(from_hf(case.config), FLOAT32)
+    mesh = build_mesh(jax.devices()[:1])
+    params = load_params(model, write_checkpoint(case, tmp_path / "base"), layer_mode)
+    base = dense.logits(model, params, jnp.asarray(case.prompt(), jnp.int32), case.prompt_len, layer_mode)
+    if how == "packed":
+        params = pack_params(params, model.config, product.loaded().packer(replicated(mesh)))
+    params = SLOTS.add_to(params, model, layer_mode, mesh)
+    read = AdapterReader(model, layer_mode, 1, SLOTS.max_rank)
+    adapters = {
+        2: TinyAdapter(case, "all"),
+        3: TinyAdapter(case, "some", 5, 2.0, r"\.[1-9]\..*(q_|qkv|up|fc|out|o_|query)"),
+    }
+    for slot, adapter in adapters.items():
+        read_adapter = read(adapter.write(tmp_path / adapter.name))
+        params = fill(params, jnp.int32(slot - 1), arguments_of(read_adapter, params))
+    np.testing.assert_allclose(logits_of(model, params, case.prompt(), 0, layer_mode), base, rtol=0, atol=1e-4)
+    for slot, adapter in adapters.items():
+        merged = load_params(model, adapter.write_merged(tmp_path / f"{adapter.name}-merged"), layer_mode)
+        want = dense.logits(model, merged, jnp.asarray(case.prompt(), jnp.int32), case.prompt_len, layer_mode)
+        assert np.abs(want - base).max() > 0.05, "it does something"
+        got = logits_of(model, params, case.prompt(), slot, layer_mode)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "how"), [("llama_gqa_bias", "packed"), ("phi3_short", "scan"), ("gpt2", "xla")])
+def test_logits_are_those_of_the_merged_checkpoint(name: str, how: str, tmp_path: Path) -> None:
+    check(name, tmp_path, how)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["packed", "scan", "xla"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_takes_adapters(name: str, how: str, tmp_path: Path) -> None:
+    check(name, tmp_path, how)
