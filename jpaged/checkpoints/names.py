@@ -57,7 +57,7 @@ def _leaf_bytes(config: ModelConfig, leaf: Leaf, itemsize: int) -> float:
     if form is None:
         return size * itemsize
     depth = leaf.shape[contracted_axis(leaf)]
-    of_group = _SCALE_BYTES + (1 if form.has_zeros else 0)
+    of_group = _SCALE_BYTES + (form.zeros_dtype.itemsize if form.has_zeros else 0)
     return size * NUM_BITS[form.values] / 8 + size / depth * form.num_groups(depth) * of_group
 
 

@@ -34,6 +34,7 @@ class MatrixFormat:
         values: the type of its numbers.
         group_size: numbers of a column that share a scale; None is all of them.
         has_zeros: groups have zero points (of integers alone).
+        has_whole_zeros: which are whole numbers, int8; float32 otherwise, as GGUF's least numbers of groups make them.
         has_group_ids: the group of a number is listed rather than counted (GPTQ's desc_act).
         activations: what rows are rounded to before the product.
         has_input_scale: with one scale that the checkpoint brings, rather than with what each row asks for.
@@ -45,11 +46,17 @@ class MatrixFormat:
     has_group_ids: bool = False
     activations: Activations | None = None
     has_input_scale: bool = False
+    has_whole_zeros: bool = True
 
     @property
     def dtype(self) -> np.dtype:
         """The type of the values."""
         return VALUE_DTYPES[self.values]
+
+    @property
+    def zeros_dtype(self) -> np.dtype:
+        """The type of the zero points."""
+        return np.dtype(np.int8 if self.has_whole_zeros else np.float32)
 
     def num_groups(self, depth: int) -> int:
         """Groups of a column of this depth."""

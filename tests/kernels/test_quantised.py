@@ -22,6 +22,7 @@ FORMATS = {
     "int8 groups": MatrixFormat("int8", 16),
     "int4 groups": MatrixFormat("int4", 16),
     "int4 groups with zeros": MatrixFormat("int4", 16, has_zeros=True),
+    "int4 groups with fractions": MatrixFormat("int4", 16, has_zeros=True, has_whole_zeros=False),
     "fp8 columns": MatrixFormat("fp8"),
     "fp8 groups": MatrixFormat("fp8", 8),
     "mxfp4": MatrixFormat("mxfp4", 16),

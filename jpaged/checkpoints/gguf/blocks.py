@@ -1,18 +1,22 @@
 """The types of GGUF's tensors: numbers, or blocks of a row that begin with their scales.
 
-| type | block | bytes of a block                                  | as kept                          |
-|------|-------|---------------------------------------------------|----------------------------------|
-| Q8_0 | 32    | scale f16, 32 int8                                | int8, a scale for 32             |
-| Q4_0 | 32    | scale f16, 16 with two numbers each, less 8       | int4, a scale for 32             |
-| Q6_K | 256   | 128 low halves, 64 with two bits of four numbers, | int8, a scale for 16             |
-|      |       | 16 int8 for 16 numbers each, scale of these f16   |                                  |
+| type       | block | bytes of a block, f16 first (Q6_K: last)                      | as kept                    |
+|------------|-------|---------------------------------------------------------------|----------------------------|
+| Q8_0       | 32    | scale, 32 int8                                                | int8, a scale for 32       |
+| Q4_0, Q4_1 | 32    | scale (Q4_1: and least), 16 with two numbers each             | int4, a scale for 32       |
+| Q5_0, Q5_1 | 32    | likewise, with a word of fifth bits before the numbers        | int8, a scale for 32       |
+| Q4_K       | 256   | scales of two kinds, 12 with 8 scales and 8 leasts of 6 bits, | int4, a scale for 32       |
+|            |       | 128 with two numbers each                                     |                            |
+| Q5_K       | 256   | likewise, with 32 of fifth bits before the numbers            | int8, a scale for 32       |
+| Q6_K       | 256   | 128 with four bits of two numbers, 64 with two of four, 16    | int8, a scale for 16       |
+|            |       | int8 scales                                                   |                            |
 
-Scales of scales are multiplied out, exactly, in float32. Other types that can be read become weights.
+Scales of scales are multiplied out, exactly, in float32. Where groups have a least number, which is added to all of
+theirs, the zero point is what it makes divided by the scale: a float32.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from jpaged.checkpoints.quantised.scheme import StoredMatrix
+from jpaged.errors import InvalidArgument
 from jpaged.kernels.matrix_format import MatrixFormat, Values
 
 FLOATS: Mapping[str, np.dtype] = {
@@ -64,6 +69,8 @@ class BlockType:
 
         if zeros is None and form.has_zeros:
             zeros = np.zeros_like(scales)
+        if not np.isfinite(scales).all():
+            raise InvalidArgument("checkpoint", "has scales of blocks that are not finite")
         return StoredMatrix(
             values.reshape(num_out, -1).astype(form.dtype),
             of_groups(scales),
@@ -79,7 +86,8 @@ def joint_form(forms: Sequence[MatrixFormat]) -> MatrixFormat:
         return first
     values: Values = "int8" if any(form.values == "int8" for form in forms) else "int4"
     size = math.gcd(*(form.group_size or 0 for form in forms))
-    return dataclasses.replace(first, values=values, group_size=size, has_zeros=any(form.has_zeros for form in forms))
+    has_zeros = any(form.has_zeros for form in forms)
+    return MatrixFormat(values, size, has_zeros=has_zeros, has_whole_zeros=not has_zeros)
 
 
 def weights_of(kind: str, data: np.ndarray) -> np.ndarray:
@@ -110,6 +118,58 @@ def _q4_0(blocks: np.ndarray) -> Unpacked:
     return _nibbles(blocks[:, 2:]).view(np.int8) - np.int8(8), _halves(blocks[:, :2]), None
 
 
+def _from_least(numbers: np.ndarray, middle: int, scales: np.ndarray, least: np.ndarray) -> Unpacked:
+    """Numbers from 0, and what is added to each of a group when they have been scaled.
+
+    A group of one number has no scale: it is one unit, of that size, below its zero point.
+    """
+    is_one = scales == 0
+    values = numbers.view(np.int8) - np.int8(middle)
+    groups = values.reshape(*scales.shape, -1)
+    groups[is_one] = 0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        zeros = np.where(is_one, np.float32(1), -least / scales - np.float32(middle))
+    return groups.reshape(values.shape), np.where(is_one, -least, scales), zeros
+
+
+def _fifth_bits(packed: np.ndarray) -> np.ndarray:
+    """uint8 `[blocks, 4]`, a bit for each of 32 numbers -> that bit as the fifth of theirs, `[blocks, 32]`."""
+    return np.unpackbits(packed, axis=-1, bitorder="little") << np.uint8(4)
+
+
+def _q4_1(blocks: np.ndarray) -> Unpacked:
+    return _from_least(_nibbles(blocks[:, 4:]), 8, _halves(blocks[:, :2]), _halves(blocks[:, 2:4]))
+
+
+def _q5_0(blocks: np.ndarray) -> Unpacked:
+    numbers = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return numbers.view(np.int8) - np.int8(16), _halves(blocks[:, :2]), None
+
+
+def _q5_1(blocks: np.ndarray) -> Unpacked:
+    numbers = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return _from_least(numbers, 16, _halves(blocks[:, :2]), _halves(blocks[:, 2:4]))
+
+
+def _scales_and_leasts(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight scales and leasts of Q4_K and Q5_K; four of each have their two highest bits above those of others."""
+    first, second, low = np.split(blocks[:, 4:16], 3, axis=1)
+    scales = np.concatenate((first & 63, low & 15 | first >> 2 & 48), axis=1)
+    leasts = np.concatenate((second & 63, low >> 4 | second >> 2 & 48), axis=1)
+    return scales * _halves(blocks[:, :2]), -(leasts * _halves(blocks[:, 2:4]))
+
+
+def _q4_k(blocks: np.ndarray) -> Unpacked:
+    numbers = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256)
+    return _from_least(numbers, 8, *_scales_and_leasts(blocks))
+
+
+def _q5_k(blocks: np.ndarray) -> Unpacked:
+    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    high = blocks[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    return _from_least((low | high << np.uint8(4)).reshape(-1, 256), 16, *_scales_and_leasts(blocks))
+
+
 def _q6_k(blocks: np.ndarray) -> Unpacked:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
@@ -118,12 +178,17 @@ def _q6_k(blocks: np.ndarray) -> Unpacked:
     return values, blocks[:, 192:208].view(np.int8) * _halves(blocks[:, 208:]), None
 
 
+_LEAST_4 = MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False)
+_LEAST_8 = MatrixFormat("int8", 32, has_zeros=True, has_whole_zeros=False)
 BLOCK_TYPES: Mapping[str, BlockType] = {
     "Q8_0": BlockType(32, 34, MatrixFormat("int8", 32), _q8_0),
     "Q4_0": BlockType(32, 18, MatrixFormat("int4", 32), _q4_0),
+    "Q4_1": BlockType(32, 20, _LEAST_4, _q4_1),
+    "Q5_0": BlockType(32, 22, MatrixFormat("int8", 32), _q5_0),
+    "Q5_1": BlockType(32, 24, _LEAST_8, _q5_1),
+    "Q4_K": BlockType(256, 144, _LEAST_4, _q4_k),
+    "Q5_K": BlockType(256, 176, _LEAST_8, _q5_k),
     "Q6_K": BlockType(256, 210, MatrixFormat("int8", 16), _q6_k),
 }
 """Types that are kept as they are."""
-AS_WEIGHTS = ("Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K")
-"""Types that are read as the weights that they stand for."""
-READ = (*FLOATS, *BLOCK_TYPES, *AS_WEIGHTS)
+READ = (*FLOATS, *BLOCK_TYPES)

@@ -132,7 +132,7 @@ def _pack(read_matrix: ReadMatrix, leaf: Leaf, form: MatrixFormat) -> _Arrays:
     zeros = None
     if form.has_zeros:
         of_each = [_regroup(each, each.zeros, form, num_groups) for each in matrices]
-        zeros = pack(of_each, num_groups, np.dtype(np.int8))
+        zeros = pack(of_each, num_groups, form.zeros_dtype)
     return _Arrays(values, scales, zeros, _group_ids(leaf, matrices, form), _input_scale(matrices, form))
 
 

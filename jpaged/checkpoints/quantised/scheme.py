@@ -48,7 +48,7 @@ class StoredMatrix:
     Attributes:
         values: of the type that the format names.
         scales: float32, as values with groups in the place of `in`; or one, for all of it.
-        zeros: int8, as scales.
+        zeros: int8, or float32 where they are not whole, as scales.
         group_ids: int32 `[in]`.
         input_scale: what rows are divided by.
         group_size: numbers of `in` that share a scale; the last group may have fewer.

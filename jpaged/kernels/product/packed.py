@@ -130,7 +130,7 @@ class Packer:
         arrays = (
             self._leaf(matrix.values, shapes[0], np.dtype(np.uint8), lambda: self._codes(matrix, shapes[0], num_parts)),
             self._leaf(matrix.scales, shapes[1], scales.scale_dtype(matrix), lambda: spread(matrix.scales)),
-            self._leaf(matrix.zeros, shapes[1], np.dtype(np.int8), lambda: spread(matrix.zeros)),
+            self._leaf(matrix.zeros, shapes[1], scales.zeros_dtype(matrix), lambda: spread(matrix.zeros)),
             self._leaf(matrix.group_ids, (depth,), np.dtype(np.int32), lambda: scales.order_of(matrix)),
             self._leaf(matrix.input_scale, (1,), np.dtype(np.float32), lambda: np.asarray(matrix.input_scale)[None]),
         )

@@ -4,7 +4,7 @@
 
 | values            | from                                         | on TPUs and GPUs      | on CPUs            |
 |-------------------|----------------------------------------------|-----------------------|--------------------|
-| int8, int4        | GPTQ, AWQ, compressed-tensors, made here     | two int4 in a byte    | one int4 in a byte |
+| int8, int4        | GPTQ, AWQ, GGUF, compressed-tensors, made here| two int4 in a byte    | one int4 in a byte |
 | float8_e4m3fn     | DeepSeek, Qwen, compressed-tensors, made here| a byte                | a byte             |
 | float4_e2m1fn     | gpt-oss (MXFP4)                              | two in a byte         | one in a byte      |
 
@@ -54,7 +54,7 @@ class QuantisedMatrix:
     Attributes:
         values: `[..., K, *out]`, or `[..., N, K]` of an embedding.
         scales: float32, likewise with groups in the place of K.
-        zeros: int8, as scales; None is zero.
+        zeros: int8, or float32 where they are not whole, as scales; None is zero.
         group_ids: int32 `[..., K]`; None where groups are counted.
         input_scale: float32 `[...]`: what rows are divided by before they are rounded; None asks each row.
         axis: the contracted one, counted from the end; -1 is an embedding's.
@@ -126,7 +126,7 @@ def abstract_matrix(form: MatrixFormat, shape: tuple[int, ...], axis: int, dtype
     return QuantisedMatrix(
         jax.ShapeDtypeStruct(shape, form.dtype),
         jax.ShapeDtypeStruct(tuple(groups), np.dtype(np.float32)),
-        jax.ShapeDtypeStruct(tuple(groups), np.dtype(np.int8)) if form.has_zeros else None,
+        jax.ShapeDtypeStruct(tuple(groups), form.zeros_dtype) if form.has_zeros else None,
         jax.ShapeDtypeStruct((*outer, shape[axis]), np.dtype(np.int32)) if form.has_group_ids else None,
         jax.ShapeDtypeStruct(outer, np.dtype(np.float32)) if form.has_input_scale else None,
         axis=axis,
@@ -194,7 +194,7 @@ def round_to(weights: np.ndarray, form: MatrixFormat, axis: int) -> tuple[np.nda
         scales, zeros = _scales_and_zeros(groups, form, place + 1)
         groups /= scales
         groups += zeros
-        zeros = zeros.squeeze(place + 1).astype(np.int8)
+        zeros = zeros.squeeze(place + 1).astype(form.zeros_dtype)
     else:
         scales = _scales(np.abs(groups).max(place + 1, keepdims=True), form)
         groups /= scales
@@ -220,7 +220,8 @@ def _scales_and_zeros(groups: np.ndarray, form: MatrixFormat, axis: int) -> tupl
     low = np.minimum(groups.min(axis, keepdims=True), 0)
     high = np.maximum(groups.max(axis, keepdims=True), 0)
     scales = np.where(high > low, (high - low) / (LARGEST[form.values] - least), 1.0).astype(np.float32)
-    return scales, np.clip(np.rint(least - low / scales), least, LARGEST[form.values])
+    zeros = least - low / scales
+    return scales, np.clip(np.rint(zeros), least, LARGEST[form.values]) if form.has_whole_zeros else zeros
 
 
 def dequantise(matrix: QuantisedMatrix, dtype: np.dtype | None = None) -> jax.Array:

@@ -38,7 +38,7 @@ class PackedScales:
 
     Attributes:
         scales: as above; bfloat16 where they are powers of two (MXFP4), float32 elsewhere.
-        zeros: int8; None is zero.
+        zeros: int8 or float32; None is zero.
         order: int32 `[K]`, where the matrix's depth was sorted by groups: the number of a row that it multiplies at k.
         step: float32 `[1]`: what one of a row's whole numbers is, where a checkpoint says so.
         kind: of the codes.
@@ -106,6 +106,11 @@ def describe(matrix: QuantisedMatrix, scales: Any, zeros: Any, order: Any, step:
 def scale_dtype(matrix: QuantisedMatrix) -> np.dtype:
     """The type in which scales are kept without a loss."""
     return np.dtype(ml_dtypes.bfloat16 if _kind(matrix) == "mxfp4" else np.float32)
+
+
+def zeros_dtype(matrix: QuantisedMatrix) -> np.dtype:
+    """The type of the zero points; int8 where there are none."""
+    return np.dtype(np.int8 if matrix.zeros is None else matrix.zeros.dtype)
 
 
 def codes_of(matrix: QuantisedMatrix) -> np.ndarray:

@@ -6,13 +6,16 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import gguf
 import jax
 import numpy as np
 import pytest
 
+from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES
 from jpaged.checkpoints.hub import find_folder, read_config
 from jpaged.checkpoints.weights import load_params
-from jpaged.errors import Unsupported
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product.quantised import QuantisedMatrix, dequantise
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -30,11 +33,11 @@ KEPT = {
     "BF16": None,
     "Q8_0": ("int8", 32),
     "Q4_0": ("int4", 32),
-    "Q4_1": None,
-    "Q5_0": None,
-    "Q5_1": None,
-    "Q4_K": None,
-    "Q5_K": None,
+    "Q4_1": ("int4", 32),
+    "Q5_0": ("int8", 32),
+    "Q5_1": ("int8", 32),
+    "Q4_K": ("int4", 32),
+    "Q5_K": ("int8", 32),
     "Q6_K": ("int8", 16),
 }
 
@@ -45,7 +48,16 @@ def mixed(name: str, shape: tuple[int, ...]) -> str:
         return "F32"
     if name in ("output.weight", "token_embd.weight"):
         return "Q6_K"
-    return "Q8_0" if "attn_v" in name or name == "blk.0.ffn_down.weight" else "Q4_0"
+    return "Q6_K" if "attn_v" in name or name == "blk.0.ffn_down.weight" else "Q4_K"
+
+
+def without_scales(data: np.ndarray) -> np.ndarray:
+    """Blocks of Q4_K, of which some groups have a least number alone, and some nothing."""
+    blocks = data.reshape(-1, 144).copy()
+    blocks[::2, 4:8] &= 0xC0  # the scales of four groups
+    blocks[1::4, :2] = 0  # those of all
+    blocks[3::4, :4] = 0
+    return blocks.reshape(data.shape)
 
 
 def write_both(kinds: Kinds, folder: Path) -> tuple[Path, Path]:
@@ -100,9 +112,29 @@ def test_matrices_of_one_leaf_get_the_form_that_holds_them_all(tmp_path: Path) -
         (leaf.values.dtype.name, leaf.group_size)
         for leaf in (first["attention"]["qkv"]["kernel"], first["attention"]["out"]["kernel"])
     ]
-    assert forms == [("int8", 32), ("int4", 32)]
+    assert forms == [("int8", 16), ("int4", 32)]
     downs = [layer["mlp"]["down"]["kernel"].values.dtype.name for layer in (first, second)]
     assert downs == ["int8", "int4"]
+
+
+def test_a_group_without_a_scale_is_its_least_number() -> None:
+    rng = np.random.default_rng(1)
+    blocks = rng.integers(0, 256, (64, 4 * 144), np.uint8).reshape(-1, 144)
+    blocks[:, :4] = np.array([1e-3, 2e-3], np.float16).view(np.uint8)
+    data = without_scales(blocks).reshape(64, -1)
+    want = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q4_K)
+    for form in (BLOCK_TYPES["Q4_K"].form, MatrixFormat("int8", 16, has_zeros=True, has_whole_zeros=False)):
+        matrix = BLOCK_TYPES["Q4_K"].matrix(data, form)
+        np.testing.assert_allclose(matrix.weights(), want, rtol=1e-6, atol=1e-7)
+    assert (want == 0).any()
+    assert len(np.unique(want[0, :32])) == 1
+
+
+def test_a_scale_that_is_no_number_is_refused() -> None:
+    blocks = np.zeros((4, 34), np.uint8)
+    blocks[2, :2] = np.array([np.inf], np.float16).view(np.uint8)
+    with pytest.raises(InvalidArgument, match="has scales of blocks that are not finite"):
+        BLOCK_TYPES["Q8_0"].matrix(blocks, BLOCK_TYPES["Q8_0"].form)
 
 
 def test_experts_keep_the_blocks_of_their_stack(tmp_path: Path) -> None:
@@ -119,7 +151,7 @@ def test_experts_keep_the_blocks_of_their_stack(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kinds", [of_kind("Q8_0"), of_kind("Q4_0"), of_kind("Q6_K"), mixed], ids=str)
+@pytest.mark.parametrize("kinds", [of_kind("Q8_0"), of_kind("Q4_K"), mixed], ids=["Q8_0", "Q4_K", "mixed"])
 def test_it_computes_what_its_weights_do(kinds: Kinds, tmp_path: Path) -> None:
     file, folder = write_both(kinds, tmp_path)
     assert_same_logits(load(file), load(folder))

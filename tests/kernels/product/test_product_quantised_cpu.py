@@ -25,6 +25,8 @@ FORMATS = {
     "int4": MatrixFormat("int4"),
     "int4 groups": MatrixFormat("int4", 64),
     "int4 zeros": MatrixFormat("int4", 32, has_zeros=True),
+    "int4 fractions": MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False),
+    "int8 fractions": MatrixFormat("int8", 16, has_zeros=True, has_whole_zeros=False),
     "mxfp4": MatrixFormat("mxfp4", 32),
     "fp8": MatrixFormat("fp8"),
     "fp8 groups": MatrixFormat("fp8", 64),

@@ -121,6 +121,9 @@ def test_tiles_are_the_rows_of_each_matrix_in_turn(counts: tuple[int, ...]) -> N
     assert (found[len(want) :, 2] == 0).all()
 
 
+_FRACTIONS = MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False)
+
+
 @pytest.mark.parametrize(
     ("matrix", "reason"),
     [
@@ -128,6 +131,7 @@ def test_tiles_are_the_rows_of_each_matrix_in_turn(counts: tuple[int, ...]) -> N
         (abstract_matrix(MatrixFormat("int8", 16), (4, 64, 8), -2, np.dtype(np.float32)), "no multiple of 32"),
         (abstract_matrix(MatrixFormat("int8", 32, has_group_ids=True), (64, 8), -2, np.dtype(np.float32)), "listed"),
         (abstract_matrix(MatrixFormat("int8", 32), (8, 64), -1, np.dtype(np.float32)), "columns lie in rows"),
+        (abstract_matrix(_FRACTIONS, (64, 8), -2, np.dtype(np.float32)), "no whole numbers"),
         (abstract_matrix(MatrixFormat("fp8"), (256, 7168, 2048), -2, np.dtype(np.float32)), "with 31 bits"),
     ],
 )

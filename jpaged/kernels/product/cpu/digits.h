@@ -187,8 +187,8 @@ template <class C, int digits>
       parts[0][d] = reinterpret_cast<Ints>(found[d][0]);
       parts[1][d] = reinterpret_cast<Ints>(found[d][1]);
     }
-    const Floats zero = has_zeros ? I8::decode(q.zeros + scale_at) : Floats{};
-    const Floats other_zero = has_zeros ? I8::decode(q.zeros + scale_at + 16) : Floats{};
+    const Floats zero = has_zeros ? load_zeros(q, scale_at) : Floats{};
+    const Floats other_zero = has_zeros ? load_zeros(q, scale_at + 16) : Floats{};
     first = add_digits<digits>(first, parts[0], steps[span], load_scales(q.scales, q.number, scale_at), has_zeros, zero,
                                row_sums[span]);
     second = add_digits<digits>(second, parts[1], steps[span], load_scales(q.scales, q.number, scale_at + 16), has_zeros,
@@ -211,7 +211,7 @@ template <class C, int digits, int num_rows>
 #pragma GCC unroll 2
     for (int v = 0; v < 32; v += 16) {
       const Floats scale = load_scales(q.scales, q.number, scale_at + v);
-      const Floats zero = q.zeros ? I8::decode(q.zeros + scale_at + v) : Floats{};
+      const Floats zero = q.zeros ? load_zeros(q, scale_at + v) : Floats{};
       for (int64_t r = 0; r < num_rows; ++r) {
         Ints of_row[digits];
 #pragma GCC unroll 3

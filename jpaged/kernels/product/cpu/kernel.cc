@@ -140,7 +140,8 @@ Quantised quantised_of(const Operands& o, const Attributes& a) {
           number_of(o.scales.element_type()),
           static_cast<const uint8_t*>(o.matrix.untyped_data()),
           o.scales.untyped_data(),
-          static_cast<const int8_t*>(or_null(o.zeros)),
+          or_null(o.zeros),
+          o.zeros.element_type() == ffi::F32 ? Number::kF32 : Number::kI8,
           depth,
           group,
           (depth + group - 1) / group};
@@ -158,8 +159,8 @@ const char* quantised_contradiction(const Operands& o, const Attributes& a) {
   if (a.group < 1 || (a.group < x[1] && a.group % lane)) return "groups are no whole lanes";
   const int64_t num_scales = matrix[0] * quantised_of(o, a).num_groups * kColumns;
   if (!is_number(o.scales.element_type()) || count_of(o.scales) != num_scales) return "the scales do not fit the matrix";
-  if (count_of(o.zeros) && (o.zeros.element_type() != ffi::S8 || count_of(o.zeros) != num_scales ||
-                            !is_whole(static_cast<Code>(a.code)))) {
+  const bool is_zero = o.zeros.element_type() == ffi::S8 || o.zeros.element_type() == ffi::F32;
+  if (count_of(o.zeros) && (!is_zero || count_of(o.zeros) != num_scales || !is_whole(static_cast<Code>(a.code)))) {
     return "the zeros do not fit the matrix";
   }
   if (count_of(o.order) && (o.order.element_type() != ffi::S32 || count_of(o.order) != x[1])) {

@@ -124,7 +124,7 @@ inline void add_scaled(const Quantised& q, int64_t scale_at, const float* more, 
 
 inline void subtract_zeros(const Quantised& q, int64_t scale_at, int64_t count, float* panel) {
   for (int64_t c = 0; c < kColumns; c += kWidth) {
-    const Floats zero = I8::decode(q.zeros + scale_at + c);
+    const Floats zero = load_zeros(q, scale_at + c);
     for (int64_t k = 0; k < count; ++k) store(panel + k * kColumns + c, load(panel + k * kColumns + c) - zero);
   }
 }

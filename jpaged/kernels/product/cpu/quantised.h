@@ -44,7 +44,8 @@ struct Quantised {
   Number number;  // of scales
   const uint8_t* values;
   const void* scales;
-  const int8_t* zeros;  // may be null
+  const void* zeros;    // may be null
+  Number zero_number;   // of zeros: kI8 where they are whole, else kF32
   int64_t depth;         // K, whole lanes: what is behind the rows' own is multiplied with zeros
   int64_t group, num_groups;
 };

@@ -1,4 +1,4 @@
-// Scales of a quantised matrix, a vector at a time. Included by core.cc alone.
+// Scales and zeros of a quantised matrix, a vector at a time. Included by core.cc alone.
 
 #pragma once
 
@@ -40,6 +40,11 @@ inline Floats load_scales(const void* from, Number number, int64_t at) {
   if (number == Number::kF32) return load(static_cast<const float*>(from) + at);
   if (number == Number::kF16) return load_halves(static_cast<const uint16_t*>(from) + at);
   return BF16::decode(static_cast<const uint16_t*>(from) + at);
+}
+
+inline Floats load_zeros(const Quantised& q, int64_t at) {
+  if (q.zero_number == Number::kF32) return load(static_cast<const float*>(q.zeros) + at);
+  return I8::decode(static_cast<const int8_t*>(q.zeros) + at);
 }
 
 }  // namespace

@@ -122,6 +122,8 @@ def unsupported_reason(matrix: QuantisedMatrix | jax.Array) -> str | None:
         return "its columns lie in rows"
     if matrix.group_ids is not None:
         return "groups are listed"
+    if matrix.zeros is not None and matrix.zeros.dtype != np.int8:
+        return "zero points are no whole numbers"
     if columns % lanes_of(kind):
         return f"{columns} columns are odd, and two share a byte"
     if lanes_of(kind) == 1 and _LEAST_OFFSET < num_numbers <= _MOST_OFFSET:
