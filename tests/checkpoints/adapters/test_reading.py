@@ -1,0 +1,159 @@
+"""Reading what PEFT writes: ranks and scales of each module, and everything that is refused, by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jpaged.checkpoints.adapters import AdapterReader
+from jpaged.errors import InvalidArgument, JpagedError, Unsupported
+from jpaged.models.hf_config import from_hf
+from jpaged.models.model import Model
+from tests.models.adapters import TinyAdapter
+from tests.models.tiny import tiny_case
+
+CASE = tiny_case("llama_gqa_bias")
+MODEL = Model(from_hf(CASE.config), np.dtype(np.float32))
+READ = AdapterReader(MODEL, "loop", 1, 8)
+DOWN = ("layers", 1, "mlp", "down", "kernel")
+NAME = "base_model.model.model.layers.1.mlp.down_proj.lora_{}.weight"
+
+
+def change(folder: Path, edit: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rank", "scale"),
+    [
+        ({}, 4, 6 / 4),
+        ({"use_rslora": True}, 4, 6 / 2),
+        ({"r": 2, "rank_pattern": {"down_proj": 4}}, 4, 6 / 4),
+        ({"alpha_pattern": {r"layers\.1\.mlp\..*": 3.0, "down_proj": 100}}, 4, 3 / 4),
+        ({"alpha_pattern": {"own_proj": 100}}, 4, 6 / 4),
+    ],
+)
+def test_what_a_module_is_scaled_by(settings: dict[str, Any], rank: int, scale: float, tmp_path: Path) -> None:
+    adapter = TinyAdapter(CASE, "scaled", modules="down_proj")
+    a, b = READ(adapter.write(tmp_path, **settings)).matrices[DOWN]
+    tensors = adapter.tensors()
+    np.testing.assert_array_equal(a[:rank], tensors[NAME.format("A")])
+    np.testing.assert_allclose(b[0][:rank], tensors[NAME.format("B")].T * scale, rtol=1e-6)
+    assert not a[rank:].any()
+    assert not b[0][rank:].any()
+
+
+def test_modules_without_an_adapter_are_zeros(tmp_path: Path) -> None:
+    read = READ(TinyAdapter(CASE, "few", modules=r"layers\.1\.mlp\.down_proj").write(tmp_path))
+    assert [path for path, (a, b) in read.matrices.items() if a.any() or any(part.any() for part in b)] == [DOWN]
+    assert read.num_bytes == sum(a.nbytes + sum(part.nbytes for part in b) for a, b in read.matrices.values())
+
+
+@pytest.mark.parametrize("prefix", ["", "model.language_model.", "language_model.model."])
+def test_the_class_that_was_trained_does_not_matter(prefix: str, tmp_path: Path) -> None:
+    adapter = TinyAdapter(CASE, "named", modules="down_proj")
+    want = READ(adapter.write(tmp_path)).matrices[DOWN]
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("base_model.model.model.", f"base_model.model.{prefix}")] = tensors.pop(name)
+
+    change(tmp_path, rename)
+    got = READ(str(tmp_path)).matrices[DOWN]
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[1][0], want[1][0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"use_dora": True}, Unsupported, "use_dora is True; DoRA is not computed"),
+        ({"bias": "all"}, Unsupported, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, Unsupported, r"modules_to_save is \['lm_head'\]"),
+        ({"peft_type": "IA3"}, Unsupported, "peft_type is 'IA3'; only LORA"),
+        ({"init_lora_weights": "pissa"}, Unsupported, "init_lora_weights is 'pissa'; it changes the weights"),
+        ({"new_trick": 3}, Unsupported, "unknown setting new_trick=3"),
+        ({"r": 0}, InvalidArgument, "r: is 0; it must be an integer of at least 1"),
+        ({"r": 9}, InvalidArgument, "down_proj has rank 9; max_lora_rank is 8"),
+        ({"r": 3}, InvalidArgument, r"lora_A.weight has shape \[4, 88\]; model and rank make it \[3, 88\]"),
+        ({"lora_alpha": "much"}, InvalidArgument, "lora_alpha: is 'much'; it must be a finite number"),
+        ({"rank_pattern": {"(": 4}}, InvalidArgument, "is no regular expression"),
+    ],
+)
+def test_a_config_that_is_not_understood_is_refused(
+    settings: dict[str, Any], error: type[JpagedError], message: str, tmp_path: Path
+) -> None:
+    path = TinyAdapter(CASE, "bad", modules="down_proj").write(tmp_path, **settings)
+    with pytest.raises(error, match=message):
+        READ(path)
+
+
+def poison(tensors: dict[str, np.ndarray]) -> None:
+    tensors[NAME.format("B")][3, 1] = np.inf
+
+
+def add(name: str) -> Callable[[dict[str, np.ndarray]], None]:
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        for which in "AB":
+            tensors[name.format(which)] = np.zeros((4, 4), np.float32)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "message"),
+    [
+        (
+            lambda tensors: tensors.pop(NAME.format("A")),
+            InvalidArgument,
+            r"layers.1.mlp.down_proj has no lora_A.weight",
+        ),
+        (poison, InvalidArgument, r"lora_B.weight has numbers that are not finite"),
+        (add("base_model.model.lm_head.lora_{}.weight"), Unsupported, "lm_head: adapters are added to linear modules"),
+        (
+            add("base_model.model.model.layers.7.mlp.down_proj.lora_{}.weight"),
+            InvalidArgument,
+            "no such module in Llama",
+        ),
+        (add("base_model.model.vision.layers.1.mlp.down_proj.lora_{}.weight"), InvalidArgument, "no such module"),
+        (add("base_model.model.model.embed_tokens.lora_embedding_{}"), Unsupported, "is none of an adapter of linear"),
+    ],
+    ids=["half", "infinite", "lm_head", "layer", "vision", "embedding"],
+)
+def test_tensors_that_are_not_understood_are_refused(
+    edit: Callable[[dict[str, np.ndarray]], None], error: type[JpagedError], message: str, tmp_path: Path
+) -> None:
+    path = TinyAdapter(CASE, "bad", modules="down_proj").write(tmp_path)
+    change(tmp_path, edit)
+    with pytest.raises(error, match=message):
+        READ(path)
+
+
+def test_experts_and_routers_are_refused_by_name(tmp_path: Path) -> None:
+    case = tiny_case("mixtral")
+    path = TinyAdapter(case, "bad", modules="o_proj").write(tmp_path)
+    change(tmp_path, add("base_model.model.model.layers.0.block_sparse_moe.gate.lora_{}.weight"))
+    with pytest.raises(Unsupported, match=r"layers.0.block_sparse_moe.gate: adapters are added to linear modules"):
+        AdapterReader(Model(from_hf(case.config), np.dtype(np.float32)), "loop", 1, 8)(path)
+
+
+def test_folders_that_are_none_of_an_adapter_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="there is no folder"):
+        READ(str(tmp_path / "nowhere"))
+    with pytest.raises(InvalidArgument, match=r"has no adapter_config\.json"):
+        READ(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(TinyAdapter(CASE, "x").config()))
+    with pytest.raises(InvalidArgument, match=r"has no adapter_model.safetensors"):
+        READ(str(tmp_path))
+    (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
+    with pytest.raises(Unsupported, match="pickles are not read: save the adapter with safe_serialization=True"):
+        READ(str(tmp_path))
