@@ -32,10 +32,10 @@ from jpaged.device.programs.compile import set_up_compile_cache
 from jpaged.device.step_sizes import Attention
 from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.engine.engine import Engine
-from jpaged.engine.executor import Executor, Progress
+from jpaged.engine.executor import Executor, Geometry, Progress
 from jpaged.engine.kv.pinned import pin_limit
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import Unsupported
+from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -80,7 +80,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     """
     source, model, places = _place(options)
     device = first_device(places[0].mesh)
-    adapters = _adapters(options, model, places[0])
+    adapters = _adapters(options, model, places[0], progress)
     executors = _make_executors(source, model, options, places, progress, leader)
     executor, geometry = executors[0], executors[0].geometry
     runs: list[Executor[Any, Any]] = [*executors]
@@ -126,7 +126,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
             source.tokenizer, geometry, eos_token_ids=source.eos_token_ids, seed=options.model.seed
         ),
         tokenizer=source.tokenizer,
-        model=_model_info(source, resolved),
+        model=_model_info(source, resolved, geometry),
         backend=BackendFacts(
             platform=device.platform,
             device_kind=device.device_kind,
@@ -139,14 +139,18 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     )
 
 
-def _adapters(options: EngineConfig, model: Model, where: Placement) -> Adapters:
+def _adapters(options: EngineConfig, model: Model, where: Placement, progress: Progress) -> Adapters:
     """What reads adapters for a model, and those that are there from the start."""
     lora = options.lora
     if not lora.enable_lora:
         return Adapters()
     adapters = Adapters(AdapterReader(model, where.layer_mode, where.num_parts, lora.max_lora_rank), lora.max_cpu_loras)
-    for name, path in lora.adapters:
-        adapters.load(name, path)
+    for done, (name, path) in enumerate(lora.adapters):
+        progress(f"adapter {name}", done, len(lora.adapters))
+        try:
+            adapters.load(name, path)
+        except InvalidArgument as error:
+            raise InvalidArgument("lora", f"{name}={path}: {error.problem}") from error
     return adapters
 
 
@@ -285,7 +289,7 @@ def _load(model: Model, source: Source, options: EngineConfig, where: Placement,
     return load_params(model, source.folder, layer_mode, num_parts=num_parts, shardings=shardings, progress=tensor)
 
 
-def _model_info(source: Source, resolved: EngineConfig) -> ModelInfo:
+def _model_info(source: Source, resolved: EngineConfig, geometry: Geometry) -> ModelInfo:
     config = source.config
     return ModelInfo(
         name=str(resolved.server.served_model_name),
@@ -299,4 +303,6 @@ def _model_info(source: Source, resolved: EngineConfig) -> ModelInfo:
         head_dim=config.head_dim,
         eos_token_ids=tuple(sorted(source.eos_token_ids)),
         has_chat_template=source.tokenizer.has_chat_template,
+        max_loras=geometry.max_loras,
+        max_lora_rank=resolved.lora.max_lora_rank if geometry.max_loras else 0,
     )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names, iter_options
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, LoraOptions, ServerOptions, field_names, iter_options
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import memory_plan
 from jpaged.device.programs.saved import Target, save_programs
@@ -45,7 +45,7 @@ SERVER_VALUES = {
     "metrics_port": 9090,
     "max_messages_per_second": 9,
 }
-ELSEWHERE = {"enable_expert_parallel", "quantization"}  # test_expert_parallel.py, checkpoints/quantised
+ELSEWHERE = {"enable_expert_parallel", "quantization", *field_names(LoraOptions)}  # tests of their own
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 
 Test = TypeVar("Test", bound=Callable[..., None])
