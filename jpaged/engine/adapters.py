@@ -25,8 +25,9 @@ class AdapterSlots:
     def __init__(self, max_loras: int) -> None:
         self._num_slots = max_loras
         self._free: dict[int, None] = dict.fromkeys(range(1, max_loras + 1))  # the one that is overwritten next first
-        self._loaded: dict[int, LoadedAdapter] = {}
-        self._slots: dict[int, int] = {}  # of each load, by its number
+        # Numbers of loads, and not the adapters: what is unloaded leaves host memory with its last request.
+        self._loaded: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
         self._num_users: Counter[int] = Counter()
         self._to_load: dict[int, LoadedAdapter] = {}
 
@@ -64,15 +65,15 @@ class AdapterSlots:
         if set(self._free) & set(held) or len(self._free) + len(held) != self._num_slots:
             raise InternalError(f"adapter slots {list(held)} are held, free are {list(self._free)}")
         for group in running:
-            adapter, loaded = group.request.adapter, self._loaded.get(group.adapter_slot)
-            if adapter is not loaded:
-                raise InternalError(f"a group of {adapter} has slot {group.adapter_slot}, which has {loaded}")
+            number, loaded = group.request.adapter_number, self._loaded.get(group.adapter_slot, 0)
+            if number != loaded:
+                raise InternalError(f"a group of load {number} has slot {group.adapter_slot}, which has {loaded}")
 
     def _put(self, adapter: LoadedAdapter) -> int:
         slot = next(iter(self._free))
         former = self._loaded.get(slot)
         if former is not None:
-            del self._slots[former.number]
-        self._loaded[slot], self._slots[adapter.number] = adapter, slot
+            del self._slots[former]
+        self._loaded[slot], self._slots[adapter.number] = adapter.number, slot
         self._to_load[slot] = adapter
         return slot

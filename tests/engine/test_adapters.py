@@ -1,6 +1,8 @@
 """Rows of several adapters in one step, in the slots that there are; what each computes is found by its own alone."""
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 
@@ -184,6 +186,21 @@ def test_a_replica_is_chosen_by_the_prefix_of_the_same_adapter():
     assert fleet.place("other", PREFIX, adapter=B) == 1
     fleet.run()
     assert fleet.tokens("other") == tokens_of(B, PREFIX, 4)
+
+
+def test_an_adapter_leaves_host_memory_with_its_last_request():
+    class Watched(FakeAdapter):
+        """An adapter that is seen to go."""
+
+    h, adapter = Harness(executor=with_adapters(1)()), LoadedAdapter("a", "", 1, Watched(3))
+    watch = weakref.ref(adapter.matrices)
+    h.submit("a", PROMPT, adapter=adapter, max_tokens=3)
+    del adapter
+    assert watch() is not None
+    h.run()
+    gc.collect()
+    assert watch() is None
+    assert h.tokens("a") == tokens_of(A, num_tokens=3)
 
 
 def test_without_slots_no_token_has_one():
