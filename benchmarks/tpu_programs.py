@@ -3,9 +3,10 @@
     python -m benchmarks.tpu_programs CELL...      in a process of `compiler_environment`; prints a line of JSON each
 
 A cell is spelled `model@topology#program,program`, with `/backend` behind the topology for another than `auto` takes:
-`llama-3-8b@v6e:2x4#forward[64],sample[64],sample[64, top]`. Weights are bfloat16, split over all devices of it;
-the pool takes what a server would give it, nine tenths of the memory without the weights. Where that is less than two
-of the model's longest sequences it takes those, and the compiler has to say that it does not fit.
+`llama-3-8b@v6e:2x4#forward[64],sample[64],sample[64, top]`. Weights are bfloat16, or as one of `FORMATS` has them
+(`llama-3-8b+int4@v6e:1x1#forward[64]`), split over all devices of it; the pool takes what a server would give it, nine
+tenths of the memory without the weights. Where that is less than two of the model's longest sequences it takes those,
+and the compiler has to say that it does not fit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,19 +31,35 @@ from jpaged import json_text
 from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.capacity.target import find_target
 from jpaged.config import EngineConfig
-from jpaged.device.aot.hlo import Collective, collectives
+from jpaged.device.aot.hlo import Collective, collectives, computations_of
 from jpaged.device.aot.tpu import compile_only_devices, compiler_environment, find_topology
 from jpaged.device.mesh import build_mesh, local_bytes
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.device.programs.report import ProgramReport
 from jpaged.device.step.forward import Step
+from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
+from jpaged.models.quantisation.rules import Quantisation
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 32}
-_CELL = re.compile(r"(?P<model>[\w.-]+)@(?P<topology>[\w:]+)(?:/(?P<backend>[\w-]+))?#(?P<programs>.+)")
+_INT8_ROWS, _INT4 = MatrixFormat("int8", activations="int8"), MatrixFormat("int4", 128, has_zeros=True)
+FORMATS: Mapping[str, tuple[tuple[str, MatrixFormat], ...]] = {
+    "int8": (("", MatrixFormat("int8")),),
+    "int8-rows": (("", _INT8_ROWS),),
+    "int4": (("", _INT4),),
+    "int4-listed": (("", dataclasses.replace(_INT4, has_group_ids=True)),),
+    "int8-int4": (("self_attn", _INT8_ROWS), ("", _INT4)),
+    "fp8-rows": (("", MatrixFormat("fp8", activations="fp8")),),
+    "fp8-groups": (("", MatrixFormat("fp8", 128, activations="fp8-groups")),),
+    "mxfp4": (("", MatrixFormat("mxfp4", 32)),),
+}
+"""Which matrices of layers are quantised, and how; where rows are named, those of products are rounded, too."""
+_CELL = re.compile(
+    r"(?P<model>[\w.-]+)(?:\+(?P<format>[\w-]+))?@(?P<topology>[\w:]+)(?:/(?P<backend>[\w-]+))?#(?P<programs>.+)"
+)
 Lowerings = Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]]
 _MARK = "RESULT "
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -63,6 +80,7 @@ class ProgramResult:
         pool_bytes: of the pool.
         made: arrays of the size of the pool, of a weight, or of one layer's part of either, that it makes, and those of
             the size of all logits that it copies.
+        products: the types that matrices are multiplied in, such as `s8*s8=s32`, widened before or not.
         collectives: what devices exchange.
         report: the memory that it takes; None if it does not fit.
         out_of_memory: what the compiler says then; else None.
@@ -79,6 +97,7 @@ class ProgramResult:
     weight_bytes: int
     pool_bytes: int
     made: tuple[str, ...]
+    products: tuple[str, ...]
     collectives: tuple[Collective, ...]
     report: ProgramReport | None
     out_of_memory: str | None
@@ -128,13 +147,17 @@ def compile_cells(*cells: str) -> list[ProgramResult]:
 
 def _parse(fields: dict) -> ProgramResult:
     report = fields.pop("report")
-    made = tuple(fields.pop("made"))
+    made, products = (tuple(fields.pop(name)) for name in ("made", "products"))
     exchanged = tuple(
         Collective(**{**one, "dims": tuple(map(tuple, one["dims"])), "loop_trips": tuple(one["loop_trips"])})
         for one in fields.pop("collectives")
     )
     return ProgramResult(
-        **fields, made=made, collectives=exchanged, report=None if report is None else ProgramReport(**report)
+        **fields,
+        made=made,
+        products=products,
+        collectives=exchanged,
+        report=None if report is None else ProgramReport(**report),
     )
 
 
@@ -142,8 +165,8 @@ def compile_cell(cell: str) -> list[ProgramResult]:
     """The programs of one cell, in this process."""
     match = _CELL.fullmatch(cell)
     if match is None:
-        raise ValueError(f"{cell!r} is not spelled model@topology[/backend]#program,...")
-    step, params, lowerings = _serving(match["model"], match["topology"], match["backend"])
+        raise ValueError(f"{cell!r} is not spelled model[+format]@topology[/backend]#program,...")
+    step, params, lowerings = _serving(match["model"], match["format"], match["topology"], match["backend"])
     specs = {str(spec): spec for spec in lowerings}
     return [
         _compile(cell.partition("#")[0], specs[program], lowerings[specs[program]], step, params)
@@ -151,10 +174,15 @@ def compile_cell(cell: str) -> list[ProgramResult]:
     ]
 
 
-def _serving(model_name: str, topology_name: str, backend: str | None) -> tuple[Step, Params, Lowerings]:
+def _serving(
+    model_name: str, form: str | None, topology_name: str, backend: str | None
+) -> tuple[Step, Params, Lowerings]:
     topology = find_topology(topology_name)
     mesh = build_mesh(compile_only_devices(topology))
-    model = Model(KNOWN_MODELS[model_name].config, jnp.dtype("bfloat16"))
+    config = KNOWN_MODELS[model_name].config
+    if form is not None:
+        config = dataclasses.replace(config, quantisation=Quantisation(form, FORMATS[form]))
+    model = Model(config, jnp.dtype("bfloat16"))
     options = {**OPTIONS, "tensor_parallel_size": mesh.size, "attention_backend": backend or "auto"}
     least, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
     free = 0.9 * find_target(topology_name).hardware.usable_bytes - local_bytes(params)
@@ -171,10 +199,12 @@ def _compile(
     lowered_at, cpu_begin = time.perf_counter(), time.process_time()
     report, out_of_memory = None, None
     made: tuple[str, ...] = ()
+    products: tuple[str, ...] = ()
     exchanged: tuple[Collective, ...] = ()
     try:
         executable = lowered.compile()
         exchanged = tuple(collectives(executable))
+        products = tuple(sorted(set(_products(executable.as_text() or ""))))
         report = ProgramReport.of(executable)
         arrays = [*made_arrays(executable, _sizes(step, params, spec)), *_copied_logits(executable, step, spec)]
         made = tuple(f"{array.opcode}{list(array.dims)}" for array in arrays)
@@ -192,6 +222,7 @@ def _compile(
         weight_bytes=local_bytes(params),
         pool_bytes=layout.num_bytes,
         made=made,
+        products=products,
         collectives=exchanged,
         report=report,
         out_of_memory=out_of_memory,
@@ -219,6 +250,16 @@ def _sizes(step: Step, params: Params, spec: ProgramSpec) -> set[int]:
     inner = config.intermediate_size // step.mesh.size
     widths = (config.hidden_size, inner, 2 * inner, heads * config.head_dim, (heads + 2 * groups) * config.head_dim)
     return {size for size in sizes if size >= _SMALL} - {spec.size * width for width in widths}
+
+
+def _products(text: str) -> Iterator[str]:
+    """The types of each matrix product of a program: of its operands and of its result."""
+    for body in computations_of(text).values():
+        types = {found.name: found.type.partition("[")[0] for found in body}
+        for found in body:
+            if found.opcode in ("dot", "convolution"):
+                operands = re.findall(r"%([\w.\-]+)", found.line.partition(f" {found.opcode}(")[2])[:2]
+                yield f"{'*'.join(types.get(name, '?') for name in operands)}={types[found.name]}"
 
 
 def _copied_logits(executable: jax.stages.Compiled, step: Step, spec: ProgramSpec) -> list[MadeArray]:

@@ -20,8 +20,12 @@ pytestmark = pytest.mark.long
 MIB = 1 << 20
 
 
-def check(result: ProgramResult, work_mib: int) -> None:
-    """One program of a step: what it is given and nothing else, the pool in place, bounded working memory."""
+def check(result: ProgramResult, work_mib: int, padding: float = 0.01) -> None:
+    """One program of a step: what it is given and nothing else, the pool in place, bounded working memory.
+
+    Args:
+        padding: the share that is more than the numbers that it is given.
+    """
     report = result.report
     assert report is not None, result.out_of_memory
     assert result.made == ()
@@ -30,7 +34,7 @@ def check(result: ProgramResult, work_mib: int) -> None:
     assert report.alias_bytes == (result.pool_bytes if is_step else 0)
     # Padding of what the program is given: an arrangement that TPU tiles do not fit costs from 5 % up.
     given = result.weight_bytes + (result.pool_bytes if is_step else 0)
-    assert report.argument_bytes < 1.01 * given + MIB
+    assert report.argument_bytes < (1 + padding) * given + MIB
 
 
 def check_exchanges(result: ProgramResult) -> None:
@@ -90,6 +94,48 @@ def test_a_model_is_served_in_place(cell: str, num_devices: int) -> None:
         is_sample = result.program.startswith(("sample", "decode"))
         check(result, work_mib=256 if "512" in result.program else 112 if is_sample else 80)
         check_exchanges(result)
+
+
+# One of every architecture that is not above, whose widths divide badly: heads, embeddings, routers and parts of gates
+# that are no multiple of 128 numbers. Experts 192 or 352 wide a device are padded to 256 and 384.
+ARCHITECTURES = {
+    "one-chip": ("gpt2-xl@v6e:1x1", "falcon-7b@v6e:1x1", "phi-3-mini-4k@v6e:1x1", "qwen2.5-0.5b@v6e:1x1"),
+    "wide": ("gpt-neox-20b@v6e:2x2", "starcoder2-15b@v6e:2x2", "llama-2-7b@v6e:2x2", "mistral-7b-v0.3@v6e:1x1"),
+    "kinds-of-layers": ("gemma-2-2b@v6e:1x1", "gemma-3-1b@v6e:1x1", "qwen3-0.6b@v6e:1x1", "gpt-oss-20b@v6e:2x2"),
+    "experts": ("qwen1.5-moe-a2.7b@v6e:2x2", "deepseek-v2-lite@v6e:2x2", "qwen3-30b-a3b@v6e:2x2"),
+}
+
+
+@pytest.mark.parametrize("which", ARCHITECTURES)
+def test_every_architecture_is_served_in_place(which: str) -> None:
+    results = compile_cells(*(f"{model}#forward[64]" for model in ARCHITECTURES[which]))
+    assert len(results) == len(ARCHITECTURES[which])
+    for result in results:
+        assert result.backend == "pallas-tpu", result.cell
+        check(result, work_mib=80, padding=0.12 if which == "experts" else 0.01)
+
+
+def test_no_architecture_is_left_out() -> None:
+    names = [cell.partition("@")[0] for cells in ARCHITECTURES.values() for cell in cells]
+    compiled = {KNOWN_MODELS[name].config.architecture for name in (*names, "opt-13b", "mixtral-8x7b")}
+    too_large = {"DeepseekV3ForCausalLM"}  # larger than eight chips, and a DeepSeek-V2 but for how experts are chosen
+    assert compiled | too_large == {model.config.architecture for model in KNOWN_MODELS.values()}
+
+
+@pytest.mark.parametrize(
+    ("cells", "products"),
+    [
+        (("int8-int4@v5e:1x1", "int8-int4@v6e:1x1"), ("s8*s8=s32", "bf16*s4=f32")),
+        (("fp8-rows@tpu7x:1x1x1",), ("f8e4m3fn*f8e4m3fn=f32",)),
+    ],
+    ids=["integers", "fp8"],
+)
+def test_quantised_matrices_are_multiplied_as_they_lie(cells: tuple[str, ...], products: tuple[str, ...]) -> None:
+    results = compile_cells(*(f"llama-3-8b+{cell}#forward[64]" for cell in cells))
+    assert len(results) == len(cells)
+    for result in results:
+        check(result, work_mib=80)
+        assert set(products) <= set(result.products), result.cell
 
 
 def test_attention_of_xla_is_in_place_too() -> None:
