@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-_ENTRY = re.compile(r"^\s*\.visible \.entry (paged_attention\w*)\(", re.MULTILINE)
+_ENTRY = re.compile(r"^\s*\.visible \.entry ((?:paged_attention|grouped_product)\w*)\(", re.MULTILINE)
 
 
 def report(folder: Path) -> str:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.aot_gpu.models import MODEL_CASES
+from benchmarks.aot_gpu.program import Program
 from jpaged.config import Backend, EngineConfig
 from jpaged.device.mesh import replicated
 from jpaged.device.programs.compile import ProgramSpec
@@ -28,30 +30,6 @@ from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.model import Model
 from jpaged.models.rope.config import RopeConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A lowered program and what has to be true once it is compiled.
-
-    Attributes:
-        lowered: of jax.
-        pool_bytes: of the pool that is donated, and so aliased; 0 where none is.
-        pool_shape: of the pool, none of which may be copied.
-        weight_shapes: of arrays that may not be copied either, their axes in ascending order.
-        max_temp_bytes: what it may take beside its arguments and results.
-        num_kernels: kernels of ours in it, at least.
-        num_writes: operations that may write the pool, each in place: a layer's keys and values, at once.
-    """
-
-    lowered: jax.stages.Lowered
-    pool_bytes: int
-    pool_shape: tuple[int, ...]
-    weight_shapes: frozenset[tuple[int, ...]]
-    max_temp_bytes: int
-    num_kernels: int
-    num_writes: int
-
 
 MoveKind = Literal["copy", "swap_out", "swap_in"]
 
@@ -363,6 +341,7 @@ CASES: tuple[Case, ...] = (
     StepCase("llama-3-8b", 64, "int8"),
     *(StepCase("small", t, gpu=gpu, **_TRITON) for gpu in TRITON_GPUS for t in (64, 512)),
     StepCase("llama-3-8b", 64, gpu="a100", **_TRITON),
+    *MODEL_CASES,
     *REFUSED,
     *ATTENTION,
     *TRITON,

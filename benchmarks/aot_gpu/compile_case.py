@@ -10,13 +10,16 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental.serialize_executable import serialize
 
-from benchmarks.aot_gpu.cases import CASES, Case, Program
+from benchmarks.aot_gpu.cases import CASES, Case
+from benchmarks.aot_gpu.copies import made_of_weights
+from benchmarks.aot_gpu.program import Program
 from jpaged import json_text
 from jpaged.device.aot.gpu import compile_only_gpus
 from jpaged.device.mesh import build_mesh
@@ -30,13 +33,16 @@ def compile_case(case: Case, saved: Path | None) -> dict[str, Any]:
     try:
         program = case.lower(build_mesh(compile_only_gpus(1, case.gpu)))
         lowered = time.monotonic()
-        compiled = program.lowered.compile()
+        compiled = program.lowered.compile({"xla_gpu_enable_triton_gemm": False} if program.call else None)
     except Exception as error:
         return {"error": re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")}
     found: dict[str, Any] = {"lower_s": round(lowered - begin, 1), "compile_s": round(time.monotonic() - lowered, 1)}
     found |= _memory(compiled)
     text = compiled.as_text() or ""
     found["big_copies"] = _big_copies(text, program)
+    found["calls"] = dict(sorted(Counter(re.findall(r'custom_call_target="([^"]+)"', text)).items()))
+    if program.has_weights:
+        found["big_copies"] += made_of_weights(text, program.pool_shape)
     found["pool_writes"] = pool_writes(text, program.pool_shape)
     if saved is not None:
         saved.write_bytes(serialize(compiled)[0])
@@ -46,6 +52,7 @@ def compile_case(case: Case, saved: Path | None) -> dict[str, Any]:
         "max_temp_bytes": program.max_temp_bytes,
         "num_kernels": program.num_kernels,
         "num_writes": program.num_writes,
+        "call": program.call,
     }
     return {**found, "limits": limits}
 

@@ -9,6 +9,7 @@ device. All parts of the pool have the same blocks, so one block table serves th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.errors import InvalidArgument
+from jpaged.kernels.product import QuantisedMatrix
+from jpaged.kernels.product.triton.form import lies_by_columns
 from jpaged.models.layers import Params
 from jpaged.models.leaves import LogicalAxes
 from jpaged.models.model import Model
@@ -141,12 +144,19 @@ def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
     first copy the slice (libtpu's own choice of layout: 224 MiB a layer of Llama-3-8B on a v6e, read, written and
     read again). All others lie as they are written, row by row. Where columns are few or no multiple of 128, libtpu
     would choose otherwise, because it pads the last axis: every step would first copy an embedding 1600 wide.
+
+    GPUs multiply numbers of 8 bits by rows of 8 bits if those of a column lie beside each other: cuBLAS takes no
+    others, and XLA would turn the matrix around in every step.
     """
     axes = logical_axes(model.config, layer_mode, model.dtype)
     shardings: Params = jax.tree.map(
         lambda names: NamedSharding(mesh, partition_spec(*names)), axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
     )
-    if first_device(mesh).platform != "tpu":
+    platform = first_device(mesh).platform
+    if platform == "gpu" and model.config.quantisation is not None:
+        turned: Params = jax.tree.map(_by_columns, model.abstract_params(layer_mode), shardings, is_leaf=_is_quantised)
+        return turned
+    if platform != "tpu":
         return shardings
 
     def laid_out(
@@ -167,6 +177,19 @@ def _order(axes: LogicalAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(range(len(axes)))
     ends = (own, last) if shape[last] % _LANES == 0 else (last, own)
     return (*range(own), *range(own + 1, last), *ends)
+
+
+def _is_quantised(leaf: Any) -> bool:
+    return isinstance(leaf, QuantisedMatrix)
+
+
+def _by_columns(leaf: Any, shardings: Any) -> Any:
+    """The shardings of a leaf; numbers that lie by columns have a format."""
+    if not _is_quantised(leaf) or not lies_by_columns(leaf):
+        return shardings
+    place = leaf.ndim + leaf.axis
+    order = (*(axis for axis in range(leaf.ndim) if axis != place), place)
+    return dataclasses.replace(shardings, values=Format(Layout(order), shardings.values))
 
 
 _LANES = 128

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.aot_gpu.compile_case import pool_writes
+from benchmarks.aot_gpu.copies import made_of_weights
 from benchmarks.aot_gpu.gate import regressions
 from benchmarks.aot_gpu.sass import kernels
 
@@ -155,3 +156,40 @@ ENTRY %main (pool.1: s8[8,16,4,32]) -> s8[8,16,4,32] {
 
 def test_writes_of_the_pool_are_counted_once_each() -> None:
     assert pool_writes(PROGRAM, (8, 16, 4, 32)) == 2
+
+
+# A step's text: a product that reads a weight, a fusion that pads one, a look-up, and a copy of one of eight experts.
+STEP = """HloModule jit_step
+
+%pad (param_0: bf16[2000,1024]) -> bf16[2048,1024] {
+  %param_0 = bf16[2000,1024]{1,0} parameter(0)
+  ROOT %pad.1 = bf16[2048,1024]{1,0} pad(%param_0, %zero), padding=0_48x0_0
+}
+
+%gemm (param_1: bf16[64,2000], param_2: bf16[2000,1024]) -> f32[64,1024] {
+  ROOT %dot.1 = f32[64,1024]{1,0} dot(%param_1, %param_2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%one (param_3: bf16[8,1024,1024]) -> bf16[1,1024,1024] {
+  ROOT %slice = bf16[1,1024,1024]{2,1,0} dynamic-slice(%param_3, %i, %zero, %zero), dynamic_slice_sizes={1,1024,1024}
+}
+
+ENTRY %main (w: bf16[2000,1024], experts: bf16[8,1024,1024], pool: bf16[2048,1024]) -> f32[64,1024] {
+  %w = bf16[2000,1024]{1,0} parameter(0)
+  %experts = bf16[8,1024,1024]{2,1,0} parameter(1)
+  %pool = bf16[2048,1024]{1,0} parameter(2)
+  %named = bf16[1024,2000]{0,1} bitcast(%w)
+  %padded = bf16[2048,1024]{1,0} fusion(%named), kind=kLoop, calls=%pad
+  %rows = bf16[64,1024]{1,0} gather(%w, %ids), slice_sizes={1,1024}
+  %written = bf16[2048,1024]{1,0} scatter(%pool, %ids, %rows), to_apply=%add
+  %expert = bf16[1,1024,1024]{2,1,0} fusion(%experts, %i), kind=kLoop, calls=%one
+  ROOT %product = f32[64,1024]{1,0} fusion(%x, %w), kind=kCustom, calls=%gemm
+}
+"""
+
+
+def test_arrays_that_are_made_of_weights_are_found() -> None:
+    assert made_of_weights(STEP, (2048, 1024)) == [
+        "fusion padded makes (2048, 1024)",
+        "fusion expert makes (1, 1024, 1024)",
+    ]

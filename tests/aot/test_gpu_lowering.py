@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 
 # How an abstract mesh says which device it is of has no public name yet.
 from jax._src.mesh import AbstractDevice
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh
 
 from benchmarks.aot_gpu.cases import ATTENTION, CASES, TRITON, AttentionCase
 from jpaged.device.aot.gpu import GPUS
+from jpaged.device.mesh import _by_columns, build_mesh, replicated
 from jpaged.errors import Unsupported
+from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.product.quantised import abstract_matrix
+from jpaged.kernels.product.triton.grouped import multiply_sorted
 
 KINDS = {
     "a100": "NVIDIA A100-SXM4-80GB",
@@ -81,3 +88,41 @@ def test_every_case_is_for_a_gpu_that_is_described() -> None:
     assert {case.gpu for case in CASES} == set(GPUS)
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
+
+
+FORMS = {
+    "int4": MatrixFormat("int4", 128, has_zeros=True),
+    "mxfp4": MatrixFormat("mxfp4", 32),
+    "fp8": MatrixFormat("fp8", 128, activations="fp8-groups"),
+}
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_product_of_groups_of_rows_is_lowered(name: str, gpu: str) -> None:
+    matrices = abstract_matrix(FORMS[name], (8, 256, 512), -2, np.dtype(jnp.bfloat16))
+    rows = jax.ShapeDtypeStruct((128, 256), np.dtype(jnp.bfloat16))
+    counts, owners = (jax.ShapeDtypeStruct((size,), np.dtype(np.int32)) for size in (8, 128))
+    device = AbstractDevice(KINDS[gpu], 100, "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("model",), abstract_device=device)):
+        checks = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
+        lowered = export.export(jax.jit(multiply_sorted), platforms=["cuda"], disabled_checks=checks)
+        text = lowered(rows, counts, owners, matrices).mlir_module()
+    assert text.count(f"custom_call @{TRITON_CALL}(") == 1
+    assert "grouped_product" in text
+
+
+def test_numbers_of_8_bits_lie_by_columns() -> None:
+    mesh = build_mesh(jax.devices()[:1])
+    whole = replicated(mesh)
+
+    def order(name: str, shape: tuple[int, ...], axis: int) -> object:
+        matrix = abstract_matrix(FORMS[name], shape, axis, np.dtype(jnp.bfloat16))
+        placed = _by_columns(matrix, jax.tree.map(lambda _: whole, matrix))
+        assert placed.scales == whole
+        layout = placed.values.layout if isinstance(placed.values, Format) else None
+        return layout.major_to_minor if isinstance(layout, Layout) else None
+
+    assert order("fp8", (256, 2, 512), -3) == (1, 2, 0)
+    assert order("fp8", (8, 256, 512), -2) == (0, 2, 1)
+    assert order("int4", (256, 512), -2) is None

@@ -43,6 +43,7 @@ class ProductForm:
         rows_have_groups: each with a scale for each group.
         rows_are_fp8: rows come as floats of 8 bits, or as their bits where the tensor core does not take them.
         multiplied: the type that rows and numbers are multiplied in.
+        depth_is_minor: words lie `[X, N, K]`, which is how the tensor core takes those of 8 bits.
         tile_rows: rows of a program, a power of two.
         tile_words: words of a matrix's row in a program, a power of two; a word is a number, or a byte of two.
         chunk: depth of a turn of its loop, a power of two.
@@ -59,6 +60,7 @@ class ProductForm:
     rows_have_groups: bool
     rows_are_fp8: bool
     multiplied: np.dtype
+    depth_is_minor: bool
     tile_rows: int
     tile_words: int
     chunk: int
@@ -112,6 +114,15 @@ def kind_of(matrix: QuantisedMatrix | jax.Array) -> Values | None:
     return _KINDS[np.dtype(matrix.values.dtype)] if isinstance(matrix, QuantisedMatrix) else None
 
 
+def lies_by_columns(matrix: QuantisedMatrix | jax.Array) -> bool:
+    """Whether GPUs keep a column's numbers beside each other: where products of 8 bits are made of them.
+
+    Tensor cores take 16 bits as they come, and 8 bits with their depth beside each other alone. Otherwise a product
+    of XLA's copies the matrix in every step, and the kernel's goes by 16 bits.
+    """
+    return isinstance(matrix, QuantisedMatrix) and matrix.activations is not None and kind_of(matrix) in ("int8", "fp8")
+
+
 def unsupported_reason(matrix: QuantisedMatrix | jax.Array) -> str | None:
     """Why the kernel does not take a matrix `[K, *out]`, or several; None where it does."""
     if not isinstance(matrix, QuantisedMatrix):
@@ -161,7 +172,19 @@ def choose_form(matrices: QuantisedMatrix | jax.Array, num_rows: int, dtype: np.
         chunk = math.gcd(chunk, group_size)
     chunk = min(chunk, max(_MIN_DEPTH, 1 << (depth - 1).bit_length()))
     rows = activations is not None, activations == "fp8-groups" and group_size < depth, activations in _FP8_ROWS
-    return ProductForm(kind, depth, columns, group_size, has_zeros, *rows, multiplied, tile_rows, tile_words, chunk)
+    return ProductForm(
+        kind,
+        depth,
+        columns,
+        group_size,
+        has_zeros,
+        *rows,
+        multiplied,
+        lies_by_columns(matrices),
+        tile_rows,
+        tile_words,
+        chunk,
+    )
 
 
 def split_depth(form: ProductForm, num_tiles: int, num_rows: int) -> ProductForm:

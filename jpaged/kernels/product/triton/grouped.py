@@ -89,6 +89,8 @@ def _run(
     words = values.reshape(values.shape[0], form.depth, form.columns)
     if form.lanes == 2:
         words = _bytes(words)
+    if form.depth_is_minor:
+        words = jnp.swapaxes(words, 1, 2)  # only another name for them, as they lie on GPUs
     if form.multiplied.itemsize > 1:
         words, x_pk = _bits(words), _bits(x_pk)
     of_columns = (len(words), -1, form.columns)

@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     Attributes:
         tiles: int32 `[I, 3]`, as `TileField` has them.
         rows: `[P, K]`.
-        words: `[X, K, N]`, or int8 `[X, K, N / 2]` of two numbers each.
+        words: `[X, K, N]`, or int8 `[X, K, N / 2]` of two numbers each, or `[X, N, K]` (`depth_is_minor`).
         scales: float32 `[X, G, N]`, or one number that is not read, as those behind it.
         zeros: int8 `[X, G, N]`.
         row_scales: float32 `[P, G]`, or `[P, 1]`.
@@ -117,11 +117,15 @@ def _add_chunk(
 ) -> tuple[jax.Array, ...]:
     """The sums of even and odd columns, or of all, with those of a chunk of the depth."""
     depth = i * form.chunk + jnp.arange(form.chunk, dtype=jnp.int32)
-    is_x, is_word = place.is_row[:, None], place.is_word[None, :]
-    if form.depth % form.chunk:
-        is_x, is_word = is_x & (depth < form.depth)[None, :], is_word & (depth < form.depth)[:, None]
-    x = _load(operands.rows.at[place.rows[:, None], depth[None, :]], is_x)
-    words = _load(operands.words.at[place.matrix, depth[:, None], place.words[None, :]], is_word)
+    is_deep = None if form.depth % form.chunk == 0 else depth < form.depth
+    x = _load(operands.rows.at[place.rows[:, None], depth[None, :]], _both(place.is_row, is_deep))
+    if form.depth_is_minor:
+        at = operands.words.at[place.matrix, place.words[:, None], depth[None, :]]
+        words = _load(at, _both(place.is_word, is_deep)).T
+    else:
+        at = operands.words.at[place.matrix, depth[:, None], place.words[None, :]]
+        mask = place.is_word[None, :]
+        words = _load(at, mask if is_deep is None else is_deep[:, None] & mask)
     x = _shifted(x, form).astype(form.multiplied)
     group = lax.div(i * form.chunk, jnp.int32(form.group_size)) if form.has_groups else 0
     found = []
@@ -135,6 +139,11 @@ def _add_chunk(
             part = _scaled(part.astype(jnp.float32), group, columns, form, operands, place)
         found.append(total + part)
     return tuple(found)
+
+
+def _both(is_first: jax.Array, is_second: jax.Array | None) -> jax.Array:
+    """The mask of a tile, of those of its rows and of its columns."""
+    return is_first[:, None] if is_second is None else is_first[:, None] & is_second[None, :]
 
 
 def _scaled(

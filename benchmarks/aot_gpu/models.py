@@ -1,0 +1,122 @@
+"""A step of every architecture, in published widths and few layers, with whatever its matrices are."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.aot_gpu.program import Program
+from jpaged.capacity.known_models import KNOWN_MODELS
+from jpaged.checkpoints.quantised.rounding import FORMATS
+from jpaged.config import EngineConfig
+from jpaged.device.aot.gpu import compile_only_gpus
+from jpaged.device.mesh import build_mesh
+from jpaged.device.programs.compile import ProgramSpec
+from jpaged.device.programs.lowering import abstract_serving, program_lowerings
+from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.models.config import ModelConfig
+from jpaged.models.hf_config import from_hf
+from jpaged.models.model import Model
+from jpaged.models.quantisation.rules import Quantisation
+
+Numbers = Literal["bfloat16", "int8", "int8-rows", "int4", "fp8", "fp8-blocks", "mxfp4"]
+_FORMATS: dict[Numbers, MatrixFormat] = {
+    "int8": FORMATS["int8"],
+    "int8-rows": MatrixFormat("int8", activations="int8"),
+    "int4": FORMATS["int4"],
+    "fp8": FORMATS["fp8"],
+    "fp8-blocks": MatrixFormat("fp8", 128, activations="fp8-groups"),
+    "mxfp4": MatrixFormat("mxfp4", 32),
+}
+_CALLS: dict[Numbers, str] = {"int8-rows": "__cublas$lt$matmul", "fp8": "__cublas$lt$matmul$f8"}
+"""What multiplies numbers of 8 bits as they are. Without a device to time on XLA would take tiles of its own, of 16
+rows, and widen them."""
+_MODULES = {"mxfp4": r"\.experts\."}
+"""Which modules have numbers of a kind, where not all do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCase:
+    """A step of a published model with fewer layers, or the sampler behind it."""
+
+    model: str
+    numbers: Numbers = "bfloat16"
+    program: Literal["forward", "sample"] = "forward"
+    num_tokens: int = 64
+    num_parts: int = 1
+    gpu: str = "h200"
+    expected_error: str = ""
+
+    @property
+    def name(self) -> str:
+        """Model, numbers, parts, program and its size."""
+        parts = f"-in-{self.num_parts}" if self.num_parts > 1 else ""
+        return f"model-{self.gpu}-{self.model}-{self.numbers}{parts}-{self.program}-{self.num_tokens}"
+
+    def config(self) -> ModelConfig:
+        """The published one with two layers; where dense layers come before those of experts, with one more."""
+        fields = dict(KNOWN_MODELS[self.model].fields)
+        depth = "n_layer" if "n_layer" in fields else "num_hidden_layers"
+        fields[depth] = 2
+        if "first_k_dense_replace" in fields:
+            fields |= {"first_k_dense_replace": 1, depth: 3}
+        if self.model.startswith("mistral"):
+            fields["sliding_window"] = 1024  # as the first one had it, and less than a sequence
+        if "sliding_window_pattern" in fields:
+            fields |= {"sliding_window_pattern": 2}
+        if self.numbers != "bfloat16":
+            rule = (_MODULES.get(self.numbers, ""), _FORMATS[self.numbers])
+            return dataclasses.replace(from_hf(fields), quantisation=Quantisation(self.numbers, (rule,)))
+        return from_hf(fields)
+
+    def lower(self, mesh: jax.sharding.Mesh) -> Program:
+        mesh = build_mesh(compile_only_gpus(self.num_parts, self.gpu))
+        model = Model(self.config(), jnp.dtype("bfloat16"))
+        options: dict[str, Any] = {
+            "max_num_seqs": min(64, self.num_tokens),
+            "max_num_batched_tokens": self.num_tokens,
+            "max_model_len": min(2048, model.config.max_model_len),
+            "num_blocks": 2048,
+            "tensor_parallel_size": self.num_parts,
+        }
+        step, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
+        lowerings = program_lowerings(step, params, geometry)
+        is_step = self.program == "forward"
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = lowerings[ProgramSpec(self.program, self.num_tokens)]()
+        layout, is_mixture = step.layout, self.model in _EXPERTS
+        return Program(
+            lowered,
+            layout.num_bytes // self.num_parts if is_step else 0,
+            layout.local.shape,
+            frozenset(),
+            512 << 20,
+            0,
+            model.config.num_layers if is_step else 0,
+            has_weights=True,
+            call=_CALLS.get(self.numbers, "") if is_step and not is_mixture else "",
+        )
+
+
+_DENSE = (
+    *("llama-3-8b", "mistral-7b-v0.3", "qwen2.5-7b", "qwen3-8b", "gemma-2-9b", "gemma-3-4b", "phi-3-mini-4k"),
+    *("gpt2-xl", "pythia-6.9b", "falcon-7b", "starcoder2-7b", "opt-13b"),
+)
+_EXPERTS = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-v3")
+_QUANTISED: tuple[tuple[str, Numbers], ...] = (
+    *(("llama-3-8b", numbers) for numbers in ("int8", "int8-rows", "int4", "fp8", "fp8-blocks")),
+    *(("qwen3-30b-a3b", numbers) for numbers in ("int4", "fp8")),
+    ("gpt-oss-20b", "mxfp4"),
+    ("deepseek-v3", "fp8-blocks"),
+)
+MODEL_CASES: tuple[ModelCase, ...] = (
+    *(ModelCase(model) for model in (*_DENSE, *_EXPERTS)),
+    *(ModelCase(model, numbers) for model, numbers in _QUANTISED),
+    *(ModelCase(model, num_parts=2) for model in ("llama-3-8b", "mixtral-8x7b")),
+    ModelCase("qwen3-30b-a3b", num_tokens=2048),
+    *(ModelCase(model, program="sample") for model in ("llama-3-8b", "gemma-2-9b", "gpt2-xl")),
+)
