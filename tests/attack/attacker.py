@@ -54,7 +54,7 @@ METHODS: tuple[Method, ...] = (
         "/jpaged.v1.InferenceService/Generate",
         inference_pb2.GenerateRequest,
         inference_pb2.GenerateResponse,
-        frozenset({"NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED"}),
+        frozenset({"NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED"}),
         weight=40,
         streams_out=True,
     ),
@@ -90,6 +90,7 @@ METHODS: tuple[Method, ...] = (
         6,
         "ALREADY_EXISTS",
         "RESOURCE_EXHAUSTED",
+        "UNIMPLEMENTED",
     ),
     _method(
         "/jpaged.v1.ControlService/UnpinPrefix",
@@ -97,6 +98,27 @@ METHODS: tuple[Method, ...] = (
         control_pb2.UnpinPrefixResponse,
         6,
         "NOT_FOUND",
+    ),
+    _method(
+        "/jpaged.v1.ControlService/LoadAdapter",
+        control_pb2.LoadAdapterRequest,
+        control_pb2.LoadAdapterResponse,
+        4,
+        "UNIMPLEMENTED",
+    ),
+    _method(
+        "/jpaged.v1.ControlService/UnloadAdapter",
+        control_pb2.UnloadAdapterRequest,
+        control_pb2.UnloadAdapterResponse,
+        4,
+        "UNIMPLEMENTED",
+    ),
+    _method(
+        "/jpaged.v1.ControlService/ListAdapters",
+        control_pb2.ListAdaptersRequest,
+        control_pb2.ListAdaptersResponse,
+        2,
+        "UNIMPLEMENTED",
     ),
     _method(
         "/grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse, 3, "NOT_FOUND"

@@ -266,6 +266,11 @@ _VALID: dict[type[Message], Callable[[random.Random, Names], Message]] = {
     control_pb2.AbortRequest: lambda rng, names: control_pb2.AbortRequest(request_id=rng.choice(names.request_ids)),
     control_pb2.PinPrefixRequest: _pin,
     control_pb2.UnpinPrefixRequest: lambda rng, names: control_pb2.UnpinPrefixRequest(name=rng.choice(names.pins)),
+    control_pb2.LoadAdapterRequest: lambda rng, names: control_pb2.LoadAdapterRequest(
+        name=rng.choice(names.pins), path="adapter"
+    ),
+    control_pb2.UnloadAdapterRequest: lambda rng, names: control_pb2.UnloadAdapterRequest(name=rng.choice(names.pins)),
+    control_pb2.ListAdaptersRequest: _empty(control_pb2.ListAdaptersRequest),
     health_pb2.HealthCheckRequest: lambda rng, names: health_pb2.HealthCheckRequest(
         service=rng.choice(("", "jpaged.v1.InferenceService"))
     ),

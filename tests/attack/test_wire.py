@@ -39,13 +39,15 @@ def hold(verdict: Verdict) -> None:
         done = {CUT_SHORT} if name == "Watch" else {"OK"}  # a watch has no end of its own
         if name in ("Abort", "UnpinPrefix"):
             done.add("NOT_FOUND")
+        if "Adapter" in name:  # which neither server takes
+            done.add("UNIMPLEMENTED")
         assert "INVALID_ARGUMENT" in statuses, (name, statuses)
         assert done & statuses, (name, statuses)
 
 
 async def test_a_server_over_a_fake_engine_keeps_its_word(caplog):
     async with running(served_model_name="fake") as harness:
-        verdict = await Attacker(harness.target, seed=1, names=Names(model="fake")).fire(1500)
+        verdict = await Attacker(harness.target, seed=1, names=Names(model="fake")).fire(2000)
         await eventually(lambda: harness.num_open_calls == 0 and harness.num_blocks_used == 0)
         hold(verdict)
         load = harness.serving.engine.load()

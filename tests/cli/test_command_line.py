@@ -188,10 +188,10 @@ class FakeLLM:
     def __exit__(self, *failure: object) -> None:
         """Nothing to close."""
 
-    def generate(self, prompts, sampling):
+    def generate(self, prompts, sampling, adapter=None):
         return [self._output(p.get("prompt"), p.get("prompt_token_ids", [7]), sampling) for p in prompts]
 
-    def chat(self, conversations, sampling):
+    def chat(self, conversations, sampling, adapter=None):
         return [self._output(f"chat:{turns[0]['content']}", [8], sampling) for turns in conversations]
 
     def _output(self, prompt, token_ids, sampling):
