@@ -118,7 +118,7 @@ def lies_by_columns(matrix: QuantisedMatrix | jax.Array) -> bool:
     """Whether GPUs keep a column's numbers beside each other: where products of 8 bits are made of them.
 
     Tensor cores take 16 bits as they come, and 8 bits with their depth beside each other alone. Otherwise a product
-    of XLA's copies the matrix in every step, and the kernel's goes by 16 bits.
+    of XLA's copies the matrix in every step.
     """
     return isinstance(matrix, QuantisedMatrix) and matrix.activations is not None and kind_of(matrix) in ("int8", "fp8")
 

@@ -9,8 +9,10 @@ program whose tile has no rows ends at once, and a matrix without rows is not re
 
 Two numbers of 4 bits lie in a byte; even columns and odd ones are multiplied apart, so that nothing is put in between.
 Floats of 8 and 4 bits become floats of 16 by shifts, as Ampere does not convert them: their exponents are 8 and 14 too
-small then, and what is missing comes behind the product. Where both sides are of 8 bits they go to the tensor core as
-they are; its sums of a chunk are added up in float32.
+small then, and what is missing comes behind the product. Where both sides are of 8 bits Triton is given both as they
+are; its sums of a chunk are added up in float32. What its compiler makes of floats of 8 bits for an H200 is one of
+floats of 16, as the PTX says: only cuBLASLt's, which dense matrices with a scale a column have, are multiplied in
+the tensor core's own type there.
 """
 
 from __future__ import annotations
