@@ -160,7 +160,13 @@ class Workers:
 
     async def read(self, work: Callable[[], _T]) -> _T:
         """Runs work that reads files, behind what others read; it is done although the caller goes away."""
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._files, work))
+        return await _detached(asyncio.get_running_loop().run_in_executor(self._files, work))
+
+
+async def _detached(done: asyncio.Future[_T]) -> _T:
+    """Wait for what goes on when its caller goes away; nobody hears of its error then, and asyncio reports none."""
+    done.add_done_callback(lambda future: future.cancelled() or future.exception())
+    return await asyncio.shield(done)
 
 
 _RETRY_S = 1.0
@@ -336,7 +342,7 @@ class Service:
             token_ids = model.input_processor.prefix(prefix)
             return model.engine.pin_prefix(name, token_ids, cache_salt, _cache_tenant(model, tenant), loaded)
 
-        return await asyncio.shield(asyncio.wrap_future(await self._workers.run(pin, prefix.size)))
+        return await _detached(asyncio.wrap_future(await self._workers.run(pin, prefix.size)))
 
     def unpin_prefix(self, name: str, tenant: str = "") -> None:
         """Let a pinned prefix go; requests that share it go on.

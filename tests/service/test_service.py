@@ -1,12 +1,15 @@
 """The service without a protocol: what it lets in, and what becomes of a request whose reader leaves."""
 
+import asyncio
+import gc
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unavailable
-from jpaged.service.service import Call, Service, ServiceState, Stage
+from jpaged.service.service import Call, Service, ServiceState, Stage, Workers
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, expected_tokens
 from jpaged.types import FinishReason, Prompt, SamplingParams
 from tests.server.harness import eventually, make_serving
@@ -103,3 +106,28 @@ async def test_a_service_says_why_it_does_not_serve():
     state.enter(Stage.FAILED)
     with pytest.raises(Unavailable, match="the engine has died: first"):
         await service.detokenize([1])
+
+
+async def test_what_fails_after_its_caller_went_away_is_no_complaint_of_the_loop():
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["message"]))
+    may_end, ended = threading.Event(), threading.Event()
+
+    def fail():
+        assert may_end.wait(60)
+        ended.set()
+        raise InvalidArgument("path", "holds no adapter")
+
+    workers = Workers()
+    reading = asyncio.create_task(workers.read(fail))
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    del reading
+    may_end.set()
+    await eventually(ended.is_set)
+    with pytest.raises(InvalidArgument, match="path: holds no adapter"):
+        await workers.read(fail)  # behind the other, whose end the loop has seen by now
+    gc.collect()
+    assert complaints == []
