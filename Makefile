@@ -85,9 +85,10 @@ demo-model: $(STAMP) ## train the embedded model again
 test: $(STAMP) ## the quick tests
 	@$(BIN)/python -m pytest -q -m '$(QUICK)' -n $(JOBS) --dist worksteal $(ARGS)
 
-# Every planted fault and the second grid of each interpreted kernel: what nobody needs who changed no kernel, no engine
-# and none of their tests. That each fault is still one edit of the code as it is, the quick tests see.
-test-deep: $(STAMP) ## the planted faults, and more of the kernels
+# Every planted fault, the second grid of each interpreted kernel, and the rest of the grids whose pairs are long: what
+# nobody needs who changed no kernel, no engine and none of their tests, and what a release is made after. That each fault
+# is still one edit of the code as it is, the quick tests see.
+test-deep: $(STAMP) ## the planted faults, and the rest of the grids (before a release)
 	@$(BIN)/python -m pytest -q -m deep -n $(JOBS) --dist worksteal $(ARGS)
 
 test-long: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed ## the long tests

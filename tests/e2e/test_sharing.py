@@ -8,6 +8,7 @@ two rows share is read once. What is meant to happen is counted, so that no test
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -186,23 +187,43 @@ class Place:
     max_cached_tokens: int | None = None
 
 
-@pytest.fixture(scope="module", params=["sharing", "llama3_tied", "qwen3_yarn", "llama_dynamic_long"])
-def place(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, executor: JaxExecutor
-) -> Iterator[Place]:
-    if request.param == "sharing":
-        yield Place(executor)
-        return
-    other = make_executor(tiny_case(request.param), tmp_path_factory.mktemp(request.param))
-    yield Place(other, 64 if "dynamic" in request.param else None)
-    other.shutdown()
+PLACES = ("sharing", "llama3_tied", "qwen3_yarn", "llama_dynamic_long")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("check", CHECKS)
-def test_every_kind_of_request_in_every_place(place: Place, check: str, kind: str, overlap: bool) -> None:
+def everywhere() -> Iterator[Any]:
+    """Every check of every kind in every place, with steps that overlap or not.
+
+    In half of a half of it, which is long, every three but those with a place meet, and every two; the rest is deep.
+    """
+    for (p, place), (c, check), (k, kind), overlap in itertools.product(
+        enumerate(PLACES), enumerate(CHECKS), enumerate(KINDS), (True, False)
+    ):
+        is_long = (c + k + overlap) % len(PLACES) == p
+        yield pytest.param(place, check, kind, overlap, marks=pytest.mark.long if is_long else pytest.mark.deep)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, executor: JaxExecutor) -> Iterator[Callable[[str], Place]]:
+    """Makes a place the first time that it is asked for."""
+    made = {"sharing": Place(executor)}
+
+    def place(name: str) -> Place:
+        if name not in made:
+            other = make_executor(tiny_case(name), tmp_path_factory.mktemp(name))
+            made[name] = Place(other, 64 if "dynamic" in name else None)
+        return made[name]
+
+    yield place
+    for other in made.values():
+        if other.executor is not executor:
+            other.executor.shutdown()
+
+
+@pytest.mark.parametrize(("name", "check", "kind", "overlap"), [*everywhere()])
+def test_every_kind_of_request_in_every_place(
+    places: Callable[[str], Place], name: str, check: str, kind: str, overlap: bool
+) -> None:
+    place = places(name)
     CHECKS[check](place.executor, COMPANY[kind], overlap=overlap, max_cached_tokens=place.max_cached_tokens)
 
 

@@ -1,7 +1,8 @@
 """One checkpoint of each family, served in every way: what transformers answered is what comes out of each.
 
 Alone, in company and in chunks, after preemption of both kinds, behind a cached prefix, as a search, and all of that on
-one device and on two and four. What is meant to happen is counted, so that no test passes because nothing happened.
+one device, on two or on four; on the other numbers of devices where `make test-deep` asks. What is meant to happen is
+counted, so that no test passes because nothing happened.
 """
 
 from __future__ import annotations
@@ -23,10 +24,18 @@ NUM_TOKENS = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 STRANGERS = random_prompts([30, 17, 41, 9], seed=1)
 
-pytestmark = pytest.mark.long
+NUM_DEVICES = (1, 2, 4)
 
 
-@pytest.fixture(scope="module", params=[(name, num) for name in cases.FAMILIES for num in (1, 2, 4)], ids=str)
+def places() -> Iterator[Any]:
+    """Every family on every number of devices; of each family one is long, and the others are deep."""
+    for i, name in enumerate(cases.FAMILIES):
+        for j, num in enumerate(NUM_DEVICES):
+            is_long = i % len(NUM_DEVICES) == j
+            yield pytest.param((name, num), marks=pytest.mark.long if is_long else pytest.mark.deep)
+
+
+@pytest.fixture(scope="module", params=[*places()], ids=str)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, quick_programs: None
 ) -> Iterator[tuple[JaxExecutor, dict[str, Any]]]:

@@ -80,7 +80,7 @@ LONG = [
     for j in (i % 4, (i + 2) % 4)
 ]
 AS_SERVED = LONG[::2]
-"""Once for each model, with every size: the programs of a server. What XLA makes of the rest is hardly optimised."""
+"""Once for each model, with every size: the programs of a server. The rest is deep, and XLA hardly optimises it."""
 QUICK = [(name, BLOCK_SIZES[i % 4], (8, 11, 16)[i % 3]) for i, name in enumerate([*cases.MODELS][::3])]
 LONG_PROMPTS = ("llama3_tied", "llama3_new_style")  # of 90 tokens; the other models end at 128
 TOP = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=20)
@@ -142,8 +142,10 @@ def test_tokens_equal_those_of_transformers(name: str, block_size: int, chunk: i
     check_alone_and_in_company(name, tmp_path, block_size, chunk)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "block_size", "chunk"), LONG)
+@pytest.mark.parametrize(
+    ("name", "block_size", "chunk"),
+    [pytest.param(*row, marks=pytest.mark.long if row in AS_SERVED else pytest.mark.deep) for row in LONG],
+)
 def test_tokens_equal_in_blocks_and_chunks_of_every_size(
     name: str, block_size: int, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

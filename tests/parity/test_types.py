@@ -20,9 +20,15 @@ from tests.models import dense
 from tests.models.tiny import tiny_case, write_checkpoint
 from tests.parity import cases
 
+# Every family's products are of every type; which one is long goes round, and the others are deep.
+QUANTISED = [
+    pytest.param(name, asked, marks=pytest.mark.long if (i + j) % len(ASKED) == 0 else pytest.mark.deep)
+    for i, name in enumerate(cases.FAMILIES)
+    for j, asked in enumerate(ASKED)
+]
 TOKEN_IDS = np.arange(3, 43, dtype=np.int32) * 5 % 131
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("quick_programs")]
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 def is_quantised(leaf: object) -> bool:
@@ -40,6 +46,7 @@ def on_two(model: Model, folder: Path) -> np.ndarray:
     return logits_of(where.model, params)[:, : model.config.vocab_size]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", cases.FAMILIES)
 def test_bfloat16_is_as_close_as_its_digits_allow(name: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tiny_case(name), tmp_path)
@@ -50,8 +57,7 @@ def test_bfloat16_is_as_close_as_its_digits_allow(name: str, tmp_path: Path) -> 
         assert np.median(np.abs(got - want)) < 0.03 * want.std()
 
 
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("name", cases.FAMILIES)
+@pytest.mark.parametrize(("name", "asked"), QUANTISED)
 def test_quantised_matrices_multiply_as_what_they_stand_for(name: str, asked: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tiny_case(name), tmp_path)
     plain = from_hf(tiny_case(name).config)
