@@ -32,8 +32,9 @@ def judge(found: dict[str, Any], expected_error: str) -> list[str]:
         failures.append(f"copies of the pool or of weights: {', '.join(found['big_copies'])}")
     if found["pool_writes"] > limits["num_writes"]:
         failures.append(f"{found['pool_writes']} writes of the pool; {limits['num_writes']} are enough")
-    if limits["call"] and limits["call"] not in found["calls"]:
-        failures.append(f"no call of {limits['call']}: there are {found['calls']}")
+    for name, least in limits["calls"].items():
+        if found["calls"].get(name, 0) < least:
+            failures.append(f"{least} calls of {name} were to be there: there are {found['calls']}")
     if found["kernels"] < limits["num_kernels"]:
         failures.append(f"{found['kernels']} kernels; {limits['num_kernels']} were to be there")
     if limits["num_kernels"] and not (found["tensor_core_products"] and found["bulk_copies"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,11 +18,13 @@ from jpaged.device.aot.gpu import compile_only_gpus
 from jpaged.device.mesh import build_mesh
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
-from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
+from jpaged.models.quantisation.formats import EXPERT_AXES, leaf_format
 from jpaged.models.quantisation.rules import Quantisation
+from jpaged.models.quantisation.tree import placed_leaves
 
 Numbers = Literal["bfloat16", "int8", "int8-rows", "int4", "fp8", "fp8-blocks", "mxfp4"]
 _FORMATS: dict[Numbers, MatrixFormat] = {
@@ -32,9 +35,8 @@ _FORMATS: dict[Numbers, MatrixFormat] = {
     "fp8-blocks": MatrixFormat("fp8", 128, activations="fp8-groups"),
     "mxfp4": MatrixFormat("mxfp4", 32),
 }
-_CALLS: dict[Numbers, str] = {"int8-rows": "__cublas$lt$matmul", "fp8": "__cublas$lt$matmul$f8"}
-"""What multiplies numbers of 8 bits as they are. Without a device to time on XLA would take tiles of its own, of 16
-rows, and widen them."""
+_CUBLAS: dict[str, str] = {"int8": "__cublas$lt$matmul", "fp8": "__cublas$lt$matmul$f8"}
+"""What multiplies numbers of 8 bits with rows of 8 bits as they are."""
 _MODULES = {"mxfp4": r"\.experts\."}
 """Which modules have numbers of a kind, where not all do."""
 
@@ -73,6 +75,21 @@ class ModelCase:
             return dataclasses.replace(from_hf(fields), quantisation=Quantisation(self.numbers, (rule,)))
         return from_hf(fields)
 
+    def calls(self) -> dict[str, int]:
+        """The kernels that a step has to call, so often: none of what they do may be left to XLA."""
+        config = self.config()
+        calls = Counter(paged_attention=config.num_layers)
+        calls["grouped_product"] = 3 * sum(kind.is_sparse for kind in config.layer_kinds)
+        for path, (leaf, *_) in placed_leaves(config, "loop"):
+            form = leaf_format(config.quantisation, leaf)
+            if form is None or path[0] != "layers" or not EXPERT_AXES.isdisjoint(leaf.axes):
+                continue
+            if form.group_size is not None or NUM_BITS[form.values] == 4:
+                calls["grouped_product"] += 1
+            elif form.activations is not None:
+                calls[_CUBLAS[form.values]] += 1
+        return dict(+calls)
+
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
         mesh = build_mesh(compile_only_gpus(self.num_parts, self.gpu))
         model = Model(self.config(), jnp.dtype("bfloat16"))
@@ -88,7 +105,7 @@ class ModelCase:
         is_step = self.program == "forward"
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = lowerings[ProgramSpec(self.program, self.num_tokens)]()
-        layout, is_mixture = step.layout, self.model in _EXPERTS
+        layout = step.layout
         return Program(
             lowered,
             layout.num_bytes // self.num_parts if is_step else 0,
@@ -98,7 +115,7 @@ class ModelCase:
             0,
             model.config.num_layers if is_step else 0,
             has_weights=True,
-            call=_CALLS.get(self.numbers, "") if is_step and not is_mixture else "",
+            calls=self.calls() if is_step else {},
         )
 
 
@@ -117,6 +134,7 @@ MODEL_CASES: tuple[ModelCase, ...] = (
     *(ModelCase(model) for model in (*_DENSE, *_EXPERTS)),
     *(ModelCase(model, numbers) for model, numbers in _QUANTISED),
     *(ModelCase(model, num_parts=2) for model in ("llama-3-8b", "mixtral-8x7b")),
+    *(ModelCase(model, num_tokens=8) for model in ("deepseek-v2-lite", "falcon-7b")),
     ModelCase("qwen3-30b-a3b", num_tokens=2048),
     *(ModelCase(model, program="sample") for model in ("llama-3-8b", "gemma-2-9b", "gpt2-xl")),
 )

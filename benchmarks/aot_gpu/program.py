@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import jax
 
@@ -20,7 +21,7 @@ class Program:
         num_kernels: kernels of ours in it, at least.
         num_writes: operations that may write the pool, each in place: a layer's keys and values, at once.
         has_weights: its larger arguments are weights, none of which any instruction may copy.
-        call: a custom call that it has to have; XLA then makes no tiles of its own for products. Empty is none.
+        calls: kernels, ours by their names and others by their targets, and how often each has to be called at least.
     """
 
     lowered: jax.stages.Lowered
@@ -31,4 +32,4 @@ class Program:
     num_kernels: int
     num_writes: int
     has_weights: bool = False
-    call: str = ""
+    calls: Mapping[str, int] = field(default_factory=dict)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from jpaged.kernels.product.depth import parts_on_device
 from jpaged.kernels.product.on_device import multiply_on_device
 from jpaged.kernels.product.quantised import QuantisedMatrix
 
@@ -25,8 +26,12 @@ def _dot(x_te: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
     """The product with an array.
 
     The accumulator is named even for bfloat16: XLA's CPU backend is ten times slower without it. Full precision is
-    named for float32: TPUs and GPUs would otherwise round the operands to bfloat16 and TF32.
+    named for float32: TPUs and GPUs would otherwise round the operands to bfloat16 and TF32. On a GPU sums are in parts
+    where XLA would pad the matrix for its own.
     """
+    if axis == 0 and x_te.ndim == 2 and (parts := parts_on_device(x_te, matrix)) > 1:
+        x_tsk, matrices = x_te.reshape(len(x_te), parts, -1), matrix.reshape(parts, -1, *matrix.shape[1:])
+        return accumulate(x_tsk, matrices, ((2,), (1,)), ((1,), (0,))).sum(0)
     return accumulate(x_te, matrix, ((x_te.ndim - 1,), (axis,)))
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.aot_gpu.compile_case import pool_writes
+from benchmarks.aot_gpu.compile_case import calls, pool_writes
 from benchmarks.aot_gpu.copies import made_of_weights
 from benchmarks.aot_gpu.gate import regressions
+from benchmarks.aot_gpu.judge import judge
+from benchmarks.aot_gpu.models import MODEL_CASES
 from benchmarks.aot_gpu.sass import kernels
 
 # As Mosaic and nvdisasm print them: an outer loop, an inner one with two products, a third product behind both.
@@ -193,3 +195,31 @@ def test_arrays_that_are_made_of_weights_are_found() -> None:
         "fusion padded makes (2048, 1024)",
         "fusion expert makes (1, 1024, 1024)",
     ]
+
+
+CALLS = """
+  %a = bf16[8,64]{1,0} custom-call(%q), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/attend/mpmd_map"}
+  %b = f32[1,8,64]{2,1,0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton",
+  %c = f32[8,64]{1,0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/product/pallas_call"}
+  %d = f32[8,64]{1,0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/product/pallas_call"}
+  %e = (f32[8,64]{1,0}, s8[9]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul$f8"
+"""  # noqa: E501
+
+
+def test_a_step_without_its_kernels_fails() -> None:
+    found = calls(CALLS)
+    assert found == {"attend": 1, "__gpu$xla.gpu.triton": 1, "product": 2, "__cublas$lt$matmul$f8": 1}
+    limits = {"pool_bytes": 0, "max_temp_bytes": 0, "num_kernels": 0, "num_writes": 0}
+    of_nothing = {"alias_bytes": 0, "temp_bytes": 0, "big_copies": [], "pool_writes": 0, "kernels": 0}
+    step = {**of_nothing, "spilled_bytes": 0, "calls": found}
+    assert judge(step | {"limits": limits | {"calls": {"product": 2, "attend": 1}}}, "") == []
+    (failure,) = judge(step | {"limits": limits | {"calls": {"product": 3}}}, "")
+    assert failure.startswith("3 calls of product were to be there")
+
+
+def test_a_case_asks_for_the_kernels_of_its_model() -> None:
+    wanted = {(case.model, case.numbers): case.calls() for case in MODEL_CASES if case.program == "forward"}
+    assert wanted["mixtral-8x7b", "bfloat16"] == {"paged_attention": 2, "grouped_product": 6}
+    assert wanted["llama-3-8b", "int8"] == {"paged_attention": 2}
+    assert wanted["llama-3-8b", "fp8"] == {"paged_attention": 2, "__cublas$lt$matmul$f8": 8}
+    assert wanted["qwen3-30b-a3b", "int4"] == {"paged_attention": 2, "grouped_product": 10}

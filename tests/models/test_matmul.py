@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh, AxisType
 
+from jpaged.device.mesh import MESH_AXES
+from jpaged.kernels.product.depth import parts_of_depth
 from jpaged.models.matmul import dot
 
 # Both orders of a matrix, and a kernel with more axes.
@@ -54,3 +58,37 @@ def test_it_maps_over_a_batch():
     stacked = jnp.stack([jnp.asarray(x, jnp.float32)] * 2)
     mapped = jax.vmap(lambda x: dot(x, jnp.asarray(matrix, jnp.float32), 0))(stacked)
     np.testing.assert_allclose(mapped, np.stack([y] * 2), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "depth", "columns", "parts"),
+    [
+        (64, 10_944, 2048, 9),
+        (8, 10_944, 2048, 9),
+        (512, 10_944, 2048, 1),  # has tiles enough
+        (8, 18_176, 4544, 16),
+        (8, 4544, 4672, 4),
+        (64, 14_336, 4096, 1),
+        (8, 1600, 4800, 1),
+        (8, 12_289, 64, 1),  # is prime
+    ],
+)
+def test_a_depth_is_divided_where_a_gpu_would_pad_it(num_rows, depth, columns, parts):
+    assert parts_of_depth(num_rows, depth, columns) == parts
+    assert depth % (16 * parts) == 0 or parts == 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_devices", "divides"), [("gpu", 1, True), ("gpu", 2, False), ("tpu", 1, False)]
+)
+def test_the_parts_of_a_depth_add_up(platform, num_devices, divides):
+    rng = np.random.default_rng(0)
+    x, matrix = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 4544), (4544, 2, 8)))
+    device, types = AbstractDevice(platform, 1, platform), (AxisType.Auto,) * 2
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1, num_devices), MESH_AXES, types, abstract_device=device)):
+        jaxpr = str(jax.make_jaxpr(lambda x, matrix: dot(x, matrix, 0))(x, matrix))
+        assert ("8,4,1136" in jaxpr) is divides
+        y = jax.eval_shape(lambda x, matrix: dot(x, matrix, 0), x, matrix)
+    assert y.shape == (8, 2, 8)
+    parts = jax.lax.dot_general(x.reshape(8, 4, -1), matrix.reshape(4, -1, 2, 8), (((2,), (1,)), ((1,), (0,)))).sum(0)
+    np.testing.assert_allclose(parts, np.tensordot(x, matrix, 1), rtol=0, atol=1e-3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +14,8 @@ from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 from jpaged.engine.executor import BucketTable, Detail
+from jpaged.hardware import find_hardware
+from jpaged.kernels.matrix_format import MatrixFormat
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _FROM_CACHE = "/jax/compilation_cache/cache_hits"
@@ -92,10 +94,29 @@ _COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def compiler_options(device: jax.Device) -> dict[str, str] | None:
-    """What XLA is told besides for programs of this device; None is nothing."""
-    options = _COMPILER_OPTIONS.get(device.device_kind)
-    return None if options is None else dict(options)
+_ROUNDED = {"xla_gpu_enable_triton_gemm": "False"}
+"""With tiles of its own XLA for GPUs would widen numbers of 8 bits to 16 before it multiplies them: what it gives to
+cuBLASLt goes to the tensor core as it is. Other programs keep its tiles, which make weights of int8 in registers."""
+
+
+def compiler_options(device: jax.Device, formats: Collection[MatrixFormat] = ()) -> dict[str, str] | None:
+    """What XLA is told besides for programs of this device; None is nothing.
+
+    Args:
+        formats: of the matrices that the program multiplies all of its rows with.
+    """
+    options = dict(_COMPILER_OPTIONS.get(device.device_kind, {}))
+    if device.platform == "gpu" and _is_for_cublas(device, formats):
+        options |= _ROUNDED
+    return options or None
+
+
+def _is_for_cublas(device: jax.Device, formats: Collection[MatrixFormat]) -> bool:
+    """Whether rows have 8 bits in all products of XLA's with matrices of 8 bits, and the device multiplies those."""
+    ours = [form for form in formats if form.group_size is None and form.values in ("int8", "fp8")]
+    hardware = find_hardware(device.device_kind)
+    has_fp8 = hardware is not None and hardware.multiplies_fp8
+    return bool(ours) and all(form.activations and (form.values == "int8" or has_fp8) for form in ours)
 
 
 def set_up_compile_cache(folder: Path | None) -> None:

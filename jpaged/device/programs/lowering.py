@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ from jpaged.models.kv_groups import group_layers
 from jpaged.models.layer_kinds import stacks_of
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
+from jpaged.models.quantisation.tree import MatricesOf, dense_formats
 from jpaged.models.stack import LayerMode
 
 _HALVES_FROM = 256
@@ -141,6 +142,10 @@ def abstract_serving(
     return step, geometry, params
 
 
+_MULTIPLIED: Mapping[str, MatricesOf] = {"forward": "layers", "sample": "head", "decode": "all"}
+"""The matrices that are multiplied with in programs of a kind."""
+
+
 def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[ProgramSpec, Lowering]:
     """For each program, the call that traces and lowers it. `params` may be shapes alone, with their shardings."""
     whole, of_pool = replicated(step.mesh), NamedSharding(step.mesh, POOL_SPEC)
@@ -150,7 +155,8 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
 
     layout, model = step.layout, step.model
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format), params)
-    options = compiler_options(first_device(step.mesh))
+    device = first_device(step.mesh)
+    options = {kind: compiler_options(device, dense_formats(model.config, part)) for kind, part in _MULTIPLIED.items()}
     head = {name: tree for name, tree in params.items() if name != "layers"}
     pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
     last_tokens = shape((step.num_places,), np.int32)
@@ -160,24 +166,27 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         if spec.kind == "forward":
             packing = forward_packing(spec.size, geometry)
             forward = functools.partial(step.packed_forward, packing=packing)
-            jitted = jax.jit(forward, donate_argnums=1, out_shardings=(of_pool, whole), compiler_options=options)
+            outputs = of_pool, whole
+            jitted = jax.jit(forward, donate_argnums=1, out_shardings=outputs, compiler_options=options["forward"])
             return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
         if spec.kind == "decode":
             several = DecodePacking(forward_packing(spec.size, geometry), spec.size)
             decode = functools.partial(packed_decode, step, packing=several)
-            jitted = jax.jit(decode, donate_argnums=1, out_shardings=(of_pool, whole, whole), compiler_options=options)
+            results = of_pool, whole, whole
+            jitted = jax.jit(decode, donate_argnums=1, out_shardings=results, compiler_options=options["decode"])
             return jitted.lower(params, pool, last_tokens, shape((several.size,), np.int32))
         if spec.kind == "load_adapter" and step.slots is not None:
             matrices = list(matrices_of(params).values())
             by_place = step.slots.shapes(model, step.layer_mode, step.mesh, has_slots=False)
             one = [by_place[path] for path in matrices_of(params)]
             shardings = jax.tree.map(lambda struct: struct.sharding, matrices)
-            jitted = jax.jit(fill_slot, donate_argnums=0, out_shardings=shardings, compiler_options=options)
+            of_all = compiler_options(device)
+            jitted = jax.jit(fill_slot, donate_argnums=0, out_shardings=shardings, compiler_options=of_all)
             return jitted.lower(matrices, shape((), np.int32), one)
         if spec.kind != "sample":
             return lower_move(spec, layout, step.mesh)
         sample = functools.partial(step.packed_sample, detail=spec.detail)
-        jitted = jax.jit(sample, out_shardings=whole, compiler_options=options)
+        jitted = jax.jit(sample, out_shardings=whole, compiler_options=options["sample"])
         return jitted.lower(head, hidden, shape((spec.size * ROW_WORDS,), np.int32))
 
     def lower_for_devices(spec: ProgramSpec) -> jax.stages.Lowered:

@@ -33,6 +33,7 @@ from jpaged.device.step.forward import Step
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.models.config import ModelConfig
+from jpaged.models.quantisation.tree import dense_formats
 from jpaged.version import __version__
 
 MANIFEST = "programs.json"
@@ -105,7 +106,7 @@ class Target:
             cascade=_digest(repr(geometry.cascade)) if geometry.cascade else "",
             max_loras=geometry.max_loras,
             max_lora_rank=step.slots.max_rank if step.slots else 0,
-            compiler_options=json_text.dumps(compiler_options(device), sort_keys=True),
+            compiler_options=json_text.dumps(compiler_options(device, dense_formats(model.config)), sort_keys=True),
         )
 
 

@@ -2,6 +2,7 @@
 
 quantised.py a matrix of 8 or 4 bits with its scales, and XLA's products with it
 on_device.py whose product with it runs where
+depth.py     depths that XLA for GPUs would pad, and the parts that they are summed in
 packed.py    a matrix in the order in which the CPU kernel reads it
 scales.py    what such a matrix has beside numbers, and its codes
 multiply.py  the calls of that kernel, and whether there is one

@@ -13,7 +13,8 @@ _SPLIT = frozenset({"heads", "feed_forward"})
 _NEVER = frozenset({"bias", "scale", "sinks", "embedding"})
 _CHOOSING = frozenset({"router", "score"})
 """What weighs experts."""
-_EXPERTS = frozenset({"experts", "expert_parts"})
+EXPERT_AXES = frozenset({"experts", "expert_parts"})
+"""Axes that experts lie along."""
 
 
 def module_of(name: str) -> str:
@@ -25,7 +26,7 @@ def contracted_axis(leaf: Leaf) -> int:
     """The axis of a matrix that rows are multiplied along, counted from the end."""
     if leaf.path[-1] == "embedding":
         return -1
-    return (1 if leaf.axes[0] in ("experts", "expert_parts") else 0) - len(leaf.shape)
+    return (1 if leaf.axes[0] in EXPERT_AXES else 0) - len(leaf.shape)
 
 
 def stored_formats(quantisation: Quantisation | None, leaf: Leaf) -> list[MatrixFormat | None]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product.quantised import abstract_matrix, component_axes
 from jpaged.models.config import ModelConfig
 from jpaged.models.layer_kinds import stacks_of
 from jpaged.models.leaves import Leaf, LogicalAxes
-from jpaged.models.quantisation.formats import contracted_axis, is_uniform, leaf_format
+from jpaged.models.quantisation.formats import EXPERT_AXES, contracted_axis, is_uniform, leaf_format
 from jpaged.models.quantisation.rules import Quantisation
 from jpaged.models.registry import find_family
 from jpaged.models.stack import LayerMode
 
+MatricesOf = Literal["layers", "head", "all"]
 LeafPath = tuple[str | int, ...]
 """Place of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"), in scan mode with the name of a stack."""
 
@@ -38,6 +40,19 @@ def placed_leaves(config: ModelConfig, layer_mode: LayerMode) -> Iterator[tuple[
                 yield ("layers", index, *leaf.path), (leaf,)
     for leaf in family.outer_leaves(config, prefix):
         yield leaf.path, (leaf,)
+
+
+def dense_formats(config: ModelConfig, part: MatricesOf = "all") -> frozenset[MatrixFormat]:
+    """The formats of the quantised matrices that all rows are multiplied with, in the layers or behind them."""
+    if config.quantisation is None:
+        return frozenset()
+    found = (
+        leaf_format(config.quantisation, leaf)
+        for path, leaves in placed_leaves(config, "loop")
+        for leaf in leaves
+        if EXPERT_AXES.isdisjoint(leaf.axes) and part in ("all", "layers" if path[0] == "layers" else "head")
+    )
+    return frozenset(form for form in found if form is not None)
 
 
 def can_stack(config: ModelConfig) -> bool:

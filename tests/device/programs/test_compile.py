@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import compile as ahead
 from jpaged.device.programs.compile import ProgramSpec, least_programs, program_specs, told
 from jpaged.engine.executor import BucketTable
+from jpaged.kernels.matrix_format import MatrixFormat
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 
@@ -119,3 +122,28 @@ def test_a_late_compile_in_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) ->
     driver.run([Row(driver.sequence([1]), 1)])
     assert executor.num_compiles_after_warm_up >= 1
     executor.shutdown()
+
+
+_FP8 = MatrixFormat("fp8", activations="fp8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "formats", "is_for_cublas"),
+    [
+        ("NVIDIA H200", (), False),
+        ("NVIDIA H200", (_FP8,), True),
+        ("NVIDIA H200", (_FP8, MatrixFormat("int4", 128)), True),
+        ("NVIDIA H200", (_FP8, MatrixFormat("int8")), False),
+        ("NVIDIA H200", (MatrixFormat("int8"),), False),
+        ("NVIDIA H200", (MatrixFormat("fp8", 128, activations="fp8-groups"),), False),
+        ("NVIDIA A100-SXM4-80GB", (_FP8,), False),
+        ("NVIDIA A100-SXM4-80GB", (MatrixFormat("int8", activations="int8"),), True),
+        ("TPU v6 lite", (_FP8,), False),
+    ],
+)
+def test_xla_leaves_products_of_8_bits_to_cublas_where_it_would_widen_them(
+    kind: str, formats: tuple[MatrixFormat, ...], is_for_cublas: bool
+) -> None:
+    device: Any = SimpleNamespace(platform="tpu" if "TPU" in kind else "gpu", device_kind=kind)
+    wanted = {"xla_gpu_enable_triton_gemm": "False"} if is_for_cublas else None
+    assert ahead.compiler_options(device, formats) == wanted

@@ -1,0 +1,45 @@
+"""Products with depths that XLA for GPUs would pad, summed in parts that need no padding.
+
+    x [T, K], matrix [K, N]     ->     sum over s of  x [T, s, K / s], matrix [s, K / s, N]
+
+Where a product has fewer tiles than the device has processors, XLA divides its depth into a power of two of parts
+(`splitk_rewriter.cc`). A depth that those do not divide into whole vectors it pads, and with it the matrix, in every
+step: 45 MB of DeepSeek-V2-Lite's dense layer, whose depth of 10 944 is 171 times 64. Parts that are no power of two
+need no padding, and are small enough not to be divided again.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+_VECTOR = 16
+"""Numbers that a part's depth is a multiple of."""
+_LEAST, _MOST = 768, 1216
+"""XLA makes no parts of less than the first, and divides nothing of at most the second."""
+_FEW_ROWS = 32
+_TILE = 64, 128
+_TILES = 198
+"""Tiles that XLA wants for 132 processors."""
+
+
+def parts_of_depth(num_rows: int, depth: int, columns: int) -> int:
+    """How many parts to sum so that XLA for GPUs pads nothing; 1 where it would not."""
+    wanted = depth // _LEAST
+    if num_rows > _FEW_ROWS:
+        num_tiles = -(-num_rows // _TILE[0]) * -(-columns // _TILE[1])
+        wanted = min(wanted, -(-_TILES // num_tiles))
+    if depth % (_VECTOR << (max(wanted, 1) - 1).bit_length()) == 0:
+        return 1
+    parts = (n for n in range(-(-depth // _MOST), depth // _VECTOR) if depth % (n * _VECTOR) == 0)
+    return next(parts, 1)
+
+
+def parts_on_device(x_tk: jax.Array, matrix: jax.Array) -> int:
+    """The same of rows and a matrix `[K, *out]` on the device that is lowered for: 1 where it is no GPU, or several."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    if device is None or device.platform != "gpu" or math.prod(mesh.shape[name] for name in mesh.auto_axes) > 1:
+        return 1
+    return parts_of_depth(len(x_tk), len(matrix), math.prod(matrix.shape[1:]))
