@@ -6,7 +6,8 @@ A cell is spelled `model@topology#program,program`, with `/backend` behind the t
 `llama-3-8b@v6e:2x4#forward[64],sample[64],sample[64, top]`. Weights are bfloat16, or as one of `FORMATS` has them
 (`llama-3-8b+int4@v6e:1x1#forward[64]`), split over all devices of it; the pool takes what a server would give it, nine
 tenths of the memory without the weights. Where that is less than two of the model's longest sequences it takes those,
-and the compiler has to say that it does not fit.
+and the compiler has to say that it does not fit. `+lora` comes last, and has adapters beside the weights: 8 slots of
+rank 16, as a server has them unless it is told otherwise (`llama-3-8b+int8+lora@v6e:1x1#forward[64],load_adapter[1]`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,7 @@ from jpaged import json_text
 from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.capacity.target import find_target
 from jpaged.config import EngineConfig
+from jpaged.device.adapters import matrices_of
 from jpaged.device.aot.hlo import Collective, collectives, computations_of
 from jpaged.device.aot.tpu import compile_only_devices, compiler_environment, find_topology
 from jpaged.device.mesh import build_mesh, local_bytes
@@ -58,7 +61,8 @@ FORMATS: Mapping[str, tuple[tuple[str, MatrixFormat], ...]] = {
 }
 """Which matrices of layers are quantised, and how; where rows are named, those of products are rounded, too."""
 _CELL = re.compile(
-    r"(?P<model>[\w.-]+)(?:\+(?P<format>[\w-]+))?@(?P<topology>[\w:]+)(?:/(?P<backend>[\w-]+))?#(?P<programs>.+)"
+    r"(?P<model>[\w.-]+)(?:\+(?!lora@)(?P<format>[\w-]+))?(?P<lora>\+lora)?@"
+    r"(?P<topology>[\w:]+)(?:/(?P<backend>[\w-]+))?#(?P<programs>.+)"
 )
 Lowerings = Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]]
 _MARK = "RESULT "
@@ -76,10 +80,12 @@ class ProgramResult:
         num_devices: that the model is split over.
         backend: whose attention kernel it is.
         num_blocks: of the pool.
-        weight_bytes: of all parameters.
+        weight_bytes: of all parameters, adapters in their slots included.
+        adapter_bytes: of the adapters.
         pool_bytes: of the pool.
         made: arrays of the size of the pool, of a weight, or of one layer's part of either, that it makes, and those of
             the size of all logits that it copies.
+        adapter_bytes_read: of the adapters' stacks in all layers of a step.
         products: the types that matrices are multiplied in, such as `s8*s8=s32`, widened before or not.
         collectives: what devices exchange.
         report: the memory that it takes; None if it does not fit.
@@ -95,8 +101,10 @@ class ProgramResult:
     backend: str
     num_blocks: int
     weight_bytes: int
+    adapter_bytes: int
     pool_bytes: int
     made: tuple[str, ...]
+    adapter_bytes_read: int
     products: tuple[str, ...]
     collectives: tuple[Collective, ...]
     report: ProgramReport | None
@@ -165,8 +173,12 @@ def compile_cell(cell: str) -> list[ProgramResult]:
     """The programs of one cell, in this process."""
     match = _CELL.fullmatch(cell)
     if match is None:
-        raise ValueError(f"{cell!r} is not spelled model[+format]@topology[/backend]#program,...")
-    step, params, lowerings = _serving(match["model"], match["format"], match["topology"], match["backend"])
+        raise ValueError(f"{cell!r} is not spelled model[+format][+lora]@topology[/backend]#program,...")
+    config = KNOWN_MODELS[match["model"]].config
+    if (form := match["format"]) is not None:
+        config = dataclasses.replace(config, quantisation=Quantisation(form, FORMATS[form]))
+    own = {"attention_backend": match["backend"] or "auto", "enable_lora": match["lora"] is not None}
+    step, params, lowerings = _serving(Model(config, jnp.dtype("bfloat16")), match["topology"], own)
     specs = {str(spec): spec for spec in lowerings}
     return [
         _compile(cell.partition("#")[0], specs[program], lowerings[specs[program]], step, params)
@@ -174,16 +186,9 @@ def compile_cell(cell: str) -> list[ProgramResult]:
     ]
 
 
-def _serving(
-    model_name: str, form: str | None, topology_name: str, backend: str | None
-) -> tuple[Step, Params, Lowerings]:
-    topology = find_topology(topology_name)
-    mesh = build_mesh(compile_only_devices(topology))
-    config = KNOWN_MODELS[model_name].config
-    if form is not None:
-        config = dataclasses.replace(config, quantisation=Quantisation(form, FORMATS[form]))
-    model = Model(config, jnp.dtype("bfloat16"))
-    options = {**OPTIONS, "tensor_parallel_size": mesh.size, "attention_backend": backend or "auto"}
+def _serving(model: Model, topology_name: str, own: Mapping[str, Any]) -> tuple[Step, Params, Lowerings]:
+    mesh = build_mesh(compile_only_devices(find_topology(topology_name)))
+    options = {**OPTIONS, "tensor_parallel_size": mesh.size, **own}
     least, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
     free = 0.9 * find_target(topology_name).hardware.usable_bytes - local_bytes(params)
     num_blocks = max(2 * geometry.num_blocks, int(free // least.layout.local.bytes_per_block) - 1)
@@ -197,14 +202,15 @@ def _compile(
     begin = time.perf_counter()
     lowered = lowering()
     lowered_at, cpu_begin = time.perf_counter(), time.process_time()
-    report, out_of_memory = None, None
+    report, out_of_memory, adapter_bytes_read = None, None, 0
     made: tuple[str, ...] = ()
     products: tuple[str, ...] = ()
     exchanged: tuple[Collective, ...] = ()
     try:
         executable = lowered.compile()
         exchanged = tuple(collectives(executable))
-        products = tuple(sorted(set(_products(executable.as_text() or ""))))
+        text = executable.as_text() or ""
+        products, adapter_bytes_read = tuple(sorted(set(_products(text)))), _adapter_bytes_read(text, params)
         report = ProgramReport.of(executable)
         arrays = [*made_arrays(executable, _sizes(step, params, spec)), *_copied_logits(executable, step, spec)]
         made = tuple(f"{array.opcode}{list(array.dims)}" for array in arrays)
@@ -220,8 +226,10 @@ def _compile(
         backend=step.backend,
         num_blocks=layout.num_blocks,
         weight_bytes=local_bytes(params),
+        adapter_bytes=local_bytes({"slots": list(matrices_of(params).values())}),
         pool_bytes=layout.num_bytes,
         made=made,
+        adapter_bytes_read=adapter_bytes_read,
         products=products,
         collectives=exchanged,
         report=report,
@@ -235,21 +243,29 @@ def _compile(
 def _sizes(step: Step, params: Params, spec: ProgramSpec) -> set[int]:
     """Elements of the pool, of a layer of it, of each weight and of a layer of it, unless activations are as large.
 
-    A program that moves blocks has no weights.
+    The adapters of all slots are such weights, however small. A program that moves blocks has none.
     """
     layout, config = step.layout.local, step.model.config
-    pool = math.prod(layout.shape)
+    pool, of_adapters = math.prod(layout.shape), _elements(matrices_of(params), is_stacked=True)
     sizes = {pool, pool // layout.num_layers}
+    if spec.kind == "load_adapter":
+        return of_adapters
     if spec.kind not in ("forward", "sample"):
         return sizes
     for name, tree in params.items():
-        for leaf in jax.tree.leaves(tree):
-            size = math.prod(leaf.sharding.shard_shape(leaf.shape))
-            sizes |= {size, size // leaf.shape[0]} if name == "layers" else {size}
+        sizes |= _elements(tree, is_stacked=name == "layers")
     heads, groups = config.num_heads // step.mesh.size, layout.num_kv_heads
     inner = config.intermediate_size // step.mesh.size
-    widths = (config.hidden_size, inner, 2 * inner, heads * config.head_dim, (heads + 2 * groups) * config.head_dim)
-    return {size for size in sizes if size >= _SMALL} - {spec.size * width for width in widths}
+    kv = 2 * groups * config.head_dim
+    widths = (config.hidden_size, inner, 2 * inner, heads * config.head_dim, kv, heads * config.head_dim + kv)
+    large = {size for size in sizes if size >= _SMALL}
+    return (large | of_adapters) - {spec.size * width for width in widths}
+
+
+def _elements(tree: Any, *, is_stacked: bool) -> set[int]:
+    """Numbers in a device's part of each array, and in a layer of it where layers are stacked."""
+    shapes = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(tree)]
+    return {math.prod(part) for shape in shapes for part in ((shape, shape[1:]) if is_stacked else (shape,))}
 
 
 def _products(text: str) -> Iterator[str]:
@@ -260,6 +276,17 @@ def _products(text: str) -> Iterator[str]:
             if found.opcode in ("dot", "convolution"):
                 operands = re.findall(r"%([\w.\-]+)", found.line.partition(f" {found.opcode}(")[2])[:2]
                 yield f"{'*'.join(types.get(name, '?') for name in operands)}={types[found.name]}"
+
+
+def _adapter_bytes_read(text: str, params: Params) -> int:
+    """Bytes of the slices that a step takes of adapters' stacks, a layer at a time: a slice of one is a read of it."""
+    num_read = 0
+    shapes = {leaf.sharding.shard_shape(leaf.shape): leaf.dtype for leaf in jax.tree.leaves(matrices_of(params))}
+    for shape, dtype in shapes.items():
+        layer = ",".join(map(str, (1, *shape[1:])))
+        sliced = re.findall(rf" = \w+\[{layer}\]\S* dynamic-slice\(", text)
+        num_read += len(sliced) * math.prod(shape) * dtype.itemsize
+    return num_read
 
 
 def _copied_logits(executable: jax.stages.Compiled, step: Step, spec: ProgramSpec) -> list[MadeArray]:

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.config import Backend, EngineConfig
+from jpaged.device.adapters import AdapterRoom, fill_slot
 from jpaged.device.aot.tpu import GENERATIONS
 from jpaged.device.mesh import MESH_AXES, build_mesh
 from jpaged.device.programs.lowering import abstract_serving
@@ -31,10 +32,14 @@ from jpaged.device.step.decode import packed_decode
 from jpaged.device.step.forward import forward_packing
 from jpaged.device.step.runner import DecodePacking
 from jpaged.kernels.kv_layout import KVForm
+from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.sampling import choose_kernel
+from jpaged.models.layers import Params
 from jpaged.models.model import Model
+from jpaged.models.quantisation.rules import Quantisation
 
 NUM_TOKENS = 16
+TRITON_CALL = "__gpu$xla.gpu.triton"
 OPTIONS = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": NUM_TOKENS,
@@ -129,3 +134,57 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
     assert target.call in text
     assert text.count("stablehlo.while") >= (2 if program == "decode" else 1), "layers, and the steps around them"
     assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
+
+
+# Of a layer's four matrices each has one product with A, and one with B of each part: 3 + 1 + 2 + 1.
+NUM_ADAPTED = 4 + 7
+
+
+@pytest.mark.parametrize("form", [None, "int4"], ids=["bfloat16", "int4"])
+def test_a_step_with_adapters_lowers_and_multiplies_with_all_of_them_at_once(form: str | None) -> None:
+    target, config = TARGETS["h200"], KNOWN_MODELS["llama-3-8b"].config
+    if form is not None:
+        config = dataclasses.replace(config, quantisation=Quantisation(form, (("", MatrixFormat("int4", 128)),)))
+    model = Model(config, jnp.dtype("bfloat16"))
+    mesh, options = build_mesh(jax.devices()[:1]), EngineConfig.load({**OPTIONS, "enable_lora": True})
+    step, geometry, _ = abstract_serving(model, options, mesh)
+    assert step.slots == AdapterRoom(8, 16)
+    layout = dataclasses.replace(step.layout, form=target.form)
+    step = dataclasses.replace(step, layout=layout, backend=target.backend, layer_mode="scan")
+    packing, params = forward_packing(NUM_TOKENS, geometry), step.model.abstract_params("scan")
+    adapted = AdapterRoom(8, 16).add_to(params, step.model, "scan", mesh)
+
+    def text_of(params: Params) -> str:
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+        jitted = jax.jit(functools.partial(step.packed_forward, packing=packing), donate_argnums=1)
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", TRITON_CALL)]
+        with on(target):
+            exported = export.export(jitted, platforms=[target.platform], disabled_checks=checks)(
+                shapes,
+                jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
+                jax.ShapeDtypeStruct((step.num_places,), np.int32),
+                jax.ShapeDtypeStruct((packing.size,), np.int32),
+            )
+        return exported.mlir_module()
+
+    without, text = text_of(params), text_of(adapted)
+    assert target.call in text
+    assert text.count("stablehlo.dot_general") == without.count("stablehlo.dot_general") + NUM_ADAPTED
+    assert text.count("custom_call") == without.count("custom_call"), "no product with the base is another"
+    assert (TRITON_CALL in text) == (form is not None)
+
+
+def test_a_slot_is_filled_in_place() -> None:
+    model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
+    mesh, room = build_mesh(jax.devices()[:1]), AdapterRoom(8, 16)
+    by_place, one = (room.shapes(model, "loop", mesh, has_slots=has_slots) for has_slots in (True, False))
+    index = jax.ShapeDtypeStruct((), np.int32)
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+        (list(by_place.values()), index, list(one.values())),
+    )
+    with on(TARGETS["h200"]):
+        text = export.export(jax.jit(fill_slot, donate_argnums=0), platforms=["cuda"])(*arguments).mlir_module()
+    num_stacks = 32 * NUM_ADAPTED
+    assert "stablehlo.dynamic_update_slice" in text
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") == num_stacks

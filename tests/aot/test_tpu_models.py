@@ -138,6 +138,49 @@ def test_quantised_matrices_are_multiplied_as_they_lie(cells: tuple[str, ...], p
         assert set(products) <= set(result.products), result.cell
 
 
+# Of each layer both matrices of 8 adapters of rank 16, in bfloat16: queries, keys and values; output; gates and ups;
+# downs. Of four devices each has all of A where columns are split, and all of B where rows are.
+ADAPTERS_OF_LAYER = 8 * 16 * 2 * (3 * 4096 + 6144 + 4096 + 4096 + 2 * 4096 + 28672 + 14336 + 4096)
+OF_FOUR = 8 * 16 * 2 * (3 * 4096 + 6144 // 4 + 4096 // 4 + 4096 + 2 * 4096 + 28672 // 4 + 14336 // 4 + 4096)
+
+
+@pytest.mark.parametrize(
+    ("cell", "of_layer"),
+    [
+        ("llama-3-8b+lora@v6e:1x1#forward[64],forward[512],decode[64],load_adapter[1]", ADAPTERS_OF_LAYER),
+        ("llama-3-8b+int8+lora@v6e:1x1#forward[64]", ADAPTERS_OF_LAYER),
+        ("llama-3-8b+lora@v6e:2x2#forward[64],load_adapter[1]", OF_FOUR),
+    ],
+    ids=["bfloat16", "int8", "four-devices"],
+)
+def test_adapters_are_read_once_a_step_and_written_in_place(cell: str, of_layer: int) -> None:
+    results = compile_cells(cell)
+    assert len(results) == cell.count("[")
+    for result in results:
+        num_bytes = 32 * of_layer
+        assert result.adapter_bytes == num_bytes
+        if result.program.startswith("load_adapter"):
+            report = result.report
+            assert report is not None and result.made == () and result.collectives == ()
+            assert report.alias_bytes == num_bytes
+            assert report.argument_bytes < num_bytes * 9 / 8 + MIB, "one adapter comes, as large as a slot"
+            assert report.temp_bytes < MIB
+            continue
+        # 8 MiB without adapters; what they add is sums of ranks and what B makes of them.
+        check(result, work_mib=24 if "512" in result.program else 12)
+        assert result.adapter_bytes_read == num_bytes, "all slots', and each once"
+        if result.num_devices > 1:
+            check_adapted_exchanges(result)
+
+
+def check_adapted_exchanges(result: ProgramResult) -> None:
+    """As many exchanges as without adapters: sums of ranks of matrices whose rows are split go with the layer's own."""
+    exchanged = sorted((one.loop_trips, *sorted(one.dims)) for one in result.collectives)
+    assert {one.opcode for one in result.collectives} == {"all-reduce"}
+    of_layer = ((32,), (64, 8, 16), (64, 4096))
+    assert exchanged == [((), (64, 4096)), of_layer, of_layer]
+
+
 def test_attention_of_xla_is_in_place_too() -> None:
     (result,) = compile_cells("llama-3-8b@v6e:1x1/xla#forward[64]")
     assert result.backend == "xla"
