@@ -1,6 +1,6 @@
 """Compiles the TPU backend's attention for a TPU that is not here: a process of its own, since libtpu may abort it.
 
-    TPU_LIBRARY_PATH=... python -m tests.aot.compile_tpu_attention v5e:2x2
+    TPU_LIBRARY_PATH=... python -m tests.aot.compile_tpu_attention v5e:2x2 kinds
 
 Prints one line of JSON a case: what the compiled program needs, or the error.
 """
@@ -93,7 +93,10 @@ def limits() -> Iterator[tuple[str, Case]]:
         yield topology, dataclasses.replace(MOST, num_tokens=MOST_TOKENS)
     for topology in ("v5e:2x2", "tpu7x:2x2x1"):
         yield topology, Case(16, "bfloat16", 256, 128, group=1, dtype="float32")
-    # A quarter of DeepSeek-V3's heads, and those of DeepSeek-V2-Lite.
+
+
+def latents() -> Iterator[tuple[str, Case]]:
+    """A quarter of DeepSeek-V3's heads, and those of DeepSeek-V2-Lite."""
     yield "v6e:2x2", Case(1, "bfloat16", 576, 32, group=32, value_dim=512)
     yield "v5p:2x2x1", Case(1, "float8_e4m3fn", 576, 128, group=16, value_dim=512)
 
@@ -107,6 +110,10 @@ def beyond() -> Iterator[tuple[str, Case]]:
     """What is refused: steps that the compiler cannot hold either, of a few tokens more than those that are taken."""
     for topology in TOPOLOGIES:
         yield topology, dataclasses.replace(MOST, num_tokens=TOO_MANY_TOKENS)
+
+
+GROUPS = {"kinds": (*pairs(), *latents()), "sizes": (*limits(), *beyond())}
+"""Every kind of heads, types and blocks; and the largest sizes, with those that are too large."""
 
 
 def compiled(topology: str, case: Case) -> dict[str, object]:
@@ -149,7 +156,7 @@ def compiled(topology: str, case: Case) -> dict[str, object]:
 
 
 def main() -> None:
-    for topology, case in (*pairs(), *limits(), *beyond()):
+    for topology, case in GROUPS[sys.argv[2]]:
         if topology == sys.argv[1]:
             try:
                 result = compiled(topology, case)

@@ -71,12 +71,22 @@ def test_the_kernel_is_lowered(case: AttentionCase) -> None:
     check(case)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    "case", [*ATTENTION, *(case for case in TRITON if case.gpu in KINDS)], ids=lambda case: case.name
+    "case",
+    [pytest.param(case, marks=pytest.mark.deep if i % 4 else pytest.mark.long) for i, case in enumerate(WHOLE)],
+    ids=lambda case: case.name,
 )
 def test_the_whole_matrix_is_lowered(case: AttentionCase) -> None:
     check(case)
+
+
+def test_a_quarter_of_the_matrix_has_every_gpu_and_type() -> None:
+    for kind in (
+        lambda case: (case.backend, case.gpu),
+        lambda case: (case.backend, case.kv_dtype),
+        lambda case: (case.backend, case.is_cascade),
+    ):
+        assert {kind(case) for case in (*QUICK, *WHOLE[::4])} == {kind(case) for case in WHOLE}
 
 
 def test_more_than_shared_memory_holds_is_refused_before_lowering() -> None:

@@ -12,8 +12,6 @@ import pytest
 
 from benchmarks.tpu_programs import ROOT, library
 
-pytestmark = pytest.mark.long
-
 
 def plan(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -38,6 +36,7 @@ def plan_with_defaults(model: str, topology: str, sizes: tuple[int, int, int, in
     return found
 
 
+@pytest.mark.long
 def test_with_its_defaults_llama_3_8b_fits_into_four_v5e() -> None:
     found = plan_with_defaults("meta-llama/Llama-3.1-8B", "v5e:2x2", (131072, 128, 256, 1024))
     assert (found["fits"], found["tensor_parallel_size"]) == (True, 4)
@@ -49,10 +48,12 @@ def test_with_its_defaults_llama_3_8b_fits_into_four_v5e() -> None:
     assert found["estimates"][0]["prefill_s"] == pytest.approx(0.0357, rel=0.01)
 
 
+@pytest.mark.deep
 def test_with_its_defaults_qwen_3_32b_fits_into_eight_v6e() -> None:
     plan_with_defaults("qwen3-32b", "v6e:2x4", (40960, 128, 512, 2048))
 
 
+@pytest.mark.long
 def test_a_pool_that_is_too_large_for_70b_is_reported_with_what_to_change() -> None:
     done = plan("llama-3.1-70b", "--topology", "v6e:2x4", "--max-model-len", "8192", "--num-blocks", "10000")
     assert done.returncode == 1
@@ -64,6 +65,7 @@ def test_a_pool_that_is_too_large_for_70b_is_reported_with_what_to_change() -> N
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_weights_that_do_not_fit_are_known_without_compiling() -> None:
     done = plan("llama-3.1-70b", "--topology", "v5e:2x4", "--max-model-len", "8192", "--json")
     assert done.returncode == 1

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.record import PAGE
 from benchmarks.tpu_cycles import recorded
-from benchmarks.tpu_cycles.cases import TOPOLOGIES, Case, gate, table
+from benchmarks.tpu_cycles.cases import TOPOLOGIES, Case, few, gate, table
 from benchmarks.tpu_cycles.counting import CountingFailed, counted, version
 from benchmarks.tpu_cycles.machine import LostTrack, Machine, Memory, Run
 from benchmarks.tpu_cycles.program import Program, UnreadableProgram, parse
@@ -26,13 +26,23 @@ PINNED = Path(os.environ.get("TPU_LIBRARY_PATH", Path(sys.prefix) / "aot/libtpu/
 NEWEST = Path(sys.prefix) / "aot-newest/libtpu/libtpu.so"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("libtpu", [PINNED, NEWEST], ids=["pinned", "newest"])
-def test_kernels_take_the_recorded_cycles(libtpu: Path) -> None:
+FEW, ALL = [[*few(0)], [*few(1)]], [*gate()]
+
+
+@pytest.mark.parametrize(
+    ("libtpu", "cases"),
+    [
+        pytest.param(PINNED, FEW[1], marks=pytest.mark.long, id="pinned"),
+        pytest.param(NEWEST, FEW[0], marks=pytest.mark.long, id="newest"),
+        pytest.param(PINNED, [case for case in ALL if case not in FEW[1]], marks=pytest.mark.deep, id="pinned-rest"),
+        pytest.param(NEWEST, [case for case in ALL if case not in FEW[0]], marks=pytest.mark.deep, id="newest-rest"),
+    ],
+)
+def test_kernels_take_the_recorded_cycles(libtpu: Path, cases: list[Case]) -> None:
     assert libtpu.exists(), f"{libtpu} is missing: make aot"
     cycles, ours = recorded.read(), version(libtpu)
     assert version(PINNED) in cycles, "nothing was recorded with the pinned libtpu: " + _command(PINNED)
-    now = list(counted(list(gate()), libtpu))
+    now = list(counted(cases, libtpu))
     if ours in cycles:
         found = list(recorded.differences(cycles[ours], now, recorded.MARGIN, says_better=True))
     else:
@@ -63,6 +73,12 @@ def test_the_gate_meets_every_pair() -> None:
     assert [len({row[i] for row in rows}) for i in range(4)] == [4, 4, 3, 3]
     assert {case.generation for case in gate() if case.kind == "prefill"} == set(TOPOLOGIES)
     assert set(gate()) <= set(table())
+    for cases in FEW:
+        assert Counter((case.generation, case.kind) for case in cases) == dict.fromkeys(
+            ((generation, kind) for generation in TOPOLOGIES for kind in ("decode", "prefill")), 1
+        )
+        assert {case.num_kv_heads for case in cases if case.kind == "decode"} == {1, 2, 4, 8}
+    assert {case.kv_dtype for cases in FEW for case in cases} == {case.kv_dtype for case in gate()}
 
 
 def test_a_case_is_read_as_it_is_written() -> None:

@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.aot.compile_tpu_attention import MOST_TOKENS, TOPOLOGIES, beyond, limits, pairs
+from tests.aot.compile_tpu_attention import GROUPS, MOST_TOKENS, TOPOLOGIES, beyond, latents, limits, pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBTPU = Path(os.environ.get("TPU_LIBRARY_PATH", Path(sys.prefix) / "aot/libtpu/libtpu.so"))
 
 
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "group", [pytest.param("kinds", marks=pytest.mark.long), pytest.param("sizes", marks=pytest.mark.deep)]
+)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_attention_compiles_without_copying_the_pool(topology: str) -> None:
+def test_attention_compiles_without_copying_the_pool(topology: str, group: str) -> None:
     assert LIBTPU.exists(), f"{LIBTPU} is missing: make aot"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -29,11 +31,11 @@ def test_attention_compiles_without_copying_the_pool(topology: str) -> None:
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
     }
-    command = [sys.executable, "-m", "tests.aot.compile_tpu_attention", topology]
+    command = [sys.executable, "-m", "tests.aot.compile_tpu_attention", topology, group]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(results) == sum(name == topology for name, _ in (*pairs(), *limits(), *beyond()))
+    assert len(results) == sum(name == topology for name, _ in GROUPS[group])
     for result in results:
         if result["refusal"] is not None:
             assert "Ran out of memory in memory space smem" in result["error"], result
@@ -47,7 +49,7 @@ def test_attention_compiles_without_copying_the_pool(topology: str) -> None:
 
 
 def test_the_limits_are_those_of_the_refusals() -> None:
-    assert [case.refusal for _, case in (*pairs(), *limits())] == [None] * 30
+    assert [case.refusal for _, case in (*pairs(), *latents(), *limits())] == [None] * 30
     assert all("of scalar memory; the limit is 1016 KiB" in str(case.refusal) for _, case in beyond())
     for _, case in (one for one in limits() if one[1].num_tokens == MOST_TOKENS):
         more = dataclasses.replace(case, num_tokens=MOST_TOKENS + 128)

@@ -54,9 +54,15 @@ def test_a_program_without_a_loop() -> None:
         layer_operations("ENTRY %main (p.0: f32[]) -> f32[] {\n  %a = f32[] add(%p.0, %p.0)\n}")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("num_tokens", [64, 2048])
-@pytest.mark.parametrize("topology", ["v6e:1x1", "v6e:2x4"])
+@pytest.mark.parametrize(
+    ("topology", "num_tokens"),
+    [
+        pytest.param("v6e:1x1", 64, marks=pytest.mark.long),
+        pytest.param("v6e:1x1", 2048, marks=pytest.mark.deep),
+        pytest.param("v6e:2x4", 64, marks=pytest.mark.deep),
+        pytest.param("v6e:2x4", 2048, marks=pytest.mark.long),
+    ],
+)
 def test_heads_turned_are_all_the_glue_of_a_layer(topology: str, num_tokens: int) -> None:
     (step,) = count(topology, [num_tokens])
     glue = [operation for operation in step.operations if operation.kind == "glue"]

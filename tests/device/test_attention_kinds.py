@@ -18,6 +18,8 @@ from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 from tests.models import dense
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AlternatingConfig(DecoderConfig):
@@ -40,7 +42,7 @@ MODEL = Model(AlternatingConfig(**FIELDS), jnp.dtype("float32"))
         ("loop", "xla"),
         ("scan", "auto"),
         pytest.param("loop", "auto", marks=pytest.mark.long),
-        pytest.param("scan", "xla", marks=pytest.mark.long),
+        pytest.param("scan", "xla", marks=pytest.mark.deep),
     ],
 )
 def test_each_layer_attends_in_its_own_way(layer_mode: LayerMode, backend: str) -> None:

@@ -195,7 +195,15 @@ def test_nor_in_one_of_a_model_of_fewer_bits(layout: str, dtype: str, tmp_path: 
     check_bits_of(model, load_params(model, tmp_path, "loop"), tiny.prompt()[:16], 16, (1, 4, 11))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("case", "dtype"), [*CASES, ("qwen2", "bfloat16"), ("opt", "float32")])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[:2]),
+        *(
+            pytest.param(*case, marks=pytest.mark.deep)
+            for case in (CASES[2], ("qwen2", "bfloat16"), ("opt", "float32"))
+        ),
+    ],
+)
 def test_up_to_512_rows_show_in_no_bit_of_the_logits(case: str, dtype: str, tmp_path: Path) -> None:
     check_bits(case, dtype, tmp_path, 512, (*NUM_BESIDE, *NUM_BESIDE_LONG))

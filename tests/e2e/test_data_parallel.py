@@ -31,10 +31,13 @@ def test_two_copies_sample_what_one_device_samples(tmp_path: Path) -> None:
     check_same(CASES["llama3_tied"], [(2, 1)], ["cached"], tmp_path)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "copies", "size", "checks"),
-    [("llama3_tied", 8, 1, MOVES), ("qwen3_tied", 2, 4, [*CHECKS]), ("opt", 4, 2, MOVES)],
+    [
+        pytest.param("qwen3_tied", 2, 4, [*CHECKS], marks=pytest.mark.long),
+        pytest.param("opt", 4, 2, MOVES, marks=pytest.mark.deep),
+        pytest.param("llama3_tied", 8, 1, MOVES, marks=pytest.mark.deep),
+    ],
 )
 def test_any_number_of_copies_samples_what_one_device_samples(
     name: str, copies: int, size: int, checks: list[str], tmp_path: Path

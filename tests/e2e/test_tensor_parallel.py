@@ -68,15 +68,14 @@ MOVES = ["swapped", "cached"]
 
 
 # More, as many and fewer key/value heads than devices, of each number of devices.
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "sizes", "checks"),
     [
-        ("llama3_tied", [2, 8], [*CHECKS]),
-        ("qwen3_tied", [4], MOVES),
-        ("mistral_mqa", [8], MOVES),
-        ("llama_mha", [4], MOVES),
-        ("opt", [2], MOVES),
+        pytest.param("llama3_tied", [2, 8], [*CHECKS], marks=pytest.mark.long),
+        pytest.param("qwen3_tied", [4], MOVES, marks=pytest.mark.deep),
+        pytest.param("mistral_mqa", [8], MOVES, marks=pytest.mark.deep),
+        pytest.param("llama_mha", [4], MOVES, marks=pytest.mark.long),
+        pytest.param("opt", [2], MOVES, marks=pytest.mark.deep),
     ],
 )
 def test_any_number_of_devices_samples_what_one_device_samples(

@@ -63,8 +63,13 @@ def test_lives_that_are_swapped_with_tokens_in_flight():
         Life(seed, overlap=True, preemption_mode="swap").run()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(1000, 1400, 100))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(1000, marks=pytest.mark.long),
+        *(pytest.param(n, marks=pytest.mark.deep) for n in (1100, 1200, 1300)),
+    ],
+)
 def test_many_lives_in_a_short_memory(first):
     for seed in range(first, first + 100):
         Life(seed, [(None,), *WINDOWS][seed % 7], max_loras=seed % 4).run()

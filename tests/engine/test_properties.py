@@ -198,17 +198,18 @@ class LongEngineMachine(EngineMachine):
     steps_per_count = 4
 
 
-NUM_LONG_STEPS = 100_000
-
-
-@pytest.mark.long
-def test_a_hundred_thousand_steps_of_random_lives():
+@pytest.mark.parametrize(
+    ("num_lives", "least_steps"),
+    [pytest.param(200, 20_000, marks=pytest.mark.long), pytest.param(800, 100_000, marks=pytest.mark.deep)],
+)
+def test_many_thousand_steps_of_random_lives(num_lives, least_steps):
+    LongEngineMachine.num_steps = 0
     run_state_machine_as_test(
         LongEngineMachine,
         settings=settings(
-            max_examples=800,
+            max_examples=num_lives,
             stateful_step_count=60,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
-    assert LongEngineMachine.num_steps >= NUM_LONG_STEPS
+    assert LongEngineMachine.num_steps >= least_steps

@@ -391,8 +391,8 @@ class PagedAttentionPromises(BackendUnderTest):
         self.check_case(dataclasses.replace(case, kv_begins_s=begins), shape)
 
 
-class PagedAttentionConformance(PagedAttentionPromises):
-    """The promises, and every size and type by itself, of few tokens; and what attention stores on its way."""
+class PagedAttentionSizes(BackendUnderTest):
+    """Every size and type by itself, of few tokens; and what attention stores on its way."""
 
     @pytest.mark.parametrize(
         ("name", "dtype", "kv_dtype"),
@@ -464,6 +464,10 @@ class PagedAttentionConformance(PagedAttentionPromises):
     @pytest.mark.parametrize("name", ["mixed", "decodes"])
     def test_keys_and_values_of_8_bits(self, name: str, dtype: str, kv_dtype: str) -> None:
         self.check(RAGGED[name], Shape(dtype=dtype, kv_dtype=kv_dtype, **_FEW))
+
+
+class PagedAttentionConformance(PagedAttentionPromises, PagedAttentionSizes):
+    """The whole suite."""
 
 
 def take_new(case: oracle.Case, shape: Shape) -> tuple[tuple[jax.Array, jax.Array | None, jax.Array], oracle.Case]:

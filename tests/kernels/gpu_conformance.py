@@ -10,14 +10,14 @@ from jpaged.kernels.paged_attention.shapes import SHAPES
 from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.kernels.attention_conformance import (
     RAGGED,
-    PagedAttentionConformance,
-    PagedAttentionPromises,
+    BackendUnderTest,
+    PagedAttentionSizes,
     Shape,
     real_shape,
 )
 
 
-class GpuPromises(PagedAttentionPromises):
+class GpuBackend(BackendUnderTest):
     """The conformance suite's calls with a pool of form gpu, where XLA stores keys and values before the kernel."""
 
     form = "gpu"
@@ -28,8 +28,8 @@ class GpuPromises(PagedAttentionPromises):
         return *self.attend(q, pool, layer, rows, spec, scales), pool
 
 
-class GpuConformance(GpuPromises, PagedAttentionConformance):
-    """The whole suite, the heads of published models and what only GPUs multiply."""
+class GpuSizes(GpuBackend, PagedAttentionSizes):
+    """Every size by itself, the heads of published models and what only GPUs multiply."""
 
     @pytest.mark.parametrize("name", SHAPES)
     def test_real_head_shapes(self, name: str) -> None:

@@ -23,6 +23,7 @@ from jpaged.kernels.paged_attention.cpu import attention as cpu
 from jpaged.kernels.paged_attention.cpu.attention import CpuKernel
 from jpaged.kernels.paged_attention.shapes import SHAPES
 from jpaged.kernels.paged_attention.spec import AttentionCall
+from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import (
     RAGGED,
@@ -245,12 +246,13 @@ def _has_no_compiler() -> bool:
     return False
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5))
+# XLA only calls the kernel, which is compiled already.
+@functools.partial(jax.jit, static_argnums=(0, 5), compiler_options=QUICK_XLA_OPTIONS)
 def _attend(kernel, q_thd, pool, layer, rows, spec, scales):
     return kernel.attend(AttentionCall(q_thd, pool, layer, rows, spec, scales))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=3, compiler_options=QUICK_XLA_OPTIONS)
 def _update(kernel, q_thd, new_kv, pool, layer, rows, spec, scales):
     call = AttentionCall(q_thd, pool, layer, rows, spec, scales)
     return kernel.update(call, call.scaled(new_kv))

@@ -30,18 +30,19 @@ from jpaged.kernels.paged_attention.spec import ContextPart
 from tests.kernels import gpu_interpreter
 from tests.kernels.attention_conformance import (
     RAGGED,
+    PagedAttentionPromises,
     Shape,
     Support,
     make_case,
 )
-from tests.kernels.gpu_conformance import Device, GpuConformance, GpuPromises
+from tests.kernels.gpu_conformance import Device, GpuBackend, GpuSizes
 
 SUPPORT = Support(
     block_sizes=frozenset(range(8, 129, 8)), head_dims=frozenset(range(16, 257, 16)), latents=False, max_group=64
 )
 
 
-class Interpreted(GpuPromises):
+class Interpreted(GpuBackend):
     """The conformance suite's calls, interpreted."""
 
     backend = "pallas-gpu"
@@ -54,19 +55,12 @@ class Interpreted(GpuPromises):
         return gpu_interpreter.attend(q, pool, layer, parts, scales, self.max_parts, self.tile_rows)
 
 
-@pytest.mark.long
-class TestPallasGpu(Interpreted, GpuConformance):
-    """The suite with contexts whole and tiles of 64 rows."""
+_INT8: dict[str, Any] = {"kv_dtype": "int8"}
+_BF16: dict[str, Any] = {"dtype": "bfloat16"}
 
 
-@pytest.mark.deep
-class TestCutContexts(Interpreted):
-    """Every promise again with contexts in up to three parts, and sizes and types all together.
-
-    Each size by itself is what TestPallasGpu sees: parts change which tiles there are, and a tile knows of no parts.
-    """
-
-    max_parts = 3
+class Together(Interpreted, PagedAttentionPromises):
+    """Every promise, and sizes and types all together."""
 
     @pytest.mark.parametrize(
         "shape",
@@ -82,13 +76,32 @@ class TestCutContexts(Interpreted):
 
 
 @pytest.mark.long
+class TestPallasGpu(Together):
+    """With contexts whole and tiles of 64 rows."""
+
+
+@pytest.mark.deep
+class TestPallasGpuSizes(Interpreted, GpuSizes):
+    """Each size and type by itself, with contexts whole and tiles of 64 rows."""
+
+
+@pytest.mark.deep
+class TestCutContexts(Together):
+    """With contexts in up to three parts: parts change which tiles there are, and a tile knows of no parts."""
+
+    max_parts = 3
+
+
 @pytest.mark.parametrize(
     ("rows", "shape"),
     [
-        ("mixed", Shape(num_heads=6, num_kv_heads=1, head_dim=80, block_size=8, kv_dtype="int8", soft_cap=30.0)),
-        ("chunk_continues", Shape(num_heads=7, num_kv_heads=1, block_size=48, dtype="bfloat16", sliding_window=50)),
-        ("empty_rows", Shape(num_heads=16, num_kv_heads=1, sliding_window=7)),
-        ("longest_table", Shape(num_heads=33, num_kv_heads=1, dtype="bfloat16", kv_dtype="float8_e4m3fn")),
+        pytest.param(rows, Shape(num_kv_heads=1, **sizes), marks=mark)
+        for rows, sizes, mark in (
+            ("mixed", _INT8 | {"num_heads": 6, "head_dim": 80, "block_size": 8, "soft_cap": 30.0}, pytest.mark.deep),
+            ("chunk_continues", _BF16 | {"num_heads": 7, "block_size": 48, "sliding_window": 50}, pytest.mark.deep),
+            ("empty_rows", {"num_heads": 16, "sliding_window": 7}, pytest.mark.deep),
+            ("longest_table", _BF16 | {"num_heads": 33, "kv_dtype": "float8_e4m3fn"}, pytest.mark.long),
+        )
     ],
 )
 def test_two_consumers_with_sizes_and_types_together(rows: str, shape: Shape) -> None:

@@ -41,7 +41,7 @@ from jpaged.kernels.paged_attention.tpu import words
 from jpaged.kernels.paged_attention.tpu.chunks import sizes as chunk_sizes
 from jpaged.kernels.paged_attention.tpu.decode import sizes as decode_sizes
 from tests.conftest import QUICK_XLA_OPTIONS
-from tests.kernels.attention_conformance import PagedAttentionConformance, Support
+from tests.kernels.attention_conformance import BackendUnderTest, PagedAttentionConformance, Support
 
 LATE = pltpu.InterpretParams(dma_execution_mode="on_wait")
 # Each DMA draws an entry of the clocks. By default there is one for all of them, and no two DMAs ever race.
@@ -161,8 +161,8 @@ def small_sizes() -> Iterator[None]:
         yield
 
 
-class Interpreted(PagedAttentionConformance):
-    """The suite, with an interpreter as the device."""
+class Device(BackendUnderTest):
+    """An interpreter as the device."""
 
     backend = "pallas-tpu"
     form = "tpu"
@@ -176,6 +176,10 @@ class Interpreted(PagedAttentionConformance):
     def update(self, q, new_kv, pool, layer, rows, spec, scales):
         with interpreted(self.params), small_sizes():
             return jax.block_until_ready(_update(q, new_kv, pool, layer, rows, spec, scales, backend=self.backend))
+
+
+class Interpreted(Device, PagedAttentionConformance):
+    """The whole suite on it."""
 
 
 class Late(Interpreted):

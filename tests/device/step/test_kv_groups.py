@@ -24,6 +24,8 @@ from jpaged.types import OutputEvent, Request, SamplingParams
 from tests.device import tiny_model
 from tests.models import dense
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 NUM_LAYERS, WINDOW = 6, 11
 OPTIONS = tiny_model.OPTIONS.replace(num_blocks=54, block_size=4, swap_space=40 * 2048 / 2**30)
 

@@ -35,8 +35,16 @@ from jpaged.kernels.paged_attention.tpu.decode import sizes as decode_sizes
 from jpaged.kernels.paged_attention.tpu.decode.plan import Segments as DecodeSegments
 from jpaged.kernels.paged_attention.tpu.tables import Paging
 from tests.kernels import tpu_interpreter
-from tests.kernels.attention_conformance import RAGGED, Shape, make_case, scales_of
-from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, EARLY, LATE, Early, Interpreted, Late, small_sizes
+from tests.kernels.attention_conformance import (
+    LATENTS,
+    RAGGED,
+    PagedAttentionPromises,
+    PagedAttentionSizes,
+    Shape,
+    make_case,
+    scales_of,
+)
+from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, EARLY, LATE, Device, Early, Interpreted, Late, small_sizes
 
 LLAMA = KVLayout(32, 100, 32, 8, 128, jnp.dtype("bfloat16"), "tpu")
 
@@ -46,9 +54,33 @@ class TestLate(Late):
     """The whole suite."""
 
 
+@pytest.mark.deep
+class TestEarlySizes(Device, PagedAttentionSizes):
+    """Each size and type by itself."""
+
+    params = EARLY
+
+
 @pytest.mark.long
-class TestEarly(Early):
-    """The whole suite."""
+class TestEarly(Device, PagedAttentionPromises):
+    """Every promise, and sizes and types all together."""
+
+    params = EARLY
+
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            Shape(
+                num_heads=6, num_kv_heads=3, head_dim=80, block_size=8, kv_dtype="int8", soft_cap=30.0, num_tokens=40
+            ),
+            Shape(num_heads=7, num_kv_heads=1, head_dim=64, block_size=16, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
+            Shape(num_heads=16, num_kv_heads=2, head_dim=128, block_size=128, dtype="bfloat16", has_sinks=True),
+            LATENTS["fp8"],
+        ],
+        ids=["int8", "fp8", "bfloat16", "latents"],
+    )
+    def test_sizes_and_types_together(self, shape: Shape) -> None:
+        self.check(RAGGED["mixed"], shape)
 
 
 # Of everything that the kernel does, once.

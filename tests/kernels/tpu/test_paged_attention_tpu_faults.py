@@ -477,6 +477,6 @@ def test_a_fault_is_noticed(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("suite", [Late(), Early()], ids=["late", "early"])
 @pytest.mark.parametrize("check", [decodes, chunks, update])
 def test_without_a_fault_nothing_is_noticed(check: Check, suite: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planting itself harms neither program; that the kernel passes every check is what TestLate and TestEarly see."""
+    """Planting itself harms neither program; that the kernel passes every check is what the suites see."""
     plant(monkeypatch, SOURCES)
     check(suite)

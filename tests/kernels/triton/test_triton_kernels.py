@@ -21,15 +21,16 @@ from jpaged.kernels.paged_attention.triton.kernel import words_of
 from tests.kernels.attention_conformance import (
     LATENTS,
     RAGGED,
+    PagedAttentionPromises,
     Shape,
     Support,
     make_case,
 )
-from tests.kernels.gpu_conformance import Device, GpuConformance, GpuPromises
+from tests.kernels.gpu_conformance import Device, GpuBackend, GpuSizes
 from tests.kernels.triton import triton_interpreter
 
 
-class Interpreted(GpuPromises):
+class Interpreted(GpuBackend):
     """The conformance suite's calls, interpreted."""
 
     backend = "pallas-triton"
@@ -41,8 +42,10 @@ class Interpreted(GpuPromises):
         return triton_interpreter.attend(q, pool, layer, [ContextPart(rows, spec)], scales, self.part_chunks)
 
 
-@pytest.mark.long
-class TestPallasTriton(Interpreted, GpuConformance):
+@pytest.mark.deep
+class TestPallasTritonSizes(Interpreted, GpuSizes):
+    """Each size and type by itself."""
+
     @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
     def test_a_pool_of_another_type(self, dtype: str, kv_dtype: str) -> None:
         self.check(RAGGED["mixed"], Shape(dtype=dtype, kv_dtype=kv_dtype))
@@ -51,11 +54,8 @@ class TestPallasTriton(Interpreted, GpuConformance):
         self.check(RAGGED["mixed"], Shape(num_heads=71, num_kv_heads=1, head_dim=64, dtype="bfloat16"))
 
 
-@pytest.mark.deep
-class TestDividedContexts(Interpreted):
-    """Every promise again with contexts in parts of one chunk, and sizes and types all together."""
-
-    part_chunks = 1
+class Together(Interpreted, PagedAttentionPromises):
+    """Every promise, and sizes and types all together."""
 
     @pytest.mark.parametrize(
         "shape",
@@ -68,6 +68,18 @@ class TestDividedContexts(Interpreted):
     )
     def test_sizes_and_types_together(self, shape: Shape) -> None:
         self.check(RAGGED["mixed"], shape)
+
+
+@pytest.mark.long
+class TestPallasTriton(Together):
+    """With contexts cut as the rule cuts them."""
+
+
+@pytest.mark.deep
+class TestDividedContexts(Together):
+    """With contexts in parts of one chunk."""
+
+    part_chunks = 1
 
 
 # Small enough for the quick suite, and between them they reach every branch of the kernels.
