@@ -127,12 +127,14 @@ class Packer:
         def spread(of_groups: Any) -> np.ndarray:
             return scales.blocks_of(np.asarray(of_groups), num_parts, COLUMNS, is_embedding=matrix.is_embedding)
 
+        # Rows that are not of int8 are not rounded here, by whatever scale.
+        step = matrix.input_scale if matrix.activations == "int8" else None
         arrays = (
             self._leaf(matrix.values, shapes[0], np.dtype(np.uint8), lambda: self._codes(matrix, shapes[0], num_parts)),
             self._leaf(matrix.scales, shapes[1], scales.scale_dtype(matrix), lambda: spread(matrix.scales)),
             self._leaf(matrix.zeros, shapes[1], scales.zeros_dtype(matrix), lambda: spread(matrix.zeros)),
             self._leaf(matrix.group_ids, (depth,), np.dtype(np.int32), lambda: scales.order_of(matrix)),
-            self._leaf(matrix.input_scale, (1,), np.dtype(np.float32), lambda: np.asarray(matrix.input_scale)[None]),
+            self._leaf(step, (1,), np.dtype(np.float32), lambda: np.asarray(step)[None]),
         )
 
         described = scales.describe(matrix, *arrays[1:])

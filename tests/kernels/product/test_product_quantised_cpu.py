@@ -135,6 +135,14 @@ def test_rows_of_int8_are_rounded_as_xla_rounds_them(limited: ProductKernel, ste
     assert not got[3].any()
 
 
+def test_rows_that_a_checkpoint_rounds_to_fp8_by_its_own_scale_are_taken_as_they_are(limited: ProductKernel) -> None:
+    """What static activations of an FP8 checkpoint bring is no step of int8."""
+    matrix = quantise(numbers((200, 50), "float32"), MatrixFormat("fp8", activations="fp8"))
+    matrix = dataclasses.replace(matrix, input_scale=jnp.float32(0.02))
+    x = numbers((9, 200), "float32", 1)
+    assert_near(multiply(limited, x, pack(matrix)), x.astype(np.float64) @ weights(matrix), TOLERANCE["float32"])
+
+
 def test_groups_may_be_listed(limited: ProductKernel) -> None:
     depth, form = 160, MatrixFormat("int4", 32, has_zeros=True)
     matrix = quantise(numbers((depth, 40), "float32"), form)
