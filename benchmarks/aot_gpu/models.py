@@ -134,6 +134,7 @@ MODEL_CASES: tuple[ModelCase, ...] = (
     *(ModelCase(model) for model in (*_DENSE, *_EXPERTS)),
     *(ModelCase(model, numbers) for model, numbers in _QUANTISED),
     *(ModelCase(model, num_parts=2) for model in ("llama-3-8b", "mixtral-8x7b")),
+    *(ModelCase("llama-3-8b", numbers, num_parts=2) for numbers in ("int4", "fp8", "fp8-blocks")),
     *(ModelCase(model, num_tokens=8) for model in ("deepseek-v2-lite", "falcon-7b")),
     ModelCase("qwen3-30b-a3b", num_tokens=2048),
     *(ModelCase(model, program="sample") for model in ("llama-3-8b", "gemma-2-9b", "gpt2-xl")),

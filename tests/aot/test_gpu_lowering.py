@@ -11,14 +11,16 @@ from jax import export
 # How an abstract mesh says which device it is of has no public name yet.
 from jax._src.mesh import AbstractDevice
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks.aot_gpu.cases import ATTENTION, CASES, TRITON, AttentionCase
 from jpaged.device.aot.gpu import GPUS
-from jpaged.device.mesh import _by_columns, build_mesh, replicated
+from jpaged.device.mesh import MESH_AXES, _by_columns, build_mesh, replicated
+from jpaged.device.step.products import _specs
 from jpaged.errors import Unsupported
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.kernels.product.quantised import abstract_matrix
+from jpaged.kernels.product.on_device import PartedMatrix, multiply_on_device
+from jpaged.kernels.product.quantised import abstract_matrix, component_axes
 from jpaged.kernels.product.triton.grouped import multiply_sorted
 
 KINDS = {
@@ -120,6 +122,24 @@ def test_the_product_of_groups_of_rows_is_lowered(name: str, gpu: str) -> None:
         text = lowered(rows, counts, owners, matrices).mlir_module()
     assert text.count(f"custom_call @{TRITON_CALL}(") == 1
     assert "grouped_product" in text
+
+
+@pytest.mark.parametrize("split", ["depth", "columns"])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_product_over_two_devices_is_lowered_as_the_kernel(name: str, split: str) -> None:
+    matrix = abstract_matrix(FORMS[name], (512, 2, 512), -3, np.dtype(jnp.bfloat16))
+    axes = ("heads", None, None) if split == "depth" else (None, None, "heads")
+    specs = _specs(component_axes(axes, -3, FORMS[name], matrix.dtype))
+    assert specs is not None
+    device, types = AbstractDevice(KINDS["h200"], 132, "gpu"), (AxisType.Auto,) * 2
+    mesh = AbstractMesh((1, 2), MESH_AXES, types, abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        checks = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
+        lowered = export.export(jax.jit(multiply_on_device), platforms=["cuda"], disabled_checks=checks)
+        rows = jax.ShapeDtypeStruct((64, 512), np.dtype(jnp.bfloat16))
+        text = lowered(rows, PartedMatrix(matrix, specs, mesh)).mlir_module()
+    assert text.count(f"custom_call @{TRITON_CALL}(") == 1
+    assert ("all_reduce" in text) is (split == "depth")
 
 
 def test_numbers_of_8_bits_lie_by_columns() -> None:

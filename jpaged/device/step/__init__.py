@@ -5,5 +5,6 @@ decode.py      the two again and again, in one program
 runner.py      what a call takes in one buffer, the pool between two calls, and the calls
 sampling.py    logits -> the next token of each row
 experts.py     experts over the devices of a mesh
+products.py    quantised matrices over them, where a kernel multiplies
 vocabulary.py  the vocabulary as columns, whole or split over devices
 """

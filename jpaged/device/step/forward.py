@@ -33,6 +33,7 @@ from jpaged.device.mesh import (
 )
 from jpaged.device.step import sampling
 from jpaged.device.step.experts import experts_kernel
+from jpaged.device.step.products import in_parts
 from jpaged.device.step.runner import Packing, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Detail, Geometry, StepInputs
@@ -153,6 +154,7 @@ class Step:
             experts=experts,
             adapters_t=inputs.get("adapters_t"),
         )
+        params = in_parts(params, self.model, self.layer_mode, self.mesh)
         return self.model.run(params, tokens, attend, pool, self.layer_mode, places)
 
     def packed_sample(

@@ -7,9 +7,15 @@ behind them, and numbers of 8 bits go to the tensor core as they are where the r
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jpaged.kernels.product.quantised import QuantisedMatrix, multiply, round_rows
 from jpaged.kernels.product.triton.form import kind_of, lanes_of, unsupported_reason
@@ -18,25 +24,90 @@ from jpaged.kernels.product.triton.grouped import has_triton, multiply_one
 _BEFORE_AMPERE = ("Tesla", "Quadro", "TITAN", "GTX", "RTX 20")
 """What jax calls NVIDIA's GPUs that have no asynchronous copies."""
 
+_Product = Callable[[jax.Array, jax.Array | None, QuantisedMatrix], jax.Array]
+"""Rows `[T, K]`, their scales and a matrix `[K, *out]`: float32 `[T, N]`."""
 
-def multiply_on_device(x: jax.Array, matrix: QuantisedMatrix) -> jax.Array:
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class PartedMatrix:
+    """A quantised matrix `[K, *out]` of which each device of a mesh has a part, and multiplies with that by itself.
+
+    XLA divides its own products over devices, and no kernel: it would give every device all of the matrix.
+
+    Attributes:
+        specs: how its arrays are split, in their places; the depth or one axis of the columns, over one mesh axis.
+    """
+
+    matrix: QuantisedMatrix
+    specs: QuantisedMatrix = dataclasses.field(metadata={"static": True})
+    mesh: Mesh | AbstractMesh = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole matrix."""
+        return self.matrix.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of the model."""
+        return self.matrix.dtype
+
+
+def multiply_on_device(x: jax.Array, matrix: QuantisedMatrix | PartedMatrix) -> jax.Array:
     """`multiply`, by a kernel where the device has one that is better than what XLA makes of it."""
-    if not _takes_kernel(matrix):
+    if isinstance(matrix, PartedMatrix):
+        return multiply_parts(x, matrix)
+    if not takes_kernel(matrix):
         return multiply(x, matrix)
-    row_scales = None
-    if matrix.activations is not None:
-        x, row_scales = round_rows(x, matrix)
-        row_scales = row_scales.reshape(-1, row_scales.shape[-1])
-    y = multiply_one(x.reshape(-1, x.shape[-1]), row_scales, matrix)
+    rows, row_scales = _rounded(x, matrix)
+    y = multiply_one(rows, row_scales, matrix)
     return y.reshape(*x.shape[:-1], *matrix.shape[1:])
 
 
-def _takes_kernel(matrix: QuantisedMatrix) -> bool:
+def multiply_parts(x: jax.Array, parted: PartedMatrix, multiply_one: _Product = multiply_one) -> jax.Array:
+    """The same with a matrix that is in parts: devices that divide its depth add up what they found.
+
+    Rows are rounded before they are divided, so that their scales are those of one device.
+    """
+    matrix, specs = parted.matrix, parted.specs
+    rows, row_scales = _rounded(x, matrix)
+    over, *columns = specs.values
+    whole = PartitionSpec()
+    has_groups = row_scales is not None and row_scales.shape[-1] > 1
+    in_specs = PartitionSpec(None, over), PartitionSpec(None, over) if has_groups else whole, specs
+
+    def part(rows: jax.Array, row_scales: jax.Array | None, matrix: QuantisedMatrix) -> jax.Array:
+        sums = multiply_one(rows, row_scales, matrix).reshape(len(rows), *matrix.shape[1:])
+        return sums if over is None else jax.lax.psum(sums, over)
+
+    out_specs = PartitionSpec(None, *columns)
+    divided: Callable[..., jax.Array] = jax.shard_map(
+        part, mesh=parted.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    return divided(rows, row_scales, matrix).reshape(*x.shape[:-1], *matrix.shape[1:])
+
+
+def _rounded(x: jax.Array, matrix: QuantisedMatrix) -> tuple[jax.Array, jax.Array | None]:
+    """Rows `[T, K]` as the matrix asks for them, and their scales."""
+    if matrix.activations is None:
+        return x.reshape(-1, x.shape[-1]), None
+    x, row_scales = round_rows(x, matrix)
+    return x.reshape(-1, x.shape[-1]), row_scales.reshape(-1, row_scales.shape[-1])
+
+
+def takes_kernel(matrix: QuantisedMatrix) -> bool:
+    """Whether a kernel multiplies with a matrix, or its shapes, on the one device that is lowered for."""
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
-    if device is None or device.platform != "gpu" or any(name in device.device_kind for name in _BEFORE_AMPERE):
+    if device is None or math.prod(mesh.shape[name] for name in mesh.auto_axes) > 1:
         return False
-    if math.prod(mesh.shape[name] for name in mesh.auto_axes) > 1:
+    return kernel_takes(matrix, device)
+
+
+def kernel_takes(matrix: QuantisedMatrix, device: Any) -> bool:
+    """The same on a device; what it is asked for is its platform and its kind."""
+    if device.platform != "gpu" or any(name in device.device_kind for name in _BEFORE_AMPERE):
         return False
     needs_it = matrix.num_groups > 1 or lanes_of(kind_of(matrix)) > 1
     return needs_it and has_triton() and unsupported_reason(matrix) is None

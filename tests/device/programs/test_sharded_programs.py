@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -14,11 +15,16 @@ from jpaged.checkpoints.weights import random_params
 from jpaged.config import EngineConfig
 from jpaged.device.aot.hlo import collectives
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.mesh import build_mesh
+from jpaged.device.mesh import MODEL_AXIS, build_mesh
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
+from jpaged.device.step import products
 from jpaged.device.transfers import lower_move
 from jpaged.engine.executor import Detail
+from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.product.on_device import PartedMatrix
+from jpaged.models.model import Model
+from jpaged.models.quantisation.rules import Quantisation
 from jpaged.models.stack import LayerMode
 from tests.device.programs.hlo import pool_sized_operations
 from tests.device.sharded import model_of, place
@@ -92,3 +98,23 @@ def test_shapes_alone_are_enough_to_lower() -> None:
     assert "num_partitions = 8" in text
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
     assert np.prod(params["kv_scales"].sharding.shard_shape((3, 8, 2))) == 6
+
+
+def test_a_kernel_is_told_the_parts_of_each_dense_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they lie: a device's own heads and columns, and the scales of its groups."""
+    monkeypatch.setattr(products, "kernel_takes", lambda matrix, device: True)
+    form = MatrixFormat("int4", 32, has_zeros=True)
+    published = model_of("llama3_tied")
+    config = dataclasses.replace(published.config, quantisation=Quantisation("int4", (("", form),)))
+    where = place(Model(config, published.dtype), 2, "loop")
+    marked = products.in_parts(where.abstract_params(), where.model, "loop", where.mesh)
+    leaves = jax.tree.leaves(marked["layers"], is_leaf=lambda leaf: isinstance(leaf, PartedMatrix))
+    found = [leaf for leaf in leaves if isinstance(leaf, PartedMatrix)]
+    assert len(found) == 4 * config.num_layers
+    for parted in found:
+        as_they_lie = jax.tree.map(lambda array: array.sharding.spec, parted.matrix)
+        assert parted.specs == as_they_lie
+    assert {spec[0] for spec in (parted.specs.values for parted in found)} == {None, MODEL_AXIS}
+    on_one = place(Model(config, published.dtype), 1, "loop")
+    alone = on_one.abstract_params()
+    assert products.in_parts(alone, on_one.model, "loop", on_one.mesh) is alone

@@ -11,12 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.mesh import AbstractDevice
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from jpaged.device.mesh import MESH_AXES
+from jpaged.device.mesh import MESH_AXES, build_mesh
+from jpaged.device.step.products import _specs
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product import on_device
-from jpaged.kernels.product.quantised import QuantisedMatrix, abstract_matrix, dequantise, quantise, round_rows
+from jpaged.kernels.product.quantised import (
+    QuantisedMatrix,
+    abstract_matrix,
+    component_axes,
+    dequantise,
+    quantise,
+    round_rows,
+)
 from jpaged.kernels.product.triton import form, grouped
 from jpaged.kernels.product.triton.form import choose_form, split_depth, unsupported_reason
 from jpaged.kernels.product.triton.tiles import list_tiles, max_tiles
@@ -156,5 +164,29 @@ def test_gpus_take_the_kernel_where_numbers_would_be_made_weights(
     matrix = abstract_matrix(FORMATS[name], (DEPTH, 64), -2, np.dtype(jnp.bfloat16))
     mesh = AbstractMesh((1, parts), MESH_AXES, (AxisType.Auto,) * 2, abstract_device=AbstractDevice(kind, 100, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
-        assert on_device._takes_kernel(matrix) is takes
-    assert not on_device._takes_kernel(matrix)
+        assert on_device.takes_kernel(matrix) is takes
+    assert not on_device.takes_kernel(matrix)
+
+
+@pytest.mark.parametrize("name", ["int4", "int4 groups", "int4 rows", "mxfp4", "fp8 blocks"])
+@pytest.mark.parametrize("split", ["depth", "columns"])
+def test_two_devices_multiply_with_a_part_each(name: str, split: str) -> None:
+    depth, out = 256, (2, 26)
+    whole = quantise(normal((depth, *out)), FORMATS[name], dtype=np.dtype(jnp.bfloat16))
+    x = jnp.asarray(normal((5, depth), 1), jnp.bfloat16)
+    names = ("heads", None, None) if split == "depth" else (None, None, "heads")
+    axes = component_axes(names, -3, FORMATS[name], whole.dtype)
+    specs = _specs(axes)
+    assert specs is not None
+    mesh = build_mesh(jax.devices()[:2])
+    placed = jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec)), whole, specs)
+    one = functools.partial(grouped.multiply_one, is_interpreted=True)
+    parted = on_device.PartedMatrix(placed, specs, mesh)
+    jitted = jax.jit(functools.partial(on_device.multiply_parts, multiply_one=one))
+    rows, row_scales = on_device._rounded(x, whole)
+    want = one(rows, row_scales, whole).reshape(5, *out)
+    got = jitted(x, parted)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    sums = str(jitted.lower(x, parted).compile().as_text())
+    assert ("all-reduce" in sums) is (split == "depth")
+    assert "all-gather" not in sums

@@ -11,8 +11,9 @@ Two numbers of 4 bits lie in a byte; even columns and odd ones are multiplied ap
 Floats of 8 and 4 bits become floats of 16 by shifts, as Ampere does not convert them: their exponents are 8 and 14 too
 small then, and what is missing comes behind the product. Where both sides are of 8 bits Triton is given both as they
 are; its sums of a chunk are added up in float32. What its compiler makes of floats of 8 bits for an H200 is one of
-floats of 16, as the PTX says: only cuBLASLt's, which dense matrices with a scale a column have, are multiplied in
-the tensor core's own type there.
+floats of 16 (`mma.sync.m16n8k16.f32.f16.f16.f32`, as the PTX says): it takes Hopper's own products of 8 bits where a
+dot allows so many sums of fewer digits than float32 has, and Pallas has no word for that. So only dense matrices with a
+scale a column, which are cuBLASLt's, are multiplied in the tensor core's own type there.
 """
 
 from __future__ import annotations
