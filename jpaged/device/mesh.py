@@ -185,11 +185,17 @@ def _is_quantised(leaf: Any) -> bool:
 
 def _by_columns(leaf: Any, shardings: Any) -> Any:
     """The shardings of a leaf; numbers that lie by columns have a format."""
-    if not _is_quantised(leaf) or not lies_by_columns(leaf):
+    if not _is_quantised(leaf) or not lies_by_columns(_part(leaf, shardings)):
         return shardings
     place = leaf.ndim + leaf.axis
     order = (*(axis for axis in range(leaf.ndim) if axis != place), place)
     return dataclasses.replace(shardings, values=Format(Layout(order), shardings.values))
+
+
+def _part(leaf: QuantisedMatrix, shardings: QuantisedMatrix) -> QuantisedMatrix:
+    """A matrix with the shape of what one device has of its numbers."""
+    shape = shardings.values.shard_shape(leaf.shape)
+    return dataclasses.replace(leaf, values=jax.ShapeDtypeStruct(shape, leaf.values.dtype))
 
 
 _LANES = 128

@@ -124,6 +124,20 @@ def test_the_product_of_groups_of_rows_is_lowered(name: str, gpu: str) -> None:
     assert "grouped_product" in text
 
 
+def test_more_numbers_than_31_bits_count_are_lowered_in_pairs() -> None:
+    """The experts of a layer of DeepSeek-V3 on one GPU."""
+    matrices = abstract_matrix(FORMS["fp8"], (256, 7168, 2048), -2, np.dtype(jnp.bfloat16))
+    rows = jax.ShapeDtypeStruct((512, 7168), np.dtype(jnp.bfloat16))
+    counts, owners = (jax.ShapeDtypeStruct((size,), np.dtype(np.int32)) for size in (256, 512))
+    device = AbstractDevice(KINDS["h200"], 132, "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("model",), abstract_device=device)):
+        checks = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
+        lowered = export.export(jax.jit(multiply_sorted), platforms=["cuda"], disabled_checks=checks)
+        text = lowered(rows, counts, owners, matrices).mlir_module()
+    (call,) = (line for line in text.splitlines() if f"custom_call @{TRITON_CALL}(" in line)
+    assert "tensor<256x7168x1024xi16>" in call
+
+
 @pytest.mark.parametrize("split", ["depth", "columns"])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_product_over_two_devices_is_lowered_as_the_kernel(name: str, split: str) -> None:

@@ -95,6 +95,20 @@ def test_each_row_meets_its_own_matrix_alone(name: str, is_static: bool) -> None
         np.testing.assert_allclose(got[:24][owners == matrix], want, rtol=0, atol=2e-6 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("name", ["int8", "int8 rows", "int8 groups", "fp8", "fp8 rows", "fp8 blocks"])
+def test_numbers_of_8_bits_are_read_in_pairs_where_31_bits_do_not_count_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(form, "_LEAST_OFFSET", 0)
+    matrices, counts = matrices_of(name, 2), np.array([3, 16], np.int32)
+    assert choose_form(matrices, 19, np.dtype(jnp.bfloat16), has_fp8=True).are_pairs
+    x, owners = jnp.asarray(normal((19, DEPTH), 1), jnp.bfloat16), np.repeat(np.arange(2), counts).astype(np.int32)
+    got = interpreted(grouped.multiply_sorted)(x, counts, owners, matrices)
+    for matrix in range(2):
+        want = expected(x[owners == matrix], jax.tree.map(lambda array, matrix=matrix: array[matrix], matrices))
+        np.testing.assert_allclose(got[owners == matrix], want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+
 def test_floats_of_8_bits_are_multiplied_as_they_are_where_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = jax.tree.map(lambda array: array[0], matrices_of("fp8 blocks", 1))
     x, row_scales = round_rows(jnp.asarray(normal((5, DEPTH), 1), jnp.bfloat16), matrix)
@@ -140,7 +154,7 @@ _FRACTIONS = MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False)
         (abstract_matrix(MatrixFormat("int8", 32, has_group_ids=True), (64, 8), -2, np.dtype(np.float32)), "listed"),
         (abstract_matrix(MatrixFormat("int8", 32), (8, 64), -1, np.dtype(np.float32)), "columns lie in rows"),
         (abstract_matrix(_FRACTIONS, (64, 8), -2, np.dtype(np.float32)), "no whole numbers"),
-        (abstract_matrix(MatrixFormat("fp8"), (256, 7168, 2048), -2, np.dtype(np.float32)), "with 31 bits"),
+        (abstract_matrix(MatrixFormat("fp8"), (300, 7168, 1025), -2, np.dtype(np.float32)), "1025 columns are odd"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_said(matrix: QuantisedMatrix, reason: str) -> None:

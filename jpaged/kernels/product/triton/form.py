@@ -48,6 +48,7 @@ class ProductForm:
         tile_words: words of a matrix's row in a program, a power of two; a word is a number, or a byte of two.
         chunk: depth of a turn of its loop, a power of two.
         num_splits: parts of the depth, whose sums the caller adds.
+        are_pairs: a word has two numbers of 8 bits, as there are more of them than are counted one by one.
         is_interpreted: run on a CPU, in Pallas' interpreter.
     """
 
@@ -65,6 +66,7 @@ class ProductForm:
     tile_words: int
     chunk: int
     num_splits: int = 1
+    are_pairs: bool = False
     is_interpreted: bool = False
 
     @property
@@ -80,7 +82,7 @@ class ProductForm:
     @property
     def lanes(self) -> int:
         """Numbers of a word."""
-        return lanes_of(self.kind)
+        return 2 if self.are_pairs else lanes_of(self.kind)
 
     @property
     def num_words(self) -> int:
@@ -120,14 +122,26 @@ def lies_by_columns(matrix: QuantisedMatrix | jax.Array) -> bool:
     Tensor cores take 16 bits as they come, and 8 bits with their depth beside each other alone. Otherwise a product
     of XLA's copies the matrix in every step.
     """
-    return isinstance(matrix, QuantisedMatrix) and matrix.activations is not None and kind_of(matrix) in ("int8", "fp8")
+    if not isinstance(matrix, QuantisedMatrix) or matrix.activations is None or has_far_numbers(matrix):
+        return False
+    return kind_of(matrix) in ("int8", "fp8")
+
+
+def has_far_numbers(matrix: QuantisedMatrix | jax.Array) -> bool:
+    """Whether numbers of 8 bits lie where they are not counted one by one.
+
+    Triton counts what lies before a number with 31 bits, and with 63 where an array has more than 4 GiB. In between
+    two numbers of a row are one word.
+    """
+    is_byte = isinstance(matrix, QuantisedMatrix) and lanes_of(kind_of(matrix)) == 1
+    return is_byte and _LEAST_OFFSET < math.prod(matrix.shape) <= _MOST_OFFSET
 
 
 def unsupported_reason(matrix: QuantisedMatrix | jax.Array) -> str | None:
     """Why the kernel does not take a matrix `[K, *out]`, or several; None where it does."""
     if not isinstance(matrix, QuantisedMatrix):
         return None
-    kind, num_numbers = kind_of(matrix), math.prod(matrix.shape)
+    lanes = 2 if has_far_numbers(matrix) else lanes_of(kind_of(matrix))
     columns = math.prod(matrix.shape[matrix.ndim + matrix.axis + 1 :])
     if matrix.is_embedding:
         return "its columns lie in rows"
@@ -135,11 +149,8 @@ def unsupported_reason(matrix: QuantisedMatrix | jax.Array) -> str | None:
         return "groups are listed"
     if matrix.zeros is not None and matrix.zeros.dtype != np.int8:
         return "zero points are no whole numbers"
-    if columns % lanes_of(kind):
-        return f"{columns} columns are odd, and two share a byte"
-    if lanes_of(kind) == 1 and _LEAST_OFFSET < num_numbers <= _MOST_OFFSET:
-        # Triton counts what lies before a number with 31 bits, and with 63 where an array has more than 4 GiB.
-        return f"{num_numbers} numbers of 8 bits lie where places are counted with 31 bits"
+    if columns % lanes:
+        return f"{columns} columns are odd, and two share a word"
     if matrix.num_groups > 1 and matrix.group_size % _MIN_DEPTH:
         return f"groups of {matrix.group_size} numbers are no multiple of {_MIN_DEPTH}"
     return None
@@ -155,11 +166,12 @@ def choose_form(matrices: QuantisedMatrix | jax.Array, num_rows: int, dtype: np.
         has_fp8: the device's tensor core multiplies floats of 8 bits.
     """
     (num_matrices, depth, *out), kind = matrices.shape, kind_of(matrices)
-    columns, lanes, group_size, activations, has_zeros = math.prod(out), lanes_of(kind), depth, None, False
-    multiplied = np.dtype(dtype)
+    columns, group_size, activations, has_zeros = math.prod(out), depth, None, False
+    are_pairs, multiplied = has_far_numbers(matrices), np.dtype(dtype)
+    lanes = 2 if are_pairs else lanes_of(kind)
     if isinstance(matrices, QuantisedMatrix):
         group_size, activations, has_zeros = matrices.group_size, matrices.activations, matrices.zeros is not None
-        multiplied = _multiplied(matrices, multiplied, has_fp8=has_fp8)
+        multiplied = _multiplied(matrices, multiplied, has_fp8=has_fp8 and not are_pairs)
     even = -(-num_rows // num_matrices)
     most = _MAX_DENSE_ROWS if num_matrices == 1 else _MAX_ROWS
     tile_rows = min(max(_MIN_ROWS, 1 << (even - 1).bit_length()), most)
@@ -184,6 +196,7 @@ def choose_form(matrices: QuantisedMatrix | jax.Array, num_rows: int, dtype: np.
         tile_rows,
         tile_words,
         chunk,
+        are_pairs=are_pairs,
     )
 
 

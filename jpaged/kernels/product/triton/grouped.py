@@ -88,7 +88,7 @@ def _run(
     values = matrices.values if is_quantised else matrices
     words = values.reshape(values.shape[0], form.depth, form.columns)
     if form.lanes == 2:
-        words = _bytes(words)
+        words = _words(words, jnp.int16 if form.are_pairs else jnp.int8)
     if form.depth_is_minor:
         words = jnp.swapaxes(words, 1, 2)  # only another name for them, as they lie on GPUs
     if form.multiplied.itemsize > 1:
@@ -105,10 +105,10 @@ def _run(
     return kernel.multiply_tiles(operands, form)
 
 
-def _bytes(values: jax.Array) -> jax.Array:
-    """Numbers of 4 bits two by two, the first in the lower half: where they lie so, only another name for them."""
+def _words(values: jax.Array, dtype: Any) -> jax.Array:
+    """Numbers two by two, the first in the lower half: where they lie so, only another name for them."""
     pairs = values.reshape(*values.shape[:-1], values.shape[-1] // 2, 2)
-    return jax.lax.bitcast_convert_type(pairs, jnp.int8)
+    return jax.lax.bitcast_convert_type(pairs, dtype)
 
 
 def _bits(array: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ The compiler turns the loop into a pipeline: while a chunk is multiplied, the ne
 program whose tile has no rows ends at once, and a matrix without rows is not read.
 
 Two numbers of 4 bits lie in a byte; even columns and odd ones are multiplied apart, so that nothing is put in between.
+So are numbers of 8 bits, two in a word, where an array has more of them than 31 bits count.
 Floats of 8 and 4 bits become floats of 16 by shifts, as Ampere does not convert them: their exponents are 8 and 14 too
 small then, and what is missing comes behind the product. Where both sides are of 8 bits Triton is given both as they
 are; its sums of a chunk are added up in float32. What its compiler makes of floats of 8 bits for an H200 is one of
@@ -42,7 +43,7 @@ class Operands(NamedTuple):
     Attributes:
         tiles: int32 `[I, 3]`, as `TileField` has them.
         rows: `[P, K]`.
-        words: `[X, K, N]`, or int8 `[X, K, N / 2]` of two numbers each, or `[X, N, K]` (`depth_is_minor`).
+        words: `[X, K, N]`, or int8 or int16 `[X, K, N / 2]` of two numbers each, or `[X, N, K]` (`depth_is_minor`).
         scales: float32 `[X, G, N]`, or one number that is not read, as those behind it.
         zeros: int8 `[X, G, N]`.
         row_scales: float32 `[P, G]`, or `[P, 1]`.
@@ -181,8 +182,12 @@ def _shifted(x: jax.Array, form: ProductForm) -> jax.Array:
 
 def _numbers(words: jax.Array, lane: int, form: ProductForm) -> jax.Array:
     """One number of each word; zero points can be taken off it."""
+    if form.are_pairs:
+        words = words >> 8 if lane else (words << 8) >> 8  # with their sign
     if form.kind == "fp8" and form.multiplied != _FP8:
         return _float16(words, 7)
+    if form.are_pairs:
+        return words
     if form.lanes == 1:
         return words.astype(form.multiplied) if form.has_zeros else words
     bits = words >> 4 if lane else (words << 4) >> 4  # with their sign
