@@ -53,7 +53,7 @@ def test_with_its_defaults_qwen_3_32b_fits_into_eight_v6e() -> None:
     plan_with_defaults("qwen3-32b", "v6e:2x4", (40960, 128, 512, 2048))
 
 
-@pytest.mark.long
+@pytest.mark.deep
 def test_a_pool_that_is_too_large_for_70b_is_reported_with_what_to_change() -> None:
     done = plan("llama-3.1-70b", "--topology", "v6e:2x4", "--max-model-len", "8192", "--num-blocks", "10000")
     assert done.returncode == 1

@@ -96,7 +96,7 @@ def test_without_runs_it_is_the_plain_call_to_the_bit() -> None:
 
 
 # Smaller than what follows the prefixes, within them, and larger than all contexts.
-WINDOWS = (3, 20, 37, 64, 1000)
+WINDOWS = (3, 37, 1000, *(pytest.param(window, marks=pytest.mark.deep) for window in (20, 64)))
 
 
 @pytest.mark.parametrize("window", WINDOWS)

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.quantisation.measure import held_text, measure
 
 
-@pytest.mark.long
+@pytest.mark.deep
 def test_the_demo_reads_held_text_as_well_in_fewer_bits() -> None:
     batches = held_text(1)
     plain = measure("auto", np.dtype(np.float32), batches)

@@ -94,7 +94,7 @@ LENGTHS = (3, 40, 21, 33)
     ("layer_mode", "backend"),
     [
         ("loop", "auto"),
-        pytest.param("scan", "xla", marks=pytest.mark.long),
+        pytest.param("scan", "xla", marks=pytest.mark.deep),
     ],
 )
 def test_tokens_are_those_of_a_model_whose_blocks_are_all_kept(layer_mode: LayerMode, backend: str) -> None:

@@ -191,7 +191,7 @@ class AtOnce(Interpreted):
 
 @pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize(
-    ("suite", "num_tokens"), [(Early(), 8), (Early(), 32), pytest.param(AtOnce(), 32, marks=pytest.mark.long)]
+    ("suite", "num_tokens"), [(Early(), 8), (Early(), 32), pytest.param(AtOnce(), 32, marks=pytest.mark.deep)]
 )
 def test_two_cores_share_the_rows(suite: Interpreted, num_tokens: int) -> None:
     """And a tile of tokens, alone and with one behind it that has no rows."""
@@ -224,11 +224,11 @@ class EarlyAtOnce(Interpreted):
         (Early(), Shape(num_heads=8, num_kv_heads=4, dtype="bfloat16")),
         (Late(), Shape(num_heads=8, num_kv_heads=2, kv_dtype="int8", dtype="bfloat16")),
         *(
-            pytest.param(suite, shape, marks=pytest.mark.long)
-            for suite, shape in (
-                (EarlyAtOnce(), Shape(num_heads=4, num_kv_heads=1, dtype="bfloat16")),
-                (Late(), Shape(num_heads=8, num_kv_heads=4, head_dim=64, kv_dtype="float8_e4m3fn", dtype="bfloat16")),
-                (Late(), Shape(num_heads=6, num_kv_heads=3)),
+            pytest.param(suite, shape, marks=mark)
+            for suite, shape, mark in (
+                (EarlyAtOnce(), Shape(num_heads=4, num_kv_heads=1, dtype="bfloat16"), pytest.mark.deep),
+                (Late(), Shape(8, 4, head_dim=64, kv_dtype="float8_e4m3fn", dtype="bfloat16"), pytest.mark.long),
+                (Late(), Shape(num_heads=6, num_kv_heads=3), pytest.mark.long),
             )
         ),
     ],
