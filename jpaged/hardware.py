@@ -48,7 +48,7 @@ class Hardware:
         link_bytes_per_s: to the other devices over all links together, one way.
         kinds: what jax calls such a device.
         clock_hz: that cycles are counted in; None where nothing is counted in cycles.
-        multiplies_fp8: its tensor cores take floats of 8 bits (NVIDIA's since Ada).
+        multiplies_fp8: its matrix units take floats of 8 bits (NVIDIA's since Ada, TPUs since Ironwood).
     """
 
     name: str
@@ -94,7 +94,7 @@ HARDWARE: Mapping[str, Hardware] = {
         Hardware("tpu-v5e", 16e9, int(15.75 * _GIB), 819e9, 197e12, 16e9, 200e9, ("TPU v5 lite", "TPU v5e"), 1.5e9),
         Hardware("tpu-v5p", 95e9, int(95.74 * _GIB), 2765e9, 459e12, 32e9, 600e9, ("TPU v5", "TPU v5p"), 1.75e9),
         Hardware("tpu-v6e", 32e9, int(31.25 * _GIB), 1638e9, 918e12, 64e9, 400e9, ("TPU v6 lite", "TPU v6e"), 1.75e9),
-        Hardware("tpu7x", 96e9, int(94.75 * _GIB), 7380e9 / 2, 2307e12 / 2, 32e9, 600e9 / 2, ("TPU7x",), 2.2e9),
+        Hardware("tpu7x", 96e9, int(94.75 * _GIB), 7380e9 / 2, 2307e12 / 2, 32e9, 600e9 / 2, ("TPU7x",), 2.2e9, True),
     )
 }
 

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import checkpoints, limits, pictures, rounds, serving, table, workloads
-from benchmarks.peers.checkpoints import SHAPES, Shape
+from benchmarks.peers import limits, pictures, rounds, serving, table, workloads
+from benchmarks.peers.checkpoints import SHAPES, Shape, make_files
 from benchmarks.peers.environments import CannotInstall, Home, install, is_installed
 from benchmarks.peers.peers import OURS, PEERS, SERVE, START
 from benchmarks.peers.rounds import Plan, Rounds
@@ -113,16 +113,8 @@ def _install(names: Sequence[str], home: Home) -> dict[str, str]:
 
 def _make_inputs(plan: Plan, home: Home, missing: dict[str, str]) -> None:
     shape = plan.shape
-    folder, gguf = home.folder / "models" / shape.name, home.folder / "gguf" / f"{shape.name}.gguf"
-    if not (folder / "config.json").exists():
-        _say(f"making model {shape.name}")
-        checkpoints.make(shape, folder)
-    if "llama.cpp" in plan.peers and "llama.cpp" not in missing and not gguf.exists():
-        gguf.parent.mkdir(parents=True, exist_ok=True)
-        made = gguf.with_suffix(".new")
-        converter = [str(home.python("lcpp")), "-P", "-m", "benchmarks.peers.gguf_file", str(folder), str(made)]
-        subprocess.run(converter, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        made.rename(gguf)
+    has_llama_cpp = "llama.cpp" in plan.peers and "llama.cpp" not in missing
+    make_files(shape, home, ("",) if has_llama_cpp else (), _say)
     for workload in plan.in_turns:
         if workload != START:
             workloads.write(rounds.workload_path(home, shape.name, workload), workloads.make(shape.name, workload))

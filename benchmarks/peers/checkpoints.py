@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import string
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
+from benchmarks.peers.environments import Home
 from benchmarks.peers.workloads import FIRST_ID, VOCAB_SIZES
 
 HEAD_DIM = 64
@@ -132,6 +135,33 @@ def make(shape: Shape, folder: Path) -> None:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": MAX_POSITIONS, **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     (folder / "config.json").write_text(json.dumps(shape.config(), indent=2))
+
+
+def make_files(shape: Shape, home: Home, weights: Sequence[str], report: Callable[[str], None]) -> None:
+    """Writes a checkpoint into its place, and a GGUF file for each type of weights; nothing that is there already.
+
+    Args:
+        weights: llama.cpp's names of types, as its llama-quantize takes them; "" is the checkpoint's own type.
+    """
+    folder = home.folder / "models" / shape.name
+    if not (folder / "config.json").exists():
+        report(f"making model {shape.name}")
+        make(shape, folder)
+    for kind in weights:
+        path = home.gguf(shape.name, kind)
+        if path.exists():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = path.with_suffix(".new")
+        if kind:
+            make_files(shape, home, ("",), report)
+            command = [str(home.llama_quantize), str(home.gguf(shape.name)), str(made), kind, "1"]
+        else:
+            command = [str(home.python("lcpp")), "-P", "-m", "benchmarks.peers.gguf_file", str(folder), str(made)]
+        with home.log(f"gguf_{shape.name}{kind}").open("w") as log:
+            environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+            subprocess.run(command, check=True, env=environment, stdout=log, stderr=log)
+        made.rename(path)
 
 
 def _write_weights(shape: Shape, path: Path) -> None:

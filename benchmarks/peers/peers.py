@@ -40,6 +40,7 @@ class Peer:
         variables: of its process's environment.
         expected_s: seconds of a run by model and workload; None where it cannot.
         needs_bytes: memory that its process takes, besides the weights.
+        weights: of a GGUF file, llama.cpp's name of their type, which the file's name ends with; "" is the model's own.
     """
 
     name: str
@@ -50,6 +51,12 @@ class Peer:
     expected_s: Mapping[str, Mapping[str, float | None]]
     variables: Mapping[str, str] = field(default_factory=dict)
     needs_bytes: int = 2 << 30
+    weights: str = ""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is jpaged, of whatever weights."""
+        return not self.environment
 
 
 def _expected(**workloads: tuple[float | None, float | None]) -> dict[str, dict[str, float | None]]:
@@ -127,7 +134,7 @@ PEERS = {
 
 def options_for(peer: Peer, shape: Shape) -> dict[str, object]:
     """Returns the options for a model: jpaged's pool is counted in blocks."""
-    if peer.name != OURS:
+    if not peer.is_ours:
         return dict(peer.options)
     head_values = 2 * shape.num_kv_heads * 64 * shape.bytes_per_value
     num_blocks = KV_CACHE_BYTES // (shape.num_layers * BLOCK_SIZE * head_values)

@@ -17,7 +17,7 @@ from typing import IO
 
 from benchmarks.peers.checkpoints import Shape
 from benchmarks.peers.environments import Home, reason, tcmalloc
-from benchmarks.peers.peers import LLAMA_SERVER, OURS, Peer, options_for
+from benchmarks.peers.peers import LLAMA_SERVER, Peer, options_for
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 1200.0
@@ -122,11 +122,12 @@ class Session:
 
 def command(peer: Peer, shape: Shape, home: Home, core: int) -> list[str]:
     """Returns the command line of a peer's worker."""
-    folder, options = home.folder / "models" / shape.name, options_for(peer, shape)
+    path, options = home.folder / "models" / shape.name, options_for(peer, shape)
+    if peer.weights or peer.worker == LLAMA_SERVER:
+        path = home.gguf(shape.name, peer.weights)
     if peer.worker == LLAMA_SERVER:
-        folder = home.folder / "gguf" / f"{shape.name}.gguf"
         options["binary"] = str(home.llama_server)
-    settings = json.dumps({"folder": str(folder), "dtype": shape.dtype, "core": core, "options": options})
+    settings = json.dumps({"folder": str(path), "dtype": shape.dtype, "core": core, "options": options})
     # -P: the process runs in the home's folder, whose parts are no packages.
     worker = [str(home.python(peer.environment)), "-P", "-m", peer.worker, settings]
     # The server is bound by its worker, which is a client and runs where it may.
@@ -146,7 +147,7 @@ def variables(peer: Peer, home: Home, core: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         **peer.variables,
     }
-    if peer.name == OURS:
+    if peer.is_ours:
         found |= {"JPAGED_CACHE_DIR": str(home.folder / "cache" / "jpaged"), "JAX_PLATFORMS": "cpu"}
     if peer.environment == "vllm":
         found["VLLM_CACHE_ROOT"] = str(home.folder / "cache" / peer.name)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh
 
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product import quantised
@@ -106,7 +108,9 @@ def test_an_embedding_gives_rows_and_multiplies_by_all_of_them(name: str) -> Non
     ],
 )
 @pytest.mark.parametrize("is_static", [False, True])
-def test_rows_are_rounded_as_the_matrix_asks(form: MatrixFormat, num_groups: int, is_static: bool) -> None:
+def test_rows_are_rounded_as_the_matrix_asks(
+    form: MatrixFormat, num_groups: int, is_static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     matrix = quantise(normal((DEPTH, *OUT)), form)
     x = normal((5, DEPTH), 1) * np.array([[1], [9], [0], [0.1], [3]], np.float32)
     if is_static:
@@ -119,9 +123,29 @@ def test_rows_are_rounded_as_the_matrix_asks(form: MatrixFormat, num_groups: int
         largest = np.abs(x.reshape(5, num_groups, -1)).max(-1, keepdims=True)
         assert (np.abs(rows - x.reshape(rows.shape)) <= largest * step * 1.01).all()
     want = np.einsum("te,ekn->tkn", rows.reshape(x.shape), oracle(matrix))
+    monkeypatch.setattr(quantised, "multiplies_fp8", lambda: True)
     np.testing.assert_allclose(multiply(jnp.asarray(x), matrix), want, rtol=1e-5, atol=2e-4)
     if matrix.num_groups > 1:
         np.testing.assert_allclose(quantised._by_groups(rounded, scales, matrix), want, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_rounded"),
+    [("TPU v6 lite", False), ("TPU7x", True), ("NVIDIA H200", True), ("NVIDIA A100-SXM4-40GB", False)],
+)
+def test_rows_are_rounded_to_floats_where_those_are_multiplied(
+    kind: str, is_rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    floats, integers = (
+        quantise(normal((DEPTH, *OUT)), MatrixFormat(values, activations=values)) for values in ("fp8", "int8")
+    )
+    x = normal((5, DEPTH), 1)
+    plain = np.einsum("te,ekn->tkn", x, oracle(floats))
+    np.testing.assert_allclose(multiply(jnp.asarray(x), floats), plain, rtol=1e-5, atol=2e-4)  # on this CPU
+    device = AbstractDevice(kind, 1, "tpu" if kind.startswith("TPU") else "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        assert quantised.rounds_rows(floats) == is_rounded
+        assert quantised.rounds_rows(integers)
 
 
 @pytest.mark.parametrize("has_ids", [False, True])

@@ -13,7 +13,8 @@ scan or an index takes off all of its arrays alike: so the contracted axis is co
 has the rank of the leaf. Scales of tensors and of blocks are spread over the columns: they are then `[groups, *out]`
 whatever was published, at 3 percent of the bytes of blocks of 128.
 
-What it multiplies is rounded first only where a checkpoint asks for that. XLA is the specification here; the packed
+What it multiplies is rounded first only where a checkpoint asks for that, and to floats only where they are multiplied
+as they are. XLA is the specification here; the packed
 kernel of CPUs makes its own of it (`jpaged.kernels.product.packed`).
 """
 
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.hardware import find_hardware
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES, Activations, MatrixFormat, Values
 
 __all__ = [
@@ -39,10 +41,12 @@ __all__ = [
     "abstract_matrix",
     "component_axes",
     "dequantise",
+    "multiplies_fp8",
     "multiply",
     "quantise",
     "round_rows",
     "round_to",
+    "rounds_rows",
 ]
 
 
@@ -238,10 +242,26 @@ def multiply(x: jax.Array, matrix: QuantisedMatrix) -> jax.Array:
     A scale a column comes behind the product, which then has the values as they are. With groups TPUs multiply a group
     at a time: XLA fuses all of it there, and makes no array of a weight's size. Elsewhere weights are made first.
     """
-    if matrix.activations is None:
+    if not rounds_rows(matrix):
         return _product(x, None, matrix)
     rounded, row_scales = round_rows(x, matrix)
     return _product(rounded, row_scales, matrix)
+
+
+def rounds_rows(matrix: QuantisedMatrix) -> bool:
+    """Whether rows are rounded for a product on the device that a program is lowered for.
+
+    They are to integers, which every device multiplies. Where none multiplies floats of 8 bits, rounding to those gains
+    nothing: rows stay as they are, nearer to what the weights stand for.
+    """
+    return matrix.activations == "int8" or (matrix.activations is not None and multiplies_fp8())
+
+
+def multiplies_fp8() -> bool:
+    """Whether the device that is lowered for multiplies floats of 8 bits; one that is not known is taken not to."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    hardware = find_hardware((jax.devices()[0] if device is None else device).device_kind)
+    return hardware is not None and hardware.multiplies_fp8
 
 
 def round_rows(x: jax.Array, matrix: QuantisedMatrix) -> tuple[jax.Array, jax.Array]:

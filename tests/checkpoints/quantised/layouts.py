@@ -32,7 +32,7 @@ class LayoutCase:
         config: its `quantization_config`.
         write: what becomes of one weight.
         left: parts of names whose weights stay as they are.
-        rounds_rows: products round what they multiply.
+        rounds_rows: products on CPUs round what they multiply, to integers.
         cuts_nothing: the sizes of parts are multiples of the layout's blocks.
     """
 
@@ -288,26 +288,23 @@ LAYOUTS = [
         "fp8_tensor_static",
         compressed_config("float-quantized", _float("tensor"), _float("tensor")),
         float8("tensor", is_static=True),
-        rounds_rows=True,
     ),
     LayoutCase(
         "fp8_channel",
         compressed_config("float-quantized", _float("channel"), _FLOAT_ROWS),
         float8("channel"),
-        rounds_rows=True,
     ),
     LayoutCase(
         "fp8_block",
         compressed_config("float-quantized", _float("block", block_structure=[BLOCK, BLOCK])),
         float8("block"),
     ),
-    LayoutCase("deepseek_fp8", _FP8, float8("block", scale=".weight_scale_inv"), rounds_rows=True, cuts_nothing=True),
+    LayoutCase("deepseek_fp8", _FP8, float8("block", scale=".weight_scale_inv"), cuts_nothing=True),
     LayoutCase(
         "fp8_static",
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head", "o_proj"]},
         float8("tensor", is_static=True),
         left=("o_proj",),
-        rounds_rows=True,
     ),
     LayoutCase(
         "mxfp4",
