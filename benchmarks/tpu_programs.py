@@ -58,6 +58,7 @@ FORMATS: Mapping[str, tuple[tuple[str, MatrixFormat], ...]] = {
     "fp8-rows": (("", MatrixFormat("fp8", activations="fp8")),),
     "fp8-groups": (("", MatrixFormat("fp8", 128, activations="fp8-groups")),),
     "mxfp4": (("", MatrixFormat("mxfp4", 32)),),
+    "mxfp4-experts": (("experts", MatrixFormat("mxfp4", 32)),),
 }
 """Which matrices of layers are quantised, and how; where rows are named, those of products are rounded, too."""
 _CELL = re.compile(
@@ -241,7 +242,8 @@ def _compile(
 
 
 def _sizes(step: Step, params: Params, spec: ProgramSpec) -> set[int]:
-    """Elements of the pool, of a layer of it, of each weight and of a layer of it, unless activations are as large.
+    """Elements of the pool, of a layer of it, of each weight, of a layer and of an expert of it, unless activations are
+    as large.
 
     The adapters of all slots are such weights, however small. A program that moves blocks has none.
     """
@@ -263,9 +265,14 @@ def _sizes(step: Step, params: Params, spec: ProgramSpec) -> set[int]:
 
 
 def _elements(tree: Any, *, is_stacked: bool) -> set[int]:
-    """Numbers in a device's part of each array, and in a layer of it where layers are stacked."""
-    shapes = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(tree)]
-    return {math.prod(part) for shape in shapes for part in ((shape, shape[1:]) if is_stacked else (shape,))}
+    """Numbers in a device's part of each array, in a layer where layers are stacked, and in one expert."""
+    sizes = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        sizes |= {math.prod(part) for part in ((shape, shape[1:]) if is_stacked else (shape,))}
+        if jax.tree_util.DictKey("experts") in path:
+            sizes.add(math.prod(shape[2:]))
+    return sizes
 
 
 def _products(text: str) -> Iterator[str]:

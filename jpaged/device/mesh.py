@@ -162,7 +162,7 @@ def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
     def laid_out(
         path: tuple[jax.tree_util.KeyEntry, ...], sharding: NamedSharding, axes: LogicalAxes, leaf: jax.ShapeDtypeStruct
     ) -> NamedSharding | Format:
-        if not _is_matrix(path):
+        if not _is_matrix(path) or (_is_of_groups(path) and leaf.shape[-len(axes) + (axes[0] == "layers")] == 1):
             return sharding
         return Format(Layout(_order(axes, sharding.shard_shape(leaf.shape))), sharding)
 
@@ -202,9 +202,14 @@ _LANES = 128
 _EXPERTS = ("experts", "expert_parts")
 
 
+def _is_of_groups(path: tuple[jax.tree_util.KeyEntry, ...]) -> bool:
+    """Whether a place is that of the scales or the zero points of a quantised matrix."""
+    return path[-1] in (jax.tree_util.GetAttrKey("scales"), jax.tree_util.GetAttrKey("zeros"))
+
+
 def _is_matrix(path: tuple[jax.tree_util.KeyEntry, ...]) -> bool:
-    """Whether a place is that of a kernel or an embedding, or of the values of a quantised one."""
-    if path[-1] == jax.tree_util.GetAttrKey("values"):
+    """Whether a place is that of a kernel or an embedding, or of what a quantised one has of its rank."""
+    if path[-1] == jax.tree_util.GetAttrKey("values") or _is_of_groups(path):
         path = path[:-1]
     return path[-1] in (jax.tree_util.DictKey("kernel"), jax.tree_util.DictKey("embedding"))
 

@@ -11,14 +11,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jpaged.kernels.product.depth import parts_on_device
 from jpaged.kernels.product.on_device import PartedMatrix, multiply_on_device
 from jpaged.kernels.product.quantised import QuantisedMatrix
+from jpaged.kernels.product.stacked import StackedMatrix
 
 
-def dot(x_te: jax.Array, matrix: jax.Array | QuantisedMatrix | PartedMatrix, axis: int) -> jax.Array:
+def dot(x_te: jax.Array, matrix: jax.Array | QuantisedMatrix | StackedMatrix | PartedMatrix, axis: int) -> jax.Array:
     """Contracts x's last axis with one axis of a matrix, the first or the last; the result is float32.
 
     A quantised matrix knows its axis, and has no gradient.
     """
-    if isinstance(matrix, QuantisedMatrix | PartedMatrix):
+    if isinstance(matrix, QuantisedMatrix | StackedMatrix | PartedMatrix):
         return multiply_on_device(x_te, matrix)
     return _dot(x_te, matrix, axis)
 

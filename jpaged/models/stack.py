@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.experts import StackedExperts
 from jpaged.kernels.product.quantised import QuantisedMatrix
+from jpaged.kernels.product.stacked import StackedMatrix
 from jpaged.models.kv_groups import KVPlace
 from jpaged.models.layer_kinds import LayerKind, Segment, segments_of
 
@@ -91,11 +92,11 @@ def _scan(
         x, carry, (repeat, *indices) = state
         for i, kind in enumerate(segment.kinds):
             place = LayerPlace(indices[i], kind, places[i][0][0])
-            x, carry = layer(_with_experts(params[i], stacks[i], repeat), x, carry, place)
+            x, carry = layer(_with_whole(params[i], stacks[i], repeat), x, carry, place)
         return (x, carry, [repeat + 1, *(i + _step(of) for i, of in zip(indices, places, strict=True))]), None
 
     counted = [jnp.int32(0), *(jnp.int32(of_stack[0][1]) for of_stack in places)]
-    (x, carry, _), _ = jax.lax.scan(body, (x, carry, counted), [_without_experts(stack) for stack in stacks])
+    (x, carry, _), _ = jax.lax.scan(body, (x, carry, counted), [_without_whole(stack) for stack in stacks])
     return x, carry
 
 
@@ -104,24 +105,31 @@ def _is_of_experts(path: tuple[Any, ...]) -> bool:
     return "experts" in keys and keys[-1] == "kernel"
 
 
-def _is_whole(tree: Any) -> bool:
+def _is_leaf(tree: Any) -> bool:
     return tree is None or isinstance(tree, QuantisedMatrix)
 
 
-def _without_experts(stack: Any) -> Any:
-    """The parameters of a stack that a scan may slice: see `StackedExperts`."""
+def _stays_whole(path: tuple[Any, ...], leaf: Any) -> bool:
+    """Whether a layer takes its part of a stack where it lies: see `StackedExperts` and `StackedMatrix`."""
+    return _is_of_experts(path) or (isinstance(leaf, QuantisedMatrix) and leaf.num_groups > 1)
+
+
+def _without_whole(stack: Any) -> Any:
+    """The parameters of a stack that a scan may slice."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: None if _is_of_experts(path) else leaf, stack, is_leaf=_is_whole
+        lambda path, leaf: None if _stays_whole(path, leaf) else leaf, stack, is_leaf=_is_leaf
     )
 
 
-def _with_experts(sliced: Any, stack: Any, repeat: jax.Array) -> Any:
-    """A layer's parameters, with the experts of the whole stack in the places of its own."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, own, whole: StackedExperts(whole, repeat) if _is_of_experts(path) else own,
-        *(sliced, stack),
-        is_leaf=_is_whole,
-    )
+def _with_whole(sliced: Any, stack: Any, repeat: jax.Array) -> Any:
+    """A layer's parameters, with what stays whole in the places of its own."""
+
+    def placed(path: tuple[Any, ...], own: Any, whole: Any) -> Any:
+        if not _stays_whole(path, whole):
+            return own
+        return StackedExperts(whole, repeat) if _is_of_experts(path) else StackedMatrix(whole, repeat)
+
+    return jax.tree_util.tree_map_with_path(placed, sliced, stack, is_leaf=_is_leaf)
 
 
 def _step(of_stack: list[KVPlace]) -> int:

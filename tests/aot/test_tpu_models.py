@@ -125,10 +125,11 @@ def test_no_architecture_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("cells", "products"),
     [
-        (("int8-int4@v5e:1x1", "int8-int4@v6e:1x1"), ("s8*s8=s32", "bf16*s4=f32")),
+        (("int8-int4@v5e:1x1", "int8-rows@v5p:1x1x1"), ("s8*s8=s32",)),
+        (("int8-rows@tpu7x:1x1x1",), ("s8*s8=s32",)),
         (("fp8-rows@tpu7x:1x1x1",), ("f8e4m3fn*f8e4m3fn=f32",)),
     ],
-    ids=["integers", "fp8"],
+    ids=["integers", "integers-tpu7x", "fp8"],
 )
 def test_quantised_matrices_are_multiplied_as_they_lie(cells: tuple[str, ...], products: tuple[str, ...]) -> None:
     results = compile_cells(*(f"llama-3-8b+{cell}#forward[64]" for cell in cells))
@@ -179,6 +180,21 @@ def check_adapted_exchanges(result: ProgramResult) -> None:
     assert {one.opcode for one in result.collectives} == {"all-reduce"}
     of_layer = ((32,), (64, 8, 16), (64, 4096))
     assert exchanged == [((), (64, 4096)), of_layer, of_layer]
+
+
+# Products of groups are the kernel's, which reads a layer's matrices where they lie.
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "llama-3-8b+int4@v5p:1x1x1",
+        "llama-3-8b+int4@v6e:1x1",
+        "llama-3-8b+fp8-groups@v6e:1x1",
+        "gpt-oss-20b+mxfp4-experts@v6e:1x1",
+    ],
+)
+def test_groups_of_numbers_are_read_where_they_lie(cell: str) -> None:
+    (result,) = compile_cells(f"{cell}#forward[64]")
+    check(result, work_mib=80)
 
 
 def test_attention_of_xla_is_in_place_too() -> None:

@@ -16,7 +16,9 @@ from jpaged.kernels.experts.stacked import flat
 from jpaged.kernels.experts.weights import ExpertWeights
 from jpaged.kernels.mixture_kind import Gate
 from jpaged.kernels.product import PackedMatrix
+from jpaged.kernels.product.on_device import takes_tpu_kernel
 from jpaged.kernels.product.quantised import QuantisedMatrix
+from jpaged.kernels.product.tpu import grouped as tpu
 from jpaged.kernels.product.triton.form import unsupported_reason
 from jpaged.kernels.product.triton.grouped import multiply_sorted
 
@@ -66,8 +68,8 @@ def sum_experts(
 ) -> Float[Array, "T E"]:
     """Computes `apply_experts` without the last bias, on one device.
 
-    Packed matrices are read by the CPU's kernel whatever the backend. Quantised ones are multiplied in a loop, and by
-    triton, which leaves to the loop what it does not take.
+    Packed matrices are read by the CPU's kernel whatever the backend. Quantised ones are multiplied in a loop, by
+    triton, which leaves to the loop what it does not take, and on TPUs by the kernel of groups, likewise.
     """
     if isinstance(weights.gate, PackedMatrix):
         return loaded().apply(x_te, routes, weights, gate)
@@ -75,6 +77,8 @@ def sum_experts(
         return tiles.apply_experts(x_te, routes, weights, gate)
     if backend == "triton" and takes_all(weights):
         return ragged.apply_experts(x_te, routes, weights, gate, multiply_sorted)
+    if backend == "ragged" and _takes_all_on_tpu(weights):
+        return ragged.apply_experts(x_te, routes, weights, gate, tpu.multiply_sorted)
     if backend != "ragged" or isinstance(flat(weights.gate)[0], QuantisedMatrix):
         return tiles.apply_experts(x_te, routes, weights, gate, tiles.rows_for(routes, weights.num_experts))
     return ragged.apply_experts(x_te, routes, weights, gate)
@@ -83,3 +87,8 @@ def sum_experts(
 def takes_all(weights: ExpertWeights) -> bool:
     """Whether the kernel in Triton takes all matrices of a layer's experts."""
     return not any(unsupported_reason(flat(matrices)[0]) for matrices in (weights.gate, weights.up, weights.down))
+
+
+def _takes_all_on_tpu(weights: ExpertWeights) -> bool:
+    matrices = [flat(matrices)[0] for matrices in (weights.gate, weights.up, weights.down)]
+    return all(isinstance(each, QuantisedMatrix) and takes_tpu_kernel(each) for each in matrices)

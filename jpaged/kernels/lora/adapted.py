@@ -21,7 +21,7 @@ class AdaptedMatrix:
     ranks that are not in use are zeros.
 
     Attributes:
-        base: an array, a `QuantisedMatrix` or a `PackedMatrix`.
+        base: an array, a `QuantisedMatrix`, a `StackedMatrix` or a `PackedMatrix`.
         a: `[slots, parts * rank, in]`; float32 or bfloat16, as rows are.
         b: of each part `[slots, rank, its columns]`, which hold what an adapter is scaled by.
         num_groups: of columns of the matrix: each has a share of each part, one part behind the other.

@@ -1,6 +1,7 @@
 """Products of rows with a model's matrices: quantised, or packed for CPUs when the model was loaded.
 
 quantised.py a matrix of 8 or 4 bits with its scales, and XLA's products with it
+stacked.py   a matrix of one of several layers
 on_device.py whose product with it runs where
 depth.py     depths that XLA for GPUs would pad, and the parts that they are summed in
 packed.py    a matrix in the order in which the CPU kernel reads it
@@ -8,6 +9,7 @@ scales.py    what such a matrix has beside numbers, and its codes
 multiply.py  the calls of that kernel, and whether there is one
 cpu/         the kernel
 triton/      the kernel of GPUs: groups of rows, and numbers that share scales in groups
+tpu/         that of TPUs
 
 XLA's own `dot_general` (`jpaged.models.matmul`) is the specification, and what runs everywhere else.
 """

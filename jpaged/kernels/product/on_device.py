@@ -3,6 +3,9 @@
 On GPUs XLA would make weights of numbers that share scales in groups, in every step, before it multiplies with them;
 a kernel makes them on the way to the tensor core. It fuses into its own products the rest: a scale a column comes
 behind them, and numbers of 8 bits go to the tensor core as they are where the rows have 8 bits too.
+
+On TPUs XLA multiplies group by group, of a copy of a layer's matrix on the chip, or in memory where it is too large for
+that; a kernel reads blocks of it where it lies, while it multiplies with those before.
 """
 
 from __future__ import annotations
@@ -14,10 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jpaged.kernels.product.quantised import QuantisedMatrix, multiply, round_rows
+from jpaged.kernels.product.stacked import StackedMatrix
+from jpaged.kernels.product.tpu import form as tpu_form
+from jpaged.kernels.product.tpu import grouped as tpu
 from jpaged.kernels.product.triton.form import kind_of, lanes_of, unsupported_reason
 from jpaged.kernels.product.triton.grouped import has_triton, multiply_one
 
@@ -54,10 +61,13 @@ class PartedMatrix:
         return self.matrix.dtype
 
 
-def multiply_on_device(x: jax.Array, matrix: QuantisedMatrix | PartedMatrix) -> jax.Array:
+def multiply_on_device(x: jax.Array, matrix: QuantisedMatrix | StackedMatrix | PartedMatrix) -> jax.Array:
     """`multiply`, by a kernel where the device has one that is better than what XLA makes of it."""
     if isinstance(matrix, PartedMatrix):
         return multiply_parts(x, matrix)
+    if takes_tpu_kernel(matrix.matrices if isinstance(matrix, StackedMatrix) else matrix):
+        return _multiply_on_tpu(x, matrix)
+    matrix = matrix.own() if isinstance(matrix, StackedMatrix) else matrix
     if not takes_kernel(matrix):
         return multiply(x, matrix)
     rows, row_scales = _rounded(x, matrix)
@@ -94,6 +104,22 @@ def _rounded(x: jax.Array, matrix: QuantisedMatrix) -> tuple[jax.Array, jax.Arra
         return x.reshape(-1, x.shape[-1]), None
     x, row_scales = round_rows(x, matrix)
     return x.reshape(-1, x.shape[-1]), row_scales.reshape(-1, row_scales.shape[-1])
+
+
+def takes_tpu_kernel(matrix: QuantisedMatrix) -> bool:
+    """Whether the program is for one TPU or its part, and the kernel takes a matrix, or those of layers or experts."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    if device is None or device.platform != "tpu" or math.prod(mesh.shape[name] for name in mesh.auto_axes) > 1:
+        return False
+    return tpu_form.unsupported_reason(matrix) is None
+
+
+def _multiply_on_tpu(x: jax.Array, matrix: QuantisedMatrix | StackedMatrix) -> jax.Array:
+    if not isinstance(matrix, StackedMatrix):
+        matrix = StackedMatrix(jax.tree.map(lambda array: array[None], matrix), jnp.int32(0))
+    y = tpu.multiply_one(x.reshape(-1, x.shape[-1]), matrix.matrices, matrix.index)
+    return y.reshape(*x.shape[:-1], *matrix.shape[1:])
 
 
 def takes_kernel(matrix: QuantisedMatrix) -> bool:
