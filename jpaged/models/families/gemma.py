@@ -70,6 +70,8 @@ def _cap(fields: JsonFields, key: str, missing: float | None) -> float | None:
 
 def _kinds(fields: JsonFields, num_layers: int, version: int) -> tuple[LayerKind, ...]:
     scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
+    if version == 3:
+        fields.only("attn_logit_softcapping", why="Gemma 3 caps no scores, and transformers passes it over")
     cap = _cap(fields, "attn_logit_softcapping", 50.0 if version == 2 else None)
     window = fields.integer("sliding_window", 4096)
     keys = ("sliding_window_pattern", "_sliding_window_pattern")
