@@ -46,6 +46,8 @@ _WEIGHTS: Mapping[tuple[str, str, int], Values] = {
     (MXFP4, "float", 4): "mxfp4",
 }
 _OBSERVERS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+_ORDERS = ("group", "dynamic", "weight", "static")
+"""By activations, which is listed, and by weights, which is not; each has two names."""
 _MXFP4_BLOCK = 32
 
 
@@ -187,6 +189,7 @@ def _weights(fields: JsonFields, written: str) -> Layout:
     fields.only("dynamic", False, why="weights are quantised once")
     group_size = fields.integer("group_size", minimum=-1) if fields.has("group_size") else None
     strategy = fields.text("strategy", "tensor" if group_size is None else "channel" if group_size < 0 else "group")
+    fields.only("actorder", False, True, *_ORDERS, why=f"of orders of groups read: {', '.join(_ORDERS)}")
     order, blocks = fields.value("actorder"), fields.value("block_structure")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise Unsupported(

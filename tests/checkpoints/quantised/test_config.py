@@ -27,6 +27,7 @@ REFUSED = [
     ({**CONFIGS["deepseek_fp8"], "activation_scheme": "static"}, Unsupported, "activation_scheme is 'static'"),
     (compressed_config("marlin-24", WEIGHTS), Unsupported, "format 'marlin-24'"),
     (compressed_config("pack-quantized", {**WEIGHTS, "num_bits": 3}), Unsupported, "int3"),
+    (compressed_config("int-quantized", {**WEIGHTS, "actorder": "random"}), Unsupported, "actorder is 'random'"),
     (compressed_config("int-quantized", {**WEIGHTS, "strategy": "block"}), Unsupported, "strategy is 'block'"),
     (compressed_config("int-quantized", WEIGHTS, {**ROWS, "symmetric": False}), Unsupported, "symmetric is False"),
     (compressed_config("int-quantized", WEIGHTS, {**ROWS, "dynamic": False}), Unsupported, "strategy of input_act"),
