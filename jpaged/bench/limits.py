@@ -11,27 +11,22 @@ Bandwidth and peak of a CPU are measured (`jpaged bench probe`); of accelerators
 
 from __future__ import annotations
 
-import json
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jpaged.bench.trace import Trace
 from jpaged.capacity.cost import Shape
-from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE
 
-ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
-_FILE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _PROBE_BYTES = 512 << 20
 """More than any cache holds."""
 _PROBE_WIDTH = 1536
 _NUM_PROBES = 5
-_MAX_HEADER_BYTES = 100 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +49,26 @@ class ServedModel:
     """What a step of a model reads and multiplies with.
 
     Attributes:
-        shape: its weights without the output matrix in `num_params`, with it in `weight_bytes`.
-        head_params: those of the output matrix.
+        shape: of its weights, and of what attention reads.
     """
 
     shape: Shape
-    head_params: float
 
-    def work(self, lens: Iterable[tuple[int, int]], num_steps: int) -> Work:
+    def work(self, lens: Iterable[tuple[int, int]], num_steps: int, num_rows: float = math.inf) -> Work:
         """The least work of requests.
 
         Args:
             lens: (prompt tokens, generated tokens) of each.
             num_steps: in which the weights are read.
+            num_rows: of a step: of experts those are read that so many rows choose.
         """
         shape, flops, kv_tokens = self.shape, 0.0, 0.0
         for prompt_len, output_len in lens:
             num_run = prompt_len + max(0, output_len - 1)
-            flops += 2 * shape.num_params * num_run + 2 * self.head_params * output_len
+            flops += 2 * shape.token_params * num_run + 2 * shape.head_params * output_len
             flops += 4 * shape.num_layers * shape.query_width * num_run * (num_run + 1) / 2
             kv_tokens += (num_run * (num_run + 1) - prompt_len * (prompt_len + 1)) / 2
-        return Work(num_steps * shape.weight_bytes + kv_tokens * shape.kv_bytes_per_token, flops)
+        return Work(num_steps * shape.read_bytes(num_rows) + kv_tokens * shape.kv_bytes_per_token, flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +88,8 @@ def offline_shares(
 ) -> dict[str, float]:
     """What a run of `lens` that took `elapsed_s` reached, when steps have at most `max_num_seqs` rows."""
     output_lens = [output_len for _, output_len in lens]
-    work = model.work(lens, max(*output_lens, -(-sum(output_lens) // max_num_seqs)))
+    num_steps = max(*output_lens, -(-sum(output_lens) // max_num_seqs))
+    work = model.work(lens, num_steps, sum(output_lens) / num_steps)
     return {
         "mbu": work.num_bytes / (elapsed_s * limits.bytes_per_s),
         "mfu": work.flops / (elapsed_s * limits.flops_per_s),
@@ -125,8 +120,8 @@ def serving_shares(
     kv_tokens = sum(contexts) / busy_s
     shape = model.shape
     step = Work(
-        shape.weight_bytes + kv_tokens * shape.kv_bytes_per_token,
-        2 * rows * (shape.num_params + model.head_params) + 4 * shape.num_layers * shape.query_width * kv_tokens,
+        shape.read_bytes(rows) + kv_tokens * shape.kv_bytes_per_token,
+        2 * rows * (shape.token_params + shape.head_params) + 4 * shape.num_layers * shape.query_width * kv_tokens,
     )
     return shares | {
         "mbu": step.num_bytes / (step_s * limits.bytes_per_s),
@@ -170,62 +165,6 @@ def _best_s(run: Callable[[], object]) -> float:
         run()
         times.append(time.perf_counter() - start_s)
     return min(times)
-
-
-def read_model(folder: Path, dtype: str | None = None, kv_dtype: str | None = None) -> ServedModel:
-    """Reads what a step of the model in `folder` costs off its config and the headers of its safetensors files.
-
-    Args:
-        folder: in Hugging Face layout.
-        dtype: that the weights have in the server; None is that of the files.
-        kv_dtype: of the KV cache; None is that of the weights.
-
-    Raises:
-        InvalidArgument: a file is missing or malformed.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-        tensors = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in _tensors(path)]
-        num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
-        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
-        kv_width, query_width = 2 * num_kv_heads * head_dim, num_heads * head_dim
-        if latent_dim := int(config.get("kv_lora_rank") or 0):
-            # A token keeps one latent, which all query heads see, and of which values are all but the rotated part.
-            kv_width = latent_dim + int(config["qk_rope_head_dim"])
-            query_width = num_heads * (kv_width + latent_dim) // 2
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InvalidArgument("MODEL", f"{folder} is no model in Hugging Face layout: {error}") from error
-    total = sum(count for _, count, _ in tensors)
-    if not total:
-        raise InvalidArgument("MODEL", f"{folder} has no safetensors file")
-    embedding = sum(count for name, count, _ in tensors if "embed_tokens" in name)
-    head = sum(count for name, count, _ in tensors if name.startswith("lm_head")) or embedding
-    item_bytes = ITEM_BYTES.get(dtype or "") or sum(count * size for _, count, size in tensors) / total
-    is_tied = head == embedding and not any(name.startswith("lm_head") for name, _, _ in tensors)
-    num_params = total - embedding - (0 if is_tied else head)
-    shape = Shape(
-        num_params=num_params,
-        num_layers=num_layers,
-        query_width=query_width,
-        weight_bytes=(num_params + head) * item_bytes,
-        kv_bytes_per_token=num_layers * kv_width * ITEM_BYTES.get(kv_dtype or "", item_bytes),
-    )
-    return ServedModel(shape, head)
-
-
-def _tensors(path: Path) -> list[tuple[str, int, int]]:
-    """Name, elements and bytes of an element of each tensor of a safetensors file, by its header alone."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > _MAX_HEADER_BYTES:
-            raise ValueError(f"{path} has a header of {size} bytes, over the limit of {_MAX_HEADER_BYTES}")
-        header: dict[str, Any] = json.loads(file.read(size))
-    found = []
-    for name, entry in header.items():
-        if name != "__metadata__":
-            found.append((name, int(np.prod(entry["shape"], dtype=np.int64)), _FILE_BYTES.get(entry["dtype"], 1)))
-    return found
 
 
 def as_record(limits: Limits | None, reason: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jpaged.errors import InvalidArgument
 
@@ -26,7 +26,27 @@ class Vocabulary(Protocol):
         """The text of tokens."""
 
 
-class FolderVocabulary:
+class TokenizerVocabulary:
+    """A tokenizer of the `tokenizers` library.
+
+    Args:
+        vocab_size: rows of the embedding: a tokenizer may have ids that the model has not.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.size = min(vocab_size or tokenizer.get_vocab_size(), tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> Sequence[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+class FolderVocabulary(TokenizerVocabulary):
     """The `tokenizer.json` of a folder in Hugging Face layout."""
 
     def __init__(self, folder: Path) -> None:
@@ -35,17 +55,7 @@ class FolderVocabulary:
             raise InvalidArgument("--tokenizer", f"folder {folder} has no tokenizer.json")
         from tokenizers import Tokenizer  # a tenth of a second
 
-        self._tokenizer = Tokenizer.from_file(str(path))
-        added = self._tokenizer.get_added_tokens_decoder()
-        self.size = _vocab_size(folder) or self._tokenizer.get_vocab_size()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.size = min(self.size, self._tokenizer.get_vocab_size())
-
-    def encode(self, text: str) -> Sequence[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        super().__init__(Tokenizer.from_file(str(path)), _vocab_size(folder))
 
 
 class ServerVocabulary:

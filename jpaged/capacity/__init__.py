@@ -7,6 +7,7 @@ cycles.py        cycles of kernels, as counted: the nearest case of cycles.json
 counted_times.py how long attention and sampling take by them
 step_times.py    how long a planned step takes
 named_model.py   the model that a plan is for
+stored_model.py  what a step of a checkpoint costs, by its config
 compiled.py      it, compiled for a target
 process.py       each target in a child of its own
 __main__.py      that child

@@ -105,7 +105,7 @@ class PlannedModel:
             kv_bytes_per_token=self.bytes_per_block * num_devices / self.block_size,
             head_params=head_params,
             windows=windows,
-            **_expert_shape(config),
+            **expert_shape(config),
         )
         local = pad_for_sharding(config, num_devices)
         heads = HeadShape(
@@ -191,7 +191,7 @@ class StepTimes:
         return (2 * self.roofline.shape.num_layers + 1) * (moved_s + max(hops, 2) * HOP_S)
 
 
-def _expert_shape(config: ModelConfig) -> dict[str, Any]:
+def expert_shape(config: ModelConfig) -> dict[str, Any]:
     """The parameters of a model's experts and how many of them a token meets, as fields of `Shape`."""
     if config.mixture is None:
         return {}

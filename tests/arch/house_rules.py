@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "llm": VALUES | {"engine", "service", "assemble", "client"},
     "cli": VALUES
     | {"assemble", "bench", "client", "service", "server", "llm", "capacity", "engine.engine", "kernels"}
-    | {"checkpoints.conversion", "checkpoints.hub", "device.multihost"},
+    | {"checkpoints.conversion", "checkpoints.gguf", "checkpoints.hub", "device.multihost"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
 
 import numpy as np
 import pytest
@@ -14,16 +14,14 @@ from jpaged.bench.limits import (
     of_accelerator,
     offline_shares,
     probe,
-    read_model,
     serving_shares,
 )
 from jpaged.capacity.cost import Shape
-from jpaged.demo import FOLDER
-from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE, find_hardware
 from tests.bench.words import trace_of
 
-MODEL = ServedModel(Shape(num_params=1000, num_layers=2, query_width=16, weight_bytes=2400, kv_bytes_per_token=32), 200)
+SHAPE = Shape(num_params=1200, num_layers=2, query_width=16, weight_bytes=2400, kv_bytes_per_token=32, head_params=200)
+MODEL = ServedModel(SHAPE)
 BY_BYTES, BY_FLOPS = Limits(1e6, 1e30, "test"), Limits(1e30, 1e6, "test")
 
 
@@ -80,28 +78,13 @@ def test_single_tokens_have_no_decode_step():
     assert shares["mbu"] is shares["limit_tpot_ms"] is shares["share_of_limit"] is None
 
 
-@pytest.mark.parametrize(("dtype", "item_bytes"), [(None, 2), ("bfloat16", 2), ("float32", 4)])
-def test_the_demo_model_is_read_off_its_files(dtype, item_bytes):
-    model = read_model(FOLDER, dtype)
-    # config.json: 4 layers of 256 wide, 8 query and 4 key/value heads of 32, 640 wide in between, a tied vocabulary.
-    layer = 256 * (256 + 128 + 128) + 256 * 256 + 3 * 256 * 640 + 2 * 256
-    assert model.head_params == 3072 * 256
-    assert model.shape.num_params == 4 * layer + 256
-    assert model.shape.weight_bytes == item_bytes * (4 * layer + 256 + 3072 * 256)
-    assert model.shape.kv_bytes_per_token == item_bytes * 4 * 2 * 4 * 32
-    assert model.shape.query_width == 256
-    assert read_model(FOLDER, dtype, "int8").shape.kv_bytes_per_token == 4 * 2 * 4 * 32
-
-
-def test_a_folder_that_is_no_model_is_named(tmp_path: Path):
-    with pytest.raises(InvalidArgument, match="is no model in Hugging Face layout"):
-        read_model(tmp_path)
-    (tmp_path / "config.json").write_bytes((FOLDER / "config.json").read_bytes())
-    with pytest.raises(InvalidArgument, match="has no safetensors file"):
-        read_model(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8)
-    with pytest.raises(InvalidArgument, match="has a header of"):
-        read_model(tmp_path)
+def test_a_token_of_a_mixture_is_multiplied_with_its_experts_alone():
+    shape = dataclasses.replace(SHAPE, expert_params=800.0, expert_share=0.25)
+    (prompt_len, output_len), rows = (5, 4), 2
+    work = ServedModel(shape).work([(prompt_len, output_len)], 3, rows)
+    flops, kv_bytes = by_hand(prompt_len, output_len)
+    assert work.flops == flops - 2 * 600 * (prompt_len + output_len - 1)
+    assert work.num_bytes == pytest.approx(3 * 2400 * (1 - 800 / 1200 * 0.75**rows) + kv_bytes)
 
 
 def test_accelerators_are_those_of_the_table():

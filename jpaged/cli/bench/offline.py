@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Self, TextIO
 
 from jpaged.bench.datasets import Sample
-from jpaged.bench.limits import Limits, ServedModel, as_record, offline_shares, read_model
-from jpaged.bench.vocabulary import FolderVocabulary
+from jpaged.bench.limits import Limits, ServedModel, as_record, offline_shares
+from jpaged.bench.vocabulary import FolderVocabulary, TokenizerVocabulary
 from jpaged.cli.bench.probe import limits_of
 from jpaged.cli.options import add_config_flags, config_from, config_values
 from jpaged.cli.startup import StartupReport
@@ -39,11 +39,23 @@ def with_model(arguments: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(arguments), "model": arguments.model or arguments.named_model or "demo"})
 
 
-def vocabulary_of(model: str) -> FolderVocabulary:
-    """The tokens of a model by its name."""
+def vocabulary_of(model: str) -> TokenizerVocabulary:
+    """The tokens of a model by its name.
+
+    Raises:
+        InvalidArgument: it brings no tokenizer.
+    """
+    from jpaged.checkpoints.gguf.file import is_gguf
+    from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
     from jpaged.checkpoints.hub import find_folder  # imports the hub's client
 
-    return FolderVocabulary(find_folder(model))
+    path = find_folder(model)
+    if not is_gguf(path):
+        return FolderVocabulary(path)
+    found = read_tokenizer(path)
+    if found is None:
+        raise InvalidArgument("--tokenizer", f"{path} has no tokenizer")
+    return TokenizerVocabulary(found.fast, found.vocab_size)
 
 
 class Offline:
@@ -111,9 +123,12 @@ class Offline:
         record = {"limits": as_record(self._limits, self._reason)}
         if self._limits is None:
             return record
+        from jpaged.capacity.stored_model import stored_shape
         from jpaged.checkpoints.hub import find_folder
 
-        model: ServedModel = read_model(find_folder(self.model), self.dtype, self._llm.config.cache.kv_cache_dtype)
+        config = self._llm.config
+        path, rounding = find_folder(self.model), config.model.quantization
+        model = ServedModel(stored_shape(path, self.dtype, config.cache.kv_cache_dtype, rounding))
         max_num_seqs = self._llm.config.scheduler.max_num_seqs * self._llm.config.parallel.data_parallel_size
         return record | offline_shares(model, self._limits, lens, max_num_seqs, elapsed_s)
 

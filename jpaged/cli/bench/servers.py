@@ -15,10 +15,11 @@ from rich.console import Console
 
 from jpaged.bench.drive import Backend
 from jpaged.bench.grpc_backend import GrpcBackend
-from jpaged.bench.limits import Limits, ServedModel, of_accelerator, read_model
+from jpaged.bench.limits import Limits, ServedModel, of_accelerator
 from jpaged.bench.openai_backend import ENDPOINTS, OpenAIBackend, first_model
-from jpaged.bench.vocabulary import FolderVocabulary, NumberedVocabulary, ServerVocabulary, Vocabulary
+from jpaged.bench.vocabulary import NumberedVocabulary, ServerVocabulary, Vocabulary
 from jpaged.checkpoints.hub import find_folder, find_local
+from jpaged.cli.bench.offline import vocabulary_of
 from jpaged.cli.bench.probe import limits_of, probed
 from jpaged.cli.server_process import ServerProcess, startup_texts, unwinding_at_sigterm
 from jpaged.client import Client, ServerInfo
@@ -130,7 +131,8 @@ def _serves(client: Client) -> bool:
 def _ours(arguments: argparse.Namespace, client: Client, target: str, console: Console) -> Served:
     info, model = client.server_info(), client.model_info()
     folder = arguments.tokenizer or info.options.get("model")
-    shape, reason = _shape(folder, arguments.dtype or model.dtype, info.options.get("kv-cache-dtype"))
+    options = (info.options.get("kv-cache-dtype"), info.options.get("quantization", "auto"))
+    shape, reason = _shape(folder, arguments.dtype or model.dtype, *options)
     limits, no_limits = _limits_of_server(arguments, info, target, arguments.dtype or model.dtype, console)
     salt = uuid.uuid4().hex  # what an earlier run left in the prefix cache is not this one's
     return Served(
@@ -193,7 +195,7 @@ def _openai(arguments: argparse.Namespace, console: Console) -> Served:
     model = arguments.model or asyncio.run(first_model(base_url, headers))
     vocabulary: Vocabulary = NumberedVocabulary(_PLAIN_IDS)
     if arguments.tokenizer is not None:
-        vocabulary = FolderVocabulary(find_folder(arguments.tokenizer))
+        vocabulary = vocabulary_of(arguments.tokenizer)
     shape, reason = _shape(arguments.tokenizer, arguments.dtype)
     limits, no_limits = None, reason
     if shape is not None and arguments.hardware == "auto" and not parts.hostname.startswith(_LOCAL_HOSTS):
@@ -223,13 +225,17 @@ def _openai(arguments: argparse.Namespace, console: Console) -> Served:
     )
 
 
-def _shape(model: str | None, dtype: str | None, kv_dtype: str | None = None) -> tuple[ServedModel | None, str]:
+def _shape(
+    model: str | None, dtype: str | None, kv_dtype: str | None = None, quantization: str = "auto"
+) -> tuple[ServedModel | None, str]:
     """What a step of the model costs; where its files are not here, why not."""
+    from jpaged.capacity.stored_model import stored_shape  # imports jax
+
     if model is None:
         return None, "the model's files are not known: give --tokenizer"
     try:
         folder = find_local(model) or find_folder(model)
-        return read_model(folder, dtype, kv_dtype), ""
+        return ServedModel(stored_shape(folder, dtype, kv_dtype, quantization)), ""
     except JpagedError as error:
         return None, f"the model's files are not here: {error}"
 

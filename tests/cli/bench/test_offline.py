@@ -10,12 +10,18 @@ import pytest
 
 from jpaged import llm
 from jpaged.bench import limits
-from jpaged.bench.limits import read_model
+from jpaged.bench.limits import ServedModel
+from jpaged.bench.vocabulary import FolderVocabulary
+from jpaged.capacity.stored_model import stored_shape
 from jpaged.cli.bench import probe
+from jpaged.cli.bench.offline import vocabulary_of
 from jpaged.cli.main import main
 from jpaged.demo import FOLDER
+from jpaged.errors import InvalidArgument
 from jpaged.kernels.paged_attention import measure
 from jpaged.kernels.paged_attention.measure import DeviceFacts, DeviceLimits, Survey
+from tests.checkpoints.gguf.files import checkpoint, of_kind, write_gguf
+from tests.checkpoints.gguf.test_tokenizer import demo_metadata
 from tests.cli.fake_jpaged import build
 
 
@@ -38,7 +44,7 @@ def test_throughput_counts_what_was_generated_against_the_limit(tmp_path: Path, 
     assert result["requests_per_second"] == pytest.approx(5 / elapsed_s)
     assert result["tokens_per_second"] == pytest.approx(55 / elapsed_s)
     assert result["output_tokens_per_second"] == pytest.approx(40 / elapsed_s)
-    work = read_model(FOLDER, result["dtype"]).work([(3, 4)] * 10, 10)
+    work = ServedModel(stored_shape(FOLDER, result["dtype"])).work([(3, 4)] * 10, 10, 4)
     assert result["mbu"] == pytest.approx(work.num_bytes / 4800e9 / elapsed_s)
     assert result["mfu"] == pytest.approx(work.flops / 989e12 / elapsed_s)
     assert (result["benchmark"], result["model_id"], result["workload"]["num_prompts"]) == ("throughput", "demo", 5)
@@ -119,3 +125,16 @@ def test_a_probe_that_fails_says_its_last_words(monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
     with pytest.raises(Exception, match="the probe of this machine ended with 1 and said: nothing"):
         probe.probed("float32")
+
+
+def test_a_gguf_file_brings_the_tokens_of_its_prompts(tmp_path: Path):
+    model = checkpoint("llama_mha", num_hidden_layers=1, vocab_size=3072)
+    write_gguf(model, tmp_path / "tiny.gguf", of_kind("F32"), more=demo_metadata())
+    found, wanted = vocabulary_of(str(tmp_path / "tiny.gguf")), FolderVocabulary(FOLDER)
+    assert (found.size, found.special_ids) == (wanted.size, wanted.special_ids)
+    text = "Once upon a time there was a dragon."
+    assert found.decode(found.encode(text)) == text
+    assert list(found.encode(text)) == list(wanted.encode(text))
+    write_gguf(model, tmp_path / "mute.gguf", of_kind("F32"))
+    with pytest.raises(InvalidArgument, match=r"mute.gguf has no tokenizer"):
+        vocabulary_of(str(tmp_path / "mute.gguf"))
