@@ -28,6 +28,7 @@ from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split, pad_for_sharding, with_parallel_experts
 
 _SERVED = ("float32", "bfloat16")
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,11 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         save=None if question.save is None else Path(question.save),
         num_threads=question.num_threads,
     )
+    if num_slots := deployment.geometry.max_loras:
+        notes.append(
+            f"{num_slots} adapter slots of rank {options.lora.max_lora_rank} are {deployment.adapter_bytes / _GIB:.3f} "
+            "GiB of the weights: every step reads them, and every token is multiplied with all"
+        )
     return CompiledPlan(
         model=name,
         target=target,
@@ -133,6 +139,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
             bytes_per_block=deployment.memory.request.bytes_per_block // deployment.block_layers * config.num_layers,
             block_size=deployment.geometry.block_size,
             number_bytes=deployment.number_bytes or model.dtype.itemsize,
+            adapter_bytes=deployment.adapter_bytes,
         ).step_times(),
         versions={name: version(name) for name in ("jax", "jaxlib")},
     )

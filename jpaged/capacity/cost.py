@@ -1,7 +1,7 @@
 """How long the devices of a model take for a step: the larger of its bytes over bandwidth and its FLOPs over peak.
 
     bytes  = weights (of experts those in use) + KV of every row's context / gather efficiency        read once a step
-    FLOPs  = 2 * params (of experts those chosen) * tokens + 4 * layers * query width * (query, key) pairs
+    FLOPs  = 2 * params (experts chosen, all adapters) * tokens + 4 * layers * query width * (query, key) pairs
     step   = max(bytes / (devices * bandwidth * eff), FLOPs / (devices * peak * eff))
 
 Every device of a model holds its share of each layer, so bytes and FLOPs are divided by their number. What comes
@@ -134,6 +134,8 @@ class Shape:
         head_params: those of num_params that only rows that are sampled are multiplied with.
         expert_params: those of num_params that are experts', each token with a share of them.
         expert_share: that share.
+        adapter_params: besides num_params, of the adapters of all slots, which every token is multiplied with; they
+            are among weight_bytes.
         windows: tokens that the queries of each layer see; without any they see everything.
     """
 
@@ -145,16 +147,18 @@ class Shape:
     head_params: float = 0.0
     expert_params: float = 0.0
     expert_share: float = 1.0
+    adapter_params: float = 0.0
     windows: tuple[int | None, ...] = ()
 
     @property
     def token_params(self) -> float:
         """Parameters that a token is multiplied with, without those of the output matrix."""
-        return self.num_params - self.head_params - self.expert_params * (1 - self.expert_share)
+        own = self.num_params - self.head_params - self.expert_params * (1 - self.expert_share)
+        return own + self.adapter_params
 
     def read_bytes(self, num_tokens: float) -> float:
         """Bytes of weights that are read for so many tokens, which choose their experts independently."""
-        unread = self.expert_params / self.num_params * (1 - self.expert_share) ** num_tokens
+        unread = self.expert_params / (self.num_params + self.adapter_params) * (1 - self.expert_share) ** num_tokens
         return self.weight_bytes * (1 - unread)
 
 

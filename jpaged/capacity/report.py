@@ -194,6 +194,7 @@ def as_json(found: Assessment) -> dict[str, Any]:
             "total_bytes": memory.total_bytes,
             "usable_bytes": memory.usable_bytes,
             "weight_bytes": memory.request.weight_bytes,
+            "adapter_bytes": deployment.adapter_bytes,
             "pool_bytes": memory.pool_bytes,
             "bytes_per_block": memory.request.bytes_per_block,
             "programs": None if memory.programs is None else dataclasses.asdict(memory.programs),

@@ -75,6 +75,7 @@ class PlannedModel:
         weight_bytes: of one device.
         bytes_per_block: of all layers, on one device.
         number_bytes: of each number that is summed over devices.
+        adapter_bytes: of weight_bytes, what adapters in their slots take.
     """
 
     config: ModelConfig
@@ -86,6 +87,7 @@ class PlannedModel:
     bytes_per_block: int
     block_size: int
     number_bytes: float
+    adapter_bytes: int = 0
 
     def step_times(self, counted: CountedCycles | None = None) -> StepTimes:
         """The time of each step; an embedding that is only looked up counts for nothing: little of it is read.
@@ -104,6 +106,7 @@ class PlannedModel:
             weight_bytes=self.weight_bytes * num_devices - looked_up * self.itemsize,
             kv_bytes_per_token=self.bytes_per_block * num_devices / self.block_size,
             head_params=head_params,
+            adapter_params=self.adapter_bytes * num_devices / self.itemsize,
             windows=windows,
             **expert_shape(config),
         )

@@ -12,7 +12,7 @@ from jpaged.capacity.simulator.executor import SimulatedExecutor
 from jpaged.capacity.simulator.models import MODELS, SimulatedModel
 from jpaged.capacity.simulator.simulation import simulate
 from jpaged.capacity.simulator.trace import TraceRequest
-from jpaged.capacity.step_times import PlannedModel
+from jpaged.capacity.step_times import PlannedModel, StepTimes
 from jpaged.capacity.target import find_target
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import BlockMoves, Move
@@ -141,6 +141,26 @@ def test_a_token_of_a_planned_mixture_meets_two_of_eight_experts() -> None:
     shape = planned.step_times().roofline.shape
     assert shape.token_params + shape.head_params == pytest.approx(12.75e9, rel=0.01)
     assert shape.read_bytes(1) < 0.28 * shape.weight_bytes < shape.read_bytes(100)
+
+
+def test_adapters_are_read_with_the_weights_and_multiplied_with_every_token() -> None:
+    """8 slots of rank 16 of Llama 3 8B: 671 MB, 4 % of the weights and of the products of a layer."""
+    config, adapter_bytes = KNOWN_MODELS["llama-3-8b"].config, 671_088_640
+
+    def times(weight_bytes: int, adapter_bytes: int) -> StepTimes:
+        target = find_target("v6e:1x1")
+        return PlannedModel(
+            config, "bfloat16", 2, target, 1, weight_bytes, 1 << 17, 64, 2, adapter_bytes=adapter_bytes
+        ).step_times()
+
+    base_bytes = 16_060_522_496
+    base, adapted = times(base_bytes, 0), times(base_bytes + adapter_bytes, adapter_bytes)
+    decode, prefill = StepLoad.decoding(8, 100), StepLoad.prompts(4096, 1000)
+    assert adapted.roofline.shape.read_bytes(8) - base.roofline.shape.read_bytes(8) == adapter_bytes
+    more_s = adapted.roofline.products_s(decode) - base.roofline.products_s(decode)
+    assert more_s == pytest.approx(adapter_bytes / (1638e9 * 0.9), rel=0.01)
+    more_s = adapted.roofline.products_s(prefill) - base.roofline.products_s(prefill)
+    assert more_s == pytest.approx(2 * (adapter_bytes / 2) * 4096 / (918e12 * 0.7), rel=0.01)
 
 
 def test_a_simulated_step_knows_its_rows_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:

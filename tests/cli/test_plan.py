@@ -169,6 +169,24 @@ def test_a_kernel_that_is_passed_over_is_said_first_with_what_would_bring_it_bac
 
 
 @pytest.mark.usefixtures("on_cpus")
+def test_adapters_are_weights_that_every_step_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*words: str) -> dict[str, Any]:
+        assert main([*DEMO, "--topology", "v6e:1x1", "--json", *words]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)["plans"][0]
+        return found
+
+    without, some = planned(), planned("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
+    one, other = (found["memory_of_one_device"] for found in (without, some))
+    assert one["adapter_bytes"] == 0 < other["adapter_bytes"]
+    assert other["weight_bytes"] - one["weight_bytes"] == other["adapter_bytes"]
+    assert some["num_blocks"] < without["num_blocks"]
+    assert some["estimates"][0]["prefill_s"] >= without["estimates"][0]["prefill_s"]
+    assert any(note.startswith("4 adapter slots of rank 8 are ") for note in some["notes"])
+    more = planned("--enable-lora", "--max-loras", "8", "--max-lora-rank", "16")
+    assert more["memory_of_one_device"]["adapter_bytes"] == 4 * other["adapter_bytes"]
+
+
+@pytest.mark.usefixtures("on_cpus")
 def test_it_fails_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*DEMO, "--topology", "v5e:1x1"]) == 1
     assert "does not fit" in capsys.readouterr().out

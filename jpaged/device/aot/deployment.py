@@ -60,6 +60,7 @@ class Deployment:
         block_layers: layers of a block, which are those of a KV group.
         backend: whose attention kernel runs.
         passed_over: lines on backends made for the devices that do not run: why, and what would bring them back.
+        adapter_bytes: of the weights, what adapters in their slots take.
         number_bytes: of each number that devices add up in a step, as the compiled program exchanges them; None where
             they exchange none, or nothing was compiled.
     """
@@ -75,6 +76,7 @@ class Deployment:
     block_layers: int
     backend: str
     passed_over: tuple[str, ...]
+    adapter_bytes: int
     number_bytes: float | None
 
     @property
@@ -155,6 +157,7 @@ def compile_deployment(
             block_layers=probe.step.layout.num_layers,
             backend=probe.step.backend,
             passed_over=passed_over,
+            adapter_bytes=probe.adapter_bytes,
             number_bytes=_number_bytes(programs),
         )
 

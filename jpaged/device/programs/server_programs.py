@@ -83,6 +83,15 @@ class ServerPrograms:
         """
         return _decisive(self.sources)
 
+    @property
+    def adapter_bytes(self) -> int:
+        """What adapters in their slots take of weight_bytes."""
+        step = self.step
+        if step.slots is None:
+            return 0
+        by_place = step.slots.shapes(step.model, step.layer_mode, step.mesh, has_slots=True)
+        return local_bytes({"slots": list(by_place.values())})
+
     def compile(
         self,
         specs: Collection[ProgramSpec],
