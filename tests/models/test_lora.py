@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import jax
@@ -52,16 +53,18 @@ def fill(params: Params, index: jax.Array, adapter: list) -> Params:
     return with_matrices(params, dict(zip(matrices, fill_slot(list(matrices.values()), index, adapter), strict=True)))
 
 
-def logits_of(model: Model, params: Params, prompt: list[int], slot: int, layer_mode: LayerMode = "loop") -> np.ndarray:
-    @jax.jit
-    def run(params: Params, ids_t: jax.Array, slot: jax.Array) -> jax.Array:
-        positions_t = jnp.arange(len(ids_t), dtype=jnp.int32)
-        tokens = TokenBatch(
-            ids_t, positions_t, jnp.full(len(ids_t), len(ids_t)), adapters_t=jnp.full(len(ids_t), slot, jnp.int32)
-        )
-        return model.logits(params, model.run(params, tokens, dense.attend, (), layer_mode)[0])
+@functools.partial(jax.jit, static_argnames=("model", "layer_mode"))
+def run(model: Model, params: Params, ids_t: jax.Array, slot: jax.Array, layer_mode: LayerMode) -> jax.Array:
+    positions_t = jnp.arange(len(ids_t), dtype=jnp.int32)
+    tokens = TokenBatch(
+        ids_t, positions_t, jnp.full(len(ids_t), len(ids_t)), adapters_t=jnp.full(len(ids_t), slot, jnp.int32)
+    )
+    return model.logits(params, model.run(params, tokens, dense.attend, (), layer_mode)[0])
 
-    return np.asarray(run(params, jnp.asarray(prompt, jnp.int32), jnp.int32(slot)))
+
+def logits_of(model: Model, params: Params, prompt: list[int], slot: int, layer_mode: LayerMode = "loop") -> np.ndarray:
+    """One program for every slot, as a server has it."""
+    return np.asarray(run(model, params, jnp.asarray(prompt, jnp.int32), jnp.int32(slot), layer_mode))
 
 
 def check(name: str, tmp_path: Path, how: str) -> None:
