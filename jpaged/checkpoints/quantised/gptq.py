@@ -49,7 +49,6 @@ _HARMLESS = (
     "model_name_or_path",
     "model_seqlen",
     "module_name_preceding_first_block",
-    "modules_in_block_to_quantize",
     "mse",
     "pad_token_id",
     "quant_method",
@@ -123,9 +122,25 @@ def read_config(fields: JsonFields) -> Gptq:
     form = MatrixFormat(
         BITS[bits], group_size if group_size > 0 else None, has_zeros=True, has_group_ids=has_ids and group_size > 0
     )
-    quantisation = Quantisation("gptq", rules_of(form, within(left)), has_output=fields.flag("lm_head", False))
+    rules = rules_of(form, within(left))
+    if chosen := _chosen(fields):
+        rules = (*rules[:-1], *((pattern, form) for pattern in within(chosen)))
+    quantisation = Quantisation("gptq", rules, has_output=fields.flag("lm_head", False))
     fields.ignore(_HARMLESS)
     return Gptq(quantisation, bits, written == "gptq")
+
+
+def _chosen(fields: JsonFields) -> list[str]:
+    """The modules of a block that alone are quantised, listed by the turns in which they were; none are all."""
+    key = "modules_in_block_to_quantize"
+    turns = fields.value(key)
+    if turns is None:
+        return []
+    lists = [turn if isinstance(turn, list) else [turn] for turn in turns] if isinstance(turns, list) else []
+    names = [name for each in lists for name in each]
+    if not isinstance(turns, list) or not all(isinstance(name, str) for name in names):
+        raise fields.bad(key, f"is {turns!r}; it must be a list of lists of names")
+    return names
 
 
 def _checkpoint_format(fields: JsonFields) -> str:

@@ -248,6 +248,18 @@ LAYOUTS = [
     LayoutCase("gptq", _GPTQ, gptq(4)),
     LayoutCase("gptq_v2", {**_GPTQ, "checkpoint_format": "gptq_v2"}, gptq(4, is_v2=True)),
     LayoutCase("gptq_desc_act", {**_GPTQ, "desc_act": True}, gptq(4, has_order=True)),
+    LayoutCase(
+        "gptq_some",
+        {
+            **_GPTQ,
+            "modules_in_block_to_quantize": [
+                [f"self_attn.{name}_proj" for name in "qkv"],
+                [f"mlp.{name}_proj" for name in ("gate", "up", "down")],
+            ],
+        },
+        gptq(4),
+        left=("o_proj",),
+    ),
     LayoutCase("gptq_8_bits", {**_GPTQ, "bits": 8}, gptq(8)),
     LayoutCase("awq", {**_AWQ, "modules_to_not_convert": ["mlp"]}, awq, left=("mlp",)),
     LayoutCase(

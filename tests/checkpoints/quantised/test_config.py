@@ -19,6 +19,11 @@ REFUSED = [
     ({**CONFIGS["gptq"], "checkpoint_format": "marlin"}, Unsupported, "checkpoint_format is 'marlin'"),
     ({**CONFIGS["gptq"], "dynamic": {"-:.*": {}}}, Unsupported, "dynamic is"),
     ({**CONFIGS["gptq"], "something_new": 1}, Unsupported, "unknown setting something_new=1"),
+    (
+        {**CONFIGS["gptq"], "modules_in_block_to_quantize": "mlp"},
+        InvalidArgument,
+        "modules_in_block_to_quantize: is 'mlp'",
+    ),
     ({**CONFIGS["gptq"], "group_size": "many"}, InvalidArgument, "group_size: is 'many'"),
     ({**CONFIGS["awq"], "version": "gemv"}, Unsupported, "version is 'gemv'"),
     ({**CONFIGS["awq"], "zero_point": False}, Unsupported, "zero_point is False"),
