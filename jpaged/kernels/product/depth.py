@@ -14,6 +14,8 @@ import math
 
 import jax
 
+from jpaged.kernels.lowered_device import lowered_device
+
 _VECTOR = 16
 """Numbers that a part's depth is a multiple of."""
 _LEAST, _MOST = 768, 1216
@@ -37,9 +39,8 @@ def parts_of_depth(num_rows: int, depth: int, columns: int) -> int:
 
 
 def parts_on_device(x_tk: jax.Array, matrix: jax.Array) -> int:
-    """The same of rows and a matrix `[K, *out]` on the device that is lowered for: 1 where it is no GPU, or several."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = mesh.abstract_device
-    if device is None or device.platform != "gpu" or math.prod(mesh.shape[name] for name in mesh.auto_axes) > 1:
+    """The parts for rows and a matrix `[K, *out]` on the device that is lowered for: 1 where that is not one GPU."""
+    device = lowered_device()
+    if device is None or device.platform != "gpu":
         return 1
     return parts_of_depth(len(x_tk), len(matrix), math.prod(matrix.shape[1:]))

@@ -11,7 +11,6 @@ that; a kernel reads blocks of it where it lies, while it multiplies with those 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jpaged.kernels.product.quantised import QuantisedMatrix, multiply, round_rows
+from jpaged.kernels.lowered_device import lowered_device
+from jpaged.kernels.product.quantised import QuantisedMatrix, multiply, rows_on_device
 from jpaged.kernels.product.stacked import StackedMatrix
 from jpaged.kernels.product.tpu import form as tpu_form
 from jpaged.kernels.product.tpu import grouped as tpu
 from jpaged.kernels.product.triton.form import kind_of, lanes_of, unsupported_reason
-from jpaged.kernels.product.triton.grouped import has_triton, multiply_one
+from jpaged.kernels.product.triton.grouped import multiply_one
+from jpaged.kernels.triton_compiler import has_triton
 
 _BEFORE_AMPERE = ("Tesla", "Quadro", "TITAN", "GTX", "RTX 20")
 """What jax calls NVIDIA's GPUs that have no asynchronous copies."""
@@ -70,18 +71,18 @@ def multiply_on_device(x: jax.Array, matrix: QuantisedMatrix | StackedMatrix | P
     matrix = matrix.own() if isinstance(matrix, StackedMatrix) else matrix
     if not takes_kernel(matrix):
         return multiply(x, matrix)
-    rows, row_scales = _rounded(x, matrix)
+    rows, row_scales = _rows(x, matrix)
     y = multiply_one(rows, row_scales, matrix)
     return y.reshape(*x.shape[:-1], *matrix.shape[1:])
 
 
 def multiply_parts(x: jax.Array, parted: PartedMatrix, multiply_one: _Product = multiply_one) -> jax.Array:
-    """The same with a matrix that is in parts: devices that divide its depth add up what they found.
+    """Multiplies with a matrix that is in parts: devices that divide its depth add up what they found.
 
     Rows are rounded before they are divided, so that their scales are those of one device.
     """
     matrix, specs = parted.matrix, parted.specs
-    rows, row_scales = _rounded(x, matrix)
+    rows, row_scales = _rows(x, matrix)
     over, *columns = specs.values
     whole = PartitionSpec()
     has_groups = row_scales is not None and row_scales.shape[-1] > 1
@@ -98,21 +99,17 @@ def multiply_parts(x: jax.Array, parted: PartedMatrix, multiply_one: _Product = 
     return divided(rows, row_scales, matrix).reshape(*x.shape[:-1], *matrix.shape[1:])
 
 
-def _rounded(x: jax.Array, matrix: QuantisedMatrix) -> tuple[jax.Array, jax.Array | None]:
-    """Rows `[T, K]` as the matrix asks for them, and their scales."""
-    if matrix.activations is None:
-        return x.reshape(-1, x.shape[-1]), None
-    x, row_scales = round_rows(x, matrix)
-    return x.reshape(-1, x.shape[-1]), row_scales.reshape(-1, row_scales.shape[-1])
+def _rows(x: jax.Array, matrix: QuantisedMatrix) -> tuple[jax.Array, jax.Array | None]:
+    """Rows `[T, K]` as the device multiplies them, and their scales."""
+    x, row_scales = rows_on_device(x, matrix)
+    rows = x.reshape(-1, x.shape[-1])
+    return rows, None if row_scales is None else row_scales.reshape(-1, row_scales.shape[-1])
 
 
 def takes_tpu_kernel(matrix: QuantisedMatrix) -> bool:
     """Whether the program is for one TPU or its part, and the kernel takes a matrix, or those of layers or experts."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = mesh.abstract_device
-    if device is None or device.platform != "tpu" or math.prod(mesh.shape[name] for name in mesh.auto_axes) > 1:
-        return False
-    return tpu_form.unsupported_reason(matrix) is None
+    device = lowered_device()
+    return device is not None and device.platform == "tpu" and tpu_form.unsupported_reason(matrix) is None
 
 
 def _multiply_on_tpu(x: jax.Array, matrix: QuantisedMatrix | StackedMatrix) -> jax.Array:
@@ -124,15 +121,12 @@ def _multiply_on_tpu(x: jax.Array, matrix: QuantisedMatrix | StackedMatrix) -> j
 
 def takes_kernel(matrix: QuantisedMatrix) -> bool:
     """Whether a kernel multiplies with a matrix, or its shapes, on the one device that is lowered for."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = mesh.abstract_device
-    if device is None or math.prod(mesh.shape[name] for name in mesh.auto_axes) > 1:
-        return False
-    return kernel_takes(matrix, device)
+    device = lowered_device()
+    return device is not None and kernel_takes(matrix, device)
 
 
 def kernel_takes(matrix: QuantisedMatrix, device: Any) -> bool:
-    """The same on a device; what it is asked for is its platform and its kind."""
+    """Whether a kernel multiplies with a matrix on a device, which is asked for its platform and its kind."""
     if device.platform != "gpu" or any(name in device.device_kind for name in _BEFORE_AMPERE):
         return False
     needs_it = matrix.num_groups > 1 or lanes_of(kind_of(matrix)) > 1

@@ -13,9 +13,9 @@ scan or an index takes off all of its arrays alike: so the contracted axis is co
 has the rank of the leaf. Scales of tensors and of blocks are spread over the columns: they are then `[groups, *out]`
 whatever was published, at 3 percent of the bytes of blocks of 128.
 
-What it multiplies is rounded first only where a checkpoint asks for that, and to floats only where they are multiplied
-as they are. XLA is the specification here; the packed
-kernel of CPUs makes its own of it (`jpaged.kernels.product.packed`).
+What it multiplies is rounded first only where a checkpoint asks for that, and to floats of 8 bits only on devices that
+multiply those. XLA is the specification here; the packed kernel of CPUs makes its own of it
+(`jpaged.kernels.product.packed`).
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ __all__ = [
     "round_rows",
     "round_to",
     "rounds_rows",
+    "rows_on_device",
 ]
 
 
@@ -242,10 +243,12 @@ def multiply(x: jax.Array, matrix: QuantisedMatrix) -> jax.Array:
     A scale a column comes behind the product, which then has the values as they are. With groups TPUs multiply a group
     at a time: XLA fuses all of it there, and makes no array of a weight's size. Elsewhere weights are made first.
     """
-    if not rounds_rows(matrix):
-        return _product(x, None, matrix)
-    rounded, row_scales = round_rows(x, matrix)
-    return _product(rounded, row_scales, matrix)
+    return _product(*rows_on_device(x, matrix), matrix)
+
+
+def rows_on_device(x: jax.Array, matrix: QuantisedMatrix) -> tuple[jax.Array, jax.Array | None]:
+    """Rows as the device that is lowered for multiplies them, and their scales; None where they are not rounded."""
+    return round_rows(x, matrix) if rounds_rows(matrix) else (x, None)
 
 
 def rounds_rows(matrix: QuantisedMatrix) -> bool:

@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.device.mesh import MESH_AXES
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.kernels.product import on_device
-from jpaged.kernels.product.quantised import QuantisedMatrix, abstract_matrix, dequantise, quantise, round_rows
+from jpaged.kernels.product import on_device, quantised
+from jpaged.kernels.product.quantised import QuantisedMatrix, abstract_matrix, dequantise, quantise, rows_on_device
 from jpaged.kernels.product.stacked import StackedMatrix
 from jpaged.kernels.product.tpu import grouped, kernel
 from jpaged.kernels.product.tpu.form import choose_form, unsupported_reason
@@ -66,12 +66,11 @@ def interpreted(multiply: Any) -> Any:
 
 
 def expected(x: jax.Array, matrix: QuantisedMatrix) -> np.ndarray:
-    """Rows as they are rounded, times weights, in float64."""
-    rows = np.asarray(x, np.float64)
-    if matrix.activations is not None:
-        rounded, scales = jax.jit(round_rows)(x, matrix)
-        spread = np.repeat(np.asarray(scales, np.float64), DEPTH // scales.shape[-1], axis=-1)
-        rows = np.asarray(rounded, np.float64) * spread
+    """Rows as the device multiplies them, times weights, in float64."""
+    rounded, scales = jax.jit(functools.partial(rows_on_device))(x, matrix)  # traced anew: the device may be another
+    rows = np.asarray(rounded, np.float64)
+    if scales is not None:
+        rows = rows * np.repeat(np.asarray(scales, np.float64), DEPTH // scales.shape[-1], axis=-1)
     weights = np.asarray(dequantise(matrix, np.dtype(np.float32)), np.float64)
     return np.tensordot(rows, weights, 1)
 
@@ -89,6 +88,17 @@ def test_rows_are_multiplied_with_what_the_matrix_of_a_layer_stands_for(name: st
     got = interpreted(grouped.multiply_one)(x, matrices, jnp.int32(2))
     # Weights and rows of groups are rounded to bfloat16 where they are made.
     np.testing.assert_allclose(got, want, rtol=0, atol=4e-3 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 rows"])
+def test_rows_are_rounded_to_floats_where_the_device_multiplies_those(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, x = layer_of(matrices_of(name, (1, DEPTH, COLUMNS)), 0), jnp.asarray(normal((19, DEPTH), 1), jnp.bfloat16)
+    plain = expected(x, matrix)
+    monkeypatch.setattr(quantised, "multiplies_fp8", lambda: True)
+    assert np.abs(expected(x, matrix) - plain).max() > 8e-3 * np.abs(plain).max(), "rounding shows"
+    test_rows_are_multiplied_with_what_the_matrix_of_a_layer_stands_for(name, 19)
 
 
 @pytest.mark.parametrize("name", ["int4", "int4 small groups", "int8 fractions", "mxfp4"])

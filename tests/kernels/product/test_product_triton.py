@@ -16,14 +16,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jpaged.device.mesh import MESH_AXES, build_mesh
 from jpaged.device.step.products import _specs
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.kernels.product import on_device
+from jpaged.kernels.product import on_device, quantised
 from jpaged.kernels.product.quantised import (
     QuantisedMatrix,
     abstract_matrix,
     component_axes,
     dequantise,
     quantise,
-    round_rows,
+    rows_on_device,
 )
 from jpaged.kernels.product.triton import form, grouped
 from jpaged.kernels.product.triton.form import choose_form, split_depth, unsupported_reason
@@ -58,27 +58,40 @@ def interpreted(multiply: Any) -> Any:
     return jax.jit(called, compiler_options=QUICK_XLA_OPTIONS)
 
 
+@pytest.fixture(params=[False, True], ids=["no fp8", "fp8"])
+def has_fp8(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the device multiplies floats of 8 bits."""
+    has_fp8: bool = request.param
+    monkeypatch.setattr(quantised, "multiplies_fp8", lambda: has_fp8)
+    monkeypatch.setattr(grouped, "multiplies_fp8", lambda: has_fp8)
+    return has_fp8
+
+
 def expected(x: jax.Array, matrix: QuantisedMatrix) -> np.ndarray:
-    """Rows as they are rounded, times weights, in float64."""
-    rows = np.asarray(x, np.float64)
-    if matrix.activations is not None:
-        rounded, scales = round_rows(x, matrix)
-        spread = np.repeat(np.asarray(scales, np.float64), DEPTH // scales.shape[-1], axis=-1)
-        rows = np.asarray(rounded, np.float64) * spread
-    return rows @ np.asarray(dequantise(matrix, np.dtype(np.float32)), np.float64).reshape(DEPTH, -1)
+    """Rows as the device multiplies them, times weights, in float64."""
+    rows, scales = rows_on_device(x, matrix)
+    wide = np.asarray(rows, np.float64)
+    if scales is not None:
+        wide = wide * np.repeat(np.asarray(scales, np.float64), DEPTH // scales.shape[-1], axis=-1)
+    return wide @ np.asarray(dequantise(matrix, np.dtype(np.float32)), np.float64).reshape(DEPTH, -1)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, jnp.bfloat16) for name in FORMATS), ("int4 groups", jnp.float32)])
 def test_rows_of_one_matrix_are_multiplied_with_what_it_stands_for(name: str, dtype: Any) -> None:
     matrix = jax.tree.map(lambda array: array[0], matrices_of(name, 1, dtype))
-    x, row_scales = jnp.asarray(normal((19, DEPTH), 1), dtype), None
+    x = jnp.asarray(normal((19, DEPTH), 1), dtype)
+    got = interpreted(grouped.multiply_one)(*rows_on_device(x, matrix), matrix)
     want = expected(x, matrix)
-    if matrix.activations is not None:
-        x, row_scales = round_rows(x, matrix)
-    got = interpreted(grouped.multiply_one)(x, row_scales, matrix)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
 
 
+@pytest.mark.usefixtures("has_fp8")
+@pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks"])
+def test_rows_of_floats_are_rounded_where_the_device_multiplies_those(name: str) -> None:
+    test_rows_of_one_matrix_are_multiplied_with_what_it_stands_for(name, jnp.bfloat16)
+
+
+@pytest.mark.usefixtures("has_fp8")
 @pytest.mark.parametrize(("name", "is_static"), [("int8 rows", True), ("int4 groups", False), ("fp8 blocks", False)])
 def test_each_row_meets_its_own_matrix_alone(name: str, is_static: bool) -> None:
     """A matrix without rows, one with many, and rows behind those that are counted."""
@@ -101,7 +114,7 @@ def test_numbers_of_8_bits_are_read_in_pairs_where_31_bits_do_not_count_them(
 ) -> None:
     monkeypatch.setattr(form, "_LEAST_OFFSET", 0)
     matrices, counts = matrices_of(name, 2), np.array([3, 16], np.int32)
-    assert choose_form(matrices, 19, np.dtype(jnp.bfloat16), has_fp8=True).are_pairs
+    assert choose_form(matrices, 19, np.dtype(jnp.bfloat16), are_rounded=True, has_fp8=True).are_pairs
     x, owners = jnp.asarray(normal((19, DEPTH), 1), jnp.bfloat16), np.repeat(np.arange(2), counts).astype(np.int32)
     got = interpreted(grouped.multiply_sorted)(x, counts, owners, matrices)
     for matrix in range(2):
@@ -111,21 +124,22 @@ def test_numbers_of_8_bits_are_read_in_pairs_where_31_bits_do_not_count_them(
 
 def test_floats_of_8_bits_are_multiplied_as_they_are_where_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = jax.tree.map(lambda array: array[0], matrices_of("fp8 blocks", 1))
-    x, row_scales = round_rows(jnp.asarray(normal((5, DEPTH), 1), jnp.bfloat16), matrix)
-    widened = interpreted(grouped.multiply_one)(x, row_scales, matrix)
-    monkeypatch.setattr(grouped, "_has_fp8", lambda: True)
-    as_they_are = interpreted(grouped.multiply_one)(x, row_scales, matrix)
+    rows = quantised.round_rows(jnp.asarray(normal((5, DEPTH), 1), jnp.bfloat16), matrix)
+    widened = interpreted(grouped.multiply_one)(*rows, matrix)
+    monkeypatch.setattr(grouped, "multiplies_fp8", lambda: True)
+    as_they_are = interpreted(grouped.multiply_one)(*rows, matrix)
     np.testing.assert_allclose(as_they_are, widened, rtol=0, atol=1e-5)
     matrices = jax.tree.map(lambda array: array[None], matrix)
-    types = [choose_form(matrices, 5, np.dtype(jnp.bfloat16), has_fp8=has).multiplied for has in (False, True)]
-    assert types == [np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)]
+    forms = [choose_form(matrices, 5, np.dtype(jnp.bfloat16), are_rounded=True, has_fp8=has) for has in (False, True)]
+    assert [form.multiplied for form in forms] == [np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)]
 
 
 def test_parts_of_the_depth_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = jax.tree.map(lambda array: array[0], matrices_of("int4 groups", 1))
     x = jnp.asarray(normal((2, DEPTH), 1), jnp.bfloat16)
     monkeypatch.setattr(form, "_LEAST_CHUNKS", 1)
-    whole = choose_form(jax.tree.map(lambda array: array[None], matrix), 2, np.dtype(x.dtype), has_fp8=False)
+    matrices = jax.tree.map(lambda array: array[None], matrix)
+    whole = choose_form(matrices, 2, np.dtype(x.dtype), are_rounded=False, has_fp8=False)
     assert (whole.num_splits, split_depth(whole, 1, 2).num_splits) == (1, 2)
     got = interpreted(grouped.multiply_one)(x, None, matrix)
     np.testing.assert_allclose(got, expected(x, matrix), rtol=0, atol=1e-4)
@@ -197,7 +211,7 @@ def test_two_devices_multiply_with_a_part_each(name: str, split: str) -> None:
     one = functools.partial(grouped.multiply_one, is_interpreted=True)
     parted = on_device.PartedMatrix(placed, specs, mesh)
     jitted = jax.jit(functools.partial(on_device.multiply_parts, multiply_one=one))
-    rows, row_scales = on_device._rounded(x, whole)
+    rows, row_scales = on_device._rows(x, whole)
     want = one(rows, row_scales, whole).reshape(5, *out)
     got = jitted(x, parted)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import Unsupported
+from jpaged.kernels import triton_compiler
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention
@@ -182,11 +183,11 @@ def test_devices_before_ampere_are_refused(device: Any, reason: str | None) -> N
 
 
 def test_a_jax_without_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "_TRITON", "jax.experimental.pallas.no_triton")
-    triton.has_triton.cache_clear()
+    monkeypatch.setattr(triton_compiler, "_TRITON", "jax.experimental.pallas.no_triton")
+    triton_compiler.has_triton.cache_clear()
     device: Any = Device("gpu", "NVIDIA L4", "8.9")
     reason = triton.unsupported_device_reason(device)
-    triton.has_triton.cache_clear()
+    triton_compiler.has_triton.cache_clear()
     assert reason == f"is written in Pallas Triton, which jax {jax.__version__} does not have"
 
 

@@ -9,8 +9,6 @@ nothing. The kernels are in `kernel.py`, which is imported when a call is traced
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Sequence
 
 import jax
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, ContextPart, Queries
 from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut, group_of, latent_bytes, plan
+from jpaged.kernels.triton_compiler import has_triton
 
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
 _MAX_HEAD_DIM = 256
@@ -27,7 +26,6 @@ _MAX_GROUP = 128
 _SHARED_BYTES = 101_376
 """What a block of threads may have where it is least: on GPUs of compute capability 8.6, 8.9 and 12."""
 _MIN_CAPABILITY = (8, 0)
-_TRITON = "jax.experimental.pallas.triton"
 
 
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
@@ -68,12 +66,6 @@ def unsupported_device_reason(device: jax.Device) -> str | None:
     if tuple(map(int, numbers)) < _MIN_CAPABILITY:
         return f"runs on Ampere (sm_80) and later; this is {device.device_kind}, sm_{capability.replace('.', '')}"
     return None if has_triton() else f"is written in Pallas Triton, which jax {jax.__version__} does not have"
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether this jax still has the compiler that the kernels are written for."""
-    return importlib.util.find_spec(_TRITON) is not None
 
 
 def attend(call: AttentionCall, cut: Cut | None = None, *, is_interpreted: bool = False) -> Attended:

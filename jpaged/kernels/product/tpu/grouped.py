@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.kernels.matrix_format import VALUE_DTYPES
-from jpaged.kernels.product.quantised import QuantisedMatrix, round_rows
+from jpaged.kernels.product.quantised import QuantisedMatrix, rows_on_device
 from jpaged.kernels.product.tpu.form import GroupedForm, choose_form, scales_by_group
 from jpaged.kernels.product.tpu.kernel import run
 from jpaged.kernels.product.triton.tiles import TileField, list_tiles
@@ -91,9 +91,9 @@ def _rounded(
 
     Integers stay what they are where groups are multiplied one by one; others have the type of the model.
     """
-    if matrices.activations is None:
-        return x, None
-    rows, scales = round_rows(x, dataclasses.replace(matrices, input_scale=input_scale))
+    rows, scales = rows_on_device(x, dataclasses.replace(matrices, input_scale=input_scale))
+    if scales is None:
+        return rows, None
     if matrices.activations == "int8" and scales_by_group(matrices) and matrices.values.dtype in _INTEGERS:
         return rows, scales
     if scales.shape[-1] == 1:

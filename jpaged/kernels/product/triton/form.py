@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.kernels.matrix_format import NUM_BITS, VALUE_DTYPES, Values
+from jpaged.kernels.matrix_format import NUM_BITS, VALUE_DTYPES, Activations, Values
 from jpaged.kernels.product.quantised import QuantisedMatrix
 
 _KINDS: dict[np.dtype, Values] = {dtype: kind for kind, dtype in VALUE_DTYPES.items()}
@@ -96,7 +96,7 @@ class ProductForm:
 
     @property
     def num_warps(self) -> int:
-        """Those whose registers hold the sums."""
+        """The warps whose registers hold the sums."""
         return 4 if self.tile_rows * self.tile_words * self.lanes <= 64 * 128 else 8
 
     @property
@@ -156,13 +156,16 @@ def unsupported_reason(matrix: QuantisedMatrix | jax.Array) -> str | None:
     return None
 
 
-def choose_form(matrices: QuantisedMatrix | jax.Array, num_rows: int, dtype: np.dtype, *, has_fp8: bool) -> ProductForm:
+def choose_form(
+    matrices: QuantisedMatrix | jax.Array, num_rows: int, dtype: np.dtype, *, are_rounded: bool, has_fp8: bool
+) -> ProductForm:
     """How a product with matrices `[X, K, *out]` is cut, for so many rows of the model's type, spread evenly over them.
 
     Rows and numbers that are both whole, or both of 8 bits, are multiplied as they are; what else has 8 or 4 bits is
     multiplied in the model's type, which has them all.
 
     Args:
+        are_rounded: the rows, as the matrix asks for.
         has_fp8: the device's tensor core multiplies floats of 8 bits.
     """
     (num_matrices, depth, *out), kind = matrices.shape, kind_of(matrices)
@@ -170,8 +173,9 @@ def choose_form(matrices: QuantisedMatrix | jax.Array, num_rows: int, dtype: np.
     are_pairs, multiplied = has_far_numbers(matrices), np.dtype(dtype)
     lanes = 2 if are_pairs else lanes_of(kind)
     if isinstance(matrices, QuantisedMatrix):
-        group_size, activations, has_zeros = matrices.group_size, matrices.activations, matrices.zeros is not None
-        multiplied = _multiplied(matrices, multiplied, has_fp8=has_fp8 and not are_pairs)
+        group_size, has_zeros = matrices.group_size, matrices.zeros is not None
+        activations = matrices.activations if are_rounded else None
+        multiplied = _multiplied(matrices, activations, multiplied, has_fp8=has_fp8 and not are_pairs)
     even = -(-num_rows // num_matrices)
     most = _MAX_DENSE_ROWS if num_matrices == 1 else _MAX_ROWS
     tile_rows = min(max(_MIN_ROWS, 1 << (even - 1).bit_length()), most)
@@ -201,7 +205,7 @@ def choose_form(matrices: QuantisedMatrix | jax.Array, num_rows: int, dtype: np.
 
 
 def split_depth(form: ProductForm, num_tiles: int, num_rows: int) -> ProductForm:
-    """The same with its depth in parts, where too few programs would read the matrix otherwise.
+    """Cuts the depth of a form into parts, where too few programs would read the matrix otherwise.
 
     Sums of all parts are written and read once more: together they are to be no larger than half of the matrix.
     """
@@ -211,11 +215,13 @@ def split_depth(form: ProductForm, num_tiles: int, num_rows: int) -> ProductForm
     return dataclasses.replace(form, num_splits=max(1, most))
 
 
-def _multiplied(matrices: QuantisedMatrix, dtype: np.dtype, *, has_fp8: bool) -> np.dtype:
+def _multiplied(
+    matrices: QuantisedMatrix, activations: Activations | None, dtype: np.dtype, *, has_fp8: bool
+) -> np.dtype:
     kind = kind_of(matrices)
-    if matrices.activations is None:
+    if activations is None:
         return dtype
-    if matrices.activations == "int8":
+    if activations == "int8":
         # A difference of two numbers of 8 bits has 9, of 4 bits 5.
         is_whole = kind == "int4" or (kind == "int8" and matrices.zeros is None)
         return np.dtype(np.int8) if is_whole else _FLOAT16

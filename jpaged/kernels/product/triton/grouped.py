@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.hardware import find_hardware
-from jpaged.kernels.product.quantised import QuantisedMatrix, round_rows
+from jpaged.kernels.product.quantised import QuantisedMatrix, multiplies_fp8, rows_on_device
 from jpaged.kernels.product.triton.form import ProductForm, choose_form, split_depth
 from jpaged.kernels.product.triton.tiles import list_tiles
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-_TRITON = "jax.experimental.pallas.triton"
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether this jax still has the compiler that the kernel is written for."""
-    return importlib.util.find_spec(_TRITON) is not None
 
 
 def multiply_sorted(
@@ -46,13 +35,12 @@ def multiply_sorted(
         matrices: of which `unsupported_reason` has nothing to say.
     """
     model_dtype, row_scales = x_pk.dtype, None
-    if isinstance(matrices, QuantisedMatrix) and matrices.activations is not None:
+    if isinstance(matrices, QuantisedMatrix):
         of_rows = matrices
         if matrices.input_scale is not None:
             of_rows = dataclasses.replace(matrices, input_scale=matrices.input_scale[matrices_p][:, None, None])
-        x_pk, row_scales = round_rows(x_pk, of_rows)
-    form = choose_form(matrices, len(x_pk), model_dtype, has_fp8=_has_fp8())
-    form = dataclasses.replace(form, is_interpreted=is_interpreted)
+        x_pk, row_scales = rows_on_device(x_pk, of_rows)
+    form = _form(matrices, len(x_pk), model_dtype, row_scales, is_interpreted=is_interpreted)
     tiles = list_tiles(counts_x, len(x_pk), form.tile_rows)
     return _run(x_pk, tiles, matrices, row_scales, form)[0]
 
@@ -64,19 +52,27 @@ def multiply_one(
     *,
     is_interpreted: bool = False,
 ) -> Float[Array, "T N"]:
-    """Rows, or what was made of them by `round_rows`, times a quantised matrix `[K, *out]`, in float32.
+    """Rows, as `rows_on_device` has them, times a quantised matrix `[K, *out]`, in float32.
 
     Its numbers go from memory to the tensor core: no array of weights is made.
     """
     matrices: QuantisedMatrix = jax.tree.map(lambda array: array[None], matrix)
     dtype = x_tk.dtype if row_scales is None else matrix.dtype
-    form = choose_form(matrices, len(x_tk), dtype, has_fp8=_has_fp8())
+    form = _form(matrices, len(x_tk), dtype, row_scales, is_interpreted=is_interpreted)
     firsts = np.arange(0, len(x_tk), form.tile_rows)
-    form = split_depth(dataclasses.replace(form, is_interpreted=is_interpreted), len(firsts), len(x_tk))
+    form = split_depth(form, len(firsts), len(x_tk))
     counts = np.minimum(len(x_tk) - firsts, form.tile_rows)
     tiles = jnp.asarray(np.stack([np.zeros_like(firsts), firsts, counts], axis=1).astype(np.int32))
     sums: jax.Array = _run(x_tk, tiles, matrices, row_scales, form).sum(0)
     return sums
+
+
+def _form(
+    matrices: Any, num_rows: int, dtype: np.dtype, row_scales: jax.Array | None, *, is_interpreted: bool
+) -> ProductForm:
+    are_rounded = row_scales is not None
+    form = choose_form(matrices, num_rows, dtype, are_rounded=are_rounded, has_fp8=multiplies_fp8())
+    return dataclasses.replace(form, is_interpreted=is_interpreted)
 
 
 def _run(
@@ -114,10 +110,3 @@ def _words(values: jax.Array, dtype: Any) -> jax.Array:
 def _bits(array: jax.Array) -> jax.Array:
     """Floats of 8 bits as their bits."""
     return jax.lax.bitcast_convert_type(array, jnp.int8) if array.dtype == jnp.float8_e4m3fn else array
-
-
-def _has_fp8() -> bool:
-    """Whether the device that is lowered for multiplies floats of 8 bits; one that is not known is taken not to."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    hardware = None if device is None else find_hardware(device.device_kind)
-    return hardware is not None and hardware.multiplies_fp8
