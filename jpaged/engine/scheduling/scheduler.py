@@ -385,6 +385,8 @@ class Scheduler:
             self.rows.leave(sequence)
             if not sequence.is_live:  # of a static batch
                 self._memory.release(sequence)
+        for sequence in group.live:
+            _settle(sequence, self._memory)  # what its windows have left behind would never find room again
         if swapping is not None and self._preemption.prefers_swap(group) and swapping.can_swap_out(group):
             swapping.swap_out(group)
             self.queues.put_aside(group)

@@ -5,7 +5,7 @@ import pytest
 from jpaged.engine.executor import DeviceRates, Move
 from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.sequence import Group
-from jpaged.testing import FakeExecutor, expected_tokens
+from jpaged.testing import FakeExecutor, expected_tokens, seeing
 from jpaged.types import Request, SamplingParams
 from tests.engine.harness import Harness
 
@@ -100,6 +100,28 @@ def test_without_room_in_host_memory_a_group_is_computed_again(overlap):
     assert load.num_preemptions > 0 and load.num_recomputed_tokens > 0
     assert load.num_blocks_swapped_out == 0
     assert h.tokens("c") == expected_tokens([1, 2, 3], 16)
+
+
+@pytest.mark.parametrize("windows", [(None, 5), (6,), (17, 16, 15)], ids=str)
+@pytest.mark.parametrize("num_steps_before", [1, 2, 3])
+def test_samples_that_leave_just_behind_their_prompt_find_room_again(windows, num_steps_before, overlap):
+    """Their windows hold the whole of the prompt's last chunk then, and memory has no more than they need."""
+    kind, prompt = seeing(windows), [i * 7 % 50 for i in range(32)]
+    sizes = {"block_size": 4, "max_num_batched_tokens": 16, "max_model_len": 128, "num_host_blocks": 100}
+
+    def answer(num_blocks, *, is_disturbed):
+        executor = kind(num_blocks=num_blocks, **sizes)
+        h = Harness(executor=executor, overlap=overlap, policy="priority", preemption_mode="swap")
+        h.submit("a", prompt, max_tokens=4, n=2, temperature=1.0, seed=1, priority=1)
+        for _ in range(num_steps_before):
+            h.step()
+        if is_disturbed:
+            h.submit("b", [3] * 20, max_tokens=2, priority=0)
+        h.run()
+        return [h.tokens("a", i) for i in range(2)]
+
+    num_blocks = kind(num_blocks=1000, **sizes).geometry.num_blocks_alone(len(prompt), 4, 2)
+    assert answer(num_blocks, is_disturbed=True) == answer(1000, is_disturbed=False)
 
 
 def test_an_aborted_group_leaves_nothing_in_host_memory():
