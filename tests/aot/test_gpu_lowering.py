@@ -38,6 +38,7 @@ QUICK = (
     AttentionCase(8, 4, 256, block_size=48, num_tokens=512, dtype="float16", sliding_window=100, soft_cap=50.0),
     AttentionCase(14, 2, 64, kv_dtype="float8_e4m3fn", num_tokens=512),
     AttentionCase(gpu="a100", backend="pallas-triton"),
+    AttentionCase(gpu="h100", backend="pallas-triton"),
     AttentionCase(71, 1, 80, block_size=1, num_tokens=512, sliding_window=1000, gpu="l4", backend="pallas-triton"),
     AttentionCase(kv_dtype="float8_e4m3fn", gpu="b200", backend="pallas-triton"),
     AttentionCase(is_cascade=True, sliding_window=1024, gpu="a100", backend="pallas-triton"),
