@@ -116,6 +116,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
             source.tokenizer,
             resolved.replace(max_num_queued_reqs=queue),
             max_cached_tokens=source.config.max_prefix_len,
+            outgrown_len=source.config.outgrown_len,
             eos_token_ids=source.eos_token_ids,
         )
         for one, queue in zip(runs, queues, strict=True)

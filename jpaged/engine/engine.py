@@ -134,6 +134,7 @@ class Engine:
     Args:
         config: scheduler, cache and `max_pinned_blocks` are read; sizes that are left out are the executor's.
         max_cached_tokens: positions from here on are never shared by prefix; None is no limit.
+        outgrown_len: tokens beyond which all keys of a sequence are computed again; None is never.
         eos_token_ids: every token that ends a sequence of this model.
     """
 
@@ -144,6 +145,7 @@ class Engine:
         config: EngineConfig,
         *,
         max_cached_tokens: int | None = None,
+        outgrown_len: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Clock = time.monotonic,
     ) -> None:
@@ -153,6 +155,7 @@ class Engine:
             tokenizer,
             config,
             max_cached_tokens=max_cached_tokens,
+            outgrown_len=outgrown_len,
             eos_token_ids=eos_token_ids,
             clock=clock,
         )

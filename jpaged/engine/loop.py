@@ -238,12 +238,13 @@ class EngineLoop:
         config: EngineConfig,
         *,
         max_cached_tokens: int | None,
+        outgrown_len: int | None,
         eos_token_ids: frozenset[int],
         clock: Clock,
     ) -> None:
         geometry = executor.geometry
         self.memory = _make_memory(geometry, config.cache, max_cached_tokens)
-        self.scheduler = Scheduler(self.memory, config.scheduler, geometry, executor.rates, eos_token_ids)
+        self.scheduler = Scheduler(self.memory, config.scheduler, geometry, executor.rates, eos_token_ids, outgrown_len)
         self.stats = StepStats(geometry, clock)
         self.in_flight = InFlight(self.scheduler.max_num_seqs, config.scheduler.max_num_queued_reqs)
         self.groups: dict[str, Group] = {}
@@ -395,8 +396,10 @@ class EngineLoop:
         group = Group(request, self._num_arrivals, arrival_s, sink, geometry.max_blocks_per_seq, len(geometry.windows))
         self._num_arrivals += 1
         if not self.memory.can_ever_fit(group):
-            limit = f"{self.memory.num_blocks} blocks, less what pinned prefixes hold"
-            problem = f"the request can never fit into the pool: {limit}"
+            needed = (
+                f"the request needs up to {group.num_blocks_alone(geometry)} blocks and can never fit into the pool"
+            )
+            problem = f"{needed}: {self.memory.num_blocks} blocks, less what pinned prefixes hold"
             self._fail([group], RequestTooLong("sampling.max_tokens", problem))
             return
         self.groups[request.request_id] = group

@@ -60,12 +60,14 @@ class Sequence:
         num_computed_tokens: tokens whose keys and values are in the pool once every dispatched step has run.
         num_in_flight_tokens: tokens sampled by dispatched steps that were not collected yet.
         in_flight_row: the sequence's row in the last step that sampled a token for it; used while that is in flight.
+        rope_len: length that its first tokens are turned for, where that depends on the length: the prompt's at first.
     """
 
     index: int
     token_ids: list[int]
     kv: KVHandle
     num_prompt_tokens: int = field(init=False)
+    rope_len: int = field(init=False)
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
@@ -73,7 +75,7 @@ class Sequence:
     cumulative_logprob: float = 0.0
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.rope_len = len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +99,10 @@ class Sequence:
     def resume_at(self, num_tokens: int) -> None:
         """The memory holds the keys and values of the first num_tokens, and of no other."""
         self.num_computed_tokens = num_tokens
+
+    def outgrew(self, length: int) -> None:
+        """It is longer than a length up to which its keys were turned otherwise: none of them serves any more."""
+        self.rope_len, self.num_computed_tokens = length + 1, 0
 
     def dispatched(self, num_tokens: int, row: int, *, samples_token: bool) -> None:
         """A step will compute the next num_tokens, and may sample the token after them, in that row."""
@@ -146,7 +152,7 @@ class Sequence:
     def branch(self, index: int) -> Sequence:
         """A sequence with the same tokens, in the same state, and without blocks."""
         twin = Sequence(index, list(self.token_ids), self.kv.twin(), self.status)
-        twin.num_prompt_tokens = self.num_prompt_tokens
+        twin.num_prompt_tokens, twin.rope_len = self.num_prompt_tokens, self.rope_len
         twin.cumulative_logprob = self.cumulative_logprob
         return twin
 

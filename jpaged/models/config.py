@@ -113,3 +113,8 @@ class ModelConfig:
     def max_prefix_len(self) -> int | None:
         """Tokens up to which the keys of a prefix do not depend on what follows; None is without a limit."""
         return None
+
+    @property
+    def outgrown_len(self) -> int | None:
+        """Tokens beyond which all keys of a sequence are computed again; None is never."""
+        return None

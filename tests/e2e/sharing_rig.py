@@ -157,6 +157,7 @@ class Rig:
         num_blocks: int = 200,
         num_host_blocks: int = 0,
         max_cached_tokens: int | None = None,
+        outgrown_len: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         cascade: CascadeCosts | None = ANY_SHARING,
         **options: Any,
@@ -170,6 +171,7 @@ class Rig:
                 tokenizer,
                 EngineConfig().replace(**settings),
                 max_cached_tokens=max_cached_tokens,
+                outgrown_len=outgrown_len,
                 eos_token_ids=eos_token_ids,
             )
             for one in executors

@@ -29,6 +29,7 @@ class Harness:
     kv_policy: str = "paged"
     enable_prefix_caching: bool = True
     max_cached_tokens: int | None = None
+    outgrown_len: int | None = None
     max_pinned_blocks: int | None = None
     max_inter_token_latency: float = 0.0
     num_scheduler_steps: int = 1
@@ -54,6 +55,7 @@ class Harness:
             self.tokenizer,
             config,
             max_cached_tokens=self.max_cached_tokens,
+            outgrown_len=self.outgrown_len,
             eos_token_ids=self.eos_token_ids,
             clock=self.clock,
         )

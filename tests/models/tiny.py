@@ -101,6 +101,7 @@ def _decoders() -> list[TinyCase]:
     old_names = {"rope_local_base_freq": 2e4, "rope_theta": 5e5, "sliding_window_pattern": 6}
     switched = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     whole = {"rope_scaling": longrope, "pad_token_id": 0, "original_max_position_embeddings": 32}
+    growing = {**whole, "original_max_position_embeddings": 40}
     halves = {
         "rope_scaling": longrope,
         "pad_token_id": 0,
@@ -142,6 +143,7 @@ def _decoders() -> list[TinyCase]:
         _starcoder2("starcoder2_unbiased", use_bias=False, tie_word_embeddings=False, num_key_value_heads=4),
         _deepseek("deepseek_v2", 2, topk_method="group_limited_greedy", routed_scaling_factor=1.5),
         _deepseek("deepseek_v3", 3, q_lora_rank=36, rope_scaling={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.6}),
+        _case("phi3_grows", "Phi3", (4, 2, 16), 30, **growing),
     ]
 
 

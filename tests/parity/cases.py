@@ -29,7 +29,7 @@ FAMILIES = (
     "qwen3_tied",
     "gemma2",
     "gemma3",
-    "phi3_long",
+    "phi3_grows",
     "gpt2",
     "gpt_neox",
     "falcon_mqa",
@@ -138,8 +138,8 @@ def beam_cases() -> list[BeamCase]:
     return cases
 
 
-def check_search(executor: JaxExecutor, case: BeamCase, expected: list[Found]) -> None:
-    """The engine finds the same sequences, in the same order, with the same scores."""
+def check_search(executor: JaxExecutor, case: BeamCase, expected: list[Found], **options: Any) -> None:
+    """An engine with these options finds the same sequences, in the same order, with the same scores."""
     params = SamplingParams(
         beam_width=case.width,
         n=case.n,
@@ -148,7 +148,7 @@ def check_search(executor: JaxExecutor, case: BeamCase, expected: list[Found]) -
         length_penalty=case.length_penalty,
         early_stopping=case.early_stopping,
     )
-    answer = Rig(executor, eos_token_ids=frozenset(case.eos_token_ids)).answer(case.prompt(), params)
+    answer = Rig(executor, eos_token_ids=frozenset(case.eos_token_ids), **options).answer(case.prompt(), params)
     assert answer.sequences == [sequence.token_ids for sequence in expected]
     scores = [
         answer.cumulative_logprobs[index] / len(tokens) ** case.length_penalty

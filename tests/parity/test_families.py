@@ -8,12 +8,15 @@ counted, so that no test passes because nothing happened.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jpaged.device.executor import JaxExecutor
+from jpaged.models.config import ModelConfig
+from jpaged.models.hf_config import from_hf
 from jpaged.types import SamplingParams
 from tests.e2e.rig import random_prompts
 from tests.e2e.sharing_rig import Rig, make_executor
@@ -35,22 +38,38 @@ def places() -> Iterator[Any]:
             yield pytest.param((name, num), marks=pytest.mark.long if is_long else pytest.mark.deep)
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An executor of a model, and what transformers answered."""
+
+    executor: JaxExecutor
+    config: ModelConfig
+    golden: dict[str, Any]
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        return {"max_cached_tokens": self.config.max_prefix_len, "outgrown_len": self.config.outgrown_len}
+
+    def rig(self, **options: Any) -> Rig:
+        return Rig(self.executor, **self.limits, **options)
+
+
 @pytest.fixture(scope="module", params=[*places()], ids=str)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, quick_programs: None
-) -> Iterator[tuple[JaxExecutor, dict[str, Any]]]:
-    """An executor of the family's checkpoint on so many devices, and the golden answers."""
+) -> Iterator[Served]:
+    """The family's checkpoint on so many devices, and the golden answers."""
     name, num_devices = request.param
     folder: Path = tmp_path_factory.mktemp(name)
     executor = make_executor(cases.MODELS[name], folder, tensor_parallel_size=num_devices, max_model_len=128)
-    yield executor, cases.read(name)
+    yield Served(executor, from_hf(cases.MODELS[name].config), cases.read(name))
     executor.shutdown()
 
 
-def test_the_golden_text_comes_alone_and_in_company(served: tuple[JaxExecutor, dict[str, Any]]) -> None:
+def test_the_golden_text_comes_alone_and_in_company(served: Served) -> None:
     """In steps of 11 tokens every prompt is cut, and by four strangers the steps are shared."""
-    executor, golden = served
-    rig = Rig(executor, max_num_batched_tokens=11, max_num_seqs=5)
+    golden = served.golden
+    rig = served.rig(max_num_batched_tokens=11, max_num_seqs=5)
     assert rig.answer(golden["prompt"], GREEDY).sequences == [golden["tokens"][:NUM_TOKENS]]
     answers = [rig.submit(prompt, GREEDY) for prompt in (*STRANGERS[:2], golden["prompt"], *STRANGERS[2:])]
     rig.run()
@@ -58,28 +77,28 @@ def test_the_golden_text_comes_alone_and_in_company(served: tuple[JaxExecutor, d
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preemption_does_not_show(served: tuple[JaxExecutor, dict[str, Any]], mode: str) -> None:
+def test_preemption_does_not_show(served: Served, mode: str) -> None:
     """Memory has room for one request and a part of another; of windows alone nobody has to leave, who hold no more."""
-    executor, golden = served
-    prompt, windows = golden["prompt"], executor.geometry.windows
-    most = executor.geometry.num_blocks_alone(max(len(prompt), 41), NUM_TOKENS, 1)
+    golden = served.golden
+    prompt, windows = golden["prompt"], served.executor.geometry.windows
+    most = served.executor.geometry.num_blocks_alone(max(len(prompt), 41), NUM_TOKENS, 1)
     num_blocks = most + 2 if windows == (None,) else most * 7 // 4
-    rig = Rig(executor, num_blocks=num_blocks, num_host_blocks=5 * most, preemption_mode=mode)
+    rig = served.rig(num_blocks=num_blocks, num_host_blocks=5 * most, preemption_mode=mode)
     answers = [rig.submit(tokens, GREEDY) for tokens in (*STRANGERS, prompt)]
     load = rig.run()
     assert load.num_preemptions > 0 or None not in windows
     assert answers[-1].sequences == [golden["tokens"][:NUM_TOKENS]]
 
 
-def test_a_cached_prefix_does_not_show(served: tuple[JaxExecutor, dict[str, Any]]) -> None:
-    executor, golden = served
-    rig = Rig(executor, enable_prefix_caching=True)
+def test_a_cached_prefix_does_not_show(served: Served) -> None:
+    golden = served.golden
+    rig = served.rig(enable_prefix_caching=True)
     for is_again in (False, True):
         answer = rig.answer(golden["prompt"], GREEDY)
         assert answer.sequences == [golden["tokens"][:NUM_TOKENS]]
         assert (answer.num_cached_tokens > 0) == is_again
 
 
-def test_a_search_finds_what_transformers_found(served: tuple[JaxExecutor, dict[str, Any]]) -> None:
-    executor, golden = served
-    check_search(executor, FAMILY_SEARCH, [Found(**sequence) for sequence in golden["beams"]])
+def test_a_search_finds_what_transformers_found(served: Served) -> None:
+    found = [Found(**sequence) for sequence in served.golden["beams"]]
+    check_search(served.executor, FAMILY_SEARCH, found, **served.limits)

@@ -58,9 +58,18 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(case: TinyCase, tm
     check_logits(model, pack_params(params, model.config, packer), golden)
 
 
+def logits_on_the_way(model: Model, params: Params, token_ids: np.ndarray, prompt_len: int) -> jax.Array:
+    """What follows each token as it is generated: from where a model turns all keys anew, with those."""
+    logits, outgrown_len = dense.logits(model, params, token_ids, prompt_len), model.config.outgrown_len
+    if outgrown_len is None or not prompt_len <= outgrown_len < len(token_ids):
+        return logits
+    turned_anew = dense.logits(model, params, token_ids, outgrown_len + 1)
+    return jnp.concatenate([logits[:outgrown_len], turned_anew[outgrown_len:]])
+
+
 def check_logits(model: Model, params: Params, golden: dict[str, Any]) -> None:
     prompt = golden["prompt"]
-    logits = dense.logits(model, params, np.array(prompt + golden["tokens"], np.int32), len(prompt))
+    logits = logits_on_the_way(model, params, np.array(prompt + golden["tokens"], np.int32), len(prompt))
     np.testing.assert_allclose(logits[jnp.array(golden["rows"])], golden["logits"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(logits[-2], golden["last_logits"], rtol=0, atol=1e-4)
 

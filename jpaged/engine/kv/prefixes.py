@@ -122,7 +122,7 @@ class Prefixes:
             return PrefixMatch(0, ([],) * len(self._reaches))
         limit = _num_leading_tokens(group)
         # One more than can be cached: the last token of what is matched always runs.
-        limit = min(limit, self.max_tokens + 1 if leader.num_prompt_tokens <= self.max_tokens else 0)
+        limit = min(limit, self.max_tokens + 1 if leader.rope_len <= self.max_tokens else 0)
         keys = _keys(self._block_size, leader, limit // self._block_size)
         return self._cache.match(leader.kv.root, keys, leader.token_ids[:limit])
 
@@ -268,7 +268,7 @@ class Prefixes:
 
     def _num_cacheable(self, sequence: TokenSequence) -> int:
         """Blocks of a sequence that may be cached."""
-        if sequence.kv.root is None or sequence.num_prompt_tokens > self.max_tokens:
+        if sequence.kv.root is None or sequence.rope_len > self.max_tokens:
             return 0
         return min(self.max_tokens, len(sequence.token_ids)) // self._block_size
 

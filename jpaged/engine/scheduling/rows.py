@@ -30,6 +30,7 @@ from jpaged.engine.executor import (
     SamplingInputs,
     random_columns,
 )
+from jpaged.engine.scheduling.outgrowing import Outgrowing
 from jpaged.engine.sequence import Group, Sequence, Status, dispatched_each
 from jpaged.errors import InternalError
 
@@ -79,21 +80,23 @@ class DecodingRows:
 
     Attributes:
         settled: groups all of whose live sequences have rows here.
+        outgrowing: how far sequences may go before they begin again.
 
     Args:
         eos_token_ids: the model's.
     """
 
-    def __init__(self, geometry: Geometry, eos_token_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(self, geometry: Geometry, outgrowing: Outgrowing, eos_token_ids: frozenset[int] = frozenset()) -> None:
         self.settled: set[Group] = set()
         self._block_size = geometry.block_size
+        self.outgrowing = outgrowing
         self._sequences: list[Sequence] = []
         self._groups: list[Group] = []
         self._places: dict[Sequence, int] = {}
         most = geometry.max_num_seqs
         self._starts_s = np.zeros(most, np.int32)
         self._prompt_lens_s = np.zeros(most, np.int32)
-        self._num_left_s = np.zeros(most, np.int32)  # tokens that may be sampled still
+        self._num_left_s = np.zeros(most, np.int32)  # steps that may be made still
         self._block_tables_gsm = np.zeros((len(geometry.windows), most, geometry.max_blocks_per_seq), np.int32)
         self._adapters_s = np.zeros(most, np.int32)
         self._sampling = SamplingInputs.neutral(most)
@@ -130,7 +133,7 @@ class DecodingRows:
             self._groups.append(group)
             self._starts_s[place] = sequence.num_computed_tokens
             self._prompt_lens_s[place] = sequence.num_prompt_tokens
-            self._num_left_s[place] = params.max_tokens - sequence.num_output_tokens
+            self._num_left_s[place] = self._num_left(group, sequence)
             self._block_tables_gsm[:, place] = sequence.kv.ids_gm
             self._adapters_s[place] = group.adapter_slot
             self._sampling.rows_r[place] = self._neutral
@@ -171,7 +174,7 @@ class DecodingRows:
         self._groups.clear()
 
     def spent(self) -> list[Sequence]:
-        """Those whose last token is in flight."""
+        """Those whose last token is in flight, or that have to begin again."""
         return self._where(self._num_left_s[: len(self._sequences)] <= 0)
 
     def due(self, num_steps: int = 1) -> list[Sequence]:
@@ -180,7 +183,7 @@ class DecodingRows:
 
     @property
     def least_left(self) -> int:
-        """Steps that every row may make before one has all its tokens; 0 without rows."""
+        """Steps that every row may make before one has all its tokens, or begins again; 0 without rows."""
         return int(self._num_left_s[: len(self)].min()) if self else 0
 
     @property
@@ -231,7 +234,7 @@ class DecodingRows:
         """Raises InternalError where a row is not what its sequence says."""
         for place, (sequence, group) in enumerate(zip(self._sequences, self._groups, strict=True)):
             kept = self._starts_s[place], self._num_left_s[place], self._places[sequence]
-            num_left = group.request.sampling.max_tokens - sequence.num_output_tokens
+            num_left = self._num_left(group, sequence)
             if kept != (sequence.num_computed_tokens, num_left, place) or sequence.status is not Status.RUNNING:
                 raise InternalError(f"row {place} of a {sequence.status.value} sequence keeps {kept}, not {num_left}")
             if not np.array_equal(self._block_tables_gsm[:, place], sequence.kv.ids_gm):
@@ -240,6 +243,10 @@ class DecodingRows:
                 raise InternalError(f"row {place} keeps adapter slot {self._adapters_s[place]}")
         if len(self._places) != len(self._sequences):
             raise InternalError(f"{len(self._places)} sequences have {len(self._sequences)} rows")
+
+    def _num_left(self, group: Group, sequence: Sequence) -> int:
+        num_left = group.request.sampling.max_tokens - sequence.num_output_tokens
+        return min(num_left, self.outgrowing.num_left(sequence))
 
     def _where(self, is_meant_s: Bool) -> list[Sequence]:
         return [self._sequences[place] for place in np.flatnonzero(is_meant_s).tolist()]

@@ -337,7 +337,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
         is_prev_sampled_t=prev_rows_t != _KNOWN,
         prev_sampled_rows_t=np.maximum(prev_rows_t, 0),
         positions_t=_padded(positions_t, num_padded),
-        rope_lens_t=_padded(np.maximum(positions_t + 1, columns.prompt_lens[rows_t]), num_padded, 1),
+        rope_lens_t=_padded(np.maximum(positions_t + 1, columns.rope_lens[rows_t]), num_padded, 1),
         slots_gt=slots_gt,
         adapters_t=_adapters(schedule, geometry, rows_t, num_padded),
         query_starts_s1=query_starts_s1,
@@ -391,7 +391,7 @@ class _Columns(NamedTuple):
 
     starts: I32
     lens: I32
-    prompt_lens: I32
+    rope_lens: I32
     prev_rows: I32
     sample_rows: I32
 
@@ -401,7 +401,7 @@ def _columns(schedule: Schedule) -> _Columns:
     columns = _Columns(
         _column(decodes.starts_s, [row.start for row in rows]),
         _column(np.ones(num_decodes, np.int32), [row.num_tokens for row in rows]),
-        _column(decodes.prompt_lens_s, [row.sequence.num_prompt_tokens for row in rows]),
+        _column(decodes.prompt_lens_s, [row.sequence.rope_len for row in rows]),  # who decodes is longer than either
         _column(
             decodes.prev_rows or np.full(num_decodes, _KNOWN, np.int32),
             [_KNOWN if row.prev_sampled_row is None else row.prev_sampled_row for row in rows],

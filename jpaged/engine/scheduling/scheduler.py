@@ -21,6 +21,7 @@ from jpaged.engine.executor import Detail, DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
 from jpaged.engine.scheduling.cohorts import draw_with_the_next
 from jpaged.engine.scheduling.lookahead import Lookahead
+from jpaged.engine.scheduling.outgrowing import Outgrowing
 from jpaged.engine.scheduling.pace import Pace
 from jpaged.engine.scheduling.policies import POLICIES, SchedulingPolicy
 from jpaged.engine.scheduling.preemption import Preemption
@@ -143,6 +144,7 @@ class Scheduler:
 
     Args:
         eos_token_ids: the model's.
+        outgrown_len: tokens beyond which all keys of a sequence are computed again; None is never.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class Scheduler:
         geometry: Geometry,
         rates: DeviceRates,
         eos_token_ids: frozenset[int] = frozenset(),
+        outgrown_len: int | None = None,
     ) -> None:
         self.max_num_seqs = min(options.max_num_seqs or geometry.max_num_seqs, geometry.max_num_seqs)
         most = geometry.max_num_batched_tokens
@@ -164,7 +167,7 @@ class Scheduler:
         self.pace = Pace(bound_s, rates, geometry.buckets) if bound_s else None
         self.queues = Queues(self._policy)
         self.lookahead = Lookahead(options.num_scheduler_steps, bound_s, rates, geometry)
-        self.rows = DecodingRows(geometry, eos_token_ids)
+        self.rows = DecodingRows(geometry, Outgrowing(memory, outgrown_len), eos_token_ids)
         self.adapters = AdapterSlots(geometry.max_loras)
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)
@@ -175,6 +178,7 @@ class Scheduler:
         spent = self.rows.spent()
         for sequence in spent:
             self.rows.leave(sequence)
+        schedule.recomputes(self.rows.outgrowing.begin_again(self.queues.running))
         self._make_way(schedule)
         num_yielded = len(schedule.preempted)
         parts, budget = self._share_tokens()
@@ -434,7 +438,7 @@ def _wanted(group: Group, rows: DecodingRows, memory: KVMemory) -> Shares:
         if sequence in rows:
             continue
         _settle(sequence, memory)
-        num_tokens = _num_to_run(group, sequence)
+        num_tokens = min(_num_to_run(group, sequence), rows.outgrowing.num_left(sequence))
         if num_tokens:
             wanted.append((sequence, num_tokens))
     return wanted

@@ -37,6 +37,8 @@ class DecoderConfig(ModelConfig):
         is_gated: the feed-forward is down(act(gate(x)) * up(x)), else down(act(up(x))).
         embed_scale: multiplies what tokens are embedded to, rounded to the model's type.
         logit_cap: logits become cap * tanh(logits / cap); None leaves them.
+        outgrows_keys: a sequence that grows beyond the length of pretraining has all of its keys turned anew; else
+            those that there are stay.
     """
 
     kinds: tuple[LayerKind, ...] = ()
@@ -56,6 +58,7 @@ class DecoderConfig(ModelConfig):
     is_gated: bool = True
     embed_scale: float = 1.0
     logit_cap: float | None = None
+    outgrows_keys: bool = False
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -107,6 +110,11 @@ class DecoderConfig(ModelConfig):
     def max_prefix_len(self) -> int | None:
         """A rope that depends on the length turns every position of a longer prompt otherwise."""
         return min((rope.max_prefix_len for rope in self.ropes if rope.max_prefix_len is not None), default=None)
+
+    @property
+    def outgrown_len(self) -> int | None:
+        """The length of pretraining, where keys are turned anew beyond it."""
+        return self.max_prefix_len if self.outgrows_keys else None
 
     @property
     def fuses_gate(self) -> bool:

@@ -32,6 +32,7 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
         activation=read_activation(fields, "hidden_act", "silu"),
         norm_eps=fields.number("rms_norm_eps", 1e-5),
         ropes=(rope,),
+        outgrows_keys=rope.kind == "longrope",
         kinds=() if window is None else (narrow,) * sizes["num_layers"],
     )
 

@@ -61,7 +61,8 @@ def cos_sin(
         positions_t: position of each token in its sequence, int32 `[T]`.
         rope_lens_t: length that each token's base is computed for, int32 `[T]`; read by `dynamic` and `longrope`. It
             is max(position + 1, prompt length), so the keys of a prompt are the same however it is cut into chunks,
-            and equal to those of transformers' generate.
+            and equal to those of transformers' generate; where a model turns all keys anew beyond a length
+            (`DecoderConfig.outgrows_keys`), at least that length and one from there on.
 
     Returns:
         cos and sin, float32 `[T, D/2]`; pairs that are not rotated have 1 and 0.
