@@ -1,16 +1,17 @@
 """Checkpoints from one format into another, tensor by tensor.
 
 Every tensor of the source is written under its name and in its shape, in its type unless another is asked for, or
-rounded to fewer bits (`jpaged.checkpoints.quantised.writing`). At any
-time host memory holds one tensor as it was read, and again in the type it is written in where that differs. The
-destination appears under its name when it is whole. What a GGUF file has in blocks is written as the weights that they
-stand for.
+rounded to fewer bits (`jpaged.checkpoints.quantised.writing`). A tensor that a model has in a type of its own keeps
+that. At any time host memory holds one tensor as it was read, and again in the type it is written in where that
+differs. The destination appears under its name when it is whole. What a GGUF file has in blocks is written as the
+weights that they stand for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 import shutil
 import tempfile
@@ -28,6 +29,7 @@ from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.scheme import read_model
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
 from jpaged.checkpoints.hub import CONFIG_FILE, read_config, read_json, read_scheme
+from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.orbax import MANIFEST_FILE, is_orbax_folder, write_manifest
 from jpaged.checkpoints.orbax_writer import write_orbax
 from jpaged.checkpoints.quantised.rounding import ASKED
@@ -157,7 +159,10 @@ def _write(
     rounded = None if options.quantize is None else Rounded.of(config, source, options.quantize)
     if rounded is not None:
         _write_config(folder / CONFIG_FILE, {"quantization_config": rounded.config()})
-    tensors = _stored(source, options.dtype, rounded, progress)
+    leaves = model_leaves(config, source.names)
+    every = itertools.chain(leaves.outer, *leaves.layers)
+    kept = {name: leaf.dtype for leaf in every if leaf.dtype is not None for name, _ in leaf.tensors}
+    tensors = _stored(source, options.dtype, kept, rounded, progress)
     needed, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(folder).free
     if needed > free:
         raise InvalidArgument(
@@ -172,14 +177,25 @@ def _write(
     write_manifest(folder, config.architecture, dtypes.pop() if len(dtypes) == 1 else "mixed")
 
 
-def _stored(source: TensorSource, dtype: str | None, rounded: Rounded | None, progress: Progress) -> list[StoredTensor]:
-    """Every tensor that is written, layer by layer, to be read and cast or rounded when it is its turn."""
+def _stored(
+    source: TensorSource,
+    dtype: str | None,
+    kept: Mapping[str, np.dtype],
+    rounded: Rounded | None,
+    progress: Progress,
+) -> list[StoredTensor]:
+    """Every tensor that is written, layer by layer, to be read and cast or rounded when it is its turn.
+
+    Args:
+        dtype: to which they are cast; None leaves them.
+        kept: the type of those that have one of their own, whatever the model's.
+    """
     names = sorted(source.names, key=_natural_order)
     matrices = {} if rounded is None else rounded.matrices
     tensors: list[StoredTensor] = []
     for name in names:
         have = source.dtype(name)
-        want = have if dtype is None else DTYPES[dtype]
+        want = have if dtype is None else kept.get(name, DTYPES[dtype])
         if rounded is not None and name in matrices:
             tensors += rounded.tensors(source, name, want)
         else:

@@ -146,7 +146,7 @@ def load_params(
             form = leaf_format(None if quantisation is None else quantisation.split(num_parts), leaves[0])
             if form is None:
                 weights = files if scheme is None else Dequantised(files, scheme, tuple(leaves))
-                source = _Source(weights, leaves, is_stacked, model.dtype, split)
+                source = _Source(weights, leaves, is_stacked, leaves[0].dtype or model.dtype, split)
                 array = put(source.shape, source.read, placed)
                 insert(params, path, array)
                 checks.append((check_finite(array), leaves, weights))

@@ -32,6 +32,7 @@ class Leaf:
             along an axis is filled from the parts of the tensors that follow it.
         tensor_axes: for each axis of the leaf the one that follows it in every tensor, in equal steps; None for none.
         heads: that lie along its axis named "kv_heads".
+        dtype: of its numbers, whatever the model's; None is the model's.
     """
 
     path: tuple[str, ...]
@@ -41,6 +42,7 @@ class Leaf:
     pack: Callable[[Sequence[np.ndarray], np.ndarray], None]
     tensor_axes: tuple[int | None, ...]
     heads: Heads | None = None
+    dtype: np.dtype | None = None
 
 
 def same(path: tuple[str, ...], name: str, axes: LogicalAxes, shape: tuple[int, ...]) -> Leaf:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.names import is_ignored
+from jpaged.checkpoints.weights import load_params, open_tensors
 from jpaged.config import EngineConfig
 from jpaged.device.kv_scales import measure_scales
 from jpaged.device.mesh import build_mesh
@@ -22,6 +25,7 @@ from jpaged.models.families.deepseek.config import DeepseekConfig
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.model import Model
 from jpaged.models.sharding import pad_for_sharding
+from tests.models.tiny import tensors, tiny_case, write_checkpoint
 
 SIZES: dict[str, object] = {
     "vocab_size": 131,
@@ -175,3 +179,19 @@ def test_the_scale_of_a_latent_in_8_bits_is_one_for_both_of_its_uses() -> None:
     assert scales_lk2.shape == (1, 1, 2)
     np.testing.assert_array_equal(scales_lk2[..., 0], scales_lk2[..., 1])
     assert (scales_lk2 > 0).all()
+
+
+def test_what_is_added_to_choices_keeps_its_digits_in_bfloat16(tmp_path: Path) -> None:
+    """Scores of experts differ by less than what bfloat16 tells apart."""
+    case = tiny_case("deepseek_v3")
+    folder = write_checkpoint(case, tmp_path / "model")
+    model = Model(from_hf(case.config), np.dtype(jnp.bfloat16))
+    params = load_params(model, folder, "loop")
+    stored = tensors(case)["model.layers.1.mlp.gate.e_score_correction_bias"]
+    np.testing.assert_array_equal(params["layers"][1]["mlp"]["router"]["choice_bias"], stored)
+    assert params["layers"][1]["mlp"]["router"]["kernel"].dtype == jnp.bfloat16
+    convert_folder(folder, tmp_path / "narrow", ConversionOptions("safetensors", dtype="bfloat16"))
+    with open_tensors(tmp_path / "narrow") as files:
+        assert {name for name in files.names if files.dtype(name) == np.float32} == {
+            name for name in files.names if name.endswith("e_score_correction_bias")
+        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,7 +51,8 @@ def mixture_leaves(mixture: Mixture, width: int, prefix: str, names: ExpertNames
     if mixture.router_bias:
         leaves.append(same(("mlp", "router", "bias"), f"{router}.bias", (None,), (num_experts,)))
     if mixture.choice_bias:
-        leaves.append(same(("mlp", "router", "choice_bias"), prefix + names.choice_bias, (None,), (num_experts,)))
+        bias = same(("mlp", "router", "choice_bias"), prefix + names.choice_bias, (None,), (num_experts,))
+        leaves.append(dataclasses.replace(bias, dtype=np.dtype(np.float32)))
     for part in ("gate", "up", "down"):
         leaves.append(_kernel(mixture, width, prefix, names, part))
         if mixture.has_biases:

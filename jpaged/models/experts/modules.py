@@ -22,7 +22,8 @@ class Router(nnx.Module):
         num_experts = mixture.routing.num_experts
         self.kernel = nnx.Param(normal(rngs.params(), (width, num_experts), dtype))
         self.bias = nnx.Param(jnp.zeros((num_experts,), dtype)) if mixture.router_bias else None
-        self.choice_bias = nnx.Param(jnp.zeros((num_experts,), dtype)) if mixture.choice_bias else None
+        # Added to scores that differ by less than what bfloat16 tells apart.
+        self.choice_bias = nnx.Param(jnp.zeros((num_experts,), jnp.float32)) if mixture.choice_bias else None
 
     def __call__(self, x_te: jax.Array, rows: Rows) -> jax.Array:
         """`[T, E]` to `[T, X]`."""
