@@ -109,7 +109,6 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         max_messages_per_second=options.server.max_messages_per_second
         or platform_default("max_messages_per_second", device.platform),
     )
-    queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
     engines = [
         Engine(
             one,
@@ -119,7 +118,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
             outgrown_len=source.config.outgrown_len,
             eos_token_ids=source.eos_token_ids,
         )
-        for one, queue in zip(runs, queues, strict=True)
+        for one, queue in zip(runs, shares(options.scheduler.max_num_queued_reqs, len(runs)), strict=True)
     ]
     return LoadedModel(
         engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
@@ -152,6 +151,8 @@ def _adapters(options: EngineConfig, model: Model, where: Placement, progress: P
             adapters.load(name, path)
         except InvalidArgument as error:
             raise InvalidArgument("lora", f"{name}={path}: {error.problem}") from error
+        except Unsupported as error:
+            raise Unsupported(f"lora: {name}={path}: {error}") from error
     return adapters
 
 

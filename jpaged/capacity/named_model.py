@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from jpaged.capacity.known_models import KNOWN_MODELS, find_known
-from jpaged.checkpoints.hub import find_local, read_config, read_json
+from jpaged.checkpoints.hub import expand_home, find_local, read_config, read_json
 from jpaged.errors import NotFound
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_config import from_hf
@@ -24,7 +22,7 @@ def find_config(name: str) -> tuple[str, ModelConfig]:
     folder = find_local(name)
     if folder is not None:
         return name, read_config(folder)
-    path = Path(name).expanduser()
+    path = expand_home(name, "model")
     if path.is_file():
         return name, from_hf(read_json(path))
     known = find_known(name)

@@ -69,7 +69,7 @@ def find_local(model: str) -> Path | None:
     """
     if model == DEMO:
         return FOLDER
-    folder = Path(model).expanduser()
+    folder = expand_home(model, "model")
     if not folder.is_dir():
         return find_gguf(folder)
     if not is_orbax_folder(folder) and not list(folder.glob("*.safetensors")):
@@ -80,6 +80,21 @@ def find_local(model: str) -> Path | None:
         refuse_other_orbax(folder)
         raise InvalidArgument("model", f"folder {model} has no {CONFIG_FILE}; it must be in Hugging Face layout")
     return folder
+
+
+def expand_home(path: str, field: str) -> Path:
+    """Put a user's folder where a path begins with `~` or `~user`.
+
+    Args:
+        field: that the path was given as.
+
+    Raises:
+        InvalidArgument: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise InvalidArgument(field, f"{path} begins with a user who is not known here: write it from / on") from error
 
 
 def read_config(folder: Path) -> ModelConfig:

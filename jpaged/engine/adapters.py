@@ -11,8 +11,9 @@ the step that uses it and behind those that used what was there, since it runs i
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from jpaged.engine.sequence import Group
 from jpaged.errors import InternalError
@@ -34,6 +35,22 @@ class AdapterSlots:
     def can_take(self, adapter: LoadedAdapter) -> bool:
         """Whether there is a slot with the adapter, or one that nobody holds."""
         return adapter.number in self._slots or bool(self._free)
+
+    def leaving_for(self, waiting: Group, yielding: Iterator[Group]) -> list[Group]:
+        """The next to be preempted for a group that finds no room, of those that yield to it, in their order.
+
+        It is the first of them, but where a slot is lacking all who hold the one that comes free first, and nobody
+        where none would: without it whatever else came free would be of no use.
+        """
+        adapter, holders = waiting.request.adapter, defaultdict[int, list[Group]](list)
+        if adapter is None or self.can_take(adapter):
+            return list(islice(yielding, 1))
+        for group in yielding:
+            slot = group.adapter_slot
+            holders[slot].append(group)
+            if slot and len(holders[slot]) == self._num_users[slot]:
+                return holders[slot]
+        return []
 
     def take(self, group: Group, adapter: LoadedAdapter) -> None:
         """Gives a group the slot of its adapter, which is loaded if it is in none."""

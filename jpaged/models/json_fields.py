@@ -50,11 +50,16 @@ class JsonFields:
             raise self.bad(key, f"is {_shown(value)}; the limit is {maximum}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number greater than 0; absent and without a default is an error."""
+    def number(self, key: str, default: float | None = None, *, is_signed: bool = False) -> float:
+        """A finite number greater than 0, or any where `is_signed`; absent and without a default is an error."""
         value = self._required(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
-            raise self.bad(key, f"is {_shown(value)}; it must be a finite number above 0")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not abs(value) <= _MAX_NUMBER
+            or not (is_signed or value > 0)
+        ):
+            raise self.bad(key, f"is {_shown(value)}; it must be a finite number{'' if is_signed else ' above 0'}")
         return float(value)
 
     def numbers(self, key: str, *, maximum: int) -> tuple[float, ...]:

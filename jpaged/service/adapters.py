@@ -43,10 +43,7 @@ class Adapters:
         """
         self._require_on()
         with self._lock:
-            adapter = self._adapters.get(name)
-        if adapter is None:
-            raise NotFound(f"adapter: no adapter {name!r} is loaded")
-        return adapter
+            return self._find(name, "adapter")
 
     def load(self, name: str, path: str) -> LoadedAdapter:
         """Read an adapter and give it a name; it takes as long as its files do.
@@ -63,7 +60,8 @@ class Adapters:
         require_whole_characters("path", path)
         with self._lock:
             if name in self._adapters:
-                raise AlreadyExists(f"adapter {name!r} is loaded; unload it, or choose another name")
+                state = "being loaded; wait" if self._adapters[name] is None else "loaded; unload it"
+                raise AlreadyExists(f"adapter {name!r} is {state}, or choose another name")
             if len(self._adapters) >= self._max_num:
                 raise InvalidArgument(
                     "name", f"{len(self._adapters)} adapters are loaded, the limit is max_cpu_loras ({self._max_num})"
@@ -92,14 +90,21 @@ class Adapters:
         """
         self._require_on()
         with self._lock:
-            if self._adapters.get(name) is None:
-                raise NotFound(f"name: no adapter {name!r} is loaded")
+            self._find(name, "name")
             del self._adapters[name]
 
     def loaded(self) -> tuple[LoadedAdapter, ...]:
         """Those that requests can have, in the order in which they were loaded."""
         with self._lock:
             return tuple(adapter for adapter in self._adapters.values() if adapter is not None)
+
+    def _find(self, name: str, field: str) -> LoadedAdapter:
+        adapter = self._adapters.get(name)
+        if adapter is not None:
+            return adapter
+        if name in self._adapters:
+            raise NotFound(f"{field}: adapter {name!r} is being loaded; try again when it is")
+        raise NotFound(f"{field}: no adapter {name!r} is loaded")
 
     def _require_on(self) -> Callable[[str], Adapter]:
         if self._read is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from jpaged.capacity.named_model import find_config
 from jpaged.checkpoints import hub
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, NotFound
@@ -32,6 +34,12 @@ def test_demo_is_the_packaged_model_whatever_folder_is_here(tmp_path: Path, monk
 
 def test_a_model_of_the_hub_is_not_on_this_machine() -> None:
     assert hub.find_local("someone/model") is None
+
+
+@pytest.mark.parametrize("find", [hub.find_folder, find_config])
+def test_a_path_of_a_user_who_is_not_known_is_refused(find: Callable[[str], object]) -> None:
+    with pytest.raises(InvalidArgument, match="model: ~nosuchuser/x begins with a user who is not known here"):
+        find("~nosuchuser/x")
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:

@@ -154,6 +154,21 @@ def test_a_waiting_request_of_higher_priority_takes_the_slot():
     assert [matrices for _, matrices in h.executor.loads] == [A.matrices, B.matrices, A.matrices]
 
 
+@pytest.mark.parametrize(("holder", "num_preempted"), [(0, 0), (4, 1)], ids=["held on to", "comes free"])
+def test_only_who_gives_the_slot_is_preempted_for_it(holder, num_preempted):
+    h = harness(1, sizes={"max_num_seqs": 16, "num_blocks": 200}, policy="priority")
+    h.submit("a", PROMPT, adapter=A, max_tokens=12, priority=holder)
+    for index in range(8):
+        h.submit(f"plain {index}", PROMPT, max_tokens=12, priority=5)
+    while not h.events["plain 7"]:
+        h.step()
+    h.submit("b", PROMPT, adapter=B, max_tokens=4, priority=1)
+    h.run()
+    assert h.engine.load().num_preemptions == num_preempted
+    assert h.tokens("b") == tokens_of(B, num_tokens=4)
+    assert h.tokens("plain 0") == tokens_of(None, num_tokens=12)
+
+
 def test_prefixes_are_found_by_the_same_load_of_an_adapter_alone():
     h = harness(4)
     anew = dataclasses.replace(A, number=9, matrices=FakeAdapter(8))  # of the same name

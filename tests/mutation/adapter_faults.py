@@ -64,6 +64,13 @@ ADAPTER_FAULTS = (
         ADAPTERS,
     ),
     Fault(
+        "who holds no slot is preempted for one",
+        "adapters.py",
+        "if adapter is None or self.can_take(adapter):\n",
+        "if True:\n",
+        ADAPTERS,
+    ),
+    Fault(
         "a group runs although every slot is held",
         "scheduling/scheduler.py",
         "not self.adapters.can_take(group.request.adapter)",

@@ -134,9 +134,9 @@ POLICY_FAULTS = (
     ),
     Fault(
         "the first in order makes room for an urgent one",
-        "scheduling/scheduler.py",
-        "            self._preempt(queues.running[-1], schedule)\n\n    def _share",
-        "            self._preempt(queues.running[0], schedule)\n\n    def _share",
+        "adapters.py",
+        "return list(islice(yielding, 1))",
+        "return list(yielding)[-1:]",
         SCHEDULER,
     ),
     Fault(

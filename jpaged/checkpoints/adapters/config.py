@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from jpaged.checkpoints.adapters.patterns import Patterns
 from jpaged.checkpoints.hub import read_json
 from jpaged.errors import InvalidArgument
 from jpaged.models.json_fields import JsonFields
 
 CONFIG_FILE = "adapter_config.json"
-# Where it came from and how it was trained. Which modules it has is said by its tensors, how these lie by the model.
+# Where it came from and how it was trained. How its tensors lie is said by the model.
 _WITHOUT_EFFECT = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
-    *("lora_dropout", "exclude_modules", "fan_in_fan_out", "layers_pattern", "layers_to_transform", "target_modules"),
+    *("lora_dropout", "fan_in_fan_out", "layers_pattern"),
     *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "megatron_config", "megatron_core"),
     *("ensure_weight_tying", "qalora_group_size", "runtime_config"),
 )
@@ -25,29 +24,29 @@ _MAX_RANK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """How an adapter is scaled.
+    """How an adapter is scaled, and what it was trained for. Modules have the names of the model that was trained.
 
     Attributes:
-        ranks: regular expressions of modules' names, and their rank; others have `rank`.
+        ranks: of modules that match; others have `rank`.
         alphas: likewise.
         is_root: whether what is scaled is divided by the root of the rank.
+        targets: ends of modules' names, from a dot on: all such modules were trained. Empty where that is not known.
     """
 
     rank: int
     alpha: float
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    ranks: Patterns[int]
+    alphas: Patterns[float]
     is_root: bool
+    targets: tuple[str, ...]
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's adapter."""
-        return next((rank for pattern, rank in self.ranks.items() if _is_of(pattern, module)), self.rank)
+        return self.ranks.of(module, self.rank)
 
-    def scale_of(self, module: str) -> float:
-        """What the product of a module's two matrices is multiplied by."""
-        alpha = next((alpha for pattern, alpha in self.alphas.items() if _is_of(pattern, module)), self.alpha)
-        rank = self.rank_of(module)
-        return alpha / (math.sqrt(rank) if self.is_root else rank)
+    def scale_of(self, module: str, rank: int) -> float:
+        """What the product of a module's two matrices, of this rank, is multiplied by."""
+        return self.alphas.of(module, self.alpha) / (math.sqrt(rank) if self.is_root else rank)
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
@@ -71,26 +70,27 @@ def read_lora_config(folder: Path) -> LoraConfig:
     for key in ("layer_replication", "alora_invocation_tokens", "arrow_config"):
         fields.only(key, why="it is not computed")
     why = "it changes the weights of the model itself; save it converted to an ordinary adapter, as PEFT describes"
-    fields.only("init_lora_weights", True, False, "gaussian", "eva", "orthogonal", why=why)
+    fields.only("init_lora_weights", True, False, "gaussian", "eva", "orthogonal", "mica", why=why)
     fields.ignore(_WITHOUT_EFFECT)
     rank = fields.integer("r", maximum=_MAX_RANK)
-    alpha, is_root = fields.number("lora_alpha"), fields.flag("use_rslora", False)
+    alpha, is_root = fields.number("lora_alpha", is_signed=True), fields.flag("use_rslora", False)
     patterns = {key: JsonFields(fields.mapping(key), f"{path} {key}") for key in ("rank_pattern", "alpha_pattern")}
     ranks = {key: patterns["rank_pattern"].integer(key, maximum=_MAX_RANK) for key in fields.mapping("rank_pattern")}
-    alphas = {key: patterns["alpha_pattern"].number(key) for key in fields.mapping("alpha_pattern")}
-    for pattern in (*ranks, *alphas):
-        _check_pattern(pattern, path)
+    alphas = {key: patterns["alpha_pattern"].number(key, is_signed=True) for key in fields.mapping("alpha_pattern")}
+    targets = _targets(fields)
     fields.finish()
-    return LoraConfig(rank, alpha, ranks, alphas, is_root)
+    return LoraConfig(
+        rank,
+        alpha,
+        Patterns.checked(ranks, patterns["rank_pattern"].name),
+        Patterns.checked(alphas, patterns["alpha_pattern"].name),
+        is_root,
+        targets,
+    )
 
 
-def _check_pattern(pattern: str, path: Path) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise InvalidArgument(str(path), f"{pattern!r} is no regular expression: {error}") from error
-
-
-def _is_of(pattern: str, module: str) -> bool:
-    """As PEFT looks for them: the end of the name, from a dot on."""
-    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+def _targets(fields: JsonFields) -> tuple[str, ...]:
+    """Those of a list; a regular expression, or a part of what is listed, says of no module that it was trained."""
+    is_list = isinstance(fields.value("target_modules"), list)
+    is_part = fields.value("exclude_modules") or fields.value("layers_to_transform") not in (None, [])
+    return fields.names("target_modules") if is_list and not is_part else ()

@@ -10,7 +10,7 @@ and projections that are fused come out as the matrix beside them does.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from jpaged.checkpoints.adapters.config import LoraConfig, read_lora_config
-from jpaged.checkpoints.names import model_leaves
+from jpaged.checkpoints.adapters.others import refuse_others
+from jpaged.checkpoints.adapters.patterns import MAX_NAME_LEN
+from jpaged.checkpoints.hub import expand_home
 from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.tensor_source import read_weight
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.leaves import Leaf
-from jpaged.models.lora import AdaptedPlace, HostAdapter, adapted_places, can_adapt
+from jpaged.models.lora import AdaptedPlace, HostAdapter, adapted_places
 from jpaged.models.model import Model
 from jpaged.models.quantisation.formats import module_of
 from jpaged.models.registry import find_family
@@ -35,8 +37,23 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(\.d
 _OUTER = frozenset({"model", "language_model", "transformer", "gpt_neox", "decoder"})
 """What may stand before the name of a layer: it depends on the class of the model that was trained."""
 
-_Pair = dict[str, str]
-"""The names of A and B."""
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """The tensors of a module: the name that it had where it was trained, and those of A and B."""
+
+    trained: str
+    names: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The tensors A and B of a module, their rank, and what their product is multiplied by."""
+
+    a: str
+    b: str
+    rank: int
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +76,11 @@ class AdapterReader:
         """Reads the folder that PEFT wrote.
 
         Raises:
-            InvalidArgument: a file is missing or broken, a rank is above the limit, or a tensor is unknown, misshapen,
-                without its other half or not finite; it is named.
+            InvalidArgument: a file is missing, broken or not whole, a rank is above the limit, or a tensor is unknown,
+                misshapen, without its other half or not finite once it is scaled; it is named.
             Unsupported: the adapter asks for something that is not computed; says what.
         """
-        folder = Path(path).expanduser()
+        folder = expand_home(path, "lora")
         if not folder.is_dir():
             raise InvalidArgument("lora", f"there is no folder {path}")
         config = read_lora_config(folder)
@@ -78,52 +95,51 @@ class AdapterReader:
 
     def _read(self, files: TensorFiles, config: LoraConfig, folder: Path) -> HostAdapter:
         places = list(adapted_places(self.model.config, self.layer_mode))
-        pairs = self._pairs(files, folder)
+        tensors = self._tensors(files, folder)
         known = {module_of(name) for place in places for leaf in place.leaves for name, _ in leaf.tensors}
-        self._refuse_others(sorted(pairs.keys() - known), folder)
-        for module, pair in pairs.items():
-            rank = config.rank_of(module)
-            if rank > self.max_rank:
-                raise InvalidArgument("lora", f"{folder}: {module} has rank {rank}; max_lora_rank is {self.max_rank}")
-            if len(pair) < 2:
-                (which,) = {"A", "B"} - pair.keys()
-                raise InvalidArgument("lora", f"{folder}: {module} has no lora_{which}.weight")
-        source = _Source(files, config, pairs, self.max_rank, self.model.dtype)
+        refuse_others(sorted(tensors.keys() - known), self.model.config, folder)
+        _refuse_incomplete(config.targets, known, [each.trained for each in tensors.values()], folder)
+        pairs = {module: self._pair(module, each, config, folder) for module, each in tensors.items()}
+        source = _Source(files, pairs, self.max_rank, self.model.dtype)
         wide = adapted_places(pad_for_sharding(self.model.config, self.num_parts), self.layer_mode)
         return HostAdapter({each.path: self._matrices(each, to, source) for each, to in zip(places, wide, strict=True)})
 
-    def _pairs(self, files: TensorFiles, folder: Path) -> dict[str, _Pair]:
-        """The names of A and B of each module, by the name that it has in the model's own checkpoints."""
+    def _tensors(self, files: TensorFiles, folder: Path) -> dict[str, _Tensors]:
+        """The tensors of each module, by the name that it has in the model's own checkpoints."""
         family = find_family(self.model.config.architecture)
-        prefix, pairs = family.name_prefix(()), dict[str, _Pair]()
+        prefix, found = family.name_prefix(()), dict[str, _Tensors]()
         for name in sorted(files.names):
-            found = _NAME.fullmatch(name)
-            if found is None:
+            parts = _NAME.fullmatch(name)
+            if parts is None:
                 raise Unsupported(
                     f"{folder}: tensor {name} is none of an adapter of linear modules "
                     "(base_model.model.<module>.lora_A.weight or lora_B.weight)"
                 )
-            module = found["module"]
-            inner = module.split(".")
+            if len(name) > MAX_NAME_LEN:
+                problem = f"{folder}: the name of a tensor has {len(name)} characters; the limit is {MAX_NAME_LEN}"
+                raise InvalidArgument("lora", problem)
+            trained = parts["module"]
+            inner = trained.split(".")
             while inner and inner[0] in _OUTER:
                 inner = inner[1:]
             of_layer = family.layers_prefix.rstrip(".")
-            full = f"{prefix}{'.'.join(inner)}" if inner and inner[0] == of_layer else module
-            if found["which"] in pairs.setdefault(full, {}):
+            module = f"{prefix}{'.'.join(inner)}" if inner and inner[0] == of_layer else trained
+            names = found.setdefault(module, _Tensors(trained, {})).names
+            if parts["which"] in names:
                 raise InvalidArgument("lora", f"{folder}: tensor {name} is there twice")
-            pairs[full][found["which"]] = name
-        return pairs
+            names[parts["which"]] = name
+        if not found:
+            raise InvalidArgument("lora", f"{folder}: {WEIGHTS_FILE} has no tensors: save the adapter again")
+        return found
 
-    def _refuse_others(self, modules: Sequence[str], folder: Path) -> None:
-        if not modules:
-            return
-        leaves = model_leaves(self.model.config)
-        every = [leaf for each in (leaves.outer, *leaves.layers) for leaf in each]
-        others = {module_of(name) for leaf in every if not can_adapt(leaf) for name, _ in leaf.tensors}
-        shown = ", ".join(modules[:5])
-        if any(module in others for module in modules):
-            raise Unsupported(f"{folder}: {shown}: adapters are added to linear modules of layers alone, not to these")
-        raise InvalidArgument("lora", f"{folder}: {shown}: no such module in {self.model.config.architecture}")
+    def _pair(self, module: str, tensors: _Tensors, config: LoraConfig, folder: Path) -> _Pair:
+        rank = config.rank_of(tensors.trained)
+        if rank > self.max_rank:
+            raise InvalidArgument("lora", f"{folder}: {module} has rank {rank}; max_lora_rank is {self.max_rank}")
+        for which in "AB":
+            if which not in tensors.names:
+                raise InvalidArgument("lora", f"{folder}: {module} has no lora_{which}.weight")
+        return _Pair(tensors.names["A"], tensors.names["B"], rank, config.scale_of(tensors.trained, rank))
 
     def _matrices(
         self, place: AdaptedPlace, wide: AdaptedPlace, source: _Source
@@ -147,8 +163,7 @@ class _Source:
     """The tensors of one adapter, by the modules that they are of."""
 
     files: TensorFiles
-    config: LoraConfig
-    pairs: dict[str, _Pair]
+    pairs: Mapping[str, _Pair]
     max_rank: int
     dtype: np.dtype
 
@@ -165,22 +180,47 @@ class _Source:
             rows = np.zeros((num_out, self.max_rank), np.float32)
             pair = self.pairs.get(module_of(name))
             if pair is not None:
-                module, rank = module_of(name), self.config.rank_of(module_of(name))
                 begin = part * self.max_rank
-                a[begin : begin + rank] = self._finite(pair["A"], (rank, leaf.shape[0]))
-                rows[:, :rank] = self._finite(pair["B"], (num_out, rank)) * np.float32(self.config.scale_of(module))
+                a[begin : begin + pair.rank] = self._finite(pair.a, (pair.rank, leaf.shape[0]))
+                rows[:, : pair.rank] = self._finite(pair.b, (num_out, pair.rank), pair.scale)
             outputs.append(rows if in_axis == 1 else rows.T)
         leaf.pack(outputs, b)
         return a, b
 
-    def _finite(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _finite(self, name: str, shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
+        """Times the scale, in the type that the model computes in: what is not finite there would reach every row."""
         stored = self.files.shape(name)
         where = str(self.files.where(name))
         if stored != shape:
             raise InvalidArgument(
                 where, f"tensor {name} has shape {list(stored)}; model and rank make it {list(shape)}"
             )
-        tensor = read_weight(self.files, name, shape).astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            tensor = read_weight(self.files, name, shape).astype(np.float32) * np.float32(scale)
+            tensor = tensor.astype(self.dtype)
         if not np.isfinite(tensor).all():
-            raise InvalidArgument(where, f"tensor {name} has numbers that are not finite")
+            raise InvalidArgument(
+                where, f"tensor {name} times {scale:g} has numbers that are not finite in {self.dtype.name}"
+            )
         return tensor
+
+
+def _refuse_incomplete(targets: Iterable[str], modules: Set[str], trained: Iterable[str], folder: Path) -> None:
+    """Refuses an adapter without tensors of modules that the model has and that it was trained for.
+
+    What the model has none of is passed over: lists are also made for several models, and for parts that see images.
+    """
+    expected, found = _ends(modules), _ends(trained)
+    for target in targets:
+        if target in expected and target not in found:
+            raise InvalidArgument(
+                "lora",
+                f"{folder}: target_modules has {target!r}, but {WEIGHTS_FILE} has no tensors of such a module: "
+                "save the adapter again",
+            )
+
+
+def _ends(modules: Iterable[str]) -> frozenset[str]:
+    """The names, and what stands behind each of their dots."""
+    words = [module.split(".") for module in modules]
+    return frozenset(".".join(each[begin:]) for each in words for begin in range(len(each)))

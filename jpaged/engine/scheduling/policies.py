@@ -7,7 +7,8 @@ fair       the tenant that was served least goes first
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from jpaged.config import Policy
 from jpaged.engine.sequence import Group
@@ -37,6 +38,10 @@ class SchedulingPolicy:
     def yields_to(self, running: Group, waiting: Group) -> bool:
         """A running group is preempted to admit a waiting one."""
         return False
+
+    def yielding_to(self, waiting: Group, running: Sequence[Group]) -> Iterator[Group]:
+        """Those of the running groups that yield to a waiting one, from the end of their order."""
+        return takewhile(lambda group: self.yields_to(group, waiting), reversed(running))
 
     def arrived(self, group: Group, waiting: Collection[Group]) -> None:
         """Notes a group that waits from now on, beside these."""

@@ -249,7 +249,11 @@ class Scheduler:
                 return
             if self._has_room(group, self._num_outstanding_blocks()):
                 return
-            self._preempt(queues.running[-1], schedule)
+            leaving = self.adapters.leaving_for(group, self._policy.yielding_to(group, queues.running))
+            if not leaving:
+                return
+            for each in leaving:
+                self._preempt(each, schedule)
 
     def _share_tokens(self) -> tuple[dict[Group, Shares], int]:
         """Tokens for the sequences of running groups that have no rows yet, and how many are left for others."""

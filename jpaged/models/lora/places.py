@@ -20,7 +20,7 @@ from jpaged.models.leaves import Leaf, LogicalAxes
 from jpaged.models.quantisation.tree import LeafPath, placed_leaves
 from jpaged.models.stack import LayerMode
 
-_NOT_ADAPTED = frozenset({"experts", "router"})
+_OF_EXPERTS = frozenset({"experts", "router"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ class HostAdapter:
         return sum(a.nbytes + sum(part.nbytes for part in b) for a, b in self.matrices.values())
 
 
-def can_adapt(leaf: Leaf) -> bool:
-    """Whether a leaf is a matrix that adapters may add to: one of a layer that all rows are multiplied with."""
-    return leaf.path[-1] == "kernel" and _NOT_ADAPTED.isdisjoint(leaf.path)
+def is_of_experts(leaf: Leaf) -> bool:
+    """Whether a leaf is of experts or of the router that chooses them: these take no adapters."""
+    return not _OF_EXPERTS.isdisjoint(leaf.path)
 
 
 def adapted_places(config: ModelConfig, layer_mode: LayerMode) -> Iterator[AdaptedPlace]:
     """Every place that may have adapters, in the order of the tree."""
     for path, leaves in placed_leaves(config, layer_mode):
-        if path[0] == "layers" and can_adapt(leaves[0]):
+        if path[0] == "layers" and path[-1] == "kernel" and not is_of_experts(leaves[0]):
             yield AdaptedPlace(path, leaves, layer_mode == "scan")

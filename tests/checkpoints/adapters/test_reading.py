@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpaged.checkpoints.adapters import AdapterReader
+from jpaged.checkpoints.adapters.patterns import Patterns
 from jpaged.errors import InvalidArgument, JpagedError, Unsupported
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
@@ -40,6 +43,9 @@ def change(folder: Path, edit: Callable[[dict[str, np.ndarray]], Any]) -> None:
         ({"r": 2, "rank_pattern": {"down_proj": 4}}, 4, 6 / 4),
         ({"alpha_pattern": {r"layers\.1\.mlp\..*": 3.0, "down_proj": 100}}, 4, 3 / 4),
         ({"alpha_pattern": {"own_proj": 100}}, 4, 6 / 4),
+        ({"alpha_pattern": {r".*\.layers\.[0-3]\..*(up|down)_proj": 0, "down_proj": 100}}, 4, 0),
+        ({"alpha_pattern": {r"^model\.layers.\d+.mlp.(up|down)_proj": -2}}, 4, -2 / 4),
+        ({"lora_alpha": -1, "init_lora_weights": "mica"}, 4, -1 / 4),
     ],
 )
 def test_what_a_module_is_scaled_by(settings: dict[str, Any], rank: int, scale: float, tmp_path: Path) -> None:
@@ -58,10 +64,12 @@ def test_modules_without_an_adapter_are_zeros(tmp_path: Path) -> None:
     assert read.num_bytes == sum(a.nbytes + sum(part.nbytes for part in b) for a, b in read.matrices.values())
 
 
+@pytest.mark.parametrize("pattern", [r"^{}layers\.1\.mlp\.down_proj", "{}layers.1.mlp.down_proj"])
 @pytest.mark.parametrize("prefix", ["", "model.language_model.", "language_model.model."])
-def test_the_class_that_was_trained_does_not_matter(prefix: str, tmp_path: Path) -> None:
+def test_the_class_that_was_trained_does_not_matter(prefix: str, pattern: str, tmp_path: Path) -> None:
     adapter = TinyAdapter(CASE, "named", modules="down_proj")
-    want = READ(adapter.write(tmp_path)).matrices[DOWN]
+    want = READ(adapter.write(tmp_path, alpha_pattern={"down_proj": 3.0})).matrices[DOWN]
+    adapter.write(tmp_path, alpha_pattern={pattern.format(prefix): 3.0})
 
     def rename(tensors: dict[str, np.ndarray]) -> None:
         for name in list(tensors):
@@ -86,7 +94,15 @@ def test_the_class_that_was_trained_does_not_matter(prefix: str, tmp_path: Path)
         ({"r": 9}, InvalidArgument, "down_proj has rank 9; max_lora_rank is 8"),
         ({"r": 3}, InvalidArgument, r"lora_A.weight has shape \[4, 88\]; model and rank make it \[3, 88\]"),
         ({"lora_alpha": "much"}, InvalidArgument, "lora_alpha: is 'much'; it must be a finite number"),
-        ({"rank_pattern": {"(": 4}}, InvalidArgument, "is no regular expression"),
+        ({"lora_alpha": 1e300}, InvalidArgument, r"lora_B.weight times 2.5e\+299 .* not finite in float32"),
+        ({"rank_pattern": {"(": 4}}, InvalidArgument, r"rank_pattern: '\(' is no regular expression"),
+        ({"alpha_pattern": {"(?i)down_proj": 3}}, InvalidArgument, r"'\(\?i\)down_proj' is no regular expression"),
+        ({"alpha_pattern": {"(" * 999 + ")" * 999: 3}}, InvalidArgument, "is no regular expression"),
+        (
+            {"target_modules": ["down_proj", "k_proj"]},
+            InvalidArgument,
+            "target_modules has 'k_proj', but adapter_model",
+        ),
     ],
 )
 def test_a_config_that_is_not_understood_is_refused(
@@ -97,14 +113,52 @@ def test_a_config_that_is_not_understood_is_refused(
         READ(path)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "problem"),
+    [
+        ("(a+)+b", "repeats a group"),
+        (r"(\w|_){1,99}x", "repeats a group"),
+        (r"(?x: (\w|_) *x)", "has a group of a special kind"),
+        (".*.*.*.*.*x", r"\d+ ways; the limit is \d+: use fewer"),
+        (".?" * 40 + "x", r"\d+ ways; the limit is \d+: use fewer"),
+        ("(.|.)" * 25 + "x", r"\d+ ways; the limit is \d+: use fewer"),
+    ],
+)
+def test_a_pattern_that_would_hold_up_the_server_is_refused(pattern: str, problem: str, tmp_path: Path) -> None:
+    for key in ("rank_pattern", "alpha_pattern"):
+        path = TinyAdapter(CASE, "slow", modules="down_proj").write(tmp_path, **{key: {"q_proj": 4, pattern: 4}})
+        with pytest.raises(InvalidArgument, match=f"{key}: {re.escape(repr(pattern))}.* {problem}"):
+            READ(path)
+
+
+@pytest.mark.parametrize("letters", ["[)+*](a)", r"\)+", "[]|)*]*", r"x{2}\{3}"])
+def test_letters_that_mean_themselves_are_no_choices(letters: str) -> None:
+    Patterns.checked({letters: 1}, "rank_pattern")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["down_proj", "fc3", "query_key_value"]},
+        {"target_modules": r".*\.(down|up)_proj"},
+        {"target_modules": ["down_proj", "k_proj"], "exclude_modules": ["k_proj"]},
+        {"target_modules": ["mlp.down_proj", "layers.1.self_attn.k_proj"], "layers_to_transform": 0},
+    ],
+    ids=["for several models", "expression", "excluded", "layers"],
+)
+def test_targets_without_tensors_that_need_not_be_there(settings: dict[str, Any], tmp_path: Path) -> None:
+    assert READ(TinyAdapter(CASE, "whole", modules="down_proj").write(tmp_path, **settings)).matrices[DOWN][0].any()
+
+
 def poison(tensors: dict[str, np.ndarray]) -> None:
     tensors[NAME.format("B")][3, 1] = np.inf
 
 
-def add(name: str) -> Callable[[dict[str, np.ndarray]], None]:
+def add(*names: str) -> Callable[[dict[str, np.ndarray]], None]:
     def edit(tensors: dict[str, np.ndarray]) -> None:
-        for which in "AB":
-            tensors[name.format(which)] = np.zeros((4, 4), np.float32)
+        for name in names:
+            for which in "AB":
+                tensors[name.format(which)] = np.zeros((4, 4), np.float32)
 
     return edit
 
@@ -117,8 +171,24 @@ def add(name: str) -> Callable[[dict[str, np.ndarray]], None]:
             InvalidArgument,
             r"layers.1.mlp.down_proj has no lora_A.weight",
         ),
-        (poison, InvalidArgument, r"lora_B.weight has numbers that are not finite"),
+        (dict.clear, InvalidArgument, "adapter_model.safetensors has no tensors"),
+        (poison, InvalidArgument, r"lora_B.weight times 1.5 has numbers that are not finite in float32"),
         (add("base_model.model.lm_head.lora_{}.weight"), Unsupported, "lm_head: adapters are added to linear modules"),
+        (
+            add("base_model.model.a.lora_{}.weight", "base_model.model.lm_head.lora_{}.weight"),
+            Unsupported,
+            ": lm_head: adapters",
+        ),
+        (
+            add(*(f"base_model.model.{module}.lora_{{}}.weight" for module in "abcdefg")),
+            InvalidArgument,
+            "a, b, c, d, e and 2 more: no such module",
+        ),
+        (
+            add(f"base_model.model.{'model.' * 40}layers.1.mlp.up_proj.lora_{{}}.weight"),
+            InvalidArgument,
+            "limit is 200",
+        ),
         (
             add("base_model.model.model.layers.7.mlp.down_proj.lora_{}.weight"),
             InvalidArgument,
@@ -127,7 +197,7 @@ def add(name: str) -> Callable[[dict[str, np.ndarray]], None]:
         (add("base_model.model.vision.layers.1.mlp.down_proj.lora_{}.weight"), InvalidArgument, "no such module"),
         (add("base_model.model.model.embed_tokens.lora_embedding_{}"), Unsupported, "is none of an adapter of linear"),
     ],
-    ids=["half", "infinite", "lm_head", "layer", "vision", "embedding"],
+    ids=["half", "empty", "infinite", "lm_head", "one known", "many", "long", "layer", "vision", "embedding"],
 )
 def test_tensors_that_are_not_understood_are_refused(
     edit: Callable[[dict[str, np.ndarray]], None], error: type[JpagedError], message: str, tmp_path: Path
@@ -138,17 +208,35 @@ def test_tensors_that_are_not_understood_are_refused(
         READ(path)
 
 
-def test_experts_and_routers_are_refused_by_name(tmp_path: Path) -> None:
-    case = tiny_case("mixtral")
-    path = TinyAdapter(case, "bad", modules="o_proj").write(tmp_path)
-    change(tmp_path, add("base_model.model.model.layers.0.block_sparse_moe.gate.lora_{}.weight"))
-    with pytest.raises(Unsupported, match=r"layers.0.block_sparse_moe.gate: adapters are added to linear modules"):
-        AdapterReader(Model(from_hf(case.config), np.dtype(np.float32)), "loop", 1, 8)(path)
+@pytest.mark.parametrize(
+    ("name", "module", "why"),
+    [
+        ("mixtral", "model.layers.0.block_sparse_moe.gate", "experts and routers take no adapters"),
+        ("mixtral", "model.layers.0.mlp.gate", "experts and routers take no adapters"),
+        ("mixtral", "model.layers.0.mlp.experts.0.w1", "experts and routers take no adapters"),
+        ("gpt_oss", "model.layers.0.mlp.experts", "experts and routers take no adapters"),
+        ("deepseek_v3", "model.layers.1.mlp.experts.base_layer", "experts and routers take no adapters"),
+        ("deepseek_v3", "model.layers.1.self_attn.kv_b_proj", "adapters are added to linear modules of layers alone"),
+        ("opt_post_norm", "model.decoder.project_in", "adapters are added to linear modules of layers alone"),
+        ("gemma3", "model.vision_tower.layers.0.self_attn.k_proj", "the model is served without these"),
+    ],
+)
+def test_modules_that_take_no_adapters_are_refused_by_name(name: str, module: str, why: str, tmp_path: Path) -> None:
+    case = tiny_case(name)
+    path = TinyAdapter(case, "bad", modules="o_proj|out_proj").write(tmp_path)
+    change(tmp_path, add(f"base_model.model.{module}.lora_{{}}.weight"))
+    config = from_hf(case.config)
+    if name == "gemma3":
+        config = replace(config, architecture="Gemma3ForConditionalGeneration")
+    with pytest.raises(Unsupported, match=f": {re.escape(module)}: {why}"):
+        AdapterReader(Model(config, np.dtype(np.float32)), "loop", 1, 8)(path)
 
 
 def test_folders_that_are_none_of_an_adapter_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="there is no folder"):
         READ(str(tmp_path / "nowhere"))
+    with pytest.raises(InvalidArgument, match="lora: ~nosuchuser/x begins with a user who is not known here"):
+        READ("~nosuchuser/x")
     with pytest.raises(InvalidArgument, match=r"has no adapter_config\.json"):
         READ(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text(json.dumps(TinyAdapter(CASE, "x").config()))

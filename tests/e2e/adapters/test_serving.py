@@ -14,7 +14,7 @@ from jpaged import LLM, SamplingParams
 from jpaged.assemble import build
 from jpaged.client import AsyncClient
 from jpaged.config import EngineConfig
-from jpaged.errors import InvalidArgument, NotFound
+from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.llm import TokensPrompt
 from jpaged.server.lifecycle import Server
 from tests.e2e.rig import check_at_rest, generate, open_llm, random_prompts
@@ -165,5 +165,8 @@ def test_adapters_of_the_start_that_cannot_be_stop_it(folder: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"lora: x=.*nowhere: there is no folder") as error:
         LLM(str(folder / "base"), lora=[f"x={folder / 'nowhere'}"], **SIZES)
     assert error.value.field == "lora"
+    ADAPTERS[0].write(folder / "dora", use_dora=True)
+    with pytest.raises(Unsupported, match=r"lora: x=.*dora: .*DoRA is not computed"):
+        LLM(str(folder / "base"), lora=[f"x={folder / 'dora'}"], **SIZES)
     with pytest.raises(InvalidArgument, match=r"rank 5; max_lora_rank is 4"):
         LLM(str(folder / "base"), lora=[f"c={folder / 'c'}"], max_lora_rank=4, **SIZES)

@@ -1,0 +1,51 @@
+"""The modules that an adapter has and that take none here, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jpaged.checkpoints.names import is_ignored, model_leaves
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.config import ModelConfig
+from jpaged.models.lora import is_of_experts
+from jpaged.models.quantisation.formats import module_of
+
+_MAX_SHOWN = 5
+_ROUTERS = frozenset({"gate", "router"})
+
+
+def refuse_others(modules: Sequence[str], config: ModelConfig, folder: Path) -> None:
+    """Refuses modules that are none of those that take adapters; passes where there are none.
+
+    Raises:
+        Unsupported: the model has some of them; says why these take no adapters.
+        InvalidArgument: it has none of them.
+    """
+    if not modules:
+        return
+    leaves = model_leaves(config)
+    every = [leaf for each in (leaves.outer, *leaves.layers) for leaf in each]
+    has_experts = any(map(is_of_experts, every))
+    known = {module_of(name) for leaf in every for name, _ in leaf.tensors}
+    kinds: tuple[tuple[Callable[[str], bool], str], ...] = (
+        (lambda module: has_experts and _is_of_experts(module), "experts and routers take no adapters"),
+        (known.__contains__, "adapters are added to linear modules of layers alone, not to these"),
+        (lambda module: is_ignored(f"{module}.weight", config), "the model is served without these"),
+    )
+    for is_of_kind, why in kinds:
+        found = [module for module in modules if is_of_kind(module)]
+        if found:
+            raise Unsupported(f"{folder}: {_listed(found)}: {why}; train the adapter without them")
+    raise InvalidArgument("lora", f"{folder}: {_listed(modules)}: no such module in {config.architecture}")
+
+
+def _is_of_experts(module: str) -> bool:
+    """By the words of the name: what experts are called depends on the release of transformers."""
+    words = module.split(".")
+    return "experts" in words or words[-1] in _ROUTERS
+
+
+def _listed(modules: Sequence[str]) -> str:
+    shown, num_more = ", ".join(modules[:_MAX_SHOWN]), len(modules) - _MAX_SHOWN
+    return f"{shown} and {num_more} more" if num_more > 0 else shown

@@ -1,0 +1,87 @@
+r"""rank_pattern and alpha_pattern: regular expressions of modules' names, each with a number.
+
+As in PEFT the first one counts that the end of a name matches, from a dot on: `(.*\.)?(pattern)$`.
+
+Python's engine tries every way in which a name may match, and no other thread runs meanwhile: `(a+)+b` would stop the
+server. So the ways are bounded before anything is matched: a repeat makes 32, as repeats share the letters of a name,
+an optional part 2, alternatives as many as they are. What multiplies ways beyond that is refused: a repeated group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from jpaged.errors import InvalidArgument
+
+NumberT = TypeVar("NumberT", int, float)
+
+MAX_NAME_LEN = 200
+"""Characters of a tensor's name; those of PEFT's are up to about 110."""
+
+_WAYS_OF_REPEAT = 32
+_MAX_WAYS = 1 << 24
+"""A name of the longest takes 0.1 s: measured with `.*.*.*x` and with 18 times `.?`, 2^24 beside what PEFT adds."""
+
+_MAX_SHOWN = 200
+_LETTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_OTHER_GROUP = re.compile(r"\(\?[^:=!<P]")
+_CHOICE = re.compile(r"\((?:\?[:=!<P])?|\)|\||(?:[*+?]|\{[\d,]*\})[?+]?")
+
+
+@dataclass(frozen=True, slots=True)
+class Patterns(Generic[NumberT]):
+    """Regular expressions of modules' names, compiled, each with a number."""
+
+    compiled: tuple[tuple[re.Pattern[str], NumberT], ...]
+
+    @classmethod
+    def checked(cls, numbers: Mapping[str, NumberT], field: str) -> Patterns[NumberT]:
+        """Compiles what a field has.
+
+        Raises:
+            InvalidArgument: one is no regular expression, or they may try a name in too many ways; it is named.
+        """
+        compiled, num_ways = [], 0
+        for pattern, number in numbers.items():
+            expression = rf"(.*\.)?({pattern})$"
+            shown = f"{pattern!r:.{_MAX_SHOWN}}"
+            try:
+                compiled.append((re.compile(expression), number))
+            except (re.error, OverflowError, RecursionError) as error:
+                problem = f"{shown} is no regular expression as PEFT uses it, (.*\\.)?(...)$: {error}"
+                raise InvalidArgument(field, problem) from error
+            plain = _LETTER.sub("x", expression)
+            for kind, what in ((_REPEATED_GROUP, "repeats a group"), (_OTHER_GROUP, "has a group of a special kind")):
+                if kind.search(plain):
+                    raise InvalidArgument(field, f"{shown} {what}, which may take for ever: write it without")
+            num_ways += _num_ways(plain)
+            if num_ways > _MAX_WAYS:
+                raise InvalidArgument(
+                    field,
+                    f"{shown} and those before it may try a name in {num_ways} ways; the limit is {_MAX_WAYS}: "
+                    "use fewer repeats, optional parts and alternatives",
+                )
+        return cls(tuple(compiled))
+
+    def of(self, module: str, default: NumberT) -> NumberT:
+        """The number of the first pattern that a module's name matches, or else the default."""
+        return next((number for pattern, number in self.compiled if pattern.match(module)), default)
+
+
+def _num_ways(expression: str) -> int:
+    """A bound of the ways in which a name may match an expression that has no escapes, classes or repeated groups."""
+    num_ways, alternatives = 1, [1]
+    for choice in _CHOICE.findall(expression):
+        if choice.startswith("("):
+            alternatives.append(1)
+        elif choice == ")":
+            num_ways *= alternatives.pop()
+        elif choice == "|":
+            alternatives[-1] += 1
+        else:
+            num_ways *= 2 if choice.startswith("?") else _WAYS_OF_REPEAT
+    return num_ways * alternatives.pop()
