@@ -27,7 +27,7 @@ from jpaged.checkpoints.quantised.scheme import UNUSED, Scheme, StoredMatrix, ch
 from jpaged.checkpoints.quantised.weights import Dequantised
 from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.tensor_source import TensorSource, check_shape, read_weight
-from jpaged.errors import InternalError, InvalidArgument
+from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES
 from jpaged.kernels.product.quantised import QuantisedMatrix
 from jpaged.models.config import ModelConfig
@@ -257,10 +257,21 @@ def _check_names(files: TensorSource, groups: Sequence[LeafGroup], config: Model
         for name in files.names.difference(wanted)
         if not is_ignored(name, config) and not (scheme is not None and _is_unused(files, name))
     )
+    if scheme is not None and not scheme.quantisation.has_output:
+        _refuse_output(files, left_over, module_of(find_family(config.architecture).lm_head), scheme)
     if left_over:
         shown = ", ".join(f"{name} ({files.where(name)})" for name in left_over[:5])
         raise InvalidArgument(
             "checkpoint", f"{len(left_over)} tensors are not part of {config.architecture} with this config: {shown}"
+        )
+
+
+def _refuse_output(files: TensorSource, left_over: Sequence[str], head: str, scheme: Scheme) -> None:
+    name = next((name for name in left_over if name.startswith(f"{head}.") and not name.endswith(".bias")), None)
+    if name is not None:
+        raise Unsupported(
+            f"{files.where(name)}: tensor {name}: {head} is quantised, which quant_method {scheme.quantisation.method} "
+            f"leaves unless its config says so; quantise the model again without {head}"
         )
 
 

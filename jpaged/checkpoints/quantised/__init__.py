@@ -2,6 +2,7 @@
 
 config.py              config.json -> which of the following it is
 scheme.py              what a layout is, and what is read of it
+patterns.py            what configs call modules -> rules
 compressed_tensors.py  integers and float8 in many forms, of llm-compressor
 awq.py                 4 bits in AWQ's order
 gptq.py                4 and 8 bits, groups that may be listed

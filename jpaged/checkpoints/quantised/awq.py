@@ -9,19 +9,19 @@ weight = scale * (number - zero)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from jpaged.checkpoints.quantised.patterns import left_by_dynamic, rules_of
 from jpaged.checkpoints.quantised.scheme import (
     Part,
     Parts,
     Shape,
     StoredMatrix,
-    rules_of,
     signed,
-    within,
     words_to_numbers,
 )
 from jpaged.kernels.matrix_format import MatrixFormat
@@ -33,7 +33,17 @@ _PER_WORD = 32 // _BITS
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight columns is in its word."""
 
-_HARMLESS = ("quant_method", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
+_HARMLESS = (
+    "backend",
+    "do_fuse",
+    "exllama_config",
+    "fuse_max_seq_len",
+    "meta",
+    "modules_to_fuse",
+    "pack_impl",
+    "quant_method",
+    "sym",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +79,21 @@ def read_config(fields: JsonFields) -> Awq:
     fields.only("bits", _BITS, why="of AWQ 4 bits are read")
     fields.only("w_bit", _BITS, why="of AWQ 4 bits are read")
     fields.only("version", "gemm", "GEMM", why="the layout gemm is read")
+    for key in ("checkpoint_format", "format"):
+        fields.only(key, "gemm", why="the layout gemm is read")
+    fields.only("method", "awq", why="the method is that of AWQ")
+    fields.only("pack_dtype", "int32", why="only words of int32 are read")
+    fields.only("desc_act", False, why="groups of AWQ are not listed")
     fields.only("zero_point", True, why="AWQ without zero points is not read")
     group_key = "q_group_size" if fields.has("q_group_size") else "group_size"
     group_size = fields.integer(group_key, 128, minimum=-1)
-    left = fields.names("modules_to_not_convert")
+    # AutoAWQ leaves a module if any of these is a part of its name, also within a word (awq/utils/module.py).
+    left = [re.escape(name) for name in fields.names("modules_to_not_convert")]
+    rules_left = [*left, *left_by_dynamic(fields)]
+    has_output = fields.flag("lm_head", False)
     fields.ignore(_HARMLESS)
     form = MatrixFormat("int4", group_size if group_size > 0 else None, has_zeros=True)
-    return Awq(Quantisation("awq", rules_of(form, within(left))))
+    return Awq(Quantisation("awq", rules_of(form, rules_left), has_output))
 
 
 def _in_order(numbers: np.ndarray) -> np.ndarray:

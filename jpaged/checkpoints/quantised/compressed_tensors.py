@@ -8,7 +8,7 @@
 
     weight_scale       [1], [out, 1], [out, groups], or [ceil(out / rows), ceil(in / columns)] of blocks
     weight_zero_point  likewise int8; of pack-quantized int32 [ceil(out * bits / 32), groups]
-    weight_g_idx       int32 [in], where groups go by the order of activations
+    weight_g_idx       int32 [in], where groups go by the order of activations; without it, or with -1, they are counted
     input_scale        [1], where activations are static
 
     weight = scale * (number - zero)
@@ -28,8 +28,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from jpaged.checkpoints.quantised.fp8 import block_sizes, one_number, read_fp8
-from jpaged.checkpoints.quantised.mxfp4 import powers_of_two, unpack_e2m1
-from jpaged.checkpoints.quantised.scheme import FLOATS, Part, Parts, Shape, StoredMatrix, signed, words_to_numbers
+from jpaged.checkpoints.quantised.mxfp4 import not_a_power, powers_of_two, unpack_e2m1
+from jpaged.checkpoints.quantised.patterns import from_start
+from jpaged.checkpoints.quantised.scheme import (
+    FLOATS,
+    Part,
+    Parts,
+    Shape,
+    StoredMatrix,
+    not_among,
+    signed,
+    words_to_numbers,
+)
 from jpaged.errors import Unsupported
 from jpaged.kernels.matrix_format import Activations, MatrixFormat, Values
 from jpaged.models.json_fields import JsonFields
@@ -49,6 +59,8 @@ _OBSERVERS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 _ORDERS = ("group", "dynamic", "weight", "static")
 """By activations, which is listed, and by weights, which is not; each has two names."""
 _MXFP4_BLOCK = 32
+_LINEAR, _EXPRESSION = "Linear", "re:"
+_NOT_SET = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +93,10 @@ class CompressedTensors:
             scale_shapes = ((num_out, 1), (num_out,), (1,), (), (1, 1))
         if layout.block_rows is not None:
             scale_shapes = ((-(-num_out // layout.block_rows), groups),)
-        scale_types = ("uint8",) if layout.written == MXFP4 else FLOATS
-        parts = {"scale": Part(f"{module}.weight_scale", scale_shapes, scale_types)}
+        scale = Part(f"{module}.weight_scale", scale_shapes, FLOATS, block_rows=layout.block_rows or 1)
+        if layout.written == MXFP4:
+            scale = dataclasses.replace(scale, dtypes=("uint8",), problem=not_a_power)
+        parts = {"scale": scale}
         if layout.written == PACKED:
             bits = 8 if form.values == "int8" else 4
             parts["packed"] = Part(f"{module}.weight_packed", ((num_out, math.ceil(depth * bits / 32)),), ("int32",))
@@ -97,7 +111,8 @@ class CompressedTensors:
         if form.has_zeros:
             parts["zeros"] = zeros
         if form.has_group_ids:
-            parts["ids"] = Part(f"{module}.weight_g_idx", ((depth,),), ("int32",))
+            among = not_among(groups, _NOT_SET)
+            parts["ids"] = Part(f"{module}.weight_g_idx", ((depth,),), ("int32",), is_optional=True, problem=among)
         if form.has_input_scale:
             parts["input_scale"] = Part(f"{module}.input_scale", ((1,), ()))
         return parts
@@ -106,7 +121,7 @@ class CompressedTensors:
         """See `Scheme`."""
         (num_out, depth), groups = shape, form.num_groups(shape[1])
         if form.values == "fp8":
-            return read_fp8(tensors, shape, form, self._block_rows(form))
+            return read_fp8(tensors, shape, form)
         if form.values == "mxfp4":
             return StoredMatrix(unpack_e2m1(tensors["packed"]), powers_of_two(tensors["scale"]))
         scales = tensors["scale"].astype(np.float32).reshape(-1, groups)
@@ -119,16 +134,21 @@ class CompressedTensors:
                 zeros = signed(columns.T[:num_out], bits)
         else:
             values, zeros = tensors["weight"], None if zeros is None else zeros.reshape(-1, groups)
-        return StoredMatrix(values.astype(form.dtype), scales, zeros, tensors.get("ids"), one_number(tensors))
+        ids = _groups_of(tensors.get("ids"), depth, form) if form.has_group_ids else None
+        return StoredMatrix(values.astype(form.dtype), scales, zeros, ids, one_number(tensors))
 
     def _layout_of(self, module: str) -> Layout:
-        for (pattern, _), layout in zip(self.quantisation.rules, self.layouts, strict=True):
-            if layout is not None and re.search(pattern, module):
-                return layout
-        raise AssertionError(f"{module} is not quantised")
+        place = self.quantisation.rule_of(module)
+        layout = None if place is None else self.layouts[place]
+        assert layout is not None
+        return layout
 
-    def _block_rows(self, form: MatrixFormat) -> int | None:
-        return next(layout.block_rows for layout in self.layouts if layout is not None and layout.form == form)
+
+def _groups_of(ids: np.ndarray | None, depth: int, form: MatrixFormat) -> np.ndarray:
+    """The group of each number: as listed, or counted where the list is missing or not set."""
+    if ids is None or (ids == _NOT_SET).any():
+        return np.arange(depth, dtype=np.int32) // np.int32(form.group_size or depth)
+    return ids
 
 
 def read_config(fields: JsonFields) -> CompressedTensors:
@@ -138,7 +158,7 @@ def read_config(fields: JsonFields) -> CompressedTensors:
         Unsupported: a setting that is not computed; it is named.
         InvalidArgument: a malformed value.
     """
-    fields.only("quantization_status", "compressed", why="weights must be compressed")
+    fields.only("quantization_status", "compressed", "frozen", why="weights must be compressed")
     fields.only("transform_config", {}, why="transforms of weights and activations are not computed")
     sparsity = JsonFields(fields.mapping("sparsity_config"), "quantization_config sparsity_config")
     sparsity.only("format", "dense", why="sparse weights are not read")
@@ -151,9 +171,9 @@ def read_config(fields: JsonFields) -> CompressedTensors:
         if not isinstance(group, Mapping):
             raise fields.bad("config_groups", f"{name} is {group!r}; it must be an object")
         found += _group(JsonFields(group, f"quantization_config config_groups {name}"), written)
-    # Names and expressions win over the class of all linear layers.
-    for pattern, layout in sorted(found, key=lambda each: each[0] == ""):
-        rules.append((pattern, layout.form))
+    # Names win over expressions, and those over the class of all linear layers.
+    for target, layout in sorted(found, key=lambda each: (each[0] == _LINEAR, each[0].startswith(_EXPRESSION))):
+        rules.append((_pattern(target), layout.form))
         layouts.append(layout)
     return CompressedTensors(Quantisation("compressed-tensors", tuple(rules), has_output=True), tuple(layouts))
 
@@ -170,7 +190,7 @@ def _group(fields: JsonFields, written: str) -> list[tuple[str, Layout]]:
         layout = dataclasses.replace(layout, form=form)
     fields.ignore(("input_activations",))
     fields.finish()
-    return [(_pattern(target), layout) for target in targets]
+    return [(target, layout) for target in targets]
 
 
 def _weights(fields: JsonFields, written: str) -> Layout:
@@ -242,12 +262,8 @@ def _activations(fields: JsonFields, layout: Layout) -> tuple[Activations, bool]
 
 def _pattern(target: str) -> str:
     """The expression that finds the modules of a target: a class, a name, or `re:` and an expression for its start."""
-    if target == "Linear":
+    if target == _LINEAR:
         return ""
-    if target.startswith("re:"):
-        try:
-            re.compile(target[3:])
-        except re.error as error:
-            raise Unsupported(f"quantization_config: target {target!r} is no regular expression: {error}") from error
-        return f"^(?:{target[3:]})"
+    if target.startswith(_EXPRESSION):
+        return from_start(target.removeprefix(_EXPRESSION))
     return f"^{re.escape(target)}$"

@@ -15,15 +15,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.checkpoints.quantised.scheme import FLOATS, Part, Parts, Shape, StoredMatrix, rules_of, within
+from jpaged.checkpoints.quantised.patterns import rules_of, within
+from jpaged.checkpoints.quantised.scheme import FLOATS, Part, Parts, Shape, StoredMatrix
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.matrix_format import Activations, MatrixFormat
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.quantisation.rules import Quantisation
 
 _FP8 = ("float8_e4m3fn",)
 # scale_fmt says how kernels of others round the scales of activations; ours are exact.
-_HARMLESS = ("quant_method", "fmt", "scale_fmt", "dequantize", "kv_cache_scheme", "kv_cache_quant_method")
+_HARMLESS = ("quant_method", "fmt", "scale_fmt", "kv_cache_scheme", "kv_cache_quant_method")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +46,21 @@ class Fp8:
         if self.block_rows is not None:
             name, shapes = "weight_scale_inv", ((-(-num_out // self.block_rows), form.num_groups(shape[1])),)
         scale_types = (*FLOATS, "float8_e8m0fnu")
-        parts = {
+        inputs = Part(f"{module}.input_scale", ((), (1,)), is_optional=not form.has_input_scale)
+        return {
             "weight": Part(f"{module}.weight", (shape,), _FP8),
-            "scale": Part(f"{module}.{name}", shapes, scale_types),
+            "scale": Part(f"{module}.{name}", shapes, scale_types, block_rows=self.block_rows or 1),
+            "input_scale": inputs,
         }
-        if form.has_input_scale:
-            parts["input_scale"] = Part(f"{module}.input_scale", ((), (1,)))
-        return parts
 
     def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
         """See `Scheme`."""
-        return read_fp8(tensors, shape, form, self.block_rows)
+        return read_fp8(tensors, shape, form)
 
 
-def read_fp8(
-    tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat, block_rows: int | None
-) -> StoredMatrix:
-    """A matrix of float8 numbers with scales of the tensor, its rows or groups, or blocks of so many rows."""
+def read_fp8(tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
+    """A matrix of float8 numbers with scales of the tensor, or of its rows or groups."""
     scales = tensors["scale"].astype(np.float32).reshape(-1, form.num_groups(shape[1]))
-    if block_rows is not None:
-        scales = np.repeat(scales, block_rows, axis=0)[: shape[0]]
     return StoredMatrix(tensors["weight"], scales, input_scale=one_number(tensors))
 
 
@@ -87,14 +83,17 @@ def read_config(fields: JsonFields) -> Fp8:
         raise Unsupported(f"quantization_config: activation_scheme is {scheme!r}; dynamic and static are read")
     blocks = fields.value("weight_block_size")
     left = [*fields.names("modules_to_not_convert"), *fields.names("ignored_layers")]
+    rounds_rows = not fields.flag("dequantize", False)
     fields.ignore(_HARMLESS)
     if blocks is None:
-        form = MatrixFormat("fp8", activations="fp8", has_input_scale=scheme == "static")
+        activations: Activations | None = "fp8" if rounds_rows else None
+        has_input_scale = rounds_rows and scheme == "static"
+        form = MatrixFormat("fp8", activations=activations, has_input_scale=has_input_scale)
         return Fp8(Quantisation("fp8", rules_of(form, within(left))), None)
     rows, columns = block_sizes(blocks)
     if scheme == "static":
         raise Unsupported("quantization_config: activation_scheme is 'static'; blocks have dynamic ones")
-    form = MatrixFormat("fp8", columns, activations="fp8-groups")
+    form = MatrixFormat("fp8", columns, activations="fp8-groups" if rounds_rows else None)
     return Fp8(Quantisation("fp8", rules_of(form, within(left))), rows)
 
 

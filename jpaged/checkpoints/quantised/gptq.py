@@ -1,11 +1,14 @@
 """GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
 
 qweight  int32 [in * bits / 32, out]        a word holds numbers of consecutive rows, the first in its lowest bits
-qzeros   int32 [groups, out * bits / 32]    likewise of consecutive columns; one less than the zero in format v1
+qzeros   int32 [groups, out * bits / 32]    likewise of consecutive columns; in format v1 one less than the zero
 scales   [groups, out]
 g_idx    int32 [in]                         the group of each row; with desc_act in any order
 
 weight = scale * (number - zero)
+
+GPTQModel takes one from the zeros of format v1 in whole words, so that a zero of 0 borrows from the next one. AutoGPTQ
+took it from each number alone, and lost the rest of the word where that was 0.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jpaged.checkpoints.quantised.patterns import left_by_dynamic, rules_of, within
 from jpaged.checkpoints.quantised.scheme import (
     Part,
     Parts,
     Shape,
     StoredMatrix,
-    rules_of,
+    not_among,
     signed,
-    within,
     words_to_numbers,
 )
 from jpaged.errors import InvalidArgument, Unsupported
@@ -42,7 +45,7 @@ _HARMLESS = (
     "dataset",
     "disable_exllama",
     "exllama_config",
-    "is_marlin_format",
+    "hyb_act",
     "max_input_length",
     "meta",
     "model_file_base_name",
@@ -50,6 +53,7 @@ _HARMLESS = (
     "model_seqlen",
     "module_name_preceding_first_block",
     "mse",
+    "pack_impl",
     "pad_token_id",
     "quant_method",
     "static_groups",
@@ -59,6 +63,7 @@ _HARMLESS = (
     "use_exllama",
 )
 BITS: Mapping[int, Values] = {4: "int4", 8: "int8"}
+_ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,42 +71,59 @@ class Gptq:
     """The layout of GPTQ.
 
     Attributes:
-        zeros_are_less: zeros are stored one less than they are, modulo 2^bits (format v1).
+        zeros_are_less: zeros are stored one less than they are (format v1).
+        borrows: which was taken from whole words, if a zero is 0; else that is refused.
     """
 
     quantisation: Quantisation
     bits: int
     zeros_are_less: bool
+    borrows: bool
 
     def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
         """See `Scheme`."""
         (num_out, depth), groups, per_word = shape, form.num_groups(shape[1]), 32 // self.bits
         return {
             "qweight": Part(f"{module}.qweight", ((depth // per_word, num_out),), ("int32",)),
-            "qzeros": Part(f"{module}.qzeros", ((groups, num_out // per_word),), ("int32",)),
+            "qzeros": Part(
+                f"{module}.qzeros",
+                ((groups, num_out // per_word),),
+                ("int32",),
+                problem=None if self.borrows or not self.zeros_are_less else self._lost_zeros,
+            ),
             "scales": Part(f"{module}.scales", ((groups, num_out),)),
-            "g_idx": Part(f"{module}.g_idx", ((depth,),), ("int32",), is_optional=not form.has_group_ids),
+            "g_idx": Part(
+                f"{module}.g_idx",
+                ((depth,),),
+                ("int32",),
+                is_optional=not form.has_group_ids,
+                problem=not_among(groups) if form.has_group_ids else None,
+            ),
         }
 
     def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
         """See `Scheme`."""
         bits, depth = self.bits, shape[1]
         values = signed(words_to_numbers(np.ascontiguousarray(tensors["qweight"].T), bits), bits)
-        zeros = words_to_numbers(tensors["qzeros"], bits)
-        if self.zeros_are_less:
-            zeros = (zeros + 1) & (2**bits - 1)
+        words = tensors["qzeros"].view(np.uint32)
+        zeros = words_to_numbers(words + _ONES[bits] if self.zeros_are_less else words, bits)
         ids = tensors.get("g_idx")
         if ids is not None and not form.has_group_ids:
             counted = np.arange(depth) // (form.group_size or depth)
             if not np.array_equal(ids, counted):
                 raise InvalidArgument("quantization_config desc_act", "is false, and a g_idx is not in order")
             ids = None
-        if ids is not None and not (ids.min() >= 0 and ids.max() < form.num_groups(depth)):
-            raise InvalidArgument(
-                "checkpoint", f"a g_idx names groups beyond the {form.num_groups(depth)} that there are"
-            )
         scales = tensors["scales"].astype(np.float32).T
         return StoredMatrix(values.astype(form.dtype), scales, signed(zeros, bits).T, ids)
+
+    def _lost_zeros(self, words: np.ndarray) -> str | None:
+        numbers = words_to_numbers(words, self.bits).reshape(-1, 32 // self.bits)
+        if not (numbers[:, :-1] == 2**self.bits - 1).any():
+            return None
+        return (
+            "has zero points of 0, which AutoGPTQ writes over those behind them where sym is false, and the config's "
+            "meta names no quantizer gptqmodel: quantise it again, or name the quantizer that wrote it"
+        )
 
 
 def read_config(fields: JsonFields) -> Gptq:
@@ -115,19 +137,26 @@ def read_config(fields: JsonFields) -> Gptq:
     if bits not in BITS:
         raise Unsupported(f"quantization_config: bits is {bits}; of GPTQ 4 and 8 are read")
     has_ids, written = fields.flag("desc_act", False), _checkpoint_format(fields)
-    fields.flag("sym", True)  # zeros are stored either way
+    borrows = fields.flag("sym", True) or _is_of_gptqmodel(fields)
+    fields.only("method", "gptq", why="the method is that of GPTQ")
+    fields.only("is_marlin_format", False, why="numbers in the order of Marlin's kernel are not read")
     fields.only("pack_dtype", "int32", why="only words of int32 are read")
-    fields.only("dynamic", {}, why="modules with settings of their own are not read")
     left = fields.names("modules_to_not_convert")
     form = MatrixFormat(
         BITS[bits], group_size if group_size > 0 else None, has_zeros=True, has_group_ids=has_ids and group_size > 0
     )
-    rules = rules_of(form, within(left))
+    rules = rules_of(form, [*within(left), *left_by_dynamic(fields)])
     if chosen := _chosen(fields):
         rules = (*rules[:-1], *((pattern, form) for pattern in within(chosen)))
     quantisation = Quantisation("gptq", rules, has_output=fields.flag("lm_head", False))
     fields.ignore(_HARMLESS)
-    return Gptq(quantisation, bits, written == "gptq")
+    return Gptq(quantisation, bits, written == "gptq", borrows)
+
+
+def _is_of_gptqmodel(fields: JsonFields) -> bool:
+    quantizer = JsonFields(fields.mapping("meta"), f"{fields.name} meta").value("quantizer")
+    names = quantizer if isinstance(quantizer, list) else [quantizer]
+    return any(isinstance(name, str) and name.lower().startswith("gptqmodel") for name in names)
 
 
 def _chosen(fields: JsonFields) -> list[str]:

@@ -14,7 +14,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product.quantised import QuantisedMatrix, abstract_matrix
 from jpaged.models.leaves import Leaf
-from jpaged.models.quantisation.formats import contracted_axis
+from jpaged.models.quantisation.formats import EXPERT_AXES, contracted_axis
 from jpaged.models.sharding import PaddedAxis
 
 # (name, shape as stored, contracted axis as stored) -> the matrix.
@@ -133,7 +133,7 @@ def _pack(read_matrix: ReadMatrix, leaf: Leaf, form: MatrixFormat) -> _Arrays:
     if form.has_zeros:
         of_each = [_regroup(each, each.zeros, form, num_groups) for each in matrices]
         zeros = pack(of_each, num_groups, form.zeros_dtype)
-    return _Arrays(values, scales, zeros, _group_ids(leaf, matrices, form), _input_scale(matrices, form))
+    return _Arrays(values, scales, zeros, _group_ids(leaf, matrices, form), _input_scale(leaf, matrices, form))
 
 
 def _regroup(matrix: StoredMatrix, of_groups: np.ndarray | None, form: MatrixFormat, num_groups: int) -> np.ndarray:
@@ -151,6 +151,8 @@ def _regroup(matrix: StoredMatrix, of_groups: np.ndarray | None, form: MatrixFor
 def _group_ids(leaf: Leaf, matrices: Sequence[StoredMatrix], form: MatrixFormat) -> np.ndarray | None:
     if not form.has_group_ids:
         return None
+    if leaf.axes[0] in EXPERT_AXES:
+        return np.stack([matrix.group_ids for matrix in matrices if matrix.group_ids is not None]).astype(np.int32)
     first, *others = (matrix.group_ids for matrix in matrices)
     assert first is not None
     if any(other is None or not np.array_equal(first, other) for other in others):
@@ -159,8 +161,9 @@ def _group_ids(leaf: Leaf, matrices: Sequence[StoredMatrix], form: MatrixFormat)
     return first.astype(np.int32)
 
 
-def _input_scale(matrices: Sequence[StoredMatrix], form: MatrixFormat) -> np.ndarray | None:
-    """One scale for inputs that several matrices have in common: the largest, which fits them all."""
+def _input_scale(leaf: Leaf, matrices: Sequence[StoredMatrix], form: MatrixFormat) -> np.ndarray | None:
+    """A scale for each expert, or for inputs that several matrices have in common the largest, which fits them all."""
     if not form.has_input_scale:
         return None
-    return np.array(max(matrix.input_scale or 0.0 for matrix in matrices), np.float32)
+    scales = np.array([matrix.input_scale or 0.0 for matrix in matrices], np.float32)
+    return scales if leaf.axes[0] in EXPERT_AXES else np.asarray(scales.max())

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from jpaged.checkpoints.quantised.scheme import Part, Parts, Shape, StoredMatrix, within
+from jpaged.checkpoints.quantised.patterns import within
+from jpaged.checkpoints.quantised.scheme import Part, Parts, Shape, StoredMatrix
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.quantisation.rules import Quantisation
 
 _BLOCK = 32
 _BIAS = 127
+_NAN = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Mxfp4:
         blocks = (num_experts, num_out, depth // _BLOCK)
         return {
             "blocks": Part(f"{module}_blocks", ((*blocks, _BLOCK // 2),), ("uint8",)),
-            "scales": Part(f"{module}_scales", (blocks,), ("uint8",)),
+            "scales": Part(f"{module}_scales", (blocks,), ("uint8",), problem=not_a_power),
         }
 
     def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
@@ -47,6 +49,12 @@ def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
     """uint8 `[..., n]` -> float4_e2m1fn `[..., 2 n]`; a byte holds two numbers, the first in its lowest bits."""
     pairs = np.stack((packed & 15, packed >> 4), axis=-1)
     return pairs.reshape(*packed.shape[:-1], -1).view(ml_dtypes.float4_e2m1fn)
+
+
+def not_a_power(exponents: np.ndarray) -> str | None:
+    """The problem of exponents: 255 stands for no number."""
+    count = int(np.count_nonzero(exponents == _NAN))
+    return f"has {count} exponents of {_NAN}, which stand for no number" if count else None
 
 
 def powers_of_two(exponents: np.ndarray) -> np.ndarray:

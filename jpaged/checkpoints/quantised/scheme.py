@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,16 +26,34 @@ class Part:
         shapes: that it may have.
         dtypes: that it may be of; none is any type of weights.
         is_optional: the matrix may be without it.
+        block_rows: outputs that share one of its rows; `Scheme.read` gets a row for each output.
+        problem: what is wrong with its numbers; None where nothing is.
     """
 
     name: str
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...] = ()
     is_optional: bool = False
+    block_rows: int = 1
+    problem: Callable[[np.ndarray], str | None] | None = None
+
+    def read(self, files: TensorSource, num_out: int) -> np.ndarray:
+        """The tensor, with a row for each of so many outputs where these share them.
+
+        Raises:
+            InvalidArgument: it holds what is no number, or has a problem.
+        """
+        tensor = files.read(self.name, files.shape(self.name))
+        problem = None if self.problem is None else self.problem(tensor)
+        if not np.issubdtype(tensor.dtype, np.integer) and not np.isfinite(tensor.astype(np.float32)).all():
+            problem = "has numbers that are not finite"
+        if problem is not None:
+            raise InvalidArgument(str(files.where(self.name)), f"tensor {self.name} {problem}")
+        return tensor if self.block_rows == 1 else np.repeat(tensor, self.block_rows, axis=0)[:num_out]
 
 
 Parts = Mapping[str, Part]
-UNUSED = (".k_scale", ".v_scale", ".q_scale", "k_proj.output_scale", "v_proj.output_scale")
+UNUSED = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale")
 """How the names of tensors end that say how others keep keys and values: here `--kv-cache-dtype` does."""
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -101,12 +118,7 @@ def read_matrix(scheme: Scheme, files: TensorSource, module: str, shape: Shape) 
     assert form is not None
     parts = scheme.parts(module, shape, form)
     check_parts(files, parts, shape)
-    present = {key: part.name for key, part in parts.items() if part.name in files.names}
-    tensors = {key: files.read(name, files.shape(name)) for key, name in present.items()}
-    for key, tensor in tensors.items():
-        if not np.issubdtype(tensor.dtype, np.integer) and not np.isfinite(tensor.astype(np.float32)).all():
-            name = present[key]
-            raise InvalidArgument(str(files.where(name)), f"tensor {name} has numbers that are not finite")
+    tensors = {key: part.read(files, shape[0]) for key, part in parts.items() if part.name in files.names}
     return dataclasses.replace(scheme.read(tensors, shape, form), group_size=form.group_size)
 
 
@@ -153,11 +165,17 @@ def signed(numbers: np.ndarray, bits: int) -> np.ndarray:
     return (numbers.astype(np.int16) - 2 ** (bits - 1)).astype(np.int8)
 
 
-def within(names: Sequence[str]) -> list[str]:
-    """The rules of names that stand for each module whose name they are a part of, at its dots."""
-    return [rf"(^|\.){re.escape(name)}(\.|$)" for name in names]
+def not_among(num_groups: int, least: int = 0) -> Callable[[np.ndarray], str | None]:
+    """The problem of listed groups that are not among so many.
 
+    Args:
+        least: the smallest number that a list may have.
+    """
 
-def rules_of(form: MatrixFormat, left: Sequence[str]) -> tuple[tuple[str, MatrixFormat | None], ...]:
-    """The rules of a checkpoint that has one format for all matrices but those that are left."""
-    return (*((pattern, None) for pattern in left), ("", form))
+    def problem(ids: np.ndarray) -> str | None:
+        low, high = int(ids.min()), int(ids.max())
+        if low >= least and high < num_groups:
+            return None
+        return f"lists groups from {low} to {high}; there are {num_groups}, counted from 0"
+
+    return problem

@@ -22,6 +22,7 @@ from jpaged.checkpoints.quantised.rounding import FORMATS, Asked, quantised_here
 from jpaged.checkpoints.quantised.scheme import StoredMatrix, numbers_to_words
 from jpaged.checkpoints.safetensors_writer import StoredTensor
 from jpaged.checkpoints.tensor_source import TensorSource
+from jpaged.errors import Unsupported
 from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
 from jpaged.models.config import ModelConfig
 from jpaged.models.leaves import Leaf
@@ -47,6 +48,7 @@ class Rounded:
 
         Raises:
             InvalidArgument: its matrices are quantised already.
+            Unsupported: it has matrices of all experts in one tensor, for which the layouts have no names.
         """
         quantisation = quantised_here(config, asked).quantisation
         leaves = model_leaves(config, source.names)
@@ -55,11 +57,16 @@ class Rounded:
         for leaf in (leaf for each in (leaves.outer, *leaves.layers) for leaf in each):
             form, axis = leaf_format(quantisation, leaf), _stored_axis(leaf)
             for name, shape in leaf.tensors:
-                if form is not None and axis is not None and len(shape) == 2:
+                if form is not None and len(shape) > 2:
+                    raise Unsupported(
+                        f"quantize: {asked}: {name} has the matrices of all experts in one tensor, of which "
+                        f"compressed-tensors has no layout; serve the model with --quantization {asked}"
+                    )
+                if form is not None and axis is not None:
                     matrices[name] = axis, FORMATS[cast(Asked, asked)].split(shape[axis], 1)
                 elif len(shape) > 1 and leaf.path[0] != "embed":
                     left.append(module_of(name))
-        return cls(cast(Asked, asked), matrices, tuple(left))
+        return cls(cast(Asked, asked), matrices, tuple(dict.fromkeys(left)))
 
     def tensors(self, source: TensorSource, name: str, dtype: np.dtype) -> list[StoredTensor]:
         """The tensors that one of `matrices` becomes; each is rounded again when it is written."""

@@ -8,6 +8,13 @@ from dataclasses import dataclass
 
 from jpaged.kernels.matrix_format import MatrixFormat
 
+_PREFIXES = (
+    ("transformer.h.", "h."),
+    ("model.decoder.", "decoder."),
+    ("model.language_model.", "language_model.model."),
+)
+"""What the same modules' names begin with in the library that quantised them, and in checkpoints of others."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
@@ -31,4 +38,23 @@ class Quantisation:
 
     def format_of(self, module: str) -> MatrixFormat | None:
         """The format of a module's matrix as published, by its name (`model.layers.0.mlp.up_proj`); None has none."""
-        return next((form for pattern, form in self.rules if re.search(pattern, module)), None)
+        place = self.rule_of(module)
+        return None if place is None else self.rules[place][1]
+
+    def rule_of(self, module: str) -> int | None:
+        """The place of the rule that holds for a module, by any of the names that it may have; None has none."""
+        names = _names_of(module)
+        return next(
+            (place for place, (pattern, _) in enumerate(self.rules) if any(re.search(pattern, name) for name in names)),
+            None,
+        )
+
+
+def _names_of(module: str) -> list[str]:
+    others = [
+        prefix + module.removeprefix(own)
+        for pair in _PREFIXES
+        for own, prefix in (pair, pair[::-1])
+        if module.startswith(own)
+    ]
+    return [module, *others]

@@ -18,6 +18,7 @@ from jpaged.checkpoints.safetensors_writer import StoredTensor, write_tensor_fil
 from tests.models.tiny import TinyCase, tensors
 
 Written = tuple[Mapping[str, np.ndarray], np.ndarray]
+Write = Callable[..., Written]
 GROUP = 16
 BLOCK = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -54,10 +55,10 @@ def write_quantised(case: TinyCase, layout: LayoutCase, folder: Path) -> dict[st
         if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or any(part in name for part in layout.left):
             stored[name] = plain[name] = tensor
             continue
-        # The order of groups follows from the inputs, which query, key and value have in common.
-        layer = module.split(".")[2]
+        # The order of groups follows from the inputs, which query, key and value have in common, and experts have not.
+        places = [int(place) for place in module.split(".") if place.isdecimal()]
         inputs = "down" if "down" in module else "out" if "o_proj" in module else "in"
-        parts, plain[name] = layout.write(tensor, np.random.default_rng([int(layer), len(inputs)]))
+        parts, plain[name] = layout.write(tensor, np.random.default_rng([*places, len(inputs)]))
         stored |= {module + suffix: part for suffix, part in parts.items()}
     config = {**case.config, "quantization_config": layout.config}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -106,19 +107,30 @@ def pack_rows(numbers: np.ndarray, bits: int) -> np.ndarray:
     return words.view(np.int32)
 
 
-def gptq(bits: int, *, is_v2: bool = False, has_order: bool = False) -> Callable[..., Written]:
+def gptq(
+    bits: int, *, is_v2: bool = False, has_order: bool = False, borrows: bool = False, size: int = GROUP
+) -> Callable[..., Written]:
+    """Zeros are taken one from as AutoGPTQ does, or so that they borrow, where a part of them are 0."""
+
     def write(weight: np.ndarray, rng: np.random.Generator) -> Written:
         depth = weight.shape[1]
         order = rng.permutation(depth) if has_order else np.arange(depth)
-        numbers, scales, zeros = asymmetric(weight[:, order], bits, GROUP)
+        if borrows:
+            weight = np.where(np.arange(len(weight))[:, None] % 3 == 1, np.abs(weight), weight)
+        numbers, scales, zeros = asymmetric(weight[:, order], bits, size)
         ids = np.empty(depth, np.int32)
-        ids[order] = np.arange(depth) // GROUP
+        ids[order] = np.arange(depth) // size
         in_place = np.empty_like(numbers)
         in_place[:, order] = numbers
-        stored_zeros = zeros if is_v2 else (zeros - 1) % 2**bits
+        if borrows:
+            assert (zeros == 0).any()
+            ones = np.uint32(0x11111111 if bits == 4 else 0x01010101)
+            words = (pack_rows(zeros, bits).view(np.uint32) - ones).view(np.int32)
+        else:
+            words = pack_rows(zeros if is_v2 else (zeros - 1) % 2**bits, bits)
         parts = {
             ".qweight": pack_rows(in_place.T, bits),
-            ".qzeros": np.ascontiguousarray(pack_rows(stored_zeros, bits).T),
+            ".qzeros": np.ascontiguousarray(words.T),
             ".scales": scales.T.astype(np.float16),
             ".g_idx": ids,
         }
@@ -147,7 +159,7 @@ def compressed_int8(weight: np.ndarray, rng: np.random.Generator) -> Written:
 
 def compressed_int8_static(weight: np.ndarray, rng: np.random.Generator) -> Written:
     parts, plain = compressed_int8(weight, rng)
-    return {**parts, ".input_scale": np.array([0.05], np.float32)}, plain
+    return {**parts, ".input_scale": np.array([rng.uniform(0.04, 0.06)], np.float32)}, plain
 
 
 def compressed_packed(
@@ -190,6 +202,9 @@ def float8(
             padded[: len(weight), : weight.shape[1]] = weight
             scales = np.abs(padded.reshape(rows, size, columns, size)).max((1, 3)) / 448
             each = np.repeat(np.repeat(scales, size, 0), size, 1)[: len(weight), : weight.shape[1]]
+        elif kind == "group":
+            scales = np.abs(by_group(weight, size)).max(-1) / 448
+            each = spread(scales, weight.shape[1])
         elif kind == "channel":
             each = scales = np.abs(weight).max(1, keepdims=True) / 448
         else:
@@ -197,10 +212,25 @@ def float8(
         numbers = (weight / each).astype(ml_dtypes.float8_e4m3fn)
         parts = {".weight": numbers, scale: scales.astype(np.float32)}
         if is_static:
-            parts[".input_scale"] = np.array(0.02, np.float32)
+            parts[".input_scale"] = np.array(rng.uniform(0.01, 0.03), np.float32)
         return parts, numbers.astype(np.float32) * each.astype(np.float32)
 
     return write
+
+
+def blocks_beside_groups(weight: np.ndarray, rng: np.random.Generator) -> Written:
+    """Blocks in the feed-forward, which alone is 80 wide, and groups of the same size in attention."""
+    return float8("block" if 80 in weight.shape else "group", size=GROUP)(weight, rng)
+
+
+def with_tensor(write: Write, suffix: str, change: Callable[..., np.ndarray]) -> Write:
+    """A layout with one tensor changed, or made of the weight where there is none."""
+
+    def changed(weight: np.ndarray, rng: np.random.Generator) -> Written:
+        parts, plain = write(weight, rng)
+        return {**parts, suffix: change(parts.get(suffix, weight))}, plain
+
+    return changed
 
 
 def compressed_mxfp4(weight: np.ndarray, rng: np.random.Generator) -> Written:
@@ -261,7 +291,15 @@ LAYOUTS = [
         left=("o_proj",),
     ),
     LayoutCase("gptq_8_bits", {**_GPTQ, "bits": 8}, gptq(8)),
+    LayoutCase("gptq_borrows", {**_GPTQ, "meta": {"quantizer": ["gptqmodel:2.2.0"]}}, gptq(4, borrows=True)),
+    LayoutCase(
+        "gptq_8_bits_borrows",
+        {**_GPTQ, "bits": 8, "meta": {"quantizer": "gptqmodel:4.0.0"}},
+        gptq(8, borrows=True),
+    ),
+    LayoutCase("gptq_left", {**_GPTQ, "dynamic": {"-:.*\\.o_proj": {}}}, gptq(4), left=("o_proj",)),
     LayoutCase("awq", {**_AWQ, "modules_to_not_convert": ["mlp"]}, awq, left=("mlp",)),
+    LayoutCase("awq_part_of_a_word", {**_AWQ, "modules_to_not_convert": ["mlp.gate"]}, awq, left=("mlp.gate",)),
     LayoutCase(
         "w8a8", compressed_config("int-quantized", _int(8, "channel"), _INT_ROWS), compressed_int8, rounds_rows=True
     ),
@@ -285,6 +323,20 @@ LAYOUTS = [
         "w4a16_actorder",
         compressed_config("pack-quantized", _int(4, "group", group_size=GROUP, actorder="group")),
         compressed_packed(4, size=GROUP, has_zeros=False, has_order=True),
+    ),
+    LayoutCase(
+        "w4a16_actorder_not_set",
+        compressed_config("pack-quantized", _int(4, "group", group_size=GROUP, actorder="group")),
+        with_tensor(
+            compressed_packed(4, size=GROUP, has_zeros=False),
+            ".weight_g_idx",
+            lambda weight: np.full(weight.shape[1], -1, np.int32),
+        ),
+    ),
+    LayoutCase(
+        "w4a16_actorder_counted",
+        compressed_config("pack-quantized", _int(4, "group", group_size=GROUP, actorder="group")),
+        compressed_packed(4, size=GROUP, has_zeros=False),
     ),
     LayoutCase(
         "w8a16",
@@ -311,6 +363,21 @@ LAYOUTS = [
         compressed_config("float-quantized", _float("block", block_structure=[BLOCK, BLOCK])),
         float8("block"),
     ),
+    LayoutCase(
+        "fp8_block_beside_group",
+        compressed_config(
+            "float-quantized",
+            {},
+            config_groups={
+                "group_0": {
+                    "targets": ["re:.*mlp.*"],
+                    "weights": _float("block", block_structure=[GROUP, GROUP]),
+                },
+                "group_1": {"targets": ["re:.*attn.*"], "weights": _float("group", group_size=GROUP)},
+            },
+        ),
+        blocks_beside_groups,
+    ),
     LayoutCase("deepseek_fp8", _FP8, float8("block", scale=".weight_scale_inv"), cuts_nothing=True),
     LayoutCase(
         "fp8_static",
@@ -325,3 +392,29 @@ LAYOUTS = [
         cuts_nothing=True,
     ),
 ]
+
+_GPTQ_OF_8 = {**_GPTQ, "group_size": 8, "meta": {"quantizer": ["gptqmodel:2.2.0"]}}
+EXPERT_LAYOUTS = [
+    LayoutCase("gptq", {**_GPTQ_OF_8, "desc_act": False}, gptq(4, borrows=True, size=8)),
+    LayoutCase("gptq_desc_act", {**_GPTQ_OF_8, "desc_act": True}, gptq(4, has_order=True, borrows=True, size=8)),
+    LayoutCase(
+        "w4a16_actorder",
+        compressed_config(
+            "pack-quantized", _int(4, "group", group_size=8, actorder="group"), ignore=["lm_head", "re:.*mlp.gate$"]
+        ),
+        compressed_packed(4, size=8, has_zeros=False, has_order=True),
+    ),
+    LayoutCase(
+        "w8a8_static",
+        compressed_config("int-quantized", _int(8, "channel"), _int(8, "tensor")),
+        compressed_int8_static,
+        rounds_rows=True,
+    ),
+    LayoutCase(
+        "fp8_tensor_static",
+        compressed_config("float-quantized", _float("tensor"), _float("tensor")),
+        float8("tensor", is_static=True),
+    ),
+    LayoutCase("fp8_static", {"quant_method": "fp8", "activation_scheme": "static"}, float8("tensor", is_static=True)),
+]
+"""Those that have arrays of their own for each expert; widths of 24, 48 and 64 have groups of 8."""

@@ -17,7 +17,12 @@ REFUSED = [
     ({"quant_method": "bitsandbytes"}, Unsupported, "quant_method is 'bitsandbytes'"),
     ({**CONFIGS["gptq"], "bits": 3}, Unsupported, "bits is 3"),
     ({**CONFIGS["gptq"], "checkpoint_format": "marlin"}, Unsupported, "checkpoint_format is 'marlin'"),
-    ({**CONFIGS["gptq"], "dynamic": {"-:.*": {}}}, Unsupported, "dynamic is"),
+    ({**CONFIGS["gptq"], "dynamic": {"-:.*": {}, "+:.*": {"bits": 8}}}, Unsupported, "dynamic has '+:.*'"),
+    ({**CONFIGS["gptq"], "dynamic": {"-:(": {}}}, Unsupported, "'(' is no regular expression"),
+    ({**CONFIGS["gptq"], "is_marlin_format": True}, Unsupported, "is_marlin_format is True"),
+    ({**CONFIGS["gptq"], "method": "qqq"}, Unsupported, "method is 'qqq'"),
+    ({**CONFIGS["gptq"], "rotation": "hadamard"}, Unsupported, "unknown setting rotation='hadamard'"),
+    ({**CONFIGS["gptq"], "adapter": {"name": "lora"}}, Unsupported, "unknown setting adapter="),
     ({**CONFIGS["gptq"], "something_new": 1}, Unsupported, "unknown setting something_new=1"),
     (
         {**CONFIGS["gptq"], "modules_in_block_to_quantize": "mlp"},
@@ -27,6 +32,10 @@ REFUSED = [
     ({**CONFIGS["gptq"], "group_size": "many"}, InvalidArgument, "group_size: is 'many'"),
     ({**CONFIGS["awq"], "version": "gemv"}, Unsupported, "version is 'gemv'"),
     ({**CONFIGS["awq"], "zero_point": False}, Unsupported, "zero_point is False"),
+    ({**CONFIGS["awq"], "checkpoint_format": "gemv"}, Unsupported, "checkpoint_format is 'gemv'"),
+    ({**CONFIGS["awq"], "format": "marlin"}, Unsupported, "format is 'marlin'"),
+    ({**CONFIGS["awq"], "pack_dtype": "int8"}, Unsupported, "pack_dtype is 'int8'"),
+    ({**CONFIGS["awq"], "desc_act": True}, Unsupported, "desc_act is True"),
     ({**CONFIGS["deepseek_fp8"], "fmt": "e5m2"}, Unsupported, "fmt is 'e5m2'"),
     ({**CONFIGS["deepseek_fp8"], "weight_block_size": [128]}, InvalidArgument, "the size of blocks is"),
     ({**CONFIGS["deepseek_fp8"], "activation_scheme": "static"}, Unsupported, "activation_scheme is 'static'"),
@@ -43,6 +52,31 @@ REFUSED = [
     ),
     (compressed_config("int-quantized", WEIGHTS, transform_config={"a": 1}), Unsupported, "transform_config is"),
     (compressed_config("int-quantized", WEIGHTS, ignore=["re:("]), Unsupported, "is no regular expression"),
+    (
+        compressed_config("int-quantized", WEIGHTS, quantization_status="calibration"),
+        Unsupported,
+        "quantization_status is 'calibration'",
+    ),
+]
+READ_ALIKE = [
+    ("gptq", {"hyb_act": False, "pack_impl": "cpu", "method": "gptq", "is_marlin_format": False, "adapter": None}),
+    (
+        "awq",
+        {
+            "method": "awq",
+            "format": "gemm",
+            "checkpoint_format": "gemm",
+            "pack_dtype": "int32",
+            "pack_impl": "cpu",
+            "desc_act": False,
+            "sym": True,
+            "lm_head": False,
+            "dynamic": {},
+            "meta": {"quantizer": ["gptqmodel:5.0.0"]},
+        },
+    ),
+    ("w8a8", {"quantization_status": "frozen"}),
+    ("deepseek_fp8", {"dequantize": False}),
 ]
 
 
@@ -51,6 +85,65 @@ def test_what_is_not_computed_is_refused_by_name(config: Mapping[str, object], e
     with pytest.raises(error) as refusal:
         find_scheme({"quantization_config": config})
     assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize(("name", "more"), READ_ALIKE, ids=[name for name, _ in READ_ALIKE])
+def test_what_newer_writers_add_changes_nothing(name: str, more: Mapping[str, object]) -> None:
+    assert find_scheme({"quantization_config": {**CONFIGS[name], **more}}) == find_scheme(
+        {"quantization_config": CONFIGS[name]}
+    )
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_a_config_may_say_that_the_output_matrix_is_quantised(name: str) -> None:
+    scheme = find_scheme({"quantization_config": {**CONFIGS[name], "lm_head": True}})
+    assert scheme is not None and scheme.quantisation.has_output
+
+
+@pytest.mark.parametrize("name", ["deepseek_fp8", "fp8_static"])
+def test_rows_are_not_rounded_for_weights_that_shall_be_dequantised(name: str) -> None:
+    scheme = find_scheme({"quantization_config": {**CONFIGS[name], "dequantize": True}})
+    form = None if scheme is None else scheme.quantisation.format_of("model.layers.0.mlp.up_proj")
+    assert form is not None and form.activations is None and not form.has_input_scale
+
+
+def test_names_go_before_expressions_and_those_before_the_class() -> None:
+    config = compressed_config("int-quantized", WEIGHTS)
+    groups = config["config_groups"]
+    assert isinstance(groups, dict)
+    groups["group_1"] = {"targets": ["re:.*self_attn.*"], "weights": WEIGHTS, "input_activations": ROWS}
+    groups["group_2"] = {"targets": ["model.layers.0.self_attn.q_proj"], "weights": {**WEIGHTS, "num_bits": 4}}
+    scheme = find_scheme({"quantization_config": config})
+    assert scheme is not None
+    layer = "model.layers.0"
+    forms = [scheme.quantisation.format_of(f"{layer}.{module}") for module in ("self_attn.q_proj", "self_attn.k_proj")]
+    assert [(form.values, form.activations) for form in forms if form] == [("int4", None), ("int8", "int8")]
+    other = scheme.quantisation.format_of(f"{layer}.mlp.up_proj")
+    assert other is not None and other.activations is None
+
+
+def test_expressions_may_begin_with_flags() -> None:
+    config = compressed_config("int-quantized", WEIGHTS, ignore=["re:(?i).*UP_PROJ|nothing"])
+    scheme = find_scheme({"quantization_config": config})
+    assert scheme is not None
+    assert scheme.quantisation.format_of("model.layers.0.mlp.up_proj") is None
+    assert scheme.quantisation.format_of("model.layers.0.mlp.down_proj") is not None
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ("model.language_model.layers.0.mlp.up_proj", "language_model.model.layers.0.mlp.up_proj"),
+        ("model.decoder.layers.0.fc1", "decoder.layers.0.fc1"),
+        ("transformer.h.0.mlp.c_fc", "h.0.mlp.c_fc"),
+    ],
+)
+def test_a_module_has_the_same_format_by_any_of_its_names(own: str, other: str) -> None:
+    for ignored in (own, other, f"re:{own.replace('.', '[.]')}", f"re:{other.replace('.', '[.]')}"):
+        scheme = find_scheme({"quantization_config": compressed_config("int-quantized", WEIGHTS, ignore=[ignored])})
+        assert scheme is not None
+        assert [scheme.quantisation.format_of(name) for name in (own, other)] == [None, None]
+        assert scheme.quantisation.format_of(own.replace("0", "1")) is not None
 
 
 def test_modules_have_the_format_of_the_first_rule_that_finds_them() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.quantisation.measure import held_text, measure
+from jpaged.checkpoints.quantised.rounding import ASKED
 
 
 @pytest.mark.deep
@@ -17,6 +18,13 @@ def test_the_demo_reads_held_text_as_well_in_fewer_bits() -> None:
         assert quality.perplexity < plain.perplexity * most
         assert quality.perplexity < quality.dequantised_perplexity * (1 + 1e-6)
         assert quality.logit_error < error
-        if quality.their_perplexity is not None and quality.their_logit_error is not None:
-            assert quality.perplexity < quality.their_perplexity * (1 + 1e-6)
-            assert quality.their_logit_error < 1e-4
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("asked", ASKED)
+def test_transformers_reads_no_better_with_the_same_weights(asked: str) -> None:
+    pytest.importorskip("torch")
+    quality = measure(asked, np.dtype(np.float32), held_text(1))
+    assert quality.their_perplexity is not None and quality.their_logit_error is not None
+    assert quality.perplexity < quality.their_perplexity * (1 + 1e-6)
+    assert quality.their_logit_error < 1e-4

@@ -15,8 +15,8 @@ from jpaged.checkpoints.weights import load_params
 from jpaged.cli.main import main
 from jpaged.errors import InvalidArgument
 from jpaged.models.model import Model
-from tests.checkpoints.quantised.layouts import LAYOUTS, write_quantised
-from tests.models.tiny import tiny_case, write_checkpoint
+from tests.checkpoints.quantised.layouts import LAYOUTS, write_quantised, write_tensors
+from tests.models.tiny import tensors, tiny_case, write_checkpoint
 
 FLOAT = np.dtype(np.float32)
 
@@ -32,6 +32,38 @@ def test_what_is_written_is_what_loading_would_make_of_it(asked: str, to, tmp_pa
     assert written.config.quantisation is not None and written.config.quantisation.method == "compressed-tensors"
     got, want = load_params(written, tmp_path / "new", "loop"), load_params(rounded, source, "loop")
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_checkpoint_that_was_saved_without_its_head_is_served_rounded(tmp_path: Path) -> None:
+    """GPT-2 on the hub: the names of its tensors lack what those of its modules begin with."""
+    case = tiny_case("gpt2")
+    source = write_checkpoint(case, tmp_path / "source")
+    write_tensors({name.removeprefix("transformer."): tensor for name, tensor in tensors(case).items()}, source)
+    convert_folder(source, tmp_path / "new", ConversionOptions("safetensors", quantize="int4"))
+    written = Model(read_config(tmp_path / "new"), FLOAT)
+    rounded = Model(quantised_here(read_config(source), "int4"), FLOAT)
+    got, want = load_params(written, tmp_path / "new", "loop"), load_params(rounded, source, "loop")
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), got)
+    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), written.abstract_params("loop"))
+
+
+def test_experts_in_one_tensor_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_checkpoint(tiny_case("gpt_oss"), tmp_path / "source")
+    assert main(["convert", str(source), str(tmp_path / "new"), "--to", "safetensors", "--quantize", "int4"]) != 0
+    said = capsys.readouterr().err
+    assert "model.layers.0.mlp.experts.gate_up_proj has the matrices of all experts in one tensor" in said
+    assert "--quantization int4" in said
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_left_is_listed_once(tmp_path: Path) -> None:
+    source = write_checkpoint(tiny_case("qwen2_moe"), tmp_path / "source")
+    convert_folder(source, tmp_path / "new", ConversionOptions("safetensors", quantize="int8"))
+    config = read_json(tmp_path / "new" / "config.json")["quantization_config"]
+    assert isinstance(config, dict)
+    left = config["ignore"]
+    assert "model.layers.0.mlp.gate" in left and len(left) == len(set(left))
 
 
 def test_the_command_quantises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
