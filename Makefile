@@ -88,7 +88,7 @@ test: $(STAMP) ## the quick tests
 # Every planted fault, the second grid of each interpreted kernel, and the rest of the grids whose pairs are long: what
 # nobody needs who changed no kernel, no engine and none of their tests, and what a release is made after. That each fault
 # is still one edit of the code as it is, the quick tests see.
-test-deep: $(STAMP) ## the planted faults, and the rest of the grids (before a release)
+test-deep: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed ## the planted faults, and the rest of the grids (before a release)
 	@$(BIN)/python -m pytest -q -m deep -n $(JOBS) --dist worksteal $(ARGS)
 
 test-long: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed ## the long tests

@@ -149,8 +149,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         adapter: GivenAdapter,
     ) -> list[Request]:
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(prompts))
-        names = _one_each("adapter", adapter or "", str, len(prompts))
+        given = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", given, SamplingParams, len(prompts))
+        names = _one_each("adapter", "" if adapter is None else adapter, str, len(prompts))
         requests = []
         for prompt, sampling, name in zip(prompts, params, names, strict=True):
             self._num_requests += 1

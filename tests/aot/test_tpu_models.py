@@ -126,10 +126,10 @@ def test_no_architecture_is_left_out() -> None:
     ("cells", "products"),
     [
         (("int8-int4@v5e:1x1", "int8-rows@v5p:1x1x1"), ("s8*s8=s32",)),
-        (("int8-rows@tpu7x:1x1x1",), ("s8*s8=s32",)),
+        (("int8-rows@v6e:1x1", "int8-rows@tpu7x:1x1x1"), ("s8*s8=s32",)),
         (("fp8-rows@tpu7x:1x1x1",), ("f8e4m3fn*f8e4m3fn=f32",)),
     ],
-    ids=["integers", "integers-tpu7x", "fp8"],
+    ids=["integers", "integers-newer", "fp8"],
 )
 def test_quantised_matrices_are_multiplied_as_they_lie(cells: tuple[str, ...], products: tuple[str, ...]) -> None:
     results = compile_cells(*(f"llama-3-8b+{cell}#forward[64]" for cell in cells))

@@ -20,7 +20,7 @@ from tests.server.harness import eventually, running
 NUM_SHOTS = 6_000
 """At each of the two servers; a fifth of them before the memory is first looked at."""
 MAX_GROWTH_BYTES = 64 << 20
-"""What allocators may keep of resident memory for themselves. A leak of 7 kB a request would be above it."""
+"""What allocators may keep of resident memory for themselves. A leak of 14 kB a request would be above it."""
 
 
 def hold(verdict: Verdict) -> None:

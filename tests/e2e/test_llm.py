@@ -194,6 +194,14 @@ def test_a_reset_makes_prompts_run_as_if_none_had_run_before(llm: LLM) -> None:
     assert llm.generate(short, params)[0].usage.cached_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "named"), [({"sampling_params": []}, "sampling_params"), ({"adapter": []}, "adapter")]
+)
+def test_a_list_that_is_empty_is_not_taken_for_the_default(llm: LLM, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{named}: 0 given for 1 prompts"):
+        llm.generate("Once", **given)
+
+
 def test_text_is_not_made_where_nobody_wants_it() -> None:
     with LLM("demo", max_num_seqs=4, max_model_len=64, num_blocks=32, wait_for_all_programs=False) as demo:
         base: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}

@@ -21,23 +21,23 @@ class Outgrowing:
     """Knows the length, and has groups begin again.
 
     Args:
-        length: tokens up to which keys are of the short kind; None where all are of one kind.
+        length: tokens up to which keys are of the short kind.
     """
 
-    def __init__(self, memory: KVMemory, length: int | None) -> None:
+    def __init__(self, memory: KVMemory, length: int) -> None:
         self._memory = memory
         self._length = length
 
     def num_left(self, sequence: Sequence) -> int:
         """Tokens of a sequence that may be computed before it has to begin again."""
-        if self._length is None or sequence.rope_len > self._length:
+        if sequence.rope_len > self._length:
             return _NEVER
         return max(0, self._length - sequence.num_computed_tokens)
 
     def begin_again(self, running: Iterable[Group]) -> int:
         """Takes back the blocks of groups that have to; the number of tokens that are to be computed again."""
         num_tokens = 0
-        for group in running if self._length is not None else ():
+        for group in running:
             if self._is_due(group):
                 num_tokens += self._begin_again(group)
         return num_tokens
@@ -51,7 +51,6 @@ class Outgrowing:
         return bool(going) and all(each.num_uncomputed_tokens > 0 == self.num_left(each) for each in going)
 
     def _begin_again(self, group: Group) -> int:
-        assert self._length is not None
         for sequence in group.live:
             if self._memory.prefixes is not None:
                 self._memory.prefixes.register_full_blocks(sequence)

@@ -80,13 +80,15 @@ class DecodingRows:
 
     Attributes:
         settled: groups all of whose live sequences have rows here.
-        outgrowing: how far sequences may go before they begin again.
+        outgrowing: how far sequences may go before they begin again; None where keys serve at any length.
 
     Args:
         eos_token_ids: the model's.
     """
 
-    def __init__(self, geometry: Geometry, outgrowing: Outgrowing, eos_token_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, geometry: Geometry, outgrowing: Outgrowing | None, eos_token_ids: frozenset[int] = frozenset()
+    ) -> None:
         self.settled: set[Group] = set()
         self._block_size = geometry.block_size
         self.outgrowing = outgrowing
@@ -133,7 +135,7 @@ class DecodingRows:
             self._groups.append(group)
             self._starts_s[place] = sequence.num_computed_tokens
             self._prompt_lens_s[place] = sequence.num_prompt_tokens
-            self._num_left_s[place] = self._num_left(group, sequence)
+            self._num_left_s[place] = _num_left(group, sequence, self.outgrowing)
             self._block_tables_gsm[:, place] = sequence.kv.ids_gm
             self._adapters_s[place] = group.adapter_slot
             self._sampling.rows_r[place] = self._neutral
@@ -234,7 +236,7 @@ class DecodingRows:
         """Raises InternalError where a row is not what its sequence says."""
         for place, (sequence, group) in enumerate(zip(self._sequences, self._groups, strict=True)):
             kept = self._starts_s[place], self._num_left_s[place], self._places[sequence]
-            num_left = self._num_left(group, sequence)
+            num_left = _num_left(group, sequence, self.outgrowing)
             if kept != (sequence.num_computed_tokens, num_left, place) or sequence.status is not Status.RUNNING:
                 raise InternalError(f"row {place} of a {sequence.status.value} sequence keeps {kept}, not {num_left}")
             if not np.array_equal(self._block_tables_gsm[:, place], sequence.kv.ids_gm):
@@ -243,10 +245,6 @@ class DecodingRows:
                 raise InternalError(f"row {place} keeps adapter slot {self._adapters_s[place]}")
         if len(self._places) != len(self._sequences):
             raise InternalError(f"{len(self._places)} sequences have {len(self._sequences)} rows")
-
-    def _num_left(self, group: Group, sequence: Sequence) -> int:
-        num_left = group.request.sampling.max_tokens - sequence.num_output_tokens
-        return min(num_left, self.outgrowing.num_left(sequence))
 
     def _where(self, is_meant_s: Bool) -> list[Sequence]:
         return [self._sequences[place] for place in np.flatnonzero(is_meant_s).tolist()]
@@ -270,3 +268,8 @@ class DecodingRows:
             self._ending_ids_sx,
             self._may_end_s,
         )
+
+
+def _num_left(group: Group, sequence: Sequence, outgrowing: Outgrowing | None) -> int:
+    num_left = group.request.sampling.max_tokens - sequence.num_output_tokens
+    return num_left if outgrowing is None else min(num_left, outgrowing.num_left(sequence))

@@ -167,7 +167,8 @@ class Scheduler:
         self.pace = Pace(bound_s, rates, geometry.buckets) if bound_s else None
         self.queues = Queues(self._policy)
         self.lookahead = Lookahead(options.num_scheduler_steps, bound_s, rates, geometry)
-        self.rows = DecodingRows(geometry, Outgrowing(memory, outgrown_len), eos_token_ids)
+        outgrowing = None if outgrown_len is None else Outgrowing(memory, outgrown_len)
+        self.rows = DecodingRows(geometry, outgrowing, eos_token_ids)
         self.adapters = AdapterSlots(geometry.max_loras)
         # Room that growing rows find without preempting, kept free by admission while others run.
         self._num_spare_blocks = max(1, memory.num_blocks // 100)
@@ -178,7 +179,8 @@ class Scheduler:
         spent = self.rows.spent()
         for sequence in spent:
             self.rows.leave(sequence)
-        schedule.recomputes(self.rows.outgrowing.begin_again(self.queues.running))
+        if self.rows.outgrowing is not None:
+            schedule.recomputes(self.rows.outgrowing.begin_again(self.queues.running))
         self._make_way(schedule)
         num_yielded = len(schedule.preempted)
         parts, budget = self._share_tokens()
@@ -442,7 +444,9 @@ def _wanted(group: Group, rows: DecodingRows, memory: KVMemory) -> Shares:
         if sequence in rows:
             continue
         _settle(sequence, memory)
-        num_tokens = min(_num_to_run(group, sequence), rows.outgrowing.num_left(sequence))
+        num_tokens = _num_to_run(group, sequence)
+        if rows.outgrowing is not None:
+            num_tokens = min(num_tokens, rows.outgrowing.num_left(sequence))
         if num_tokens:
             wanted.append((sequence, num_tokens))
     return wanted
