@@ -1,5 +1,7 @@
 """A group that makes room leaves whole and comes back whole, before anybody new."""
 
+from typing import Any
+
 import pytest
 
 from jpaged.engine.executor import DeviceRates, Move
@@ -107,10 +109,10 @@ def test_without_room_in_host_memory_a_group_is_computed_again(overlap):
 def test_samples_that_leave_just_behind_their_prompt_find_room_again(windows, num_steps_before, overlap):
     """Their windows hold the whole of the prompt's last chunk then, and memory has no more than they need."""
     kind, prompt = seeing(windows), [i * 7 % 50 for i in range(32)]
-    sizes = {"block_size": 4, "max_num_batched_tokens": 16, "max_model_len": 128, "num_host_blocks": 100}
+    sizes: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 16, "max_model_len": 128}
 
     def answer(num_blocks, *, is_disturbed):
-        executor = kind(num_blocks=num_blocks, **sizes)
+        executor = kind(num_blocks=num_blocks, num_host_blocks=100, **sizes)
         h = Harness(executor=executor, overlap=overlap, policy="priority", preemption_mode="swap")
         h.submit("a", prompt, max_tokens=4, n=2, temperature=1.0, seed=1, priority=1)
         for _ in range(num_steps_before):
