@@ -10,6 +10,7 @@ PACE = ("scheduling/test_pace.py",)
 COHORTS = ("scheduling/test_cohorts.py",)
 SCHEDULER = ("scheduling/test_scheduler.py",)
 POLICIES = ("scheduling/test_policies.py",)
+OUTGROWING = ("scheduling/test_outgrowing.py",)
 
 POLICY_FAULTS = (
     Fault(
@@ -205,8 +206,8 @@ POLICY_FAULTS = (
     Fault(
         "an urgent one counts on what others were promised",
         "scheduling/scheduler.py",
-        "if self._has_room(group, self._num_outstanding_blocks()):\n                return\n            self",
-        "if self._has_room(group, 0):\n                return\n            self",
+        "if self._has_room(group, self._num_outstanding_blocks()):\n                return\n            leaving",
+        "if self._has_room(group, 0):\n                return\n            leaving",
         SCHEDULER,
     ),
     Fault(
@@ -248,9 +249,30 @@ POLICY_FAULTS = (
     Fault(
         "a row stays whose last token is in flight",
         "scheduling/scheduler.py",
-        "            self.rows.leave(sequence)\n        self._make_way",
-        "            pass\n        self._make_way",
+        "            self.rows.leave(sequence)\n        if self.rows.outgrowing",
+        "            pass\n        if self.rows.outgrowing",
         ("scheduling/test_rows.py",),
+    ),
+    Fault(
+        "keys that a sequence has outgrown stay",
+        "scheduling/outgrowing.py",
+        "            sequence.outgrew(self._length)\n            self._memory.rewind(sequence)\n",
+        "            sequence.rope_len = self._length + 1\n",
+        OUTGROWING,
+    ),
+    Fault(
+        "several steps go beyond the length that keys serve for",
+        "scheduling/rows.py",
+        "return num_left if outgrowing is None else min(num_left, outgrowing.num_left(sequence))",
+        "return num_left",
+        OUTGROWING,
+    ),
+    Fault(
+        "what a window has left behind is swapped, too",
+        "scheduling/scheduler.py",
+        "            _settle(sequence, self._memory)  # what its",
+        "            pass  # what its",
+        ("kv/test_swap.py",),
     ),
     Fault(
         "several steps go in one dispatch while somebody waits who could join",
