@@ -6,5 +6,6 @@ names.py      the names of Hugging Face -> places in the file
 blocks.py     the types of tensors -> values, scales and zero points
 tensors.py    the file as a source of tensors
 scheme.py     which matrices stay quantised, and in what
+vocabulary.py metadata -> tokens, what each is, and which end a text
 tokenizer.py  metadata -> a tokenizer
 """

@@ -26,7 +26,6 @@ import ml_dtypes
 import numpy as np
 
 from jpaged.checkpoints.quantised.scheme import StoredMatrix
-from jpaged.errors import InvalidArgument
 from jpaged.kernels.matrix_format import MatrixFormat, Values
 
 FLOATS: Mapping[str, np.dtype] = {
@@ -47,14 +46,21 @@ class BlockType:
     Attributes:
         size: numbers of a block.
         num_bytes: of a block.
+        halves: bytes of a block at which the float16 are that its numbers are multiplied by or moved by.
         form: what a matrix of it is kept in.
         unpack: blocks `[blocks, bytes]`, uint8 -> values, scales and zeros.
     """
 
     size: int
     num_bytes: int
+    halves: tuple[int, ...]
     form: MatrixFormat
     unpack: Callable[[np.ndarray], Unpacked]
+
+    def is_finite(self, rows: np.ndarray) -> bool:
+        """Whether the numbers of rows `[out, bytes]` are finite."""
+        blocks = np.asarray(rows).reshape(-1, self.num_bytes)
+        return all(bool(np.isfinite(_halves(blocks[:, at : at + 2])).all()) for at in self.halves)
 
     def matrix(self, rows: np.ndarray, form: MatrixFormat) -> StoredMatrix:
         """A matrix of rows `[out, bytes]`, in its own form or in one that several types have in common."""
@@ -69,8 +75,6 @@ class BlockType:
 
         if zeros is None and form.has_zeros:
             zeros = np.zeros_like(scales)
-        if not np.isfinite(scales).all():
-            raise InvalidArgument("checkpoint", "has scales of blocks that are not finite")
         return StoredMatrix(
             values.reshape(num_out, -1).astype(form.dtype),
             of_groups(scales),
@@ -181,14 +185,14 @@ def _q6_k(blocks: np.ndarray) -> Unpacked:
 _LEAST_4 = MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False)
 _LEAST_8 = MatrixFormat("int8", 32, has_zeros=True, has_whole_zeros=False)
 BLOCK_TYPES: Mapping[str, BlockType] = {
-    "Q8_0": BlockType(32, 34, MatrixFormat("int8", 32), _q8_0),
-    "Q4_0": BlockType(32, 18, MatrixFormat("int4", 32), _q4_0),
-    "Q4_1": BlockType(32, 20, _LEAST_4, _q4_1),
-    "Q5_0": BlockType(32, 22, MatrixFormat("int8", 32), _q5_0),
-    "Q5_1": BlockType(32, 24, _LEAST_8, _q5_1),
-    "Q4_K": BlockType(256, 144, _LEAST_4, _q4_k),
-    "Q5_K": BlockType(256, 176, _LEAST_8, _q5_k),
-    "Q6_K": BlockType(256, 210, MatrixFormat("int8", 16), _q6_k),
+    "Q8_0": BlockType(32, 34, (0,), MatrixFormat("int8", 32), _q8_0),
+    "Q4_0": BlockType(32, 18, (0,), MatrixFormat("int4", 32), _q4_0),
+    "Q4_1": BlockType(32, 20, (0, 2), _LEAST_4, _q4_1),
+    "Q5_0": BlockType(32, 22, (0,), MatrixFormat("int8", 32), _q5_0),
+    "Q5_1": BlockType(32, 24, (0, 2), _LEAST_8, _q5_1),
+    "Q4_K": BlockType(256, 144, (0, 2), _LEAST_4, _q4_k),
+    "Q5_K": BlockType(256, 176, (0, 2), _LEAST_8, _q5_k),
+    "Q6_K": BlockType(256, 210, (208,), MatrixFormat("int8", 16), _q6_k),
 }
 """Types that are kept as they are."""
 READ = (*FLOATS, *BLOCK_TYPES)

@@ -1,8 +1,8 @@
 """GGUF's metadata -> the config.json that Hugging Face's libraries have for the same model.
 
 Families read it as they read any: `jpaged.models.hf_config`. A key of an architecture that nobody reads here is refused
-by name. What llama.cpp knows without being told is known here too: Gemma 3's local rope, the largest Gemmas' scale of
-scores, and that Qwen3's chosen experts are weighed by what they have in all.
+by name. What llama.cpp knows without being told is known here too: Gemma 2's caps, Gemma 3's local rope, the largest
+Gemmas' scale of scores, and that Qwen3's chosen experts are weighed by what they have in all.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import numpy as np
 
 from jpaged.checkpoints.gguf.blocks import weights_of
 from jpaged.checkpoints.gguf.file import GgufFile
+from jpaged.checkpoints.gguf.vocabulary import has_vocabulary, read_vocabulary
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.json_fields import JsonFields
 
 Config = dict[str, Any]
-_HARMLESS = ("vocab_size", "rope.scaling.finetuned", "attention.causal", "tensor_data_layout")
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|return|>")
-"""Tokens that end a turn: of a chat model the one that ends a text is seldom the one that it says."""
-_CONTROL = 3
-_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+_HARMLESS = ("vocab_size", "rope.scaling.finetuned")
+_GEMMA_27B = {2: 46, 3: 62}
 """Layers of the models whose scores are scaled by the width of the hidden state rather than by that of heads."""
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -54,12 +53,11 @@ def hf_config(file: GgufFile) -> Config:
 
 
 def _tokens(file: GgufFile) -> Config:
-    ids = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, types = (file.metadata.get(f"tokenizer.ggml.{name}") or [] for name in ("tokens", "token_type"))
-    control = {token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL}
-    ids += [control[token] for token in _ENDS if token in control]
-    ends = list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
-    return {"bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"), "eos_token_id": ends or None}
+    if has_vocabulary(file):
+        vocabulary = read_vocabulary(file)
+        return {"bos_token_id": vocabulary.ids.get("bos"), "eos_token_id": list(vocabulary.ends) or None}
+    first, *ends = (file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "eom"))
+    return {"bos_token_id": first, "eos_token_id": [token_id for token_id in ends if token_id is not None] or None}
 
 
 def _dtype(file: GgufFile) -> str:
@@ -93,6 +91,7 @@ def _decoder(fields: JsonFields, file: GgufFile) -> Config:
     head_dim = fields.integer("attention.key_length", max(1, sizes["hidden_size"] // heads))
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise Unsupported(f"{fields.name}: attention.value_length is not attention.key_length, {head_dim}")
+    fields.ignore(("attention.layer_norm_epsilon",))
     return sizes | {
         "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -108,26 +107,36 @@ def _rope(fields: JsonFields, file: GgufFile, config: Config, *, may_be_partial:
         if not may_be_partial:
             raise Unsupported(f"{fields.name}: rope.dimension_count is {num_rotated}; only whole heads are rotated")
         rope["partial_rotary_factor"] = num_rotated / config["head_dim"]
-    kind = fields.text("rope.scaling.type", "none")
     factors = _factors(file)
-    if factors:
-        return rope | _listed(fields, config, factors)
-    if kind == "none":
-        fields.only("rope.scaling.factor", 0.0, 1.0, why="rope.scaling.type says none")
-        fields.ignore(("rope.scaling.original_context_length",))
-        return rope
-    if kind not in ("linear", "yarn"):
-        raise Unsupported(f"{fields.name}: rope.scaling.type is {kind!r}, without a tensor of factors")
-    rope |= {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
+    return rope | (_listed(fields, config, factors) if factors else _scaled(fields, config))
+
+
+def _scaling(fields: JsonFields) -> tuple[str, float]:
+    """The type of scaling and its factor; one without a type is linear, and 0 is none."""
+    key = "rope.scaling.factor" if fields.has("rope.scaling.factor") else "rope.scale_linear"
+    fields.ignore(("rope.scaling.factor", "rope.scale_linear", "rope.scaling.original_context_length"))
+    factor = 1.0 if fields.value(key) == 0 else fields.number(key, 1.0)
+    return fields.text("rope.scaling.type", "linear"), factor
+
+
+def _scaled(fields: JsonFields, config: Config) -> Config:
+    """What a formula makes of the frequencies."""
+    kind, factor = _scaling(fields)
     fields.only("rope.scaling.attn_factor", 1.0, why="its own factor of attention is not supported here")
-    if kind == "linear":
-        fields.ignore(("rope.scaling.original_context_length",))
-        return rope
-    rope["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
-    for name in ("beta_fast", "beta_slow"):
-        if fields.has(f"rope.scaling.yarn_{name}"):
-            rope[name] = fields.number(f"rope.scaling.yarn_{name}")
-    return rope
+    if kind == "yarn":
+        fields.only("rope.scaling.yarn_attn_factor", 1.0, why="its own factor of attention is not supported here")
+        fields.only("rope.scaling.yarn_ext_factor", 1.0, -1.0, why="only whole extrapolation, 1.0, is supported here")
+        length = fields.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
+        betas = [name for name in ("beta_fast", "beta_slow") if fields.has(f"rope.scaling.yarn_{name}")]
+        yarn: Config = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": length}
+        return yarn | {name: fields.number(f"rope.scaling.yarn_{name}") for name in betas}
+    if kind not in ("none", "linear"):
+        raise Unsupported(f"{fields.name}: rope.scaling.type is {kind!r}, without a tensor of factors")
+    if factor == 1:
+        return {}
+    if kind == "none":
+        raise Unsupported(f"{fields.name}: rope.scaling.factor is {factor}; rope.scaling.type says none")
+    return {"rope_type": kind, "factor": factor}
 
 
 def _factors(file: GgufFile) -> dict[str, list[float]]:
@@ -143,9 +152,14 @@ def _factors(file: GgufFile) -> dict[str, list[float]]:
 def _listed(fields: JsonFields, config: Config, factors: Mapping[str, list[float]]) -> Config:
     """A rope whose factors are listed: Phi-3's, or what became of Llama 3's formula."""
     length = config["max_position_embeddings"]
-    fields.ignore(("rope.scaling.factor",))
+    kind, factor = _scaling(fields)
+    kinds = ("none", "linear") if "rope_freqs" in factors else ("none", "linear", "longrope")
+    if kind not in kinds or factor != 1:
+        raise Unsupported(
+            f"{fields.name}: rope.scaling.type is {kind!r} with a factor of {factor}, beside the tensor "
+            f"{next(iter(factors))}.weight; only what the tensor says is read"
+        )
     if "rope_freqs" in factors:
-        fields.ignore(("rope.scaling.original_context_length",))
         short = long = factors["rope_freqs"]
     else:
         if len(factors) < 2:
@@ -209,51 +223,65 @@ def _qwen_moe(name: str, model_type: str) -> Callable[[JsonFields, GgufFile], Co
     dense = _qwen(name, model_type)
 
     def read(fields: JsonFields, file: GgufFile) -> Config:
-        width = fields.integer("expert_feed_forward_length")
         config = dense(fields, file)
+        num_used, whole_width = fields.integer("expert_used_count"), config["intermediate_size"]
+        width = fields.integer("expert_feed_forward_length", 0, minimum=0) or whole_width // num_used
         fields.only("expert_weights_scale", 0.0, 1.0, why="scaled weights of experts are not known here")
         config |= {
             "num_experts": fields.integer("expert_count"),
-            "num_experts_per_tok": fields.integer("expert_used_count"),
+            "num_experts_per_tok": num_used,
             "moe_intermediate_size": width,
             "norm_topk_prob": fields.flag("expert_weights_norm", model_type == "qwen3_moe"),
         }
         if model_type == "qwen2_moe":
-            config["shared_expert_intermediate_size"] = fields.integer("expert_shared_feed_forward_length")
+            shared_width = fields.integer("expert_shared_feed_forward_length", 0, minimum=0) or whole_width
+            config["shared_expert_intermediate_size"] = shared_width
             config["qkv_bias"] = _has(file, "attn_q.bias")
+        else:
+            fields.only("expert_shared_feed_forward_length", 0, why="Qwen3 has no expert that all tokens go to")
         return config
 
     return read
 
 
-def _gemma(version: int) -> Callable[[JsonFields, GgufFile], Config]:
-    architecture = f"gemma{version}"
+def _gemma(config: Config, version: int, period: int) -> Config:
+    """What both Gemmas have; of `period` layers the last sees everything."""
+    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    is_largest = num_layers == _GEMMA_27B[version]
+    return config | {
+        "architectures": [f"Gemma{version}ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_largest else head_dim,
+        "layer_types": [_SLIDING if (index + 1) % period else _FULL for index in range(num_layers)],
+    }
 
-    def read(fields: JsonFields, file: GgufFile) -> Config:
-        config = _decoder(fields, file)
-        heads, head_dim = config["num_attention_heads"], config["head_dim"]
-        is_largest = config["num_hidden_layers"] == _GEMMA_27B[architecture]
-        rope = _rope(fields, file, config)
-        period = fields.integer("attention.sliding_window_pattern", 2 if version == 2 else 6)
-        types = [_SLIDING if (index + 1) % period else _FULL for index in range(config["num_hidden_layers"])]
-        local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10000.0)}
-        names = [f"{name}_logit_softcapping" for name in ("attn", "final")]
-        caps = {name: fields.number(name) if fields.has(name) else None for name in names}
-        return (
-            config
-            | caps
-            | {
-                "architectures": [f"Gemma{version}ForCausalLM"],
-                "model_type": "gemma2" if version == 2 else "gemma3_text",
-                "hidden_activation": "gelu_pytorch_tanh",
-                "query_pre_attn_scalar": config["hidden_size"] // heads if is_largest else head_dim,
-                "sliding_window": fields.integer("attention.sliding_window"),
-                "layer_types": types,
-                "rope_parameters": rope if version == 2 else {_FULL: rope, _SLIDING: local},
-            }
-        )
 
-    return read
+def _gemma2(fields: JsonFields, file: GgufFile) -> Config:
+    config = _decoder(fields, file)
+    rope = _rope(fields, file, config)
+    theta = rope["rope_theta"]
+    fields.only("rope.freq_base_swa", theta, why=f"all layers of Gemma 2 have that of rope.freq_base, {theta}")
+    return _gemma(config, 2, fields.integer("attention.sliding_window_pattern", 2)) | {
+        "model_type": "gemma2",
+        "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
+        "sliding_window": fields.integer("attention.sliding_window", 4096),
+        "rope_parameters": rope,
+    }
+
+
+def _gemma3(fields: JsonFields, file: GgufFile) -> Config:
+    config = _decoder(fields, file)
+    window = _window(fields)
+    period = fields.integer("attention.sliding_window_pattern", 6)
+    local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10000.0)}
+    caps = {name: fields.number(name) for name in _CAPS if fields.has(name)}
+    return _gemma(config, 3, 1 if window is None else period) | {
+        "model_type": "gemma3_text",
+        "sliding_window": window,
+        "rope_parameters": {_FULL: _rope(fields, file, config), _SLIDING: local},
+        **caps,
+    }
 
 
 def _phi3(fields: JsonFields, file: GgufFile) -> Config:
@@ -324,8 +352,8 @@ _READERS: Mapping[str, Callable[[JsonFields, GgufFile], Config]] = {
     "qwen3": _qwen("Qwen3", "qwen3"),
     "qwen2moe": _qwen_moe("Qwen2Moe", "qwen2_moe"),
     "qwen3moe": _qwen_moe("Qwen3Moe", "qwen3_moe"),
-    "gemma2": _gemma(2),
-    "gemma3": _gemma(3),
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
     "phi3": _phi3,
     "starcoder2": _starcoder2,
     "gpt2": _gpt2,

@@ -14,12 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.errors import InvalidArgument
+from jpaged.checkpoints.gguf.blocks import READ
+from jpaged.errors import InvalidArgument, Unsupported
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _NO_MODELS = ("mmproj", "imatrix")
-"""How files begin that are published beside models: what sees, and what was counted to quantise."""
+"""What files begin with, or say that they are, that are published beside models: what sees, and what was counted."""
+_REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"} | {
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+"""Types that llama.cpp once had, by their numbers."""
 _UNREADABLE = (OSError, ValueError, LookupError, OverflowError, TypeError)
 """What the package raises; it has no error of its own."""
 
@@ -78,12 +85,23 @@ def find_gguf(path: Path) -> Path | None:
         return _first_part(path)
     if not path.is_dir():
         return None
-    files = [file for file in sorted(path.glob(f"*{SUFFIX}")) if not file.name.startswith(_NO_MODELS)]
+    files = [file for file in path.glob(f"*{SUFFIX}") if not file.name.startswith(_NO_MODELS)]
     models = sorted({_first_part(file) for file in files})
+    if len(models) > 1:
+        models = [model for model in models if _is_model(model)]
     if len(models) > 1:
         listed = ", ".join(model.name for model in models)
         raise InvalidArgument("model", f"folder {path} holds {len(models)} GGUF models: name one of {listed}")
     return models[0] if models else None
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a file does not say that it is something else; one that is broken is refused when it is named."""
+    try:
+        metadata = open_gguf(path).metadata
+    except (InvalidArgument, Unsupported):
+        return True
+    return metadata.get("general.type") not in _NO_MODELS and metadata.get("general.architecture") != "clip"
 
 
 def is_gguf(path: Path) -> bool:
@@ -105,6 +123,7 @@ def open_gguf(path: Path) -> GgufFile:
 
     Raises:
         InvalidArgument: a part is missing, or one is no whole GGUF file.
+        Unsupported: a tensor is of a type that is not known.
     """
     parts = parts_of(path)
     for part in parts:
@@ -126,7 +145,7 @@ def _open(path: Path, parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
             tensors[name] = tensor
         number = found.get("split.no", 0)
         if number != index:
-            raise InvalidArgument(str(part), f"is part {number} by its metadata, and part {index} by its name")
+            raise InvalidArgument(str(part), f"is part {number + 1} by its metadata, and part {index + 1} by its name")
     count = metadata.get("split.tensors.count", len(tensors))
     if count != len(tensors):
         raise InvalidArgument(str(path), f"has {len(tensors)} tensors in {len(parts)} parts; it says {count}")
@@ -153,9 +172,22 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
 @functools.cache
 def _reader() -> Any:
     """The package's reader, which takes arrays apart at once: a vocabulary takes it 7 s, number by number."""
-    from gguf import GGUFReader, GGUFValueType  # a tenth of a second
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType  # a tenth of a second
+
+    known = {kind.value for kind in GGMLQuantizationType}
 
     class Reader(GGUFReader):
+        def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+            for field in fields:
+                _, name, _, _, (number,), _ = field.parts
+                if number not in known:
+                    kind = f"type {number} ({_REMOVED.get(int(number), 'unknown')})"
+                    raise Unsupported(
+                        f"{self.data.filename}: tensor {bytes(name).decode()} is of {kind}; "
+                        f"of GGUF's types read: {', '.join(READ)}"
+                    )
+            super()._build_tensors(start_offs, fields)
+
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
             if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
                 found: tuple[int, list[Any], list[int], list[Any]] = super()._get_field_parts(orig_offs, raw_type)

@@ -14,11 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from jpaged.checkpoints.gguf.file import GgufFile, GgufTensor
+from jpaged.errors import Unsupported
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are a part of the config."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OUTER = re.compile(r"(\w+)\.(weight|bias)")
+_OTHER_LAYOUTS = {
+    r"blk\.\d+\.attn_qkv\.\w+": "queries, keys and values in one; convert the model without --fuse-qkv",
+    r"blk\.\d+\.ffn_gate_up_exps\.\w+": "gates and ups in one; convert the model without --fuse-gate-up-exps",
+    r"blk\.\d+\.ffn_\w+\.\d+\.\w+": "one expert by itself; convert the model with a newer llama.cpp",
+}
+"""Names of tensors that an architecture may also be stored in, and what they hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +164,11 @@ NAMINGS: Mapping[str, Naming] = {
 
 
 def places(file: GgufFile, num_heads: int, num_kv_heads: int) -> dict[str, Place]:
-    """Where each tensor lies, by its name in a checkpoint; one that has none there keeps that of the file."""
+    """Where each tensor lies, by its name in a checkpoint; one that has none there keeps that of the file.
+
+    Raises:
+        Unsupported: one is of a layout that is not read.
+    """
     naming = NAMINGS[file.architecture]
     orders = _Orders(num_heads, num_kv_heads)
     found: dict[str, Place] = {}
@@ -174,6 +185,9 @@ def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> It
         yield f"{naming.outer[outer[1]]}.{outer[2]}", Place(name, offset=offset)
         return
     if layer is None or layer[2] not in naming.layers:
+        for pattern, content in _OTHER_LAYOUTS.items():
+            if re.fullmatch(pattern, name):
+                raise Unsupported(f"{tensor.path}: tensor {name} is not read: it is {content}")
         yield name, Place(name)
         return
     number, stem, end = layer.groups()

@@ -12,7 +12,7 @@ from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, FLOATS, READ, weights_of
 from jpaged.checkpoints.gguf.file import GgufFile, GgufTensor
 from jpaged.checkpoints.gguf.names import Place
 from jpaged.checkpoints.tensor_source import check_shape
-from jpaged.errors import Unsupported
+from jpaged.errors import InvalidArgument, Unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,21 @@ class GgufTensors:
         return FLOATS.get(tensor.kind, np.dtype(np.float32)) if not self.places[name].offset else np.dtype(np.float32)
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
-        """See `TensorSource`; of a quantised tensor the rows are read that a part has."""
+        """See `TensorSource`; of a quantised tensor the rows are read that a part has.
+
+        Raises:
+            InvalidArgument: it is misshapen, or blocks that are read as they lie are not finite.
+            Unsupported: its type is not read.
+        """
         check_shape(self, name, shape)
         self.dtype(name)
         tensor, place = self._stored(name), self.places[name]
         data = tensor.data if place.expert is None else tensor.data[place.expert]
         if name in self.blocks:
-            return _rows(data, place, index[:1])
+            rows = _rows(data, place, index[:1])
+            if not BLOCK_TYPES[tensor.kind].is_finite(rows):
+                raise InvalidArgument(str(tensor.path), f"tensor {name} has scales of blocks that are not finite")
+            return rows
         if place.is_transposed or place.is_row:
             whole = weights_of(tensor.kind, _rows(data, place, ()))
             return (whole.T if place.is_transposed else whole[None])[index]

@@ -4,7 +4,8 @@
     llama    SentencePiece's BPE: of neighbours that are a token together those with the highest score become it first
 
 Control tokens are special ones; what users have defined is found whole in any text. Text that llama.cpp would cut
-otherwise than the library that a model was trained with is cut as the library does: Qwen's is normalised first (NFC).
+otherwise than the library that a model was trained with is cut as the library does: that of Qwen and of GPT-NeoX is
+normalised first (NFC).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.checkpoints.gguf.file import GgufFile, open_gguf
-from jpaged.errors import InvalidArgument, JpagedError, Unsupported
+from jpaged.checkpoints.gguf.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, read_vocabulary
+from jpaged.errors import InvalidArgument, Unsupported
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _SPACE = "\u2581"
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _CUTTING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -26,8 +27,8 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _NO_WORD = r"[^\r\n\p{L}\p{N}]?"
 
 
-def _words(digits: str) -> str:
-    return rf"{_CUTTING}|{_NO_WORD}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_END_OF_WORDS}"
+def _words(digits: str, behind_marks: str = r"[\r\n]*") -> str:
+    return rf"{_CUTTING}|{_NO_WORD}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+{behind_marks}|{_END_OF_WORDS}"
 
 
 def _cased_words(digits: str, behind: str) -> str:
@@ -54,21 +55,26 @@ class _Cut:
 
 
 _GPT2 = _Cut(is_gpt2=True)
+_NEOX = _Cut(is_gpt2=True, composes=True)
 _DIGIT_BY_DIGIT = _Cut((r"\p{N}",), is_gpt2=True)
 _LLAMA3 = _Cut((_words(r"\p{N}{1,3}"),), ignores_merges=True, adds_bos=True)
 _QWEN2 = _Cut((_words(r"\p{N}"),), composes=True)
 _GPT4O = _Cut((_cased_words(r"\p{N}{1,3}", _CUTTING + "?"),))
 _CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
 _CUTS: Mapping[str, _Cut] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "granite-docling"), _GPT2),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"), _DIGIT_BY_DIGIT),
+    **dict.fromkeys(("gpt-2", "phi-2", "jais", "trillion", "granite-docling", "mellum", "a.x-4.0"), _GPT2),
+    **dict.fromkeys(("olmo", "mpt"), _NEOX),
+    **dict.fromkeys(
+        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _DIGIT_BY_DIGIT
+    ),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Cut(_LLAMA3.expressions)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2),
     "stablelm2": _Cut(_QWEN2.expressions),
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _Cut((_cased_words(r"\p{N}", ""),), ignores_merges=True, adds_bos=True),
     "deepseek-coder": _Cut(_CODER),
+    "seed-coder": _Cut((_words(r"\p{N}", ""),)),
 }
 """By what a file calls them (`tokenizer.ggml.pre`)."""
 
@@ -113,15 +119,10 @@ def read_tokenizer(path: Path) -> GgufTokenizer | None:
         return None
     if kind not in ("gpt2", "llama"):
         raise Unsupported(f"{path}: tokenizer.ggml.model is {kind!r}; read: gpt2, llama")
-    vocabulary = _Vocabulary.of(file)
-    try:
-        fast, adds_bos = _byte_level(vocabulary, file) if kind == "gpt2" else (_sentence_piece(vocabulary, file), True)
-        _add_tokens(fast, vocabulary, is_phi3=kind == "llama" and file.architecture == "phi3")
-        _add_ends(fast, vocabulary, file, adds_bos)
-    except JpagedError:
-        raise
-    except Exception as error:  # the library has no error of its own
-        raise InvalidArgument(str(path), f"its tokenizer cannot be made: {error}") from error
+    vocabulary = read_vocabulary(file)
+    fast, adds_bos = _byte_level(vocabulary, file) if kind == "gpt2" else (_sentence_piece(vocabulary, file), True)
+    _add_tokens(fast, vocabulary, is_sentence_piece=kind == "llama", is_phi3=file.architecture == "phi3")
+    _add_ends(fast, vocabulary, file, adds_bos)
     template = file.metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
         raise InvalidArgument(str(path), "tokenizer.chat_template must be a string")
@@ -135,42 +136,7 @@ def read_tokenizer(path: Path) -> GgufTokenizer | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    """The tokens of a file.
-
-    Attributes:
-        types: of each token; one is a token as any.
-        ids: of tokens that have a role, by its name.
-    """
-
-    tokens: list[str]
-    types: list[int]
-    ids: Mapping[str, int]
-
-    @classmethod
-    def of(cls, file: GgufFile) -> _Vocabulary:
-        tokens = file.metadata.get("tokenizer.ggml.tokens")
-        if not isinstance(tokens, list) or not tokens:
-            raise InvalidArgument(str(file.path), "tokenizer.ggml.tokens must be a list of tokens")
-        types = file.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-        ids = {
-            key: token_id
-            for key in _NAMED.values()
-            if (token_id := file.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None
-        }
-        for key, token_id in ids.items():
-            if not 0 <= token_id < len(tokens):
-                raise InvalidArgument(str(file.path), f"{key}_token_id is {token_id}; there are {len(tokens)} tokens")
-        if len(types) != len(tokens):
-            raise InvalidArgument(str(file.path), f"has {len(types)} types of {len(tokens)} tokens")
-        return cls(tokens, types, ids)
-
-    def named(self, key: str) -> str | None:
-        return self.tokens[self.ids[key]] if key in self.ids else None
-
-
-def _byte_level(vocabulary: _Vocabulary, file: GgufFile) -> tuple[Any, bool]:
+def _byte_level(vocabulary: Vocabulary, file: GgufFile) -> tuple[Any, bool]:
     """Byte-level BPE, and whether a text begins with a token where the file does not say."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -178,10 +144,8 @@ def _byte_level(vocabulary: _Vocabulary, file: GgufFile) -> tuple[Any, bool]:
     cut = _CUTS.get(str(pre))
     if cut is None:
         raise Unsupported(f"{file.path}: tokenizer.ggml.pre is {pre!r}; read: {', '.join(_CUTS)}")
-    lines = file.metadata.get("tokenizer.ggml.merges") or []
-    spaces = [line.index(" ", 1) for line in lines]
-    merges = [(line[:at], line[at + 1 :]) for line, at in zip(lines, spaces, strict=True)]
     vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
+    merges = _listed_merges(file, vocab)
     fast = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.ignores_merges))
     if cut.composes:
         fast.normalizer = normalizers.NFC()
@@ -192,7 +156,24 @@ def _byte_level(vocabulary: _Vocabulary, file: GgufFile) -> tuple[Any, bool]:
     return fast, cut.adds_bos
 
 
-def _sentence_piece(vocabulary: _Vocabulary, file: GgufFile) -> Any:
+def _listed_merges(file: GgufFile, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs that a file lists; the library panics at one that makes no token."""
+    lines = file.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(lines, list):
+        raise InvalidArgument(
+            str(file.path), "tokenizer.ggml.merges is missing; convert the model again with its merges"
+        )
+    merges = []
+    for line in lines:
+        left, _, right = line[1:].partition(" ")
+        left = line[:1] + left
+        if not right or not {left, right, left + right} <= vocab.keys():
+            raise InvalidArgument(str(file.path), f"tokenizer.ggml.merges has {line!r}; each must be two tokens of one")
+        merges.append((left, right))
+    return merges
+
+
+def _sentence_piece(vocabulary: Vocabulary, file: GgufFile) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = file.metadata.get("tokenizer.ggml.scores")
@@ -203,9 +184,7 @@ def _sentence_piece(vocabulary: _Vocabulary, file: GgufFile) -> Any:
     vocab = {token: index for index, token in enumerate(tokens)}
     ranked = sorted(_merges(tokens, vocabulary.types, scores, vocab))
     merges = [(tokens[left], tokens[right]) for *_, left, right in ranked]
-    unknown = vocabulary.named("unknown") or next(
-        (token for token, kind in zip(tokens, vocabulary.types, strict=True) if kind == _UNKNOWN), None
-    )
+    unknown = tokens[vocabulary.ids["unknown"]]
     fast = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     has_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", _SPACE)
@@ -220,29 +199,34 @@ def _merges(
 ) -> Iterator[tuple[bool, float, int, int, int]]:
     """Pairs of tokens that are one together: what users have defined first, then by score, then by number."""
     for index, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
-        if kind in (_UNKNOWN, _CONTROL, _BYTE):
+        if kind in (UNKNOWN, CONTROL, BYTE):
             continue
         for at in range(1, len(token)):
             left, right = vocab.get(token[:at]), vocab.get(token[at:])
             if left is not None and right is not None:
-                yield kind != _USER_DEFINED, -score, index, left, right
+                yield kind != USER_DEFINED, -score, index, left, right
 
 
-def _add_tokens(fast: Any, vocabulary: _Vocabulary, *, is_phi3: bool) -> None:
-    """Tells the library of tokens that are found whole in a text; Phi-3's take the spaces behind them along."""
+def _add_tokens(fast: Any, vocabulary: Vocabulary, *, is_sentence_piece: bool, is_phi3: bool) -> None:
+    """Tells the library of tokens that are found whole in a text.
+
+    Tokens of spaces alone are, in SentencePiece, made of shorter ones as words are. Those of Phi-3 take the spaces
+    behind them along.
+    """
     from tokenizers import AddedToken
 
     bare = ("<unk>", "<s>", "<|endoftext|>")
     added = []
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        is_special = kind in (_CONTROL, _UNKNOWN)
-        if is_special or (kind == _USER_DEFINED and token.strip(" " + _SPACE)):
-            rstrip = is_phi3 and token not in bare
+        is_special = kind in (CONTROL, UNKNOWN)
+        is_word = is_sentence_piece and not token.strip(" " + _SPACE)
+        if is_special or (kind == USER_DEFINED and not is_word):
+            rstrip = is_phi3 and is_sentence_piece and token not in bare
             added.append(AddedToken(token, normalized=False, special=is_special, rstrip=rstrip))
     fast.add_tokens(added)
 
 
-def _add_ends(fast: Any, vocabulary: _Vocabulary, file: GgufFile, adds_bos: bool) -> None:
+def _add_ends(fast: Any, vocabulary: Vocabulary, file: GgufFile, adds_bos: bool) -> None:
     """Puts tokens before and behind a text, as the file says."""
     from tokenizers import processors
 
@@ -257,6 +241,10 @@ def _add_ends(fast: Any, vocabulary: _Vocabulary, file: GgufFile, adds_bos: bool
     first, last = named.get("bos"), named.get("eos")
     one = [*([first] if first is not None else []), "$A", *([last] if last is not None else [])]
     two = [*([f"{first}:1"] if first is not None else []), "$B:1", *([f"{last}:1"] if last is not None else [])]
-    fast.post_processor = processors.TemplateProcessing(
-        single=one, pair=[*one, *two], special_tokens=[(token, vocabulary.ids[key]) for key, token in named.items()]
-    )
+    special = [(token, vocabulary.ids[key]) for key, token in named.items()]
+    try:
+        fast.post_processor = processors.TemplateProcessing(single=one, pair=[*one, *two], special_tokens=special)
+    except ValueError as error:
+        raise InvalidArgument(
+            str(file.path), f"texts cannot be put between {', '.join(named.values())}: {error}"
+        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file
 from jpaged.checkpoints import hub
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.gguf.file import open_gguf
+from jpaged.checkpoints.gguf.names import places
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, JpagedError, NotFound, Unsupported
 from jpaged.models.model import Model
@@ -42,6 +44,17 @@ def test_a_file_is_named_or_alone_in_its_folder(tmp_path: Path) -> None:
         hub.find_folder("missing.gguf")
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"general.type": "mmproj"}, {"general.architecture": "clip"}, {"general.type": "imatrix"}],
+    ids=lambda more: next(iter(more.values())),
+)
+def test_what_is_published_beside_a_model_is_none(more: dict[str, Any], tmp_path: Path) -> None:
+    file = write(tmp_path / "tiny-q8_0.gguf")
+    write(tmp_path / "tiny-beside.gguf", **more)
+    assert hub.find_folder(str(tmp_path)) == file
+
+
 def test_a_model_in_parts_is_one(tmp_path: Path) -> None:
     write_gguf(MODEL, tmp_path / "tiny.gguf", of_kind("F32"), split_max_tensors=4)
     first, *others = sorted(tmp_path.iterdir())
@@ -58,6 +71,16 @@ def test_a_model_in_parts_is_one(tmp_path: Path) -> None:
         hub.read_config(first)
     shutil.copyfile(others[0], others[-1])
     with pytest.raises(InvalidArgument, match=r"tensor .* is in .*gguf as well"):
+        hub.read_config(first)
+
+
+def test_a_part_by_another_name_is_refused(tmp_path: Path) -> None:
+    write_gguf(MODEL, tmp_path / "tiny.gguf", of_kind("F32"), split_max_tensors=4)
+    first, second, *_ = sorted(tmp_path.iterdir())
+    swapped = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(swapped)
+    with pytest.raises(InvalidArgument, match=rf"{first.name}: is part 2 by its metadata, and part 1 by its name"):
         hub.read_config(first)
 
 
@@ -82,6 +105,35 @@ def test_something_else_is_refused(tmp_path: Path) -> None:
     other.write_bytes(b"PK\x03\x04" + bytes(1000))
     with pytest.raises(InvalidArgument, match=r"other.gguf: is no whole GGUF file: GGUF magic invalid"):
         hub.read_config(other)
+
+
+@pytest.mark.parametrize(("number", "name"), [(31, "Q4_0_4_4"), (38, "IQ4_NL_8_8"), (99, "unknown")])
+def test_a_type_that_is_not_known_is_told_with_its_tensor(number: int, name: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "tiny.gguf")
+    stored = bytearray(file.read_bytes())
+    begin = stored.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight")
+    (num_axes,) = struct.unpack_from("<I", stored, begin)
+    struct.pack_into("<I", stored, begin + 4 + 8 * num_axes, number)
+    file.write_bytes(stored)
+    message = rf"tiny.gguf: tensor blk.0.attn_q.weight is of type {number} \({name}\); of GGUF's types read: F32"
+    with pytest.raises(Unsupported, match=message):
+        hub.read_config(file)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("attn_q.weight", "attn_qkv.weight", "queries, keys and values in one; convert the model without --fuse-qkv"),
+        ("ffn_up.weight", "ffn_gate_up_exps.weight", "gates and ups in one; convert the model without"),
+        ("ffn_up.weight", "ffn_up.3.weight", "one expert by itself; convert the model with a newer llama.cpp"),
+    ],
+)
+def test_a_layout_that_is_not_read_is_named(old: str, new: str, message: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "tiny.gguf")
+    whole = open_gguf(file)
+    tensors = {name.replace(old, new): tensor for name, tensor in whole.tensors.items()}
+    with pytest.raises(Unsupported, match=rf"tiny.gguf: tensor blk.0.{new} is not read: it is {message}"):
+        places(dataclasses.replace(whole, tensors=tensors), 4, 2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from jpaged.assemble import find_source
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
@@ -185,7 +185,12 @@ PUBLISHED = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "seed-coder": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+PUBLISHED |= dict.fromkeys(("megrez", "kormo"), PUBLISHED["qwen2"])
+# Files that llama.cpp cuts as another kind's.
+SAME = {"mellum": "gpt-2", "a.x-4.0": "gpt-2", "minerva-7b": "starcoder"}
 
 
 @pytest.mark.parametrize("pre", PUBLISHED)
@@ -195,8 +200,36 @@ def test_words_are_cut_as_the_model_was_trained_with(pre: str, tmp_path: Path) -
     plain = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     for text in TEXTS:
         assert found.pre_tokenizer.pre_tokenize_str(text) == plain.pre_tokenize_str(text)
-    assert (found.normalizer is not None) == (pre == "qwen2")
+    assert (found.normalizer is not None) == (pre in ("qwen2", "megrez", "kormo"))
     assert found.model.ignore_merges == (pre in ("llama-bpe", "tekken"))
+
+
+@pytest.mark.parametrize("pre", SAME)
+def test_words_are_cut_as_those_of_another_kind(pre: str, tmp_path: Path) -> None:
+    found, same = (read(tmp_path, demo_metadata() | {"tokenizer.ggml.pre": each}).fast for each in (pre, SAME[pre]))
+    assert found.to_str() == same.to_str()
+
+
+@pytest.mark.parametrize("pre", ["olmo", "mpt"])
+def test_characters_of_gpt_neox_are_composed(pre: str, tmp_path: Path) -> None:
+    fast = read(tmp_path, demo_metadata() | {"tokenizer.ggml.pre": pre}).fast
+    assert ids(fast, "cafe\u0301") == ids(fast, "caf\u00e9")
+
+
+def test_spaces_that_gpt_neox_has_added_are_found_whole(tmp_path: Path) -> None:
+    metadata = demo_metadata() | {"tokenizer.ggml.pre": "olmo"}
+    spaces = ["    ", "  "]
+    first = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] += spaces
+    metadata["tokenizer.ggml.token_type"] += [4, 4]
+    got = read(tmp_path, metadata).fast
+    want = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    want.normalizer = normalizers.NFC()
+    want.add_tokens([AddedToken(token, normalized=True, special=False) for token in spaces])
+    text = "def f():\n    return  1"
+    assert ids(got, text) == ids(want, text)
+    assert {first, first + 1} <= set(ids(got, text))
+    assert got.decode(ids(got, text)) == text
 
 
 def test_llama3_begins_a_text_unless_the_file_says_otherwise(tmp_path: Path) -> None:
@@ -213,8 +246,11 @@ def test_llama3_begins_a_text_unless_the_file_says_otherwise(tmp_path: Path) -> 
         ({"tokenizer.ggml.pre": "viking"}, Unsupported, "tokenizer.ggml.pre is 'viking'; read: gpt-2"),
         ({"tokenizer.ggml.pre": None}, Unsupported, "tokenizer.ggml.pre is None"),
         ({"tokenizer.ggml.eos_token_id": 5000}, InvalidArgument, "eos_token_id is 5000; there are 3072 tokens"),
-        ({"tokenizer.ggml.merges": ["ab"]}, InvalidArgument, "its tokenizer cannot be made"),
-        ({"tokenizer.ggml.merges": ["\u00e6 \u00e7"]}, InvalidArgument, "its tokenizer cannot be made"),
+        ({"tokenizer.ggml.bos_token_id": 3072}, InvalidArgument, "bos_token_id is 3072; there are 3072 tokens"),
+        ({"tokenizer.ggml.merges": None}, InvalidArgument, "tokenizer.ggml.merges is missing; convert the model again"),
+        ({"tokenizer.ggml.merges": ["ab"]}, InvalidArgument, "merges has 'ab'; each must be two tokens of one"),
+        ({"tokenizer.ggml.merges": ["\u00e6 \u00e7"]}, InvalidArgument, "merges has '\u00e6 \u00e7'; each must be two"),
+        ({"tokenizer.ggml.merges": ["b q"]}, InvalidArgument, "merges has 'b q'; each must be two tokens of one"),
         ({"tokenizer.ggml.token_type": [1, 1]}, InvalidArgument, "has 2 types of 3072 tokens"),
         ({"tokenizer.ggml.model": "llama"}, InvalidArgument, "scores must have one number for each token"),
     ],

@@ -40,6 +40,11 @@ KEPT = {
     "Q5_K": ("int8", 32),
     "Q6_K": ("int8", 16),
 }
+# Bytes of a block at which the scale and the least number are.
+HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)} | {
+    **dict.fromkeys(("Q4_K", "Q5_K"), (0, 2)),
+    "Q6_K": (208,),
+}
 
 
 def mixed(name: str, shape: tuple[int, ...]) -> str:
@@ -130,11 +135,17 @@ def test_a_group_without_a_scale_is_its_least_number() -> None:
     assert len(np.unique(want[0, :32])) == 1
 
 
-def test_a_scale_that_is_no_number_is_refused() -> None:
-    blocks = np.zeros((4, 34), np.uint8)
-    blocks[2, :2] = np.array([np.inf], np.float16).view(np.uint8)
-    with pytest.raises(InvalidArgument, match="has scales of blocks that are not finite"):
-        BLOCK_TYPES["Q8_0"].matrix(blocks, BLOCK_TYPES["Q8_0"].form)
+@pytest.mark.parametrize(("kind", "at"), [(kind, at) for kind, offsets in HALVES.items() for at in offsets])
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+def test_a_scale_or_a_least_that_is_no_number_is_refused(kind: str, at: int, number: float, tmp_path: Path) -> None:
+    model = checkpoint("llama_mha", **WIDE | HEADS | {"num_hidden_layers": 1})
+    file = tmp_path / "model.gguf"
+    write_gguf(model, file, lambda name, shape: kind if name == "blk.0.ffn_down.weight" else "F32")
+    stored = next(each for each in gguf.GGUFReader(file, "r+").tensors if each.name == "blk.0.ffn_down.weight")
+    stored.data[3, at : at + 2] = np.array([number], np.float16).view(np.uint8)
+    message = r"model.gguf: tensor model.layers.0.mlp.down_proj.weight has scales of blocks that are not finite"
+    with pytest.raises(InvalidArgument, match=message):
+        load(file)
 
 
 def test_experts_keep_the_blocks_of_their_stack(tmp_path: Path) -> None:
