@@ -37,8 +37,9 @@ class ModelConfig:
         head_dim: D, even.
         max_position_embeddings: length named by the checkpoint; `max_model_len` is what the model makes of it.
         tie_word_embeddings: the embedding is also the output matrix.
-        eos_token_ids: tokens that end a sequence; may be empty.
-        bos_token_id: token that begins a prompt, if the checkpoint names one.
+        eos_token_ids: tokens that end a sequence; may be empty. One beyond the vocabulary is never sampled: it is left
+            out, as checkpoints that took their class's default have it.
+        bos_token_id: token that begins a prompt, if the checkpoint names one that there is.
         checkpoint_dtype: what the checkpoint says its weights are: float32, bfloat16 or float16.
         quantisation: which matrices have fewer bits, and how; None has none.
         mixture: the experts of layers that are sparse; None where none is.
@@ -67,11 +68,10 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise InvalidArgument("head_dim", f"is {self.head_dim}; it must be an even number")
-        for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
-            if token_id >= self.vocab_size:
-                raise InvalidArgument(
-                    "eos_token_id or bos_token_id", f"is {token_id}; it must be below vocab_size, {self.vocab_size}"
-                )
+        ends = tuple(token_id for token_id in self.eos_token_ids if token_id < self.vocab_size)
+        object.__setattr__(self, "eos_token_ids", ends)
+        if self.bos_token_id is not None and self.bos_token_id >= self.vocab_size:
+            object.__setattr__(self, "bos_token_id", None)
 
     @property
     def max_model_len(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -46,7 +46,8 @@ class Family(Generic[ConfigT]):
     Attributes:
         model_type: the `model_type` of its config.json.
         read: the config of an architecture, read from the fields of a config.json; token ids and the type of weights,
-            which all families have alike, are read by `jpaged.models.hf_config`.
+            which all families have alike, are read by `jpaged.models.hf_config`: those of `read` are for a config
+            that has no such key.
         to_hf: the fields of a config.json that are the family's own, for `read`.
         modules: imports what its models are built of, and jax with it: a config is read and planned for without.
         outer_leaves: the leaves around the layers with a prefix of tensors' names, the embedding first.
@@ -56,7 +57,8 @@ class Family(Generic[ConfigT]):
         lm_head: the name of the output matrix.
         name_prefix: what all names but that of the output matrix begin with, given those that a checkpoint holds.
         ignores_later_layers: checkpoints have layers behind those of the model, which draft.
-        language: of a model that reads more than text, the fields of its language model alone.
+        language: of a model that reads more than text, the fields of its language model alone, given those of the
+            whole, of which it reads what tells of text.
     """
 
     model_type: str
@@ -70,7 +72,7 @@ class Family(Generic[ConfigT]):
     ignored: tuple[str, ...] = ()
     lm_head: str = LM_HEAD
     ignores_later_layers: bool = False
-    language: Callable[[Mapping[str, object]], Mapping[str, object]] | None = None
+    language: Callable[[JsonFields], JsonFields] | None = None
 
 
 AnyFamily = Family[Any]

@@ -15,14 +15,24 @@ _HARMLESS = (
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_commit_hash",
+    "_experts_implementation",
+    "_flash_attn_2_enabled",
     "_name_or_path",
+    "_num_labels",
     "name_or_path",
     "activation_dropout",
     "architectures",
     "attention_dropout",
     "attn_implementation",
+    # Classes of the repository, which are never run: the architecture is looked up by its name.
+    "auto_map",
+    "cache_implementation",
+    "custom_pipelines",
+    "decoder_start_token_id",
     "dropout",
+    "experts_implementation",
     "finetuning_task",
+    "gradient_checkpointing",
     "id2label",
     "init_std",
     "initializer_range",
@@ -37,25 +47,55 @@ _HARMLESS = (
     "pad_token_id",
     "problem_type",
     "return_dict",
+    "sep_token_id",
     "task_specific_params",
+    "tf_legacy_loss",
     "tokenizer_class",
     "transformers.js_config",
     "transformers_version",
     "unk_token_id",
     "unsloth_fixed",
     "unsloth_version",
+    "use_bfloat16",
     "use_cache",
 )
 
-# Sampling defaults of old checkpoints: a request states its own.
+# Sampling defaults of old checkpoints, as transformers 5 sets them aside: a request states its own.
 _GENERATION_DEFAULTS = (
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
     "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
     "max_length",
     "max_new_tokens",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "target_lookbehind",
     "temperature",
     "top_k",
     "top_p",
-    "repetition_penalty",
+    "typical_p",
 )
 
 
@@ -65,28 +105,30 @@ def from_hf(config: Mapping[str, object], generation: Mapping[str, object] | Non
     Args:
         generation: the parsed generation_config.json beside it. Only its `eos_token_id` is read, which wins
             over that of config.json, as in transformers' generate; its sampling defaults belong to requests.
+            Where neither has the key, the family's is taken; null is none.
 
     Raises:
         Unsupported: an architecture or a setting that this model code does not compute.
         InvalidArgument: a missing or malformed value.
     """
-    fields = JsonFields(config, "config.json")
-    architecture = _architecture(fields)
+    whole = JsonFields(config, "config.json")
+    architecture = _architecture(whole)
     family = find_family(architecture)
-    if family.language is not None:
-        fields = JsonFields(family.language(config), "config.json")
-        _architecture(fields)
-    fields.ignore(_HARMLESS + _GENERATION_DEFAULTS)
-    _refuse_other_forms(fields)
-    eos = fields.token_ids("eos_token_id")
+    fields = whole if family.language is None else family.language(whole)
+    for part in (whole, fields):
+        part.ignore(_HARMLESS + _GENERATION_DEFAULTS)
+        _refuse_other_forms(part)
+    known: ModelConfig = family.read(fields, architecture)
+    eos = _eos(fields, known.eos_token_ids)
     generation_eos = JsonFields(generation or {}, "generation_config.json").token_ids("eos_token_id")
-    result: ModelConfig = replace(
-        family.read(fields, architecture),
+    result = replace(
+        known,
         eos_token_ids=generation_eos or eos,
-        bos_token_id=fields.integer("bos_token_id", minimum=0) if fields.has("bos_token_id") else None,
+        bos_token_id=_bos(fields, known.bos_token_id),
         checkpoint_dtype=_checkpoint_dtype(fields),
     )
-    fields.finish()
+    for part in (whole, fields):
+        part.finish()
     return result
 
 
@@ -115,6 +157,16 @@ def _architecture(fields: JsonFields) -> str:
     return names[0]
 
 
+def _eos(fields: JsonFields, missing: tuple[int, ...]) -> tuple[int, ...]:
+    is_missing = fields.value("eos_token_id", missing) is missing
+    return missing if is_missing else fields.token_ids("eos_token_id")
+
+
+def _bos(fields: JsonFields, missing: int | None) -> int | None:
+    is_none = fields.value("bos_token_id", missing) is None
+    return None if is_none else fields.integer("bos_token_id", missing, minimum=0)
+
+
 def _checkpoint_dtype(fields: JsonFields) -> str | None:
     old, new = (fields.value(key) for key in ("torch_dtype", "dtype"))
     value = old if new is None else new
@@ -128,10 +180,10 @@ def _checkpoint_dtype(fields: JsonFields) -> str | None:
 
 def _refuse_other_forms(fields: JsonFields) -> None:
     fields.only("quantization_config", why="quantised checkpoints are not supported; take the original weights")
-    fields.only("auto_map", why="model code that comes with a checkpoint is never run")
     fields.only("pretraining_tp", 0, 1, why="split projections are not supported; only 1 is")
     fields.only("rope_interleaved", False, why="only half-split rotary embedding is supported")
     fields.only("use_mrope", False, why="multimodal rotary embedding is not supported")
+    fields.only("pruned_heads", {}, why="layers without some of their heads are not supported")
     fields.only("chunk_size_feed_forward", 0, why="a chunked feed-forward is not supported; only 0 is")
     for key in ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "torchscript"):
         fields.only(key, False, why="only decoder-only models are supported")

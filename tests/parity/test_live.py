@@ -78,7 +78,10 @@ def test_a_checkpoint_that_transformers_writes_is_read_to_its_logits(name: str, 
 
 
 def test_a_gemma_that_reads_images_answers_texts(tmp_path: Path) -> None:
-    """Its language model is served out of the whole checkpoint, as transformers lays that out."""
+    """Its language model is served out of the whole checkpoint, as transformers lays that out.
+
+    Whether the embedding is tied is said of the whole: what text_config says of it is passed over.
+    """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     sight: dict[str, object] = {
@@ -89,6 +92,7 @@ def test_a_gemma_that_reads_images_answers_texts(tmp_path: Path) -> None:
     }
     sight |= {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4}
     text = {key: value for key, value in tiny_case("gemma3").config.items() if key != "architectures"}
+    text["tie_word_embeddings"] = False
     whole = AutoConfig.for_model("gemma3", text_config=text, vision_config=sight, mm_tokens_per_image=4)
     torch.manual_seed(0)
     theirs = AutoModelForImageTextToText.from_config(whole, attn_implementation="eager").eval()

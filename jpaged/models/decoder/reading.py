@@ -74,15 +74,17 @@ def read_heads(
     """The heads, as fields of `ModelConfig`.
 
     Args:
-        num_kv_heads: where the config names none; None is as many as query heads.
+        num_kv_heads: where the config has no such key; None is as many as query heads, and so is a null there.
         head_dim: where the config names none; None derives it from hidden_size.
     """
     num_heads = fields.integer("num_attention_heads", maximum=MAX_WIDTH)
     if head_dim is None and not fields.has("head_dim") and hidden_size % num_heads:
         raise fields.bad("hidden_size", f"is {hidden_size}; without head_dim num_attention_heads must divide it")
+    is_null = fields.value("num_key_value_heads", num_kv_heads) is None
+    missing = num_heads if is_null or num_kv_heads is None else num_kv_heads
     return {
         "num_heads": num_heads,
-        "num_kv_heads": fields.integer("num_key_value_heads", num_kv_heads or num_heads, maximum=MAX_WIDTH),
+        "num_kv_heads": fields.integer("num_key_value_heads", missing, maximum=MAX_WIDTH),
         "head_dim": fields.integer("head_dim", head_dim or hidden_size // num_heads, maximum=MAX_WIDTH),
     }
 

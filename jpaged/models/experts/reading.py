@@ -7,7 +7,8 @@ from jpaged.models.config import MAX_LAYERS, MAX_WIDTH
 from jpaged.models.json_fields import JsonFields
 
 MAX_EXPERTS = 2**14
-_NUM_EXPERTS = ("num_local_experts", "num_experts")
+NUM_EXPERTS = ("num_local_experts", "num_experts")
+"""What families call the number of experts; most by either name."""
 TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 """Keys about how routers were trained, which inference does not read."""
 
@@ -17,16 +18,19 @@ def read_width(fields: JsonFields, key: str, default: int | None = None) -> int:
     return fields.integer(key, default, maximum=MAX_WIDTH)
 
 
-def read_choice(fields: JsonFields, default: tuple[int, int]) -> tuple[int, int]:
-    """(experts, experts of each row); the first has either of two names, which transformers takes for one.
+def read_choice(fields: JsonFields, default: tuple[int, int], names: tuple[str, ...] = NUM_EXPERTS) -> tuple[int, int]:
+    """(experts, experts of each row).
+
+    Args:
+        names: of the first, which transformers takes for one.
 
     Raises:
-        InvalidArgument: it has both, and they differ.
+        InvalidArgument: it has several, and they differ.
     """
-    found = {name: fields.integer(name, maximum=MAX_EXPERTS) for name in _NUM_EXPERTS if fields.has(name)}
+    found = {name: fields.integer(name, maximum=MAX_EXPERTS) for name in names if fields.has(name)}
     num_experts = next(iter(found.values()), default[0])
     if any(count != num_experts for count in found.values()):
-        raise fields.bad(_NUM_EXPERTS[1], f"is {found[_NUM_EXPERTS[1]]}, and {_NUM_EXPERTS[0]} is {num_experts}")
+        raise fields.bad(names[1], f"is {found[names[1]]}, and {names[0]} is {num_experts}")
     return num_experts, fields.integer("num_experts_per_tok", default[1], maximum=num_experts)
 
 

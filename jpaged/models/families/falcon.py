@@ -13,7 +13,8 @@ from jpaged.models.rope.config import RopeConfig
 
 
 def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
-    fields.ignore(("hidden_dropout", "apply_residual_connection_post_layernorm"))
+    # Falcon 2 says ff_factor beside the width that it makes.
+    fields.ignore(("hidden_dropout", "apply_residual_connection_post_layernorm", "ff_factor"))
     fields.only("alibi", False, why="biases on distances in place of rotary positions are not supported")
     width = fields.integer("n_embed" if fields.has("n_embed") else "hidden_size", maximum=MAX_WIDTH)
     # What the first checkpoints call them.
@@ -37,6 +38,8 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
         head_dim=divided_heads(fields, width, num_heads),
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        eos_token_ids=(11,),
+        bos_token_id=11,
         norm="layer",
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         residual=_residual(fields, has_groups=has_groups),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
@@ -45,6 +45,8 @@ def _read(fields: JsonFields, architecture: str, version: int) -> DecoderConfig:
         **heads,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        eos_token_ids=(1,),
+        bos_token_id=2,
         # `hidden_act` is in old checkpoints of Gemma 2, which transformers does not read.
         activation=_activation(fields),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
@@ -74,17 +76,28 @@ def _kinds(fields: JsonFields, num_layers: int, version: int) -> tuple[LayerKind
         fields.only("attn_logit_softcapping", why="Gemma 3 caps no scores, and transformers passes it over")
     cap = _cap(fields, "attn_logit_softcapping", 50.0 if version == 2 else None)
     window = fields.integer("sliding_window", 4096)
-    keys = ("sliding_window_pattern", "_sliding_window_pattern")
-    period = fields.integer(keys[1], fields.integer(keys[0], _PERIODS[version]))
-    if version == 2 and period != _PERIODS[2]:
-        raise Unsupported(f"config.json: sliding_window_pattern is {period}; in Gemma 2 it is {_PERIODS[2]}")
-    types = fields.texts("layer_types", FULL, SLIDING, count=num_layers)
-    types = types or tuple(SLIDING if (index + 1) % period else FULL for index in range(num_layers))
+    fields.only("sliding_window_size", window, why=f"sliding_window, {window}, is the one that is used")
+    types = _types(fields, num_layers, version)
     kinds = {
         FULL: LayerKind(AttentionKind(scale, soft_cap=cap)),
         SLIDING: LayerKind(AttentionKind(scale, window, cap), version - 2),
     }
     return tuple(kinds[name] for name in types)
+
+
+def _types(fields: JsonFields, num_layers: int, version: int) -> tuple[str, ...]:
+    """What each layer sees: as it is listed, or by a period."""
+    types = fields.texts("layer_types", FULL, SLIDING, count=num_layers)
+    period = fields.integer("sliding_window_pattern", _PERIODS[version])
+    if version == 2 and period != _PERIODS[2]:
+        raise Unsupported(f"{fields.name}: sliding_window_pattern is {period}; in Gemma 2 it is {_PERIODS[2]}")
+    written = fields.integer("_sliding_window_pattern", period)  # by transformers, beside layer_types
+    if written != period and not types:
+        raise Unsupported(
+            f"{fields.name}: _sliding_window_pattern is {written}, and layer_types is missing; transformers reads "
+            "sliding_window_pattern alone"
+        )
+    return types or tuple(SLIDING if (index + 1) % period else FULL for index in range(num_layers))
 
 
 def _ropes(fields: JsonFields, max_position_embeddings: int, version: int) -> tuple[RopeConfig, ...]:
@@ -94,27 +107,29 @@ def _ropes(fields: JsonFields, max_position_embeddings: int, version: int) -> tu
     sections = fields.mapping("rope_parameters")
     if not sections:
         theta = fields.number("rope_theta", _GLOBAL_THETA)
-        stretched = JsonFields(fields.mapping("rope_scaling"), "config.json rope_scaling")
+        stretched = JsonFields(fields.mapping("rope_scaling"), f"{fields.name} rope_scaling")
+        if not stretched.has("rope_type"):
+            stretched.only("type", "default", why="transformers reads rope_type alone in Gemma 3; call it so")
         local = fields.number("rope_local_base_freq", _LOCAL_THETA)
-        plain = JsonFields({}, "config.json")
-        return tuple(
-            RopeConfig.of_section(section, max_position_embeddings, base)
-            for section, base in ((stretched, theta), (plain, local))
-        )
+        plain = JsonFields({}, fields.name)
+        return _rope(stretched, max_position_embeddings, theta), _rope(plain, max_position_embeddings, local)
     if unknown := sorted(set(sections) - {FULL, SLIDING}):
-        raise Unsupported(f"config.json rope_parameters: unknown setting {', '.join(unknown)}")
+        raise Unsupported(f"{fields.name} rope_parameters: unknown setting {', '.join(unknown)}")
     fields.only("rope_scaling", why="rope_parameters has it for each kind of layer")
     thetas = {
         FULL: fields.number("rope_theta", _GLOBAL_THETA),
         SLIDING: fields.number("rope_local_base_freq", _LOCAL_THETA),
     }
-    nested = JsonFields(sections, "config.json rope_parameters")
+    nested = JsonFields(sections, f"{fields.name} rope_parameters")
     return tuple(
-        RopeConfig.of_section(
-            JsonFields(nested.mapping(name), f"config.json rope_parameters {name}"), max_position_embeddings, theta
-        )
+        _rope(JsonFields(nested.mapping(name), f"{nested.name} {name}"), max_position_embeddings, theta)
         for name, theta in thetas.items()
     )
+
+
+def _rope(section: JsonFields, max_position_embeddings: int, theta: float) -> RopeConfig:
+    section.only("truncate", True, why="transformers reads it beside the kinds of layers, not in one")
+    return RopeConfig.of_section(section, max_position_embeddings, theta)
 
 
 def _to_hf(config: DecoderConfig) -> dict[str, object]:
@@ -148,7 +163,13 @@ _NAMES = Names(
 )
 
 # What tells how images come in.
-_OF_IMAGES = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
+_OF_IMAGES = (
+    *("vision_config", "mm_tokens_per_image"),
+    *("boi_token_index", "eoi_token_index", "image_token_index"),
+    *("boi_token_id", "eoi_token_id", "image_token_id"),
+)
+# What transformers reads of the whole and not of text_config; of either, the whole first.
+_OF_WHOLE, _OF_EITHER = ("dtype", "torch_dtype", "tie_word_embeddings"), ("eos_token_id", "bos_token_id")
 # What transformers takes where text_config names none: checkpoints leave out what equals it.
 _SIZES = {
     "vocab_size": 262208,
@@ -156,16 +177,24 @@ _SIZES = {
     "intermediate_size": 9216,
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
+    "max_position_embeddings": 131072,
 }
 
 
-def _language(config: Mapping[str, object]) -> Mapping[str, object]:
+def _language(whole: JsonFields) -> JsonFields:
     """The language model of a Gemma 3 that reads images: what is said of it, and of the whole."""
-    text = JsonFields(config, "config.json").mapping("text_config")
-    of_text = {key: value for key, value in text.items() if key not in ("architectures", "model_type")}
-    of_whole = {key: value for key, value in config.items() if key not in (*_OF_IMAGES, "text_config")}
-    given = {key: value for key, value in of_whole.items() if value is not None}
-    return {**_SIZES, **of_text, **given}
+    text = whole.mapping("text_config")
+    given = {key: whole.value(key) for key in (*_OF_WHOLE, *_OF_EITHER) if whole.has(key)}
+    whole.ignore(_OF_IMAGES)
+    for key, missing in _SIZES.items():
+        size = text.get(key, missing)
+        whole.only(key, size, why=f"{key} is {size} in text_config, where the language model's is read")
+    fields = JsonFields(
+        {**_SIZES, **{key: value for key, value in text.items() if key not in _OF_WHOLE}, **given},
+        f"{whole.name} text_config",
+    )
+    fields.only("final_logit_softcapping", why="a Gemma 3 that reads images caps no logits in transformers")
+    return fields
 
 
 def _language_prefix(stored: Iterable[str]) -> str:
@@ -182,6 +211,8 @@ def _to_hf_of_whole(config: DecoderConfig) -> dict[str, object]:
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "max_position_embeddings": config.max_position_embeddings,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "bos_token_id": config.bos_token_id,
     }
     return {"text_config": sizes | _to_hf(config)}
 

@@ -17,6 +17,9 @@ _HARMLESS = (
     "embd_pdrop",
     "resid_pdrop",
     "n_ctx",
+    "n_special",
+    "output_past",
+    "predict_special_tokens",
     "summary_activation",
     "summary_first_dropout",
     "summary_proj_to_labels",
@@ -28,8 +31,11 @@ _HARMLESS = (
 
 
 def _either(fields: JsonFields, own: str, usual: str, maximum: int) -> int:
-    """A size by the name that GPT-2 has for it, or by the usual one."""
-    return fields.integer(own if fields.has(own) else usual, maximum=maximum)
+    """A size by the name that GPT-2 has for it, or by the usual one, or by both."""
+    size = fields.integer(own if fields.has(own) else usual, maximum=maximum)
+    if fields.integer(usual, size, maximum=maximum) != size:
+        raise fields.bad(usual, f"is {fields.integer(usual)}, and {own}, which is another name for it, is {size}")
+    return size
 
 
 def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
@@ -54,6 +60,8 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
         max_position_embeddings=num_positions,
         num_positions=num_positions,
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        eos_token_ids=(50256,),
+        bos_token_id=50256,
         norm="layer",
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         activation=read_activation(fields, "activation_function", "gelu_new"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from jpaged.errors import Unsupported
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
 from jpaged.models.decoder.reading import divided_heads, name_of_activation, read_activation, read_sizes
 from jpaged.models.json_fields import JsonFields
@@ -11,7 +12,7 @@ from jpaged.models.rope.config import RopeConfig
 
 
 def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
-    fields.ignore(("hidden_dropout", "classifier_dropout", "tokenizer_class", "gradient_checkpointing"))
+    fields.ignore(("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"))
     sizes = read_sizes(fields)
     num_heads = fields.integer("num_attention_heads")
     max_position_embeddings = fields.integer("max_position_embeddings", 2048)
@@ -24,6 +25,8 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
         head_dim=divided_heads(fields, sizes["hidden_size"], num_heads),
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        eos_token_ids=(2,),
+        bos_token_id=0,
         norm="layer",
         norm_eps=fields.number("layer_norm_eps", 1e-5),
         residual="parallel" if fields.flag("use_parallel_residual", True) else "sequential",
@@ -36,11 +39,19 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
             RopeConfig.from_hf(
                 fields,
                 max_position_embeddings,
-                default_theta=fields.number("rotary_emb_base", 10000.0),
-                default_fraction=fields.number("rotary_pct", 0.25),
+                default_theta=_named(fields, "rotary_emb_base", "rope_theta", 10000.0),
+                default_fraction=_named(fields, "rotary_pct", "partial_rotary_factor", 0.25),
             ),
         ),
     )
+
+
+def _named(fields: JsonFields, name: str, usual: str, missing: float) -> float:
+    """A number by the family's name for it; the usual one may repeat it, which transformers does not read there."""
+    value = fields.number(name, missing)
+    if fields.number(usual, value) != value:
+        raise Unsupported(f"{fields.name}: {usual} is {fields.number(usual):g}, and {name} is {value:g}; keep {name}")
+    return value
 
 
 def _to_hf(config: DecoderConfig) -> dict[str, object]:

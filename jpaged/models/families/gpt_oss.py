@@ -51,7 +51,7 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
 
 
 def _rope(fields: JsonFields, max_position_embeddings: int) -> RopeConfig:
-    if fields.has("rope_scaling") or fields.has("rope_parameters"):
+    if fields.mapping("rope_scaling") or fields.has("rope_parameters"):  # an empty rope_scaling names none
         return RopeConfig.from_hf(fields, max_position_embeddings, default_theta=_THETA)
     theta = fields.number("rope_theta", _THETA)
     return RopeConfig.of_section(JsonFields(_ROPE, "config.json rope_parameters"), max_position_embeddings, theta)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
 from jpaged.models.decoder.reading import (
@@ -35,6 +36,7 @@ class LlamaVariant:
         default_head_dim: used when config.json has none; None derives it from hidden_size.
         default_num_kv_heads: used when config.json has none; None means as many as query heads.
         default_max_position_embeddings: used when config.json has none.
+        ends: likewise (bos, eos); None is none of the two.
     """
 
     model_type: str
@@ -45,9 +47,11 @@ class LlamaVariant:
     default_head_dim: int | None
     default_num_kv_heads: int | None
     default_max_position_embeddings: int
+    ends: tuple[int, int] | None
 
     def read(self, fields: JsonFields, architecture: str) -> DecoderConfig:
         """See `Family`."""
+        fields.ignore(("max_sequence_length",))  # of Llama's first checkpoints, beside max_position_embeddings
         sizes = read_sizes(fields)
         heads = read_heads(
             fields, sizes["hidden_size"], num_kv_heads=self.default_num_kv_heads, head_dim=self.default_head_dim
@@ -63,6 +67,8 @@ class LlamaVariant:
             ropes=(RopeConfig.from_hf(fields, max_position_embeddings),),
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            eos_token_ids=() if self.ends is None else self.ends[1:],
+            bos_token_id=None if self.ends is None else self.ends[0],
             attention_bias=attention_bias,
             attention_output_bias=output_bias,
             mlp_bias=self._mlp_bias(fields),
@@ -122,7 +128,13 @@ class LlamaVariant:
         # transformers gives Mistral a window of 4096 when the key is missing, and none when it is null.
         window = read_window(fields, 4096)
         if self.window == "length":
-            types = types or (SLIDING,) * num_layers
+            alike = (FULL if window is None else SLIDING,) * num_layers
+            if types and types != alike:
+                raise Unsupported(
+                    f"{fields.name}: layer_types has {', '.join(sorted(set(types)))}, and sliding_window is {window}; "
+                    f"all layers of {self.model_type} are {alike[0]} then"
+                )
+            types = alike
         else:
             first = fields.integer("max_window_layers", 28, minimum=0)
             is_on = fields.flag("use_sliding_window", False)
@@ -139,8 +151,8 @@ def _family(variant: LlamaVariant) -> Family[DecoderConfig]:
 
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": _family(LlamaVariant("llama", "config", True, False, "none", None, None, 2048)),
-    "MistralForCausalLM": _family(LlamaVariant("mistral", "none", False, False, "length", None, 8, 131072)),
-    "Qwen2ForCausalLM": _family(LlamaVariant("qwen2", "qkv", False, False, "switch", None, None, 32768)),
-    "Qwen3ForCausalLM": _family(LlamaVariant("qwen3", "config", False, True, "switch", 128, None, 32768)),
+    "LlamaForCausalLM": _family(LlamaVariant("llama", "config", True, False, "none", None, None, 2048, (1, 2))),
+    "MistralForCausalLM": _family(LlamaVariant("mistral", "none", False, False, "length", None, 8, 131072, (1, 2))),
+    "Qwen2ForCausalLM": _family(LlamaVariant("qwen2", "qkv", False, False, "switch", None, 32, 32768, None)),
+    "Qwen3ForCausalLM": _family(LlamaVariant("qwen3", "config", False, True, "switch", 128, 32, 32768, None)),
 }

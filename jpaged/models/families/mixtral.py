@@ -31,6 +31,8 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
         ropes=(RopeConfig.from_hf(fields, max_position_embeddings, default_theta=1e6),),
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        eos_token_ids=(2,),
+        bos_token_id=1,
         kinds=(LayerKind(attention, is_sparse=True),) * sizes["num_layers"],
         mixture=Mixture(routing=routing, width=sizes["intermediate_size"]),
     )

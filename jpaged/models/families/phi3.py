@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
 from jpaged.models.decoder.reading import name_of_activation, read_activation, read_heads, read_sizes, read_window
@@ -17,10 +18,10 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
     fields.only("attention_bias", False, why="phi3 has no biases in attention")
     fields.only("mlp_bias", False, why="phi3 has no biases in its feed-forward")
     fields.only("full_attn_mod", 1, why="only layers alike are supported")
+    fields.only("interpolate_factor", 1, why="positions are stretched by rope_scaling alone")
     fields.only("lm_head_bias", False, why="a bias on the logits is not supported")
     max_position_embeddings = fields.integer("max_position_embeddings", 4096)
-    rope = RopeConfig.from_hf(fields, max_position_embeddings, default_fraction=1.0)
-    fields.ignore(("original_max_position_embeddings",))
+    rope = _rope(fields, max_position_embeddings)
     window = read_window(fields)
     narrow = LayerKind(AttentionKind(heads["head_dim"] ** -0.5, window))
     return DecoderConfig(
@@ -31,10 +32,20 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         activation=read_activation(fields, "hidden_act", "silu"),
         norm_eps=fields.number("rms_norm_eps", 1e-5),
+        eos_token_ids=(32000,),
+        bos_token_id=1,
         ropes=(rope,),
         outgrows_keys=rope.kind == "longrope",
         kinds=() if window is None else (narrow,) * sizes["num_layers"],
     )
+
+
+def _rope(fields: JsonFields, max_position_embeddings: int) -> RopeConfig:
+    rope = RopeConfig.from_hf(fields, max_position_embeddings, default_fraction=1.0, default_original=4096)
+    fields.ignore(("original_max_position_embeddings",))
+    if rope.kind not in ("default", "longrope"):
+        raise Unsupported(f"{fields.name}: the RoPE type is {rope.kind!r}; Phi-3 has default and longrope")
+    return rope
 
 
 def _to_hf(config: DecoderConfig) -> dict[str, object]:

@@ -9,7 +9,7 @@ from jpaged.kernels.mixture_kind import Routing
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
 from jpaged.models.decoder.reading import FULL, SLIDING, read_heads, read_sizes, read_window
 from jpaged.models.experts.mixture import Mixture
-from jpaged.models.experts.reading import TRAINING, read_choice, read_sparse_layers, read_width
+from jpaged.models.experts.reading import NUM_EXPERTS, TRAINING, read_choice, read_sparse_layers, read_width
 from jpaged.models.family import Family
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
@@ -85,7 +85,10 @@ class QwenMoe:
         return result
 
     def _mixture(self, fields: JsonFields) -> Mixture:
-        num_experts, top_k = read_choice(fields, self.choice)
+        # Qwen3's have either name; by the other one transformers leaves those of Qwen2 at its default.
+        names = ("num_experts",) if self.has_shared_expert else NUM_EXPERTS
+        num_experts, top_k = read_choice(fields, self.choice, names)
+        fields.only("num_local_experts", num_experts, why=f"{self.model_type} calls it num_experts, {num_experts} here")
         shared = read_width(fields, "shared_expert_intermediate_size", 5632) if self.has_shared_expert else 0
         return Mixture(
             routing=Routing(num_experts, top_k, normalises=fields.flag("norm_topk_prob", False)),

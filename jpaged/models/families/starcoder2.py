@@ -9,9 +9,16 @@ from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.rope.config import RopeConfig
 
+# Dropout, and what is left of StarCoder in the published files, which transformers does not read.
+_HARMLESS = (
+    *("embedding_dropout", "residual_dropout"),
+    *("activation_function", "layer_norm_epsilon", "scale_attn_weights"),
+    *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+)
+
 
 def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
-    fields.ignore(("embedding_dropout", "residual_dropout"))
+    fields.ignore(_HARMLESS)
     fields.only("norm_type", "layer_norm", why="only layer norms are supported")
     fields.only("mlp_type", "default", why="only the feed-forward without a gate is supported")
     sizes = read_sizes(fields)
@@ -26,6 +33,8 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
         **heads,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        eos_token_ids=(50256,),
+        bos_token_id=50256,
         norm="layer",
         norm_eps=fields.number("norm_epsilon", 1e-5),
         activation=read_activation(fields, "hidden_act", "gelu_pytorch_tanh"),

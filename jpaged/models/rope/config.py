@@ -13,7 +13,8 @@ _MAX_FACTOR = 1 << 20
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 _KINDS_WITH_LENGTH = ("dynamic", "llama3", "yarn", "longrope")
 _MAX_FACTORS = 1 << 12
-_OPTIONAL = ("attention_factor", "mscale", "mscale_all_dim")
+_MSCALES = ("mscale", "mscale_all_dim")
+_OPTIONAL = ("attention_factor", *_MSCALES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,13 @@ class RopeConfig:
         *,
         default_theta: float = 10000.0,
         default_fraction: float | None = None,
+        default_original: int | None = None,
     ) -> RopeConfig:
         """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4).
 
         Args:
             default_fraction: of the dimensions that are rotated, where the family can rotate a part; None is all.
+            default_original: length of pretraining, where the family has one beside the sections; None has not.
 
         Raises:
             Unsupported: a kind or a key that we do not compute.
@@ -98,8 +101,9 @@ class RopeConfig:
                 raise config.bad("partial_rotary_factor", f"is {fraction:g}; the limit is 1")
         # transformers lets the outer length of pretraining win, which Phi-3 style checkpoints carry.
         theta, original = config.number("rope_theta", default_theta), None
-        if cls._kind(rope) in _KINDS_WITH_LENGTH and config.has("original_max_position_embeddings"):
-            original = config.integer("original_max_position_embeddings")
+        is_outer = default_original is not None or config.has("original_max_position_embeddings")
+        if cls._kind(rope) in _KINDS_WITH_LENGTH and is_outer:
+            original = config.integer("original_max_position_embeddings", default_original)
         return cls.of_section(rope, max_position_embeddings, theta, fraction=fraction, original=original)
 
     @classmethod
@@ -135,8 +139,8 @@ class RopeConfig:
             )
         factor = 1.0
         if kind != "default":
-            implied = max_position_embeddings / length if kind in ("yarn", "longrope") else None
-            factor = rope.number("factor", implied)
+            ratio = max_position_embeddings / length
+            factor = rope.number("factor", {"yarn": ratio, "longrope": max(ratio, 1.0)}.get(kind))
             if not 1 <= factor <= _MAX_FACTOR:
                 raise rope.bad("factor", f"is {factor:g}; it must be from 1 to {_MAX_FACTOR}")
         own = _OWN_FIELDS[kind](rope) if kind in _OWN_FIELDS else {}
@@ -211,7 +215,9 @@ def _yarn(rope: JsonFields) -> dict[str, Any]:
     fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
     if fast < slow:
         raise rope.bad("beta_fast", f"is {fast:g}; it must be at least beta_slow, {slow:g}")
-    own: dict[str, Any] = {name: rope.number(name) for name in _OPTIONAL if rope.has(name)}
+    # transformers takes a zero among these for a missing one.
+    given = [name for name in _OPTIONAL if rope.has(name) and not (name in _MSCALES and rope.value(name) == 0)]
+    own: dict[str, Any] = {name: rope.number(name) for name in given}
     return own | {"beta_fast": fast, "beta_slow": slow, "truncate": rope.flag("truncate", True)}
 
 

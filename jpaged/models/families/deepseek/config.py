@@ -91,6 +91,8 @@ class Variant:
             ropes=(rope,),
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            eos_token_ids=(1,) if self.has_choice_bias else (2,),
+            bos_token_id=0 if self.has_choice_bias else 1,
             kinds=tuple(LayerKind(attention, is_sparse=index >= num_dense) for index in range(num_layers)),
             mixture=mixture if num_dense < num_layers else None,
             query_rank=_query_rank(fields),

@@ -64,6 +64,8 @@ def read(fields: JsonFields, architecture: str) -> OptConfig:
         head_dim=hidden_size // num_heads,
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        eos_token_ids=(2,),
+        bos_token_id=2,
         embed_size=fields.integer("word_embed_proj_dim", hidden_size, maximum=MAX_WIDTH),
         activation=cast(Activation, activation),
         norm_first=norm_first,
