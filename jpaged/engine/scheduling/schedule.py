@@ -167,7 +167,7 @@ class Schedule:
         return row
 
     def recomputes(self, num_tokens: int) -> None:
-        """Counts tokens of a preempted group that run again."""
+        """Counts tokens that run again: of a preempted group, or of one that has outgrown its keys."""
         self.num_recomputed_tokens += num_tokens
 
     def close(self, ops: MemoryOps) -> None:
