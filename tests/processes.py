@@ -7,8 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from jpaged.client import Client
+from jpaged.load import Load
 
 ROOT = Path(__file__).resolve().parents[1]
 WAIT_S = 300.0
@@ -65,3 +69,14 @@ class Process:
         """Sends a signal; the exit code."""
         self.popen.send_signal(number)
         return self.wait()
+
+
+def load_at_rest(client: Client) -> Load:
+    """What a server says of itself once nothing runs or waits, which is after the last message of the last request."""
+    until_s = time.monotonic() + WAIT_S
+    while True:
+        load = client.load()
+        if not (load.num_running or load.num_waiting or load.num_swapped):
+            return load
+        assert time.monotonic() < until_s, load
+        time.sleep(0.01)

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from jpaged.client import Client
+from jpaged.load import LoadTotals
 from jpaged.types import SamplingParams
 from tests.attack.attacker import CUT_SHORT, METHODS, Attacker, Verdict
 from tests.attack.messages import Names
-from tests.processes import Process
+from tests.processes import Process, load_at_rest
 from tests.server.harness import eventually, running
 
 NUM_SHOTS = 6_000
@@ -45,13 +46,15 @@ def hold(verdict: Verdict) -> None:
         assert done & statuses, (name, statuses)
 
 
+def is_at_rest(load: LoadTotals) -> bool:
+    return (load.num_running, load.num_waiting, load.num_blocks_free) == (0, 0, load.num_blocks)
+
+
 async def test_a_server_over_a_fake_engine_keeps_its_word(caplog):
     async with running(served_model_name="fake") as harness:
         verdict = await Attacker(harness.target, seed=1, names=Names(model="fake")).fire(2000)
-        await eventually(lambda: harness.num_open_calls == 0 and harness.num_blocks_used == 0)
+        await eventually(lambda: harness.num_open_calls == 0 and is_at_rest(harness.serving.engine.load()))
         hold(verdict)
-        load = harness.serving.engine.load()
-        assert (load.num_running, load.num_waiting, load.num_blocks_free) == (0, 0, load.num_blocks)
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
@@ -102,8 +105,7 @@ def test_a_server_loses_nothing_under_fuzzed_requests(victim):
     assert verdict.num_requests == NUM_SHOTS
     assert story(victim.target) == before
     with Client(victim.target) as client:
-        load = client.load()
-    assert (load.num_running, load.num_waiting, load.num_swapped) == (0, 0, 0)
+        load = load_at_rest(client)
     assert (load.num_blocks_used, load.num_blocks_free) == (0, load.num_blocks)
     assert load.num_compiles_after_warm_up == 0
     assert victim.resident_bytes - settled_bytes < MAX_GROWTH_BYTES

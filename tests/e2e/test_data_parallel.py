@@ -22,7 +22,7 @@ from tests.e2e.rig import assert_same, generate, open_llm, random_prompts, write
 from tests.e2e.sharing_rig import cold_executors
 from tests.e2e.test_sharing import CHECKS
 from tests.e2e.test_tensor_parallel import CASES, MOVES, check_same
-from tests.processes import Process
+from tests.processes import Process, load_at_rest
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -182,7 +182,7 @@ def test_a_server_of_two_copies_answers_as_one(tmp_path: Path) -> None:
                     sequences.setdefault(chunk.index, []).extend(chunk.token_ids)
                 got.append([tuple(token_ids) for _, token_ids in sorted(sequences.items())])
             assert got[::2] == got[1::2] == want
-            load = client.load()
+            load = load_at_rest(client)
             assert [replica.num_blocks for replica in load.replicas] == [40, 40]
             assert all(replica.num_generation_tokens > 0 for replica in load.replicas)
             assert all(replica.num_blocks_used == 1 for replica in load.replicas)
