@@ -32,9 +32,10 @@ from jpaged.device.mesh import (
     on_shards,
 )
 from jpaged.device.step import sampling
+from jpaged.device.step.edits import RowEdits, TokenCounts, edited
 from jpaged.device.step.experts import experts_kernel
 from jpaged.device.step.products import in_parts
-from jpaged.device.step.runner import Packing, unpack_rows
+from jpaged.device.step.runner import NUM_COUNT_WORDS, Packing, unpack_edits, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Detail, Geometry, StepInputs
 from jpaged.kernels.attention_kind import AttentionKind
@@ -167,25 +168,89 @@ class Step:
         """
         how = RowSampling(**unpack_rows(words))
         num_rows = how.temperature_r.shape[0]
-        sampled = self.sample(params, hidden_se[:num_rows], how, detail)
-        last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.num_places - num_rows))
+        return self._told(self.sample(params, hidden_se[:num_rows], how, detail))
+
+    def packed_edited_sample(
+        self,
+        params: Params,
+        counts: TokenCounts,
+        hidden_se: Float[Array, "S E"],
+        words: Int[Array, "W"],
+        edit_words: Int[Array, "W"],
+        mask_rw: Int[Array, "R W"],
+        *,
+        detail: Detail,
+    ) -> tuple[TokenCounts, Int[Array, "S"], Int[Array, "R C"]]:
+        """As `packed_sample`, of rows whose logits are changed before. The counts are donated, and updated in place."""
+        how, edits = RowSampling(**unpack_rows(words)), RowEdits(**unpack_edits(edit_words), mask_rw=mask_rw)
+        num_rows = how.temperature_r.shape[0]
+        counts, sampled = self.sample_edited(params, counts, hidden_se[:num_rows], how, edits, detail)
+        return counts, *self._told(sampled)
+
+    def sample(self, params: Params, hidden_re: Float[Array, "R E"], how: RowSampling, detail: Detail) -> Sampled:
+        """Samples a token for each row, from the hidden state of its last one."""
+        vocabulary = self._vocabulary
+
+        def sample(logits_rv: jax.Array, how: RowSampling) -> Sampled:
+            return sampling.sample(logits_rv, how, vocabulary, detail, self.sampler)
+
+        logits_rv, whole = self._logits(params, hidden_re, how.num_in_use), PartitionSpec()
+        return on_shards(sample, self.mesh, (LOGITS_SPEC, whole), whole)(logits_rv, how)
+
+    def sample_edited(
+        self,
+        params: Params,
+        counts: TokenCounts,
+        hidden_re: Float[Array, "R E"],
+        how: RowSampling,
+        edits: RowEdits,
+        detail: Detail,
+    ) -> tuple[TokenCounts, Sampled]:
+        """As `sample`, of rows whose logits are changed before; with the tokens counted."""
+        vocabulary = self._vocabulary
+
+        def sample(
+            logits_rv: jax.Array, counts: TokenCounts, how: RowSampling, edits: RowEdits
+        ) -> tuple[TokenCounts, Sampled]:
+            logits_rv = vocabulary.without_padding(logits_rv)
+            x_rv = edited(logits_rv, edits, counts, how.temperature_r, vocabulary)
+            found = sampling.sample(x_rv, how, vocabulary, Detail.TOKENS, self.sampler)
+            told = sampling.tell(logits_rv, found, vocabulary, detail)
+            return counts.counted(edits.slots_r, told.token_ids_r, vocabulary), told
+
+        logits_rv, whole = self._logits(params, hidden_re, how.num_in_use), PartitionSpec()
+        of_counts = TokenCounts(LOGITS_SPEC, whole)
+        run = on_shards(sample, self.mesh, (LOGITS_SPEC, of_counts, whole, whole), (of_counts, whole))
+        return run(logits_rv, counts, how, edits)
+
+    def count(self, counts: TokenCounts, words: Int[Array, "W"]) -> TokenCounts:
+        """Counts a part of a sequence's tokens in a slot: slot, first or not, prompt's tokens, all tokens, the tokens."""
+        vocabulary, whole = self._vocabulary, PartitionSpec()
+
+        def count(counts: TokenCounts, words: jax.Array) -> TokenCounts:
+            slot, is_first, num_prompt, num_tokens = (words[i] for i in range(NUM_COUNT_WORDS))
+            return counts.begun(slot, words[NUM_COUNT_WORDS:], num_prompt, num_tokens, is_first > 0, vocabulary)
+
+        of_counts = TokenCounts(LOGITS_SPEC, whole)
+        return on_shards(count, self.mesh, (of_counts, whole), of_counts)(counts, words)
+
+    def _logits(self, params: Params, hidden_re: jax.Array, num_in_use: jax.Array) -> Float[Array, "R V"]:
+        logits_rv = self.model.logits(params, hidden_re, num_in_use)
+        return jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
+
+    @property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
+
+    def _told(self, sampled: Sampled) -> tuple[Int[Array, "S"], Int[Array, "R C"]]:
+        """The last tokens, and everything in columns, which `unpack_outputs` takes apart."""
+        last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.num_places - len(sampled.token_ids_r)))
         columns = [sampled.token_ids_r[:, None], sampled.is_sound_r[:, None].astype(jnp.int32)]
         if sampled.logprobs_r is not None and sampled.ranks_r is not None:
             columns += [_bits(sampled.logprobs_r)[:, None], sampled.ranks_r[:, None]]
         if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:
             columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
         return last_tokens_s, jnp.concatenate(columns, axis=1)
-
-    def sample(self, params: Params, hidden_re: Float[Array, "R E"], how: RowSampling, detail: Detail) -> Sampled:
-        """Samples a token for each row, from the hidden state of its last one."""
-        logits_rv = self.model.logits(params, hidden_re, how.num_in_use)
-        logits_rv = jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
-        vocabulary = Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
-
-        def sample(logits_rv: jax.Array, how: RowSampling) -> Sampled:
-            return sampling.sample(logits_rv, how, vocabulary, detail, self.sampler)
-
-        return on_shards(sample, self.mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec())(logits_rv, how)
 
     def _heads(self) -> HeadsKernel | None:
         """The kernel that turns heads as this backend's attention takes them: each device has its own heads."""

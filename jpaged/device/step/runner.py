@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from jpaged.device.adapters import arguments_of, matrices_of, with_matrices
 from jpaged.device.programs.compile import LOAD_ADAPTER, ProgramSpec
 from jpaged.device.programs.store import ProgramStore
+from jpaged.engine.edits import EDIT_FIELDS
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
@@ -146,6 +147,20 @@ ROW_WORDS = _ROW.size
 def unpack_rows(words: jax.Array) -> dict[str, jax.Array]:
     """The fields of `SamplingInputs.words` by name, on the device, with rows for their first axis."""
     return _ROW.unpack(words.reshape(-1, ROW_WORDS))
+
+
+_EDITS = Packing.of(**{field.name: (() if field.width is None else (field.width,), field.dtype) for field in EDIT_FIELDS})
+EDIT_WORDS = _EDITS.size
+"""Words of a row's edits."""
+
+
+def unpack_edits(words: jax.Array) -> dict[str, jax.Array]:
+    """The fields of `EditInputs.words` by name, on the device, with rows for their first axis."""
+    return _EDITS.unpack(words.reshape(-1, EDIT_WORDS))
+
+
+NUM_COUNT_WORDS = 4
+"""Words in front of the tokens that are counted: slot, whether they are the first, prompt's tokens, tokens."""
 
 
 @dataclass(frozen=True, slots=True)

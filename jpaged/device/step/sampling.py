@@ -69,9 +69,7 @@ def sample(
     if kernel is not None:
         num_top = min(TOP_WIDTH, logits_rv.shape[1]) if detail == Detail.TOP_LOGPROBS else 0
         return kernel.sample(logits_rv, how, has_logprobs=detail >= Detail.LOGPROBS, num_top=num_top)
-    if vocabulary.axis is not None:  # padding
-        logits_rv = jnp.where(vocabulary.ids(logits_rv.shape[1]) < vocabulary.size, logits_rv, -jnp.inf)
-    logits_rv = with_layout_constraint(logits_rv, _ROWS)
+    logits_rv = with_layout_constraint(vocabulary.without_padding(logits_rv), _ROWS)
     is_below_r1 = vocabulary.all_below_infinity(logits_rv)
     is_read_r1, largest_r1, top = is_below_r1, None, None
     if detail == Detail.TOP_LOGPROBS:
@@ -98,6 +96,31 @@ def sample(
     if top is None:
         return sampled
     top_rk, top_ids_rk = top
+    return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_total_r1)
+
+
+def tell(
+    logits_rv: Float[Array, "R V"], sampled: Sampled, vocabulary: Vocabulary, detail: Detail
+) -> Sampled:
+    """What the model's own distribution says of tokens that were sampled from logits that had been changed.
+
+    Args:
+        logits_rv: as the model gave them.
+    """
+    is_sound_r = sampled.is_sound_r & vocabulary.all_below_infinity(logits_rv)[:, 0]
+    sampled = dataclasses.replace(sampled, is_sound_r=is_sound_r)
+    if detail == Detail.TOKENS:
+        return sampled
+    largest_r1, chosen_r1 = vocabulary.max(logits_rv), vocabulary.pick(logits_rv, sampled.token_ids_r)
+    log_total_r1 = vocabulary.log_sum_exp(largest_r1, logits_rv)
+    sampled = dataclasses.replace(
+        sampled,
+        logprobs_r=(chosen_r1 - log_total_r1)[:, 0],
+        ranks_r=1 + _count(vocabulary, logits_rv > chosen_r1),
+    )
+    if detail == Detail.LOGPROBS:
+        return sampled
+    top_rk, top_ids_rk = vocabulary.top_k(logits_rv, min(TOP_WIDTH, vocabulary.size))
     return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_total_r1)
 
 
@@ -176,7 +199,7 @@ def _top_k_floor(x_rv: jax.Array, top_k_r: jax.Array, vocabulary: Vocabulary) ->
     def is_enough(floors: list[jax.Array]) -> jax.Array:
         return vocabulary.sums(*(jnp.where(x_rv >= floor_r1, 1.0, 0.0) for floor_r1 in floors)) >= top_k_r
 
-    return _largest_threshold(len(x_rv), is_enough)
+    return largest_threshold(len(x_rv), is_enough)
 
 
 def _top_p_floor(x_rv: jax.Array, floor_r1: jax.Array, top_p_r: jax.Array, vocabulary: Vocabulary) -> jax.Array:
@@ -187,7 +210,7 @@ def _top_p_floor(x_rv: jax.Array, floor_r1: jax.Array, top_p_r: jax.Array, vocab
     def is_enough(floors: list[jax.Array]) -> jax.Array:
         return vocabulary.sums(*(jnp.where(x_rv >= floor_r1, weights_rv, 0) for floor_r1 in floors)) >= need_r
 
-    return jnp.where(top_p_r[:, None] < 1, _largest_threshold(len(x_rv), is_enough), -jnp.inf)
+    return jnp.where(top_p_r[:, None] < 1, largest_threshold(len(x_rv), is_enough), -jnp.inf)
 
 
 def _count(vocabulary: Vocabulary, *is_so: jax.Array) -> jax.Array:
@@ -195,7 +218,7 @@ def _count(vocabulary: Vocabulary, *is_so: jax.Array) -> jax.Array:
     return vocabulary.sum(*(jnp.where(is_so_rv, 1.0, 0.0) for is_so_rv in is_so)).astype(jnp.int32)
 
 
-def _largest_threshold(num_rows: int, is_enough: Callable[[list[jax.Array]], jax.Array]) -> jax.Array:
+def largest_threshold(num_rows: int, is_enough: Callable[[list[jax.Array]], jax.Array]) -> jax.Array:
     """Searches the largest float32 [R, 1] at which a condition still holds that holds below and fails above.
 
     Floats are ordered as integers are once their bits are turned (negative ones all, positive ones the sign), so a

@@ -42,6 +42,12 @@ class Vocabulary:
         columns = ids - self._first(num_columns)
         return jnp.where((columns >= 0) & (columns < num_columns), columns, num_columns)
 
+    def without_padding(self, x_rv: Float[Array, "R V"]) -> Float[Array, "R V"]:
+        """With minus infinity in the columns that are no tokens."""
+        if self.axis is None:
+            return x_rv
+        return jnp.where(self.ids(x_rv.shape[1]) < self.size, x_rv, -jnp.inf)
+
     def pick(self, x_rv: Float[Array, "R V"], ids_r: Int[Array, "R"]) -> Float[Array, "R 1"]:
         """Each row's value of one token."""
         here_r1 = self.pick_here(x_rv, ids_r[:, None], 0)

@@ -1,0 +1,182 @@
+"""Changes logits before a token is sampled from them: what requests ask for besides temperature and truncation.
+
+    logits ── mask ── single tokens ── repetition ── frequency, presence ── top-n-sigma, typical_p ──> the sampler
+                      (bias, bans)     └──── of what is counted of the row's sequence ────┘
+
+    counts    slot 1  | 0  P  2  0  P+1 ... |      a word a token: how often it was generated, and a bit for the prompt
+              slot 2  | ...                 |      the token that is sampled is counted in the same program
+
+In this order the oracle of the tests does it, too; it is vLLM's. A program that edits takes and gives the counts, so
+that the next step finds a token counted that the host has not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpaged.device.step.sampling import largest_threshold
+from jpaged.device.step.vocabulary import Vocabulary
+from jpaged.engine.edits import ANY_TOKEN, MASK_BITS
+from jpaged.kernels.sampling.rows import SMALLEST
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int, Int16
+
+IN_PROMPT = -(1 << 15)
+"""The bit of a count, as an int16, that says that the prompt has the token."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """What is counted of sequences, by slot; slot 0 is nobody's.
+
+    Attributes:
+        counts_pv: how often each token was generated, up to 2^15 - 1, and IN_PROMPT.
+        last_tokens_p: the token before the next.
+    """
+
+    counts_pv: Int16[Array, "P V"]
+    last_tokens_p: Int[Array, "P"]
+
+    def at(self, slots_r: Int[Array, "R"]) -> Int16[Array, "R V"]:
+        """The counts of rows."""
+        return self.counts_pv[slots_r]
+
+    def counted(self, slots_r: Int[Array, "R"], ids_r: Int[Array, "R"], vocabulary: Vocabulary) -> TokenCounts:
+        """With one more token for each row, none of which has another's slot but 0."""
+        columns_r = vocabulary.columns(ids_r, self.counts_pv.shape[1])
+        is_full_r = self.counts_pv.at[slots_r, columns_r].get(mode="fill", fill_value=0) & 0x7FFF == 0x7FFF
+        one_r = jnp.where((slots_r > 0) & ~is_full_r, 1, 0).astype(jnp.int16)
+        return TokenCounts(
+            self.counts_pv.at[slots_r, columns_r].add(one_r, mode="drop"), self.last_tokens_p.at[slots_r].set(ids_r)
+        )
+
+    def begun(
+        self,
+        slot: Int[Array, ""],
+        ids_w: Int[Array, "W"],
+        num_prompt: Int[Array, ""],
+        num_tokens: Int[Array, ""],
+        is_first: Bool[Array, ""],
+        vocabulary: Vocabulary,
+    ) -> TokenCounts:
+        """A slot with a sequence's tokens counted, so many of which are the prompt's; the first call forgets what was.
+
+        Args:
+            ids_w: the next part of the sequence, padded.
+            num_prompt: tokens of this part that are the prompt's.
+            num_tokens: tokens of this part.
+        """
+        num_columns = self.counts_pv.shape[1]
+        places_w = jnp.arange(len(ids_w))
+        columns_w = jnp.where(places_w < num_tokens, vocabulary.columns(ids_w, num_columns), num_columns)
+        row_v = jnp.where(is_first, 0, self.counts_pv[slot])
+        of_output_w = jnp.where(places_w >= num_prompt, columns_w, num_columns)
+        generated_v = jnp.zeros(num_columns, jnp.int32).at[of_output_w].add(1, mode="drop")
+        is_prompt_v = jnp.zeros(num_columns, jnp.bool_).at[
+            jnp.where(places_w < num_prompt, columns_w, num_columns)
+        ].set(True, mode="drop") | (row_v < 0)
+        total_v = jnp.minimum((row_v & 0x7FFF).astype(jnp.int32) + generated_v, 0x7FFF).astype(jnp.int16)
+        row_v = jnp.where(is_prompt_v, total_v | IN_PROMPT, total_v).astype(jnp.int16)
+        last = ids_w[jnp.maximum(num_tokens - 1, 0)]
+        return TokenCounts(self.counts_pv.at[slot].set(row_v), self.last_tokens_p.at[slot].set(last))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class RowEdits:
+    """How each row's logits are changed: `engine.edits.EDIT_FIELDS` on the device, and the mask."""
+
+    slots_r: Int[Array, "R"]
+    repetition_r: Float[Array, "R"]
+    frequency_r: Float[Array, "R"]
+    presence_r: Float[Array, "R"]
+    top_n_sigma_r: Float[Array, "R"]
+    typical_p_r: Float[Array, "R"]
+    edit_ids_rx: Int[Array, "R X"]
+    edit_after_rx: Int[Array, "R X"]
+    edit_values_rx: Float[Array, "R X"]
+    mask_rw: Int[Array, "R W"]
+
+
+def edited(
+    logits_rv: Float[Array, "R V"],
+    edits: RowEdits,
+    counts: TokenCounts,
+    temperature_r: Float[Array, "R"],
+    vocabulary: Vocabulary,
+) -> Float[Array, "R V"]:
+    """The logits as they are sampled from; minus infinity for what cannot be."""
+    ids_v = vocabulary.ids(logits_rv.shape[1])
+    words_rv = jnp.take(edits.mask_rw, ids_v // MASK_BITS, axis=1, mode="clip")
+    x_rv = jnp.where((words_rv >> (ids_v % MASK_BITS)) & 1 == 1, logits_rv, -jnp.inf)
+    x_rv = _with_single_tokens(x_rv, edits, counts.last_tokens_p[edits.slots_r], vocabulary)
+    has_penalties = (edits.repetition_r != 1) | (edits.frequency_r != 0) | (edits.presence_r != 0)
+    x_rv = lax.cond(
+        jnp.any(has_penalties), lambda x_rv: _penalised(x_rv, edits, counts.at(edits.slots_r)), lambda x_rv: x_rv, x_rv
+    )
+    x_rv = lax.cond(
+        jnp.any(edits.top_n_sigma_r > 0), lambda x: _near_the_largest(x, edits.top_n_sigma_r, vocabulary), lambda x: x, x_rv
+    )
+    return lax.cond(
+        jnp.any(edits.typical_p_r < 1),
+        lambda x: _typical(x, edits.typical_p_r, temperature_r, vocabulary),
+        lambda x: x,
+        x_rv,
+    )
+
+
+def _with_single_tokens(
+    x_rv: jax.Array, edits: RowEdits, last_tokens_r: jax.Array, vocabulary: Vocabulary
+) -> Float[Array, "R V"]:
+    after_rx = edits.edit_after_rx
+    applies_rx = (after_rx == ANY_TOKEN) | (after_rx == last_tokens_r[:, None])
+    columns_rx = jnp.where(applies_rx, vocabulary.columns(edits.edit_ids_rx, x_rv.shape[1]), x_rv.shape[1])
+    rows_r1 = jnp.arange(len(x_rv))[:, None]
+    return x_rv.at[rows_r1, columns_rx].add(edits.edit_values_rx, mode="drop")
+
+
+def _penalised(x_rv: jax.Array, edits: RowEdits, counts_rv: Int16[Array, "R V"]) -> Float[Array, "R V"]:
+    repetition_r1 = jnp.where(edits.repetition_r > 0, edits.repetition_r, 1)[:, None]
+    repeated_rv = jnp.where(x_rv > 0, x_rv / repetition_r1, x_rv * repetition_r1)
+    x_rv = jnp.where(counts_rv != 0, repeated_rv, x_rv)
+    generated_rv = (counts_rv & 0x7FFF).astype(jnp.float32)
+    x_rv = x_rv - edits.frequency_r[:, None] * generated_rv
+    return x_rv - jnp.where(generated_rv > 0, edits.presence_r[:, None], 0)
+
+
+def _near_the_largest(x_rv: jax.Array, num_sigma_r: jax.Array, vocabulary: Vocabulary) -> Float[Array, "R V"]:
+    """Tokens whose logits are within so many standard deviations of the largest. https://arxiv.org/abs/2411.07641"""
+    is_there_rv = x_rv > -jnp.inf
+    num_r1 = jnp.maximum(vocabulary.sum(is_there_rv.astype(jnp.float32)), 1)[:, None]
+    mean_r1 = vocabulary.sum(jnp.where(is_there_rv, x_rv, 0))[:, None] / num_r1
+    variance_r1 = vocabulary.sum(jnp.where(is_there_rv, (x_rv - mean_r1) ** 2, 0))[:, None] / num_r1
+    floor_r1 = vocabulary.max(x_rv) - num_sigma_r[:, None] * jnp.sqrt(variance_r1)
+    return jnp.where((num_sigma_r[:, None] <= 0) | (x_rv >= floor_r1), x_rv, -jnp.inf)
+
+
+def _typical(
+    x_rv: jax.Array, share_r: jax.Array, temperature_r: jax.Array, vocabulary: Vocabulary
+) -> Float[Array, "R V"]:
+    """Tokens whose information is nearest to what is expected of it, that have a share of the probability together.
+
+    https://arxiv.org/abs/2202.00666
+    """
+    scaled_rv = x_rv / jnp.where(temperature_r == 0, 1, jnp.maximum(temperature_r, SMALLEST))[:, None]
+    logprobs_rv = scaled_rv - vocabulary.log_sum_exp(vocabulary.max(scaled_rv), scaled_rv)
+    weights_rv = jnp.exp(logprobs_rv)
+    entropy_r1 = -vocabulary.sum(jnp.where(weights_rv > 0, weights_rv * logprobs_rv, 0))[:, None]
+    nearness_rv = jnp.where(weights_rv > 0, -jnp.abs(logprobs_rv + entropy_r1), -jnp.inf)
+    need_r = jnp.maximum(share_r, SMALLEST) * vocabulary.sum(weights_rv)
+
+    def is_enough(floors: list[jax.Array]) -> jax.Array:
+        return vocabulary.sums(*(jnp.where(nearness_rv >= floor_r1, weights_rv, 0) for floor_r1 in floors)) >= need_r
+
+    floor_r1 = largest_threshold(len(x_rv), is_enough)
+    return jnp.where((share_r[:, None] >= 1) | (nearness_rv >= floor_r1), x_rv, -jnp.inf)
