@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -101,7 +102,14 @@ class JaxExecutor:
         packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
         several = {size: DecodePacking(forward_packing(size, geometry), size) for size in geometry.buckets.decodes}
         last_tokens = jax.device_put(np.zeros(step.num_places, np.int32), replicated(step.mesh))
-        self._runner = StepRunner(params, last_tokens, (packings, several), self._pool, self._programs)
+        abstract = step.abstract_counts(geometry.max_num_seqs)
+        shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
+        counts = jax.jit(
+            lambda: jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract), out_shardings=shardings
+        )()
+        self._runner = StepRunner(
+            params, last_tokens, (packings, several), self._pool, self._programs, counts, geometry.vocab_size
+        )
         self._is_shut_down = False
 
     @classmethod
@@ -284,6 +292,17 @@ class JaxExecutor:
         """
         with self._calling(f"a sample of {len(inputs.rows_r)} rows failed"):
             return self._runner.sample(hidden, inputs)
+
+    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
+        """Starts counting a sequence's tokens in a slot, whatever was there; before any step that is dispatched later.
+
+        Raises:
+            InternalError: there is no such slot, or a fault of the device.
+        """
+        if not 1 <= slot <= self._geometry.max_num_seqs:
+            raise InternalError(f"tokens are to be counted in slot {slot} of {self._geometry.max_num_seqs}")
+        with self._calling(f"counting {len(token_ids)} tokens failed"):
+            self._runner.count(slot, token_ids, num_prompt)
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int

@@ -6,17 +6,15 @@ tokens lies on the device, in a slot (P of them, 1 to P) that the sequence has w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import BEYOND_TOKENS, I32, RowField
 
-EDITS_WIDTH = 576
-"""Tokens of a row whose logits are changed one by one (X)."""
+NUM_SINGLES = 576
+"""Tokens of a row whose logits are changed one by one at most (X)."""
 ANY_TOKEN = -1
 """An edit that does not ask for the token before."""
 MASK_BITS = 32
@@ -29,14 +27,16 @@ EDIT_FIELDS = (
     RowField("presence_r", "float32", 0),  # taken off once for tokens that were generated
     RowField("top_n_sigma_r", "float32", 0),  # keeps logits so many standard deviations below the largest; 0 keeps all
     RowField("typical_p_r", "float32", 1),  # keeps the tokens of most typical information with that share; 1 keeps all
-    RowField("edit_ids_rx", "int32", BEYOND_TOKENS, width=EDITS_WIDTH),  # tokens whose logits are changed
-    RowField("edit_after_rx", "int32", ANY_TOKEN, width=EDITS_WIDTH),  # where the sequence's last token is this one
-    RowField("edit_values_rx", "float32", 0, width=EDITS_WIDTH),  # by adding this; minus infinity bans
 )
 EDIT_DTYPE = np.dtype([(field.name, field.dtype, field.width or ()) for field in EDIT_FIELDS])
 _NEUTRAL = np.zeros(1, EDIT_DTYPE)
 for _field in EDIT_FIELDS:
     _NEUTRAL[_field.name] = _field.neutral
+
+
+SINGLE_DTYPE = np.dtype([("ids", "int32"), ("after", "int32"), ("values", "float32")])
+"""A token whose logit is changed; where the sequence's last token is this one, or ANY_TOKEN; what is added to it."""
+NO_SINGLE = np.array((BEYOND_TOKENS, ANY_TOKEN, 0.0), SINGLE_DTYPE)
 
 
 def num_mask_words(vocab_size: int) -> int:
@@ -50,10 +50,12 @@ class EditInputs:
 
     Attributes:
         rows_r: of EDIT_DTYPE.
+        singles_rx: of SINGLE_DTYPE, `[R, NUM_SINGLES]`; None where no row has any.
         mask_rw: a bit a token, set for those that may be sampled, `[R, num_mask_words]`; None lets every row have all.
     """
 
     rows_r: NDArray[np.void]
+    singles_rx: NDArray[np.void] | None = None
     mask_rw: I32 | None = None
 
     @classmethod
@@ -66,10 +68,17 @@ class EditInputs:
         """The records as a program takes them, row after row."""
         return self.rows_r.view(np.int32)
 
-    def fill(self, row: int, values: Mapping[str, Any]) -> None:
-        """Writes fields of one row; of a list its first entries."""
-        for name, value in values.items():
-            if isinstance(value, Sequence | np.ndarray):
-                self.rows_r[name][row, : len(value)] = value
-            else:
-                self.rows_r[name][row] = value
+    @property
+    def single_words(self) -> I32 | None:
+        """The singles as a program takes them: `[R, X, 3]`."""
+        return None if self.singles_rx is None else words_of_singles(self.singles_rx)
+
+
+def words_of_singles(singles_rx: NDArray[np.void]) -> I32:
+    """Singles as words: `[R, X, 3]`."""
+    return singles_rx.view(np.int32).reshape(*singles_rx.shape, 3)
+
+
+def no_singles(num_rows: int) -> NDArray[np.void]:
+    """Rows without singles, `[R, NUM_SINGLES]`."""
+    return np.full((num_rows, NUM_SINGLES), NO_SINGLE, SINGLE_DTYPE)

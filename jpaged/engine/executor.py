@@ -20,7 +20,7 @@ import enum
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,9 @@ from jpaged.engine.cascade_costs import CascadeCosts
 from jpaged.engine.reach import Reach
 from jpaged.errors import InternalError
 from jpaged.types import Adapter, PositionLogprobs, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from jpaged.engine.edits import EditInputs
 
 MIN_BUCKET = 8
 """Smallest shape. Never fewer rows: a bf16 matrix product with one row is 10 times slower than with two on CPU."""
@@ -273,10 +276,12 @@ class SamplingInputs:
     Attributes:
         rows_r: of ROW_DTYPE.
         detail: what the row that wants most is told; the sampler has a variant for each.
+        edits: how logits are changed before; None where no row asks for that.
     """
 
     rows_r: NDArray[np.void]
     detail: Detail = Detail.TOKENS
+    edits: EditInputs | None = None
 
     @classmethod
     def neutral(cls, num_rows: int, *, detail: Detail = Detail.TOKENS) -> SamplingInputs:
@@ -455,6 +460,15 @@ class Executor(Protocol[Hidden, Handle]):
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Starts writing an adapter over what a slot held; before any step that is dispatched later."""
+        ...
+
+    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
+        """Starts counting a sequence's tokens in a slot, whatever was there; before any step that is dispatched later.
+
+        Args:
+            slot: 1 to max_num_seqs; what is sampled in rows of that slot is counted there from now on.
+            token_ids: of the sequence, the first num_prompt of them its prompt.
+        """
         ...
 
     def forward(self, inputs: StepInputs) -> Hidden:

@@ -27,10 +27,11 @@ MoveKind = Literal["copy", "swap_out", "swap_in"]
 class ProgramSpec:
     """One program: `forward` for T tokens, `sample` for R rows and what is told of their tokens, `decode`, or a move.
 
-    `decode` is several steps of R rows, which are told of tokens alone. `load_adapter` fills one adapter slot.
+    `decode` is several steps of R rows, which are told of tokens alone. `edited` is a sample of rows whose logits are
+    changed before, `count` counts so many tokens for it. `load_adapter` fills one adapter slot.
     """
 
-    kind: Literal["forward", "sample", "decode", "load_adapter"] | MoveKind
+    kind: Literal["forward", "sample", "decode", "edited", "count", "load_adapter"] | MoveKind
     size: int
     detail: Detail = Detail.TOKENS
 
@@ -49,6 +50,8 @@ class ProgramSpec:
 
 
 LOAD_ADAPTER = ProgramSpec("load_adapter", 1)
+COUNT = ProgramSpec("count", 256)
+"""A sequence that is longer is counted in parts."""
 _VARIANTS: Mapping[Detail, tuple[str, ...]] = {
     Detail.TOKENS: (),
     Detail.LOGPROBS: ("logprobs",),
@@ -66,10 +69,13 @@ def program_specs(
     forwards = [ProgramSpec("forward", size) for size in reversed(tokens)]
     details = (Detail.TOP_LOGPROBS, Detail.TOKENS, Detail.LOGPROBS)
     samples = [ProgramSpec("sample", size, detail) for detail in details for size in rows]
+    edited = [
+        ProgramSpec("edited", size, detail) for detail in (Detail.TOP_LOGPROBS, Detail.TOKENS) for size in rows
+    ]
     moves = [ProgramSpec(kind, size) for size in move_sizes for kind in _move_kinds(has_host_blocks)]
     several = [ProgramSpec("decode", size) for size in buckets.decodes]
     first = [ProgramSpec("sample", rows[0], Detail.TOP_LOGPROBS), ProgramSpec("sample", rows[0]), *several[:1]]
-    return list(dict.fromkeys((*least, *decodes, *first, *forwards, *samples, *moves, *several)))
+    return list(dict.fromkeys((*least, *decodes, *first, *forwards, *samples, *moves, *several, *edited)))
 
 
 def least_programs(
@@ -79,6 +85,8 @@ def least_programs(
     return [
         ProgramSpec("forward", buckets.tokens[-1]),
         ProgramSpec("sample", buckets.rows[-1], Detail.TOP_LOGPROBS),
+        ProgramSpec("edited", buckets.rows[-1], Detail.TOP_LOGPROBS),
+        COUNT,
         *(ProgramSpec(kind, move_sizes[0]) for kind in _move_kinds(has_host_blocks)),
         *((LOAD_ADAPTER,) if has_adapters else ()),
     ]

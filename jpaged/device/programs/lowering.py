@@ -23,9 +23,10 @@ from jpaged.device.mesh import POOL_SPEC, SCALES_SPEC, Placement, first_device, 
 from jpaged.device.programs.compile import ProgramSpec, compiler_options, program_specs
 from jpaged.device.step.decode import packed_decode
 from jpaged.device.step.forward import Step, forward_packing
-from jpaged.device.step.runner import ROW_WORDS, DecodePacking
+from jpaged.device.step.runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
 from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import lower_move, move_sizes
+from jpaged.engine.edits import NUM_SINGLES, num_mask_words
 from jpaged.engine.executor import BucketTable, Geometry
 from jpaged.kernels.sampling import choose_kernel
 from jpaged.models.kv_groups import group_layers
@@ -160,6 +161,8 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     head = {name: tree for name, tree in params.items() if name != "layers"}
     pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
     last_tokens = shape((step.num_places,), np.int32)
+    counts = step.abstract_counts(geometry.max_num_seqs)
+    of_counts = jax.tree.map(lambda struct: struct.sharding, counts)
     hidden = shape((step.num_places, model.config.hidden_size), model.dtype)
 
     def lower(spec: ProgramSpec) -> jax.stages.Lowered:
@@ -183,6 +186,17 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             of_all = compiler_options(device)
             jitted = jax.jit(fill_slot, donate_argnums=0, out_shardings=shardings, compiler_options=of_all)
             return jitted.lower(matrices, shape((), np.int32), one)
+        if spec.kind == "count":
+            jitted = jax.jit(step.count, donate_argnums=0, out_shardings=of_counts)
+            return jitted.lower(counts, shape((NUM_COUNT_WORDS + spec.size,), np.int32))
+        if spec.kind == "edited":
+            sample = functools.partial(step.packed_edited_sample, detail=spec.detail)
+            results = of_counts, whole, whole
+            jitted = jax.jit(sample, donate_argnums=1, out_shardings=results, compiler_options=options["sample"])
+            words, edit_words = shape((spec.size * ROW_WORDS,), np.int32), shape((spec.size * EDIT_WORDS,), np.int32)
+            mask = shape((spec.size, num_mask_words(step.vocab_size)), np.int32)
+            singles = shape((spec.size, NUM_SINGLES, 3), np.int32)
+            return jitted.lower(head, counts, hidden, words, edit_words, singles, mask)
         if spec.kind != "sample":
             return lower_move(spec, layout, step.mesh)
         sample = functools.partial(step.packed_sample, detail=spec.detail)

@@ -91,7 +91,7 @@ class TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class RowEdits:
-    """How each row's logits are changed: `engine.edits.EDIT_FIELDS` on the device, and the mask."""
+    """How each row's logits are changed: `engine.edits.EDIT_FIELDS` on the device, with the words of singles and masks."""
 
     slots_r: Int[Array, "R"]
     repetition_r: Float[Array, "R"]
@@ -99,9 +99,7 @@ class RowEdits:
     presence_r: Float[Array, "R"]
     top_n_sigma_r: Float[Array, "R"]
     typical_p_r: Float[Array, "R"]
-    edit_ids_rx: Int[Array, "R X"]
-    edit_after_rx: Int[Array, "R X"]
-    edit_values_rx: Float[Array, "R X"]
+    singles_rx3: Int[Array, "R X 3"]
     mask_rw: Int[Array, "R W"]
 
 
@@ -135,11 +133,16 @@ def edited(
 def _with_single_tokens(
     x_rv: jax.Array, edits: RowEdits, last_tokens_r: jax.Array, vocabulary: Vocabulary
 ) -> Float[Array, "R V"]:
-    after_rx = edits.edit_after_rx
+    ids_rx, after_rx, bits_rx = (edits.singles_rx3[..., i] for i in range(3))
     applies_rx = (after_rx == ANY_TOKEN) | (after_rx == last_tokens_r[:, None])
-    columns_rx = jnp.where(applies_rx, vocabulary.columns(edits.edit_ids_rx, x_rv.shape[1]), x_rv.shape[1])
-    rows_r1 = jnp.arange(len(x_rv))[:, None]
-    return x_rv.at[rows_r1, columns_rx].add(edits.edit_values_rx, mode="drop")
+    columns_rx = jnp.where(applies_rx, vocabulary.columns(ids_rx, x_rv.shape[1]), x_rv.shape[1])
+    rows_r1, values_rx = jnp.arange(len(x_rv))[:, None], lax.bitcast_convert_type(bits_rx, jnp.float32)
+    return lax.cond(
+        jnp.any(ids_rx < vocabulary.size),
+        lambda x_rv: x_rv.at[rows_r1, columns_rx].add(values_rx, mode="drop"),
+        lambda x_rv: x_rv,
+        x_rv,
+    )
 
 
 def _penalised(x_rv: jax.Array, edits: RowEdits, counts_rv: Int16[Array, "R V"]) -> Float[Array, "R V"]:

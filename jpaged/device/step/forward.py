@@ -30,6 +30,7 @@ from jpaged.device.mesh import (
     SINKS_SPEC,
     num_shards,
     on_shards,
+    replicated,
 )
 from jpaged.device.step import sampling
 from jpaged.device.step.edits import RowEdits, TokenCounts, edited
@@ -177,12 +178,13 @@ class Step:
         hidden_se: Float[Array, "S E"],
         words: Int[Array, "W"],
         edit_words: Int[Array, "W"],
+        singles_rx3: Int[Array, "R X 3"],
         mask_rw: Int[Array, "R W"],
         *,
         detail: Detail,
     ) -> tuple[TokenCounts, Int[Array, "S"], Int[Array, "R C"]]:
         """As `packed_sample`, of rows whose logits are changed before. The counts are donated, and updated in place."""
-        how, edits = RowSampling(**unpack_rows(words)), RowEdits(**unpack_edits(edit_words), mask_rw=mask_rw)
+        how, edits = RowSampling(**unpack_rows(words)), RowEdits(**unpack_edits(edit_words), singles_rx3=singles_rx3, mask_rw=mask_rw)
         num_rows = how.temperature_r.shape[0]
         counts, sampled = self.sample_edited(params, counts, hidden_se[:num_rows], how, edits, detail)
         return counts, *self._told(sampled)
@@ -233,6 +235,14 @@ class Step:
 
         of_counts = TokenCounts(LOGITS_SPEC, whole)
         return on_shards(count, self.mesh, (of_counts, whole), of_counts)(counts, words)
+
+    def abstract_counts(self, num_slots: int) -> TokenCounts:
+        """The counts of so many sequences, as shapes; slot 0 comes besides."""
+        mesh, num_rows = self.mesh, num_slots + 1
+        counts = jax.ShapeDtypeStruct(
+            (num_rows, self.model.config.vocab_size), jnp.int16, sharding=NamedSharding(mesh, LOGITS_SPEC)
+        )
+        return TokenCounts(counts, jax.ShapeDtypeStruct((num_rows,), jnp.int32, sharding=replicated(mesh)))
 
     def _logits(self, params: Params, hidden_re: jax.Array, num_in_use: jax.Array) -> Float[Array, "R V"]:
         logits_rv = self.model.logits(params, hidden_re, num_in_use)

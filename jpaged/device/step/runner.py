@@ -10,7 +10,7 @@ Nothing is traced here and nothing waits: the calls are of executables, with num
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -20,9 +20,10 @@ from jax.sharding import Sharding
 from numpy.typing import NDArray
 
 from jpaged.device.adapters import arguments_of, matrices_of, with_matrices
-from jpaged.device.programs.compile import LOAD_ADAPTER, ProgramSpec
+from jpaged.device.programs.compile import COUNT, LOAD_ADAPTER, ProgramSpec
 from jpaged.device.programs.store import ProgramStore
-from jpaged.engine.edits import EDIT_FIELDS
+from jpaged.device.step.edits import TokenCounts
+from jpaged.engine.edits import EDIT_FIELDS, no_singles, num_mask_words, words_of_singles
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
@@ -230,6 +231,8 @@ class StepRunner:
         packings: tuple[Mapping[int, Packing], Mapping[int, DecodePacking]],
         pool: KVPool,
         programs: ProgramStore,
+        counts: TokenCounts,
+        vocab_size: int,
     ) -> None:
         self._params = params
         self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
@@ -237,6 +240,9 @@ class StepRunner:
         self._programs = programs
         self._packings, self._decode_packings = packings
         self._last_tokens = last_tokens
+        self._counts = counts
+        self._num_mask_words = num_mask_words(vocab_size)
+        self._nothing: dict[int, tuple[jax.Array, jax.Array]] = {}  # singles and masks of rows that have none
 
     def pack(self, inputs: StepInputs) -> PackedForward:
         """A step's inputs in a fresh buffer.
@@ -257,14 +263,40 @@ class StepRunner:
 
     def sample(self, hidden_se: jax.Array, inputs: SamplingInputs) -> jax.Array:
         """Starts sampling; the outputs as one array, on their way to the host."""
-        spec = ProgramSpec("sample", len(inputs.rows_r), inputs.detail)
+        spec = ProgramSpec("sample" if inputs.edits is None else "edited", len(inputs.rows_r), inputs.detail)
         ready = self._programs.ready
         if spec not in ready:
             spec = next((one for one in spec.stand_ins if one in ready), spec)
         program = self._find(spec)
-        self._last_tokens, outputs_rc = program(self._head_params, hidden_se, inputs.words)
+        if inputs.edits is None:
+            self._last_tokens, outputs_rc = program(self._head_params, hidden_se, inputs.words)
+        else:
+            edits = inputs.edits
+            singles_rx3, mask_rw = self._none_of(spec.size)
+            singles_rx3 = singles_rx3 if edits.singles_rx is None else edits.single_words
+            mask_rw = mask_rw if edits.mask_rw is None else edits.mask_rw
+            self._counts, self._last_tokens, outputs_rc = program(
+                self._head_params, self._counts, hidden_se, inputs.words, edits.words, singles_rx3, mask_rw
+            )
         outputs_rc.copy_to_host_async()
         return outputs_rc
+
+    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
+        """Starts counting a sequence's tokens, the first of them its prompt, in a slot; what was there is forgotten."""
+        program = self._find(COUNT)
+        for begin in range(0, max(1, len(token_ids)), COUNT.size):
+            part = token_ids[begin : begin + COUNT.size]
+            words = np.zeros(NUM_COUNT_WORDS + COUNT.size, np.int32)
+            of_prompt = min(max(num_prompt - begin, 0), len(part))
+            words[:NUM_COUNT_WORDS] = slot, begin == 0, of_prompt, len(part)
+            words[NUM_COUNT_WORDS : NUM_COUNT_WORDS + len(part)] = part
+            self._counts = program(self._counts, words)
+
+    def _none_of(self, num_rows: int) -> tuple[jax.Array, jax.Array]:
+        if num_rows not in self._nothing:
+            nothing = words_of_singles(no_singles(num_rows)), np.full((num_rows, self._num_mask_words), -1, np.int32)
+            self._nothing[num_rows] = jax.device_put(nothing, self._last_tokens.sharding)
+        return self._nothing[num_rows]
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
@@ -288,6 +320,10 @@ class StepRunner:
     def release(self) -> None:
         """Lets go of the parameters. Idempotent."""
         self._params, self._head_params = {}, {}
+        self._nothing.clear()
+        for array in jax.tree.leaves(self._counts):
+            if not array.is_deleted():
+                array.delete()
 
     def _find(self, spec: ProgramSpec) -> jax.stages.Compiled:
         program = self._programs.ready.get(spec)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jpaged.device.step.edits import IN_PROMPT, RowEdits, TokenCounts, edited
 from jpaged.device.step.runner import unpack_edits
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.edits import EditInputs, num_mask_words
+from jpaged.engine.edits import EditInputs, no_singles, num_mask_words, words_of_singles
 from tests.device.step import edits_oracle as oracle
 from tests.device.step.edits_oracle import Edits
 
@@ -43,27 +43,16 @@ def counted(counts: TokenCounts, slot: int, prompt: tuple[int, ...], output: tup
 
 def rows_of(rows: list[Edits]) -> RowEdits:
     inputs, masks = EditInputs.neutral(len(rows)), np.full((len(rows), num_mask_words(V)), -1, np.int32)
+    singles = no_singles(len(rows))
     for i, row in enumerate(rows):
-        tokens, after, values = zip(*row.singles, strict=True) if row.singles else ((), (), ())
-        inputs.fill(
-            i,
-            {
-                "slots_r": i + 1,
-                "repetition_r": row.repetition,
-                "frequency_r": row.frequency,
-                "presence_r": row.presence,
-                "top_n_sigma_r": row.top_n_sigma,
-                "typical_p_r": row.typical_p,
-                "edit_ids_rx": tokens,
-                "edit_after_rx": after,
-                "edit_values_rx": values,
-            },
-        )
+        inputs.rows_r[i] = (i + 1, row.repetition, row.frequency, row.presence, row.top_n_sigma, row.typical_p)
+        singles[i, : len(row.singles)] = [*row.singles]
         if row.allowed is not None:
             bits = np.zeros(num_mask_words(V) * 32, np.uint8)
             bits[list(row.allowed)] = 1
             masks[i] = np.packbits(bits, bitorder="little").view(np.int32)
-    return RowEdits(**unpack_edits(jnp.asarray(inputs.words)), mask_rw=jnp.asarray(masks))
+    words = jnp.asarray(words_of_singles(singles))
+    return RowEdits(**unpack_edits(jnp.asarray(inputs.words)), singles_rx3=words, mask_rw=jnp.asarray(masks))
 
 
 @jax.jit
