@@ -91,7 +91,7 @@ test: $(STAMP) ## the quick tests
 test-deep: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed ## the planted faults, and the rest of the grids (before a release)
 	@$(BIN)/python -m pytest -q -m deep -n $(JOBS) --dist worksteal $(ARGS)
 
-test-long: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed ## the long tests
+test-long: $(STAMP) $(AOT)/.installed ## the long tests
 	@$(BIN)/python -m pytest -q -m long -n $(JOBS) --dist worksteal $(ARGS)
 
 # What an interpreter or its jax can break, once and in a minute: the command line and its help, options, messages, client
@@ -118,9 +118,9 @@ compat: $(STAMP) ## test-compat and the demo on every other Python of this machi
 	@$(BIN)/python -m tests.compat
 
 # libtpu lies beside the packages, not among them: jax would take an installed one for a sign of TPUs. TPU_LIBRARY_PATH
-# names it to the processes that compile. The one that jax's metadata pins is 0.6 GB; .installed says which it is. The
-# newest beside it, which may be the same, is what the cycles of kernels are held with too.
-aot: $(AOT)/.installed $(AOT_NEWEST)/.installed ## add libtpu, which compiles for TPUs without one
+# names it to the processes that compile. The one that jax's metadata pins is 0.6 GB; .installed says which it is. For
+# `make test-deep` the newest is beside it, which may be the same: the cycles of kernels are held with that one too.
+aot: $(AOT)/.installed ## add libtpu, which compiles for TPUs without one
 
 $(AOT)/.installed: $(STAMP)
 	@wanted=$$($(BIN)/python -m tests.aot.libtpu_requirement); \

@@ -143,13 +143,9 @@ def gate() -> Iterator[Case]:
         yield Case(generation, "prefill", 8, 4, 128, "bfloat16", 64)
 
 
-def few(which: int) -> Iterator[Case]:
-    """A part of the gate for either of two compilers: a decode of each generation, each of other heads, and prefills.
-
-    Args:
-        which: 0 for decodes of bfloat16, 1 for those of 8 bits.
-    """
-    for generation, head in zip(TOPOLOGIES, ((0, 1, 2, 3), (2, 0, 3, 1))[which], strict=True):
+def few() -> Iterator[Case]:
+    """A part of the gate: a decode of each generation, each of other heads, and prefills."""
+    for generation, head in zip(TOPOLOGIES, (2, 0, 3, 1), strict=True):
         of_generation = [case for case in gate() if case.generation == generation]
         yield from (case for case in of_generation if case.kind == "prefill" or case is of_generation[head])
 

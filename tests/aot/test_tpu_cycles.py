@@ -26,16 +26,15 @@ PINNED = Path(os.environ.get("TPU_LIBRARY_PATH", Path(sys.prefix) / "aot/libtpu/
 NEWEST = Path(sys.prefix) / "aot-newest/libtpu/libtpu.so"
 
 
-FEW, ALL = [[*few(0)], [*few(1)]], [*gate()]
+FEW, ALL = [*few()], [*gate()]
 
 
 @pytest.mark.parametrize(
     ("libtpu", "cases"),
     [
-        pytest.param(PINNED, FEW[1], marks=pytest.mark.long, id="pinned"),
-        pytest.param(NEWEST, FEW[0], marks=pytest.mark.long, id="newest"),
-        pytest.param(PINNED, [case for case in ALL if case not in FEW[1]], marks=pytest.mark.deep, id="pinned-rest"),
-        pytest.param(NEWEST, [case for case in ALL if case not in FEW[0]], marks=pytest.mark.deep, id="newest-rest"),
+        pytest.param(PINNED, FEW, marks=pytest.mark.long, id="pinned"),
+        pytest.param(PINNED, [case for case in ALL if case not in FEW], marks=pytest.mark.deep, id="pinned-rest"),
+        pytest.param(NEWEST, ALL, marks=pytest.mark.deep, id="newest"),
     ],
 )
 def test_kernels_take_the_recorded_cycles(libtpu: Path, cases: list[Case]) -> None:
@@ -73,12 +72,11 @@ def test_the_gate_meets_every_pair() -> None:
     assert [len({row[i] for row in rows}) for i in range(4)] == [4, 4, 3, 3]
     assert {case.generation for case in gate() if case.kind == "prefill"} == set(TOPOLOGIES)
     assert set(gate()) <= set(table())
-    for cases in FEW:
-        assert Counter((case.generation, case.kind) for case in cases) == dict.fromkeys(
-            ((generation, kind) for generation in TOPOLOGIES for kind in ("decode", "prefill")), 1
-        )
-        assert {case.num_kv_heads for case in cases if case.kind == "decode"} == {1, 2, 4, 8}
-    assert {case.kv_dtype for cases in FEW for case in cases} == {case.kv_dtype for case in gate()}
+    assert Counter((case.generation, case.kind) for case in FEW) == dict.fromkeys(
+        ((generation, kind) for generation in TOPOLOGIES for kind in ("decode", "prefill")), 1
+    )
+    assert {case.num_kv_heads for case in FEW if case.kind == "decode"} == {1, 2, 4, 8}
+    assert {case.kv_dtype for case in FEW} == {case.kv_dtype for case in gate()}
 
 
 def test_a_case_is_read_as_it_is_written() -> None:

@@ -2,6 +2,7 @@
 and their devices exchange two sums a layer and a few numbers a row.
 
 Every test compiles in a process of its own, for jax must not take this one for a TPU's. `make aot` installs libtpu.
+A program takes half a minute: of each kind one is long, and the others are deep.
 """
 
 from __future__ import annotations
@@ -9,15 +10,26 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.tpu_programs import ProgramResult, compile_cells, library
 from jpaged.capacity.known_models import KNOWN_MODELS
 
-pytestmark = pytest.mark.long
-
 MIB = 1 << 20
+
+
+def long(*cases: Any) -> list[Any]:
+    return [_marked(case, pytest.mark.long) for case in cases]
+
+
+def deep(*cases: Any) -> list[Any]:
+    return [_marked(case, pytest.mark.deep) for case in cases]
+
+
+def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
 
 
 def check(result: ProgramResult, work_mib: int, padding: float = 0.01) -> None:
@@ -74,16 +86,15 @@ def check_sample(result: ProgramResult, rows: int, *, has_top: bool) -> None:
 # Every generation, number of devices and model; and each kind of sample once for one device, for some, and for hosts.
 @pytest.mark.parametrize(
     ("cell", "num_devices"),
-    [
+    long(
         ("llama-3-8b@v6e:1x1#forward[64],forward[512],sample[64],decode[64],copy[8]", 1),
         ("llama-3-8b@v6e:2x2#forward[64],sample[64, top],copy[8]", 4),
         ("llama-3-8b@v5e:2x4#forward[64],sample[64]", 8),
         ("llama-3-8b@tpu7x:1x1x1#forward[64]", 2),
-        ("llama-3-8b@tpu7x:2x2x2#forward[64],sample[64]", 16),
-        ("llama-3-70b@v6e:2x4#forward[64]", 8),
         ("mixtral-8x7b@v6e:2x2#forward[64]", 4),
         ("opt-13b@v5p:2x2x2#forward[64]", 8),
-    ],
+    )
+    + deep(("llama-3-8b@tpu7x:2x2x2#forward[64],sample[64]", 16), ("llama-3-70b@v6e:2x4#forward[64]", 8)),
 )
 def test_a_model_is_served_in_place(cell: str, num_devices: int) -> None:
     results = compile_cells(cell)
@@ -106,7 +117,7 @@ ARCHITECTURES = {
 }
 
 
-@pytest.mark.parametrize("which", ARCHITECTURES)
+@pytest.mark.parametrize("which", long("kinds-of-layers") + deep("one-chip", "wide", "experts"))
 def test_every_architecture_is_served_in_place(which: str) -> None:
     results = compile_cells(*(f"{model}#forward[64]" for model in ARCHITECTURES[which]))
     assert len(results) == len(ARCHITECTURES[which])
@@ -124,11 +135,11 @@ def test_no_architecture_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("cells", "products"),
-    [
-        (("int8-int4@v5e:1x1", "int8-rows@v5p:1x1x1"), ("s8*s8=s32",)),
+    long((("int8-int4@v5e:1x1", "int8-rows@v5p:1x1x1"), ("s8*s8=s32",)))
+    + deep(
         (("int8-rows@v6e:1x1", "int8-rows@tpu7x:1x1x1"), ("s8*s8=s32",)),
         (("fp8-rows@tpu7x:1x1x1",), ("f8e4m3fn*f8e4m3fn=f32",)),
-    ],
+    ),
     ids=["integers", "integers-newer", "fp8"],
 )
 def test_quantised_matrices_are_multiplied_as_they_lie(cells: tuple[str, ...], products: tuple[str, ...]) -> None:
@@ -147,12 +158,12 @@ OF_FOUR = 8 * 16 * 2 * (3 * 4096 + 6144 // 4 + 4096 // 4 + 4096 + 2 * 4096 + 286
 
 @pytest.mark.parametrize(
     ("cell", "of_layer"),
-    [
-        ("llama-3-8b+lora@v6e:1x1#forward[64],forward[512],decode[64],load_adapter[1]", ADAPTERS_OF_LAYER),
+    long(
         ("llama-3-8b+int8+lora@v6e:1x1#forward[64]", ADAPTERS_OF_LAYER),
         ("llama-3-8b+lora@v6e:2x2#forward[64],load_adapter[1]", OF_FOUR),
-    ],
-    ids=["bfloat16", "int8", "four-devices"],
+    )
+    + deep(("llama-3-8b+lora@v6e:1x1#forward[64],forward[512],decode[64],load_adapter[1]", ADAPTERS_OF_LAYER)),
+    ids=["int8", "four-devices", "bfloat16"],
 )
 def test_adapters_are_read_once_a_step_and_written_in_place(cell: str, of_layer: int) -> None:
     results = compile_cells(cell)
@@ -185,24 +196,22 @@ def check_adapted_exchanges(result: ProgramResult) -> None:
 # Products of groups are the kernel's, which reads a layer's matrices where they lie.
 @pytest.mark.parametrize(
     "cell",
-    [
-        "llama-3-8b+int4@v5p:1x1x1",
-        "llama-3-8b+int4@v6e:1x1",
-        "llama-3-8b+fp8-groups@v6e:1x1",
-        "gpt-oss-20b+mxfp4-experts@v6e:1x1",
-    ],
+    long("llama-3-8b+int4@v6e:1x1", "llama-3-8b+fp8-groups@v6e:1x1")
+    + deep("llama-3-8b+int4@v5p:1x1x1", "gpt-oss-20b+mxfp4-experts@v6e:1x1"),
 )
 def test_groups_of_numbers_are_read_where_they_lie(cell: str) -> None:
     (result,) = compile_cells(f"{cell}#forward[64]")
     check(result, work_mib=80)
 
 
+@pytest.mark.deep
 def test_attention_of_xla_is_in_place_too() -> None:
     (result,) = compile_cells("llama-3-8b@v6e:1x1/xla#forward[64]")
     assert result.backend == "xla"
     check(result, work_mib=80)
 
 
+@pytest.mark.long
 def test_a_model_that_is_too_large_is_refused_by_the_compiler() -> None:
     (result,) = compile_cells("llama-3-70b@v5e:2x4#forward[64]")
     assert result.report is None

@@ -62,6 +62,7 @@ _BF16: dict[str, Any] = {"dtype": "bfloat16"}
 class Together(Interpreted, PagedAttentionPromises):
     """Every promise, and sizes and types all together."""
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "shape",
         [
@@ -75,7 +76,7 @@ class Together(Interpreted, PagedAttentionPromises):
         self.check(RAGGED["mixed"], shape)
 
 
-@pytest.mark.long
+@pytest.mark.deep
 class TestPallasGpu(Together):
     """With contexts whole and tiles of 64 rows."""
 

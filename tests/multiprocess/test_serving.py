@@ -111,7 +111,7 @@ def test_two_processes_sample_what_one_samples_and_end_together(
         kill_one(group, 1)
 
 
-@pytest.mark.long
+@pytest.mark.deep
 @pytest.mark.parametrize("process", [0, 2])
 def test_four_processes_sample_what_one_samples_and_end_together(
     process: int, model: str, alone: list[RequestOutput], programs: Path
@@ -121,8 +121,9 @@ def test_four_processes_sample_what_one_samples_and_end_together(
         kill_one(group, process)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(
+    "kv_cache_dtype", [pytest.param("auto", marks=pytest.mark.long), pytest.param("int8", marks=pytest.mark.deep)]
+)
 def test_processes_may_have_several_devices(
     kv_cache_dtype: str, model: str, alone: list[RequestOutput], programs: Path
 ) -> None:

@@ -46,8 +46,13 @@ def on_two(model: Model, folder: Path) -> np.ndarray:
     return logits_of(where.model, params)[:, : model.config.vocab_size]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", cases.FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.deep if i % 2 else pytest.mark.long)
+        for i, name in enumerate(cases.FAMILIES)
+    ],
+)
 def test_bfloat16_is_as_close_as_its_digits_allow(name: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tiny_case(name), tmp_path)
     exact, rounded = (Model(from_hf(tiny_case(name).config), np.dtype(dtype)) for dtype in (jnp.float32, jnp.bfloat16))

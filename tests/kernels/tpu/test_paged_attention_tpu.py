@@ -61,12 +61,13 @@ class TestEarlySizes(Device, PagedAttentionSizes):
     params = EARLY
 
 
-@pytest.mark.long
+@pytest.mark.deep
 class TestEarly(Device, PagedAttentionPromises):
     """Every promise, and sizes and types all together."""
 
     params = EARLY
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "shape",
         [
@@ -91,7 +92,7 @@ def test_rows_of_all_kinds_whose_keys_are_stored(suite: Interpreted, dtype: str)
     suite.test_an_update_stores_the_new_keys_and_nothing_else("mixed", dtype, None)
 
 
-@pytest.mark.parametrize("suite", [Late(), Early()], ids=["late", "early"])
+@pytest.mark.parametrize("suite", [pytest.param(Late(), marks=pytest.mark.long), Early()], ids=["late", "early"])
 def test_chunks_with_a_window_and_a_cap(suite: Interpreted) -> None:
     shape = Shape(head_dim=80, block_size=8, num_heads=6, num_kv_heads=3, sliding_window=20, soft_cap=5.0)
     suite.check(RAGGED["chunk_continues"], shape)
@@ -128,7 +129,7 @@ def test_latents_of_several_pieces_are_stored_and_seen() -> None:
     Late().check_update("mixed", shape)
 
 
-@pytest.mark.long
+@pytest.mark.deep
 def test_all_numbers_of_float8_come_out_of_both_kernels() -> None:
     """As values of a row's only key; those below 2^-6 may be zero where a row decodes."""
     kv_dtype = "float8_e4m3fn"
@@ -169,7 +170,7 @@ def _compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tpu7x")
-@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 256), (4, 128)])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [pytest.param(1, 256, marks=pytest.mark.long), (4, 128)])
 def test_keys_of_8_bits_that_are_turned_before_their_product(num_kv_heads: int, head_dim: int) -> None:
     """Heads that have their product alone, and that share it."""
     shape = Shape(
@@ -191,7 +192,8 @@ class AtOnce(Interpreted):
 
 @pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize(
-    ("suite", "num_tokens"), [(Early(), 8), (Early(), 32), pytest.param(AtOnce(), 32, marks=pytest.mark.deep)]
+    ("suite", "num_tokens"),
+    [(Early(), 32), *(pytest.param(suite, n, marks=pytest.mark.deep) for suite, n in ((Early(), 8), (AtOnce(), 32)))],
 )
 def test_two_cores_share_the_rows(suite: Interpreted, num_tokens: int) -> None:
     """And a tile of tokens, alone and with one behind it that has no rows."""
@@ -206,7 +208,7 @@ def test_two_cores_have_tiles_of_their_own() -> None:
 
 
 @pytest.mark.usefixtures("two_cores")
-@pytest.mark.parametrize("suite", [pytest.param(AtOnce(), marks=pytest.mark.long), Early()])
+@pytest.mark.parametrize("suite", [pytest.param(AtOnce(), marks=pytest.mark.deep), Early()])
 def test_two_cores_store_new_keys_that_either_sees(suite: Interpreted) -> None:
     suite.test_an_update_stores_the_new_keys_and_nothing_else("mixed", "bfloat16", None)
 
@@ -227,7 +229,7 @@ class EarlyAtOnce(Interpreted):
             pytest.param(suite, shape, marks=mark)
             for suite, shape, mark in (
                 (EarlyAtOnce(), Shape(num_heads=4, num_kv_heads=1, dtype="bfloat16"), pytest.mark.deep),
-                (Late(), Shape(8, 4, head_dim=64, kv_dtype="float8_e4m3fn", dtype="bfloat16"), pytest.mark.long),
+                (Late(), Shape(8, 4, head_dim=64, kv_dtype="float8_e4m3fn", dtype="bfloat16"), pytest.mark.deep),
                 (Late(), Shape(num_heads=6, num_kv_heads=3), pytest.mark.long),
             )
         ),
