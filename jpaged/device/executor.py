@@ -13,6 +13,7 @@ Nothing is traced here: the verbs call executables that `warm_up` compiled, with
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,9 +105,8 @@ class JaxExecutor:
         last_tokens = jax.device_put(np.zeros(step.num_places, np.int32), replicated(step.mesh))
         abstract = step.abstract_counts(geometry.max_num_seqs)
         shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
-        counts = jax.jit(
-            lambda: jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract), out_shardings=shardings
-        )()
+        zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
+        counts = jax.jit(zeros, out_shardings=shardings)()
         self._runner = StepRunner(
             params, last_tokens, (packings, several), self._pool, self._programs, counts, geometry.vocab_size
         )

@@ -68,6 +68,12 @@ class EditInputs:
         """The records as a program takes them, row after row."""
         return self.rows_r.view(np.int32)
 
+    def reordered(self, order: list[int]) -> EditInputs:
+        """With the first rows in another order, `order[new] = old`."""
+        whole = [*order, *range(len(order), len(self.rows_r))]
+        singles_rx = None if self.singles_rx is None else self.singles_rx[whole]
+        return EditInputs(self.rows_r[whole], singles_rx, None if self.mask_rw is None else self.mask_rw[whole])
+
     @property
     def single_words(self) -> I32 | None:
         """The singles as a program takes them: `[R, X, 3]`."""

@@ -314,7 +314,7 @@ class EngineLoop:
         if pace is not None:
             pace.steps.began(inputs, geometry.buckets, begin_s, schedule.num_steps)
         if schedule.num_steps > 1:
-            sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids)
+            sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, self.scheduler.rows.editing)
             self._end_idle()
             self._newest = self._executor.decode(
                 inputs, sampling, build_ending_ids(schedule, len(sampling.rows_r)), schedule.num_steps
@@ -322,7 +322,10 @@ class EngineLoop:
             return schedule, self._newest
         self._end_idle()
         hidden = self._executor.forward(inputs)
-        sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids)
+        editing = self.scheduler.rows.editing
+        sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
+        for due in editing.due:
+            self._executor.count(*due)
         self._newest = self._executor.sample(hidden, sampling)
         return schedule, self._newest
 
@@ -438,6 +441,7 @@ class EngineLoop:
         self.stats.count_end(group)
         self._send_last([group])
         self.scheduler.finish(group)
+        self.scheduler.rows.editing.forget(group)
         self._deadlines.discard(group)
         del self.groups[group.request.request_id]
         self.in_flight.note_idle()

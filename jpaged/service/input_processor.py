@@ -15,10 +15,10 @@ from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
+from jpaged.sampling_params import MAX_STOP_TOKEN_IDS
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
     MAX_DETOKENIZE_IDS,
-    MAX_STOP_TOKEN_IDS,
     MIN_MAX_CHAT_BYTES,
     MIN_MAX_TOKENIZE_BYTES,
     LoadedAdapter,
@@ -86,6 +86,7 @@ class InputProcessor:
             self._check_length(len(token_ids), sampling)
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
+        bad_word_ids = self._bad_word_ids(sampling)
         number = next(self._counter)
         if sampling.seed is None and not sampling.beam_width:
             sampling = dataclasses.replace(sampling, seed=_derived_seed(self._seed, number))
@@ -99,6 +100,7 @@ class InputProcessor:
             cache_tenant=cache_tenant,
             is_whole=is_whole,
             adapter=adapter,
+            bad_word_ids=bad_word_ids,
         )
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
@@ -204,6 +206,20 @@ class InputProcessor:
             times = f"{each}, {needed} blocks" if num_rows > 1 or len(geometry.windows) > 1 else ""
             raise RequestTooLong("sampling.max_tokens", f"{what}{times}, over the whole pool ({pool_tokens}: {blocks})")
 
+    def _bad_word_ids(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each bad word, as they come at the start of a text and behind a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in sampling.bad_words:
+            for text in (word.strip(), f" {word.strip()}"):
+                ids = self._known("sampling.bad_words", self.tokenizer.encode(text, add_special_tokens=False))
+                found[tuple(ids)] = None
+        allowed = sampling.allowed_token_ids
+        if allowed is not None and all((token_id,) in found for token_id in allowed):
+            raise InvalidArgument(
+                "sampling.bad_words", "forbid every token of allowed_token_ids: nothing can be sampled"
+            )
+        return tuple(ids for ids in found if ids)
+
     def _check_beams(self, sampling: SamplingParams) -> None:
         if not sampling.beam_width:
             return
@@ -218,9 +234,12 @@ class InputProcessor:
 
     def _check_stops(self, sampling: SamplingParams) -> None:
         vocab_size = self._geometry.vocab_size
-        for token_id in sampling.stop_token_ids:
-            if token_id >= vocab_size:
-                raise InvalidArgument("sampling.stop_token_ids", f"{token_id} is not below {vocab_size}")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(sampling, name) or ():
+                if token_id >= vocab_size:
+                    raise InvalidArgument(f"sampling.{name}", f"{token_id} is not below {vocab_size}")
+        if sampling.bad_words and isinstance(self.tokenizer, NoTokenizer):
+            raise InvalidArgument("sampling.bad_words", "this model has no tokenizer: use logit_bias")
         if sampling.stop and isinstance(self.tokenizer, NoTokenizer):
             raise InvalidArgument("sampling.stop", "this model has no tokenizer, so no text: use stop_token_ids")
 

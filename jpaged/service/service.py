@@ -37,19 +37,11 @@ from jpaged.errors import (
     QueueFull,
     Unavailable,
 )
+from jpaged.sampling_params import MAX_CACHE_SALT_CHARS
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.names import require_name
 from jpaged.service.streams import Bridge, OutputStream
-from jpaged.types import (
-    MAX_CACHE_SALT_CHARS,
-    FinishReason,
-    LoadedAdapter,
-    OutputEvent,
-    Prompt,
-    Request,
-    SamplingParams,
-    SequenceFinish,
-)
+from jpaged.types import FinishReason, LoadedAdapter, OutputEvent, Prompt, Request, SamplingParams, SequenceFinish
 
 
 class Stage(enum.Enum):

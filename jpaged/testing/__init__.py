@@ -1,6 +1,7 @@
 """Fakes for tests of one's own: an executor to compute by hand, a byte tokenizer, a clock to turn.
 
 fake_executor.py   an executor without a model
+fake_edits.py      tokens that edits change, and counts that are checked
 single_steps.py    the steps of a decode, one by one
 byte_tokenizer.py  a token is a byte
 virtual_clock.py   a clock that moves when it is told to

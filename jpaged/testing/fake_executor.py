@@ -43,6 +43,7 @@ from jpaged.engine.executor import (
     StepOutputs,
 )
 from jpaged.errors import InternalError
+from jpaged.testing.fake_edits import CountedTokens
 from jpaged.testing.single_steps import step_at
 from jpaged.types import Adapter
 
@@ -182,6 +183,7 @@ class FakeExecutor:
         self._last_tokens = np.zeros(max_num_seqs, np.int64)
         self._have_ended = np.zeros(max_num_seqs, np.bool_)  # in the last decode: not all that they read was written
         self._weights: NDArray[np.int64] = np.zeros(self.max_loras + 1, np.int64)  # of the adapter in each slot
+        self._counted = CountedTokens()
         self._is_shut_down = False
 
     @property
@@ -219,6 +221,12 @@ class FakeExecutor:
             raise InternalError(f"{adapter} is no fake adapter")
         self._weights[slot] = adapter.weight
 
+    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
+        """Counts at once."""
+        if not 1 <= slot <= self._geometry.max_num_seqs:
+            raise InternalError(f"tokens are to be counted in slot {slot} of {self._geometry.max_num_seqs}")
+        self._counted.count(slot, token_ids, num_prompt)
+
     def forward(self, inputs: StepInputs) -> list[_Seen]:
         """Runs it at once: what each row may look at when it samples."""
         if self._is_shut_down:
@@ -243,6 +251,11 @@ class FakeExecutor:
         for row, seen in enumerate(hidden):
             is_sound_r[row] = all(tokens.max() < _NAN for tokens in seen.tokens)
             token_ids_r[row] = self._sample(seen, inputs.rows_r[row])
+            if inputs.edits is not None:
+                context = seen.tokens[0] % _NAN
+                token_ids_r[row] = self._counted.edited(
+                    int(token_ids_r[row]), inputs.edits, row, context, self._geometry.vocab_size
+                )
         self._last_tokens[: len(token_ids_r)] = token_ids_r[: len(self._last_tokens)]
         self._have_ended[:] = False
         return _outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.detail, self._geometry.vocab_size)

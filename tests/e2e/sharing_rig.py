@@ -101,6 +101,9 @@ class Share:
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         self._executor.load_adapter(slot, adapter)
 
+    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
+        self._executor.count(slot, token_ids, num_prompt)
+
     def forward(self, inputs: StepInputs) -> Any:
         return self._executor.forward(inputs)
 

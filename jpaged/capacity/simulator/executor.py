@@ -8,6 +8,8 @@ do on text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -107,6 +109,9 @@ class SimulatedExecutor:
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Takes no time, as the simulated servers have no slots."""
+
+    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
+        """Takes no time: simulated requests change no logits."""
 
     def forward(self, inputs: StepInputs) -> NDArray[np.int32]:
         """Takes the time of the whole step; the lengths of the rows' contexts."""

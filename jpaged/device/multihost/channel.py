@@ -50,6 +50,8 @@ class Kind(enum.IntEnum):
     """The reason why the sender ends."""
     END = 12
     """Nothing more will come; end well."""
+    COUNT = 13
+    """A sequence's tokens are to be counted."""
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)

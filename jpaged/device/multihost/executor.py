@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.multihost.channel import Kind
 from jpaged.device.multihost.handshake import Follower, Leader
-from jpaged.device.multihost.messages import HEADS, decode, encode
+from jpaged.device.multihost.messages import HEADS, decode, encode, sampling_of, sizes_of, words_of
 from jpaged.device.step.runner import PackedForward
 from jpaged.engine.executor import (
     I32,
-    ROW_DTYPE,
     BlockMoves,
     Detail,
     DeviceRates,
@@ -205,6 +204,12 @@ class MultiHostExecutor:
         """
         raise InternalError(f"several processes were given an adapter for slot {slot}; they have none")
 
+    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
+        """As every executor's; raises as `move_blocks` does."""
+        with self._naming_the_lost():
+            self._tell(Kind.COUNT, slot, num_prompt, words=np.array(token_ids, np.int32))
+            self._executor.count(slot, token_ids, num_prompt)
+
     def forward(self, inputs: StepInputs) -> MultiHostHandle:
         """As every executor's; raises as `move_blocks` does."""
         with self._naming_the_lost():
@@ -216,7 +221,7 @@ class MultiHostExecutor:
     def sample(self, hidden: MultiHostHandle, inputs: SamplingInputs) -> MultiHostHandle:
         """As every executor's; raises as `move_blocks` does."""
         with self._naming_the_lost():
-            self._tell(Kind.SAMPLE, hidden.number, inputs.detail, words=inputs.words)
+            self._tell(Kind.SAMPLE, hidden.number, inputs.detail, *sizes_of(inputs), words=words_of(inputs))
             told = tuple(self._told)
             self._told.clear()
             return MultiHostHandle(hidden.number, self._executor.sample(hidden.array, inputs), told)
@@ -316,9 +321,12 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
             case Kind.SAMPLE:
                 told.append(payload)
                 forward = _next(forwards, "sampled", head[0])
-                inputs = SamplingInputs(words.view(ROW_DTYPE), Detail(head[1]))
+                inputs = sampling_of(Detail(head[1]), head[2:], words)
                 in_flight.append(MultiHostHandle(forward.number, executor.sample(forward.array, inputs), told))
                 told = []
+            case Kind.COUNT:
+                told.append(payload)
+                executor.count(head[0], words.tolist(), head[1])
             case Kind.COLLECT:
                 step = _next(in_flight, "collected", head[0])
                 digest = digest_of(step.told, sampled_of(executor.collect(step.array)))

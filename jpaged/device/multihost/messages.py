@@ -12,10 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.device.multihost.channel import Kind
+from jpaged.engine.edits import EDIT_DTYPE, SINGLE_DTYPE, EditInputs
+from jpaged.engine.executor import ROW_DTYPE, Detail, SamplingInputs
 
 HEADS: Mapping[Kind, tuple[str, ...]] = {
     Kind.STEP: ("number", "num_tokens"),  # then the packed inputs of a forward
-    Kind.SAMPLE: ("number", "detail"),  # then the rows of the sampler
+    # Then the rows of the sampler, and what edits them: words of the records, of singles, of masks.
+    Kind.SAMPLE: ("number", "detail", "num_rows", "num_edit_words", "num_single_words", "num_mask_words"),
+    Kind.COUNT: ("slot", "num_prompt"),  # then the tokens
     Kind.MOVES: ("move",),  # its place in `Move`; then the sources, and the destinations
     Kind.COLLECT: ("number",),
     Kind.DIGEST: ("number",),  # then the digest
@@ -36,3 +40,41 @@ def decode(kind: Kind, payload: bytes | bytearray) -> tuple[tuple[int, ...], NDA
     """The inverse of `encode`. The words are a view of the payload."""
     head = struct.Struct(f"<{len(HEADS[kind])}q")
     return head.unpack_from(payload), np.frombuffer(payload, np.int32, offset=head.size)
+
+
+def words_of(inputs: SamplingInputs) -> NDArray[np.int32]:
+    """Everything of a sample as words."""
+    return np.concatenate([part.reshape(-1) for part in _parts(inputs)])
+
+
+def sizes_of(inputs: SamplingInputs) -> tuple[int, int, int, int]:
+    """The number of rows, and the words of what edits them."""
+    _, edits, singles, mask = _parts(inputs)
+    return len(inputs.rows_r), edits.size, singles.size, mask.size
+
+
+def sampling_of(detail: Detail, sizes: tuple[int, ...], words: NDArray[np.int32]) -> SamplingInputs:
+    """The inverse of `words_of`."""
+    num_rows, *num_words = sizes
+    rows, edits, singles, mask = np.split(words, np.cumsum([len(words) - sum(num_words), *num_words[:-1]]).tolist())
+    found: EditInputs | None = None
+    if len(edits):
+        found = EditInputs(
+            edits.view(EDIT_DTYPE),
+            singles.view(SINGLE_DTYPE).reshape(num_rows, -1) if len(singles) else None,
+            mask.reshape(num_rows, -1) if len(mask) else None,
+        )
+    return SamplingInputs(rows.view(ROW_DTYPE), detail, found)
+
+
+def _parts(inputs: SamplingInputs) -> tuple[NDArray[np.int32], ...]:
+    edits = inputs.edits
+    if edits is None:
+        return inputs.words, _NO_WORDS, _NO_WORDS, _NO_WORDS
+    singles, mask_rw = edits.single_words, edits.mask_rw
+    return (
+        inputs.words,
+        edits.words,
+        _NO_WORDS if singles is None else singles.reshape(-1),
+        _NO_WORDS if mask_rw is None else mask_rw.reshape(-1),
+    )

@@ -69,9 +69,7 @@ def program_specs(
     forwards = [ProgramSpec("forward", size) for size in reversed(tokens)]
     details = (Detail.TOP_LOGPROBS, Detail.TOKENS, Detail.LOGPROBS)
     samples = [ProgramSpec("sample", size, detail) for detail in details for size in rows]
-    edited = [
-        ProgramSpec("edited", size, detail) for detail in (Detail.TOP_LOGPROBS, Detail.TOKENS) for size in rows
-    ]
+    edited = [ProgramSpec("edited", size, detail) for detail in (Detail.TOP_LOGPROBS, Detail.TOKENS) for size in rows]
     moves = [ProgramSpec(kind, size) for size in move_sizes for kind in _move_kinds(has_host_blocks)]
     several = [ProgramSpec("decode", size) for size in buckets.decodes]
     first = [ProgramSpec("sample", rows[0], Detail.TOP_LOGPROBS), ProgramSpec("sample", rows[0]), *several[:1]]

@@ -190,9 +190,9 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             jitted = jax.jit(step.count, donate_argnums=0, out_shardings=of_counts)
             return jitted.lower(counts, shape((NUM_COUNT_WORDS + spec.size,), np.int32))
         if spec.kind == "edited":
-            sample = functools.partial(step.packed_edited_sample, detail=spec.detail)
+            edited = functools.partial(step.packed_edited_sample, detail=spec.detail)
             results = of_counts, whole, whole
-            jitted = jax.jit(sample, donate_argnums=1, out_shardings=results, compiler_options=options["sample"])
+            jitted = jax.jit(edited, donate_argnums=1, out_shardings=results, compiler_options=options["sample"])
             words, edit_words = shape((spec.size * ROW_WORDS,), np.int32), shape((spec.size * EDIT_WORDS,), np.int32)
             mask = shape((spec.size, num_mask_words(step.vocab_size)), np.int32)
             singles = shape((spec.size, NUM_SINGLES, 3), np.int32)

@@ -91,7 +91,7 @@ class TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class RowEdits:
-    """How each row's logits are changed: `engine.edits.EDIT_FIELDS` on the device, with the words of singles and masks."""
+    """How each row's logits are changed: `engine.edits.EDIT_FIELDS` on the device, and words of singles and masks."""
 
     slots_r: Int[Array, "R"]
     repetition_r: Float[Array, "R"]
@@ -120,12 +120,15 @@ def edited(
         jnp.any(has_penalties), lambda x_rv: _penalised(x_rv, edits, counts.at(edits.slots_r)), lambda x_rv: x_rv, x_rv
     )
     x_rv = lax.cond(
-        jnp.any(edits.top_n_sigma_r > 0), lambda x: _near_the_largest(x, edits.top_n_sigma_r, vocabulary), lambda x: x, x_rv
+        jnp.any(edits.top_n_sigma_r > 0),
+        lambda x: _near_the_largest(x, edits.top_n_sigma_r, vocabulary),
+        lambda x: x,
+        x_rv,
     )
     return lax.cond(
         jnp.any(edits.typical_p_r < 1),
-        lambda x: _typical(x, edits.typical_p_r, temperature_r, vocabulary),
-        lambda x: x,
+        lambda x_rv: _typical(x_rv, edits.typical_p_r, temperature_r, vocabulary),
+        lambda x_rv: x_rv,
         x_rv,
     )
 
@@ -155,7 +158,10 @@ def _penalised(x_rv: jax.Array, edits: RowEdits, counts_rv: Int16[Array, "R V"])
 
 
 def _near_the_largest(x_rv: jax.Array, num_sigma_r: jax.Array, vocabulary: Vocabulary) -> Float[Array, "R V"]:
-    """Tokens whose logits are within so many standard deviations of the largest. https://arxiv.org/abs/2411.07641"""
+    """Tokens whose logits are within so many standard deviations of the largest.
+
+    https://arxiv.org/abs/2411.07641
+    """
     is_there_rv = x_rv > -jnp.inf
     num_r1 = jnp.maximum(vocabulary.sum(is_there_rv.astype(jnp.float32)), 1)[:, None]
     mean_r1 = vocabulary.sum(jnp.where(is_there_rv, x_rv, 0))[:, None] / num_r1

@@ -184,7 +184,10 @@ class Step:
         detail: Detail,
     ) -> tuple[TokenCounts, Int[Array, "S"], Int[Array, "R C"]]:
         """As `packed_sample`, of rows whose logits are changed before. The counts are donated, and updated in place."""
-        how, edits = RowSampling(**unpack_rows(words)), RowEdits(**unpack_edits(edit_words), singles_rx3=singles_rx3, mask_rw=mask_rw)
+        how, edits = (
+            RowSampling(**unpack_rows(words)),
+            RowEdits(**unpack_edits(edit_words), singles_rx3=singles_rx3, mask_rw=mask_rw),
+        )
         num_rows = how.temperature_r.shape[0]
         counts, sampled = self.sample_edited(params, counts, hidden_se[:num_rows], how, edits, detail)
         return counts, *self._told(sampled)
@@ -221,28 +224,26 @@ class Step:
             return counts.counted(edits.slots_r, told.token_ids_r, vocabulary), told
 
         logits_rv, whole = self._logits(params, hidden_re, how.num_in_use), PartitionSpec()
-        of_counts = TokenCounts(LOGITS_SPEC, whole)
+        of_counts = _of_counts(LOGITS_SPEC, whole)
         run = on_shards(sample, self.mesh, (LOGITS_SPEC, of_counts, whole, whole), (of_counts, whole))
         return run(logits_rv, counts, how, edits)
 
     def count(self, counts: TokenCounts, words: Int[Array, "W"]) -> TokenCounts:
-        """Counts a part of a sequence's tokens in a slot: slot, first or not, prompt's tokens, all tokens, the tokens."""
+        """Counts a part of a sequence's tokens: slot, is it the first, tokens of the prompt, of all, and they."""
         vocabulary, whole = self._vocabulary, PartitionSpec()
 
         def count(counts: TokenCounts, words: jax.Array) -> TokenCounts:
             slot, is_first, num_prompt, num_tokens = (words[i] for i in range(NUM_COUNT_WORDS))
             return counts.begun(slot, words[NUM_COUNT_WORDS:], num_prompt, num_tokens, is_first > 0, vocabulary)
 
-        of_counts = TokenCounts(LOGITS_SPEC, whole)
+        of_counts = _of_counts(LOGITS_SPEC, whole)
         return on_shards(count, self.mesh, (of_counts, whole), of_counts)(counts, words)
 
     def abstract_counts(self, num_slots: int) -> TokenCounts:
         """The counts of so many sequences, as shapes; slot 0 comes besides."""
-        mesh, num_rows = self.mesh, num_slots + 1
-        counts = jax.ShapeDtypeStruct(
-            (num_rows, self.model.config.vocab_size), jnp.int16, sharding=NamedSharding(mesh, LOGITS_SPEC)
-        )
-        return TokenCounts(counts, jax.ShapeDtypeStruct((num_rows,), jnp.int32, sharding=replicated(mesh)))
+        mesh, shape = self.mesh, (num_slots + 1, self.model.config.vocab_size)
+        counts = jax.ShapeDtypeStruct(shape, jnp.int16, sharding=NamedSharding(mesh, LOGITS_SPEC))
+        return _of_counts(counts, jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=replicated(mesh)))
 
     def _logits(self, params: Params, hidden_re: jax.Array, num_in_use: jax.Array) -> Float[Array, "R V"]:
         logits_rv = self.model.logits(params, hidden_re, num_in_use)
@@ -321,6 +322,11 @@ class Step:
         in_specs = (HEADS_SPEC, (HEADS_SPEC, HEADS_SPEC, whole), POOL_SPEC, whole, whole, SCALES_SPEC, SINKS_SPEC)
         run = on_shards(attend, self.mesh, in_specs, (HEADS_SPEC, POOL_SPEC))
         return run(q_thd, new_kv, pool, place.index, rows, scales_lk2, sinks_h)
+
+
+def _of_counts(counts: Any, last_tokens: Any) -> TokenCounts:
+    """Counts of whatever stands for their arrays."""
+    return TokenCounts(counts, last_tokens)
 
 
 def _bits(x: jax.Array) -> jax.Array:

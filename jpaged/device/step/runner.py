@@ -150,7 +150,9 @@ def unpack_rows(words: jax.Array) -> dict[str, jax.Array]:
     return _ROW.unpack(words.reshape(-1, ROW_WORDS))
 
 
-_EDITS = Packing.of(**{field.name: (() if field.width is None else (field.width,), field.dtype) for field in EDIT_FIELDS})
+_EDITS = Packing.of(
+    **{field.name: (() if field.width is None else (field.width,), field.dtype) for field in EDIT_FIELDS}
+)
 EDIT_WORDS = _EDITS.size
 """Words of a row's edits."""
 

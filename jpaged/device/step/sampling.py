@@ -99,9 +99,7 @@ def sample(
     return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_total_r1)
 
 
-def tell(
-    logits_rv: Float[Array, "R V"], sampled: Sampled, vocabulary: Vocabulary, detail: Detail
-) -> Sampled:
+def tell(logits_rv: Float[Array, "R V"], sampled: Sampled, vocabulary: Vocabulary, detail: Detail) -> Sampled:
     """What the model's own distribution says of tokens that were sampled from logits that had been changed.
 
     Args:

@@ -9,7 +9,7 @@
     leave    it ended, was preempted, or its last token is in flight; the last of the rows takes its place
 
 All of it is known from the sequences as well, which stay the truth, and `check` compares. Not in here are beams, which
-are chosen anew at every step, and sequences that may not end yet, whose tokens are restricted.
+are chosen anew at every step, and sequences that may not end yet or whose logits are changed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from jpaged.engine.executor import (
     SamplingInputs,
     random_columns,
 )
+from jpaged.engine.scheduling.editing import Editing
 from jpaged.engine.scheduling.outgrowing import Outgrowing
 from jpaged.engine.sequence import Group, Sequence, Status, dispatched_each
 from jpaged.errors import InternalError
@@ -79,6 +80,7 @@ class DecodingRows:
     """Edits the rows, for the scheduler alone, which tells it of all that happens to their sequences.
 
     Attributes:
+        editing: of rows that are not in here but on the device.
         settled: groups all of whose live sequences have rows here.
         outgrowing: how far sequences may go before they begin again; None where keys serve at any length.
 
@@ -89,6 +91,7 @@ class DecodingRows:
     def __init__(
         self, geometry: Geometry, outgrowing: Outgrowing | None, eos_token_ids: frozenset[int] = frozenset()
     ) -> None:
+        self.editing = Editing(geometry.max_num_seqs, geometry.vocab_size)
         self.settled: set[Group] = set()
         self._block_size = geometry.block_size
         self.outgrowing = outgrowing
@@ -154,7 +157,8 @@ class DecodingRows:
             self._judge(group)
 
     def leave(self, sequence: Sequence) -> None:
-        """Takes a sequence's row, if it has one; the last of the rows moves to its place."""
+        """Takes a sequence's row, if it has one, and its slot; the last of the rows moves to its place."""
+        self.editing.slots.give_back(sequence)
         place = self._places.pop(sequence, None)
         if place is None:
             return

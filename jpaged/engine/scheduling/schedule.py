@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from jpaged.engine.executor import (
     row_lists,
 )
 from jpaged.engine.kv.blocks import MemoryOps
+from jpaged.engine.scheduling.editing import Editing
 from jpaged.engine.scheduling.rows import Decodes
 from jpaged.engine.sequence import Group, Sequence, Status
 
@@ -360,8 +362,10 @@ def build_ending_ids(schedule: Schedule, num_padded: int) -> I32:
     return ending_ids_rx
 
 
-def build_sampling_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids: frozenset[int]) -> SamplingInputs:
-    """How the rows of a schedule are sampled, in the device's order."""
+def build_sampling_inputs(
+    schedule: Schedule, geometry: Geometry, eos_token_ids: frozenset[int], editing: Editing
+) -> SamplingInputs:
+    """How the rows of a schedule are sampled, in the device's order. What `editing` has due is to be counted before."""
     decodes, num_rows = schedule.decodes, schedule.num_rows
     sampled = [
         (i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows, len(decodes)) if row.samples_token
@@ -381,9 +385,11 @@ def build_sampling_inputs(schedule: Schedule, geometry: Geometry, eos_token_ids:
         positions = [row.start + row.num_tokens for row in random_rows]
         inputs.fill_columns(places, random_columns(params_r, indices, positions))
     inputs.rows_r["is_padding_r"][num_rows:] = 1
+    edits = editing.inputs([(i, row) for i, row, _ in sampled], num_padded)
     if schedule.order:
         inputs.rows_r[:num_rows] = inputs.rows_r[schedule.order]
-    return inputs
+        edits = edits and edits.reordered(schedule.order)
+    return dataclasses.replace(inputs, edits=edits)
 
 
 class _Columns(NamedTuple):

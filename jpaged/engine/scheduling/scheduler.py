@@ -343,7 +343,7 @@ class Scheduler:
         group, prefixes = self.queues.next_group(), self._memory.prefixes
         if group is None or not self._has_room(group, outstanding):
             return None
-        if any(sequence.num_in_flight_tokens > 1 for sequence in group.live):  # inputs of it are not known yet
+        if group.has_unknown_tokens:
             return None
         is_new = group.status is not Status.SWAPPED
         if is_new and prefixes is not None and prefixes.is_being_computed(group, self.queues.running):
@@ -463,6 +463,7 @@ def _decodes(row: ScheduledRow) -> bool:
         and row.num_tokens == 1
         and row.start >= sequence.num_prompt_tokens
         and not sampling.beam_width
+        and not sampling.changes_logits
         and row.output_index + 1 >= sampling.min_tokens
         and sequence.num_output_tokens < sampling.max_tokens
     )

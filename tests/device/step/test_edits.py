@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ def no_counts() -> TokenCounts:
 
 
 @jax.jit
-def _begun(counts: TokenCounts, slot: int, ids: jax.Array, num_prompt: int, num: int, first: bool) -> TokenCounts:
+def _begun(counts: TokenCounts, slot: Any, ids: jax.Array, num_prompt: Any, num: Any, first: Any) -> TokenCounts:
     return counts.begun(slot, ids, num_prompt, num, first, VOCABULARY)
 
 
@@ -97,7 +99,9 @@ def test_logits_are_changed_as_the_oracle_changes_them(rows: list[Edits], seed: 
 
 @settings(max_examples=60)
 @given(
-    edits=EDITS, typical_p=st.sampled_from([0.1, 0.5, 0.9, 0.99]), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    edits=EDITS,
+    typical_p=st.sampled_from([0.1, 0.5, 0.9, 0.99]),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     seed=st.integers(0, 1000),
 )
 def test_tokens_of_typical_information_are_kept(edits: Edits, typical_p: float, temperature: float, seed: int) -> None:

@@ -209,9 +209,15 @@ def test_the_device_s_order_is_kept_by_every_array():
     h.engine._thread._drain_inbox()
     schedule = scheduler.schedule()
     assert (len(schedule.decodes), len(schedule.rows)) == (3, 1)
-    plain = build_step_inputs(schedule, geometry), build_sampling_inputs(schedule, geometry, EOS)
+    plain = (
+        build_step_inputs(schedule, geometry),
+        build_sampling_inputs(schedule, geometry, EOS, scheduler.rows.editing),
+    )
     schedule.reorder([3, 1, 0, 2])
-    moved = build_step_inputs(schedule, geometry), build_sampling_inputs(schedule, geometry, EOS)
+    moved = (
+        build_step_inputs(schedule, geometry),
+        build_sampling_inputs(schedule, geometry, EOS, scheduler.rows.editing),
+    )
     assert row_contents(*plain) == row_contents(*moved)
     assert np.array_equal(moved[0].block_tables_gsm[0, :4], plain[0].block_tables_gsm[0, [3, 1, 0, 2]])
     assert moved[0].query_starts_s1.tolist()[:5] == [0, 7, 8, 9, 10]

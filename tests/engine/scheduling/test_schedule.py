@@ -37,7 +37,10 @@ def both(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset(), 
         scheduler.queues.add(Group(request, i, 0.0, lambda event: None, geometry.max_blocks_per_seq))
     for _ in range(steps):
         schedule = scheduler.schedule()
-        yield build_step_inputs(schedule, geometry), build_sampling_inputs(schedule, geometry, eos)
+        yield (
+            build_step_inputs(schedule, geometry),
+            build_sampling_inputs(schedule, geometry, eos, scheduler.rows.editing),
+        )
 
 
 def test_rows_are_packed_in_order_and_padded_with_the_null_block():

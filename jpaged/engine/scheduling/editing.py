@@ -1,0 +1,184 @@
+"""Rows whose logits are changed before sampling: their records, and where on the device their tokens are counted.
+
+    request    biases, penalties, masks      once: `_Constant`
+    step       slot, bad words that may end  each time that the sequence samples
+    slot       taken when the sequence first samples in a row, given back when it loses the row
+
+A slot holds the tokens that the host knows when it is taken; from then on the device counts what it samples there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.engine.edits import (
+    ANY_TOKEN,
+    MASK_BITS,
+    SINGLE_DTYPE,
+    EditInputs,
+    no_singles,
+    num_mask_words,
+)
+from jpaged.engine.executor import I32
+from jpaged.engine.sequence import Group, Sequence
+from jpaged.errors import InternalError
+from jpaged.types import Request
+
+if TYPE_CHECKING:
+    from jpaged.engine.scheduling.schedule import ScheduledRow
+
+
+class CountDue(NamedTuple):
+    """A sequence whose tokens are to be counted in a slot before the step samples."""
+
+    slot: int
+    token_ids: list[int]
+    num_prompt: int
+
+
+class CountSlots:
+    """Which sequence's tokens are counted in which slot of the device, 1 to so many."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots, 0, -1))
+        self._slots: dict[Sequence, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def find(self, sequence: Sequence) -> int | None:
+        """The slot that a sequence has."""
+        return self._slots.get(sequence)
+
+    def take(self, sequence: Sequence) -> int:
+        """Gives a sequence a slot; there are as many as rows."""
+        slot = self._slots[sequence] = self._free.pop()
+        return slot
+
+    def give_back(self, sequence: Sequence) -> None:
+        """A sequence has lost its row; nothing happens where it has no slot."""
+        slot = self._slots.pop(sequence, None)
+        if slot is not None:
+            self._free.append(slot)
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    """What is the same in each step of a request.
+
+    Attributes:
+        record: of EDIT_DTYPE, without a slot.
+        singles_x: of SINGLE_DTYPE: biases, and bad words of one token.
+        mask_w: None where all tokens are allowed.
+        phrases: bad words of several tokens.
+    """
+
+    record: np.void
+    singles_x: NDArray[np.void]
+    mask_w: I32 | None
+    phrases: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, request: Request, vocab_size: int) -> _Constant:
+        sampling, record = request.sampling, EditInputs.neutral(1).rows_r[0]
+        for name in ("repetition", "frequency", "presence"):
+            record[f"{name}_r"] = getattr(sampling, f"{name}_penalty")
+        record["top_n_sigma_r"], record["typical_p_r"] = sampling.top_n_sigma, sampling.typical_p
+        singles = [(token_id, ANY_TOKEN, bias) for token_id, bias in (sampling.logit_bias or {}).items()]
+        singles += [(word[0], ANY_TOKEN, -np.inf) for word in request.bad_word_ids if len(word) == 1]
+        allowed = sampling.allowed_token_ids
+        return cls(
+            record,
+            np.array(singles, SINGLE_DTYPE),
+            None if allowed is None else mask_of(allowed, vocab_size),
+            tuple(word for word in request.bad_word_ids if len(word) > 1),
+        )
+
+    def singles(self, token_ids: list[int], *, is_last_known: bool) -> list[tuple[int, int, float]]:
+        """The bad words of several tokens of which all but the last two are what the sequence ends with."""
+        before = token_ids[:-1] if is_last_known else token_ids
+        return [
+            (word[-1], word[-2], -np.inf)
+            for word in self.phrases
+            if len(before) >= len(word) - 2 and before[len(before) - len(word) + 2 :] == list(word[:-2])
+        ]
+
+
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> I32:
+    """A mask that has these tokens alone."""
+    bits = np.zeros(num_mask_words(vocab_size) * MASK_BITS, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@dataclass(slots=True)
+class Editing:
+    """Makes the records of each step.
+
+    Attributes:
+        slots: where tokens are counted.
+        due: what is to be counted before the step that was made last.
+    """
+
+    num_slots: int
+    vocab_size: int
+    slots: CountSlots = field(init=False)
+    due: list[CountDue] = field(default_factory=list)
+    _constants: dict[Group, _Constant] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slots = CountSlots(self.num_slots)
+
+    def inputs(self, rows: list[tuple[int, ScheduledRow]], num_padded: int) -> EditInputs | None:
+        """How the logits of the rows of a step are changed, which are at these places; None where no row's are."""
+        self.due = []
+        edited = [(place, row) for place, row in rows if row.group.request.sampling.changes_logits]
+        if not edited:
+            return None
+        records = EditInputs.neutral(num_padded).rows_r
+        singles_rx: NDArray[np.void] | None = None
+        masks: dict[int, I32] = {}
+        for place, row in edited:
+            constant = self._constant(row.group)
+            records[place] = constant.record
+            if row.group.request.sampling.needs_counts:
+                records["slots_r"][place] = self._slot(row)
+            found = constant.singles(row.sequence.token_ids, is_last_known=row.prev_sampled_row is None)
+            num_constant = len(constant.singles_x)
+            if num_constant or found:
+                singles_rx = no_singles(num_padded) if singles_rx is None else singles_rx
+                singles_rx[place, :num_constant] = constant.singles_x
+                singles_rx[place, num_constant : num_constant + len(found)] = found
+            if constant.mask_w is not None:
+                masks[place] = constant.mask_w
+        mask_rw: I32 | None = None
+        if masks:
+            mask_rw = np.full((num_padded, num_mask_words(self.vocab_size)), -1, np.int32)
+            for place, mask_w in masks.items():
+                mask_rw[place] = mask_w
+        return EditInputs(records, singles_rx, mask_rw)
+
+    def forget(self, group: Group) -> None:
+        """A request has ended."""
+        self._constants.pop(group, None)
+
+    def _constant(self, group: Group) -> _Constant:
+        found = self._constants.get(group)
+        if found is None:
+            found = self._constants[group] = _Constant.of(group.request, self.vocab_size)
+        return found
+
+    def _slot(self, row: ScheduledRow) -> int:
+        sequence = row.sequence
+        slot = self.slots.find(sequence)
+        if slot is None:
+            if row.prev_sampled_row is not None:
+                raise InternalError("a sequence whose tokens are to be counted has one that the host does not know")
+            slot = self.slots.take(sequence)
+            self.due.append(CountDue(slot, list(sequence.token_ids), sequence.num_prompt_tokens))
+        return slot

@@ -1,0 +1,72 @@
+"""What a fake executor makes of edits: counts that are held against the rows' own tokens, and tokens that they change.
+
+A token t that a row would sample becomes the first of t + shift, t + shift + 1, ... that is allowed, where
+
+    shift = 4 (repetition - 1) * different tokens + 4 frequency * generated ones + 4 presence * different ones of them
+
+so that a token which is missed, or counted twice, shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.engine.edits import ANY_TOKEN, MASK_BITS, EditInputs
+from jpaged.errors import InternalError
+
+
+@dataclass(slots=True)
+class CountedTokens:
+    """The tokens that are counted in each slot."""
+
+    _tokens: dict[int, list[int]] = field(default_factory=dict)
+    _num_prompt: dict[int, int] = field(default_factory=dict)
+
+    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
+        """Forgets what a slot had, and counts these."""
+        self._tokens[slot], self._num_prompt[slot] = list(token_ids), num_prompt
+
+    def edited(self, token_id: int, edits: EditInputs, row: int, context: NDArray[np.int64], vocab_size: int) -> int:
+        """The token that a row samples, which is counted where the row has a slot.
+
+        Args:
+            context: all tokens of the row's sequence.
+
+        Raises:
+            InternalError: its slot counts others, or nothing is allowed.
+        """
+        record = edits.rows_r[row]
+        slot, last = int(record["slots_r"]), int(context[-1])
+        if slot:
+            counted = self._tokens.get(slot)
+            if counted != context.tolist():
+                raise InternalError(f"slot {slot} of row {row} counts {counted}, of {context.tolist()}")
+            token_id += _shift(record, counted, self._num_prompt[slot])
+        banned = set[int]()
+        if edits.singles_rx is not None:
+            singles = edits.singles_rx[row]
+            applies = (singles["after"] == ANY_TOKEN) | (singles["after"] == last)
+            banned = set(singles["ids"][applies & (singles["values"] < 0)].tolist())
+        allowed = [t % vocab_size for t in range(token_id, token_id + vocab_size) if t % vocab_size not in banned]
+        if edits.mask_rw is not None:
+            mask = edits.mask_rw[row].astype(np.uint32)
+            allowed = [t for t in allowed if mask[t // MASK_BITS] >> np.uint32(t % MASK_BITS) & 1]
+        if not allowed:
+            raise InternalError(f"row {row} may sample nothing")
+        if slot:
+            self._tokens[slot].append(allowed[0])
+        return allowed[0]
+
+
+def _shift(record: np.void, tokens: list[int], num_prompt: int) -> int:
+    generated = tokens[num_prompt:]
+    parts = (
+        (float(record["repetition_r"]) - 1) * len(set(tokens)),
+        float(record["frequency_r"]) * len(generated),
+        float(record["presence_r"]) * len(set(generated)),
+    )
+    return round(4 * sum(parts))
