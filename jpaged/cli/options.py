@@ -70,19 +70,21 @@ def config_from(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for every field of SamplingParams; `--stop` and `--stop-token-ids` may come several times."""
+    """One flag for every field of SamplingParams; those of lists may come several times."""
     group = parser.add_argument_group("sampling")
     for spec in fields(SamplingParams):
         text = f"{spec.metadata['help']} (default: {_default_text(spec.default)})"
         keywords: dict[str, Any] = {"dest": f"sampling_{spec.name}", "default": None, "help": _escaped(text)}
         if spec.name == "early_stopping":
             keywords.update(type=_early_stopping, metavar="|".join(_EARLY_STOPPING))
+        elif spec.name == "logit_bias":
+            keywords.update(action="append", type=_bias, metavar="ID=NUMBER")
         elif isinstance(spec.default, bool):
             keywords["action"] = argparse.BooleanOptionalAction
         elif isinstance(spec.default, str):
             keywords.update(type=str, metavar="TEXT")
-        elif isinstance(spec.default, tuple):
-            is_ids = spec.name == "stop_token_ids"
+        elif isinstance(spec.default, tuple) or spec.name == "allowed_token_ids":
+            is_ids = spec.name.endswith("token_ids")
             keywords.update(action="append", type=int if is_ids else str, metavar="ID" if is_ids else "TEXT")
         else:
             keywords.update(type=float if isinstance(spec.default, float) else int, metavar="N")
@@ -96,6 +98,7 @@ def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
         InvalidArgument: a value is out of its limits; named as a flag.
     """
     given = {spec.name: getattr(arguments, f"sampling_{spec.name}") for spec in fields(SamplingParams)}
+    given["logit_bias"] = given["logit_bias"] and dict(given["logit_bias"])
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except InvalidArgument as error:
@@ -124,6 +127,16 @@ def _default_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "none" if value in (None, (), "") else str(value)
+
+
+def _bias(word: str) -> tuple[int, float]:
+    token_id, separator, bias = word.partition("=")
+    try:
+        if separator:
+            return int(token_id), float(bias)
+    except ValueError:
+        """It is said below."""
+    raise argparse.ArgumentTypeError(f"{word!r} is no token id and number, as in 42=-1.5")
 
 
 def _early_stopping(word: str) -> bool | str:

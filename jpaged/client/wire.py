@@ -163,6 +163,11 @@ def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
     values["top_k"] = min(sampling.top_k, 2**31 - 1)  # no vocabulary is larger: all are kept either way
     values["stop_token_ids"] = _checked_ids("sampling.stop_token_ids", sampling.stop_token_ids)
     values["early_stopping"] = _EARLY_STOPPING[sampling.early_stopping]
+    biases = sampling.logit_bias or {}
+    values["logit_bias"] = dict(zip(_checked_ids("sampling.logit_bias", list(biases)), biases.values(), strict=True))
+    allowed = sampling.allowed_token_ids
+    if allowed is not None:
+        values["allowed_token_ids"] = inference_pb2.TokenIds(ids=_checked_ids("sampling.allowed_token_ids", allowed))
     return inference_pb2.SamplingParams(**values)
 
 

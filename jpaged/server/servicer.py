@@ -129,6 +129,8 @@ def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     values["beam_width"] = message.beam_width or None
     values["early_stopping"] = _early_stopping_from(message.early_stopping)
+    if "allowed_token_ids" in values:
+        values["allowed_token_ids"] = message.allowed_token_ids.ids
     return SamplingParams(**values)
 
 

@@ -24,17 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19jpaged/v1/inference.proto\x12\tjpaged.v1\"\xb0\x02\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.jpaged.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.jpaged.v1.ChatPromptH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.jpaged.v1.SamplingParams\x12\x12\n\x05model\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x1f\n\x17return_prompt_token_ids\x18\x07 \x01(\x08\x12\r\n\x05whole\x18\x08 \x01(\x08\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\tB\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_model\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"6\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.jpaged.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x96\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x03\x88\x01\x01\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12 \n\x13skip_special_tokens\x18\x0c \x01(\x08H\x05\x88\x01\x01\x12\x0e\n\x01n\x18\r \x01(\rH\x06\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x0e \x01(\rH\x07\x88\x01\x01\x12\x12\n\nbeam_width\x18\x0f \x01(\r\x12\x1b\n\x0elength_penalty\x18\x10 \x01(\x01H\x08\x88\x01\x01\x12\x30\n\x0e\x65\x61rly_stopping\x18\x11 \x01(\x0e\x32\x18.jpaged.v1.EarlyStopping\x12\x10\n\x08priority\x18\x12 \x01(\x05\x12\x12\n\ncache_salt\x18\x13 \x01(\t\x12\x1d\n\x10use_prefix_cache\x18\x14 \x01(\x08H\t\x88\x01\x01\x12\x17\n\ndetokenize\x18\x15 \x01(\x08H\n\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\n\n\x08_best_ofB\x11\n\x0f_length_penaltyB\x13\n\x11_use_prefix_cacheB\r\n\x0b_detokenize\"\x9c\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.jpaged.v1.PositionLogprobs\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.jpaged.v1.Usage\x12!\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x11.jpaged.v1.Finish\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12\x0f\n\x07is_last\x18\t \x01(\x08\x12&\n\x05times\x18\n \x01(\x0b\x32\x17.jpaged.v1.RequestTimes\"\xb1\x01\n\x0cRequestTimes\x12\x11\n\tarrival_s\x18\x01 \x01(\x01\x12\x1e\n\x11\x66irst_scheduled_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rfirst_token_s\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0clast_token_s\x18\x04 \x01(\x01H\x02\x88\x01\x01\x42\x14\n\x12_first_scheduled_sB\x10\n\x0e_first_token_sB\x0f\n\r_last_token_s\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.jpaged.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.jpaged.v1.TokenLogprob\"M\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x11\n\x04rank\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rank\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb9\x01\n\x06\x46inish\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.jpaged.v1.FinishReason\x12\x1d\n\x13matched_stop_string\x18\x02 \x01(\tH\x00\x12\x1f\n\x15matched_stop_token_id\x18\x03 \x01(\rH\x00\x12\x1f\n\x12\x63umulative_logprob\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\x0e\n\x0cmatched_stopB\x15\n\x13_cumulative_logprob\"\xa7\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.jpaged.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\x05model\x18\x04 \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokensB\x08\n\x06_model\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"~\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05model\x18\x03 \x01(\tH\x01\x88\x01\x01\x42\x16\n\x14_skip_special_tokensB\x08\n\x06_model\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*\x89\x01\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45\x41RLY_STOPPING_BEST_RUNNING\x10\x01\x12\x1d\n\x19\x45\x41RLY_STOPPING_FIRST_FULL\x10\x02\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xe9\x01\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.jpaged.v1.GenerateRequest\x1a\x1b.jpaged.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.jpaged.v1.TokenizeRequest\x1a\x1b.jpaged.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.jpaged.v1.DetokenizeRequest\x1a\x1d.jpaged.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19jpaged/v1/inference.proto\x12\tjpaged.v1\"\xb0\x02\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.jpaged.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.jpaged.v1.ChatPromptH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.jpaged.v1.SamplingParams\x12\x12\n\x05model\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x1f\n\x17return_prompt_token_ids\x18\x07 \x01(\x08\x12\r\n\x05whole\x18\x08 \x01(\x08\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\tB\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_model\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"6\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.jpaged.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb0\x08\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x03\x88\x01\x01\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12 \n\x13skip_special_tokens\x18\x0c \x01(\x08H\x05\x88\x01\x01\x12\x0e\n\x01n\x18\r \x01(\rH\x06\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x0e \x01(\rH\x07\x88\x01\x01\x12\x12\n\nbeam_width\x18\x0f \x01(\r\x12\x1b\n\x0elength_penalty\x18\x10 \x01(\x01H\x08\x88\x01\x01\x12\x30\n\x0e\x65\x61rly_stopping\x18\x11 \x01(\x0e\x32\x18.jpaged.v1.EarlyStopping\x12\x10\n\x08priority\x18\x12 \x01(\x05\x12\x12\n\ncache_salt\x18\x13 \x01(\t\x12\x1d\n\x10use_prefix_cache\x18\x14 \x01(\x08H\t\x88\x01\x01\x12\x17\n\ndetokenize\x18\x15 \x01(\x08H\n\x88\x01\x01\x12\x16\n\ttypical_p\x18\x16 \x01(\x01H\x0b\x88\x01\x01\x12\x13\n\x0btop_n_sigma\x18\x17 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x18 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x19 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x1a \x01(\x01H\x0c\x88\x01\x01\x12<\n\nlogit_bias\x18\x1b \x03(\x0b\x32(.jpaged.v1.SamplingParams.LogitBiasEntry\x12\x33\n\x11\x61llowed_token_ids\x18\x1c \x01(\x0b\x32\x13.jpaged.v1.TokenIdsH\r\x88\x01\x01\x12\x11\n\tbad_words\x18\x1d \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x1e \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\n\n\x08_best_ofB\x11\n\x0f_length_penaltyB\x13\n\x11_use_prefix_cacheB\r\n\x0b_detokenizeB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_allowed_token_ids\"\x9c\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.jpaged.v1.PositionLogprobs\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.jpaged.v1.Usage\x12!\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x11.jpaged.v1.Finish\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12\x0f\n\x07is_last\x18\t \x01(\x08\x12&\n\x05times\x18\n \x01(\x0b\x32\x17.jpaged.v1.RequestTimes\"\xb1\x01\n\x0cRequestTimes\x12\x11\n\tarrival_s\x18\x01 \x01(\x01\x12\x1e\n\x11\x66irst_scheduled_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rfirst_token_s\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0clast_token_s\x18\x04 \x01(\x01H\x02\x88\x01\x01\x42\x14\n\x12_first_scheduled_sB\x10\n\x0e_first_token_sB\x0f\n\r_last_token_s\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.jpaged.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.jpaged.v1.TokenLogprob\"M\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x11\n\x04rank\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rank\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb9\x01\n\x06\x46inish\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.jpaged.v1.FinishReason\x12\x1d\n\x13matched_stop_string\x18\x02 \x01(\tH\x00\x12\x1f\n\x15matched_stop_token_id\x18\x03 \x01(\rH\x00\x12\x1f\n\x12\x63umulative_logprob\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\x0e\n\x0cmatched_stopB\x15\n\x13_cumulative_logprob\"\xa7\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.jpaged.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\x05model\x18\x04 \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokensB\x08\n\x06_model\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"~\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05model\x18\x03 \x01(\tH\x01\x88\x01\x01\x42\x16\n\x14_skip_special_tokensB\x08\n\x06_model\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*\x89\x01\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45\x41RLY_STOPPING_BEST_RUNNING\x10\x01\x12\x1d\n\x19\x45\x41RLY_STOPPING_FIRST_FULL\x10\x02\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xe9\x01\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.jpaged.v1.GenerateRequest\x1a\x1b.jpaged.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.jpaged.v1.TokenizeRequest\x1a\x1b.jpaged.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.jpaged.v1.DetokenizeRequest\x1a\x1d.jpaged.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jpaged._proto.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EARLYSTOPPING']._serialized_start=2428
-  _globals['_EARLYSTOPPING']._serialized_end=2565
-  _globals['_FINISHREASON']._serialized_start=2567
-  _globals['_FINISHREASON']._serialized_end=2687
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_EARLYSTOPPING']._serialized_start=2838
+  _globals['_EARLYSTOPPING']._serialized_end=2975
+  _globals['_FINISHREASON']._serialized_start=2977
+  _globals['_FINISHREASON']._serialized_end=3097
   _globals['_GENERATEREQUEST']._serialized_start=41
   _globals['_GENERATEREQUEST']._serialized_end=345
   _globals['_TOKENIDS']._serialized_start=347
@@ -44,27 +46,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=428
   _globals['_CHATMESSAGE']._serialized_end=472
   _globals['_SAMPLINGPARAMS']._serialized_start=475
-  _globals['_SAMPLINGPARAMS']._serialized_end=1137
-  _globals['_GENERATERESPONSE']._serialized_start=1140
-  _globals['_GENERATERESPONSE']._serialized_end=1424
-  _globals['_REQUESTTIMES']._serialized_start=1427
-  _globals['_REQUESTTIMES']._serialized_end=1604
-  _globals['_POSITIONLOGPROBS']._serialized_start=1606
-  _globals['_POSITIONLOGPROBS']._serialized_end=1703
-  _globals['_TOKENLOGPROB']._serialized_start=1705
-  _globals['_TOKENLOGPROB']._serialized_end=1782
-  _globals['_USAGE']._serialized_start=1784
-  _globals['_USAGE']._serialized_end=1864
-  _globals['_FINISH']._serialized_start=1867
-  _globals['_FINISH']._serialized_end=2052
-  _globals['_TOKENIZEREQUEST']._serialized_start=2055
-  _globals['_TOKENIZEREQUEST']._serialized_end=2222
-  _globals['_TOKENIZERESPONSE']._serialized_start=2224
-  _globals['_TOKENIZERESPONSE']._serialized_end=2261
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2263
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2389
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2391
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2425
-  _globals['_INFERENCESERVICE']._serialized_start=2690
-  _globals['_INFERENCESERVICE']._serialized_end=2923
+  _globals['_SAMPLINGPARAMS']._serialized_end=1547
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1280
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1328
+  _globals['_GENERATERESPONSE']._serialized_start=1550
+  _globals['_GENERATERESPONSE']._serialized_end=1834
+  _globals['_REQUESTTIMES']._serialized_start=1837
+  _globals['_REQUESTTIMES']._serialized_end=2014
+  _globals['_POSITIONLOGPROBS']._serialized_start=2016
+  _globals['_POSITIONLOGPROBS']._serialized_end=2113
+  _globals['_TOKENLOGPROB']._serialized_start=2115
+  _globals['_TOKENLOGPROB']._serialized_end=2192
+  _globals['_USAGE']._serialized_start=2194
+  _globals['_USAGE']._serialized_end=2274
+  _globals['_FINISH']._serialized_start=2277
+  _globals['_FINISH']._serialized_end=2462
+  _globals['_TOKENIZEREQUEST']._serialized_start=2465
+  _globals['_TOKENIZEREQUEST']._serialized_end=2632
+  _globals['_TOKENIZERESPONSE']._serialized_start=2634
+  _globals['_TOKENIZERESPONSE']._serialized_end=2671
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2673
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2799
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2801
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2835
+  _globals['_INFERENCESERVICE']._serialized_start=3100
+  _globals['_INFERENCESERVICE']._serialized_end=3333
 # @@protoc_insertion_point(module_scope)

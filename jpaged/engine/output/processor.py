@@ -34,10 +34,10 @@ from jpaged.types import (
 
 
 class StopStrings:
-    """Holds text back while it may be the beginning of a stop string, so that none of one is ever sent."""
+    """Holds text back while it may be the beginning of a stop string, so that none of one is sent unless asked for."""
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = stops
+    def __init__(self, stops: tuple[str, ...], *, sends_stop: bool = False) -> None:
+        self._stops, self._sends_stop = stops, sends_stop
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -48,7 +48,7 @@ class StopStrings:
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             at, stop = min(found, key=lambda match: (match[0], -len(match[1])))
-            sent, self._held = self._held[:at], ""
+            sent, self._held = self._held[: at + len(stop) if self._sends_stop else at], ""
             return sent, stop
         num_held = self._num_held_back()
         sent = self._held[: len(self._held) - num_held]
@@ -147,7 +147,7 @@ class OutputState:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
             )
-        self._stop_strings = StopStrings(tuple(sampling.stop))
+        self._stop_strings = StopStrings(tuple(sampling.stop), sends_stop=sampling.include_stop_str_in_output)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._ending_ids = sampling.ending_ids(eos_token_ids)
         self._sampling = sampling
@@ -170,8 +170,9 @@ class OutputState:
         self._num_tokens += 1
         is_stop_token = token_id in self._ending_ids
         # The text of the token that ends a sequence is not part of the answer, whether or not it is a special token.
-        text = self._detokenizer.flush() if is_stop_token else self._detokenizer.push(token_id)
-        if not is_stop_token and self._num_tokens >= self._sampling.max_tokens:
+        is_left_out = is_stop_token and not self._sampling.include_stop_str_in_output
+        text = self._detokenizer.flush() if is_left_out else self._detokenizer.push(token_id)
+        if not is_left_out and (is_stop_token or self._num_tokens >= self._sampling.max_tokens):
             text += self._detokenizer.flush()
         if self._num_tokens < self._sampling.min_tokens:
             return text, None
