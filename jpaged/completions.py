@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jpaged.errors import InternalError
-from jpaged.types import CompletionOutput, RequestOutput, SequenceDelta
+from jpaged.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams, SequenceDelta
 
 
 class Completions:
@@ -11,15 +11,23 @@ class Completions:
 
     Args:
         has_logprobs: log-probabilities were asked for; without them completions have none.
+        has_prompt_logprobs: those of the prompt were.
     """
 
-    def __init__(self, *, has_logprobs: bool) -> None:
+    def __init__(self, *, has_logprobs: bool, has_prompt_logprobs: bool = False) -> None:
         self._has_logprobs = has_logprobs
+        self._has_prompt_logprobs = has_prompt_logprobs
+        self._prompt_logprobs: list[PositionLogprobs | None] = [None]
+        self._embedding: tuple[float, ...] | None = None
         self._deltas: dict[int, list[SequenceDelta]] = {}
         self._last: SequenceDelta | None = None
 
     def add(self, delta: SequenceDelta) -> None:
         """Take the next delta."""
+        self._prompt_logprobs += delta.prompt_logprobs
+        self._embedding = delta.embedding or self._embedding
+        if not delta.token_ids and not delta.text and delta.finish is None and not delta.is_last:
+            return
         self._deltas.setdefault(delta.index, []).append(delta)
         self._last = delta
 
@@ -32,7 +40,16 @@ class Completions:
         if self._last is None or not self._last.is_last:
             raise InternalError(f"the stream of request {request_id!r} ended without its last message")
         outputs = tuple(self._completion(index) for index in sorted(self._deltas))
-        return RequestOutput(request_id, prompt, prompt_token_ids, outputs, self._last.usage, times=self._last.times)
+        return RequestOutput(
+            request_id,
+            prompt,
+            prompt_token_ids,
+            outputs,
+            self._last.usage,
+            times=self._last.times,
+            prompt_logprobs=tuple(self._prompt_logprobs) if self._has_prompt_logprobs else None,
+            embedding=self._embedding,
+        )
 
     def _completion(self, index: int) -> CompletionOutput:
         deltas = self._deltas[index]
@@ -48,3 +65,9 @@ class Completions:
             finish_reason=last.finish.reason.value,
             matched_stop=last.finish.matched_stop,
         )
+
+
+def completions_of(sampling: SamplingParams) -> Completions:
+    """For a request of these parameters."""
+    has_logprobs = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
+    return Completions(has_logprobs=has_logprobs, has_prompt_logprobs=sampling.prompt_logprobs is not None)

@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from jpaged.assemble import build
-from jpaged.completions import Completions
+from jpaged.completions import completions_of
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
 from jpaged.engine.executor import Progress
 from jpaged.engine.garbage import collected_between_steps
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.load import EngineLoad
 from jpaged.progress_bar import MakeBar, ProgressBar
-from jpaged.types import OutputEvent, Prompt, Request, RequestOutput, SamplingParams
+from jpaged.service.scoring import Scoring, embedding_of, score_of
+from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score
 
 
 class TextPrompt(TypedDict):
@@ -64,6 +65,7 @@ class LLM:
         config = EngineConfig.load({"model": model, **_DEFAULTS, **options})
         self._serving = build(config) if progress is None else build(config, progress)
         self._num_requests = 0
+        self._scoring = Scoring(self._serving.input_processor)
 
     @property
     def config(self) -> EngineConfig:
@@ -111,6 +113,70 @@ class LLM:
             many = [many]
         return self._run(self._requests([Prompt(messages=one) for one in many], sampling_params, adapter), use_tqdm)
 
+    def score(
+        self,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        continuations: Sequence[str | Sequence[int]] | Sequence[Sequence[str | Sequence[int]]],
+        *,
+        use_tqdm: bool | MakeBar = True,
+        adapter: str | None = None,
+    ) -> list[list[Score]]:
+        """How likely continuations of prompts are: of each prompt one score for each of its continuations, in order.
+
+        A prompt is computed once, through the prefix cache, and many continuations in a step.
+
+        Args:
+            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or many.
+            continuations: texts or lists of token ids, of one prompt; of many prompts a sequence of those for each. A
+                text behind a text is tokenised with it; what comes behind so many tokens as the prompt has alone is it.
+            use_tqdm: as in `generate`.
+            adapter: the name of an adapter for all; None is the model as it is.
+
+        Raises:
+            InvalidArgument: one of them can never run; nothing was scored.
+            NotFound: there is no such adapter; likewise.
+        """
+        is_one = isinstance(prompts, str | Mapping)
+        many: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        of_each: list[Any] = [continuations] if is_one else list(continuations)
+        if len(of_each) != len(many):
+            raise InvalidArgument("continuations", f"{len(of_each)} are given for {len(many)} prompts")
+        loaded = self._serving.adapters.find(adapter) if adapter else None
+        groups = [
+            self._scoring.score_requests(self._next_id(), _prompt_of(prompt), list(each), adapter=loaded)
+            for prompt, each in zip(many, of_each, strict=True)
+        ]
+        requests = [request for group in groups for request in group]
+        outputs = iter(zip(requests, self._run(requests, use_tqdm), strict=True))
+        return [[score_of(*next(outputs)) for _ in group] for group in groups]
+
+    def embed(
+        self,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        *,
+        pooling: Pooling = "last",
+        use_tqdm: bool | MakeBar = True,
+        adapter: str | None = None,
+    ) -> list[Embedding]:
+        """The hidden states of prompts, behind the model's last norm, pooled into one vector each.
+
+        Args:
+            prompts: as in `generate`.
+            pooling: the last token's, or the mean of all.
+            use_tqdm: as in `generate`.
+            adapter: the name of an adapter for all; None is the model as it is.
+
+        Raises:
+            InvalidArgument: a prompt can never run; nothing was computed.
+            NotFound: there is no such adapter; likewise.
+        """
+        many: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        loaded = self._serving.adapters.find(adapter) if adapter else None
+        requests = [
+            self._scoring.embed_request(self._next_id(), _prompt_of(one), pooling, adapter=loaded) for one in many
+        ]
+        return [embedding_of(output) for output in self._run(requests, use_tqdm)]
+
     def load_adapter(self, name: str, path: str) -> None:
         """Reads an adapter (LoRA) and gives it a name; with `enable_lora`. `Adapters.load` says what is refused."""
         self._serving.adapters.load(name, path)
@@ -143,6 +209,10 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _next_id(self) -> str:
+        self._num_requests += 1
+        return f"llm-{self._num_requests}"
+
     def _requests(
         self,
         prompts: Sequence[Prompt],
@@ -154,9 +224,8 @@ class LLM:
         names = _one_each("adapter", "" if adapter is None else adapter, str, len(prompts))
         requests = []
         for prompt, sampling, name in zip(prompts, params, names, strict=True):
-            self._num_requests += 1
             request = self._serving.input_processor.make_request(
-                request_id=f"llm-{self._num_requests}",
+                request_id=self._next_id(),
                 sampling=sampling,
                 prompt=prompt,
                 is_whole=True,
@@ -166,9 +235,7 @@ class LLM:
         return requests
 
     def _run(self, requests: list[Request], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
-        completions = {
-            request.request_id: Completions(has_logprobs=request.sampling.logprobs is not None) for request in requests
-        }
+        completions = {request.request_id: completions_of(request.sampling) for request in requests}
         failures: dict[str, Exception] = {}
         engine = self._serving.engine
         waiting = deque(requests)

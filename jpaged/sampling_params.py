@@ -19,6 +19,8 @@ MAX_NUM_SAMPLES = 256
 MAX_BEAM_WIDTH = 16
 """The device reports the 32 likeliest tokens of a row, and a beam needs twice its width."""
 MAX_CACHE_SALT_CHARS = 256
+MAX_TOP_TOLD = 32
+"""Likeliest tokens that a sample tells of at most."""
 MAX_LOGIT_BIASES = 300
 MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORDS = 128
@@ -122,8 +124,18 @@ class SamplingParams:
     )
     logprobs: int | None = param(
         None,
-        "also report this many likeliest tokens at each position (0 to 20; 0 reports the chosen one alone). "
-        "Log-probabilities are of the model's own distribution, before temperature and truncation",
+        "also report this many likeliest tokens at each position (0 to 20; 0 reports the chosen one alone, -1 all; above "
+        "20 and -1 where --max-logprobs allows it). Log-probabilities are of the model's own distribution, before "
+        "temperature and truncation",
+    )
+    logprob_token_ids: Sequence[int] = param(
+        (), "also report the log-probabilities of these tokens at each position: at most 32"
+    )
+    prompt_logprobs: int | None = param(
+        None, "report log-probabilities of the prompt's tokens, and this many likeliest at each position; see logprobs"
+    )
+    truncate_prompt_tokens: int | None = param(
+        None, "keep so many tokens of the prompt, the last ones; -1 keeps as many as max_model_len leaves"
     )
     stop: Sequence[str] = param((), "texts that end the sequence; none of their characters is ever sent")
     stop_token_ids: Sequence[int] = param(
@@ -165,6 +177,7 @@ class SamplingParams:
         if isinstance(self.bad_words, str):
             object.__setattr__(self, "bad_words", (self.bad_words,))
         self._check_counts()
+        object.__setattr__(self, "logprob_token_ids", tuple(self.logprob_token_ids))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "bad_words", tuple(self.bad_words))
         if self.logit_bias is not None:
@@ -201,9 +214,12 @@ class SamplingParams:
         _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer >= 1, or 0 or -1 for all")
         if self.seed is not None:
             _require(_is_int(self.seed) and 0 <= self.seed <= MAX_SEED, "seed", self.seed, f"from 0 to {MAX_SEED}")
-        if self.logprobs is not None:
-            is_ok = _is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS
-            _require(is_ok, "logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or (_is_int(value) and value >= -1), name, value, "an integer >= 0, or -1 for all")
+        kept = self.truncate_prompt_tokens
+        is_ok = kept is None or (_is_int(kept) and (kept >= 1 or kept == -1))
+        _require(is_ok, "truncate_prompt_tokens", kept, "an integer >= 1, or -1")
 
     def _check_number(self, name: str, low: float, high: float, limit: str) -> None:
         value = getattr(self, name)
@@ -221,6 +237,10 @@ class SamplingParams:
             _require(is_ok, "logit_bias", token_id, "token ids >= 0 to numbers")
             is_ok = _is_number(bias) and -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS
             _require(is_ok, f"logit_bias[{token_id}]", bias, f"a number from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}")
+        for token_id in self.logprob_token_ids:
+            _require(_is_int(token_id) and token_id >= 0, "logprob_token_ids", token_id, "token ids >= 0")
+        if self.logprob_token_ids:
+            _require(self.logprobs is None, "logprobs", self.logprobs, "left out with logprob_token_ids")
         if self.allowed_token_ids is not None:
             _require(bool(self.allowed_token_ids), "allowed_token_ids", (), "at least one token id, or None for all")
             for token_id in self.allowed_token_ids:
@@ -235,6 +255,8 @@ class SamplingParams:
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
         num_ids = len(self.stop_token_ids)
         _require(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, f"at most {MAX_STOP_TOKEN_IDS} ids")
+        num_ids = len(self.logprob_token_ids)
+        _require(num_ids <= MAX_LOGPROB_TOKEN_IDS, "logprob_token_ids", num_ids, f"at most {MAX_LOGPROB_TOKEN_IDS} ids")
         num_words = len(self.bad_words)
         _require(num_words <= MAX_BAD_WORDS, "bad_words", num_words, f"at most {MAX_BAD_WORDS} strings")
         if self.logit_bias is not None:
@@ -280,6 +302,9 @@ class SamplingParams:
             value = getattr(self, name)
             _require(value == unset, name, value, f"{unset} with beam_width, which samples nothing")
         _require(not self.stop, "stop", self.stop, "empty with beam_width; use stop_token_ids")
+        is_told = not self.asks_more_of_samples
+        name = "logprob_token_ids" if self.logprob_token_ids else "logprobs"
+        _require(is_told, name, getattr(self, name), f"left out or at most {MAX_TOP_TOLD} with beam_width")
 
     def _check_sharing(self) -> None:
         is_ok = _is_int(self.priority) and -(2**31) <= self.priority < 2**31
@@ -296,6 +321,21 @@ class SamplingParams:
         return any(getattr(self, name) != unset for name, unset in _NO_EDITS.items())
 
     @property
+    def asks_more_of_samples(self) -> bool:
+        """More is asked of its tokens than a sample tells."""
+        return bool(self.logprob_token_ids) or self.asks_all_of(self.logprobs)
+
+    @staticmethod
+    def asks_all_of(num_top: int | None) -> bool:
+        """So many likeliest tokens are found among the log-probabilities of all."""
+        return num_top is not None and (num_top < 0 or num_top > MAX_TOP_TOLD)
+
+    @property
+    def is_by_name(self) -> bool:
+        """Its rows are made by name in each step: they have more than the sampler's record."""
+        return self.changes_logits or self.asks_more_of_samples
+
+    @property
     def needs_counts(self) -> bool:
         """What is sampled next depends on the tokens that there are."""
         return self.has_penalties or bool(self.bad_words)
@@ -307,7 +347,12 @@ class SamplingParams:
     @property
     def needs_logprobs(self) -> bool:
         """Log-probabilities are told, or sequences are ranked by them; what needs none is told no sum either."""
-        return self.logprobs is not None or self.num_samples > self.n or bool(self.beam_width)
+        return (
+            self.logprobs is not None
+            or bool(self.logprob_token_ids)
+            or self.num_samples > self.n
+            or bool(self.beam_width)
+        )
 
     @property
     def is_greedy(self) -> bool:

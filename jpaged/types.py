@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from jpaged.sampling_params import SamplingParams as SamplingParams  # noqa: PLC0414
 
@@ -19,6 +19,10 @@ MIN_MAX_CHAT_BYTES = 1 << 20
 MIN_MAX_TOKENIZE_BYTES = 256 << 10
 """Texts that Tokenize takes, also where a prompt may not be as long."""
 MAX_DETOKENIZE_IDS = 256 << 10
+
+
+Pooling = Literal["last", "mean"]
+"""Which hidden states of a prompt make one vector: that of its last token, or the mean of all."""
 
 
 class FinishReason(enum.Enum):
@@ -105,6 +109,8 @@ class Request:
         is_whole: nobody reads along: each sequence is told whole when the request ends, and nothing before.
         adapter: what is added to the model's matrices; None is nothing.
         bad_word_ids: the tokens of sampling.bad_words, each in every form that it has.
+        told_from: the first token of the prompt whose log-probability is told; None tells of none.
+        pooling: the hidden states of the prompt are told, pooled so.
     """
 
     request_id: str
@@ -117,6 +123,16 @@ class Request:
     is_whole: bool = False
     adapter: LoadedAdapter | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    told_from: int | None = None
+    pooling: Pooling | None = None
+
+    @property
+    def told_positions(self) -> range:
+        """Of the prompt's tokens, those whose hidden states are asked of."""
+        num_tokens = len(self.prompt_token_ids)
+        if self.pooling is not None:
+            return range(num_tokens - 1 if self.pooling == "last" else 0, num_tokens)
+        return range(0) if self.told_from is None else range(max(1, self.told_from) - 1, num_tokens - 1)
 
     @property
     def adapter_number(self) -> int:
@@ -135,10 +151,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """What the model thought of one generated position: the chosen token, and the likeliest ones in order."""
+    """What the model thought of one position: the token that is there, the likeliest in order, and those asked of."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
+    asked: tuple[TokenLogprob, ...] = ()
 
 
 # Not frozen are the values that every token makes anew: a frozen one takes eight times as long, 4 us of an event. They
@@ -192,6 +209,8 @@ class SequenceDelta:
             whose `SamplingParams.needs_logprobs` is False.
         is_last: nothing follows, of any sequence.
         times: with is_last alone; None from a server that does not tell them.
+        prompt_logprobs: of the prompt's tokens, from the second or the one that was asked for on; before any token.
+        embedding: the prompt's pooled hidden states, float32; before any token.
     """
 
     request_id: str
@@ -204,6 +223,8 @@ class SequenceDelta:
     usage: Usage = field(default_factory=Usage)
     is_last: bool = False
     times: RequestTimes | None = None
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    embedding: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -237,6 +258,8 @@ class RequestOutput:
 
     Attributes:
         times: of the engine that ran it; None from a server that does not tell them.
+        prompt_logprobs: a place for each token of the prompt, None for the first; None where they were not asked for.
+        embedding: the pooled hidden states, where they were asked for.
     """
 
     request_id: str
@@ -246,3 +269,40 @@ class RequestOutput:
     usage: Usage
     finished: bool = True
     times: RequestTimes | None = None
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    embedding: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely one continuation of a prompt is.
+
+    Attributes:
+        token_ids: of the continuation.
+        logprobs: of each of them, behind the prompt and those before it.
+        is_greedy: each of them is the likeliest in its place.
+        usage: of the prompt with its continuation.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    is_greedy: bool
+    usage: Usage
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation."""
+        return sum(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """A prompt as a vector: the model's hidden states, float32, behind its last norm, pooled.
+
+    Attributes:
+        values: as many as the model is wide.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    values: tuple[float, ...]
+    usage: Usage

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from google.protobuf.message import Message
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.completions import Completions
+from jpaged.completions import completions_of
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.load import Load, ReplicaLoad
 from jpaged.sampling_params import require_whole_characters
@@ -193,7 +193,7 @@ class Assembler:
     """Folds the chunks of one stream into a RequestOutput."""
 
     def __init__(self, prompt: Prompt, sampling: SamplingParams | None) -> None:
-        self._completions = Completions(has_logprobs=sampling is not None and sampling.logprobs is not None)
+        self._completions = completions_of(sampling or SamplingParams())
         self._prompt = prompt
         self._prompt_token_ids = tuple(prompt.token_ids or ())
         self._request_id = ""

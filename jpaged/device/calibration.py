@@ -110,6 +110,7 @@ def null_prefill(geometry: Geometry, num_padded: int, start: int = 0) -> StepInp
         block_tables_gsm=np.zeros((len(geometry.windows), max_rows, geometry.max_blocks_per_seq), np.int32),
         kv_begins_s=np.zeros(max_rows, np.int32),
         run_starts_s1=np.full(max_rows + 1, num_rows, np.int32),
+        told_tokens_q=np.zeros(geometry.num_told, np.int32),
         sample_tokens_s=np.maximum(starts_s1[1:] - 1, 0),
         num_rows=num_rows,
         num_tokens=num_tokens,

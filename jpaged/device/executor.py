@@ -17,6 +17,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from jpaged.device.programs.saved import SavedPrograms, Target
 from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.device.programs.store import ProgramStore
 from jpaged.device.step.forward import Step, forward_packing
-from jpaged.device.step.runner import DecodePacking, KVPool, PackedForward, StepRunner, unpack_outputs
+from jpaged.device.step.runner import DecodePacking, KVPool, PackedForward, StepRunner, unpack_outputs, unpack_told
 from jpaged.device.transfers import BlockMover, move_sizes
 from jpaged.engine.executor import (
     I32,
@@ -61,6 +62,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
+from jpaged.engine.telling import Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter
@@ -72,6 +74,19 @@ _LOG = logging.getLogger(__name__)
 
 Least = Callable[[int], int]
 """The smallest of what all processes say. Every process asks, in the same order, and waits for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """A tell on its way to the host."""
+
+    array: jax.Array
+    inputs: TellInputs
+
+    @property
+    def is_wide(self) -> bool:
+        """It is as wide as the vocabulary, padding included."""
+        return self.inputs.tell == Tell.ALL_LOGPROBS
 
 
 class JaxExecutor:
@@ -314,6 +329,26 @@ class JaxExecutor:
         """
         with self._calling(f"{num_steps} steps of {len(sampling.rows_r)} rows failed"):
             return self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps)
+
+    def tell(self, hidden: jax.Array, inputs: TellInputs) -> Telling:
+        """Starts telling of what a forward left, and the copy to the host.
+
+        Raises:
+            InternalError: a fault of the device.
+        """
+        with self._calling(f"telling of {inputs.num_rows} hidden states failed"):
+            return Telling(self._runner.tell(hidden, inputs), inputs)
+
+    def collect_told(self, handle: Telling) -> ToldOutputs:
+        """Waits for a tell.
+
+        Raises:
+            InternalError: the device failed in it.
+        """
+        with self._calling("the device failed in telling of hidden states"):
+            told: Any = handle.array
+            array = np.asarray(told)
+            return unpack_told(array[:, : self._geometry.vocab_size] if handle.is_wide else array, handle.inputs)
 
     def is_done(self, handle: jax.Array) -> bool:
         """Whether the step has run; whether its results are on the host already is not asked."""

@@ -32,6 +32,7 @@ from jpaged.types import Adapter, PositionLogprobs, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from jpaged.engine.edits import EditInputs
+    from jpaged.engine.telling import TellInputs, ToldOutputs
 
 MIN_BUCKET = 8
 """Smallest shape. Never fewer rows: a bf16 matrix product with one row is 10 times slower than with two on CPU."""
@@ -111,6 +112,7 @@ class Geometry:
         max_num_steps: decode steps of one dispatch at most.
         windows: tokens that the layers of each KV group see; None is everything. A block is of one group.
         max_loras: adapter slots, 1 to max_loras; 0 where the device takes no adapters.
+        num_told: tokens of a step of which more than a sample is asked, at most (Q).
     """
 
     num_blocks: int
@@ -125,6 +127,7 @@ class Geometry:
     max_num_steps: int = 1
     windows: tuple[int | None, ...] = (None,)
     max_loras: int = 0
+    num_told: int = MIN_BUCKET
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -326,6 +329,7 @@ class StepInputs:
         kv_lens_s: tokens of each row's context, those of this step included; 0 beyond num_rows.
         block_tables_gsm: block ids of each KV group; the null block beyond a row's context, and where no query of the
             row sees as far back.
+        told_tokens_q: places in the packed axis of the tokens of which more is asked; 0 where not used.
         num_rows: rows in use.
         kv_begins_s: tokens that a row shares with the other rows of its run; their block tables begin alike.
         run_starts_s1: [S + 1]; run g is the rows run_starts[g] to run_starts[g + 1]. num_rows beyond num_runs.
@@ -344,6 +348,7 @@ class StepInputs:
     query_starts_s1: I32
     kv_lens_s: I32
     block_tables_gsm: I32
+    told_tokens_q: I32
     num_rows: int
     kv_begins_s: I32
     run_starts_s1: I32
@@ -482,6 +487,10 @@ class Executor(Protocol[Hidden, Handle]):
         """
         ...
 
+    def tell(self, hidden: Hidden, inputs: TellInputs) -> Any:
+        """Starts telling more of what the last forward leaves than a sample does; returns before it is done."""
+        ...
+
     def decode(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> Handle:
         """Starts several steps of rows that decode; returns before they are done. The last tokens are as `sample`'s.
 
@@ -497,6 +506,10 @@ class Executor(Protocol[Hidden, Handle]):
 
     def collect(self, handle: Handle) -> StepOutputs:
         """Waits for a step and brings its results to the host."""
+        ...
+
+    def collect_told(self, handle: Any) -> ToldOutputs:
+        """Waits for a tell and brings its results to the host; once, and in the order of their dispatch."""
         ...
 
     def shutdown(self) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from jpaged.engine.scheduling.schedule import (
 )
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.shared_prefixes import PrefixSharing
+from jpaged.engine.scheduling.tells import StepTell, build_tells
 from jpaged.engine.sequence import Group, Sequence, Sink
 from jpaged.engine.stats import DEADLINE, DeviceIdle, StepStats
 from jpaged.engine.tokenizer import Tokenizer
@@ -224,6 +225,14 @@ class InFlight:
         return self._is_idle.wait(timeout_s)
 
 
+class _Dispatched(NamedTuple):
+    """A dispatch whose results were not collected yet: what it was, and the executor's handles."""
+
+    schedule: Schedule
+    handle: Any
+    tells: Iterable[tuple[StepTell, Any]] = ()
+
+
 class EngineLoop:
     """Runs groups to their end, a step at a time.
 
@@ -255,7 +264,7 @@ class EngineLoop:
         self._output = OutputProcessor(tokenizer, eos_token_ids)
         self._soundness = Soundness(self.memory, self._output, self.stats)
         self._deadlines = Deadlines()
-        self._dispatched: tuple[Schedule, Any] | None = None
+        self._dispatched: _Dispatched | None = None
         self._device_wait_s = 0.0
         self._newest: Any = None  # the step that the device ends last; None once it was seen done
         self._idle = DeviceIdle()
@@ -276,7 +285,7 @@ class EngineLoop:
         if self._overlap:
             dispatched, self._dispatched = self._dispatched, dispatched
         if dispatched is not None:
-            self._collect(*dispatched)
+            self._collect(dispatched)
         if schedule.num_rows or dispatched is not None:
             self.stats.count_host(self._clock() - start_s - self._device_wait_s)
         self.stats.end_step(self.memory, self.scheduler)
@@ -297,7 +306,7 @@ class EngineLoop:
         if self._executor.geometry.max_loras:
             self.scheduler.adapters.check(self.scheduler.queues.running)
 
-    def _dispatch(self, schedule: Schedule) -> tuple[Schedule, Any] | None:
+    def _dispatch(self, schedule: Schedule) -> _Dispatched | None:
         """Starts a step: its moves, which there may be without a row, and its rows."""
         begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
         self._sharing.share(schedule, geometry)
@@ -319,15 +328,16 @@ class EngineLoop:
             self._newest = self._executor.decode(
                 inputs, sampling, build_ending_ids(schedule, len(sampling.rows_r)), schedule.num_steps
             )
-            return schedule, self._newest
+            return _Dispatched(schedule, self._newest)
         self._end_idle()
         hidden = self._executor.forward(inputs)
         editing = self.scheduler.rows.editing
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
         for due in editing.due:
             self._executor.count(*due)
+        tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in build_tells(schedule, geometry)]
         self._newest = self._executor.sample(hidden, sampling)
-        return schedule, self._newest
+        return _Dispatched(schedule, self._newest, tells)
 
     def _end_idle(self) -> None:
         """Notes that the device is given something to do."""
@@ -340,8 +350,10 @@ class EngineLoop:
             self._newest = None
             self._idle.seen_done(self._clock())
 
-    def _collect(self, schedule: Schedule, handle: Any) -> None:
+    def _collect(self, dispatched: _Dispatched) -> None:
+        schedule, handle, tells = dispatched
         waiting_since_s = self._clock()
+        told = [(tell, self._executor.collect_told(of_tell)) for tell, of_tell in tells]
         outputs = self._executor.collect(handle)
         now = self._clock()
         self._device_wait_s = now - waiting_since_s
@@ -351,6 +363,7 @@ class EngineLoop:
         if self.scheduler.pace is not None:
             self.scheduler.pace.steps.ended(now)
         self.scheduler.lookahead.ended(now)
+        self._output.told.take(told)
         if schedule.num_steps == 1:
             self._take_in(schedule, outputs, now)
         else:

@@ -60,6 +60,7 @@ class Sequence:
         num_computed_tokens: tokens whose keys and values are in the pool once every dispatched step has run.
         num_in_flight_tokens: tokens sampled by dispatched steps that were not collected yet.
         in_flight_row: the sequence's row in the last step that sampled a token for it; used while that is in flight.
+        told_from, told_end: positions whose hidden states are told of, from the first that has yet to be dispatched.
         rope_len: length that its first tokens are turned for, where that depends on the length: the prompt's at first.
     """
 
@@ -73,6 +74,8 @@ class Sequence:
     num_in_flight_tokens: int = 0
     in_flight_row: int = 0
     cumulative_logprob: float = 0.0
+    told_from: int = 0
+    told_end: int = 0
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.rope_len = len(self.token_ids)
@@ -110,6 +113,18 @@ class Sequence:
         if samples_token:
             self.num_in_flight_tokens += 1
             self.in_flight_row = row
+
+    def asked_of(self, positions: range) -> None:
+        """Positions of its prompt are told of, each once."""
+        self.told_from, self.told_end = positions.start, positions.stop
+
+    def tell(self, begin: int, end: int) -> range:
+        """Those that are told of among positions that a step computes."""
+        first, last = max(begin, self.told_from), min(end, self.told_end)
+        if first >= last:
+            return range(0)
+        self.told_from = last
+        return range(first, last)
 
     def moved_to_row(self, row: int) -> None:
         """The step that is put together has the sequence in another row."""
@@ -224,6 +239,7 @@ class Group:
             for i in range(num_sequences)
         ]
         self.is_forked = num_sequences == 1
+        self.sequences[0].asked_of(request.told_positions)
 
     @property
     def is_streamed(self) -> bool:

@@ -377,6 +377,10 @@ class Ends(nnx.Module):
     def final_norm(self) -> Norm | None:
         """The norm between the last layer and the output matrix, if there is one."""
 
+    def normed(self, hidden_re: jax.Array) -> jax.Array:
+        """The last layer's states behind the model's last norm, `[R, E]`: what it calls its hidden states."""
+        return hidden_re if self.final_norm is None else self.final_norm(hidden_re)
+
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array) -> jax.Array:
         """The last layer's states `[R, E]`, of which the first rows are in use, to float32 logits `[R, V]`."""
         return (self.lm_head or self.embed).logits(hidden_re, num_rows, self.final_norm)

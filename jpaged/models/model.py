@@ -114,6 +114,10 @@ class Model:
         """
         return self._ends(params).logits(hidden_re, jnp.int32(len(hidden_re)) if num_rows is None else num_rows)
 
+    def normed(self, params: Params, hidden_re: jax.Array) -> jax.Array:
+        """Hidden states `[R, E]` of the last layer behind the final norm."""
+        return self._ends(params).normed(hidden_re)
+
     def _ends(self, params: Params) -> Ends:
         graph, names = _ends_graph(self.config, self.dtype)
         return nnx.merge(graph, nnx.State({name: params[name] for name in names}))

@@ -22,6 +22,7 @@ from jpaged.types import (
     MIN_MAX_CHAT_BYTES,
     MIN_MAX_TOKENIZE_BYTES,
     LoadedAdapter,
+    Pooling,
     Prompt,
     Request,
     SamplingParams,
@@ -62,8 +63,14 @@ class InputProcessor:
         cache_tenant: str = "",
         is_whole: bool = False,
         adapter: LoadedAdapter | None = None,
+        told_from: int | None = None,
+        pooling: Pooling | None = None,
     ) -> Request:
         """Make a request of a prompt of which one form is given. What costs little is checked first.
+
+        Args:
+            told_from: the first token of the prompt whose log-probability is told; None asks `prompt_logprobs`.
+            pooling: have the prompt's hidden states told, pooled so.
 
         Raises:
             InvalidArgument: a field is wrong; says which.
@@ -101,6 +108,8 @@ class InputProcessor:
             is_whole=is_whole,
             adapter=adapter,
             bad_word_ids=bad_word_ids,
+            told_from=told_from if told_from is not None or sampling.prompt_logprobs is None else 1,
+            pooling=pooling,
         )
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
@@ -234,7 +243,7 @@ class InputProcessor:
 
     def _check_stops(self, sampling: SamplingParams) -> None:
         vocab_size = self._geometry.vocab_size
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             for token_id in getattr(sampling, name) or ():
                 if token_id >= vocab_size:
                     raise InvalidArgument(f"sampling.{name}", f"{token_id} is not below {vocab_size}")

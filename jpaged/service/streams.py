@@ -218,5 +218,7 @@ def _merged(events: Sequence[OutputEvent], usage: Usage) -> OutputEvent:
         text="".join([event.text for event in events]),
         token_ids=tuple([token_id for event in events for token_id in event.token_ids]),
         logprobs=tuple([position for event in events for position in event.logprobs]),
+        prompt_logprobs=tuple([position for event in events for position in event.prompt_logprobs]),
+        embedding=next((event.embedding for event in events if event.embedding), ()),
         usage=usage,
     )

@@ -2,6 +2,7 @@
 
 fake_executor.py   an executor without a model
 fake_edits.py      tokens that edits change, and counts that are checked
+fake_tells.py      log-probabilities and hidden states of tokens
 single_steps.py    the steps of a decode, one by one
 byte_tokenizer.py  a token is a byte
 virtual_clock.py   a clock that moves when it is told to

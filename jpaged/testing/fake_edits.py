@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jpaged.engine.edits import ANY_TOKEN, MASK_BITS, EditInputs
 from jpaged.errors import InternalError
@@ -30,7 +29,7 @@ class CountedTokens:
         """Forgets what a slot had, and counts these."""
         self._tokens[slot], self._num_prompt[slot] = list(token_ids), num_prompt
 
-    def edited(self, token_id: int, edits: EditInputs, row: int, context: NDArray[np.int64], vocab_size: int) -> int:
+    def edited(self, token_id: int, edits: EditInputs, row: int, context: list[int], vocab_size: int) -> int:
         """The token that a row samples, which is counted where the row has a slot.
 
         Args:
@@ -43,8 +42,8 @@ class CountedTokens:
         slot, last = int(record["slots_r"]), int(context[-1])
         if slot:
             counted = self._tokens.get(slot)
-            if counted != context.tolist():
-                raise InternalError(f"slot {slot} of row {row} counts {counted}, of {context.tolist()}")
+            if counted != context:
+                raise InternalError(f"slot {slot} of row {row} counts {counted}, of {context}")
             token_id += _shift(record, counted, self._num_prompt[slot])
         banned = set[int]()
         if edits.singles_rx is not None:

@@ -42,12 +42,13 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
+from jpaged.engine.telling import TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.testing.fake_edits import CountedTokens
+from jpaged.testing.fake_tells import LOGPROB_STEP, tell_of
 from jpaged.testing.single_steps import step_at
 from jpaged.types import Adapter
 
-_LOGPROB_STEP = -0.125  # sums of it are exact, so that equal sums are equal
 _UNWRITTEN = -1
 _NAN = 1 << 40
 """Added to the token in a slot whose keys and values are NaN."""
@@ -118,6 +119,12 @@ class _Seen:
         begins = [max(0, len(context) - window) if window else 0 for window in windows]
         return cls(begins, [np.array(context[begin:], np.int64) for begin in begins], weight)
 
+    @property
+    def context(self) -> list[int]:
+        """All that the first KV group sees."""
+        tokens: list[int] = (self.tokens[0] % _NAN).tolist()
+        return tokens
+
     def next_token(self, vocab_size: int) -> int:
         """The token that comes next."""
         total = self.weight
@@ -184,6 +191,7 @@ class FakeExecutor:
         self._have_ended = np.zeros(max_num_seqs, np.bool_)  # in the last decode: not all that they read was written
         self._weights: NDArray[np.int64] = np.zeros(self.max_loras + 1, np.int64)  # of the adapter in each slot
         self._counted = CountedTokens()
+        self._told: list[_Seen] = []  # of the last step's tokens that may be told of
         self._is_shut_down = False
 
     @property
@@ -240,6 +248,7 @@ class FakeExecutor:
         self._pool[inputs.slots_gt[:, used], 0] = (tokens_t + is_nan_t * _NAN)[used]
         for row in range(inputs.num_rows):
             self._write_digests(inputs, row)
+        self._told = [self._seen_at(inputs, int(place)) for place in inputs.told_tokens_q]
         last_t = inputs.query_starts_s1[1 : inputs.num_rows + 1] - 1
         has_ended = inputs.is_prev_sampled_t[last_t] & self._have_ended[inputs.prev_sampled_rows_t[last_t]]
         return [self._seen(inputs, row, is_checked=not has_ended[row]) for row in range(inputs.num_rows)]
@@ -252,13 +261,24 @@ class FakeExecutor:
             is_sound_r[row] = all(tokens.max() < _NAN for tokens in seen.tokens)
             token_ids_r[row] = self._sample(seen, inputs.rows_r[row])
             if inputs.edits is not None:
-                context = seen.tokens[0] % _NAN
                 token_ids_r[row] = self._counted.edited(
-                    int(token_ids_r[row]), inputs.edits, row, context, self._geometry.vocab_size
+                    int(token_ids_r[row]), inputs.edits, row, seen.context, self._geometry.vocab_size
                 )
         self._last_tokens[: len(token_ids_r)] = token_ids_r[: len(self._last_tokens)]
         self._have_ended[:] = False
         return _outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.detail, self._geometry.vocab_size)
+
+    def tell(self, hidden: list[_Seen], inputs: TellInputs) -> ToldOutputs:
+        """Tells at once; the handle is the result."""
+        num_rows, vocab_size = self._geometry.buckets.rows[-1], self._geometry.vocab_size
+        seen = [
+            hidden[place] if place < num_rows else self._told[place - num_rows]
+            for place in inputs.places_r[: inputs.num_rows].tolist()
+        ]
+        return tell_of(inputs, [one.context for one in seen], [one.next_token(vocab_size) for one in seen], vocab_size)
+
+    def collect_told(self, handle: ToldOutputs) -> ToldOutputs:
+        return handle
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
@@ -352,6 +372,15 @@ class FakeExecutor:
             seen.tokens.append(self._pool[self._slots_of(inputs, row, group, begin), 0])
         return seen
 
+    def _seen_at(self, inputs: StepInputs, place: int) -> _Seen:
+        """What the token at a place of the packed axis sees."""
+        row = int(np.searchsorted(inputs.query_starts_s1[1 : inputs.num_rows + 1], place, side="right"))
+        position, windows = int(inputs.positions_t[place]), self._geometry.windows
+        if row >= inputs.num_rows:
+            return _Seen.of([0], windows, 0)
+        whole = self._pool[self._slots_of(inputs, row, 0, 0), 0][: position + 1] % _NAN
+        return _Seen.of(whole.tolist(), windows, self._weights.item(_adapter_slot(inputs, row)))
+
     def _check_reads(self, inputs: StepInputs, row: int, group: int) -> None:
         """Raises where any of a row's tokens sees what was never written, or keys of another prefix."""
         windows = self._geometry.windows
@@ -431,7 +460,7 @@ def _outputs(
 ) -> StepOutputs:
     if detail == Detail.TOKENS:
         return StepOutputs(token_ids_rn, is_sound_rn)
-    logprobs_rn = np.where(is_sound_rn, _LOGPROB_STEP, np.nan).astype(np.float32)
+    logprobs_rn = np.where(is_sound_rn, LOGPROB_STEP, np.nan).astype(np.float32)
     offsets = np.arange(TOP_WIDTH, dtype=np.int32)
     top_ids = (token_ids_rn[..., None] + offsets) % vocab_size
     top_logprobs = (offsets + 1) * logprobs_rn[..., None]
@@ -451,7 +480,7 @@ def _noise(seed: int, sequence_index: int, position: int) -> int:
 
 def top_logprobs(token_id: int, vocab_size: int = 257) -> list[tuple[int, float]]:
     """Return the (token, log-probability) pairs of a row that would sample token_id, the likeliest first."""
-    return [((token_id + i) % vocab_size, (i + 1) * _LOGPROB_STEP) for i in range(min(TOP_WIDTH, vocab_size))]
+    return [((token_id + i) % vocab_size, (i + 1) * LOGPROB_STEP) for i in range(min(TOP_WIDTH, vocab_size))]
 
 
 def expected_tokens(

@@ -28,6 +28,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
+from jpaged.engine.telling import TellInputs, ToldOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.load import EngineLoad
 from jpaged.models.hf_config import from_hf
@@ -109,6 +110,12 @@ class Share:
 
     def sample(self, hidden: Any, inputs: SamplingInputs) -> Any:
         return self._executor.sample(hidden, inputs)
+
+    def tell(self, hidden: Any, inputs: TellInputs) -> Any:
+        return self._executor.tell(hidden, inputs)
+
+    def collect_told(self, handle: Any) -> ToldOutputs:
+        return self._executor.collect_told(handle)
 
     def decode(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> Any:
         return self._executor.decode(inputs, sampling, ending_token_ids_rx, num_steps)

@@ -30,6 +30,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
+from jpaged.engine.telling import TellInputs, ToldOutputs
 from jpaged.testing.single_steps import step_at
 from jpaged.testing.virtual_clock import VirtualClock
 from jpaged.types import Adapter
@@ -138,6 +139,13 @@ class SimulatedExecutor:
 
     def sample(self, hidden: NDArray[np.int32], inputs: SamplingInputs) -> StepOutputs:
         return self._top_logprobs(hidden) if inputs.detail == Detail.TOP_LOGPROBS else self._plain
+
+    def tell(self, hidden: NDArray[np.int32], inputs: TellInputs) -> ToldOutputs:
+        """Takes no time: simulated requests ask nothing of their prompts."""
+        return ToldOutputs()
+
+    def collect_told(self, handle: ToldOutputs) -> ToldOutputs:
+        return handle
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int

@@ -52,6 +52,8 @@ class Kind(enum.IntEnum):
     """Nothing more will come; end well."""
     COUNT = 13
     """A sequence's tokens are to be counted."""
+    TELL = 14
+    """More than a sample is asked of hidden states."""
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)

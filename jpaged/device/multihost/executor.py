@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.device.executor import JaxExecutor
+from jpaged.device.executor import JaxExecutor, Telling
 from jpaged.device.multihost.channel import Kind
 from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.device.multihost.messages import HEADS, decode, encode, sampling_of, sizes_of, words_of
@@ -38,6 +38,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
+from jpaged.engine.telling import Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError, Unavailable
 from jpaged.types import Adapter
 
@@ -226,6 +227,17 @@ class MultiHostExecutor:
             self._told.clear()
             return MultiHostHandle(hidden.number, self._executor.sample(hidden.array, inputs), told)
 
+    def tell(self, hidden: MultiHostHandle, inputs: TellInputs) -> Telling:
+        """As every executor's; raises as `move_blocks` does."""
+        with self._naming_the_lost():
+            self._tell(Kind.TELL, hidden.number, inputs.tell, inputs.num_rows, words=inputs.words)
+            return self._executor.tell(hidden.array, inputs)
+
+    def collect_told(self, handle: Telling) -> ToldOutputs:
+        """As every executor's; raises as `move_blocks` does."""
+        with self._naming_the_lost():
+            return self._executor.collect_told(handle)
+
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> MultiHostHandle:
@@ -324,6 +336,11 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
                 inputs = sampling_of(Detail(head[1]), head[2:], words)
                 in_flight.append(MultiHostHandle(forward.number, executor.sample(forward.array, inputs), told))
                 told = []
+            case Kind.TELL:
+                told.append(payload)
+                if not forwards or forwards[0].number != head[0]:
+                    raise Unavailable(f"process 0 asks of step {head[0]}, which did not run last")
+                executor.tell(forwards[0].array, TellInputs.of_words(Tell(head[1]), words, head[2]))
             case Kind.COUNT:
                 told.append(payload)
                 executor.count(head[0], words.tolist(), head[1])

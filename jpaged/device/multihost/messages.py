@@ -19,6 +19,7 @@ HEADS: Mapping[Kind, tuple[str, ...]] = {
     Kind.STEP: ("number", "num_tokens"),  # then the packed inputs of a forward
     # Then the rows of the sampler, and what edits them: words of the records, of singles, of masks.
     Kind.SAMPLE: ("number", "detail", "num_rows", "num_edit_words", "num_single_words", "num_mask_words"),
+    Kind.TELL: ("number", "tell", "num_rows"),  # then places and ids
     Kind.COUNT: ("slot", "num_prompt"),  # then the tokens
     Kind.MOVES: ("move",),  # its place in `Move`; then the sources, and the destinations
     Kind.COLLECT: ("number",),

@@ -13,7 +13,8 @@ import jax
 from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
-from jpaged.engine.executor import BucketTable, Detail
+from jpaged.engine.executor import MIN_BUCKET, BucketTable, Detail
+from jpaged.engine.telling import Tell
 from jpaged.hardware import find_hardware
 from jpaged.kernels.matrix_format import MatrixFormat
 
@@ -28,12 +29,14 @@ class ProgramSpec:
     """One program: `forward` for T tokens, `sample` for R rows and what is told of their tokens, `decode`, or a move.
 
     `decode` is several steps of R rows, which are told of tokens alone. `edited` is a sample of rows whose logits are
-    changed before, `count` counts so many tokens for it. `load_adapter` fills one adapter slot.
+    changed before, `count` counts so many tokens for it. `tell` is of so many hidden states. `load_adapter` fills one
+    adapter slot.
     """
 
-    kind: Literal["forward", "sample", "decode", "edited", "count", "load_adapter"] | MoveKind
+    kind: Literal["forward", "sample", "decode", "edited", "count", "tell", "load_adapter"] | MoveKind
     size: int
     detail: Detail = Detail.TOKENS
+    tell: Tell = Tell.LOGPROBS
 
     def __str__(self) -> str:
         return f"{self.kind}[{', '.join((str(self.size), *self.variant))}]"
@@ -41,7 +44,7 @@ class ProgramSpec:
     @property
     def variant(self) -> tuple[str, ...]:
         """What tells it from others of its kind and size, in a word, where that is needed."""
-        return _VARIANTS[self.detail]
+        return (self.tell.name.lower().replace("_", "-"),) if self.kind == "tell" else _VARIANTS[self.detail]
 
     @property
     def stand_ins(self) -> tuple[ProgramSpec, ...]:
@@ -50,6 +53,8 @@ class ProgramSpec:
 
 
 LOAD_ADAPTER = ProgramSpec("load_adapter", 1)
+TELLS = {tell: ProgramSpec("tell", size, tell=tell) for tell, size in zip(Tell, (64, MIN_BUCKET, 64), strict=True)}
+"""Of all log-probabilities few rows at a time: each is as wide as the vocabulary."""
 COUNT = ProgramSpec("count", 256)
 """A sequence that is longer is counted in parts."""
 _VARIANTS: Mapping[Detail, tuple[str, ...]] = {
@@ -84,6 +89,7 @@ def least_programs(
         ProgramSpec("forward", buckets.tokens[-1]),
         ProgramSpec("sample", buckets.rows[-1], Detail.TOP_LOGPROBS),
         ProgramSpec("edited", buckets.rows[-1], Detail.TOP_LOGPROBS),
+        *TELLS.values(),
         COUNT,
         *(ProgramSpec(kind, move_sizes[0]) for kind in _move_kinds(has_host_blocks)),
         *((LOAD_ADAPTER,) if has_adapters else ()),

@@ -28,6 +28,7 @@ from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.engine.edits import NUM_SINGLES, num_mask_words
 from jpaged.engine.executor import BucketTable, Geometry
+from jpaged.engine.telling import TELL_IDS
 from jpaged.kernels.sampling import choose_kernel
 from jpaged.models.kv_groups import group_layers
 from jpaged.models.layer_kinds import stacks_of
@@ -39,6 +40,8 @@ from jpaged.models.stack import LayerMode
 _HALVES_FROM = 256
 """Tokens of a step from which there are programs for half as many again: on CPUs padding is not computed."""
 Lowering = Callable[[], jax.stages.Lowered]
+_NUM_TOLD, _NUM_TOLD_ELSEWHERE = {"cpu": 64}, 256
+"""Tokens of a step of which more than a sample is asked, at most."""
 _NUM_STEPS, _NUM_STEPS_ELSEWHERE = {"cpu": 8}, 2
 """Decode steps of one dispatch at most: on CPUs, where the host's part is the largest, more."""
 
@@ -92,6 +95,7 @@ def sized_step(
         max_num_steps=max_num_steps,
         windows=groups.windows,
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
+        num_told=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
     )
     step = Step(
         model,
@@ -99,6 +103,7 @@ def sized_step(
         groups,
         layer_mode,
         num_places=geometry.buckets.rows[-1],
+        num_told=geometry.num_told,
         vocab_size=vocab_size,
         mesh=mesh,
         backend=chosen.backend,
@@ -163,7 +168,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     last_tokens = shape((step.num_places,), np.int32)
     counts = step.abstract_counts(geometry.max_num_seqs)
     of_counts = jax.tree.map(lambda struct: struct.sharding, counts)
-    hidden = shape((step.num_places, model.config.hidden_size), model.dtype)
+    hidden = shape((step.num_places + step.num_told, model.config.hidden_size), model.dtype)
 
     def lower(spec: ProgramSpec) -> jax.stages.Lowered:
         if spec.kind == "forward":
@@ -186,6 +191,9 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             of_all = compiler_options(device)
             jitted = jax.jit(fill_slot, donate_argnums=0, out_shardings=shardings, compiler_options=of_all)
             return jitted.lower(matrices, shape((), np.int32), one)
+        if spec.kind == "tell":
+            jitted = jax.jit(functools.partial(step.tell, tell=spec.tell), compiler_options=options["sample"])
+            return jitted.lower(head, hidden, shape((spec.size * (1 + TELL_IDS),), np.int32))
         if spec.kind == "count":
             jitted = jax.jit(step.count, donate_argnums=0, out_shardings=of_counts)
             return jitted.lower(counts, shape((NUM_COUNT_WORDS + spec.size,), np.int32))

@@ -39,6 +39,7 @@ from jpaged.device.step.products import in_parts
 from jpaged.device.step.runner import NUM_COUNT_WORDS, Packing, unpack_edits, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Detail, Geometry, StepInputs
+from jpaged.engine.telling import TELL_IDS, Tell
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.heads import tpu as heads
 from jpaged.kernels.kv_layout import KVLayout
@@ -66,7 +67,7 @@ def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
     It has the runs of rows that read a prefix together, and adapters, where the geometry says that there are any.
     """
     t, s, m, g = num_tokens, geometry.max_num_seqs, geometry.max_blocks_per_seq, len(geometry.windows)
-    shapes = {"t": (t,), "gt": (g, t), "s": (s,), "s1": (s + 1,), "gsm": (g, s, m)}
+    shapes = {"q": (geometry.num_told,), "t": (t,), "gt": (g, t), "s": (s,), "s1": (s + 1,), "gsm": (g, s, m)}
     left_out = {"num_tokens", *(_RUNS if geometry.cascade is None else ()), *(() if geometry.max_loras else _ADAPTERS)}
     names = [field.name for field in dataclasses.fields(StepInputs) if field.name not in left_out]
     return Packing.of(
@@ -83,7 +84,9 @@ class Step:
         layout: of the pool that its attention reads.
         kv_groups: which layers share block tables; those of a group have as many layers of the pool as the layout.
         layer_mode: how the layers run, and so how the parameters are stacked.
-        num_places: rows of the hidden states and of the last tokens: what the largest sample takes.
+        num_places: rows of the last tokens, and of the hidden states before those that are told of: what the largest
+            sample takes.
+        num_told: the others of the hidden states.
         vocab_size: tokens that can be sampled; the model's own number may hold padding.
         mesh: the devices that each run their part.
         backend: whose attention kernel runs.
@@ -102,6 +105,7 @@ class Step:
     backend: Backend
     linear_backend: LinearBackend
     sampler: SamplingKernel | None
+    num_told: int
     slots: AdapterRoom | None = None
 
     def packed_forward(
@@ -112,8 +116,8 @@ class Step:
         words: Int[Array, "W"],
         *,
         packing: Packing,
-    ) -> tuple[Shaped[Array, "P B ..."], Float[Array, "S E"]]:
-        """Runs the layers on inputs that are packed; the hidden state from which each row samples comes back.
+    ) -> tuple[Shaped[Array, "P B ..."], Float[Array, "S+Q E"]]:
+        """Runs the layers on inputs that are packed; the hidden states from which rows sample, and those asked of.
 
         The parameters hold the pool's scales as "kv_scales" `[G * L, K, 2]` where it keeps 8 bits, one group's layers
         after the other's.
@@ -123,7 +127,8 @@ class Step:
         ids_t = jnp.where(inputs["is_prev_sampled_t"], sampled_t, inputs["token_ids_t"])
         hidden_te, pool = self.run(params, pool, ids_t, inputs)
         num_missing = self.num_places - inputs["sample_tokens_s"].shape[0]
-        return pool, hidden_te[jnp.pad(inputs["sample_tokens_s"], (0, num_missing))]
+        places = jnp.concatenate([jnp.pad(inputs["sample_tokens_s"], (0, num_missing)), inputs["told_tokens_q"]])
+        return pool, hidden_te[places]
 
     def run(
         self, params: Params, pool: Shaped[Array, "P B ..."], ids_t: Int[Array, "T"], inputs: Mapping[str, jax.Array]
@@ -238,6 +243,31 @@ class Step:
 
         of_counts = _of_counts(LOGITS_SPEC, whole)
         return on_shards(count, self.mesh, (of_counts, whole), of_counts)(counts, words)
+
+    def tell(self, params: Params, hidden_he: Float[Array, "H E"], words: Int[Array, "W"], *, tell: Tell) -> jax.Array:
+        """What is told of some of the hidden states that a forward left.
+
+        Args:
+            words: as `TellInputs` has them.
+
+        Returns:
+            of `Tell.LOGPROBS` columns that `unpack_told` takes apart; else log-probabilities or hidden states, float32.
+        """
+        vocabulary, rows = self._vocabulary, words.reshape(-1, 1 + TELL_IDS)
+        hidden_re, ids_rk = hidden_he[rows[:, 0]], rows[:, 1:]
+        if tell == Tell.HIDDEN:
+            return self.model.normed(params, hidden_re).astype(jnp.float32)
+
+        def find(logits_rv: jax.Array, ids_rk: jax.Array) -> jax.Array:
+            logits_rv = vocabulary.without_padding(logits_rv)
+            log_total_r1 = vocabulary.log_sum_exp(vocabulary.max(logits_rv), logits_rv)
+            if tell == Tell.ALL_LOGPROBS:
+                return logits_rv - log_total_r1
+            return sampling.told_columns(logits_rv, ids_rk, log_total_r1, vocabulary)
+
+        logits_rv, whole = self._logits(params, hidden_re, jnp.int32(len(hidden_re))), PartitionSpec()
+        results = LOGITS_SPEC if tell == Tell.ALL_LOGPROBS else whole
+        return on_shards(find, self.mesh, (LOGITS_SPEC, whole), results)(logits_rv, ids_rk)
 
     def abstract_counts(self, num_slots: int) -> TokenCounts:
         """The counts of so many sequences, as shapes; slot 0 comes besides."""

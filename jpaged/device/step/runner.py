@@ -20,11 +20,12 @@ from jax.sharding import Sharding
 from numpy.typing import NDArray
 
 from jpaged.device.adapters import arguments_of, matrices_of, with_matrices
-from jpaged.device.programs.compile import COUNT, LOAD_ADAPTER, ProgramSpec
+from jpaged.device.programs.compile import COUNT, LOAD_ADAPTER, TELLS, ProgramSpec
 from jpaged.device.programs.store import ProgramStore
 from jpaged.device.step.edits import TokenCounts
 from jpaged.engine.edits import EDIT_FIELDS, no_singles, num_mask_words, words_of_singles
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.telling import TELL_IDS, Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.models.layers import Params
@@ -223,6 +224,25 @@ def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
     )
 
 
+def unpack_told(outputs: NDArray[np.generic], inputs: TellInputs) -> ToldOutputs:
+    """The outputs of a tell on the host: the rows in use."""
+    used = outputs[: inputs.num_rows]
+    if inputs.tell == Tell.ALL_LOGPROBS:
+        return ToldOutputs(all_logprobs_rv=used.astype(np.float32))
+    if inputs.tell == Tell.HIDDEN:
+        return ToldOutputs(hidden_re=used.astype(np.float32))
+    columns = used.astype(np.int32)
+    floats, end = columns.view(np.float32), 2 + TELL_IDS
+    num_top = (columns.shape[1] - end) // 2
+    return ToldOutputs(
+        is_sound_r=columns[:, 0] != 0,
+        ranks_r=columns[:, 1],
+        logprobs_rk=floats[:, 2:end],
+        top_ids_rk=columns[:, end : end + num_top],
+        top_logprobs_rk=floats[:, end + num_top :],
+    )
+
+
 class StepRunner:
     """Owns the parameters and the tokens that were sampled last. The pool is lent, for the time of a forward."""
 
@@ -274,14 +294,24 @@ class StepRunner:
             self._last_tokens, outputs_rc = program(self._head_params, hidden_se, inputs.words)
         else:
             edits = inputs.edits
-            singles_rx3, mask_rw = self._none_of(spec.size)
-            singles_rx3 = singles_rx3 if edits.singles_rx is None else edits.single_words
-            mask_rw = mask_rw if edits.mask_rw is None else edits.mask_rw
+            no_singles_rx3, no_mask_rw = self._none_of(spec.size)
             self._counts, self._last_tokens, outputs_rc = program(
-                self._head_params, self._counts, hidden_se, inputs.words, edits.words, singles_rx3, mask_rw
+                self._head_params,
+                self._counts,
+                hidden_se,
+                inputs.words,
+                edits.words,
+                no_singles_rx3 if edits.singles_rx is None else edits.single_words,
+                no_mask_rw if edits.mask_rw is None else edits.mask_rw,
             )
         outputs_rc.copy_to_host_async()
         return outputs_rc
+
+    def tell(self, hidden_he: jax.Array, inputs: TellInputs) -> jax.Array:
+        """Starts telling of hidden states; the outputs as one array, on their way to the host."""
+        outputs = self._find(TELLS[inputs.tell])(self._head_params, hidden_he, inputs.words)
+        outputs.copy_to_host_async()
+        return outputs
 
     def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
         """Starts counting a sequence's tokens, the first of them its prompt, in a slot; what was there is forgotten."""

@@ -122,6 +122,22 @@ def tell(logits_rv: Float[Array, "R V"], sampled: Sampled, vocabulary: Vocabular
     return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_total_r1)
 
 
+def told_columns(
+    logits_rv: Float[Array, "R V"], ids_rk: Int[Array, "R K"], log_total_r1: Float[Array, "R 1"], vocabulary: Vocabulary
+) -> Int[Array, "R C"]:
+    """What is told of given tokens: is the row sound, the first one's rank, log-probabilities of all, the likeliest."""
+    values_rk = jnp.concatenate([vocabulary.pick(logits_rv, ids_rk[:, k]) for k in range(ids_rk.shape[1])], axis=1)
+    ranks_r = 1 + _count(vocabulary, logits_rv > values_rk[:, :1])
+    is_sound_r1 = vocabulary.all_below_infinity(logits_rv) & jnp.isfinite(log_total_r1)
+    top_rk, top_ids_rk = vocabulary.top_k(logits_rv, min(TOP_WIDTH, vocabulary.size))
+
+    def bits(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x, jnp.int32)
+
+    columns = is_sound_r1.astype(jnp.int32), ranks_r[:, None], bits(values_rk - log_total_r1)
+    return jnp.concatenate([*columns, top_ids_rk, bits(top_rk - log_total_r1)], axis=1)
+
+
 def first_largest(x_rv: Float[Array, "R V"], vocabulary: Vocabulary) -> Int[Array, "R"]:
     """The token of each row's largest value, the first of equals. 2 to 3 times as fast as argmax on CPUs."""
     ids_rv = jnp.broadcast_to(vocabulary.ids(x_rv.shape[1]), x_rv.shape)

@@ -144,7 +144,8 @@ class Prefixes:
         """A running group is about to compute the next block of this waiting group's prompt: it is worth waiting."""
         leader = group.runnable[0]
         position = self.match(group).num_blocks
-        if position >= min(self._num_cacheable(leader), (leader.num_prompt_tokens - 1) // self._block_size):
+        last = min(leader.num_prompt_tokens, _num_leading_tokens(group)) - 1
+        if position >= min(self._num_cacheable(leader), last // self._block_size):
             return False
         key = _keys(self._block_size, leader, position + 1)[position]
         for other in running:
@@ -308,9 +309,13 @@ class Prefixes:
 
 
 def _num_leading_tokens(group: Group) -> int:
-    """Tokens that the leader runs alone: the prompt before a fork, everything it has where there is none."""
+    """Tokens that the leader runs alone: the prompt before a fork, everything it has where there is none.
+
+    Up to the first that is told of: the last of these always runs.
+    """
     leader = group.live[0]
-    return len(leader.token_ids) if group.is_forked else leader.num_prompt_tokens
+    num_tokens = len(leader.token_ids) if group.is_forked else leader.num_prompt_tokens
+    return min(num_tokens, leader.told_from + 1) if leader.told_from < leader.told_end else num_tokens
 
 
 def _keys(block_size: int, sequence: TokenSequence, num_blocks: int) -> list[Key]:

@@ -18,6 +18,7 @@ import numpy as np
 from jpaged.engine.executor import BEYOND_TOKENS, I32, StepOutputs
 from jpaged.engine.output.beam import Beam, BeamSearch
 from jpaged.engine.output.text import Decoder, IncrementalDetokenizer, NoText, RememberedTexts
+from jpaged.engine.output.told import Told
 from jpaged.engine.scheduling.schedule import Sampled
 from jpaged.engine.sequence import Group, Sequence, collected_one_each
 from jpaged.engine.stats import DEADLINE, ERROR
@@ -127,6 +128,7 @@ class OutputState:
     Attributes:
         has_text: there is a tokenizer, and somebody wants text.
         needs_logprobs: of its sampling parameters, as `num_top` is their `logprobs`.
+        asks_more: of them, too.
         held: what is held back of it; None where it is sent as it comes.
     """
 
@@ -140,6 +142,7 @@ class OutputState:
         self.has_text = False
         self.needs_logprobs = sampling.needs_logprobs
         self.num_top = sampling.logprobs
+        self.asks_more = sampling.asks_more_of_samples
         self.held: Held | None = None
         self._detokenizer: IncrementalDetokenizer | NoText = NoText()
         if tokenizer is not None and sampling.detokenize:
@@ -226,7 +229,11 @@ class _EndingIds:
 
 
 class OutputProcessor:
-    """Owns the text side of every request in flight. Calls sinks; never touches blocks or the scheduler."""
+    """Owns the text side of every request in flight. Calls sinks; never touches blocks or the scheduler.
+
+    Attributes:
+        told: what is shown of prompts, and of samples besides tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
         self._texts = None if isinstance(tokenizer, NoTokenizer) else RememberedTexts(tokenizer)
@@ -235,6 +242,7 @@ class OutputProcessor:
         self._states: dict[Sequence, OutputState] = {}
         self._searches: dict[Group, BeamSearch] = {}
         self._last_events: dict[Group, OutputEvent] = {}
+        self.told = Told()
 
     def open(self, group: Group) -> None:
         """Begins a request: no event is sent."""
@@ -256,6 +264,7 @@ class OutputProcessor:
         for sequence in group.sequences:
             self._states.pop(sequence, None)
         self._searches.pop(group, None)
+        self.told.forget(group)
         if (event := self._last_events.pop(group, None)) is not None:
             group.sink(event)
 
@@ -281,7 +290,11 @@ class OutputProcessor:
             group.sampled(1)
             state = self._states[sequence]
             text, finish = state.push(token_id) if is_checked or state.has_text else state.passed()
-            positions = () if state.num_top is None else (outputs.position(row, state.num_top),)
+            positions = () if state.num_top is None else (outputs.position(row, max(0, state.num_top)),)
+            if state.asks_more:
+                positions = (self.told.position(row, outputs, group.request.sampling),)
+            if self.told.ready and group in self.told.ready and state.held is None:
+                self._show_told(group)
             told_sum = sequence.cumulative_logprob if state.needs_logprobs else None
             if state.held is not None:
                 state.held.add(text, positions, finish)
@@ -365,7 +378,17 @@ class OutputProcessor:
         for number, (index, part) in enumerate(parts, start=1):
             self._show(group, index, part, is_last=number == len(parts))
 
+    def _show_told(self, group: Group) -> None:
+        """Shows what was told of a prompt, in events of a bounded size."""
+        told, request_id = self.told.ready.pop(group), group.request.request_id
+        for begin in range(0, max(1, len(told.logprobs)), _MAX_TOKENS_PER_EVENT):
+            part = tuple(told.logprobs[begin : begin + _MAX_TOKENS_PER_EVENT])
+            embedding = told.embedding if not begin else ()
+            group.sink(OutputEvent(request_id, usage=_usage(group), prompt_logprobs=part, embedding=embedding))
+
     def _show(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:
+        if group in self.told.ready and error is None:
+            self._show_told(group)
         event = OutputEvent(
             request_id=group.request.request_id,
             index=index,

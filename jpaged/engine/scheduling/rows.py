@@ -32,6 +32,7 @@ from jpaged.engine.executor import (
 )
 from jpaged.engine.scheduling.editing import Editing
 from jpaged.engine.scheduling.outgrowing import Outgrowing
+from jpaged.engine.scheduling.tells import ToldBudget
 from jpaged.engine.sequence import Group, Sequence, Status, dispatched_each
 from jpaged.errors import InternalError
 
@@ -81,6 +82,7 @@ class DecodingRows:
 
     Attributes:
         editing: of rows that are not in here but on the device.
+        told: of prompts that are told of.
         settled: groups all of whose live sequences have rows here.
         outgrowing: how far sequences may go before they begin again; None where keys serve at any length.
 
@@ -92,6 +94,7 @@ class DecodingRows:
         self, geometry: Geometry, outgrowing: Outgrowing | None, eos_token_ids: frozenset[int] = frozenset()
     ) -> None:
         self.editing = Editing(geometry.max_num_seqs, geometry.vocab_size)
+        self.told = ToldBudget(geometry.num_told)
         self.settled: set[Group] = set()
         self._block_size = geometry.block_size
         self.outgrowing = outgrowing

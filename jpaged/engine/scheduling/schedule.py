@@ -26,6 +26,7 @@ from jpaged.engine.executor import (
 from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.scheduling.editing import Editing
 from jpaged.engine.scheduling.rows import Decodes
+from jpaged.engine.scheduling.tells import told_tokens
 from jpaged.engine.sequence import Group, Sequence, Status
 
 
@@ -41,6 +42,7 @@ class ScheduledRow:
         prev_sampled_row: the last input token is in flight: it is what the step before sampled in this row. None when
             the host knows it.
         output_index: which output token of the sequence is sampled; 0 is the first.
+        told: positions of its tokens that are told of.
     """
 
     group: Group
@@ -51,6 +53,7 @@ class ScheduledRow:
     sample_row: int
     prev_sampled_row: int | None
     output_index: int
+    told: range = range(0)
 
 
 @dataclass(slots=True)
@@ -163,6 +166,7 @@ class Schedule:
             sample_row=place if sample_row is None else sample_row,
             prev_sampled_row=sequence.in_flight_row if is_fed_back else None,
             output_index=sequence.num_output_tokens,
+            told=sequence.tell(start, start + num_tokens),
         )
         self.rows.append(row)
         sequence.dispatched(num_tokens, place, samples_token=samples_token)
@@ -341,6 +345,7 @@ def build_step_inputs(schedule: Schedule, geometry: Geometry) -> StepInputs:
         positions_t=_padded(positions_t, num_padded),
         rope_lens_t=_padded(np.maximum(positions_t + 1, columns.rope_lens[rows_t]), num_padded, 1),
         slots_gt=slots_gt,
+        told_tokens_q=_told_tokens(schedule, geometry, ends - lens),
         adapters_t=_adapters(schedule, geometry, rows_t, num_padded),
         query_starts_s1=query_starts_s1,
         kv_lens_s=_padded(starts + lens, max_rows),
@@ -419,6 +424,12 @@ def _columns(schedule: Schedule) -> _Columns:
     new_places = np.argsort(schedule.order).astype(np.int32)
     ordered = _Columns(*(column[schedule.order] for column in columns))
     return ordered._replace(sample_rows=new_places[ordered.sample_rows])
+
+
+def _told_tokens(schedule: Schedule, geometry: Geometry, starts: I32) -> I32:
+    """Where the tokens are that are told of, as `build_tells` has them."""
+    places = [starts.item(row) + place for row, place, _ in told_tokens(schedule)]
+    return _padded(places, geometry.num_told)
 
 
 def _adapters(schedule: Schedule, geometry: Geometry, rows_t: NDArray[np.int64], num_padded: int) -> I32:

@@ -260,6 +260,7 @@ class Scheduler:
     def _share_tokens(self) -> tuple[dict[Group, Shares], int]:
         """Tokens for the sequences of running groups that have no rows yet, and how many are left for others."""
         parts: dict[Group, Shares] = {}
+        self.rows.told.begin_step()
         prefilling, settled = [], self.rows.settled
         budget = self._max_num_batched_tokens - len(self.rows)
         for group in [group for group in self.queues.running if group not in settled]:
@@ -444,7 +445,7 @@ def _wanted(group: Group, rows: DecodingRows, memory: KVMemory) -> Shares:
         if sequence in rows:
             continue
         _settle(sequence, memory)
-        num_tokens = _num_to_run(group, sequence)
+        num_tokens = rows.told.within(sequence, _num_to_run(group, sequence))
         if rows.outgrowing is not None:
             num_tokens = min(num_tokens, rows.outgrowing.num_left(sequence))
         if num_tokens:
@@ -463,7 +464,7 @@ def _decodes(row: ScheduledRow) -> bool:
         and row.num_tokens == 1
         and row.start >= sequence.num_prompt_tokens
         and not sampling.beam_width
-        and not sampling.changes_logits
+        and not sampling.is_by_name
         and row.output_index + 1 >= sampling.min_tokens
         and sequence.num_output_tokens < sampling.max_tokens
     )

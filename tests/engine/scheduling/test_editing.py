@@ -107,7 +107,9 @@ def test_every_mix_in_a_short_memory(seed: int, overlap: bool, mode: str) -> Non
         for index in range(n):
             got = h.tokens(name, index)
             assert got == tokens[: len(got)], name
-            assert got == tokens or h.events[name][-1].finish.reason.value == "abort", name
+            finish = h.events[name][-1].finish
+            assert finish is not None
+            assert got == tokens or finish.reason.value == "abort", name
     editing = h.engine._loop.scheduler.rows.editing
     assert len(editing.slots) == 0 and not editing._constants
 

@@ -1,0 +1,116 @@
+"""What is asked of a step besides its samples: log-probabilities of given tokens, of all, or the hidden states.
+
+    prompt      t0  t1  t2  t3  t4        what follows t1 is told from the hidden state of t1: how likely was t2?
+    hidden      h0  h1  h2  h3  h4        of S rows those that are sampled from, then of num_told tokens those asked of
+
+A forward leaves both; a tell reads some of them, a bounded number at a time, so that no array is as long as a prompt
+and as wide as the vocabulary.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.engine.executor import F32, I32, Bool
+from jpaged.errors import InternalError
+from jpaged.types import TokenLogprob
+
+TELL_IDS = 33
+"""Tokens whose log-probabilities are told of a hidden state: the next one, and as many as a request may name (K)."""
+NO_ID = 0
+"""In place of an id that nobody asked for."""
+
+
+class Tell(enum.IntEnum):
+    """What is told of a hidden state."""
+
+    LOGPROBS = 0
+    """Of some tokens, and of the likeliest."""
+    ALL_LOGPROBS = 1
+    """Of every token of the vocabulary."""
+    HIDDEN = 2
+    """The hidden state itself, behind the model's final norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellInputs:
+    """Rows of one tell, padded.
+
+    Attributes:
+        places_r: of the hidden states that the step's forward leaves; 0 in padding.
+        ids_rk: `[R, TELL_IDS]`, the tokens asked of; NO_ID where there is none.
+        num_rows: rows in use.
+    """
+
+    tell: Tell
+    places_r: I32
+    ids_rk: I32
+    num_rows: int
+
+    @classmethod
+    def padded(cls, tell: Tell, places: list[int], ids: list[list[int]], size: int) -> TellInputs:
+        """So many rows at most."""
+        places_r, ids_rk = np.zeros(size, np.int32), np.full((size, TELL_IDS), NO_ID, np.int32)
+        places_r[: len(places)] = places
+        for row, of_row in enumerate(ids):
+            ids_rk[row, : len(of_row)] = of_row
+        return cls(tell, places_r, ids_rk, len(places))
+
+    @classmethod
+    def of_words(cls, tell: Tell, words: I32, num_rows: int) -> TellInputs:
+        """The inverse of `words`."""
+        rows = words.reshape(-1, 1 + TELL_IDS)
+        return cls(tell, rows[:, 0], rows[:, 1:], num_rows)
+
+    @property
+    def words(self) -> I32:
+        """As a program takes them: `[R, 1 + TELL_IDS]`, one after the other."""
+        return np.concatenate([self.places_r[:, None], self.ids_rk], axis=1).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class ToldOutputs:
+    """What was told, in host memory; fields that the tell is not of are None.
+
+    Attributes:
+        is_sound_r: False where logits hold NaN or plus infinity.
+        ranks_r: of the first id: 1 for the likeliest token.
+        logprobs_rk: of the ids.
+        top_ids_rk, top_logprobs_rk: the likeliest in order.
+        all_logprobs_rv: of every token.
+        hidden_re: float32.
+    """
+
+    is_sound_r: Bool | None = None
+    ranks_r: I32 | None = None
+    logprobs_rk: F32 | None = None
+    top_ids_rk: I32 | None = None
+    top_logprobs_rk: F32 | None = None
+    all_logprobs_rv: F32 | None = None
+    hidden_re: F32 | None = None
+
+    def top(self, row: int, num_top: int) -> tuple[TokenLogprob, ...]:
+        """The likeliest tokens of a row; all of them for -1."""
+        if self.all_logprobs_rv is not None:
+            values = self.all_logprobs_rv[row]
+            ids = np.argsort(-values, kind="stable")[: len(values) if num_top < 0 else num_top].astype(np.int32)
+            values = values[ids]
+        elif self.top_ids_rk is not None and self.top_logprobs_rk is not None:
+            ids, values = self.top_ids_rk[row, :num_top], self.top_logprobs_rk[row, :num_top]
+        else:
+            raise InternalError("the likeliest tokens are wanted of a tell of hidden states")
+        pairs = enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1)
+        return tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs)
+
+    def chosen(self, row: int, token_id: int) -> TokenLogprob:
+        """The first id of a row."""
+        if self.all_logprobs_rv is not None:
+            values = self.all_logprobs_rv[row]
+            value = values.item(token_id)
+            return TokenLogprob(token_id, value, 1 + int((values > value).sum()))
+        if self.logprobs_rk is None or self.ranks_r is None:
+            raise InternalError("a log-probability is wanted of a tell of hidden states")
+        return TokenLogprob(token_id, self.logprobs_rk.item(row, 0), self.ranks_r.item(row))
