@@ -123,7 +123,11 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     return LoadedModel(
         engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
         input_processor=InputProcessor(
-            source.tokenizer, geometry, eos_token_ids=source.eos_token_ids, seed=options.model.seed
+            source.tokenizer,
+            geometry,
+            eos_token_ids=source.eos_token_ids,
+            seed=options.model.seed,
+            max_logprobs=options.model.max_logprobs,
         ),
         tokenizer=source.tokenizer,
         model=_model_info(source, resolved, geometry),

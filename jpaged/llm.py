@@ -8,19 +8,21 @@ Every option of the command line but the server's is a keyword here.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from jpaged.assemble import build
 from jpaged.completions import completions_of
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, field_names
 from jpaged.engine.executor import Progress
 from jpaged.engine.garbage import collected_between_steps
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.load import EngineLoad
+from jpaged.option_groups import ServerOptions
 from jpaged.progress_bar import MakeBar, ProgressBar
-from jpaged.service.scoring import Scoring, embedding_of, score_of
+from jpaged.service.scoring import EMBED_SAMPLING, SCORE_SAMPLING, continued, embedding_of, score_of
 from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score
 
 
@@ -65,7 +67,6 @@ class LLM:
         config = EngineConfig.load({"model": model, **_DEFAULTS, **options})
         self._serving = build(config) if progress is None else build(config, progress)
         self._num_requests = 0
-        self._scoring = Scoring(self._serving.input_processor)
 
     @property
     def config(self) -> EngineConfig:
@@ -141,20 +142,20 @@ class LLM:
         of_each: list[Any] = [continuations] if is_one else list(continuations)
         if len(of_each) != len(many):
             raise InvalidArgument("continuations", f"{len(of_each)} are given for {len(many)} prompts")
-        loaded = self._serving.adapters.find(adapter) if adapter else None
-        groups = [
-            self._scoring.score_requests(self._next_id(), _prompt_of(prompt), list(each), adapter=loaded)
-            for prompt, each in zip(many, of_each, strict=True)
-        ]
-        requests = [request for group in groups for request in group]
-        outputs = iter(zip(requests, self._run(requests, use_tqdm), strict=True))
-        return [[score_of(*next(outputs)) for _ in group] for group in groups]
+        requests: list[Request] = []
+        for prompt, each in zip(many, of_each, strict=True):
+            wholes, num_prompt = continued(self._serving.input_processor, _prompt_of(prompt), list(each))
+            make = functools.partial(self._request, SCORE_SAMPLING, adapter=adapter, told_from=num_prompt)
+            requests += [make(Prompt(token_ids=token_ids)) for token_ids in wholes]
+        outputs = iter(self._run(requests, use_tqdm))
+        return [[score_of(next(outputs)) for _ in each] for each in of_each]
 
     def embed(
         self,
         prompts: GivenPrompt | Sequence[GivenPrompt],
         *,
         pooling: Pooling = "last",
+        normalize: bool = False,
         use_tqdm: bool | MakeBar = True,
         adapter: str | None = None,
     ) -> list[Embedding]:
@@ -163,6 +164,7 @@ class LLM:
         Args:
             prompts: as in `generate`.
             pooling: the last token's, or the mean of all.
+            normalize: scale each vector to a length of 1.
             use_tqdm: as in `generate`.
             adapter: the name of an adapter for all; None is the model as it is.
 
@@ -171,11 +173,9 @@ class LLM:
             NotFound: there is no such adapter; likewise.
         """
         many: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        loaded = self._serving.adapters.find(adapter) if adapter else None
-        requests = [
-            self._scoring.embed_request(self._next_id(), _prompt_of(one), pooling, adapter=loaded) for one in many
-        ]
-        return [embedding_of(output) for output in self._run(requests, use_tqdm)]
+        make = functools.partial(self._request, EMBED_SAMPLING, adapter=adapter, pooling=pooling)
+        outputs = self._run([make(_prompt_of(one)) for one in many], use_tqdm)
+        return [embedding_of(output, normalize=normalize) for output in outputs]
 
     def load_adapter(self, name: str, path: str) -> None:
         """Reads an adapter (LoRA) and gives it a name; with `enable_lora`. `Adapters.load` says what is refused."""
@@ -209,10 +209,6 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _next_id(self) -> str:
-        self._num_requests += 1
-        return f"llm-{self._num_requests}"
-
     def _requests(
         self,
         prompts: Sequence[Prompt],
@@ -222,17 +218,18 @@ class LLM:
         given = SamplingParams() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", given, SamplingParams, len(prompts))
         names = _one_each("adapter", "" if adapter is None else adapter, str, len(prompts))
-        requests = []
-        for prompt, sampling, name in zip(prompts, params, names, strict=True):
-            request = self._serving.input_processor.make_request(
-                request_id=self._next_id(),
-                sampling=sampling,
-                prompt=prompt,
-                is_whole=True,
-                adapter=self._serving.adapters.find(name) if name else None,
-            )
-            requests.append(request)
-        return requests
+        return [self._request(*one) for one in zip(params, prompts, names, strict=True)]
+
+    def _request(self, sampling: SamplingParams, prompt: Prompt, adapter: str | None = None, **told: Any) -> Request:
+        self._num_requests += 1
+        return self._serving.input_processor.make_request(
+            request_id=f"llm-{self._num_requests}",
+            sampling=sampling,
+            prompt=prompt,
+            is_whole=True,
+            adapter=self._serving.adapters.find(adapter) if adapter else None,
+            **told,
+        )
 
     def _run(self, requests: list[Request], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         completions = {request.request_id: completions_of(request.sampling) for request in requests}

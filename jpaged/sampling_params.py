@@ -9,8 +9,6 @@ from typing import Any, Literal, TypeGuard
 
 from jpaged.errors import InvalidArgument
 
-MAX_LOGPROBS = 20
-"""Most top log-probabilities that a request may ask for at each position."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 32
@@ -124,9 +122,9 @@ class SamplingParams:
     )
     logprobs: int | None = param(
         None,
-        "also report this many likeliest tokens at each position (0 to 20; 0 reports the chosen one alone, -1 all; above "
-        "20 and -1 where --max-logprobs allows it). Log-probabilities are of the model's own distribution, before "
-        "temperature and truncation",
+        "also report this many likeliest tokens at each position: 0 reports the chosen one alone, -1 all; at most what "
+        "--max-logprobs allows (20). Log-probabilities are of the model's own distribution, before temperature and "
+        "truncation",
     )
     logprob_token_ids: Sequence[int] = param(
         (), "also report the log-probabilities of these tokens at each position: at most 32"

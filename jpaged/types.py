@@ -7,6 +7,7 @@ answers with `OutputEvent`s, and the offline face folds those into a `RequestOut
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -278,21 +279,24 @@ class Score:
     """How likely one continuation of a prompt is.
 
     Attributes:
-        token_ids: of the continuation.
-        logprobs: of each of them, behind the prompt and those before it.
+        tokens: of the continuation, each behind the prompt and those before it.
         is_greedy: each of them is the likeliest in its place.
-        usage: of the prompt with its continuation.
+        usage: of the prompt with its continuation; 0 where that is not told of each.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: tuple[TokenLogprob, ...]
     is_greedy: bool
-    usage: Usage
+    usage: Usage = field(default_factory=Usage)
 
     @property
     def logprob(self) -> float:
         """Of the whole continuation."""
-        return sum(self.logprobs)
+        return math.fsum(one.logprob for one in self.tokens)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of the continuation."""
+        return tuple(one.token_id for one in self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,4 +309,4 @@ class Embedding:
 
     prompt_token_ids: tuple[int, ...]
     values: tuple[float, ...]
-    usage: Usage
+    usage: Usage = field(default_factory=Usage)

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     # force: a library that was imported before may have set its own format
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    multihost = config.parallel.multihost()
+    multihost = config.multihost()
     if multihost is None:
         return asyncio.run(_serve(config, None))
     try:

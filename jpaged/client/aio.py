@@ -18,7 +18,7 @@ from jpaged.client.failures import translated
 from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.errors import Cancelled, DeadlineExceeded
 from jpaged.load import Load
-from jpaged.types import ModelInfo, RequestOutput, SamplingParams
+from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
 _T = TypeVar("_T")
 
@@ -79,6 +79,34 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
             async for chunk in stream:
                 assembler.add(chunk)
         return assembler.output()
+
+    async def score(
+        self,
+        prompt: str | Sequence[int],
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        adapter: str = "",
+        cache_salt: str = "",
+    ) -> tuple[Score, ...]:
+        """See `Client.score`."""
+        what = wire.prompt_of(prompt) if isinstance(prompt, str) else wire.prompt_of(None, prompt)
+        call = wire.score_call(what, continuations, model=self._model, adapter=adapter, cache_salt=cache_salt)
+        return await self._run(call)
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = False,
+        adapter: str = "",
+        cache_salt: str = "",
+    ) -> tuple[tuple[float, ...], ...]:
+        """See `Client.embed`."""
+        call = wire.embed_call(
+            inputs, pooling=pooling, normalize=normalize, model=self._model, adapter=adapter, cache_salt=cache_salt
+        )
+        return await self._run(call)
 
     async def tokenize(
         self,

@@ -16,7 +16,7 @@ from jpaged.client.failures import translated
 from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.errors import DeadlineExceeded
 from jpaged.load import Load
-from jpaged.types import ModelInfo, RequestOutput, SamplingParams
+from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
 _T = TypeVar("_T")
 
@@ -71,6 +71,41 @@ class Client(BaseClient[GenerateStream]):
             for chunk in stream:
                 assembler.add(chunk)
         return assembler.output()
+
+    def score(
+        self,
+        prompt: str | Sequence[int],
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        adapter: str = "",
+        cache_salt: str = "",
+    ) -> tuple[Score, ...]:
+        """How likely continuations of a prompt are, each of which is a text or token ids: one score for each, in order.
+
+        A text behind a text is tokenised with it. The prompt is computed once, and many continuations in a step.
+        """
+        what = wire.prompt_of(prompt) if isinstance(prompt, str) else wire.prompt_of(None, prompt)
+        call = wire.score_call(what, continuations, model=self._model, adapter=adapter, cache_salt=cache_salt)
+        return self._run(call)
+
+    def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = False,
+        adapter: str = "",
+        cache_salt: str = "",
+    ) -> tuple[tuple[float, ...], ...]:
+        """Texts or token ids as vectors: hidden states behind the last norm, of the last token or the mean of all.
+
+        Args:
+            normalize: scale each vector to a length of 1.
+        """
+        call = wire.embed_call(
+            inputs, pooling=pooling, normalize=normalize, model=self._model, adapter=adapter, cache_salt=cache_salt
+        )
+        return self._run(call)
 
     def tokenize(
         self,

@@ -21,11 +21,13 @@ from jpaged.sampling_params import require_whole_characters
 from jpaged.types import (
     FinishReason,
     ModelInfo,
+    Pooling,
     PositionLogprobs,
     Prompt,
     RequestOutput,
     RequestTimes,
     SamplingParams,
+    Score,
     SequenceDelta,
     SequenceFinish,
     TokenLogprob,
@@ -47,6 +49,10 @@ _EARLY_STOPPING: dict[bool | str, inference_pb2.EarlyStopping] = {
     False: inference_pb2.EARLY_STOPPING_BEST_RUNNING,
     True: inference_pb2.EARLY_STOPPING_FIRST_FULL,
     "never": inference_pb2.EARLY_STOPPING_NEVER,
+}
+_POOLINGS: Mapping[Pooling, inference_pb2.Pooling] = {
+    "last": inference_pb2.POOLING_LAST,
+    "mean": inference_pb2.POOLING_MEAN,
 }
 
 
@@ -162,6 +168,10 @@ def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         values[name] = _checked_uint32(f"sampling.{name}", values[name])
     values["top_k"] = min(sampling.top_k, 2**31 - 1)  # no vocabulary is larger: all are kept either way
     values["stop_token_ids"] = _checked_ids("sampling.stop_token_ids", sampling.stop_token_ids)
+    for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+        if values[name] is not None:
+            values[name] = _checked_int32(f"sampling.{name}", values[name])
+    values["logprob_token_ids"] = _checked_ids("sampling.logprob_token_ids", sampling.logprob_token_ids)
     values["early_stopping"] = _EARLY_STOPPING[sampling.early_stopping]
     biases = sampling.logit_bias or {}
     values["logit_bias"] = dict(zip(_checked_ids("sampling.logit_bias", list(biases)), biases.values(), strict=True))
@@ -180,6 +190,7 @@ def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:
         text=message.text,
         token_ids=tuple(message.token_ids),
         logprobs=tuple(_position_of(position) for position in message.logprobs),
+        prompt_logprobs=tuple(_position_of(position) for position in message.prompt_logprobs),
         usage=Usage(message.usage.prompt_tokens, message.usage.completion_tokens, message.usage.cached_tokens),
         finish=_finish_of(message.finish) if has_finish else None,
         cumulative_logprob=message.finish.cumulative_logprob if message.finish.HasField("cumulative_logprob") else None,
@@ -207,6 +218,69 @@ class Assembler:
     def output(self) -> RequestOutput:
         """Everything; raises InternalError when a part of it never came."""
         return self._completions.output(self._request_id, self._prompt.text, self._prompt_token_ids)
+
+
+def score_call(
+    prompt: Prompt,
+    continuations: Sequence[str | Sequence[int]],
+    *,
+    model: str | None,
+    adapter: str,
+    cache_salt: str,
+) -> Call[tuple[Score, ...]]:
+    """A prompt and what may come behind it -> scores."""
+    request = inference_pb2.ScoreRequest(
+        **_form_of("prompt", prompt),
+        continuations=[
+            inference_pb2.Continuation(**_form_of(f"continuations[{i}]", _prompt_of_part(one)))
+            for i, one in enumerate(continuations)
+        ],
+        model=model,
+        adapter=adapter,
+        cache_salt=cache_salt,
+    )
+    return Call("Score", request, lambda response: tuple(_score_of(one) for one in response.scores))
+
+
+def embed_call(
+    inputs: Sequence[str | Sequence[int]],
+    *,
+    pooling: Pooling,
+    normalize: bool,
+    model: str | None,
+    adapter: str,
+    cache_salt: str,
+) -> Call[tuple[tuple[float, ...], ...]]:
+    """Texts or token ids -> vectors."""
+    if pooling not in _POOLINGS:
+        raise InvalidArgument("pooling", f"{pooling!r} is neither 'last' nor 'mean'")
+    request = inference_pb2.EmbedRequest(
+        inputs=[
+            inference_pb2.EmbedInput(**_form_of(f"inputs[{i}]", _prompt_of_part(one))) for i, one in enumerate(inputs)
+        ],
+        pooling=_POOLINGS[pooling],
+        normalize=normalize,
+        model=model,
+        adapter=adapter,
+        cache_salt=cache_salt,
+    )
+    return Call("Embed", request, lambda response: tuple(tuple(one.values) for one in response.embeddings))
+
+
+def _prompt_of_part(part: str | Sequence[int]) -> Prompt:
+    return Prompt(text=part) if isinstance(part, str) else Prompt(token_ids=part)
+
+
+def _form_of(field: str, prompt: Prompt) -> dict[str, Any]:
+    """A text or token ids as the fields of a message."""
+    if prompt.text is not None:
+        require_whole_characters(field, prompt.text)
+        return {"text": prompt.text}
+    return {"token_ids": inference_pb2.TokenIds(ids=_checked_ids(field, prompt.token_ids or ()))}
+
+
+def _score_of(score: inference_pb2.Score) -> Score:
+    return Score(tuple(_logprob_of(token) for token in score.tokens), score.is_greedy)
 
 
 def tokenize_call(prompt: Prompt, *, add_special_tokens: bool | None, model: str | None) -> Call[tuple[int, ...]]:
@@ -348,8 +422,18 @@ def _checked_uint32(name: str, value: int) -> int:
     return value
 
 
+def _checked_int32(field: str, value: int) -> int:
+    if not -(2**31) <= value < 2**31:
+        raise InvalidArgument(field, f"{value} is no 32-bit integer")
+    return value
+
+
 def _position_of(position: inference_pb2.PositionLogprobs) -> PositionLogprobs:
-    return PositionLogprobs(_logprob_of(position.chosen), tuple(_logprob_of(token) for token in position.top))
+    return PositionLogprobs(
+        _logprob_of(position.chosen),
+        tuple(_logprob_of(token) for token in position.top),
+        tuple(_logprob_of(token) for token in position.asked),
+    )
 
 
 def _logprob_of(token: inference_pb2.TokenLogprob) -> TokenLogprob:

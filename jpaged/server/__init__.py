@@ -2,6 +2,7 @@
 
 port.py         gRPC's server, which takes whatever peers send
 servicer.py     proto <-> types, and one method for each RPC
+evaluations.py  Score and Embed
 status.py       errors -> status codes with details
 metrics.py      a loaded model's numbers in Prometheus' format
 scrapes.py      the HTTP server that scrapes come to

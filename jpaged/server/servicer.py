@@ -17,6 +17,7 @@ from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, infer
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
+from jpaged.server.evaluations import asker_of, embedded, scored
 from jpaged.server.status import CallContext, error_for, refuse
 from jpaged.service.names import require_name
 from jpaged.service.service import Call, Service, ServiceState, Stage
@@ -144,6 +145,7 @@ def response_of(
         text=event.text,
         token_ids=event.token_ids,
         logprobs=[_position_of(position) for position in event.logprobs],
+        prompt_logprobs=[_position_of(position) for position in event.prompt_logprobs],
         usage=_usage_of(event.usage),
         finish=None if event.finish is None else _finish_of(event.finish, event.cumulative_logprob),
         prompt_token_ids=prompt_token_ids,
@@ -203,7 +205,9 @@ def _message_of(kind: type[_M], value: object) -> _M:
 
 def _position_of(position: PositionLogprobs) -> inference_pb2.PositionLogprobs:
     return inference_pb2.PositionLogprobs(
-        chosen=_logprob_of(position.chosen), top=[_logprob_of(token) for token in position.top]
+        chosen=_logprob_of(position.chosen),
+        top=[_logprob_of(token) for token in position.top],
+        asked=[_logprob_of(token) for token in position.asked],
     )
 
 
@@ -294,6 +298,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             async with aclosing(responses(self._service, request, metadata, context.time_remaining())) as messages:
                 async for message in messages:
                     await context.write(message)
+
+    async def Score(self, request: inference_pb2.ScoreRequest, context: CallContext) -> inference_pb2.ScoreResponse:
+        """Each continuation is a request of its own; a call that goes away takes all of them along."""
+        async with _answering(context):
+            asker = asker_of(request, _tenant(context), context.time_remaining())
+            return await scored(self._service, asker, request)
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: CallContext) -> inference_pb2.EmbedResponse:
+        """Each input is a request of its own; a call that goes away takes all of them along."""
+        async with _answering(context):
+            asker = asker_of(request, _tenant(context), context.time_remaining())
+            return await embedded(self._service, asker, request)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: CallContext

@@ -5,6 +5,7 @@ streams.py         events -> messages: from the engine's thread to the readers, 
 loaded_model.py    the model that serves: engine, input processor, tokenizer, facts
 adapters.py        adapters (LoRA) by name
 names.py           what a caller may call something
+evaluations.py     calls that score and embed
 scoring.py         scores and embeddings as requests
 input_processor.py what a caller sends -> a request that can run
 hf_tokenizer.py    the tokenizer of a model's folder

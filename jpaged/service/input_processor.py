@@ -38,11 +38,18 @@ class InputProcessor:
 
     Args:
         eos_token_ids: every token that ends a sequence of this model.
+        max_logprobs: likeliest tokens that may be told of at each position; -1 is all.
         seed: where a request that brings none gets its own: the n-th request of a run always gets the same.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, geometry: Geometry, *, eos_token_ids: frozenset[int] = frozenset(), seed: int = 0
+        self,
+        tokenizer: Tokenizer,
+        geometry: Geometry,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+        max_logprobs: int = 20,
     ) -> None:
         if len(eos_token_ids) > _MAX_EOS_TOKEN_IDS:
             raise InternalError(f"{len(eos_token_ids)} end-of-sequence tokens; at most {_MAX_EOS_TOKEN_IDS} are held")
@@ -50,6 +57,7 @@ class InputProcessor:
         self.eos_token_ids = eos_token_ids
         self._geometry = geometry
         self._seed = seed
+        self._max_logprobs = max_logprobs
         self._counter = itertools.count()
 
     def make_request(
@@ -77,20 +85,14 @@ class InputProcessor:
             RequestTooLong: prompt and max_tokens can never fit, with the limit.
             Unsupported: messages, but the model has no chat template.
         """
+        if pooling not in (None, "last", "mean"):
+            raise InvalidArgument("pooling", f"{pooling!r} is neither 'last' nor 'mean'")
         if sum(form is not None for form in (prompt.text, prompt.token_ids, prompt.messages)) != 1:
             raise InvalidArgument("prompt", "give exactly one of text, token ids and chat messages")
         self._check_beams(sampling)
         self._check_stops(sampling)
-        if prompt.token_ids is not None:
-            self._check_length(len(prompt.token_ids), sampling)
-            token_ids = self._checked_ids("prompt.token_ids", prompt.token_ids)
-        else:
-            max_bytes = self._max_prompt_bytes(sampling.max_tokens)
-            if prompt.messages is not None:
-                token_ids = self._chat_ids(prompt.messages, max_bytes)
-            else:
-                token_ids = self._text_ids("sampling.max_tokens", prompt.text or "", max_bytes)
-            self._check_length(len(token_ids), sampling)
+        self._check_logprobs(sampling)
+        token_ids = self._prompt_ids(prompt, sampling)
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
         bad_word_ids = self._bad_word_ids(sampling)
@@ -111,6 +113,26 @@ class InputProcessor:
             told_from=told_from if told_from is not None or sampling.prompt_logprobs is None else 1,
             pooling=pooling,
         )
+
+    def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
+        """The tokens of a prompt, cut where that is asked for, that fit into a sequence."""
+        num_kept = sampling.truncate_prompt_tokens
+        if num_kept == -1:
+            num_kept = max(1, self._geometry.max_model_len - sampling.max_tokens)
+        if prompt.token_ids is not None:
+            given = prompt.token_ids if num_kept is None else prompt.token_ids[-num_kept:]
+            self._check_length(len(given), sampling)
+            return self._checked_ids("prompt.token_ids", given)
+        max_bytes = self._max_prompt_bytes(sampling.max_tokens)
+        if num_kept is not None:
+            max_bytes = max(max_bytes, MIN_MAX_TOKENIZE_BYTES)
+        if prompt.messages is not None:
+            token_ids = self._chat_ids(prompt.messages, max_bytes)
+        else:
+            token_ids = self._text_ids("sampling.max_tokens", prompt.text or "", max_bytes)
+        token_ids = token_ids if num_kept is None else token_ids[-num_kept:]
+        self._check_length(len(token_ids), sampling)
+        return token_ids
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text or a conversation, which may be longer than a prompt.
@@ -240,6 +262,13 @@ class InputProcessor:
                 f"{sampling.beam_width} with {num_ending} ending tokens ranks {needed} candidates a beam; "
                 f"the device reports {TOP_WIDTH}",
             )
+
+    def _check_logprobs(self, sampling: SamplingParams) -> None:
+        limit, all_of_them = self._max_logprobs, self._geometry.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(sampling, name)
+            if asked is not None and 0 <= limit < (all_of_them if asked < 0 else asked):
+                raise InvalidArgument(f"sampling.{name}", f"{asked} is over max_logprobs ({limit})")
 
     def _check_stops(self, sampling: SamplingParams) -> None:
         vocab_size = self._geometry.vocab_size

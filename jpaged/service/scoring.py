@@ -2,128 +2,81 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Sequence
 
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.service.input_processor import InputProcessor
-from jpaged.types import Embedding, LoadedAdapter, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score
+from jpaged.types import Embedding, Prompt, RequestOutput, SamplingParams, Score
 
-MAX_CONTINUATIONS = 1024
-"""Of one prompt."""
-_ONE = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+MAX_PARTS = 1024
+"""Continuations of one prompt, or prompts of one call that embeds."""
+SCORE_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0)
+EMBED_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
-
-class Scoring:
-    """Makes such requests of one model, and reads what came of them. Safe to call from several threads."""
-
-    def __init__(self, processor: InputProcessor) -> None:
-        self._processor = processor
-
-    def score_requests(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        continuations: Sequence[str | Sequence[int]],
-        *,
-        sampling: SamplingParams = _ONE,
-        adapter: LoadedAdapter | None = None,
-        deadline_s: float | None = None,
-        tenant: str = "",
-        cache_tenant: str = "",
-    ) -> list[Request]:
-        """One for each continuation; where the prompt is a text, a text goes on with it as one text.
-
-        So a continuation is the tokens of both together but so many as the prompt has by itself.
-
-        Raises:
-            InvalidArgument, RequestTooLong: there are none or too many, one is empty, or too long with its prompt.
-        """
-        if not 1 <= len(continuations) <= MAX_CONTINUATIONS:
-            raise InvalidArgument("continuations", f"{len(continuations)} are given; from 1 to {MAX_CONTINUATIONS}")
-        prompt_ids = list(prompt.token_ids) if prompt.token_ids is not None else self._processor.tokenize(prompt)
-        sampling = dataclasses.replace(sampling, prompt_logprobs=0)
-        requests = []
-        for i, continuation in enumerate(continuations):
-            token_ids = self._whole(i, prompt, prompt_ids, continuation)
-            requests.append(
-                self._processor.make_request(
-                    request_id=f"{request_id}/{i}",
-                    sampling=sampling,
-                    prompt=Prompt(token_ids=token_ids),
-                    deadline_s=deadline_s,
-                    tenant=tenant,
-                    cache_tenant=cache_tenant,
-                    is_whole=True,
-                    adapter=adapter,
-                    told_from=len(prompt_ids),
-                )
-            )
-        return requests
-
-    def embed_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        pooling: Pooling,
-        *,
-        sampling: SamplingParams = _ONE,
-        adapter: LoadedAdapter | None = None,
-        deadline_s: float | None = None,
-        tenant: str = "",
-        cache_tenant: str = "",
-    ) -> Request:
-        """One for a prompt.
-
-        Raises:
-            InvalidArgument, RequestTooLong: as of every prompt, or there is no such pooling.
-        """
-        if pooling not in ("last", "mean"):
-            raise InvalidArgument("pooling", f"{pooling!r} is neither 'last' nor 'mean'")
-        return self._processor.make_request(
-            request_id=request_id,
-            sampling=sampling,
-            prompt=prompt,
-            deadline_s=deadline_s,
-            tenant=tenant,
-            cache_tenant=cache_tenant,
-            is_whole=True,
-            adapter=adapter,
-            pooling=pooling,
-        )
-
-    def _whole(self, i: int, prompt: Prompt, prompt_ids: list[int], continuation: str | Sequence[int]) -> list[int]:
-        field = f"continuations[{i}]"
-        if isinstance(continuation, str):
-            if not continuation:
-                raise InvalidArgument(field, "is empty")
-            if prompt.text is not None:
-                token_ids = self._processor.tokenize(Prompt(text=prompt.text + continuation))
-            else:
-                text = Prompt(text=continuation)
-                token_ids = prompt_ids + self._processor.tokenize(text, add_special_tokens=False)
-        else:
-            token_ids = [*prompt_ids, *continuation]
-        if len(token_ids) <= len(prompt_ids):
-            raise InvalidArgument(field, "adds no token to the prompt")
-        return token_ids
+GivenContinuation = str | Sequence[int]
 
 
-def score_of(request: Request, output: RequestOutput) -> Score:
-    """What came of a request of `Scoring.score_requests`."""
-    if output.prompt_logprobs is None or request.told_from is None:
-        raise InternalError(f"request {request.request_id!r} was told nothing of its prompt")
+def require_parts(field: str, num: int) -> None:
+    """Refuses none and too many.
+
+    Raises:
+        InvalidArgument: names the field.
+    """
+    if not 1 <= num <= MAX_PARTS:
+        raise InvalidArgument(field, f"{num} are given; from 1 to {MAX_PARTS}")
+
+
+def continued(
+    processor: InputProcessor, prompt: Prompt, continuations: Sequence[GivenContinuation]
+) -> tuple[list[list[int]], int]:
+    """The prompt with each of its continuations as token ids, and how many of them are the prompt's.
+
+    Where the prompt is a text, a text goes on with it as one text: a continuation is the tokens of both together but so
+    many as the prompt has by itself.
+
+    Raises:
+        InvalidArgument: there are none or too many, or one is empty; RequestTooLong.
+    """
+    require_parts("continuations", len(continuations))
+    prompt_ids = list(prompt.token_ids) if prompt.token_ids is not None else processor.tokenize(prompt)
+    if not prompt_ids:
+        raise InvalidArgument("prompt", "is empty: at least one token is needed")
+    return [
+        _whole(processor, f"continuations[{i}]", prompt, prompt_ids, one) for i, one in enumerate(continuations)
+    ], len(prompt_ids)
+
+
+def _whole(
+    processor: InputProcessor, field: str, prompt: Prompt, prompt_ids: list[int], continuation: GivenContinuation
+) -> list[int]:
+    if not continuation:
+        raise InvalidArgument(field, "is empty")
+    if not isinstance(continuation, str):
+        return [*prompt_ids, *continuation]
+    if prompt.text is not None:
+        token_ids = processor.tokenize(Prompt(text=prompt.text + continuation))
+    else:
+        token_ids = prompt_ids + processor.tokenize(Prompt(text=continuation), add_special_tokens=False)
+    if len(token_ids) <= len(prompt_ids):
+        raise InvalidArgument(field, "adds no token to the prompt")
+    return token_ids
+
+
+def score_of(output: RequestOutput) -> Score:
+    """What came of a request that is told of from its continuation on."""
+    if output.prompt_logprobs is None:
+        raise InternalError(f"request {output.request_id!r} was told nothing of its prompt")
     told = [position.chosen for position in output.prompt_logprobs if position is not None]
-    return Score(
-        tuple(one.token_id for one in told),
-        tuple(one.logprob for one in told),
-        all(one.rank == 1 for one in told),
-        output.usage,
-    )
+    return Score(tuple(told), all(one.rank == 1 for one in told), output.usage)
 
 
-def embedding_of(output: RequestOutput) -> Embedding:
-    """What came of a request of `Scoring.embed_request`."""
+def embedding_of(output: RequestOutput, *, normalize: bool = False) -> Embedding:
+    """What came of a request whose hidden states are pooled; scaled to a length of 1 where that is wanted."""
     if output.embedding is None:
         raise InternalError(f"request {output.request_id!r} was told no hidden states")
-    return Embedding(output.prompt_token_ids, output.embedding, output.usage)
+    values = output.embedding
+    if normalize:
+        length = math.sqrt(math.fsum(value * value for value in values)) or 1.0
+        values = tuple(value / length for value in values)
+    return Embedding(output.prompt_token_ids, values, output.usage)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
 
+from jpaged.completions import Completions
 from jpaged.config import EngineConfig
 from jpaged.errors import (
     AlreadyExists,
@@ -38,10 +39,21 @@ from jpaged.errors import (
     Unavailable,
 )
 from jpaged.sampling_params import MAX_CACHE_SALT_CHARS
+from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.names import require_name
 from jpaged.service.streams import Bridge, OutputStream
-from jpaged.types import FinishReason, LoadedAdapter, OutputEvent, Prompt, Request, SamplingParams, SequenceFinish
+from jpaged.types import (
+    FinishReason,
+    LoadedAdapter,
+    OutputEvent,
+    Pooling,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    SequenceFinish,
+)
 
 
 class Stage(enum.Enum):
@@ -178,6 +190,7 @@ class Call:
         remaining_s: time that the caller gives it; None is no limit.
         is_whole: its caller reads nothing before the end.
         adapter: the name of an adapter; "" is the model as it is.
+        told_from, pooling: what is told of the prompt, as in `InputProcessor.make_request`.
     """
 
     read: Callable[[], tuple[Prompt, SamplingParams]]
@@ -188,6 +201,8 @@ class Call:
     remaining_s: float | None = None
     is_whole: bool = False
     adapter: str = ""
+    told_from: int | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -279,6 +294,24 @@ class Service:
             self._num_calls -= 1
             if self._num_calls == 0:
                 self.is_idle.set()
+
+    async def complete(self, call: Call) -> RequestOutput:
+        """Run a request to its end and return all of it; raises as `generate` does."""
+        completions = Completions(has_logprobs=False, has_prompt_logprobs=call.told_from is not None)
+        async with self.generate(call) as generation:
+            async for event in generation:
+                completions.add(event)
+            return completions.output(generation.request_id, None, generation.prompt_token_ids)
+
+    async def work(self, work: Callable[[InputProcessor], _T], size: int, model: str | None) -> _T:
+        """Run work on so many characters or ids with the model's input processor, on a thread where they are many."""
+        processor = self._model(model).input_processor
+        return await self._workers.run(lambda: work(processor), size)
+
+    @property
+    def max_num_at_once(self) -> int:
+        """Requests that one call may have in flight: as many as a step has rows for."""
+        return self.state.serving().engine.geometry.max_num_seqs
 
     async def tokenize(
         self,
@@ -433,6 +466,8 @@ class Service:
                 cache_tenant=generation.cache_tenant,
                 is_whole=call.is_whole,
                 adapter=adapter,
+                told_from=call.told_from,
+                pooling=call.pooling,
             )
 
         generation.preparing = asyncio.create_task(self._workers.run(make, call.size))

@@ -59,7 +59,9 @@ class Harness:
             eos_token_ids=self.eos_token_ids,
             clock=self.clock,
         )
-        self.input_processor = InputProcessor(self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids)
+        self.input_processor = InputProcessor(
+            self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids, max_logprobs=-1
+        )
         self.events: dict[str, list[OutputEvent]] = defaultdict(list)
         self.num_steps = self.num_idle_steps = 0
 

@@ -40,6 +40,16 @@ class InferenceServiceStub:
                 request_serializer=jpaged_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=jpaged_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/jpaged.v1.InferenceService/Score',
+                request_serializer=jpaged_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/jpaged.v1.InferenceService/Embed',
+                request_serializer=jpaged_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/jpaged.v1.InferenceService/Tokenize',
                 request_serializer=jpaged_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -70,6 +80,21 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Score(self, request, context):
+        """Tells how likely continuations of a prompt are: of each of its tokens, behind the prompt and the tokens before it. The
+        prompt is computed once, through the prefix cache, and many continuations in a step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Turns prompts into vectors: the model's hidden states behind its last norm, of the last token or the mean of all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Turns a text or a conversation into the token ids that Generate would run on. It refuses what Generate refuses, but
         may be longer than a prompt: up to 256 KiB of text, or what max_model_len tokens can stand for, whichever is more.
@@ -92,6 +117,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=jpaged_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=jpaged_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=jpaged_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=jpaged_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -132,6 +167,60 @@ class InferenceService:
             '/jpaged.v1.InferenceService/Generate',
             jpaged_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             jpaged_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.InferenceService/Score',
+            jpaged_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            jpaged_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.InferenceService/Embed',
+            jpaged_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            jpaged_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpaged.config import Backend, LinearBackend
 from jpaged.device.adapters import AdapterRoom
 from jpaged.device.mesh import (
     HEADS_SPEC,
@@ -53,6 +52,7 @@ from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace
 from jpaged.models.tokens import HeadsKernel, TokenBatch
+from jpaged.option_groups import Backend, LinearBackend
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped

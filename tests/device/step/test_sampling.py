@@ -19,7 +19,7 @@ from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, TOP_WIDTH, Detail, SamplingInputs
 from jpaged.kernels.sampling import RowSampling, Sampled, SamplingKernel, noise
 from jpaged.kernels.sampling.cpu.sampling import CpuSampling, kernel
-from jpaged.sampling_params import MAX_LOGPROBS
+from jpaged.sampling_params import MAX_TOP_TOLD
 from tests.device.step import sampling_oracle as oracle
 from tests.device.step.sampling_oracle import Params
 
@@ -350,4 +350,4 @@ def test_alternatives_of_a_small_vocabulary_are_all_of_it() -> None:
 
 
 def test_there_are_as_many_alternatives_as_a_request_may_ask_for() -> None:
-    assert TOP_WIDTH >= MAX_LOGPROBS
+    assert TOP_WIDTH >= MAX_TOP_TOLD
