@@ -4,8 +4,9 @@
     -> resolved             .replace(num_blocks=9)     what depends on the model and the device is filled in
     -> explained            .explain()                 printed at start-up, line by line
 
-A section (`jpaged.option_groups`) is a frozen dataclass whose fields carry their own help and limits, so that the command
-line, `LLM(...)` and the documentation are read off one place. The command line spells `max_model_len` as `--max-model-len`.
+A section (`jpaged.option_groups`) is a frozen dataclass whose fields carry their own help and limits, so that the
+command line, `LLM(...)` and the documentation are read off one place. The command line spells `max_model_len` as
+`--max-model-len`.
 """
 
 from __future__ import annotations
