@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from benchmarks.record import machine, save
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, SchedulerOptions
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import (
     BlockMoves,
@@ -44,7 +44,6 @@ from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import StepStats
 from jpaged.engine.tokenizer import NoTokenizer
-from jpaged.option_groups import SchedulerOptions
 from jpaged.types import Adapter, OutputEvent, Request, SamplingParams
 
 BLOCK_SIZE = 16

@@ -8,19 +8,18 @@ Every option of the command line but the server's is a keyword here.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from jpaged.assemble import build
 from jpaged.completions import completions_of
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, field_names
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
 from jpaged.engine.executor import Progress
 from jpaged.engine.garbage import collected_between_steps
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.load import EngineLoad
-from jpaged.option_groups import ServerOptions
 from jpaged.progress_bar import MakeBar, ProgressBar
 from jpaged.service.scoring import EMBED_SAMPLING, SCORE_SAMPLING, continued, embedding_of, score_of
 from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score
@@ -145,8 +144,8 @@ class LLM:
         requests: list[Request] = []
         for prompt, each in zip(many, of_each, strict=True):
             wholes, num_prompt = continued(self._serving.input_processor, _prompt_of(prompt), list(each))
-            make = functools.partial(self._request, SCORE_SAMPLING, adapter=adapter, told_from=num_prompt)
-            requests += [make(Prompt(token_ids=token_ids)) for token_ids in wholes]
+            parts = [Prompt(token_ids=token_ids, told_from=num_prompt) for token_ids in wholes]
+            requests += [self._request(SCORE_SAMPLING, part, adapter) for part in parts]
         outputs = iter(self._run(requests, use_tqdm))
         return [[score_of(next(outputs)) for _ in each] for each in of_each]
 
@@ -173,8 +172,8 @@ class LLM:
             NotFound: there is no such adapter; likewise.
         """
         many: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        make = functools.partial(self._request, EMBED_SAMPLING, adapter=adapter, pooling=pooling)
-        outputs = self._run([make(_prompt_of(one)) for one in many], use_tqdm)
+        pooled = [dataclasses.replace(_prompt_of(one), pooling=pooling) for one in many]
+        outputs = self._run([self._request(EMBED_SAMPLING, prompt, adapter) for prompt in pooled], use_tqdm)
         return [embedding_of(output, normalize=normalize) for output in outputs]
 
     def load_adapter(self, name: str, path: str) -> None:
@@ -220,7 +219,7 @@ class LLM:
         names = _one_each("adapter", "" if adapter is None else adapter, str, len(prompts))
         return [self._request(*one) for one in zip(params, prompts, names, strict=True)]
 
-    def _request(self, sampling: SamplingParams, prompt: Prompt, adapter: str | None = None, **told: Any) -> Request:
+    def _request(self, sampling: SamplingParams, prompt: Prompt, adapter: str | None = None) -> Request:
         self._num_requests += 1
         return self._serving.input_processor.make_request(
             request_id=f"llm-{self._num_requests}",
@@ -228,7 +227,6 @@ class LLM:
             prompt=prompt,
             is_whole=True,
             adapter=self._serving.adapters.find(adapter) if adapter else None,
-            **told,
         )
 
     def _run(self, requests: list[Request], use_tqdm: bool | MakeBar) -> list[RequestOutput]:

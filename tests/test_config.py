@@ -2,10 +2,16 @@
 
 import pytest
 
-from jpaged.config import EngineConfig, compile_cache_dir, iter_options, platform_default
+from jpaged.config import (
+    CacheOptions,
+    EngineConfig,
+    SchedulerOptions,
+    compile_cache_dir,
+    iter_options,
+    platform_default,
+)
+from jpaged.config.option import option_type
 from jpaged.errors import InvalidArgument
-from jpaged.option import option_type
-from jpaged.option_groups import CacheOptions, SchedulerOptions
 
 
 def test_what_nobody_sets_has_its_default():

@@ -105,18 +105,18 @@ def test_options_that_do_not_go_together_are_refused(options, message):
 def test_options_come_before_the_environment(monkeypatch):
     for name, value in LWS.items():
         monkeypatch.setenv(name, value)
-    given = EngineConfig.load({"coordinator": "[::1]:7000", "num_processes": 2, "process_id": 0}).parallel
+    given = EngineConfig.load({"coordinator": "[::1]:7000", "num_processes": 2, "process_id": 0})
     multihost = given.multihost()
     assert multihost == MultiHost("[::1]:7000", 2, 0, "the options")
     assert multihost.is_leader
     assert multihost.address == ("::1", 7000)
-    assert EngineConfig.load({"num_processes": 1}).parallel.multihost() is None
-    found = EngineConfig().parallel.multihost()
+    assert EngineConfig.load({"num_processes": 1}).multihost() is None
+    found = EngineConfig().multihost()
     assert found is not None
     assert found.source == "LeaderWorkerSet"
     for name in LWS:
         monkeypatch.delenv(name)
-    assert EngineConfig().parallel.multihost() is None
+    assert EngineConfig().multihost() is None
 
 
 @pytest.mark.parametrize(

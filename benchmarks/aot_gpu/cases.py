@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.aot_gpu.models import MODEL_CASES
 from benchmarks.aot_gpu.program import Program
-from jpaged.config import EngineConfig
+from jpaged.config import Backend, EngineConfig
 from jpaged.device.mesh import replicated
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
@@ -30,7 +30,6 @@ from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.model import Model
 from jpaged.models.rope.config import RopeConfig
-from jpaged.option_groups import Backend
 
 MoveKind = Literal["copy", "swap_out", "swap_in"]
 

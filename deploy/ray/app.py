@@ -28,9 +28,8 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.grpc_util import RayServegRPCContext
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, field_names, platform_default
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names, platform_default
 from jpaged.errors import JpagedError
-from jpaged.option_groups import ServerOptions
 from jpaged.server.replica import Refused, Replica
 
 _LOG = logging.getLogger("ray.serve")  # what goes into a replica's log

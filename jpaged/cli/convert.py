@@ -10,7 +10,7 @@ from pathlib import Path
 from jpaged.cli.options import flag_of
 from jpaged.cli.startup import StartupReport
 from jpaged.errors import InvalidArgument
-from jpaged.sampling_params import require_whole_characters
+from jpaged.types import require_whole_characters
 
 HELP = "write a model as safetensors or as Orbax"
 DESCRIPTION = """\

@@ -18,8 +18,7 @@ from rich.table import Table
 from jpaged.cli.server_process import ServerProcess, startup_texts, unwinding_at_sigterm
 from jpaged.client import Client, Load
 from jpaged.errors import InvalidArgument, JpagedError
-from jpaged.sampling_params import MAX_SEED
-from jpaged.types import SamplingParams
+from jpaged.types import MAX_SEED, SamplingParams
 
 HELP = "serve the embedded model and stream from it"
 DESCRIPTION = (

@@ -12,8 +12,7 @@ from jpaged.cli.options import add_config_flags, add_sampling_flags, config_from
 from jpaged.cli.startup import StartupReport
 from jpaged.config import PROCESS_OPTIONS
 from jpaged.errors import InvalidArgument
-from jpaged.sampling_params import require_whole_characters
-from jpaged.types import CompletionOutput, RequestOutput, SamplingParams
+from jpaged.types import CompletionOutput, RequestOutput, SamplingParams, require_whole_characters
 
 HELP = "generate from prompts, without a server"
 DESCRIPTION = """\

@@ -7,9 +7,9 @@ import math
 
 from jpaged.client.channel import require_target
 from jpaged.client.health import check_health
+from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument, JpagedError
-from jpaged.option_groups import ServerOptions
-from jpaged.sampling_params import require_whole_characters
+from jpaged.types import require_whole_characters
 
 HELP = "ask a server whether it serves"
 DESCRIPTION = """\

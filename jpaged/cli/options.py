@@ -9,8 +9,8 @@ from decimal import Decimal
 from typing import Any
 
 from jpaged.config import SECTIONS, EngineConfig, iter_options
+from jpaged.config.option import option_type
 from jpaged.errors import InvalidArgument
-from jpaged.option import option_type
 from jpaged.types import SamplingParams
 
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20, "g": 1000**3, "G": 1 << 30, "t": 1000**4, "T": 1 << 40}

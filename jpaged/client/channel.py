@@ -15,7 +15,7 @@ import time
 import grpc
 
 from jpaged.errors import InvalidArgument
-from jpaged.sampling_params import require_whole_characters
+from jpaged.types import require_whole_characters
 
 MAX_ATTEMPTS = 4
 _FIRST_BACKOFF_S = 0.1

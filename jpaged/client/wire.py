@@ -17,7 +17,6 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.completions import completions_of
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.load import Load, ReplicaLoad
-from jpaged.sampling_params import require_whole_characters
 from jpaged.types import (
     FinishReason,
     ModelInfo,
@@ -32,6 +31,7 @@ from jpaged.types import (
     SequenceFinish,
     TokenLogprob,
     Usage,
+    require_whole_characters,
 )
 
 _T = TypeVar("_T")

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jpaged.config import Backend
 from jpaged.engine.cascade_costs import CascadeCosts
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
@@ -33,7 +34,6 @@ from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
 from jpaged.kernels.paged_attention.gpu.tiling import TILE_ROWS
 from jpaged.kernels.paged_attention.reference import CHUNK_TOKENS, TILE_QUERIES
 from jpaged.kernels.paged_attention.triton.work import group_of, shared_rows
-from jpaged.option_groups import Backend
 
 _TPU_START_BYTES = 4e6
 _GPU_START_BYTES = 1e6

@@ -62,7 +62,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.telling import Tell, TellInputs, ToldOutputs
+from jpaged.engine.executor.telling import Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jpaged.config import LinearBackend
 from jpaged.device.mesh import first_device, num_shards, replicated
 from jpaged.device.step.forward import Step
 from jpaged.errors import Unsupported
@@ -18,7 +19,6 @@ from jpaged.kernels.product import Packer, QuantisedMatrix, can_pack
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.stack import LayerMode
-from jpaged.option_groups import LinearBackend
 
 _GATED = "gate_up"
 _WIDE = {

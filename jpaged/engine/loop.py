@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpaged.config import EngineConfig
+from jpaged.config import CacheOptions, EngineConfig
 from jpaged.engine.executor import Executor, Geometry, StepOutputs
 from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.kv.contiguous import ReservedMemory
@@ -38,7 +38,6 @@ from jpaged.engine.sequence import Group, Sequence, Sink
 from jpaged.engine.stats import DEADLINE, DeviceIdle, StepStats
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, RequestTooLong, Unavailable
-from jpaged.option_groups import CacheOptions
 from jpaged.types import FinishReason, Request
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
+from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument, QueueFull
-from jpaged.option_groups import ServerOptions
 from jpaged.server.status import refuse
 
 LARGE_BYTES = 128 << 10

@@ -15,9 +15,8 @@ import threading
 from collections.abc import Callable
 
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
-from jpaged.sampling_params import require_whole_characters
 from jpaged.service.names import require_name
-from jpaged.types import Adapter, LoadedAdapter
+from jpaged.types import Adapter, LoadedAdapter, require_whole_characters
 
 
 class Adapters:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from jpaged.errors import JpagedError
-from jpaged.sampling_params import SamplingParams
 from jpaged.service.scoring import (
     EMBED_SAMPLING,
     SCORE_SAMPLING,
@@ -20,7 +19,7 @@ from jpaged.service.scoring import (
     score_of,
 )
 from jpaged.service.service import Call, Service
-from jpaged.types import Embedding, Pooling, Prompt, Score
+from jpaged.types import Embedding, Pooling, Prompt, SamplingParams, Score
 
 _T = TypeVar("_T")
 
@@ -64,8 +63,8 @@ async def score(
     wholes, num_prompt = await service.work(lambda processor: continued(processor, *read()), size, asker.model)
 
     async def one(token_ids: list[int]) -> Score:
-        call = asker.call(Prompt(token_ids=token_ids), SCORE_SAMPLING)
-        return score_of(await service.complete(dataclasses.replace(call, told_from=num_prompt)))
+        call = asker.call(Prompt(token_ids=token_ids, told_from=num_prompt), SCORE_SAMPLING)
+        return score_of(await service.complete(call))
 
     return await _all(one, wholes, service.max_num_at_once)
 
@@ -77,9 +76,8 @@ async def embed(
     require_parts("inputs", len(prompts))
 
     async def one(prompt: Prompt) -> Embedding:
-        call = asker.call(prompt, EMBED_SAMPLING)
-        output = await service.complete(dataclasses.replace(call, pooling=pooling))
-        return embedding_of(output, normalize=normalize)
+        call = asker.call(dataclasses.replace(prompt, pooling=pooling), EMBED_SAMPLING)
+        return embedding_of(await service.complete(call), normalize=normalize)
 
     return await _all(one, prompts, service.max_num_at_once)
 

@@ -15,14 +15,13 @@ from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
-from jpaged.sampling_params import MAX_STOP_TOKEN_IDS
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
     MAX_DETOKENIZE_IDS,
+    MAX_STOP_TOKEN_IDS,
     MIN_MAX_CHAT_BYTES,
     MIN_MAX_TOKENIZE_BYTES,
     LoadedAdapter,
-    Pooling,
     Prompt,
     Request,
     SamplingParams,
@@ -71,22 +70,16 @@ class InputProcessor:
         cache_tenant: str = "",
         is_whole: bool = False,
         adapter: LoadedAdapter | None = None,
-        told_from: int | None = None,
-        pooling: Pooling | None = None,
     ) -> Request:
         """Make a request of a prompt of which one form is given. What costs little is checked first.
-
-        Args:
-            told_from: the first token of the prompt whose log-probability is told; None asks `prompt_logprobs`.
-            pooling: have the prompt's hidden states told, pooled so.
 
         Raises:
             InvalidArgument: a field is wrong; says which.
             RequestTooLong: prompt and max_tokens can never fit, with the limit.
             Unsupported: messages, but the model has no chat template.
         """
-        if pooling not in (None, "last", "mean"):
-            raise InvalidArgument("pooling", f"{pooling!r} is neither 'last' nor 'mean'")
+        if prompt.pooling not in (None, "last", "mean"):
+            raise InvalidArgument("pooling", f"{prompt.pooling!r} is neither 'last' nor 'mean'")
         if sum(form is not None for form in (prompt.text, prompt.token_ids, prompt.messages)) != 1:
             raise InvalidArgument("prompt", "give exactly one of text, token ids and chat messages")
         self._check_beams(sampling)
@@ -110,8 +103,8 @@ class InputProcessor:
             is_whole=is_whole,
             adapter=adapter,
             bad_word_ids=bad_word_ids,
-            told_from=told_from if told_from is not None or sampling.prompt_logprobs is None else 1,
-            pooling=pooling,
+            told_from=1 if prompt.told_from is None and sampling.prompt_logprobs is not None else prompt.told_from,
+            pooling=prompt.pooling,
         )
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:

@@ -1,4 +1,4 @@
-"""Scores and embeddings as requests of the engine: prompts that are told of, with one token behind them that is dropped."""
+"""Scores and embeddings as requests: prompts that are told of, with one token behind them that is dropped."""
 
 from __future__ import annotations
 

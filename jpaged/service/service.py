@@ -38,16 +38,15 @@ from jpaged.errors import (
     QueueFull,
     Unavailable,
 )
-from jpaged.sampling_params import MAX_CACHE_SALT_CHARS
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.names import require_name
 from jpaged.service.streams import Bridge, OutputStream
 from jpaged.types import (
+    MAX_CACHE_SALT_CHARS,
     FinishReason,
     LoadedAdapter,
     OutputEvent,
-    Pooling,
     Prompt,
     Request,
     RequestOutput,
@@ -190,7 +189,6 @@ class Call:
         remaining_s: time that the caller gives it; None is no limit.
         is_whole: its caller reads nothing before the end.
         adapter: the name of an adapter; "" is the model as it is.
-        told_from, pooling: what is told of the prompt, as in `InputProcessor.make_request`.
     """
 
     read: Callable[[], tuple[Prompt, SamplingParams]]
@@ -201,8 +199,6 @@ class Call:
     remaining_s: float | None = None
     is_whole: bool = False
     adapter: str = ""
-    told_from: int | None = None
-    pooling: Pooling | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -297,7 +293,7 @@ class Service:
 
     async def complete(self, call: Call) -> RequestOutput:
         """Run a request to its end and return all of it; raises as `generate` does."""
-        completions = Completions(has_logprobs=False, has_prompt_logprobs=call.told_from is not None)
+        completions = Completions(has_logprobs=False, has_prompt_logprobs=True)
         async with self.generate(call) as generation:
             async for event in generation:
                 completions.add(event)
@@ -466,8 +462,6 @@ class Service:
                 cache_tenant=generation.cache_tenant,
                 is_whole=call.is_whole,
                 adapter=adapter,
-                told_from=call.told_from,
-                pooling=call.pooling,
             )
 
         generation.preparing = asyncio.create_task(self._workers.run(make, call.size))

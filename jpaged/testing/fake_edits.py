@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jpaged.engine.edits import ANY_TOKEN, MASK_BITS, EditInputs
+from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS, EditInputs
 from jpaged.errors import InternalError
 
 

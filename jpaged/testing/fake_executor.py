@@ -42,7 +42,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.telling import TellInputs, ToldOutputs
+from jpaged.engine.executor.telling import TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.testing.fake_edits import CountedTokens
 from jpaged.testing.fake_tells import LOGPROB_STEP, tell_of

@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.capacity.known_models import KNOWN_MODELS
-from jpaged.config import EngineConfig
+from jpaged.config import Backend, EngineConfig
 from jpaged.device.adapters import AdapterRoom, fill_slot
 from jpaged.device.aot.tpu import GENERATIONS
 from jpaged.device.mesh import MESH_AXES, build_mesh
@@ -37,7 +37,6 @@ from jpaged.kernels.sampling import choose_kernel
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.quantisation.rules import Quantisation
-from jpaged.option_groups import Backend
 
 NUM_TOKENS = 16
 TRITON_CALL = "__gpu$xla.gpu.triton"

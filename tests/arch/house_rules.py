@@ -17,7 +17,6 @@ VALUES = {
         "errors",
         "types",
         "launchers",
-        "option",
         "config",
         "version",
         "json_text",
@@ -37,8 +36,7 @@ MAY_IMPORT = {
     "completions": {"errors", "types"},
     "progress_bar": {"types"},
     "launchers": {"errors"},
-    "option": {"errors", "types"},
-    "config": {"errors", "types", "launchers", "option"},
+    "config": {"errors", "types", "launchers"},
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
     "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.product"},
@@ -70,7 +68,7 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     "httpx2": {"bench"},
     "torch": set(),
 }
-ENVIRONMENT_HOME = "jpaged/config.py"
+ENVIRONMENT_HOME = "jpaged/config/engine_config.py"
 JSON_HOME = "jpaged/json_text.py"
 
 MAX_FILE_LINES = 500

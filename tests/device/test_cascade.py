@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from jpaged.config import Backend
 from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine.executor import StepInputs, StepOutputs
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVForm, KVLayout
-from jpaged.option_groups import Backend
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 

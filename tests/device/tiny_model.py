@@ -8,14 +8,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, StartupOptions
 from jpaged.device.executor import JaxExecutor
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.rope.config import RopeConfig
 from jpaged.models.stack import LayerMode
-from jpaged.option_groups import StartupOptions
 
 CONFIG = DecoderConfig(
     architecture="LlamaForCausalLM",

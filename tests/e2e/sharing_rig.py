@@ -28,7 +28,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.telling import TellInputs, ToldOutputs
+from jpaged.engine.executor.telling import TellInputs, ToldOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.load import EngineLoad
 from jpaged.models.hf_config import from_hf

@@ -1,4 +1,4 @@
-"""Every field that chooses tokens, crossed with each other on a real engine: as oracles say, and the same in every way."""
+"""Every field that chooses tokens, crossed with each other on a real engine: as oracles say, the same in every way."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, field_names, iter_options
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, LoraOptions, ServerOptions, field_names, iter_options
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import memory_plan
 from jpaged.device.programs.saved import Target, save_programs
@@ -22,7 +22,6 @@ from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.load import EngineLoad
-from jpaged.option_groups import LoraOptions, ServerOptions
 from jpaged.types import SamplingParams
 from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts, write_model
 

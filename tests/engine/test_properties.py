@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from jpaged.config import Policy, PreemptionMode
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, RequestTooLong, Unsupported
-from jpaged.option_groups import Policy, PreemptionMode
 from jpaged.testing import SeveralStepsExecutor
 from jpaged.types import FinishReason
 from tests.engine.harness import CheckedHarness

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.config import Backend
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVForm, KVLayout
@@ -26,7 +27,6 @@ from jpaged.kernels.paged_attention import (
     paged_attention_update,
 )
 from jpaged.kernels.paged_attention.shapes import SHAPES
-from jpaged.option_groups import Backend
 from tests.kernels import attention_oracle as oracle
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.config import Backend
 from jpaged.kernels.paged_attention import AttentionSpec
 from jpaged.kernels.paged_attention.cascade import CascadeRows
-from jpaged.option_groups import Backend
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import PagedAttentionConformance, Shape, make_case, scales_of
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jpaged.config import ModelOptions
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, choose
 from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS, Implementation, implementation
-from jpaged.option_groups import ModelOptions
 
 LAYOUT = KVLayout(1, 4, 16, 2, 64, jnp.dtype("float32"))
 SPEC = AttentionSpec(LAYOUT, AttentionKind(0.125))

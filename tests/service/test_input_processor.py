@@ -6,12 +6,12 @@ import pytest
 
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
-from jpaged.sampling_params import MAX_SEED
 from jpaged.service.input_processor import InputProcessor
 from jpaged.testing import ByteTokenizer, FakeExecutor
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
     MAX_DETOKENIZE_IDS,
+    MAX_SEED,
     MIN_MAX_CHAT_BYTES,
     MIN_MAX_TOKENIZE_BYTES,
     Prompt,

@@ -30,7 +30,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.telling import TellInputs, ToldOutputs
+from jpaged.engine.executor.telling import TellInputs, ToldOutputs
 from jpaged.testing.single_steps import step_at
 from jpaged.testing.virtual_clock import VirtualClock
 from jpaged.types import Adapter

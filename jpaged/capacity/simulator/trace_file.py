@@ -18,7 +18,7 @@ from typing import Any
 
 from jpaged.capacity.simulator.trace import TraceRequest
 from jpaged.errors import InvalidArgument
-from jpaged.sampling_params import MAX_BEAM_WIDTH, MAX_NUM_SAMPLES
+from jpaged.types import MAX_BEAM_WIDTH, MAX_NUM_SAMPLES
 
 _KINDS: dict[str, type] = {"float": float, "int": int, "str": str}
 _LIMITS: dict[str, tuple[float, float]] = {

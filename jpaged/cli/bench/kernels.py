@@ -14,8 +14,8 @@ from rich.table import Table
 
 from jpaged import json_text
 from jpaged.cli.options import flag_of
+from jpaged.config import Backend
 from jpaged.errors import InvalidArgument
-from jpaged.option_groups import Backend
 
 if TYPE_CHECKING:
     from jpaged.kernels.paged_attention.measure import Cell, Measurement, Survey

@@ -14,8 +14,7 @@ from jpaged.bench.datasets import DatasetOptions, Sample
 from jpaged.cli.bench.flags import add_hardware_flag, add_output_json, require_range, require_writable
 from jpaged.cli.bench.offline import Offline, add_offline_flags, vocabulary_of, with_model
 from jpaged.cli.bench.report import print_result
-from jpaged.sampling_params import MAX_SEED
-from jpaged.types import SamplingParams
+from jpaged.types import MAX_SEED, SamplingParams
 
 DESCRIPTION = """\
 Measure how long `LLM.generate` takes for one batch of random prompts, again and again.

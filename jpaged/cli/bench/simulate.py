@@ -18,7 +18,7 @@ from jpaged.capacity.simulator.trace_file import read_trace
 from jpaged.config import EngineConfig, iter_options
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE
-from jpaged.sampling_params import MAX_SEED
+from jpaged.types import MAX_SEED
 
 DESCRIPTION = """\
 Serve a trace in simulated time: the real scheduler and KV memory, and steps that take what a data sheet says.

@@ -38,7 +38,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.telling import Tell, TellInputs, ToldOutputs
+from jpaged.engine.executor.telling import Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError, Unavailable
 from jpaged.types import Adapter
 

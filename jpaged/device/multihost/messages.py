@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.device.multihost.channel import Kind
-from jpaged.engine.edits import EDIT_DTYPE, SINGLE_DTYPE, EditInputs
 from jpaged.engine.executor import ROW_DTYPE, Detail, SamplingInputs
+from jpaged.engine.executor.edits import EDIT_DTYPE, SINGLE_DTYPE, EditInputs
 
 HEADS: Mapping[Kind, tuple[str, ...]] = {
     Kind.STEP: ("number", "num_tokens"),  # then the packed inputs of a forward

@@ -14,7 +14,7 @@ from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 from jpaged.engine.executor import MIN_BUCKET, BucketTable, Detail
-from jpaged.engine.telling import Tell
+from jpaged.engine.executor.telling import Tell
 from jpaged.hardware import find_hardware
 from jpaged.kernels.matrix_format import MatrixFormat
 

@@ -26,9 +26,9 @@ from jpaged.device.step.forward import Step, forward_packing
 from jpaged.device.step.runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
 from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import lower_move, move_sizes
-from jpaged.engine.edits import NUM_SINGLES, num_mask_words
 from jpaged.engine.executor import BucketTable, Geometry
-from jpaged.engine.telling import TELL_IDS
+from jpaged.engine.executor.edits import NUM_SINGLES, num_mask_words
+from jpaged.engine.executor.telling import TELL_IDS
 from jpaged.kernels.sampling import choose_kernel
 from jpaged.models.kv_groups import group_layers
 from jpaged.models.layer_kinds import stacks_of

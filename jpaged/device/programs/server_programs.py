@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jpaged.config import platform_default
+from jpaged.config import CacheOptions, platform_default
 from jpaged.device.host_pool import MAX_ON_THE_WAY
 from jpaged.device.mesh import first_device, local_bytes
 from jpaged.device.programs.compile import ProgramSpec
@@ -27,7 +27,6 @@ from jpaged.device.step.runner import ROW_WORDS
 from jpaged.device.transfers import content_bytes
 from jpaged.engine.executor import Geometry, Progress
 from jpaged.models.layers import Params
-from jpaged.option_groups import CacheOptions
 
 _MARGIN, _MARGIN_BYTES = 8, 16 << 20  # a part of so many, and bytes, for programs that are not compiled yet
 _OVERLAPPED = 2  # steps: one runs while the next one's inputs are made

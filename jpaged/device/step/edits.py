@@ -21,7 +21,7 @@ from jax import lax
 
 from jpaged.device.step.sampling import largest_threshold
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.edits import ANY_TOKEN, MASK_BITS
+from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS
 from jpaged.kernels.sampling.rows import SMALLEST
 
 if TYPE_CHECKING:

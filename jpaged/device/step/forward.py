@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpaged.config import Backend, LinearBackend
 from jpaged.device.adapters import AdapterRoom
 from jpaged.device.mesh import (
     HEADS_SPEC,
@@ -38,7 +39,7 @@ from jpaged.device.step.products import in_parts
 from jpaged.device.step.runner import NUM_COUNT_WORDS, Packing, unpack_edits, unpack_rows
 from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import Detail, Geometry, StepInputs
-from jpaged.engine.telling import TELL_IDS, Tell
+from jpaged.engine.executor.telling import TELL_IDS, Tell
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.heads import tpu as heads
 from jpaged.kernels.kv_layout import KVLayout
@@ -52,7 +53,6 @@ from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace
 from jpaged.models.tokens import HeadsKernel, TokenBatch
-from jpaged.option_groups import Backend, LinearBackend
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped

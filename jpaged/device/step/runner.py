@@ -23,9 +23,9 @@ from jpaged.device.adapters import arguments_of, matrices_of, with_matrices
 from jpaged.device.programs.compile import COUNT, LOAD_ADAPTER, TELLS, ProgramSpec
 from jpaged.device.programs.store import ProgramStore
 from jpaged.device.step.edits import TokenCounts
-from jpaged.engine.edits import EDIT_FIELDS, no_singles, num_mask_words, words_of_singles
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
-from jpaged.engine.telling import TELL_IDS, Tell, TellInputs, ToldOutputs
+from jpaged.engine.executor.edits import EDIT_FIELDS, no_singles, num_mask_words, words_of_singles
+from jpaged.engine.executor.telling import TELL_IDS, Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.models.layers import Params

@@ -19,12 +19,12 @@ from typing import get_args
 
 import numpy as np
 
+from jpaged.config import KVPolicy
 from jpaged.engine.executor import I32, Geometry, Move
 from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
-from jpaged.option_groups import KVPolicy
 
 RESERVE_POLICIES = tuple(policy for policy in get_args(KVPolicy) if policy != "paged")
 

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import StepOutputs
+from jpaged.engine.executor.telling import ToldOutputs
 from jpaged.engine.scheduling.tells import Asked, StepTell
 from jpaged.engine.sequence import Group
-from jpaged.engine.telling import ToldOutputs
 from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
 
 

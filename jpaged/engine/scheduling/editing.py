@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.edits import (
+from jpaged.engine.executor import I32
+from jpaged.engine.executor.edits import (
     ANY_TOKEN,
     MASK_BITS,
     SINGLE_DTYPE,
@@ -24,7 +25,6 @@ from jpaged.engine.edits import (
     no_singles,
     num_mask_words,
 )
-from jpaged.engine.executor import I32
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
 from jpaged.types import Request

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 
+from jpaged.config import Policy
 from jpaged.engine.sequence import Group
-from jpaged.option_groups import Policy
 
 MAX_OVERTAKES = 256
 PROMPT_TOKEN_WEIGHT = 1

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jpaged.config import PreemptionMode
 from jpaged.engine.executor import DeviceRates
 from jpaged.engine.sequence import Group
-from jpaged.option_groups import PreemptionMode
 
 
 @dataclass(frozen=True, slots=True)

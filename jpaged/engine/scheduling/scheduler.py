@@ -15,6 +15,7 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
+from jpaged.config import SchedulerOptions
 from jpaged.engine.adapters import AdapterSlots
 from jpaged.engine.executor import Detail, DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
@@ -27,7 +28,6 @@ from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.rows import DecodingRows
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 from jpaged.engine.sequence import Group, Sequence, Status
-from jpaged.option_groups import SchedulerOptions
 
 
 class Queues:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from jpaged.engine.executor import Geometry
+from jpaged.engine.executor.telling import Tell, TellInputs
 from jpaged.engine.sequence import Group, Sequence
-from jpaged.engine.telling import Tell, TellInputs
 
 if TYPE_CHECKING:
     from jpaged.engine.scheduling.schedule import Schedule

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from jpaged.config import Backend
 from jpaged.kernels.paged_attention.backends import implementation
 from jpaged.kernels.paged_attention.spec import (
     Attended,
@@ -15,7 +16,6 @@ from jpaged.kernels.paged_attention.spec import (
     RaggedRows,
     Updated,
 )
-from jpaged.option_groups import Backend
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped

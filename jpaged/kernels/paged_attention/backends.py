@@ -19,6 +19,7 @@ from typing import get_args
 
 import jax
 
+from jpaged.config import Backend
 from jpaged.errors import Unsupported
 from jpaged.kernels.kv_layout import KVForm, KVLayout
 from jpaged.kernels.paged_attention import reference
@@ -36,7 +37,6 @@ from jpaged.kernels.paged_attention.spec import (
 )
 from jpaged.kernels.paged_attention.tpu import attention as tpu
 from jpaged.kernels.paged_attention.triton import attention as triton
-from jpaged.option_groups import Backend
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jpaged.config import Backend
 from jpaged.kernels.paged_attention.api import paged_attention, paged_attention_update
 from jpaged.kernels.paged_attention.backends import implementation
 from jpaged.kernels.paged_attention.spec import (
@@ -41,7 +42,6 @@ from jpaged.kernels.paged_attention.spec import (
     RaggedRows,
     Updated,
 )
-from jpaged.option_groups import Backend
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.config import Backend
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
@@ -32,7 +33,6 @@ from jpaged.kernels.paged_attention.api import paged_attention
 from jpaged.kernels.paged_attention.backends import choose
 from jpaged.kernels.paged_attention.shapes import SHAPES, AttentionShape
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
-from jpaged.option_groups import Backend
 
 CHUNK_TOKENS = 2048
 """Queries of a prefill cell: the last so many tokens of the context."""

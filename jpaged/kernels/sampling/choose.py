@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from jpaged.config import Backend
 from jpaged.kernels.sampling.cpu import sampling as cpu
 from jpaged.kernels.sampling.rows import SamplingKernel
 from jpaged.kernels.sampling.tpu import sampling as tpu
-from jpaged.option_groups import Backend
 
 
 def choose_kernel(attention_backend: Backend, num_devices: int, vocab_size: int) -> SamplingKernel | None:

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import pytest
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, SchedulerOptions, StartupOptions
 from jpaged.device.aot.deployment import Deployment, compile_deployment
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh
 from jpaged.device.programs.saved import SavedPrograms
 from jpaged.errors import InvalidArgument
-from jpaged.option_groups import SchedulerOptions, StartupOptions
 from tests.device import tiny_model
 
 MIB = 1 << 20

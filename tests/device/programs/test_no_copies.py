@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, LinearBackend
 from jpaged.device.linear import params_for
 from jpaged.device.mesh import Placement, build_mesh
 from jpaged.device.programs.compile import ProgramSpec
@@ -17,7 +17,6 @@ from jpaged.device.programs.lowering import program_lowerings, sized_step
 from jpaged.engine.executor import Detail
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
-from jpaged.option_groups import LinearBackend
 from tests.device import tiny_model
 from tests.device.programs.hlo import pool_sized_operations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, StartupOptions
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import serving_mesh
 from jpaged.device.programs.compile import ProgramSpec
@@ -18,7 +18,6 @@ from jpaged.device.programs.saved import MANIFEST, SavedPrograms, Target, save_p
 from jpaged.engine.executor import Detail
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.paged_attention.cpu import attention as cpu
-from jpaged.option_groups import StartupOptions
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jpaged.device.step.edits import IN_PROMPT, RowEdits, TokenCounts, edited
 from jpaged.device.step.runner import unpack_edits
 from jpaged.device.step.vocabulary import Vocabulary
-from jpaged.engine.edits import EditInputs, no_singles, num_mask_words, words_of_singles
+from jpaged.engine.executor.edits import EditInputs, no_singles, num_mask_words, words_of_singles
 from tests.device.step import edits_oracle as oracle
 from tests.device.step.edits_oracle import Edits
 

@@ -19,7 +19,7 @@ from jpaged.device.step.vocabulary import Vocabulary
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, TOP_WIDTH, Detail, SamplingInputs
 from jpaged.kernels.sampling import RowSampling, Sampled, SamplingKernel, noise
 from jpaged.kernels.sampling.cpu.sampling import CpuSampling, kernel
-from jpaged.sampling_params import MAX_TOP_TOLD
+from jpaged.types import MAX_TOP_TOLD
 from tests.device.step import sampling_oracle as oracle
 from tests.device.step.sampling_oracle import Params
 

@@ -4,6 +4,7 @@ from typing import get_args
 
 import pytest
 
+from jpaged.config import Policy
 from jpaged.engine.scheduling import policies
 from jpaged.engine.scheduling.policies import (
     MAX_OVERTAKES,
@@ -13,7 +14,6 @@ from jpaged.engine.scheduling.policies import (
     FairByTenant,
 )
 from jpaged.engine.sequence import Group
-from jpaged.option_groups import Policy
 from jpaged.testing import FakeExecutor, expected_tokens
 from jpaged.types import Request, SamplingParams
 from tests.engine.harness import Harness

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jpaged.config import SchedulerOptions
 from jpaged.engine.executor import BEYOND_TOKENS, Detail, SamplingInputs
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.scheduling.schedule import build_sampling_inputs, build_step_inputs
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
-from jpaged.option_groups import SchedulerOptions
 from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams
 

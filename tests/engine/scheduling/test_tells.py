@@ -93,7 +93,7 @@ def test_cached_prefixes_are_read_up_to_what_is_told() -> None:
     assert prompt_logprobs(h, "told") == told_prompt(prompt, 1)
     assert h.last("told").usage.cached_tokens == 0
     request = h.input_processor.make_request(
-        request_id="end", sampling=SamplingParams(max_tokens=1), prompt=Prompt(token_ids=prompt), told_from=33
+        request_id="end", sampling=SamplingParams(max_tokens=1), prompt=Prompt(token_ids=prompt, told_from=33)
     )
     h.engine.submit(request, h.receive)
     h.run()
@@ -159,8 +159,7 @@ def test_hidden_states_are_pooled(pooling: Any, is_whole: bool) -> None:
     request = h.input_processor.make_request(
         request_id="a",
         sampling=SamplingParams(max_tokens=1),
-        prompt=Prompt(token_ids=prompt),
-        pooling=pooling,
+        prompt=Prompt(token_ids=prompt, pooling=pooling),
         is_whole=is_whole,
     )
     h.engine.submit(request, h.receive)

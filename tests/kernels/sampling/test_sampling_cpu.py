@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.config import Backend
 from jpaged.device.step.runner import unpack_rows
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, Detail, SamplingInputs
 from jpaged.kernels.cpu import build, library
 from jpaged.kernels.sampling import RowSampling, Sampled, choose_kernel
 from jpaged.kernels.sampling.cpu.sampling import kernel
-from jpaged.option_groups import Backend
 from tests.device.step.test_sampling import kernel_of_cpus, run_sampling
 
 NUM_ROWS = 24

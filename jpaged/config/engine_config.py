@@ -4,7 +4,7 @@
     -> resolved             .replace(num_blocks=9)     what depends on the model and the device is filled in
     -> explained            .explain()                 printed at start-up, line by line
 
-A section (`jpaged.option_groups`) is a frozen dataclass whose fields carry their own help and limits, so that the
+A section (`jpaged.config`) is a frozen dataclass whose fields carry their own help and limits, so that the
 command line, `LLM(...)` and the documentation are read off one place. The command line spells `max_model_len` as
 `--max-model-len`.
 """
@@ -18,10 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from jpaged.errors import InternalError, InvalidArgument
-from jpaged.launchers import MultiHost, find_multihost
-from jpaged.option import checked
-from jpaged.option_groups import (
+from jpaged.config.groups import (
     CacheOptions,
     LoraOptions,
     ModelOptions,
@@ -30,6 +27,9 @@ from jpaged.option_groups import (
     ServerOptions,
     StartupOptions,
 )
+from jpaged.config.option import checked
+from jpaged.errors import InternalError, InvalidArgument
+from jpaged.launchers import MultiHost, find_multihost
 
 _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 PROCESS_OPTIONS = ("coordinator", "num_processes", "process_id", "join_timeout")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.executor import BEYOND_TOKENS, I32, RowField
+from jpaged.engine.executor.rows import BEYOND_TOKENS, RowField
+from jpaged.engine.executor.shapes import I32
 
 NUM_SINGLES = 576
 """Tokens of a row whose logits are changed one by one at most (X)."""

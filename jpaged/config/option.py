@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import Any
 
 from jpaged.errors import InvalidArgument
-from jpaged.sampling_params import require_whole_characters
+from jpaged.types import require_whole_characters
 
 
 def option(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from jpaged.config.option import option
 from jpaged.errors import InvalidArgument
 from jpaged.launchers import split_address
-from jpaged.option import option
 
 Policy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["auto", "recompute", "swap"]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from jpaged.sampling_params import SamplingParams as SamplingParams  # noqa: PLC0414
+from jpaged.types.sampling import SamplingParams
 
 MAX_CHAT_MESSAGES = 8192
 MIN_MAX_CHAT_BYTES = 1 << 20
@@ -58,11 +58,18 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to run on, as a caller sends it: exactly one is set."""
+    """What to run on, as a caller sends it: exactly one of text, token_ids and messages is set.
+
+    Attributes:
+        told_from: the first token whose log-probability is told; None leaves it to `SamplingParams.prompt_logprobs`.
+        pooling: have its hidden states told, pooled so.
+    """
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, str]] | None = None
+    told_from: int | None = None
+    pooling: Pooling | None = None
 
     @property
     def size(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.engine.executor import F32, I32, Bool
+from jpaged.engine.executor.shapes import F32, I32, Bool
 from jpaged.errors import InternalError
 from jpaged.types import TokenLogprob
 

@@ -1,0 +1,72 @@
+"""The options, once: name, limits, help, default.
+
+engine_config.py   all of them together: loaded, resolved, explained; and the environment
+groups.py          the sections
+option.py          what a field of a section is, and how it is checked
+"""
+
+from jpaged.config.engine_config import (
+    PROCESS_OPTIONS,
+    SECTIONS,
+    EngineConfig,
+    child_environment,
+    compile_cache_dir,
+    compiler_environment_text,
+    field_names,
+    iter_options,
+    keep_tokenizers_on_their_thread,
+    platform_default,
+    shows_traces,
+    tpu_library,
+)
+from jpaged.config.groups import (
+    Backend,
+    Batching,
+    CacheOptions,
+    KVPolicy,
+    LinearBackend,
+    LoraOptions,
+    ModelOptions,
+    ParallelOptions,
+    Policy,
+    PreemptionMode,
+    SchedulerOptions,
+    ServerOptions,
+    StartupOptions,
+)
+from jpaged.config.option import (
+    checked,
+    option,
+    option_type,
+)
+
+__all__ = [
+    "PROCESS_OPTIONS",
+    "SECTIONS",
+    "Backend",
+    "Batching",
+    "CacheOptions",
+    "EngineConfig",
+    "KVPolicy",
+    "LinearBackend",
+    "LoraOptions",
+    "ModelOptions",
+    "ParallelOptions",
+    "Policy",
+    "PreemptionMode",
+    "SchedulerOptions",
+    "ServerOptions",
+    "StartupOptions",
+    "checked",
+    "child_environment",
+    "compile_cache_dir",
+    "compiler_environment_text",
+    "field_names",
+    "iter_options",
+    "keep_tokenizers_on_their_thread",
+    "option",
+    "option_type",
+    "platform_default",
+    "shows_traces",
+    "tpu_library",
+]

@@ -1,0 +1,138 @@
+"""How each row's next token is sampled: one record a row."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.engine.executor.shapes import I32
+from jpaged.types import SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged.engine.executor.edits import EditInputs
+
+
+BANNED_WIDTH = 40
+"""Token ids that a row may ban (X): a request's stop tokens and the model's own end-of-sequence tokens."""
+
+TOP_WIDTH = 32
+"""Top log-probabilities of a row that wants them (K): as many as a request or a beam search may ask for."""
+
+
+class Detail(enum.IntEnum):
+    """What a sample tells of each token that it sampled; more does for less, and the tokens are the same."""
+
+    TOKENS = 0
+    LOGPROBS = 1
+    TOP_LOGPROBS = 2
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Detail:
+        """What a request needs."""
+        if params.logprobs or params.beam_width:
+            return cls.TOP_LOGPROBS
+        return cls.LOGPROBS if params.needs_logprobs else cls.TOKENS
+
+
+class RowField(NamedTuple):
+    """One entry of the record that says how a row's next token is sampled.
+
+    Attributes:
+        dtype: of 32 bits.
+        neutral: what it holds in padding, in rows that sample nothing, and where the request does not ask for it.
+        width: how many of them a row has; None is one, without an axis.
+    """
+
+    name: str
+    dtype: str
+    neutral: float
+    width: int | None = None
+
+
+BEYOND_TOKENS = (1 << 31) - 1
+"""A number above every token id and every count of tokens."""
+
+ROW_FIELDS = (
+    RowField("temperature_r", "float32", 0),  # 0 is greedy
+    RowField("top_k_r", "int32", BEYOND_TOKENS),  # the size of the vocabulary and more keep all
+    RowField("top_p_r", "float32", 1),  # 1 keeps all
+    RowField("min_p_r", "float32", 0),  # 0 keeps all
+    RowField("seeds_r2", "uint32", 0, width=2),  # the request's 64-bit seed as (high, low) words
+    RowField("sequence_indices_r", "int32", 0),  # which sequence of its request the row is
+    RowField("positions_r", "int32", 0),  # position in the sequence of the token that is sampled
+    RowField("is_padding_r", "int32", 0),  # 1 for the rows behind the last one that is sampled
+    RowField("banned_token_ids_rx", "int32", BEYOND_TOKENS, width=BANNED_WIDTH),  # cannot be sampled
+)
+"""Everything that a row of the sampler has. Records, padding, the buffer of a call and what is sent to other processes
+follow from it; `random_columns` and `row_lists` fill it, and `jpaged.kernels.sampling.RowSampling` names it on devices.
+"""
+
+ROW_DTYPE = np.dtype([(field.name, field.dtype, field.width or ()) for field in ROW_FIELDS])
+
+_NEUTRAL_ROW = np.zeros(1, ROW_DTYPE)
+
+for _field in ROW_FIELDS:
+    _NEUTRAL_ROW[_field.name] = _field.neutral
+
+
+def random_columns(
+    params: Sequence[SamplingParams], sequence_indices: Sequence[int], positions: Sequence[int]
+) -> dict[str, Sequence[Any]]:
+    """The fields of rows that sample at random, an entry a row; those of greedy rows are neutral."""
+    return {
+        "temperature_r": [one.temperature for one in params],
+        "top_k_r": [min(one.top_k, BEYOND_TOKENS) if one.top_k > 0 else BEYOND_TOKENS for one in params],
+        "top_p_r": [one.top_p for one in params],
+        "min_p_r": [one.min_p for one in params],
+        "seeds_r2": [divmod(one.seed or 0, 1 << 32) for one in params],
+        "sequence_indices_r": sequence_indices,
+        "positions_r": positions,
+    }
+
+
+def row_lists(params: SamplingParams, eos_token_ids: frozenset[int], output_index: int) -> dict[str, Sequence[Any]]:
+    """The lists of one row, greedy or not, that hold something; the rest of each field stays neutral."""
+    if output_index < params.min_tokens:
+        return {"banned_token_ids_rx": sorted(params.ending_ids(eos_token_ids))}
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """How each row's next token is sampled: records of `ROW_FIELDS`, never static arguments.
+
+    Attributes:
+        rows_r: of ROW_DTYPE.
+        detail: what the row that wants most is told; the sampler has a variant for each.
+        edits: how logits are changed before; None where no row asks for that.
+    """
+
+    rows_r: NDArray[np.void]
+    detail: Detail = Detail.TOKENS
+    edits: EditInputs | None = None
+
+    @classmethod
+    def neutral(cls, num_rows: int, *, detail: Detail = Detail.TOKENS) -> SamplingInputs:
+        """Rows that sample the likeliest token, whatever it is."""
+        return cls(_NEUTRAL_ROW.repeat(num_rows), detail)
+
+    @property
+    def words(self) -> I32:
+        """The same memory as a program takes it, row after row."""
+        return self.rows_r.view(np.int32)
+
+    def fill_columns(self, rows: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
+        """Writes fields of some rows, an entry a row."""
+        places = np.array(rows)
+        for name, values in columns.items():
+            self.rows_r[name][places] = values
+
+    def fill_lists(self, row: int, lists: Mapping[str, Sequence[Any]]) -> None:
+        """Writes the first entries of fields of one row."""
+        for name, values in lists.items():
+            self.rows_r[name][row, : len(values)] = values

@@ -1,0 +1,106 @@
+"""The verbs of a device, or many, or a fake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from jpaged.engine.executor.rows import SamplingInputs
+from jpaged.engine.executor.shapes import I32, DeviceRates, Geometry
+from jpaged.engine.executor.steps import BlockMoves, StepInputs, StepOutputs
+from jpaged.engine.executor.telling import TellInputs, ToldOutputs
+from jpaged.types import Adapter
+
+Hidden = TypeVar("Hidden")
+"""What a forward leaves for its sample. Opaque to the engine, and good until the next forward."""
+
+Handle = TypeVar("Handle")
+"""A dispatched step whose results may not exist yet. Opaque to the engine; collected once, in order of dispatch."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, done, total) while the executor starts."""
+
+
+class Executor(Protocol[Hidden, Handle]):
+    """A device, or many, or a fake: holds the weights and the pool, runs steps in the order of their dispatch.
+
+    Because steps run in that order, a block may be given to another sequence as soon as the host lets it go, even while
+    an earlier step still writes to it.
+    """
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    @property
+    def rates(self) -> DeviceRates:
+        """The device's rates, known once `warm_up` has returned."""
+        ...
+
+    @property
+    def num_compiles_after_warm_up(self) -> int:
+        """Programs compiled since `warm_up` returned: 0, or something is wrong."""
+        ...
+
+    def warm_up(self, progress: Progress) -> None:
+        """Compiles every program on the list and runs none of them on real data."""
+        ...
+
+    def move_blocks(self, moves: BlockMoves) -> None:
+        """Starts moving blocks, all layers of their group, as one transfer; before any step that is dispatched later.
+
+        Returns before it is done, also where blocks leave for host memory.
+        """
+        ...
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Starts writing an adapter over what a slot held; before any step that is dispatched later."""
+        ...
+
+    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
+        """Starts counting a sequence's tokens in a slot, whatever was there; before any step that is dispatched later.
+
+        Args:
+            slot: 1 to max_num_seqs; what is sampled in rows of that slot is counted there from now on.
+            token_ids: of the sequence, the first num_prompt of them its prompt.
+        """
+        ...
+
+    def forward(self, inputs: StepInputs) -> Hidden:
+        """Starts the model over a step's tokens; returns before it is done."""
+        ...
+
+    def sample(self, hidden: Hidden, inputs: SamplingInputs) -> Handle:
+        """Starts sampling from what the last forward leaves; returns before it is done.
+
+        The next forward finds the sampled tokens on the device, see `StepInputs.prev_sampled_rows_t`.
+        """
+        ...
+
+    def tell(self, hidden: Hidden, inputs: TellInputs) -> Any:
+        """Starts telling more of what the last forward leaves than a sample does; returns before it is done."""
+        ...
+
+    def decode(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> Handle:
+        """Starts several steps of rows that decode; returns before they are done. The last tokens are as `sample`'s.
+
+        Row i has token i and no other in each of them, is of Detail.TOKENS, and its block table has room for all. One
+        that samples an id that ends it (BEYOND_TOKENS is none), or that a decode before has ended so, keeps that token:
+        what it gives afterwards is sound and means nothing. No further step is run when all rows have ended.
+        """
+        ...
+
+    def is_done(self, handle: Handle) -> bool:
+        """Whether `collect` would not wait; asks and never waits itself."""
+        ...
+
+    def collect(self, handle: Handle) -> StepOutputs:
+        """Waits for a step and brings its results to the host."""
+        ...
+
+    def collect_told(self, handle: Any) -> ToldOutputs:
+        """Waits for a tell and brings its results to the host; once, and in the order of their dispatch."""
+        ...
+
+    def shutdown(self) -> None:
+        """Gives all device memory back. The executor is spent: any further call raises."""
+        ...
