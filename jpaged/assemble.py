@@ -22,7 +22,7 @@ from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
 from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
 from jpaged.checkpoints.quantised.rounding import quantised_here
 from jpaged.checkpoints.weights import load_params, random_params
-from jpaged.config import EngineConfig, compile_cache_dir, platform_default
+from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import Placement, first_device, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
@@ -122,13 +122,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     ]
     return LoadedModel(
         engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
-        input_processor=InputProcessor(
-            source.tokenizer,
-            geometry,
-            eos_token_ids=source.eos_token_ids,
-            seed=options.model.seed,
-            max_logprobs=options.model.max_logprobs,
-        ),
+        input_processor=_input_processor(source, geometry, options.model),
         tokenizer=source.tokenizer,
         model=_model_info(source, resolved, geometry),
         backend=BackendFacts(
@@ -293,6 +287,16 @@ def _load(model: Model, source: Source, options: EngineConfig, where: Placement,
         progress(f"weights {name}", done, total)
 
     return load_params(model, source.folder, layer_mode, num_parts=num_parts, shardings=shardings, progress=tensor)
+
+
+def _input_processor(source: Source, geometry: Geometry, options: ModelOptions) -> InputProcessor:
+    return InputProcessor(
+        source.tokenizer,
+        geometry,
+        eos_token_ids=source.eos_token_ids,
+        seed=options.seed,
+        max_logprobs=options.max_logprobs,
+    )
 
 
 def _model_info(source: Source, resolved: EngineConfig, geometry: Geometry) -> ModelInfo:

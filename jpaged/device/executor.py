@@ -15,9 +15,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.telling import Tell, TellInputs, ToldOutputs
+from jpaged.engine.executor.telling import TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter
@@ -74,19 +73,6 @@ _LOG = logging.getLogger(__name__)
 
 Least = Callable[[int], int]
 """The smallest of what all processes say. Every process asks, in the same order, and waits for the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Telling:
-    """A tell on its way to the host."""
-
-    array: jax.Array
-    inputs: TellInputs
-
-    @property
-    def is_wide(self) -> bool:
-        """It is as wide as the vocabulary, padding included."""
-        return self.inputs.tell == Tell.ALL_LOGPROBS
 
 
 class JaxExecutor:
@@ -277,13 +263,18 @@ class JaxExecutor:
         with self._calling(f"loading an adapter into slot {slot} failed"):
             self._runner.load_adapter(slot, adapter)
 
-    def forward(self, inputs: StepInputs) -> jax.Array:
+    def forward(self, inputs: StepInputs | PackedForward) -> jax.Array:
         """Starts a forward; the arrays of `inputs` are copied before it returns.
+
+        Args:
+            inputs: or what `pack` of an executor of the same geometry made of them.
 
         Raises:
             InternalError: shapes of no compiled program, or a fault of the device, after which the pool is spent.
         """
-        return self.forward_packed(self.pack(inputs))
+        packed = inputs if isinstance(inputs, PackedForward) else self.pack(inputs)
+        with self._calling(f"a forward of {packed.num_tokens} tokens failed"):
+            return self._runner.forward(packed)
 
     def pack(self, inputs: StepInputs) -> PackedForward:
         """A step's inputs in a fresh buffer.
@@ -294,11 +285,6 @@ class JaxExecutor:
         _require_alive(self._is_shut_down)
         return self._runner.pack(inputs)
 
-    def forward_packed(self, packed: PackedForward) -> jax.Array:
-        """Starts a forward, which `pack` of an executor of the same geometry made; raises as `forward` does."""
-        with self._calling(f"a forward of {packed.num_tokens} tokens failed"):
-            return self._runner.forward(packed)
-
     def sample(self, hidden: jax.Array, inputs: SamplingInputs) -> jax.Array:
         """Starts sampling from what a forward left, and the copy of the tokens to the host.
 
@@ -307,17 +293,6 @@ class JaxExecutor:
         """
         with self._calling(f"a sample of {len(inputs.rows_r)} rows failed"):
             return self._runner.sample(hidden, inputs)
-
-    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Starts counting a sequence's tokens in a slot, whatever was there; before any step that is dispatched later.
-
-        Raises:
-            InternalError: there is no such slot, or a fault of the device.
-        """
-        if not 1 <= slot <= self._geometry.max_num_seqs:
-            raise InternalError(f"tokens are to be counted in slot {slot} of {self._geometry.max_num_seqs}")
-        with self._calling(f"counting {len(token_ids)} tokens failed"):
-            self._runner.count(slot, token_ids, num_prompt)
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
@@ -330,25 +305,20 @@ class JaxExecutor:
         with self._calling(f"{num_steps} steps of {len(sampling.rows_r)} rows failed"):
             return self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps)
 
-    def tell(self, hidden: jax.Array, inputs: TellInputs) -> Telling:
-        """Starts telling of what a forward left, and the copy to the host.
+    def tell(self, hidden: jax.Array, inputs: TellInputs) -> Callable[[], ToldOutputs]:
+        """Starts telling of what a forward left, and the copy to the host; see `Executor.tell`.
 
         Raises:
-            InternalError: a fault of the device.
+            InternalError: a fault of the device, also when the results are waited for.
         """
         with self._calling(f"telling of {inputs.num_rows} hidden states failed"):
-            return Telling(self._runner.tell(hidden, inputs), inputs)
+            array: Any = self._runner.tell(hidden, inputs)
 
-    def collect_told(self, handle: Telling) -> ToldOutputs:
-        """Waits for a tell.
+        def collect() -> ToldOutputs:
+            with self._calling("the device failed in telling of hidden states"):
+                return unpack_told(np.asarray(array), inputs, self._geometry.vocab_size)
 
-        Raises:
-            InternalError: the device failed in it.
-        """
-        with self._calling("the device failed in telling of hidden states"):
-            told: Any = handle.array
-            array = np.asarray(told)
-            return unpack_told(array[:, : self._geometry.vocab_size] if handle.is_wide else array, handle.inputs)
+        return collect
 
     def is_done(self, handle: jax.Array) -> bool:
         """Whether the step has run; whether its results are on the host already is not asked."""

@@ -3,7 +3,7 @@
 engine.py      what any thread may ask of it, and the thread of the loop
 loop.py        schedule, dispatch, collect, publish; who is in flight, and until when
 adapters.py    which adapter (LoRA) is in which slot of the device
-executor.py    what the engine asks of a device: the shapes of a step, and its verbs
+executor/      what the engine asks of a device: the shapes of a step, and its verbs
 reach.py       how far the layers of a KV group see, in blocks
 cascade_costs.py what reading a prefix once for several rows costs
 sequence.py    one request's life: a group, and its sequences

@@ -18,6 +18,7 @@ import numpy as np
 
 from jpaged.config import CacheOptions, EngineConfig
 from jpaged.engine.executor import Executor, Geometry, StepOutputs
+from jpaged.engine.executor.telling import ToldOutputs
 from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.interface import KVMemory
@@ -230,7 +231,7 @@ class _Dispatched(NamedTuple):
 
     schedule: Schedule
     handle: Any
-    tells: Iterable[tuple[StepTell, Any]] = ()
+    tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]] = ()
 
 
 class EngineLoop:
@@ -333,8 +334,6 @@ class EngineLoop:
         hidden = self._executor.forward(inputs)
         editing = self.scheduler.rows.editing
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
-        for due in editing.due:
-            self._executor.count(*due)
         tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in build_tells(schedule, geometry)]
         self._newest = self._executor.sample(hidden, sampling)
         return _Dispatched(schedule, self._newest, tells)
@@ -353,7 +352,7 @@ class EngineLoop:
     def _collect(self, dispatched: _Dispatched) -> None:
         schedule, handle, tells = dispatched
         waiting_since_s = self._clock()
-        told = [(tell, self._executor.collect_told(of_tell)) for tell, of_tell in tells]
+        told = [(tell, collect()) for tell, collect in tells]
         outputs = self._executor.collect(handle)
         now = self._clock()
         self._device_wait_s = now - waiting_since_s

@@ -283,12 +283,6 @@ class Group:
             self.num_cached_tokens = num_cached_tokens
         return is_first
 
-    @property
-    def has_unknown_tokens(self) -> bool:
-        """The host lacks tokens that it needs to run it: all but the last, and that too where tokens are counted."""
-        num_unknown = 0 if self.request.sampling.needs_counts else 1
-        return any(sequence.num_in_flight_tokens > num_unknown for sequence in self.live)
-
     def overtaken(self) -> None:
         self.num_overtaken += 1
 
@@ -341,3 +335,9 @@ class Group:
         for sequence in self.live:
             sequence.move_to(status)
         self.status = status
+
+
+def has_unknown_tokens(group: Group) -> bool:
+    """The host lacks tokens that it needs to run a group: all but the last, and that too where tokens are counted."""
+    num_unknown = 0 if group.request.sampling.needs_counts else 1
+    return any(sequence.num_in_flight_tokens > num_unknown for sequence in group.live)

@@ -89,7 +89,7 @@ def _token(token: TokenLogprob) -> inference_pb2.TokenLogprob:
 
 
 def _usage(usages: Iterable[Usage]) -> inference_pb2.Usage:
-    """Of all of them; the tokens that are dropped were generated for nobody."""
+    """The sum of usages; the tokens that are dropped were generated for nobody."""
     many = list(usages)
     return inference_pb2.Usage(
         prompt_tokens=sum(one.prompt_tokens for one in many), cached_tokens=sum(one.cached_tokens for one in many)

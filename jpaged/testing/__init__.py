@@ -1,6 +1,7 @@
 """Fakes for tests of one's own: an executor to compute by hand, a byte tokenizer, a clock to turn.
 
 fake_executor.py   an executor without a model
+fake_model.py      the next token of a context
 fake_edits.py      tokens that edits change, and counts that are checked
 fake_tells.py      log-probabilities and hidden states of tokens
 single_steps.py    the steps of a decode, one by one
@@ -14,11 +15,11 @@ from jpaged.testing.fake_executor import (
     FakeExecutor,
     Faults,
     SeveralStepsExecutor,
-    expected_tokens,
     seeing,
     top_logprobs,
     with_adapters,
 )
+from jpaged.testing.fake_model import expected_tokens
 from jpaged.testing.virtual_clock import VirtualClock
 
 __all__ = [

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS, EditInputs
+from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS, CountDue, EditInputs
 from jpaged.errors import InternalError
 
 
@@ -25,9 +25,12 @@ class CountedTokens:
     _tokens: dict[int, list[int]] = field(default_factory=dict)
     _num_prompt: dict[int, int] = field(default_factory=dict)
 
-    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Forgets what a slot had, and counts these."""
-        self._tokens[slot], self._num_prompt[slot] = list(token_ids), num_prompt
+    def count(self, due: Sequence[CountDue], num_slots: int) -> None:
+        """Forgets what slots had, and counts these."""
+        for slot, token_ids, num_prompt in due:
+            if not 1 <= slot <= num_slots:
+                raise InternalError(f"tokens are to be counted in slot {slot} of {num_slots}")
+            self._tokens[slot], self._num_prompt[slot] = list(token_ids), num_prompt
 
     def edited(self, token_id: int, edits: EditInputs, row: int, context: list[int], vocab_size: int) -> int:
         """The token that a row samples, which is counted where the row has a slot.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,13 +45,12 @@ from jpaged.engine.executor import (
 from jpaged.engine.executor.telling import TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.testing.fake_edits import CountedTokens
+from jpaged.testing.fake_model import NAN, Seen, sampled
 from jpaged.testing.fake_tells import LOGPROB_STEP, tell_of
 from jpaged.testing.single_steps import step_at
 from jpaged.types import Adapter
 
 _UNWRITTEN = -1
-_NAN = 1 << 40
-"""Added to the token in a slot whose keys and values are NaN."""
 _DIGEST_FACTOR = 6_364_136_223_846_793_005  # odd, so that no power of it is 0 in 64 bits
 _ANY_SHARING_PAYS = CascadeCosts(1, 1, tile_tokens=1.0, query_share=0.0, query_tokens=0.0, step_tokens=0.0)
 
@@ -103,35 +102,6 @@ class Faults:
             elif self._num_free is not None:
                 self._num_free -= 1
         self.gate.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What a row's last token sees in each KV group: tokens, the first's position; its adapter's weight."""
-
-    begins: list[int]
-    tokens: list[NDArray[np.int64]]
-    weight: int
-
-    @classmethod
-    def of(cls, context: list[int], windows: Sequence[int | None], weight: int) -> _Seen:
-        """Everything that the last token of a context sees."""
-        begins = [max(0, len(context) - window) if window else 0 for window in windows]
-        return cls(begins, [np.array(context[begin:], np.int64) for begin in begins], weight)
-
-    @property
-    def context(self) -> list[int]:
-        """All that the first KV group sees."""
-        tokens: list[int] = (self.tokens[0] % _NAN).tolist()
-        return tokens
-
-    def next_token(self, vocab_size: int) -> int:
-        """The token that comes next."""
-        total = self.weight
-        for group, (begin, tokens) in enumerate(zip(self.begins, self.tokens, strict=True)):
-            weights = np.arange(begin + 1, begin + len(tokens) + 1)
-            total += (group + 1) * int(np.sum(weights * (tokens % _NAN)))
-        return total % vocab_size
 
 
 class FakeExecutor:
@@ -191,7 +161,7 @@ class FakeExecutor:
         self._have_ended = np.zeros(max_num_seqs, np.bool_)  # in the last decode: not all that they read was written
         self._weights: NDArray[np.int64] = np.zeros(self.max_loras + 1, np.int64)  # of the adapter in each slot
         self._counted = CountedTokens()
-        self._told: list[_Seen] = []  # of the last step's tokens that may be told of
+        self._told: list[Seen] = []  # of the last step's tokens that may be told of
         self._is_shut_down = False
 
     @property
@@ -219,7 +189,8 @@ class FakeExecutor:
             Move.SWAP_OUT: (self._pool, self._host),
             Move.SWAP_IN: (self._host, self._pool),
         }[moves.move]
-        destination[self._slots(moves.destinations)] = source[self._slots(moves.sources)]
+        block_size = self._geometry.block_size
+        destination[_slots(moves.destinations, block_size)] = source[_slots(moves.sources, block_size)]
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Takes its place at once."""
@@ -229,13 +200,7 @@ class FakeExecutor:
             raise InternalError(f"{adapter} is no fake adapter")
         self._weights[slot] = adapter.weight
 
-    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Counts at once."""
-        if not 1 <= slot <= self._geometry.max_num_seqs:
-            raise InternalError(f"tokens are to be counted in slot {slot} of {self._geometry.max_num_seqs}")
-        self._counted.count(slot, token_ids, num_prompt)
-
-    def forward(self, inputs: StepInputs) -> list[_Seen]:
+    def forward(self, inputs: StepInputs) -> list[Seen]:
         """Runs it at once: what each row may look at when it samples."""
         if self._is_shut_down:
             raise InternalError("the executor was shut down")
@@ -245,7 +210,7 @@ class FakeExecutor:
         tokens_t = np.where(inputs.is_prev_sampled_t, self._last_tokens[inputs.prev_sampled_rows_t], inputs.token_ids_t)
         used = slice(0, inputs.num_tokens)
         is_nan_t = np.isin(tokens_t, list(self.faults.nan_token_ids))
-        self._pool[inputs.slots_gt[:, used], 0] = (tokens_t + is_nan_t * _NAN)[used]
+        self._pool[inputs.slots_gt[:, used], 0] = (tokens_t + is_nan_t * NAN)[used]
         for row in range(inputs.num_rows):
             self._write_digests(inputs, row)
         self._told = [self._seen_at(inputs, int(place)) for place in inputs.told_tokens_q]
@@ -253,13 +218,15 @@ class FakeExecutor:
         has_ended = inputs.is_prev_sampled_t[last_t] & self._have_ended[inputs.prev_sampled_rows_t[last_t]]
         return [self._seen(inputs, row, is_checked=not has_ended[row]) for row in range(inputs.num_rows)]
 
-    def sample(self, hidden: list[_Seen], inputs: SamplingInputs) -> StepOutputs:
+    def sample(self, hidden: list[Seen], inputs: SamplingInputs) -> StepOutputs:
         """Samples at once; the handle is the result."""
         token_ids_r = np.zeros(len(inputs.rows_r), np.int32)
         is_sound_r = np.ones(len(token_ids_r), np.bool_)
+        if inputs.edits is not None:
+            self._counted.count(inputs.edits.due, self._geometry.max_num_seqs)
         for row, seen in enumerate(hidden):
-            is_sound_r[row] = all(tokens.max() < _NAN for tokens in seen.tokens)
-            token_ids_r[row] = self._sample(seen, inputs.rows_r[row])
+            is_sound_r[row] = all(tokens.max() < NAN for tokens in seen.tokens)
+            token_ids_r[row] = sampled(seen, inputs.rows_r[row], self._geometry.vocab_size)
             if inputs.edits is not None:
                 token_ids_r[row] = self._counted.edited(
                     int(token_ids_r[row]), inputs.edits, row, seen.context, self._geometry.vocab_size
@@ -268,17 +235,15 @@ class FakeExecutor:
         self._have_ended[:] = False
         return _outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.detail, self._geometry.vocab_size)
 
-    def tell(self, hidden: list[_Seen], inputs: TellInputs) -> ToldOutputs:
-        """Tells at once; the handle is the result."""
+    def tell(self, hidden: list[Seen], inputs: TellInputs) -> Callable[[], ToldOutputs]:
+        """Tells at once."""
         num_rows, vocab_size = self._geometry.buckets.rows[-1], self._geometry.vocab_size
         seen = [
             hidden[place] if place < num_rows else self._told[place - num_rows]
             for place in inputs.places_r[: inputs.num_rows].tolist()
         ]
-        return tell_of(inputs, [one.context for one in seen], [one.next_token(vocab_size) for one in seen], vocab_size)
-
-    def collect_told(self, handle: ToldOutputs) -> ToldOutputs:
-        return handle
+        told = tell_of(inputs, [one.context for one in seen], [one.next_token(vocab_size) for one in seen], vocab_size)
+        return lambda: told
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
@@ -317,13 +282,6 @@ class FakeExecutor:
     def shutdown(self) -> None:
         self._is_shut_down = True
 
-    def _slots(self, block_ids: list[int]) -> NDArray[np.int64]:
-        """Every slot of the blocks; the null block takes no part in moves."""
-        if NULL_BLOCK in block_ids:
-            raise InternalError(f"the null block is moved: {block_ids}")
-        block_size = self._geometry.block_size
-        return (np.array(block_ids)[:, None] * block_size + np.arange(block_size)).reshape(-1)
-
     def _write_digests(self, inputs: StepInputs, row: int) -> None:
         """Continues, in the slots that a row has written, the digest of what it reads in front of them."""
         begin, end = inputs.query_starts_s1[row], inputs.query_starts_s1[row + 1]
@@ -358,10 +316,10 @@ class FakeExecutor:
         slots: NDArray[np.int64] = blocks * block_size + positions % block_size
         return slots
 
-    def _seen(self, inputs: StepInputs, row: int, *, is_checked: bool) -> _Seen:
+    def _seen(self, inputs: StepInputs, row: int, *, is_checked: bool) -> Seen:
         """What a row's last token sees, read back from the slots that attention would read."""
         end = int(inputs.kv_lens_s[row])
-        seen = _Seen([], [], self._weights.item(_adapter_slot(inputs, row)))
+        seen = Seen([], [], self._weights.item(_adapter_slot(inputs, row)))
         if is_checked and inputs.positions_t[inputs.sample_tokens_s[row]] != end - 1:
             raise InternalError(f"row {row} of {end} tokens samples from token {inputs.sample_tokens_s[row]}")
         for group, window in enumerate(self._geometry.windows):
@@ -372,14 +330,14 @@ class FakeExecutor:
             seen.tokens.append(self._pool[self._slots_of(inputs, row, group, begin), 0])
         return seen
 
-    def _seen_at(self, inputs: StepInputs, place: int) -> _Seen:
+    def _seen_at(self, inputs: StepInputs, place: int) -> Seen:
         """What the token at a place of the packed axis sees."""
         row = int(np.searchsorted(inputs.query_starts_s1[1 : inputs.num_rows + 1], place, side="right"))
         position, windows = int(inputs.positions_t[place]), self._geometry.windows
         if row >= inputs.num_rows:
-            return _Seen.of([0], windows, 0)
-        whole = self._pool[self._slots_of(inputs, row, 0, 0), 0][: position + 1] % _NAN
-        return _Seen.of(whole.tolist(), windows, self._weights.item(_adapter_slot(inputs, row)))
+            return Seen.of([0], windows, 0)
+        whole = self._pool[self._slots_of(inputs, row, 0, 0), 0][: position + 1] % NAN
+        return Seen.of(whole.tolist(), windows, self._weights.item(_adapter_slot(inputs, row)))
 
     def _check_reads(self, inputs: StepInputs, row: int, group: int) -> None:
         """Raises where any of a row's tokens sees what was never written, or keys of another prefix."""
@@ -403,17 +361,6 @@ class FakeExecutor:
         if np.any(is_wrong := digests != expected):
             place = begin + int(np.argmax(is_wrong))
             raise InternalError(f"row {row} reads keys of another prefix at {place}: {tokens.tolist()}")
-
-    def _sample(self, seen: _Seen, row: np.void) -> int:
-        token_id = seen.next_token(self._geometry.vocab_size)
-        if row["temperature_r"] > 0:
-            high, low = (int(word) for word in row["seeds_r2"])
-            token_id += _noise(high << 32 | low, int(row["sequence_indices_r"]), int(row["positions_r"]))
-        banned = set(row["banned_token_ids_rx"].tolist())
-        token_id %= self._geometry.vocab_size
-        while token_id in banned:
-            token_id = (token_id + 1) % self._geometry.vocab_size
-        return token_id
 
 
 class SeveralStepsExecutor(FakeExecutor):
@@ -474,39 +421,13 @@ def _outputs(
     )
 
 
-def _noise(seed: int, sequence_index: int, position: int) -> int:
-    return (seed * 31 + sequence_index * 17 + position * 7) % 101
-
-
 def top_logprobs(token_id: int, vocab_size: int = 257) -> list[tuple[int, float]]:
     """Return the (token, log-probability) pairs of a row that would sample token_id, the likeliest first."""
     return [((token_id + i) % vocab_size, (i + 1) * LOGPROB_STEP) for i in range(min(TOP_WIDTH, vocab_size))]
 
 
-def expected_tokens(
-    prompt_token_ids: Sequence[int],
-    num_tokens: int,
-    *,
-    vocab_size: int = 257,
-    seed: int | None = None,
-    sequence_index: int = 0,
-    eos_token_ids: frozenset[int] = frozenset(),
-    windows: Sequence[int | None] = (None,),
-    weight: int = 0,
-) -> list[int]:
-    """What a FakeExecutor generates for a prompt: up to num_tokens, or up to and with an end-of-sequence token.
-
-    Args:
-        seed: the request's seed where its temperature is above 0; None is greedy.
-        windows: of its KV groups.
-        weight: of its adapter; 0 is none.
-    """
-    context = list(prompt_token_ids)
-    while len(context) - len(prompt_token_ids) < num_tokens:
-        token_id = _Seen.of(context, windows, weight).next_token(vocab_size)
-        if seed is not None:
-            token_id += _noise(seed, sequence_index, len(context))
-        context.append(token_id % vocab_size)
-        if context[-1] in eos_token_ids:
-            break
-    return context[len(prompt_token_ids) :]
+def _slots(block_ids: list[int], block_size: int) -> NDArray[np.int64]:
+    """Return every slot of the blocks; the null block takes no part in moves."""
+    if NULL_BLOCK in block_ids:
+        raise InternalError(f"the null block is moved: {block_ids}")
+    return (np.array(block_ids)[:, None] * block_size + np.arange(block_size)).reshape(-1)

@@ -330,8 +330,8 @@ class SamplingParams:
 
     @property
     def is_by_name(self) -> bool:
-        """Its rows are made by name in each step: they have more than the sampler's record."""
-        return self.changes_logits or self.asks_more_of_samples
+        """Its rows are made by name in each step: they are chosen anew, or have more than the sampler's record."""
+        return self.changes_logits or self.asks_more_of_samples or bool(self.beam_width)
 
     @property
     def needs_counts(self) -> bool:

@@ -136,7 +136,7 @@ class Request:
 
     @property
     def told_positions(self) -> range:
-        """Of the prompt's tokens, those whose hidden states are asked of."""
+        """Positions of the prompt whose hidden states are asked of."""
         num_tokens = len(self.prompt_token_ids)
         if self.pooling is not None:
             return range(num_tokens - 1 if self.pooling == "last" else 0, num_tokens)
@@ -297,7 +297,7 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """Of the whole continuation."""
+        """The log-probability of the whole continuation."""
         return math.fsum(one.logprob for one in self.tokens)
 
     @property

@@ -28,7 +28,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.telling import TellInputs, ToldOutputs
+from jpaged.engine.executor.telling import TellInputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.load import EngineLoad
 from jpaged.models.hf_config import from_hf
@@ -102,9 +102,6 @@ class Share:
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         self._executor.load_adapter(slot, adapter)
 
-    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
-        self._executor.count(slot, token_ids, num_prompt)
-
     def forward(self, inputs: StepInputs) -> Any:
         return self._executor.forward(inputs)
 
@@ -113,9 +110,6 @@ class Share:
 
     def tell(self, hidden: Any, inputs: TellInputs) -> Any:
         return self._executor.tell(hidden, inputs)
-
-    def collect_told(self, handle: Any) -> ToldOutputs:
-        return self._executor.collect_told(handle)
 
     def decode(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> Any:
         return self._executor.decode(inputs, sampling, ending_token_ids_rx, num_steps)

@@ -17,7 +17,7 @@ from jpaged.cli.main import main
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.multihost import handshake
 from jpaged.device.step.runner import PackedForward
-from jpaged.engine.executor import StepOutputs
+from jpaged.engine.executor import StepInputs, StepOutputs
 
 NUM_GOOD = 30
 """Steps before the fault."""
@@ -28,11 +28,11 @@ class Planted(JaxExecutor):
 
     num_steps = 0
 
-    def forward_packed(self, packed: PackedForward) -> jax.Array:
+    def forward(self, inputs: StepInputs | PackedForward) -> jax.Array:
         self.num_steps += 1
         if os.environ["PLANTED"] == "step" and self.num_steps > NUM_GOOD:
             raise RuntimeError("a fault was planted here")
-        return super().forward_packed(packed)
+        return super().forward(inputs)
 
     def collect(self, handle: jax.Array) -> StepOutputs:
         outputs = super().collect(handle)

@@ -8,7 +8,7 @@ do on text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,9 +111,6 @@ class SimulatedExecutor:
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Takes no time, as the simulated servers have no slots."""
 
-    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Takes no time: simulated requests change no logits."""
-
     def forward(self, inputs: StepInputs) -> NDArray[np.int32]:
         """Takes the time of the whole step; the lengths of the rows' contexts."""
         num_rows = inputs.num_rows
@@ -140,12 +137,9 @@ class SimulatedExecutor:
     def sample(self, hidden: NDArray[np.int32], inputs: SamplingInputs) -> StepOutputs:
         return self._top_logprobs(hidden) if inputs.detail == Detail.TOP_LOGPROBS else self._plain
 
-    def tell(self, hidden: NDArray[np.int32], inputs: TellInputs) -> ToldOutputs:
+    def tell(self, hidden: NDArray[np.int32], inputs: TellInputs) -> Callable[[], ToldOutputs]:
         """Takes no time: simulated requests ask nothing of their prompts."""
-        return ToldOutputs()
-
-    def collect_told(self, handle: ToldOutputs) -> ToldOutputs:
-        return handle
+        return ToldOutputs
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.device.executor import JaxExecutor, Telling
+from jpaged.device.executor import JaxExecutor
 from jpaged.device.multihost.channel import Kind
 from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.device.multihost.messages import HEADS, decode, encode, sampling_of, sizes_of, words_of
@@ -38,6 +38,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
+from jpaged.engine.executor.edits import CountDue
 from jpaged.engine.executor.telling import Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError, Unavailable
 from jpaged.types import Adapter
@@ -205,38 +206,35 @@ class MultiHostExecutor:
         """
         raise InternalError(f"several processes were given an adapter for slot {slot}; they have none")
 
-    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
-        """As every executor's; raises as `move_blocks` does."""
-        with self._naming_the_lost():
-            self._tell(Kind.COUNT, slot, num_prompt, words=np.array(token_ids, np.int32))
-            self._executor.count(slot, token_ids, num_prompt)
-
     def forward(self, inputs: StepInputs) -> MultiHostHandle:
         """As every executor's; raises as `move_blocks` does."""
         with self._naming_the_lost():
             packed = self._executor.pack(inputs)
             self._num_steps += 1
             self._tell(Kind.STEP, self._num_steps, packed.num_tokens, words=packed.words)
-            return MultiHostHandle(self._num_steps, self._executor.forward_packed(packed))
+            return MultiHostHandle(self._num_steps, self._executor.forward(packed))
 
     def sample(self, hidden: MultiHostHandle, inputs: SamplingInputs) -> MultiHostHandle:
         """As every executor's; raises as `move_blocks` does."""
         with self._naming_the_lost():
+            for due in () if inputs.edits is None else inputs.edits.due:
+                self._tell(Kind.COUNT, due.slot, due.num_prompt, words=np.array(due.token_ids, np.int32))
             self._tell(Kind.SAMPLE, hidden.number, inputs.detail, *sizes_of(inputs), words=words_of(inputs))
             told = tuple(self._told)
             self._told.clear()
             return MultiHostHandle(hidden.number, self._executor.sample(hidden.array, inputs), told)
 
-    def tell(self, hidden: MultiHostHandle, inputs: TellInputs) -> Telling:
-        """As every executor's; raises as `move_blocks` does."""
+    def tell(self, hidden: MultiHostHandle, inputs: TellInputs) -> Callable[[], ToldOutputs]:
+        """As every executor's; raises as `move_blocks` does, also when the results are waited for."""
         with self._naming_the_lost():
             self._tell(Kind.TELL, hidden.number, inputs.tell, inputs.num_rows, words=inputs.words)
-            return self._executor.tell(hidden.array, inputs)
+            collect = self._executor.tell(hidden.array, inputs)
 
-    def collect_told(self, handle: Telling) -> ToldOutputs:
-        """As every executor's; raises as `move_blocks` does."""
-        with self._naming_the_lost():
-            return self._executor.collect_told(handle)
+        def collect_here() -> ToldOutputs:
+            with self._naming_the_lost():
+                return collect()
+
+        return collect_here
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
@@ -315,6 +313,7 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
         Unavailable: what arrived cannot be run.
     """
     told: list[bytearray] = []
+    counts: list[CountDue] = []
     forwards: deque[MultiHostHandle] = deque(maxlen=1)
     in_flight: deque[MultiHostHandle] = deque()
     for kind, payload in follower.follow():
@@ -329,11 +328,11 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
             case Kind.STEP:
                 told.append(payload)
                 number, num_tokens = head
-                forwards.append(MultiHostHandle(number, executor.forward_packed(PackedForward(num_tokens, words))))
+                forwards.append(MultiHostHandle(number, executor.forward(PackedForward(num_tokens, words))))
             case Kind.SAMPLE:
                 told.append(payload)
                 forward = _next(forwards, "sampled", head[0])
-                inputs = sampling_of(Detail(head[1]), head[2:], words)
+                inputs, counts = sampling_of(Detail(head[1]), head[2:], words, counts), []
                 in_flight.append(MultiHostHandle(forward.number, executor.sample(forward.array, inputs), told))
                 told = []
             case Kind.TELL:
@@ -343,7 +342,7 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
                 executor.tell(forwards[0].array, TellInputs.of_words(Tell(head[1]), words, head[2]))
             case Kind.COUNT:
                 told.append(payload)
-                executor.count(head[0], words.tolist(), head[1])
+                counts.append(CountDue(head[0], words.tolist(), head[1]))
             case Kind.COLLECT:
                 step = _next(in_flight, "collected", head[0])
                 digest = digest_of(step.told, sampled_of(executor.collect(step.array)))

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.device.multihost.channel import Kind
 from jpaged.engine.executor import ROW_DTYPE, Detail, SamplingInputs
-from jpaged.engine.executor.edits import EDIT_DTYPE, SINGLE_DTYPE, EditInputs
+from jpaged.engine.executor.edits import EDIT_DTYPE, SINGLE_DTYPE, CountDue, EditInputs
 
 HEADS: Mapping[Kind, tuple[str, ...]] = {
     Kind.STEP: ("number", "num_tokens"),  # then the packed inputs of a forward
@@ -54,8 +54,10 @@ def sizes_of(inputs: SamplingInputs) -> tuple[int, int, int, int]:
     return len(inputs.rows_r), edits.size, singles.size, mask.size
 
 
-def sampling_of(detail: Detail, sizes: tuple[int, ...], words: NDArray[np.int32]) -> SamplingInputs:
-    """The inverse of `words_of`."""
+def sampling_of(
+    detail: Detail, sizes: tuple[int, ...], words: NDArray[np.int32], due: Sequence[CountDue]
+) -> SamplingInputs:
+    """The inverse of `words_of`, with what was said to be counted before."""
     num_rows, *num_words = sizes
     rows, edits, singles, mask = np.split(words, np.cumsum([len(words) - sum(num_words), *num_words[:-1]]).tolist())
     found: EditInputs | None = None
@@ -64,6 +66,7 @@ def sampling_of(detail: Detail, sizes: tuple[int, ...], words: NDArray[np.int32]
             edits.view(EDIT_DTYPE),
             singles.view(SINGLE_DTYPE).reshape(num_rows, -1) if len(singles) else None,
             mask.reshape(num_rows, -1) if len(mask) else None,
+            tuple(due),
         )
     return SamplingInputs(rows.view(ROW_DTYPE), detail, found)
 

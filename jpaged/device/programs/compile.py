@@ -54,7 +54,7 @@ class ProgramSpec:
 
 LOAD_ADAPTER = ProgramSpec("load_adapter", 1)
 TELLS = {tell: ProgramSpec("tell", size, tell=tell) for tell, size in zip(Tell, (64, MIN_BUCKET, 64), strict=True)}
-"""Of all log-probabilities few rows at a time: each is as wide as the vocabulary."""
+"""The tells; that of all log-probabilities has few rows, each of which is as wide as the vocabulary."""
 COUNT = ProgramSpec("count", 256)
 """A sequence that is longer is counted in parts."""
 _VARIANTS: Mapping[Detail, tuple[str, ...]] = {

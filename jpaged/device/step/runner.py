@@ -10,7 +10,7 @@ Nothing is traced here and nothing waits: the calls are of executables, with num
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -24,7 +24,7 @@ from jpaged.device.programs.compile import COUNT, LOAD_ADAPTER, TELLS, ProgramSp
 from jpaged.device.programs.store import ProgramStore
 from jpaged.device.step.edits import TokenCounts
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
-from jpaged.engine.executor.edits import EDIT_FIELDS, no_singles, num_mask_words, words_of_singles
+from jpaged.engine.executor.edits import EDIT_FIELDS, CountDue, no_singles, num_mask_words, words_of_singles
 from jpaged.engine.executor.telling import TELL_IDS, Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
@@ -224,11 +224,11 @@ def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
     )
 
 
-def unpack_told(outputs: NDArray[np.generic], inputs: TellInputs) -> ToldOutputs:
-    """The outputs of a tell on the host: the rows in use."""
+def unpack_told(outputs: NDArray[np.generic], inputs: TellInputs, vocab_size: int) -> ToldOutputs:
+    """The outputs of a tell on the host: the rows in use, and no padding of the vocabulary."""
     used = outputs[: inputs.num_rows]
     if inputs.tell == Tell.ALL_LOGPROBS:
-        return ToldOutputs(all_logprobs_rv=used.astype(np.float32))
+        return ToldOutputs(all_logprobs_rv=used[:, :vocab_size].astype(np.float32))
     if inputs.tell == Tell.HIDDEN:
         return ToldOutputs(hidden_re=used.astype(np.float32))
     columns = used.astype(np.int32)
@@ -294,6 +294,8 @@ class StepRunner:
             self._last_tokens, outputs_rc = program(self._head_params, hidden_se, inputs.words)
         else:
             edits = inputs.edits
+            for due in edits.due:
+                self._count(due)
             no_singles_rx3, no_mask_rw = self._none_of(spec.size)
             self._counts, self._last_tokens, outputs_rc = program(
                 self._head_params,
@@ -313,14 +315,13 @@ class StepRunner:
         outputs.copy_to_host_async()
         return outputs
 
-    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Starts counting a sequence's tokens, the first of them its prompt, in a slot; what was there is forgotten."""
-        program = self._find(COUNT)
+    def _count(self, due: CountDue) -> None:
+        program, token_ids = self._find(COUNT), due.token_ids
         for begin in range(0, max(1, len(token_ids)), COUNT.size):
             part = token_ids[begin : begin + COUNT.size]
             words = np.zeros(NUM_COUNT_WORDS + COUNT.size, np.int32)
-            of_prompt = min(max(num_prompt - begin, 0), len(part))
-            words[:NUM_COUNT_WORDS] = slot, begin == 0, of_prompt, len(part)
+            of_prompt = min(max(due.num_prompt - begin, 0), len(part))
+            words[:NUM_COUNT_WORDS] = due.slot, begin == 0, of_prompt, len(part)
             words[NUM_COUNT_WORDS : NUM_COUNT_WORDS + len(part)] = part
             self._counts = program(self._counts, words)
 

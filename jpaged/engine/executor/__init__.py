@@ -14,6 +14,7 @@ sees a device array.
     n  tokens that a row samples in a dispatch: 1, or one in each of its steps
 
 shapes.py    sizes, and how long the device takes for what
+record.py    what a field of a record is
 rows.py      how each row's next token is sampled
 edits.py     how logits are changed before
 telling.py   what is asked of a step besides samples
@@ -21,14 +22,13 @@ steps.py     what goes into a step, and what comes out
 verbs.py     the verbs
 """
 
+from jpaged.engine.executor.record import BEYOND_TOKENS, RowField
 from jpaged.engine.executor.rows import (
     BANNED_WIDTH,
-    BEYOND_TOKENS,
     ROW_DTYPE,
     ROW_FIELDS,
     TOP_WIDTH,
     Detail,
-    RowField,
     SamplingInputs,
     random_columns,
     row_lists,

@@ -7,11 +7,12 @@ tokens lies on the device, in a slot (P of them, 1 to P) that the sequence has w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.executor.rows import BEYOND_TOKENS, RowField
+from jpaged.engine.executor.record import BEYOND_TOKENS, RowField
 from jpaged.engine.executor.shapes import I32
 
 NUM_SINGLES = 576
@@ -45,6 +46,19 @@ def num_mask_words(vocab_size: int) -> int:
     return -(-vocab_size // MASK_BITS)
 
 
+class CountDue(NamedTuple):
+    """A sequence whose tokens are counted in a slot from now on, whatever was there.
+
+    Attributes:
+        slot: 1 to max_num_seqs.
+        num_prompt: the first of the tokens, which are its prompt's.
+    """
+
+    slot: int
+    token_ids: list[int]
+    num_prompt: int
+
+
 @dataclass(frozen=True, slots=True)
 class EditInputs:
     """How the logits of each row of a sample are changed.
@@ -52,12 +66,14 @@ class EditInputs:
     Attributes:
         rows_r: of EDIT_DTYPE.
         singles_rx: of SINGLE_DTYPE, `[R, NUM_SINGLES]`; None where no row has any.
+        due: what is counted before.
         mask_rw: a bit a token, set for those that may be sampled, `[R, num_mask_words]`; None lets every row have all.
     """
 
     rows_r: NDArray[np.void]
     singles_rx: NDArray[np.void] | None = None
     mask_rw: I32 | None = None
+    due: tuple[CountDue, ...] = ()
 
     @classmethod
     def neutral(cls, num_rows: int) -> EditInputs:
@@ -73,7 +89,8 @@ class EditInputs:
         """With the first rows in another order, `order[new] = old`."""
         whole = [*order, *range(len(order), len(self.rows_r))]
         singles_rx = None if self.singles_rx is None else self.singles_rx[whole]
-        return EditInputs(self.rows_r[whole], singles_rx, None if self.mask_rw is None else self.mask_rw[whole])
+        mask_rw = None if self.mask_rw is None else self.mask_rw[whole]
+        return EditInputs(self.rows_r[whole], singles_rx, mask_rw, self.due)
 
     @property
     def single_words(self) -> I32 | None:
@@ -89,3 +106,8 @@ def words_of_singles(singles_rx: NDArray[np.void]) -> I32:
 def no_singles(num_rows: int) -> NDArray[np.void]:
     """Rows without singles, `[R, NUM_SINGLES]`."""
     return np.full((num_rows, NUM_SINGLES), NO_SINGLE, SINGLE_DTYPE)
+
+
+def no_masks(num_rows: int, vocab_size: int) -> I32:
+    """Masks that let every row have all tokens, `[R, num_mask_words]`."""
+    return np.full((num_rows, num_mask_words(vocab_size)), -1, np.int32)

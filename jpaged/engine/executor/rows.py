@@ -5,17 +5,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jpaged.engine.executor.edits import EditInputs
+from jpaged.engine.executor.record import BEYOND_TOKENS, RowField
 from jpaged.engine.executor.shapes import I32
 from jpaged.types import SamplingParams
-
-if TYPE_CHECKING:
-    from jpaged.engine.executor.edits import EditInputs
-
 
 BANNED_WIDTH = 40
 """Token ids that a row may ban (X): a request's stop tokens and the model's own end-of-sequence tokens."""
@@ -38,24 +36,6 @@ class Detail(enum.IntEnum):
             return cls.TOP_LOGPROBS
         return cls.LOGPROBS if params.needs_logprobs else cls.TOKENS
 
-
-class RowField(NamedTuple):
-    """One entry of the record that says how a row's next token is sampled.
-
-    Attributes:
-        dtype: of 32 bits.
-        neutral: what it holds in padding, in rows that sample nothing, and where the request does not ask for it.
-        width: how many of them a row has; None is one, without an axis.
-    """
-
-    name: str
-    dtype: str
-    neutral: float
-    width: int | None = None
-
-
-BEYOND_TOKENS = (1 << 31) - 1
-"""A number above every token id and every count of tokens."""
 
 ROW_FIELDS = (
     RowField("temperature_r", "float32", 0),  # 0 is greedy

@@ -28,9 +28,9 @@ class Tell(enum.IntEnum):
     """What is told of a hidden state."""
 
     LOGPROBS = 0
-    """Of some tokens, and of the likeliest."""
+    """The log-probabilities of some tokens, and of the likeliest."""
     ALL_LOGPROBS = 1
-    """Of every token of the vocabulary."""
+    """The log-probabilities of all tokens of the vocabulary."""
     HIDDEN = 2
     """The hidden state itself, behind the model's final norm."""
 

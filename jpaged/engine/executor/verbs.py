@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from jpaged.engine.executor.rows import SamplingInputs
 from jpaged.engine.executor.shapes import I32, DeviceRates, Geometry
@@ -56,15 +56,6 @@ class Executor(Protocol[Hidden, Handle]):
         """Starts writing an adapter over what a slot held; before any step that is dispatched later."""
         ...
 
-    def count(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Starts counting a sequence's tokens in a slot, whatever was there; before any step that is dispatched later.
-
-        Args:
-            slot: 1 to max_num_seqs; what is sampled in rows of that slot is counted there from now on.
-            token_ids: of the sequence, the first num_prompt of them its prompt.
-        """
-        ...
-
     def forward(self, inputs: StepInputs) -> Hidden:
         """Starts the model over a step's tokens; returns before it is done."""
         ...
@@ -76,8 +67,12 @@ class Executor(Protocol[Hidden, Handle]):
         """
         ...
 
-    def tell(self, hidden: Hidden, inputs: TellInputs) -> Any:
-        """Starts telling more of what the last forward leaves than a sample does; returns before it is done."""
+    def tell(self, hidden: Hidden, inputs: TellInputs) -> Callable[[], ToldOutputs]:
+        """Starts telling more of what the last forward leaves than a sample does; returns before it is done.
+
+        Returns:
+            what waits for it and brings its results to the host; called once, in the order of dispatch.
+        """
         ...
 
     def decode(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> Handle:
@@ -95,10 +90,6 @@ class Executor(Protocol[Hidden, Handle]):
 
     def collect(self, handle: Handle) -> StepOutputs:
         """Waits for a step and brings its results to the host."""
-        ...
-
-    def collect_told(self, handle: Any) -> ToldOutputs:
-        """Waits for a tell and brings its results to the host; once, and in the order of their dispatch."""
         ...
 
     def shutdown(self) -> None:

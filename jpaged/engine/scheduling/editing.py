@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,24 +21,15 @@ from jpaged.engine.executor.edits import (
     ANY_TOKEN,
     MASK_BITS,
     SINGLE_DTYPE,
+    CountDue,
     EditInputs,
+    no_masks,
     no_singles,
     num_mask_words,
 )
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError
 from jpaged.types import Request
-
-if TYPE_CHECKING:
-    from jpaged.engine.scheduling.schedule import ScheduledRow
-
-
-class CountDue(NamedTuple):
-    """A sequence whose tokens are to be counted in a slot before the step samples."""
-
-    slot: int
-    token_ids: list[int]
-    num_prompt: int
 
 
 class CountSlots:
@@ -116,52 +107,59 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> I32:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+class EditedRow(NamedTuple):
+    """A row that samples.
+
+    Attributes:
+        place: of the row in the step.
+        is_last_known: the host knows the sequence's last token; else it is in flight.
+    """
+
+    place: int
+    group: Group
+    sequence: Sequence
+    is_last_known: bool
+
+
 @dataclass(slots=True)
 class Editing:
     """Makes the records of each step.
 
     Attributes:
         slots: where tokens are counted.
-        due: what is to be counted before the step that was made last.
     """
 
     num_slots: int
     vocab_size: int
     slots: CountSlots = field(init=False)
-    due: list[CountDue] = field(default_factory=list)
     _constants: dict[Group, _Constant] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.slots = CountSlots(self.num_slots)
 
-    def inputs(self, rows: list[tuple[int, ScheduledRow]], num_padded: int) -> EditInputs | None:
-        """How the logits of the rows of a step are changed, which are at these places; None where no row's are."""
-        self.due = []
-        edited = [(place, row) for place, row in rows if row.group.request.sampling.changes_logits]
+    def inputs(self, rows: list[EditedRow], num_padded: int) -> EditInputs | None:
+        """How the logits of the rows of a step are changed; None where no row's are."""
+        edited = [row for row in rows if row.group.request.sampling.changes_logits]
         if not edited:
             return None
-        records = EditInputs.neutral(num_padded).rows_r
+        records, due = EditInputs.neutral(num_padded).rows_r, list[CountDue]()
         singles_rx: NDArray[np.void] | None = None
-        masks: dict[int, I32] = {}
-        for place, row in edited:
-            constant = self._constant(row.group)
+        mask_rw: I32 | None = None
+        for place, group, sequence, is_last_known in edited:
+            constant = self._constant(group)
             records[place] = constant.record
-            if row.group.request.sampling.needs_counts:
-                records["slots_r"][place] = self._slot(row)
-            found = constant.singles(row.sequence.token_ids, is_last_known=row.prev_sampled_row is None)
+            if group.request.sampling.needs_counts:
+                records["slots_r"][place] = self._slot(sequence, due, is_last_known=is_last_known)
+            found = constant.singles(sequence.token_ids, is_last_known=is_last_known)
             num_constant = len(constant.singles_x)
             if num_constant or found:
                 singles_rx = no_singles(num_padded) if singles_rx is None else singles_rx
                 singles_rx[place, :num_constant] = constant.singles_x
                 singles_rx[place, num_constant : num_constant + len(found)] = found
             if constant.mask_w is not None:
-                masks[place] = constant.mask_w
-        mask_rw: I32 | None = None
-        if masks:
-            mask_rw = np.full((num_padded, num_mask_words(self.vocab_size)), -1, np.int32)
-            for place, mask_w in masks.items():
-                mask_rw[place] = mask_w
-        return EditInputs(records, singles_rx, mask_rw)
+                mask_rw = no_masks(num_padded, self.vocab_size) if mask_rw is None else mask_rw
+                mask_rw[place] = constant.mask_w
+        return EditInputs(records, singles_rx, mask_rw, tuple(due))
 
     def forget(self, group: Group) -> None:
         """A request has ended."""
@@ -173,12 +171,11 @@ class Editing:
             found = self._constants[group] = _Constant.of(group.request, self.vocab_size)
         return found
 
-    def _slot(self, row: ScheduledRow) -> int:
-        sequence = row.sequence
+    def _slot(self, sequence: Sequence, due: list[CountDue], *, is_last_known: bool) -> int:
         slot = self.slots.find(sequence)
         if slot is None:
-            if row.prev_sampled_row is not None:
+            if not is_last_known:
                 raise InternalError("a sequence whose tokens are to be counted has one that the host does not know")
             slot = self.slots.take(sequence)
-            self.due.append(CountDue(slot, list(sequence.token_ids), sequence.num_prompt_tokens))
+            due.append(CountDue(slot, list(sequence.token_ids), sequence.num_prompt_tokens))
         return slot

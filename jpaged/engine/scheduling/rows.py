@@ -32,7 +32,7 @@ from jpaged.engine.executor import (
 )
 from jpaged.engine.scheduling.editing import Editing
 from jpaged.engine.scheduling.outgrowing import Outgrowing
-from jpaged.engine.scheduling.tells import ToldBudget
+from jpaged.engine.scheduling.told_budget import ToldBudget
 from jpaged.engine.sequence import Group, Sequence, Status, dispatched_each
 from jpaged.errors import InternalError
 

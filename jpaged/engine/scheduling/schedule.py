@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,9 +25,8 @@ from jpaged.engine.executor import (
     row_lists,
 )
 from jpaged.engine.kv.blocks import MemoryOps
-from jpaged.engine.scheduling.editing import Editing
+from jpaged.engine.scheduling.editing import EditedRow, Editing
 from jpaged.engine.scheduling.rows import Decodes
-from jpaged.engine.scheduling.tells import told_tokens
 from jpaged.engine.sequence import Group, Sequence, Status
 
 
@@ -236,6 +236,12 @@ class Schedule:
             beams.move(new_places)
         return tokens, beams
 
+    def told_tokens(self) -> Iterator[tuple[int, ScheduledRow, int]]:
+        """Each token of a prompt that is told of, in the device's order: row of the device, row, and position."""
+        for row in range(self.num_rows) if self.rows else ():
+            one = self.row_at(row)
+            yield from ((row, one, position) for position in one.told)
+
     @property
     def num_tokens_shared(self) -> int:
         """Tokens of context that are not read again, because another row of a run has read them."""
@@ -370,7 +376,7 @@ def build_ending_ids(schedule: Schedule, num_padded: int) -> I32:
 def build_sampling_inputs(
     schedule: Schedule, geometry: Geometry, eos_token_ids: frozenset[int], editing: Editing
 ) -> SamplingInputs:
-    """How the rows of a schedule are sampled, in the device's order. What `editing` has due is to be counted before."""
+    """How the rows of a schedule are sampled, in the device's order."""
     decodes, num_rows = schedule.decodes, schedule.num_rows
     sampled = [
         (i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows, len(decodes)) if row.samples_token
@@ -390,7 +396,8 @@ def build_sampling_inputs(
         positions = [row.start + row.num_tokens for row in random_rows]
         inputs.fill_columns(places, random_columns(params_r, indices, positions))
     inputs.rows_r["is_padding_r"][num_rows:] = 1
-    edits = editing.inputs([(i, row) for i, row, _ in sampled], num_padded)
+    rows = [EditedRow(i, row.group, row.sequence, row.prev_sampled_row is None) for i, row, _ in sampled]
+    edits = editing.inputs(rows, num_padded)
     if schedule.order:
         inputs.rows_r[:num_rows] = inputs.rows_r[schedule.order]
         edits = edits and edits.reordered(schedule.order)
@@ -427,8 +434,8 @@ def _columns(schedule: Schedule) -> _Columns:
 
 
 def _told_tokens(schedule: Schedule, geometry: Geometry, starts: I32) -> I32:
-    """Where the tokens are that are told of, as `build_tells` has them."""
-    places = [starts.item(row) + place for row, place, _ in told_tokens(schedule)]
+    """Where the tokens are that are told of, in the order of `Schedule.told_tokens`."""
+    places = [starts.item(row) + position - one.start for row, one, position in schedule.told_tokens()]
     return _padded(places, geometry.num_told)
 
 

@@ -27,7 +27,7 @@ from jpaged.engine.scheduling.policies import POLICIES, SchedulingPolicy
 from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.rows import DecodingRows
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
-from jpaged.engine.sequence import Group, Sequence, Status
+from jpaged.engine.sequence import Group, Sequence, Status, has_unknown_tokens
 
 
 class Queues:
@@ -259,11 +259,10 @@ class Scheduler:
 
     def _share_tokens(self) -> tuple[dict[Group, Shares], int]:
         """Tokens for the sequences of running groups that have no rows yet, and how many are left for others."""
-        parts: dict[Group, Shares] = {}
         self.rows.told.begin_step()
-        prefilling, settled = [], self.rows.settled
+        parts, prefilling = dict[Group, Shares](), list[Group]()
         budget = self._max_num_batched_tokens - len(self.rows)
-        for group in [group for group in self.queues.running if group not in settled]:
+        for group in [group for group in self.queues.running if group not in self.rows.settled]:
             wanted = parts[group] = _wanted(group, self.rows, self._memory)
             if _num_tokens(wanted) > len(wanted):
                 prefilling.append(group)
@@ -344,7 +343,7 @@ class Scheduler:
         group, prefixes = self.queues.next_group(), self._memory.prefixes
         if group is None or not self._has_room(group, outstanding):
             return None
-        if group.has_unknown_tokens:
+        if has_unknown_tokens(group):
             return None
         is_new = group.status is not Status.SWAPPED
         if is_new and prefixes is not None and prefixes.is_being_computed(group, self.queues.running):
@@ -463,7 +462,6 @@ def _decodes(row: ScheduledRow) -> bool:
         row.samples_token
         and row.num_tokens == 1
         and row.start >= sequence.num_prompt_tokens
-        and not sampling.beam_width
         and not sampling.is_by_name
         and row.output_index + 1 >= sampling.min_tokens
         and sequence.num_output_tokens < sampling.max_tokens

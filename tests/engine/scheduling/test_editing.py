@@ -134,7 +134,7 @@ def test_rows_that_change_nothing_stay_among_those_that_decode() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "overlap"])
 def test_a_phrase_is_forbidden_where_its_beginning_was_sampled(name: str) -> None:
-    """Of two tokens and of three; the last token before may be in flight."""
+    """A phrase of two tokens and one of three; the last token before may be in flight."""
     h = Harness(overlap=name == "overlap")
     free = submit(h, "free", [9, 8], max_tokens=12)
     h.run()

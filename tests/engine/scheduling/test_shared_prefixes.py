@@ -17,7 +17,7 @@ from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, SharedPref
 from jpaged.engine.scheduling.shared_prefixes import PrefixSharing
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.testing import FakeExecutor
-from jpaged.testing.fake_executor import expected_tokens
+from jpaged.testing.fake_model import expected_tokens
 from tests.engine.harness import Harness
 
 BLOCK_SIZE = 4

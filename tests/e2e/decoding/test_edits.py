@@ -17,7 +17,7 @@ from jpaged.llm import LLM, TokensPrompt
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from jpaged.types import CompletionOutput, Prompt, RequestOutput, SamplingParams
-from tests.e2e.edits_table import FIELDS, PAIRS, check, params_of
+from tests.e2e.decoding.edits_table import FIELDS, PAIRS, check, params_of
 from tests.e2e.rig import assert_same, engine_of, generate, open_llm, random_prompts, write_model
 from tests.models import dense
 

@@ -1,0 +1,87 @@
+"""The model of the fakes: the next token of a context, in numbers that can be computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NAN = 1 << 40
+"""Added to the token in a slot whose keys and values are NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a row's last token sees in each KV group: tokens, the first's position; its adapter's weight."""
+
+    begins: list[int]
+    tokens: list[NDArray[np.int64]]
+    weight: int
+
+    @classmethod
+    def of(cls, context: list[int], windows: Sequence[int | None], weight: int) -> Seen:
+        """Everything that the last token of a context sees."""
+        begins = [max(0, len(context) - window) if window else 0 for window in windows]
+        return cls(begins, [np.array(context[begin:], np.int64) for begin in begins], weight)
+
+    @property
+    def context(self) -> list[int]:
+        """All that the first KV group sees."""
+        tokens: list[int] = (self.tokens[0] % NAN).tolist()
+        return tokens
+
+    def next_token(self, vocab_size: int) -> int:
+        """The token that comes next."""
+        total = self.weight
+        for group, (begin, tokens) in enumerate(zip(self.begins, self.tokens, strict=True)):
+            weights = np.arange(begin + 1, begin + len(tokens) + 1)
+            total += (group + 1) * int(np.sum(weights * (tokens % NAN)))
+        return total % vocab_size
+
+
+def sampled(seen: Seen, row: np.void, vocab_size: int) -> int:
+    """The token that a row samples."""
+    token_id = seen.next_token(vocab_size)
+    if row["temperature_r"] > 0:
+        high, low = (int(word) for word in row["seeds_r2"])
+        token_id += _noise(high << 32 | low, int(row["sequence_indices_r"]), int(row["positions_r"]))
+    banned = set(row["banned_token_ids_rx"].tolist())
+    token_id %= vocab_size
+    while token_id in banned:
+        token_id = (token_id + 1) % vocab_size
+    return token_id
+
+
+def _noise(seed: int, sequence_index: int, position: int) -> int:
+    return (seed * 31 + sequence_index * 17 + position * 7) % 101
+
+
+def expected_tokens(
+    prompt_token_ids: Sequence[int],
+    num_tokens: int,
+    *,
+    vocab_size: int = 257,
+    seed: int | None = None,
+    sequence_index: int = 0,
+    eos_token_ids: frozenset[int] = frozenset(),
+    windows: Sequence[int | None] = (None,),
+    weight: int = 0,
+) -> list[int]:
+    """What a FakeExecutor generates for a prompt: up to num_tokens, or up to and with an end-of-sequence token.
+
+    Args:
+        seed: the request's seed where its temperature is above 0; None is greedy.
+        windows: of its KV groups.
+        weight: of its adapter; 0 is none.
+    """
+    context = list(prompt_token_ids)
+    while len(context) - len(prompt_token_ids) < num_tokens:
+        token_id = Seen.of(context, windows, weight).next_token(vocab_size)
+        if seed is not None:
+            token_id += _noise(seed, sequence_index, len(context))
+        context.append(token_id % vocab_size)
+        if context[-1] in eos_token_ids:
+            break
+    return context[len(prompt_token_ids) :]
