@@ -190,7 +190,7 @@ class FakeExecutor:
             Move.SWAP_IN: (self._host, self._pool),
         }[moves.move]
         block_size = self._geometry.block_size
-        destination[_slots(moves.destinations, block_size)] = source[_slots(moves.sources, block_size)]
+        destination[slots_of_blocks(moves.destinations, block_size)] = source[slots_of_blocks(moves.sources, block_size)]
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Takes its place at once."""
@@ -426,7 +426,7 @@ def top_logprobs(token_id: int, vocab_size: int = 257) -> list[tuple[int, float]
     return [((token_id + i) % vocab_size, (i + 1) * LOGPROB_STEP) for i in range(min(TOP_WIDTH, vocab_size))]
 
 
-def _slots(block_ids: list[int], block_size: int) -> NDArray[np.int64]:
+def slots_of_blocks(block_ids: list[int], block_size: int) -> NDArray[np.int64]:
     """Return every slot of the blocks; the null block takes no part in moves."""
     if NULL_BLOCK in block_ids:
         raise InternalError(f"the null block is moved: {block_ids}")

@@ -92,6 +92,18 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
     "cache_salt": (["salt"], "salt"),
     "use_prefix_cache": (["no"], False),
     "detokenize": (["no"], False),
+    "typical_p": (["0.5"], 0.5),
+    "top_n_sigma": (["1.5"], 1.5),
+    "presence_penalty": (["-0.5"], -0.5),
+    "frequency_penalty": (["0.5"], 0.5),
+    "repetition_penalty": (["1.2"], 1.2),
+    "logit_bias": (["42=-1.5"], {42: -1.5}),
+    "allowed_token_ids": (["5"], (5,)),
+    "bad_words": (["bad"], ("bad",)),
+    "include_stop_str_in_output": ([], True),
+    "logprob_token_ids": (["5"], (5,)),
+    "prompt_logprobs": (["-1"], -1),
+    "truncate_prompt_tokens": (["7"], 7),
 }
 
 

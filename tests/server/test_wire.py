@@ -47,6 +47,18 @@ SAMPLING: dict[str, Any] = {
     "cache_salt": "salt",
     "use_prefix_cache": False,
     "detokenize": False,
+    "typical_p": 0.5,
+    "top_n_sigma": 1.5,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 1.25,
+    "repetition_penalty": 1.5,
+    "logit_bias": {7: -1.5, 0: 100.0},
+    "allowed_token_ids": (5, 0),
+    "bad_words": ("a", "b c"),
+    "include_stop_str_in_output": True,
+    "logprob_token_ids": (4, 9),
+    "prompt_logprobs": -1,
+    "truncate_prompt_tokens": 12,
 }
 # What else must be set for a field to have its value.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -73,6 +85,8 @@ def test_a_sampling_field_crosses_to_the_server(name):
     assert server_wire.sampling_from(client_wire.sampling_message(params)) == params
     if name == "early_stopping":
         changed[name] = inference_pb2.EARLY_STOPPING_NEVER
+    if name == "allowed_token_ids":
+        changed[name] = inference_pb2.TokenIds(ids=changed[name])
     bare = inference_pb2.SamplingParams(**changed)
     assert server_wire.sampling_from(bare) == params
 
@@ -139,6 +153,7 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
         usage=Usage(5, 2, 4),
         is_last=True,
         times=RequestTimes(1.5, 2.5, 3.5, 4.5),
+        prompt_logprobs=(PositionLogprobs(TokenLogprob(1, -0.5, 2), (), (TokenLogprob(3, -0.25),)),),
     )
     response = server_wire.response_of(event, "r", (7, 8))
     assert {field.name for field, _ in response.ListFields()} == names_of(inference_pb2.GenerateResponse)
@@ -153,6 +168,7 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
         "cumulative_logprob",
         "usage",
         "times",
+        "prompt_logprobs",
     ):
         assert getattr(chunk, name) == getattr(event, name)
     assert chunk.prompt_token_ids == (7, 8)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.executor import BlockMoves, Move, StepInputs
+from jpaged.testing.fake_executor import slots_of_blocks
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor, expected_tokens, seeing
 from tests.engine.harness import Harness
 
@@ -24,7 +25,8 @@ def turning(kind: type[FakeExecutor]) -> type[FakeExecutor]:
             super().move_blocks(moves)
             source = self.are_long_on_host if moves.move is Move.SWAP_IN else self.are_long
             destination = self.are_long_on_host if moves.move is Move.SWAP_OUT else self.are_long
-            destination[self._slots(moves.destinations)] = source[self._slots(moves.sources)]
+            size = self.geometry.block_size
+            destination[slots_of_blocks(moves.destinations, size)] = source[slots_of_blocks(moves.sources, size)]
 
         def forward(self, inputs: StepInputs):
             used = slice(0, inputs.num_tokens)
