@@ -16,17 +16,15 @@ import pytest
 from tests.aot.compile_tpu_attention import GROUPS, MOST_TOKENS, TOPOLOGIES, beyond, latents, limits, pairs
 
 ROOT = Path(__file__).resolve().parents[2]
-IN_CI = [
-    ("v6e:2x2", "kinds"),
-    ("tpu7x:2x2x1", "kinds"),
-]  # the other two have a whole step each in test_step_lowering.py
+LONG = {("v6e:2x2", "kinds"), ("tpu7x:2x2x1", "kinds")}
+"""A generation of one core and one of two; a group of a topology takes a minute, and the others are deep."""
 LIBTPU = Path(os.environ.get("TPU_LIBRARY_PATH", Path(sys.prefix) / "aot/libtpu/libtpu.so"))
 
 
 @pytest.mark.parametrize(
     ("topology", "group"),
     [
-        pytest.param(name, group, marks=pytest.mark.long if (name, group) in IN_CI else pytest.mark.deep)
+        pytest.param(name, group, marks=pytest.mark.long if (name, group) in LONG else pytest.mark.deep)
         for name in TOPOLOGIES
         for group in ("kinds", "sizes")
     ],

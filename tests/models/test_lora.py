@@ -99,15 +99,16 @@ def test_logits_are_those_of_the_merged_checkpoint(name: str, how: str, tmp_path
     check(name, tmp_path, how)
 
 
-SCANNED_IN_CI = {"llama_gqa_bias", "qwen2_moe", "deepseek_v3", "gpt2"}
+# Every family with packed matrices, and one of each kind of layer scanned; the others are deep.
+SCANNED = {"llama_gqa_bias", "qwen2_moe", "deepseek_v3", "gpt2"}
 
 
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        pytest.param(name, how, marks=pytest.mark.long if is_in_ci else pytest.mark.deep)
+        pytest.param(name, how, marks=pytest.mark.long if is_long else pytest.mark.deep)
         for name in CASES
-        for how, is_in_ci in (("packed", True), ("scan", name in SCANNED_IN_CI), ("xla", False))
+        for how, is_long in (("packed", True), ("scan", name in SCANNED), ("xla", False))
     ],
 )
 def test_every_family_takes_adapters(name: str, how: str, tmp_path: Path) -> None:
