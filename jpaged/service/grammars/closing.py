@@ -21,13 +21,13 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from jpaged.service.grammars.completions import LONG, QUICK, Endings, find_completion, is_completion
+from jpaged.service.grammars.completions import QUICK, Endings, find_way, is_completion
 from jpaged.service.grammars.vocabulary import Vocabulary, allowed_ids
 
-_MAX_TRIED = 2048
-"""Tokens that are tried with known ways, those of low ids, which are the frequent ones: 10 ms."""
-_MAX_SEARCHED = 12
-_MAX_WAYS = 6
+_MAX_TRIED = 1024
+"""Tokens that are tried with known ways, those of low ids, which are the frequent ones: 5 ms."""
+_MAX_SEARCHED = 8
+_MAX_WAYS = 4
 
 
 class Closing:
@@ -80,22 +80,10 @@ class Closing:
     def _known(self, matcher: LLMatcher) -> tuple[int, ...] | None:
         """A way to end from here, of no more tokens than are left where one is found."""
         if self._way is None:
-            self._way = self._search(matcher)
+            self._way = find_way(self._vocabulary, matcher, max(self._left, 1), self._ways)
             if self._way is not None:
                 self._remember(self._way)
         return self._way
-
-    def _search(self, matcher: LLMatcher) -> tuple[int, ...] | None:
-        if matcher.is_accepting():
-            return ()
-        for way in self._ways:
-            if is_completion(self._vocabulary, matcher, way):
-                return way
-        for effort in (QUICK, LONG):
-            found = find_completion(self._vocabulary, matcher, max(self._left, 1), effort)
-            if found is not None:
-                return found
-        return None
 
     def _finishable(self, matcher: LLMatcher, allowed: Iterable[int], way: tuple[int, ...]) -> list[int]:
         """The tokens after which a way is known that fits; each with its way in `_tried`."""
@@ -116,18 +104,12 @@ class Closing:
             after = matcher.deep_copy()
             if token_id in tried or not after.consume_token(token_id):
                 continue
-            found = self._search_after(after, left)
+            found = find_way(vocabulary, after, left, tuple(tried.values())[:1] + tuple(self._ways), (QUICK,))
             if found is not None:
                 tried[token_id] = found
                 self._remember(found)
         self._tried = tried
         return list(tried)
-
-    def _search_after(self, after: LLMatcher, left: int) -> tuple[int, ...] | None:
-        for way in self._ways:
-            if len(way) <= left and is_completion(self._vocabulary, after, way):
-                return way
-        return find_completion(self._vocabulary, after, left)
 
     def _remember(self, way: tuple[int, ...]) -> None:
         self._ways = [way, *(one for one in self._ways if one != way)][:_MAX_WAYS]

@@ -72,7 +72,7 @@ class GrammarCompiler:
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits | None = None) -> None:
         self._vocabulary = vocabulary
         self._limits = limits or GrammarLimits()
-        self._threads = ThreadPoolExecutor(self._limits.num_threads, thread_name_prefix="jpaged-grammar")
+        self._threads = _threads(self._limits)
         self._trials: SimpleQueue[TrialProcess] = SimpleQueue()
         self._processes = [TrialProcess(vocabulary.spec, self._limits) for _ in range(self._limits.num_threads)]
         for process in self._processes:
@@ -181,6 +181,20 @@ class GrammarCompiler:
             endings = endings_of(self._vocabulary, matcher, _MAX_COMPLETION_TOKENS)
         num_bytes = trial.num_bytes + 2 * len(source.grammar.encode())
         return CompiledGrammar(self._vocabulary, matcher, num_bytes, endings)
+
+
+def _threads(limits: GrammarLimits) -> ThreadPoolExecutor:
+    """Threads with twice the stack that a trial had; what Python gives them by itself is less on some systems."""
+    threads = ThreadPoolExecutor(limits.num_threads, thread_name_prefix="jpaged-grammar")
+    all_there = threading.Barrier(limits.num_threads + 1)
+    before = threading.stack_size(2 * limits.compile_stack_bytes)
+    try:
+        for _ in range(limits.num_threads):
+            threads.submit(all_there.wait)
+    finally:
+        threading.stack_size(before)
+    all_there.wait()
+    return threads
 
 
 def _closed() -> Unavailable:

@@ -2,8 +2,8 @@
 
 The library says which tokens may come, not how far the end is. A beam of states goes forward, a token a level: what is
 forced is jumped over, then the tokens that close something and the longest ones are tried. A token after which the same
-tokens may come as before leads nowhere, but for counts, and is put behind others. The first end found need not be the
-shortest there is; each that is found is a way to end, and that is what is relied on.
+tokens may come as somewhere before leads nowhere, but for counts, and is put behind others. The first end found need not
+be the shortest there is; each that is found is a way to end, and that is what is relied on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from jpaged.service.grammars.vocabulary import Vocabulary
 
 _NUM_CLOSERS = 8
 _NUM_LONGEST = 2
-_STANDSTILL = 3
-"""What a token costs that changes nothing of what may come."""
+_NUM_SINGLES = 100
+"""Of the tokens of one byte all."""
+_STANDSTILL, _AGAIN = 4, 1
+"""What a token costs after which the same tokens may come as before it, and as somewhere before.
+
+A bracket that closes (-2) and stands still may be in a text, where a quote (0) is better, or one of several that close,
+where it is better than another comma (3).
+"""
 _NUM_WALKS = 4
 _WALK_LEN = 24
 _NUM_SHORT = 64
@@ -31,7 +37,7 @@ class Effort:
 
     Attributes:
         width: states that are kept at each level.
-        num_states: states that are looked at, at most; one takes 0.1 ms, and ten times that of a large vocabulary.
+        num_states: tokens that are tried, about; one takes 50 us.
     """
 
     width: int
@@ -40,7 +46,7 @@ class Effort:
 
 QUICK = Effort(width=2, num_states=400)
 THOROUGH = Effort(width=8, num_states=3000)
-LONG = Effort(width=1, num_states=10_000)
+LONG = Effort(width=1, num_states=8_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +70,18 @@ class _Path:
     cost: int
     num_bytes: int
     mask: bytes
+    seen: frozenset[int] = frozenset()
 
 
 def find_completion(
-    vocabulary: Vocabulary, matcher: LLMatcher, limit: int, effort: Effort = QUICK
+    vocabulary: Vocabulary, matcher: LLMatcher, limit: int, effort: Effort, ways: Sequence[tuple[int, ...]] = ()
 ) -> tuple[int, ...] | None:
-    """Tokens, `limit` at most, after which the text may end; None where the search found none. Nothing moves."""
+    """Tokens, `limit` at most, after which the text may end; None where the search found none. Nothing moves.
+
+    Args:
+        ways: ways to end from elsewhere, whose last parts may lead to an end from here too. With some given, the first
+            way that is found is taken; else the shortest.
+    """
     best: tuple[int, ...] | None = None
     bound, left = limit, effort.num_states
     beam = [_Path(matcher.deep_copy(), (), 0, 0, b"")]
@@ -78,14 +90,19 @@ def find_completion(
         for path in beam:
             if not _jump(path, bound):
                 continue
-            if path.matcher.is_accepting():
-                best, bound = path.token_ids, len(path.token_ids) - 1
+            if (end := _end_of(vocabulary, path, bound, ways)) is not None:
+                best, bound = (*path.token_ids, *end), len(path.token_ids) + len(end) - 1
+                if ways:
+                    return best
             elif len(path.token_ids) < bound:
                 path.mask = path.mask or path.matcher.compute_bitmask()
+                path.seen |= {hash(path.mask)}
                 open_paths.setdefault((path.mask, len(path.token_ids)), path)
-                left -= 1
-        children = [child for path in open_paths.values() for child in _children(vocabulary, path)]
-        left -= len(children)
+        children: list[_Path] = []
+        for path in open_paths.values():
+            found, num_tried = _children(vocabulary, path)
+            children += found
+            left -= num_tried
         children.sort(key=lambda child: (child.cost, -child.num_bytes, child.token_ids))
         beam = children[: effort.width]
     return best
@@ -111,23 +128,59 @@ def endings_of(vocabulary: Vocabulary, matcher: LLMatcher, limit: int) -> Ending
     for _ in range(_NUM_WALKS):
         walk = matcher.deep_copy()
         for _ in range(_WALK_LEN):
-            walk.consume_tokens(walk.compute_ff_tokens())
-            if walk.is_stopped():
+            if not _wander(vocabulary, walk, rng):
                 break
-            allowed = _flags(vocabulary, walk.compute_bitmask())
-            allowed[list(vocabulary.eos_token_ids)] = False
-            ids = np.flatnonzero(allowed)
-            if rng.random() < 0.5:  # most tokens are words; what opens and closes is where endings differ
-                ids = vocabulary.closers_first_v[allowed[vocabulary.closers_first_v]][:_NUM_SHORT]
-            if not len(ids) or not walk.consume_token(int(rng.choice(ids))):
-                break
-            if not is_completion(vocabulary, walk, known):
-                found = find_completion(vocabulary, walk, limit) or find_completion(vocabulary, walk, limit, LONG)
-                if found is None:
-                    return Endings(shortest, None)
-                known = found
+            found = find_way(vocabulary, walk, limit, (known, shortest))
+            if found is None:
+                return Endings(shortest, None)
+            known = found
             longest = max(longest, len(known))
     return Endings(shortest, 2 * longest + 16)
+
+
+def find_way(
+    vocabulary: Vocabulary,
+    matcher: LLMatcher,
+    limit: int,
+    ways: Sequence[tuple[int, ...]],
+    efforts: Sequence[Effort] | None = None,
+) -> tuple[int, ...] | None:
+    """A way to end of `limit` tokens at most: one of those known, or another that is looked for."""
+    if matcher.is_accepting():
+        return ()
+    for way in ways:
+        if len(way) <= limit and is_completion(vocabulary, matcher, way):
+            return way
+    for effort in efforts or (QUICK, LONG):
+        if (found := find_completion(vocabulary, matcher, limit, effort, ways)) is not None:
+            return found
+    return None
+
+
+def _wander(vocabulary: Vocabulary, walk: LLMatcher, rng: np.random.Generator) -> bool:
+    """Go on by what is forced, and a token at random; False where the text is at its end."""
+    walk.consume_tokens(walk.compute_ff_tokens())
+    if walk.is_stopped():
+        return False
+    allowed = _flags(vocabulary, walk.compute_bitmask())
+    allowed[list(vocabulary.eos_token_ids)] = False
+    ids = np.flatnonzero(allowed)
+    if rng.random() < 0.5:  # most tokens are words; what opens and closes is where ways to end differ
+        ids = vocabulary.closers_first_v[allowed[vocabulary.closers_first_v]][:_NUM_SHORT]
+    return bool(len(ids)) and walk.consume_token(int(rng.choice(ids)))
+
+
+def _end_of(
+    vocabulary: Vocabulary, path: _Path, bound: int, ways: Sequence[tuple[int, ...]]
+) -> tuple[int, ...] | None:
+    """The last part of a way that ends the text from where a path is; an empty one where it may end there."""
+    if path.matcher.is_accepting():
+        return ()
+    for way in ways:
+        for start in range(max(0, len(path.token_ids) + len(way) - bound), len(way)):
+            if is_completion(vocabulary, path.matcher, way[start:]):
+                return way[start:]
+    return None
 
 
 def _jump(path: _Path, bound: int) -> bool:
@@ -142,30 +195,44 @@ def _jump(path: _Path, bound: int) -> bool:
     return True
 
 
-def _children(vocabulary: Vocabulary, path: _Path) -> list[_Path]:
-    """A path's next steps; of those after which the same may come, the one of most bytes."""
+def _children(vocabulary: Vocabulary, path: _Path) -> tuple[list[_Path], int]:
+    """A path's next steps, and how many tokens were tried; of those after which the same may come, the cheapest."""
+    allowed = _flags(vocabulary, path.mask)
+    allowed[list(vocabulary.eos_token_ids)] = False
     found: dict[bytes, _Path] = {}
-    for token_id in _candidates(vocabulary, path.mask):
-        matcher = path.matcher.deep_copy()
-        if not matcher.consume_token(token_id):
-            continue
-        # Where something is forced, it is jumped over before the mask is wanted.
-        mask = b"" if matcher.is_stopped() or matcher.compute_ff_tokens() else matcher.compute_bitmask()
-        cost = path.cost + int(vocabulary.openness_v[token_id]) + _STANDSTILL * (mask == path.mask)
-        num_bytes = path.num_bytes + int(vocabulary.byte_lens_v[token_id])
-        child = _Path(matcher, (*path.token_ids, token_id), cost, num_bytes, mask)
-        other = found.get(mask) if mask else None
-        if other is None or (cost, -num_bytes) < (other.cost, -other.num_bytes):
-            found[mask or bytes([token_id % 256, len(found) % 256])] = child
-    return list(found.values())
+    num_tried = 0
+    order_v = vocabulary.closers_first_v
+    closers = order_v[allowed[order_v]][:_NUM_SINGLES].tolist()
+    longest = vocabulary.longest_first_v[allowed[vocabulary.longest_first_v]][:_NUM_LONGEST].tolist()
+    for token_ids in ((*closers[:_NUM_CLOSERS], *longest), closers[_NUM_CLOSERS:]):
+        for token_id in token_ids:
+            num_tried += 1
+            child = _child(vocabulary, path, token_id)
+            if child is None:
+                continue
+            key = child.mask or token_id.to_bytes(4, "little")
+            other = found.get(key)
+            if other is None or (child.cost, -child.num_bytes) < (other.cost, -other.num_bytes):
+                found[key] = child
+        if any(hash(mask) not in path.seen for mask in found):
+            break  # else no token was there that leads anywhere, as in an address before its @: others are tried
+    return list(found.values()), num_tried
 
 
-def _candidates(vocabulary: Vocabulary, mask: bytes) -> list[int]:
-    allowed = _flags(vocabulary, mask)
-    found: dict[int, None] = {}
-    for order_v, count in ((vocabulary.closers_first_v, _NUM_CLOSERS), (vocabulary.longest_first_v, _NUM_LONGEST)):
-        found.update(dict.fromkeys(order_v[allowed[order_v]][:count].tolist()))
-    return [token_id for token_id in found if token_id not in vocabulary.eos_token_ids]
+def _child(vocabulary: Vocabulary, path: _Path, token_id: int) -> _Path | None:
+    matcher = path.matcher.deep_copy()
+    if not matcher.consume_token(token_id):
+        return None
+    # Where something is forced, it is jumped over before the mask is wanted.
+    mask = b"" if matcher.is_stopped() or matcher.compute_ff_tokens() else matcher.compute_bitmask()
+    cost = int(vocabulary.openness_v[token_id])
+    if mask == path.mask:
+        cost += _STANDSTILL
+    elif hash(mask) in path.seen:
+        cost += _AGAIN
+    cost += path.cost
+    num_bytes = path.num_bytes + int(vocabulary.byte_lens_v[token_id])
+    return _Path(matcher, (*path.token_ids, token_id), cost, num_bytes, mask, path.seen)
 
 
 def _flags(vocabulary: Vocabulary, mask: bytes) -> np.ndarray:

@@ -14,7 +14,8 @@ class GrammarLimits:
     Attributes:
         cpu_s: processor time of one compile; a schema of 100 properties takes 10 ms.
         memory_bytes: what one compile may take.
-        stack_bytes: the stack of a trial, smaller than that of any thread that works with the grammar later.
+        compile_stack_bytes: the stack of a trial's compile, half of what the compiler's own threads have.
+        mask_stack_bytes: the stack of a trial's mask, half of what the library's threads have, which fill masks later.
         max_depth: values in values of a schema; the library's own reader stops at 128.
         max_waiting: compiles that wait or run; one more is refused.
         num_threads: compiles at a time, each with a process that tries first.
@@ -24,7 +25,8 @@ class GrammarLimits:
 
     cpu_s: float = 3.0
     memory_bytes: int = 256 << 20
-    stack_bytes: int = 1 << 20
+    compile_stack_bytes: int = 8 << 20
+    mask_stack_bytes: int = 1 << 20
     max_depth: int = 64
     max_waiting: int = 256
     num_threads: int = 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher
@@ -30,11 +31,11 @@ class Source:
 
     Attributes:
         grammar: Lark, or the library's own form.
-        schema: the schema that the grammar is made of, where it is one.
+        schemas: the schemas in it, each with where it is in what the caller wrote, as a JSON pointer.
     """
 
     grammar: str
-    schema: Schema | None = None
+    schemas: tuple[tuple[str, Schema], ...] = ()
 
 
 def source_of(outputs: StructuredOutputs, limits: GrammarLimits) -> Source:
@@ -47,7 +48,7 @@ def source_of(outputs: StructuredOutputs, limits: GrammarLimits) -> Source:
     match outputs.kind:
         case Kind.JSON:
             schema = schema_of(field, read_json(field, str(outputs.json), limits.max_depth), outputs)
-            return Source(_of_schema(schema), schema)
+            return Source(_of_schema(schema), (("", schema),))
         case Kind.JSON_OBJECT:
             return Source(_of_schema(schema_of(field, {"type": "object"}, outputs)))
         case Kind.REGEX:
@@ -59,8 +60,8 @@ def source_of(outputs: StructuredOutputs, limits: GrammarLimits) -> Source:
             return Source(_lark(field, str(outputs.grammar)))
         case Kind.STRUCTURAL_TAG:
             value = read_json(field, str(outputs.structural_tag), limits.max_depth)
-            writer = StructuralTagWriter(field, lambda at, schema: schema_of(f"{field} at {at}", schema, outputs))
-            return Source(writer.lark(value))
+            found: list[tuple[str, Schema]] = []
+            return Source(StructuralTagWriter(field, partial(_part_of_tag, outputs, found)).lark(value), tuple(found))
 
 
 def refusal(outputs: StructuredOutputs, source: Source, error: str, try_: Callable[[str], str | None]) -> InvalidArgument:
@@ -71,24 +72,31 @@ def refusal(outputs: StructuredOutputs, source: Source, error: str, try_: Callab
         try_: what it says of another.
     """
     place, problem = "", error
-    if found := _REGEX_PLACE.search(error):
-        problem = found[3]
-        if outputs.kind is Kind.REGEX:
-            place = f"character {_position(str(outputs.regex), len(found[2]))}"
-        else:
-            problem = f"the regular expression {found[1]!r}: {problem}"
-    elif outputs.kind in (Kind.GRAMMAR, Kind.REGEX, Kind.CHOICE, Kind.STRUCTURAL_TAG):
-        found = _LARK_PLACE.match(error)
+    for pointer, schema in source.schemas:
+        found = error if len(source.schemas) == 1 and not pointer else try_(_of_schema(schema))
         if found is not None:
-            problem = found[3].partition("\n")[0]
-            is_own = outputs.kind is Kind.GRAMMAR and not is_ebnf(str(outputs.grammar))
-            place = f"line {found[1]}, column {found[2]}" if is_own else ""
-    if source.schema is not None:
-        place = place_of(source.schema, error, lambda schema: try_(_of_schema(schema))) or "/"
+            problem = found
+            place = pointer + place_of(schema, found, lambda schema: try_(_of_schema(schema))) or "/"
+            break
+    if regex := _REGEX_PLACE.search(problem):
+        problem = f"the regular expression {regex[1]!r}: {regex[3]}"
+        if outputs.kind is Kind.REGEX:
+            place, problem = f"character {_position(str(outputs.regex), len(regex[2]))}", regex[3]
+    elif not place and (lark := _LARK_PLACE.match(problem)):
+        problem = lark[3].partition("\n")[0]
+        is_own = outputs.kind is Kind.GRAMMAR and not is_ebnf(str(outputs.grammar))
+        place = f"line {lark[1]}, column {lark[2]}" if is_own else ""
     if keys := _UNKNOWN_KEYS.match(problem):
         problem = f"not supported: {keys[1]}"
     problem = problem.partition("; following special tokens")[0][:_MAX_SHOWN]
     return InvalidArgument(outputs.field, f"at {place}: {problem}" if place else problem)
+
+
+def _part_of_tag(outputs: StructuredOutputs, found: list[tuple[str, Schema]], at: str, value: Any) -> Schema:
+    """A schema of a structural tag; keeps where it is."""
+    schema = schema_of(f"{outputs.field} at {at}", value, outputs)
+    found.append((at, schema))
+    return schema
 
 
 def _of_schema(schema: Schema) -> str:

@@ -39,6 +39,7 @@ class StructuralTagWriter:
     name: str
     schema_of: Callable[[str, Any], Mapping[str, Any]]
     _lines: list[str] = field(default_factory=list)
+    _is_older: bool = False
 
     def lark(self, value: Any) -> str:
         """The whole grammar.
@@ -46,7 +47,8 @@ class StructuralTagWriter:
         Raises:
             InvalidArgument: names the place as a JSON pointer.
         """
-        if isinstance(value, dict) and "structures" in value:
+        self._is_older = isinstance(value, dict) and "structures" in value
+        if self._is_older:
             body = self._write(_from_structures(self, value), "", ())
         else:
             wanted = _object(self, value, "", {"format"}, {"type"})
@@ -95,7 +97,7 @@ class StructuralTagWriter:
         wanted = _object(self, value, at, {"type", "json_schema"}, {"style"})
         if wanted.get("style", "json") != "json":
             raise self.wrong(f"{at}/style", f"{wanted['style']!r} is not supported: must be 'json'")
-        schema = self.schema_of(f"{at}/json_schema", wanted["json_schema"])
+        schema = self.schema_of(self._place(f"{at}/json_schema"), wanted["json_schema"])
         return self._rule(f"%json {json_text.dumps(schema)}")
 
     def _write_regex(self, value: Any, at: str) -> str:
@@ -208,7 +210,13 @@ class StructuralTagWriter:
 
     def wrong(self, at: str, problem: str) -> InvalidArgument:
         """The error that names a place."""
-        return InvalidArgument(self.name, f"at {at or '/'}: {problem}")
+        return InvalidArgument(self.name, f"at {self._place(at) or '/'}: {problem}")
+
+    def _place(self, at: str) -> str:
+        """A place in what the caller wrote, which the older form has under other names."""
+        if not self._is_older:
+            return at
+        return re.sub(r"^/tags/(\d+)", r"/structures/\1", at).replace("/content/json_schema", "/schema")
 
 
 def _from_structures(writer: StructuralTagWriter, value: Any) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def _answer(vocabulary: Vocabulary, question: dict[str, Any]) -> dict[str, Any]:
     if process == 0:
         with contextlib.suppress(BaseException):
             os.close(reader)
-            answer = _limited(question, lambda: _compile(vocabulary, question["grammar"]))
+            answer = _limited(question, vocabulary)
             with open(writer, "wb") as pipe:
                 pipe.write(json_text.dumps(answer).encode())
         os._exit(0)
@@ -89,8 +89,8 @@ def _answer(vocabulary: Vocabulary, question: dict[str, Any]) -> dict[str, Any]:
     return {"error": _last_words(os.waitstatus_to_exitcode(status), question), "num_bytes": 0}
 
 
-def _limited(question: dict[str, Any], run: Callable[[], str]) -> dict[str, Any]:
-    """What `run` says, on a thread with a small stack; the process ends where it passes a limit."""
+def _limited(question: dict[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
+    """Compile, and fill a mask, on threads with small stacks; the process ends where it passes a limit."""
     before = _pages()
     if before is not None:
         size = before[0] + question["memory_bytes"]
@@ -99,21 +99,25 @@ def _limited(question: dict[str, Any], run: Callable[[], str]) -> dict[str, Any]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.close(2)  # the library's last words are told as ours
     signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # the signal's default action ends the process
-    said: list[str] = []
-    threading.stack_size(question["stack_bytes"])
+    tokenizer, grammar = vocabulary.tokenizer, question["grammar"]
+    matcher = _on_thread(
+        question["compile_stack_bytes"],
+        lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=library_limits()),
+    )
+    if not matcher.is_error():
+        _on_thread(question["mask_stack_bytes"], matcher.compute_bitmask)
+    after = _pages()
+    grown = 0 if before is None or after is None else max(0, after[1] - before[1])
+    return {"error": _condensed(matcher.get_error()) or None, "num_bytes": grown}
+
+
+def _on_thread(stack_bytes: int, run: Callable[[], Any]) -> Any:
+    said: list[Any] = []
+    threading.stack_size(stack_bytes)
     thread = threading.Thread(target=lambda: said.append(run()))
     thread.start()
     thread.join()
-    after = _pages()
-    grown = 0 if before is None or after is None else max(0, after[1] - before[1])
-    return {"error": said[0] or None, "num_bytes": grown}
-
-
-def _compile(vocabulary: Vocabulary, grammar: str) -> str:
-    matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=library_limits())
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    return _condensed(matcher.get_error())
+    return said[0]
 
 
 def _condensed(error: str) -> str:
@@ -133,5 +137,5 @@ def _last_words(code: int, question: dict[str, Any]) -> str:
     if code == -signal.SIGPROF:
         return f"it takes over {question['cpu_s']:g} s of processor time to compile"
     if code in (-signal.SIGSEGV, -signal.SIGBUS):
-        return "it is nested too deep for the compiler"
+        return "it is too large for the compiler, or nested too deep"
     return f"it takes over {question['memory_bytes'] >> 20} MiB of memory to compile"

@@ -55,7 +55,8 @@ class TrialProcess:
             "grammar": grammar,
             "cpu_s": limits.cpu_s,
             "memory_bytes": limits.memory_bytes,
-            "stack_bytes": limits.stack_bytes,
+            "compile_stack_bytes": limits.compile_stack_bytes,
+            "mask_stack_bytes": limits.mask_stack_bytes,
         }
         with self._lock:
             try:

@@ -15,7 +15,6 @@ from jpaged.errors import Unsupported
 from jpaged.service.hf_tokenizer import HuggingFaceTokenizer
 
 _CLOSING = frozenset(b'"}]:')
-_OPENING = frozenset(b"{[(<,")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ class Vocabulary:
 
     @cached_property
     def openness_v(self) -> NDArray[np.int32]:
-        """How little a token leads to an end, roughly, int32 `[V]`: 0 of those that close something."""
+        """How little a token leads to an end, roughly, int32 `[V]`: least of those that close brackets."""
         return np.array([_openness(part) for part in self._bytes_v], np.int32)
 
     @cached_property
@@ -140,8 +139,9 @@ def _read(spec: VocabularySpec) -> LLTokenizer:
 def _openness(part: bytes) -> int:
     if not part:
         return 100
+    closing, opening = sum(byte in b"}]" for byte in part), sum(byte in b"{[(<," for byte in part)
     if all(byte in _CLOSING for byte in part):
-        return 0
+        return -2 * min(closing, 1)
     if part.isspace():
         return 3
-    return 1 + sum(byte in _OPENING for byte in part)
+    return 1 + 2 * opening - closing
