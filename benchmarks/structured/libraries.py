@@ -44,11 +44,14 @@ class Library(Protocol):
 class _LlguidanceMatcher:
     inner: Any
     mask_w: np.ndarray
+    eos_token_id: int
 
     def fill(self) -> None:
         self.inner.unsafe_compute_mask_ptr(self.mask_w.ctypes.data, self.mask_w.nbytes)
 
     def accept(self, token_id: int) -> bool:
+        if token_id == self.eos_token_id:
+            return bool(self.inner.is_accepting())
         return bool(self.inner.try_consume_tokens([token_id]))
 
 
@@ -59,6 +62,7 @@ class Llguidance:
         from llguidance import LLTokenizer
 
         self._tokenizer = LLTokenizer(tokens.tokenizer_json, n_vocab=tokens.vocab_size, eos_token=tokens.eos_token_id)
+        self._eos_token_id = tokens.eos_token_id
         self._num_words = (tokens.vocab_size + 31) // 32
 
     def compile(self, kind: str, text: str) -> Any:
@@ -71,7 +75,7 @@ class Llguidance:
         return matcher
 
     def start(self, compiled: Any) -> Matcher:
-        return _LlguidanceMatcher(compiled.deep_copy(), np.zeros(self._num_words, np.int32))
+        return _LlguidanceMatcher(compiled.deep_copy(), np.zeros(self._num_words, np.int32), self._eos_token_id)
 
 
 @dataclass

@@ -21,12 +21,12 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from jpaged.service.grammars.completions import QUICK, Endings, find_way, is_completion
+from jpaged.service.grammars.completions import BRIEF, Endings, find_way, is_completion
 from jpaged.service.grammars.vocabulary import Vocabulary, allowed_ids
 
 _MAX_TRIED = 1024
 """Tokens that are tried with known ways, those of low ids, which are the frequent ones: 5 ms."""
-_MAX_SEARCHED = 8
+_MAX_SEARCHED = 4
 _MAX_WAYS = 4
 
 
@@ -104,7 +104,7 @@ class Closing:
             after = matcher.deep_copy()
             if token_id in tried or not after.consume_token(token_id):
                 continue
-            found = find_way(vocabulary, after, left, tuple(tried.values())[:1] + tuple(self._ways), (QUICK,))
+            found = find_way(vocabulary, after, left, tuple(tried.values())[:1] + tuple(self._ways), (BRIEF,))
             if found is not None:
                 tried[token_id] = found
                 self._remember(found)

@@ -8,6 +8,7 @@ be the shortest there is; each that is found is a way to end, and that is what i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,9 +27,9 @@ _STANDSTILL, _AGAIN = 4, 1
 A bracket that closes (-2) and stands still may be in a text, where a quote (0) is better, or one of several that close,
 where it is better than another comma (3).
 """
-_NUM_WALKS = 4
-_WALK_LEN = 24
-_NUM_SHORT = 64
+_NUM_PLACES = 96
+"""Places, no two of which let the same tokens come, from which an end is looked for."""
+_MIN_REACH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Effort:
     num_states: int
 
 
+BRIEF = Effort(width=1, num_states=150)
 QUICK = Effort(width=2, num_states=400)
 THOROUGH = Effort(width=8, num_states=3000)
 LONG = Effort(width=1, num_states=8_000)
@@ -115,7 +117,7 @@ def is_completion(vocabulary: Vocabulary, matcher: LLMatcher, token_ids: Sequenc
 
 
 def endings_of(vocabulary: Vocabulary, matcher: LLMatcher, limit: int) -> Endings:
-    """Look for ways to end from the beginning, and from a hundred places that a model might come to."""
+    """Look for ways to end from the beginning, and from the first places, going on from there, where others may come."""
     shortest = find_completion(vocabulary, matcher, limit, LONG)
     if shortest is None:
         shortest = find_completion(vocabulary, matcher, limit, THOROUGH)
@@ -123,19 +125,24 @@ def endings_of(vocabulary: Vocabulary, matcher: LLMatcher, limit: int) -> Ending
         shortest = find_completion(vocabulary, matcher, len(shortest) - 1, THOROUGH) or shortest
     if shortest is None:
         return Endings(None, None)
-    rng = np.random.default_rng(0)
     longest, known = len(shortest), shortest
-    for _ in range(_NUM_WALKS):
-        walk = matcher.deep_copy()
-        for _ in range(_WALK_LEN):
-            if not _wander(vocabulary, walk, rng):
-                break
-            found = find_way(vocabulary, walk, limit, (known, shortest))
-            if found is None:
-                return Endings(shortest, None)
-            known = found
-            longest = max(longest, len(known))
-    return Endings(shortest, 2 * longest + 16)
+    left = deque([_Path(matcher.deep_copy(), (), 0, 0, b"")])
+    seen: set[bytes] = set()
+    while left and len(seen) < _NUM_PLACES:
+        path = left.popleft()
+        if not _jump(path, limit) or path.matcher.is_stopped():
+            continue
+        path.mask = path.mask or path.matcher.compute_bitmask()
+        if path.mask in seen:
+            continue
+        seen.add(path.mask)
+        found = find_way(vocabulary, path.matcher, limit, (known, shortest))
+        if found is None:
+            return Endings(shortest, None)
+        known = found
+        longest = max(longest, len(found))
+        left.extend(_children(vocabulary, path)[0])
+    return Endings(shortest, max(_MIN_REACH, 2 * longest))
 
 
 def find_way(
@@ -155,19 +162,6 @@ def find_way(
         if (found := find_completion(vocabulary, matcher, limit, effort, ways)) is not None:
             return found
     return None
-
-
-def _wander(vocabulary: Vocabulary, walk: LLMatcher, rng: np.random.Generator) -> bool:
-    """Go on by what is forced, and a token at random; False where the text is at its end."""
-    walk.consume_tokens(walk.compute_ff_tokens())
-    if walk.is_stopped():
-        return False
-    allowed = _flags(vocabulary, walk.compute_bitmask())
-    allowed[list(vocabulary.eos_token_ids)] = False
-    ids = np.flatnonzero(allowed)
-    if rng.random() < 0.5:  # most tokens are words; what opens and closes is where ways to end differ
-        ids = vocabulary.closers_first_v[allowed[vocabulary.closers_first_v]][:_NUM_SHORT]
-    return bool(len(ids)) and walk.consume_token(int(rng.choice(ids)))
 
 
 def _end_of(

@@ -55,6 +55,8 @@ class LlguidanceState:
             self._closing.narrow(self.matcher, mask_w)
 
     def accept(self, token_id: int) -> bool:
+        if self.has_ended:
+            return token_id in self.vocabulary.eos_token_ids
         if self.matcher.try_consume_tokens([token_id]) != 1:
             return False
         if self._closing is not None:
@@ -68,6 +70,9 @@ class LlguidanceState:
         return list(self.matcher.compute_ff_tokens() if way is None else way)[:limit]
 
     def num_accepted(self, token_ids: Sequence[int]) -> int:
+        if self.has_ended:
+            ends = self.vocabulary.eos_token_ids
+            return next((i for i, token_id in enumerate(token_ids) if token_id not in ends), len(token_ids))
         count = int(self.matcher.validate_tokens(list(token_ids)))
         if self._closing is None:
             return count
