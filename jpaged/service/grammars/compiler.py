@@ -77,7 +77,7 @@ class GrammarCompiler:
         self._processes = [TrialProcess(vocabulary.spec, self._limits) for _ in range(self._limits.num_threads)]
         for process in self._processes:
             self._trials.put(process)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # whoever waits for a result may ask for another when it is there
         self._found: OrderedDict[tuple[Any, ...], Future[CompiledGrammar]] = OrderedDict()
         self._num_bytes = 0
         self._num_waiting = 0
@@ -142,15 +142,15 @@ class GrammarCompiler:
             error = found
         with self._lock:
             self._num_waiting -= 1
+            if grammar is not None:
+                result.set_result(grammar)
+            else:
+                result.set_exception(error)
             if error is not None and not isinstance(error, InvalidArgument):
                 self._found.pop(key, None)  # a process that died says nothing of the grammar
             else:
                 self._num_bytes += _REFUSAL_BYTES if grammar is None else grammar.num_bytes
                 self._evict()
-        if grammar is None:
-            result.set_exception(error)
-        else:
-            result.set_result(grammar)
 
     def _evict(self) -> None:
         """Forget those that were asked for longest ago, down to the bounds; what is under way stays."""

@@ -122,6 +122,8 @@ def _on_thread(stack_bytes: int, run: Callable[[], Any]) -> Any:
 
 def _condensed(error: str) -> str:
     """An error without what a panic knows of the library's inside."""
+    if error.startswith("NoExtension"):
+        return "no text fits it"
     return error.partition("\n<")[0] if not error.startswith(_PANIC) else "it is too large for the compiler"
 
 
