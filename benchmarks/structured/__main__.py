@@ -19,7 +19,9 @@ from benchmarks.structured.timing import WORKLOADS, measure
 
 def main() -> None:
     """Print a line a measurement, and keep them in results/structured.json and docs/structured.md."""
-    parser = argparse.ArgumentParser(description="Grammar libraries: compiles, masks, and what of JSON Schema is right.")
+    parser = argparse.ArgumentParser(
+        description="Grammar libraries: compiles, masks, and what of JSON Schema is right."
+    )
     parser.add_argument("--suite", type=Path, required=True, help="the source package of jsonschema (.tar.gz)")
     parser.add_argument("--num-rounds", type=int, default=20, help="compiles and texts of each kind")
     arguments = parser.parse_args()

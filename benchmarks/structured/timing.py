@@ -58,7 +58,11 @@ WORKLOADS: dict[str, tuple[str, str, str]] = {
     "person": ("json", json.dumps(_PERSON), _PERSON_TEXT),
     "100 properties": ("json", json.dumps(_WIDE), _WIDE_TEXT),
     "any object": ("json", '{"type":"object"}', _ANY_TEXT),
-    "regex": ("regex", r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z [a-zA-Z ]{1,60}", "2026-01-31T12:00:00Z the little dog ran"),
+    "regex": (
+        "regex",
+        r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z [a-zA-Z ]{1,60}",
+        "2026-01-31T12:00:00Z the little dog ran",
+    ),
     "choice of 100": ("choice", json.dumps([f"category number {i}" for i in range(100)]), "category number 42"),
     "EBNF": ("ebnf", _EBNF, "SELECT name, age FROM people WHERE id = 12"),
 }

@@ -1,4 +1,4 @@
-"""The packaged model's tokens, and 128,000 made of them: pairs of tokens are joined, as byte-pair encoding joins them."""
+"""The packaged model's tokens, and 128,000 made of them: pairs are joined, as byte-pair encoding joins them."""
 
 from __future__ import annotations
 

@@ -52,9 +52,10 @@ class StructuredOutputs:
         structural_tag: free text with constrained parts, as JSON.
         whitespace_pattern: a regular expression of the whitespace that may stand between parts of JSON.
         disable_any_whitespace: JSON comes without whitespace between its parts.
-        disable_additional_properties: objects whose schema names properties, and says nothing of others, have no others.
-        always_complete: the text is whole when `max_tokens` are used up, too: where few are left, only what can still be
-            finished in time is allowed.
+        disable_additional_properties: objects whose schema names properties, and says nothing of others, have no
+            others.
+        always_complete: the text is whole when `max_tokens` are used up, too: where few are left, only what can still
+            be finished in time is allowed.
     """
 
     json: str | bool | Mapping[str, Any] | None = None

@@ -1,9 +1,11 @@
-"""What the engine relies on of a grammar's state: jumps change no token, proposals are told, copies go their own way."""
+"""What the engine relies on: jumps change no token, proposals are told, copies of a state go their own way."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jpaged.engine.grammar import Grammar, GrammarMasks
+from jpaged.engine.grammar import Grammar, GrammarMasks, GrammarState
 from jpaged.service.grammars.compiler import GrammarCompiler, compile_now
 from jpaged.service.grammars.masks import LlguidanceMasks
 from jpaged.structured import StructuredOutputs
@@ -16,7 +18,7 @@ PERSON = {
     "required": ["name", "color"],
     "additionalProperties": False,
 }
-FORCING = [
+FORCING: list[dict[str, Any]] = [
     {"json": PERSON},
     {"json": PERSON, "disable_any_whitespace": True},
     {"regex": r"the (little|large) (dog|cat) said: [a-z ]{0,9}\."},
@@ -43,7 +45,8 @@ def ids(text):
 
 def assert_jumps_change_no_token(grammar, rng):
     """Walk a token at a time, and hold every jump against the masks that the walk sees."""
-    state, promised, num_jumped = grammar.start(), [], 0
+    state, num_jumped = grammar.start(), 0
+    promised: list[int] = []
     for _ in range(80):
         choices = allowed(state)
         if not promised:
@@ -148,7 +151,7 @@ def test_masks_of_a_batch_are_those_of_its_rows(compiler, num_threads):
     states[0].accept(ids("{")[0])
     closing = grammar_of(compiler, regex="[a-z]*").start()
     closing.closing(0)
-    rows = [states[0], None, *states[1:], None, closing]
+    rows: list[GrammarState | None] = [states[0], None, *states[1:], None, closing]
     mask_rw = np.full((len(rows), masks.num_words), 7, np.int32)
     masks.fill(rows, mask_rw)
     for row, state in enumerate(rows):

@@ -1,8 +1,8 @@
 """Constraints -> grammars, off the event loop, each compiled once.
 
-    compile(outputs) ──> cache? ──> a thread: source -> trial in a child -> the same compile here -> ways to end
-                          │
-                          └── the same constraint, asked for meanwhile, waits for the one compile
+compile(outputs) ──> cache? ──> a thread: source -> trial in a child -> the same compile here -> ways to end
+                      │
+                      └── the same constraint, asked for meanwhile, waits for the one compile
 """
 
 from __future__ import annotations

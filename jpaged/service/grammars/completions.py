@@ -2,8 +2,8 @@
 
 The library says which tokens may come, not how far the end is. A beam of states goes forward, a token a level: what is
 forced is jumped over, then the tokens that close something and the longest ones are tried. A token after which the same
-tokens may come as somewhere before leads nowhere, but for counts, and is put behind others. The first end found need not
-be the shortest there is; each that is found is a way to end, and that is what is relied on.
+tokens may come as somewhere before leads nowhere, but for counts, and is put behind others. The first end found need
+not be the shortest there is; each that is found is a way to end, and that is what is relied on.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def is_completion(vocabulary: Vocabulary, matcher: LLMatcher, token_ids: Sequenc
 
 
 def endings_of(vocabulary: Vocabulary, matcher: LLMatcher, limit: int) -> Endings:
-    """Look for ways to end from the beginning, and from the first places, going on from there, where others may come."""
+    """Look for ways to end from the beginning, and from the first places that a text may come to."""
     shortest = find_completion(vocabulary, matcher, limit, LONG)
     if shortest is None:
         shortest = find_completion(vocabulary, matcher, limit, THOROUGH)
@@ -164,9 +164,7 @@ def find_way(
     return None
 
 
-def _end_of(
-    vocabulary: Vocabulary, path: _Path, bound: int, ways: Sequence[tuple[int, ...]]
-) -> tuple[int, ...] | None:
+def _end_of(vocabulary: Vocabulary, path: _Path, bound: int, ways: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     """The last part of a way that ends the text from where a path is; an empty one where it may end there."""
     if path.matcher.is_accepting():
         return ()

@@ -12,7 +12,6 @@ cannot give back characters to what follows it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jpaged import json_text
@@ -395,9 +394,8 @@ def _terminals(rules: dict[str, _Node]) -> set[str]:
     open_needs = {name: len(used) for name, used in needs.items()}
     ready = [name for name, count in open_needs.items() if count == 0]
     found: set[str] = set()
-    take: Callable[[], str] = ready.pop
     while ready:
-        name = take()
+        name = ready.pop()
         found.add(name)
         for user in users[name]:
             open_needs[user] -= 1

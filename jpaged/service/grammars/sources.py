@@ -64,7 +64,9 @@ def source_of(outputs: StructuredOutputs, limits: GrammarLimits) -> Source:
             return Source(StructuralTagWriter(field, partial(_part_of_tag, outputs, found)).lark(value), tuple(found))
 
 
-def refusal(outputs: StructuredOutputs, source: Source, error: str, try_: Callable[[str], str | None]) -> InvalidArgument:
+def refusal(
+    outputs: StructuredOutputs, source: Source, error: str, try_: Callable[[str], str | None]
+) -> InvalidArgument:
     """The error that tells what is wrong with a constraint, and where.
 
     Args:

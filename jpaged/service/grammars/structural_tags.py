@@ -189,7 +189,9 @@ class StructuralTagWriter:
         if first is None:
             first = _literal(_text(self, begin, f"{at}/begin")[skip:])
         if isinstance(end, dict):
-            return _sequence([first, self._ended(wanted["content"], f"{at}/content"), self._write(end, f"{at}/end", ())])
+            return _sequence(
+                [first, self._ended(wanted["content"], f"{at}/content"), self._write(end, f"{at}/end", ())]
+            )
         ends = [_text(self, one, f"{at}/end", may_be_empty=True) for one in (end if isinstance(end, list) else [end])]
         if _is_endless(wanted["content"]) and not all(ends):
             raise self.wrong(f"{at}/end", "must not be empty where the content has no end of its own")
@@ -243,7 +245,9 @@ def _tags_of(writer: StructuralTagWriter, value: Any, at: str, needed: set[str])
 
 def slashes_escaped(pattern: str) -> str:
     """A regular expression as it may stand between slashes."""
-    return re.sub(r"\\.|/|\n", lambda found: {"/": "\\/", "\n": "\\n"}.get(found[0], found[0]), pattern, flags=re.DOTALL)
+    return re.sub(
+        r"\\.|/|\n", lambda found: {"/": "\\/", "\n": "\\n"}.get(found[0], found[0]), pattern, flags=re.DOTALL
+    )
 
 
 def _is_endless(value: Any) -> bool:
@@ -288,4 +292,3 @@ def _alternatives(texts: Sequence[str]) -> str:
 
 def _sequence(parts: Sequence[str]) -> str:
     return " ".join(part for part in parts if part) or _EMPTY
-

@@ -107,7 +107,7 @@ class Vocabulary:
 
     @cached_property
     def closers_first_v(self) -> NDArray[np.int64]:
-        """Ids in the order in which they are likely to lead to an end soon, int64 `[V]`: short and closing ones first."""
+        """Ids in the order in which they are likely to lead to an end, int64 `[V]`: closing and short ones first."""
         return np.lexsort((self.byte_lens_v, self.openness_v))
 
     @cached_property

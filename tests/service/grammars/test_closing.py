@@ -58,7 +58,7 @@ def test_two_hundred_random_schemas_are_met_with_hardly_enough_tokens(compiler):
         {"regex": r"(\d{3}-){2,5}[a-z ]{4,40}"},
         {"choice": ["a", "a long text of many words", "b"]},
         {"grammar": EXPRESSION},
-        {"grammar": "start: (WORD | call)*\ncall: \"<\" call \">\" | /[0-9]{9}/\nWORD: /[a-z]+/"},
+        {"grammar": 'start: (WORD | call)*\ncall: "<" call ">" | /[0-9]{9}/\nWORD: /[a-z]+/'},
         {
             "structural_tag": {
                 "structures": [{"begin": "<f>", "schema": {"required": ["a", "b"]}, "end": "</f>"}],

@@ -52,7 +52,11 @@ def test_values_become_text_that_keeps_their_order():
         ({"json_object": 1}, "structured_outputs.json_object", "true or false"),
         ({"regex": "a", "always_complete": "yes"}, "structured_outputs.always_complete", "true or false"),
         ({"regex": "a", "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern", "no part in regex"),
-        ({"regex": "a", "disable_any_whitespace": True}, "structured_outputs.disable_any_whitespace", "no part in regex"),
+        (
+            {"regex": "a", "disable_any_whitespace": True},
+            "structured_outputs.disable_any_whitespace",
+            "no part in regex",
+        ),
         (
             {"json": "{}", "whitespace_pattern": " ", "disable_any_whitespace": True},
             "structured_outputs.whitespace_pattern",
@@ -77,5 +81,7 @@ def test_a_value_of_nothing_but_depth_is_refused():
 
 
 def test_constraints_need_no_library():
-    program = "import sys; sys.modules['llguidance'] = None; import jpaged.structured as s; s.StructuredOutputs(regex='a')"
+    program = (
+        "import sys; sys.modules['llguidance'] = None; import jpaged.structured as s; s.StructuredOutputs(regex='a')"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)

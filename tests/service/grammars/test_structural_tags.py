@@ -72,7 +72,10 @@ LISTS = ["", A, f"{A},{B}", f"x{A}"]
         (sequence({"type": "regex", "pattern": "a/b"}, HI), ["a/bhi"], "1"),
         (
             {
-                "structures": [{"begin": "<f>", "schema": CALL, "end": "</f>"}, {"begin": "<g", "schema": {}, "end": ""}],
+                "structures": [
+                    {"begin": "<f>", "schema": CALL, "end": "</f>"},
+                    {"begin": "<g", "schema": {}, "end": ""},
+                ],
                 "triggers": ["<f", "<g"],
             },
             ["text", 'a<f>{"a":1}</f>b<g[1]', "<f>{}</f>", "<fo"],
@@ -86,7 +89,9 @@ def test_texts_are_those_of_the_tag(compiler, form, texts, expected):
 
 
 def test_options_of_json_hold_in_tags(compiler):
-    grammar = compiled(compiler, tag("<t>", {"type": "json_schema", "json_schema": CALL}, ""), disable_any_whitespace=True)
+    grammar = compiled(
+        compiler, tag("<t>", {"type": "json_schema", "json_schema": CALL}, ""), disable_any_whitespace=True
+    )
     assert accepts(grammar, '<t>{"a":1}')
     assert not accepts(grammar, '<t>{"a": 1}')
 
@@ -108,7 +113,11 @@ def test_a_special_token_is_named_by_its_text_or_id(compiler):
         ({"type": "const_string", "value": ""}, "/format/value", "not empty"),
         ({"type": "any_text", "max_tokens": 5}, "/format/max_tokens", "is not supported"),
         ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "/format/style", "must be 'json'"),
-        ({"type": "json_schema", "json_schema": {"items": {"not": {}}}}, "/format/json_schema/items", 'supported: "not"'),
+        (
+            {"type": "json_schema", "json_schema": {"items": {"not": {}}}},
+            "/format/json_schema/items",
+            'supported: "not"',
+        ),
         ({"type": "grammar", "grammar": "root ::= x"}, "/format/grammar", "line 1, column 10: there is no rule"),
         (sequence({"type": "any_text"}, HI), "/format/elements/0", "any_text has no end"),
         ({"type": "or", "elements": [{"type": "any_text"}]}, "/format/elements/0", "has no end"),

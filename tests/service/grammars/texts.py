@@ -5,8 +5,8 @@ import functools
 import numpy as np
 
 from jpaged.demo import FOLDER
+from jpaged.engine.grammar import GrammarState
 from jpaged.service.grammars.compiler import CompiledGrammar
-from jpaged.service.grammars.state import LlguidanceState
 from jpaged.service.grammars.vocabulary import Vocabulary, allowed_ids
 from jpaged.service.hf_tokenizer import HuggingFaceTokenizer
 
@@ -30,14 +30,14 @@ def accepts(grammar: CompiledGrammar, text: str) -> bool:
     return all(state.accept(token_id) for token_id in packaged_tokenizer().encode(text)) and state.is_complete
 
 
-def allowed(state: LlguidanceState) -> list[int]:
+def allowed(state: GrammarState, vocab_size: int = VOCAB_SIZE) -> list[int]:
     """The tokens that a mask leaves."""
-    mask_w = np.zeros(state.vocabulary.num_words, np.int32)
+    mask_w = np.zeros((vocab_size + 31) // 32, np.int32)
     state.fill(mask_w)
     return allowed_ids(mask_w).tolist()
 
 
-def generate(state: LlguidanceState, rng: np.random.Generator, max_tokens: int) -> list[int]:
+def generate(state: GrammarState, rng: np.random.Generator, max_tokens: int) -> list[int]:
     """Choose evenly from each mask until an end-of-sequence token, or so many tokens."""
     token_ids: list[int] = []
     while len(token_ids) < max_tokens:
