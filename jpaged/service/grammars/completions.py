@@ -14,19 +14,21 @@ from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLMatcher
+from numpy.typing import NDArray
 
 from jpaged.service.grammars.vocabulary import Vocabulary
 
 _NUM_CLOSERS = 8
 _NUM_LONGEST = 2
 _NUM_SINGLES = 100
-"""Of the tokens of one byte all."""
+"""All tokens of one byte are among them, where it is one that may come."""
 _STANDSTILL, _AGAIN = 4, 1
 """What a token costs after which the same tokens may come as before it, and as somewhere before.
 
 A bracket that closes (-2) and stands still may be in a text, where a quote (0) is better, or one of several that close,
 where it is better than another comma (3).
 """
+_FIRST_PART = 2048
 _NUM_PLACES = 96
 """Places, no two of which let the same tokens come, from which an end is looked for."""
 _MIN_REACH = 64
@@ -189,13 +191,10 @@ def _jump(path: _Path, bound: int) -> bool:
 
 def _children(vocabulary: Vocabulary, path: _Path) -> tuple[list[_Path], int]:
     """A path's next steps, and how many tokens were tried; of those after which the same may come, the cheapest."""
-    allowed = _flags(vocabulary, path.mask)
-    allowed[list(vocabulary.eos_token_ids)] = False
     found: dict[bytes, _Path] = {}
     num_tried = 0
-    order_v = vocabulary.closers_first_v
-    closers = order_v[allowed[order_v]][:_NUM_SINGLES].tolist()
-    longest = vocabulary.longest_first_v[allowed[vocabulary.longest_first_v]][:_NUM_LONGEST].tolist()
+    closers = _first_allowed(vocabulary, path.mask, vocabulary.closers_first_v, _NUM_SINGLES)
+    longest = _first_allowed(vocabulary, path.mask, vocabulary.longest_first_v, _NUM_LONGEST)
     for token_ids in ((*closers[:_NUM_CLOSERS], *longest), closers[_NUM_CLOSERS:]):
         for token_id in token_ids:
             num_tried += 1
@@ -227,6 +226,12 @@ def _child(vocabulary: Vocabulary, path: _Path, token_id: int) -> _Path | None:
     return _Path(matcher, (*path.token_ids, token_id), cost, num_bytes, mask, path.seen)
 
 
-def _flags(vocabulary: Vocabulary, mask: bytes) -> np.ndarray:
-    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
-    return bits[: vocabulary.spec.vocab_size].astype(bool)
+def _first_allowed(vocabulary: Vocabulary, mask: bytes, order_v: NDArray[np.int64], count: int) -> list[int]:
+    """The first tokens of an order that a mask has, `count` at most; of a large vocabulary a part is seldom not enough."""
+    bits = np.frombuffer(mask, np.uint8)
+    for ids in (order_v[:_FIRST_PART], order_v[_FIRST_PART:]):
+        allowed = ids[(bits[ids >> 3] >> (ids & 7) & 1).astype(bool)][: count + len(vocabulary.eos_token_ids)].tolist()
+        found = [token_id for token_id in allowed if token_id not in vocabulary.eos_token_ids]
+        if found:
+            return found[:count]
+    return []
