@@ -227,7 +227,7 @@ def _child(vocabulary: Vocabulary, path: _Path, token_id: int) -> _Path | None:
 
 
 def _first_allowed(vocabulary: Vocabulary, mask: bytes, order_v: NDArray[np.int64], count: int) -> list[int]:
-    """The first tokens of an order that a mask has, `count` at most; of a large vocabulary a part is seldom not enough."""
+    """The first tokens of an order that a mask has, `count` at most; a part of a large vocabulary is mostly enough."""
     bits = np.frombuffer(mask, np.uint8)
     for ids in (order_v[:_FIRST_PART], order_v[_FIRST_PART:]):
         allowed = ids[(bits[ids >> 3] >> (ids & 7) & 1).astype(bool)][: count + len(vocabulary.eos_token_ids)].tolist()
