@@ -13,4 +13,5 @@ tokenizer_parts.py what its files say, read without transformers where that make
 literal_text.py    special tokens that users write, taken as text
 token_bytes.py     how many bytes of text a token can stand for
 chat/              chat templates, in a process of their own
+grammars/          constraints on what is generated, compiled and followed
 """

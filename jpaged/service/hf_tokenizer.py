@@ -74,6 +74,10 @@ class HuggingFaceTokenizer:
     def has_chat_template(self) -> bool:
         return self._chat is not None
 
+    def to_json(self) -> str | None:
+        """The tokenizer as a tokenizer.json says it; None where it is one in Python."""
+        return None if self._fast is None else str(self._fast.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._fast is not None:
             fast = self._fast if self._literal is None else self._literal.tokenizer

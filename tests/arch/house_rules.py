@@ -23,6 +23,7 @@ VALUES = {
         "load",
         "completions",
         "progress_bar",
+        "structured",
     ),
     "hardware",
 }
@@ -32,7 +33,8 @@ MAY_IMPORT = {
     "json_text": set(),
     "load": set(),
     "errors": set(),
-    "types": {"errors"},
+    "structured": {"errors", "json_text"},
+    "types": {"errors", "structured"},
     "completions": {"errors", "types"},
     "progress_bar": {"types"},
     "launchers": {"errors"},
@@ -66,6 +68,7 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "orbax"), _ARRAYS),
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status"), _WIRE),
     "httpx2": {"bench"},
+    "llguidance": {"service"},
     "torch": set(),
 }
 ENVIRONMENT_HOME = "jpaged/config/engine_config.py"

@@ -1,0 +1,8 @@
+"""Tries grammars: `python -m jpaged.service.grammars`, the child of `trial_process`, with a socket as its stdin."""
+
+import sys
+
+from jpaged.service.grammars.trial import main
+
+if __name__ == "__main__":
+    sys.exit(main())

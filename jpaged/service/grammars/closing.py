@@ -1,0 +1,115 @@
+"""Keeps a text whole where few tokens are left: masks have only what can still be finished in time.
+
+A way to end is known for where the grammar is, of c tokens, and b are left:
+
+    b <= c              the known way alone
+    b - c <= reach      tokens after which a way of b - 1 tokens is known: each is tried with the ways that are known,
+                        and a few with a search
+    else                every token: none leads that far from an end
+
+So a way is always known that fits, from an admission on that found one. `reach` is measured, and not proven: a place
+that no walk came to may be further from an end than twice the furthest that was seen. What comes of that is a text that
+is cut, as without this.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from jpaged.service.grammars.completions import BRIEF, Endings, find_way, is_completion
+from jpaged.service.grammars.vocabulary import Vocabulary, allowed_ids
+
+_MAX_TRIED = 1024
+"""Tokens that are tried with known ways, those of low ids, which are the frequent ones: 5 ms."""
+_MAX_SEARCHED = 4
+_MAX_WAYS = 4
+
+
+class Closing:
+    """The budget of one sequence, and ways to end it."""
+
+    def __init__(self, vocabulary: Vocabulary, endings: Endings | None, num_tokens_left: int) -> None:
+        self._vocabulary = vocabulary
+        self._reach = None if endings is None else endings.reach
+        self._left = num_tokens_left
+        self._way: tuple[int, ...] | None = None
+        self._ways: list[tuple[int, ...]] = []
+        if endings is not None and endings.shortest is not None:
+            self._ways.append(endings.shortest)
+        self._tried: dict[int, tuple[int, ...]] = {}
+
+    def copy(self) -> Closing:
+        """One that moves by itself."""
+        other = copy.copy(self)
+        other._ways, other._tried = list(self._ways), dict(self._tried)
+        return other
+
+    def moved(self, token_id: int) -> None:
+        """Count a token that was accepted."""
+        self._left -= 1
+        way = self._way
+        if way and way[0] == token_id:
+            self._way = way[1:]
+        else:
+            self._way = self._tried.get(token_id)
+        self._tried = {}
+
+    def way(self, matcher: LLMatcher) -> tuple[int, ...] | None:
+        """The tokens that have to come, where no others are left time for; None where there is a choice."""
+        way = self._known(matcher)
+        return way if way is not None and len(way) >= self._left else None
+
+    def narrow(self, matcher: LLMatcher, mask_w: NDArray[np.int32]) -> None:
+        """Take tokens out of a mask after which the text could no longer be finished."""
+        way = self._known(matcher)
+        if way is None:
+            return
+        vocabulary = self._vocabulary
+        if len(way) >= self._left:
+            mask_w[:] = vocabulary.mask_of(way[:1]) if way else vocabulary.eos_mask_w
+        elif self._reach is None or self._left - len(way) <= self._reach:
+            keep = self._finishable(matcher, (int(one) for one in allowed_ids(mask_w)), way)
+            ends = mask_w & vocabulary.eos_mask_w
+            mask_w[:] = vocabulary.mask_of(keep) | ends
+
+    def _known(self, matcher: LLMatcher) -> tuple[int, ...] | None:
+        """A way to end from here, of no more tokens than are left where one is found."""
+        if self._way is None:
+            self._way = find_way(self._vocabulary, matcher, max(self._left, 1), self._ways)
+            if self._way is not None:
+                self._remember(self._way)
+        return self._way
+
+    def _finishable(self, matcher: LLMatcher, allowed: Iterable[int], way: tuple[int, ...]) -> list[int]:
+        """The tokens after which a way is known that fits; each with its way in `_tried`."""
+        vocabulary, left = self._vocabulary, self._left - 1
+        tried: dict[int, tuple[int, ...]] = {way[0]: way[1:]} if way else {}
+        ways = [one for one in dict.fromkeys((way, (), *self._ways)) if len(one) <= left]
+        unknown = []
+        for index, token_id in enumerate(token_id for token_id in allowed if token_id not in vocabulary.eos_token_ids):
+            if index >= _MAX_TRIED:
+                break
+            found = next((one for one in ways if is_completion(vocabulary, matcher, (token_id, *one))), None)
+            if found is None:
+                unknown.append(token_id)
+            else:
+                tried.setdefault(token_id, found)
+        unknown.sort(key=lambda token_id: int(vocabulary.openness_v[token_id]))
+        for token_id in unknown[:_MAX_SEARCHED]:
+            after = matcher.deep_copy()
+            if token_id in tried or not after.consume_token(token_id):
+                continue
+            found = find_way(vocabulary, after, left, tuple(tried.values())[:1] + tuple(self._ways), (BRIEF,))
+            if found is not None:
+                tried[token_id] = found
+                self._remember(found)
+        self._tried = tried
+        return list(tried)
+
+    def _remember(self, way: tuple[int, ...]) -> None:
+        self._ways = [way, *(one for one in self._ways if one != way)][:_MAX_WAYS]

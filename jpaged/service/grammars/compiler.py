@@ -1,0 +1,206 @@
+"""Constraints -> grammars, off the event loop, each compiled once.
+
+compile(outputs) ──> cache? ──> a thread: source -> trial in a child -> the same compile here -> ways to end
+                      │
+                      └── the same constraint, asked for meanwhile, waits for the one compile
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from llguidance import LLMatcher
+
+from jpaged.errors import InvalidArgument, QueueFull, Unavailable
+from jpaged.service.grammars.completions import Endings, endings_of
+from jpaged.service.grammars.limits import GrammarLimits, library_limits
+from jpaged.service.grammars.sources import refusal, source_key, source_of
+from jpaged.service.grammars.state import LlguidanceState
+from jpaged.service.grammars.trial_process import TrialProcess
+from jpaged.service.grammars.vocabulary import Vocabulary
+from jpaged.structured import StructuredOutputs
+
+_MAX_COMPLETION_TOKENS = 4096
+"""A grammar whose every text is longer, as far as is found, cannot be promised to end in time."""
+_ALWAYS_COMPLETE = "structured_outputs.always_complete"
+_REFUSAL_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A `Grammar` of the engine's.
+
+    Attributes:
+        num_bytes: memory that it takes.
+        endings: how it ends; known where the text has to be complete.
+    """
+
+    vocabulary: Vocabulary
+    matcher: LLMatcher
+    num_bytes: int
+    endings: Endings | None = None
+
+    def start(self) -> LlguidanceState:
+        return LlguidanceState(self.vocabulary, self.matcher.deep_copy(), self.endings)
+
+    def check_max_tokens(self, max_tokens: int, field: str = "sampling.max_tokens") -> None:
+        """Refuse a number of tokens that is too small for any complete text that was found.
+
+        Raises:
+            InvalidArgument: says how many are needed, without the end-of-sequence token.
+        """
+        if self.endings is None:
+            return
+        if self.endings.shortest is None:
+            problem = f"no complete text of at most {_MAX_COMPLETION_TOKENS} tokens was found for this grammar"
+            raise InvalidArgument(_ALWAYS_COMPLETE, problem)
+        if max_tokens < (needed := len(self.endings.shortest)):
+            problem = f"{max_tokens} is out of range: the shortest complete text that was found has {needed} tokens"
+            raise InvalidArgument(field, f"{problem}, and {_ALWAYS_COMPLETE} is true")
+
+
+class GrammarCompiler:
+    """Compiles constraints for one vocabulary. Safe to call from several threads; `close` ends its processes."""
+
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits | None = None) -> None:
+        self._vocabulary = vocabulary
+        self._limits = limits or GrammarLimits()
+        self._threads = _threads(self._limits)
+        self._trials: SimpleQueue[TrialProcess] = SimpleQueue()
+        self._processes = [TrialProcess(vocabulary.spec, self._limits) for _ in range(self._limits.num_threads)]
+        for process in self._processes:
+            self._trials.put(process)
+        self._lock = threading.RLock()  # whoever waits for a result may ask for another when it is there
+        self._found: OrderedDict[tuple[Any, ...], Future[CompiledGrammar]] = OrderedDict()
+        self._num_bytes = 0
+        self._num_waiting = 0
+        self._is_closed = False
+        self.num_compiles = 0
+        """Constraints that were compiled or refused, and not found in the cache."""
+
+    async def compile(self, outputs: StructuredOutputs) -> CompiledGrammar:
+        """The grammar of a constraint; the event loop is free meanwhile.
+
+        Raises:
+            InvalidArgument: it is no grammar, or takes too much: names the field, and the place in it.
+            QueueFull: too many compiles wait.
+            Unavailable: the process that tries grammars died.
+        """
+        # Who goes away leaves the compile to others that wait for it.
+        return await asyncio.shield(asyncio.wrap_future(self.submit(outputs)))
+
+    def submit(self, outputs: StructuredOutputs) -> Future[CompiledGrammar]:
+        """Begin to compile, unless it is done or under way. The result raises as `compile` does.
+
+        Raises:
+            QueueFull: too many compiles wait.
+            Unavailable: the compiler is closed.
+        """
+        key = (self._vocabulary.key, *source_key(outputs), outputs.always_complete)
+        with self._lock:
+            if (found := self._found.get(key)) is not None:
+                self._found.move_to_end(key)
+                return found
+            if self._num_waiting >= self._limits.max_waiting:
+                raise QueueFull(
+                    f"structured_outputs: {self._num_waiting} grammars wait to be compiled, the limit",
+                    retry_after_s=self._limits.cpu_s,
+                )
+            if self._is_closed:
+                raise _closed()
+            self._num_waiting += 1
+            self.num_compiles += 1
+            result: Future[CompiledGrammar] = Future()
+            self._found[key] = result
+            # Under the lock, so that `close` finds either nothing to do or no threads.
+            run = self._threads.submit(self._run, key, result, lambda: self._compile(outputs))
+        run.add_done_callback(lambda run: result.set_exception(_closed()) if run.cancelled() else None)
+        return result
+
+    def close(self) -> None:
+        """End the processes; nothing is compiled any more."""
+        with self._lock:
+            self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close()
+
+    def _run(
+        self, key: tuple[Any, ...], result: Future[CompiledGrammar], compile_: Callable[[], CompiledGrammar]
+    ) -> None:
+        grammar, error = None, None
+        try:
+            grammar = compile_()
+        except BaseException as found:  # whoever waits is told, whatever it is
+            error = found
+        with self._lock:
+            self._num_waiting -= 1
+            if grammar is not None:
+                result.set_result(grammar)
+            else:
+                result.set_exception(error)
+            if error is not None and not isinstance(error, InvalidArgument):
+                self._found.pop(key, None)  # a process that died says nothing of the grammar
+            else:
+                self._num_bytes += _REFUSAL_BYTES if grammar is None else grammar.num_bytes
+                self._evict()
+
+    def _evict(self) -> None:
+        """Forget those that were asked for longest ago, down to the bounds; what is under way stays."""
+        limits = self._limits
+        for key in list(self._found):
+            if len(self._found) <= limits.max_entries and self._num_bytes <= limits.max_bytes:
+                return
+            entry = self._found[key]
+            if entry.done():
+                refused = entry.exception() is not None
+                self._num_bytes -= _REFUSAL_BYTES if refused else entry.result().num_bytes
+                del self._found[key]
+
+    def _compile(self, outputs: StructuredOutputs) -> CompiledGrammar:
+        source = source_of(outputs, self._limits)
+        process = self._trials.get()
+        try:
+            trial = process.run(source.grammar)
+            if trial.error is not None:
+                raise refusal(outputs, source, trial.error, lambda grammar: process.run(grammar).error)
+        finally:
+            self._trials.put(process)
+        matcher = LLMatcher(self._vocabulary.tokenizer, source.grammar, log_level=0, limits=library_limits())
+        if matcher.is_error():
+            raise refusal(outputs, source, matcher.get_error(), lambda _: None)
+        endings = None
+        if outputs.always_complete:
+            endings = endings_of(self._vocabulary, matcher, _MAX_COMPLETION_TOKENS)
+        num_bytes = trial.num_bytes + 2 * len(source.grammar.encode())
+        return CompiledGrammar(self._vocabulary, matcher, num_bytes, endings)
+
+
+def _threads(limits: GrammarLimits) -> ThreadPoolExecutor:
+    """Threads with twice the stack that a trial had; what Python gives them by itself is less on some systems."""
+    threads = ThreadPoolExecutor(limits.num_threads, thread_name_prefix="jpaged-grammar")
+    all_there = threading.Barrier(limits.num_threads + 1)
+    before = threading.stack_size(2 * limits.compile_stack_bytes)
+    try:
+        for _ in range(limits.num_threads):
+            threads.submit(all_there.wait)
+    finally:
+        threading.stack_size(before)
+    all_there.wait()
+    return threads
+
+
+def _closed() -> Unavailable:
+    return Unavailable("structured_outputs: the server is going down")
+
+
+def compile_now(compiler: GrammarCompiler, outputs: StructuredOutputs) -> CompiledGrammar:
+    """The grammar of a constraint, for callers that are on a thread of their own; raises as `compile` does."""
+    return compiler.submit(outputs).result()

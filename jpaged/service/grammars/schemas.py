@@ -1,0 +1,142 @@
+"""JSON schemas as they are given to the library, and where in a schema something is wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jpaged import json_text
+from jpaged.errors import InvalidArgument
+from jpaged.structured import StructuredOutputs
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_SINGLE = (
+    *("additionalProperties", "unevaluatedProperties", "propertyNames", "contains", "additionalItems"),
+    *("unevaluatedItems", "not", "if", "then", "else", "contentSchema", "items"),
+)
+_LISTED = ("items", "prefixItems", "allOf", "anyOf", "oneOf")
+_DEFINITIONS = ("$defs", "definitions")
+_MAX_TRIALS = 64
+_OPTIONS = "x-guidance"
+
+Schema = dict[str, Any]
+
+
+def read_json(field: str, text: str, max_depth: int) -> Any:
+    """The value of a text.
+
+    Raises:
+        InvalidArgument: it is no JSON, or nested deeper than `max_depth`: names line and column.
+    """
+    position = _too_deep(text, max_depth)
+    if position is not None:
+        raise InvalidArgument(field, f"at {_line_column(text, position)}: is nested over {max_depth} deep")
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise InvalidArgument(field, f"at {where}: is not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise InvalidArgument(field, f"is not JSON: {error}") from error
+
+
+def schema_of(field: str, value: Any, outputs: StructuredOutputs) -> Schema:
+    """The schema as the library takes it, with the options that say how JSON is written.
+
+    Raises:
+        InvalidArgument: it is neither an object nor true or false.
+    """
+    if not isinstance(value, dict | bool):
+        raise InvalidArgument(field, f"a schema is an object, true or false, not {json_text.dumps(value)[:80]}")
+    schema: Schema = {"not": {}} if value is False else {} if value is True else copy.deepcopy(value)
+    if value is False:
+        raise InvalidArgument(field, "is false, which no value fits")
+    if outputs.disable_additional_properties:
+        _close_objects(schema)
+    options = dict(schema[_OPTIONS]) if isinstance(schema.get(_OPTIONS), dict) else {}
+    if outputs.whitespace_pattern is not None:
+        options["whitespace_pattern"] = outputs.whitespace_pattern
+    elif outputs.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    if options:
+        schema[_OPTIONS] = options
+    return schema
+
+
+def place_of(schema: Schema, error: str, error_of: Callable[[Schema], str | None]) -> str:
+    """The JSON pointer of the smallest part of a schema that fails with the same error; "" is the whole.
+
+    Args:
+        error_of: what the compiler says of a schema.
+    """
+    root = {key: schema[key] for key in (*_DEFINITIONS, _OPTIONS) if key in schema}
+    pointer, part, left = "", schema, _MAX_TRIALS
+    while True:
+        for step, child in _children(part):
+            if left == 0:
+                return pointer
+            left -= 1
+            if error_of({**root, **child}) == error:
+                pointer, part = pointer + step, child
+                break
+        else:
+            return pointer
+
+
+def _children(schema: Schema) -> Iterator[tuple[str, Schema]]:
+    """The schemas in a schema that have something to say, each with its step of a pointer."""
+    for key in schema:
+        value = schema[key]
+        if key in _NAMED and isinstance(value, dict):
+            found = [(f"/{key}/{_escaped(name)}", child) for name, child in value.items()]
+        elif key in _LISTED and isinstance(value, list):
+            found = [(f"/{key}/{index}", child) for index, child in enumerate(value)]
+        elif key in _SINGLE:
+            found = [(f"/{key}", value)]
+        else:
+            continue
+        yield from ((step, child) for step, child in found if isinstance(child, dict) and child)
+
+
+def _close_objects(schema: Schema) -> None:
+    """Say of every object whose properties are named that it has no others, unless something is said of others."""
+    for _, child in _children(schema):
+        _close_objects(child)
+    names = [key for key in ("properties", "patternProperties") if isinstance(schema.get(key), dict)]
+    if names:
+        schema.setdefault("additionalProperties", False)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _too_deep(text: str, max_depth: int) -> int | None:
+    """Where brackets outside strings are nested deeper; found before a reader recurses."""
+    depth, is_in_string, position = 0, False, 0
+    while position < len(text):
+        letter = text[position]
+        if is_in_string:
+            position += letter == "\\"
+            is_in_string = letter != '"'
+        elif letter == '"':
+            is_in_string = True
+        elif letter in "[{":
+            depth += 1
+            if depth > max_depth:
+                return position
+        elif letter in "]}":
+            depth -= 1
+        position += 1
+    return None
+
+
+def _line_column(text: str, position: int) -> str:
+    line = text.count("\n", 0, position) + 1
+    return f"line {line}, column {position - text.rfind(chr(10), 0, position)}"

@@ -1,0 +1,147 @@
+"""A tokenizer as grammars see it: the bytes of each token, and which tokens end a text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from llguidance import LLTokenizer
+from numpy.typing import NDArray
+
+from jpaged.errors import Unsupported
+from jpaged.service.hf_tokenizer import HuggingFaceTokenizer
+
+_CLOSING = frozenset(b'"}]:')
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularySpec:
+    """What a vocabulary is made of; another process makes the same of it.
+
+    Attributes:
+        tokenizer: the text of a tokenizer.json.
+        vocab_size: V of the model; the tokenizer may have fewer ids, or more.
+        eos_token_ids: sorted; at least one.
+    """
+
+    tokenizer: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Vocabulary:
+    """The tokens of a model. Safe to call from several threads.
+
+    Raises:
+        Unsupported: llguidance cannot read the tokenizer.
+    """
+
+    def __init__(self, spec: VocabularySpec) -> None:
+        self.spec = spec
+        self.eos_token_ids = frozenset(spec.eos_token_ids)
+        try:
+            self.tokenizer = _read(spec)
+        except ValueError as error:
+            raise Unsupported(f"structured_outputs: llguidance cannot read this tokenizer: {error}") from error
+        self.num_words = (spec.vocab_size + 31) // 32
+
+    @classmethod
+    def of(cls, tokenizer: object, vocab_size: int, eos_token_ids: Iterable[int]) -> Vocabulary:
+        """The vocabulary of a served model.
+
+        Args:
+            tokenizer: the one that it is served with.
+            vocab_size: V, the width of its logits.
+            eos_token_ids: all tokens that end a text.
+
+        Raises:
+            Unsupported: it has no tokenizer, one that is not of the `tokenizers` library, or no end-of-sequence token.
+        """
+        text = tokenizer.to_json() if isinstance(tokenizer, HuggingFaceTokenizer) else None
+        if text is None:
+            raise Unsupported("structured_outputs: need a tokenizer that can be written as tokenizer.json")
+        ends = tuple(sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size))
+        if not ends:
+            raise Unsupported("structured_outputs: need an end-of-sequence token, and the model names none")
+        return cls(VocabularySpec(text, vocab_size, ends))
+
+    @cached_property
+    def key(self) -> bytes:
+        """Tells vocabularies apart."""
+        spec = self.spec
+        return hashlib.sha256(repr((spec.tokenizer, spec.vocab_size, spec.eos_token_ids)).encode()).digest()
+
+    @property
+    def num_library_words(self) -> int:
+        """Words of the library's masks, which have the ids of the tokenizer too."""
+        return (self.tokenizer.vocab_size + 31) // 32
+
+    @cached_property
+    def eos_mask_w(self) -> NDArray[np.int32]:
+        """The mask of the tokens that end a text, int32 `[W]`."""
+        return self.mask_of(self.spec.eos_token_ids)
+
+    @cached_property
+    def all_mask_w(self) -> NDArray[np.int32]:
+        """The mask of every token of the model, int32 `[W]`."""
+        return self.mask_of(range(self.spec.vocab_size))
+
+    def mask_of(self, token_ids: Iterable[int]) -> NDArray[np.int32]:
+        """The mask of some tokens, int32 `[W]`."""
+        flags = np.zeros(self.num_words * 32, np.uint8)
+        flags[np.fromiter(token_ids, np.int64)] = 1
+        return np.packbits(flags, bitorder="little").view(np.int32)
+
+    @cached_property
+    def byte_lens_v(self) -> NDArray[np.int32]:
+        """Bytes of text of each token, int32 `[V]`."""
+        return np.array([len(part) for part in self._bytes_v], np.int32)
+
+    @cached_property
+    def openness_v(self) -> NDArray[np.int32]:
+        """How little a token leads to an end, roughly, int32 `[V]`: least of those that close brackets."""
+        return np.array([_openness(part) for part in self._bytes_v], np.int32)
+
+    @cached_property
+    def closers_first_v(self) -> NDArray[np.int64]:
+        """Ids in the order in which they are likely to lead to an end, int64 `[V]`: closing and short ones first."""
+        return np.lexsort((self.byte_lens_v, self.openness_v))
+
+    @cached_property
+    def longest_first_v(self) -> NDArray[np.int64]:
+        """Ids by their bytes of text, int64 `[V]`: what fills a least length with the fewest tokens."""
+        return np.lexsort((self.openness_v, -self.byte_lens_v))
+
+    @cached_property
+    def _bytes_v(self) -> Sequence[bytes]:
+        num_known = min(self.spec.vocab_size, self.tokenizer.vocab_size)
+        known = [self.tokenizer.decode_bytes([token_id]) for token_id in range(num_known)]
+        return [*known, *[b""] * (self.spec.vocab_size - num_known)]
+
+
+def allowed_ids(mask_w: NDArray[np.int32]) -> NDArray[np.int64]:
+    """The tokens of a mask, in order."""
+    return np.flatnonzero(np.unpackbits(mask_w.view(np.uint8), bitorder="little"))
+
+
+def _read(spec: VocabularySpec) -> LLTokenizer:
+    try:
+        return LLTokenizer(spec.tokenizer, n_vocab=spec.vocab_size, eos_token=list(spec.eos_token_ids))
+    except ValueError as error:
+        if "vocab size too small" not in str(error):
+            raise
+    return LLTokenizer(spec.tokenizer, eos_token=list(spec.eos_token_ids))  # ids that the model has no logits for
+
+
+def _openness(part: bytes) -> int:
+    if not part:
+        return 100
+    closing, opening = sum(byte in b"}]" for byte in part), sum(byte in b"{[(<," for byte in part)
+    if all(byte in _CLOSING for byte in part):
+        return -2 * min(closing, 1)
+    if part.isspace():
+        return 3
+    return 1 + 2 * opening - closing

@@ -1,0 +1,163 @@
+"""A constraint on the text that is generated.
+
+The names and meanings are those of vLLM's `StructuredOutputsParams`
+(https://docs.vllm.ai/en/latest/features/structured_outputs.html), with `always_complete` beside them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jpaged import json_text
+from jpaged.errors import InvalidArgument
+
+MAX_GRAMMAR_BYTES = 512 << 10
+"""Bytes of a schema, a grammar, a pattern, or of all choices together."""
+MAX_CHOICES = 4096
+MAX_PATTERN_CHARS = 1024
+"""Characters of `whitespace_pattern`."""
+FIELD = "structured_outputs"
+
+
+class Kind(enum.Enum):
+    """Which constraint it is: the name of its field."""
+
+    JSON = "json"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+    JSON_OBJECT = "json_object"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+_OF_JSON = (Kind.JSON, Kind.JSON_OBJECT, Kind.STRUCTURAL_TAG)
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """One constraint, and options of it. What is out of range raises `InvalidArgument`.
+
+    A schema and a structural tag may be given as text or as the value that the text stands for; they are kept as text,
+    in the order of the caller, for that is the order of an object's properties.
+
+    Attributes:
+        json: a JSON schema.
+        regex: a regular expression for the whole text.
+        choice: the texts to choose from.
+        grammar: a grammar in EBNF (with `::=`) or Lark.
+        json_object: True asks for any JSON object.
+        structural_tag: free text with constrained parts, as JSON.
+        whitespace_pattern: a regular expression of the whitespace that may stand between parts of JSON.
+        disable_any_whitespace: JSON comes without whitespace between its parts.
+        disable_additional_properties: objects whose schema names properties, and says nothing of others, have no
+            others.
+        always_complete: the text is whole when `max_tokens` are used up, too: where few are left, only what can still
+            be finished in time is allowed.
+    """
+
+    json: str | bool | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    always_complete: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_flags()
+        kinds = [kind for kind in Kind if getattr(self, kind.value) not in (None, False) or self._is_schema_false(kind)]
+        names = ", ".join(kind.value for kind in Kind)
+        if len(kinds) != 1:
+            found = " and ".join(kind.value for kind in kinds) or "none"
+            raise InvalidArgument(FIELD, f"has {found}: must have exactly one of {names}")
+        for name in ("json", "structural_tag"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, _written(name, value))
+        for name in ("json", "regex", "grammar", "structural_tag", "whitespace_pattern"):
+            _check_text(name, getattr(self, name))
+        if self.choice is not None:
+            self._check_choice(self.choice)
+            object.__setattr__(self, "choice", tuple(self.choice))
+        self._check_whitespace(kinds[0])
+
+    @property
+    def kind(self) -> Kind:
+        return next(kind for kind in Kind if getattr(self, kind.value) not in (None, False))
+
+    @property
+    def field(self) -> str:
+        """The name of the constraint in errors."""
+        return f"{FIELD}.{self.kind.value}"
+
+    def _is_schema_false(self, kind: Kind) -> bool:
+        return kind is Kind.JSON and self.json is False
+
+    def _check_flags(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in ("disable_any_whitespace", "disable_additional_properties", "always_complete"):
+                is_ok = isinstance(value, bool)
+            elif one.name == "json_object":
+                is_ok = value is None or isinstance(value, bool)
+            else:
+                continue
+            if not is_ok:
+                raise InvalidArgument(f"{FIELD}.{one.name}", f"{value!r} must be true or false")
+
+    def _check_choice(self, choice: Sequence[str]) -> None:
+        name = f"{FIELD}.choice"
+        if isinstance(choice, str) or not 1 <= len(choice) <= MAX_CHOICES:
+            what = "a text" if isinstance(choice, str) else f"{len(choice)} texts"
+            raise InvalidArgument(name, f"{what}: must be a list of 1 to {MAX_CHOICES} texts")
+        for index, text in enumerate(choice):
+            if not isinstance(text, str) or not text:
+                raise InvalidArgument(f"{name}[{index}]", f"{text!r} must be a text that is not empty")
+            _check_text(f"choice[{index}]", text)
+        if (total := sum(len(text.encode()) for text in choice)) > MAX_GRAMMAR_BYTES:
+            raise InvalidArgument(name, f"{total} bytes in all, over the limit of {MAX_GRAMMAR_BYTES}")
+
+    def _check_whitespace(self, kind: Kind) -> None:
+        for name in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
+            if getattr(self, name) and kind not in _OF_JSON:
+                raise InvalidArgument(f"{FIELD}.{name}", f"is of JSON alone, and has no part in {kind.value}")
+        if self.whitespace_pattern is None:
+            return
+        if self.disable_any_whitespace:
+            raise InvalidArgument(f"{FIELD}.whitespace_pattern", "must be left out with disable_any_whitespace")
+        if len(self.whitespace_pattern) > MAX_PATTERN_CHARS:
+            found = len(self.whitespace_pattern)
+            raise InvalidArgument(
+                f"{FIELD}.whitespace_pattern", f"{found} characters, over the limit of {MAX_PATTERN_CHARS}"
+            )
+
+
+def _written(name: str, value: Any) -> str:
+    try:
+        return json_text.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{FIELD}.{name}", f"is not JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidArgument(f"{FIELD}.{name}", "is nested too deep") from error
+
+
+def _check_text(name: str, text: object) -> None:
+    if text is None:
+        return
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{FIELD}.{name}", f"must be a text, not {type(text).__name__}")
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        what = f"is not UTF-8: {text[error.start]!a} at character {error.start}"
+        raise InvalidArgument(f"{FIELD}.{name}", what) from error
+    if not text.strip() and name != "whitespace_pattern":
+        raise InvalidArgument(f"{FIELD}.{name}", "is empty")
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise InvalidArgument(f"{FIELD}.{name}", f"{num_bytes} bytes, over the limit of {MAX_GRAMMAR_BYTES}")

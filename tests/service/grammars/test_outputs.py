@@ -1,0 +1,87 @@
+"""A constraint says what is wrong with it, by field, before any library sees it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jpaged.errors import InvalidArgument
+from jpaged.structured import MAX_CHOICES, MAX_GRAMMAR_BYTES, Kind, StructuredOutputs
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"json": {"type": "integer"}}, Kind.JSON),
+        ({"json": True}, Kind.JSON),
+        ({"json": False}, Kind.JSON),
+        ({"regex": "a"}, Kind.REGEX),
+        ({"choice": ["a"], "json_object": False}, Kind.CHOICE),
+        ({"grammar": "start: A"}, Kind.GRAMMAR),
+        ({"json_object": True}, Kind.JSON_OBJECT),
+        ({"structural_tag": "{}"}, Kind.STRUCTURAL_TAG),
+    ],
+)
+def test_one_constraint_is_one_kind(fields, kind):
+    assert StructuredOutputs(**fields).kind is kind
+
+
+def test_values_become_text_that_keeps_their_order():
+    outputs = StructuredOutputs(json={"properties": {"b": {"const": "é"}, "a": {}}})
+    assert outputs.json == '{"properties":{"b":{"const":"é"},"a":{}}}'
+    assert StructuredOutputs(choice=["a", "b"]).choice == ("a", "b")
+    assert hash(outputs) == hash(StructuredOutputs(json=outputs.json))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "problem"),
+    [
+        ({}, "structured_outputs", "has none: must have exactly one of json, regex"),
+        ({"json_object": False}, "structured_outputs", "has none"),
+        ({"json": "{}", "regex": "a"}, "structured_outputs", "has json and regex"),
+        ({"json": {"a": {1, 2}}}, "structured_outputs.json", "is not JSON"),
+        ({"regex": ""}, "structured_outputs.regex", "is empty"),
+        ({"regex": 7}, "structured_outputs.regex", "must be a text, not int"),
+        ({"grammar": "a" * (MAX_GRAMMAR_BYTES + 1)}, "structured_outputs.grammar", f"limit of {MAX_GRAMMAR_BYTES}"),
+        ({"regex": "\ud800"}, "structured_outputs.regex", "is not UTF-8"),
+        ({"choice": []}, "structured_outputs.choice", "list of 1 to"),
+        ({"choice": "ab"}, "structured_outputs.choice", "a text: must be a list"),
+        ({"choice": ["a"] * (MAX_CHOICES + 1)}, "structured_outputs.choice", "4097 texts"),
+        ({"choice": ["a", ""]}, "structured_outputs.choice[1]", "not empty"),
+        ({"choice": ["a" * (MAX_GRAMMAR_BYTES // 2 + 1)] * 2}, "structured_outputs.choice", "bytes in all"),
+        ({"json_object": 1}, "structured_outputs.json_object", "true or false"),
+        ({"regex": "a", "always_complete": "yes"}, "structured_outputs.always_complete", "true or false"),
+        ({"regex": "a", "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern", "no part in regex"),
+        (
+            {"regex": "a", "disable_any_whitespace": True},
+            "structured_outputs.disable_any_whitespace",
+            "no part in regex",
+        ),
+        (
+            {"json": "{}", "whitespace_pattern": " ", "disable_any_whitespace": True},
+            "structured_outputs.whitespace_pattern",
+            "left out",
+        ),
+        ({"json": "{}", "whitespace_pattern": " " * 1025}, "structured_outputs.whitespace_pattern", "limit of 1024"),
+    ],
+)
+def test_what_is_wrong_is_named(fields, field, problem):
+    with pytest.raises(InvalidArgument) as caught:
+        StructuredOutputs(**fields)
+    assert caught.value.field == field
+    assert problem in caught.value.problem
+
+
+def test_a_value_of_nothing_but_depth_is_refused():
+    value: list = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(InvalidArgument, match=r"structured_outputs.json: is nested too deep"):
+        StructuredOutputs(json={"enum": value})
+
+
+def test_constraints_need_no_library():
+    program = (
+        "import sys; sys.modules['llguidance'] = None; import jpaged.structured as s; s.StructuredOutputs(regex='a')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
