@@ -1,7 +1,7 @@
-"""The values of a chat with tools: what may be called, what was called, and an answer in pieces. Frozen; no jax, no grpc.
+"""The values of a chat with tools: what may be called, what was called, and an answer in pieces. Frozen.
 
-`tools_of` and `tool_choice_of` read the JSON of OpenAI's API. A parser makes an answer's text into pieces as it comes, and
-`ChatAnswer.of` puts them together.
+`tools_of` and `tool_choice_of` read the JSON of OpenAI's API. A parser makes an answer's text into pieces as it comes,
+and `ChatAnswer.of` puts them together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def json_bytes(path: str, value: Any, *, max_bytes: int) -> int:
     """Return how many bytes a value has as JSON, about: texts, keys and numbers, and one for each comma or colon.
 
     Raises:
-        InvalidArgument: it is too deep or too large, or holds what JSON does not: halves of characters, NaN, other types.
+        InvalidArgument: it is too deep or too large, or holds what JSON does not: halves of characters, NaN, objects.
     """
     size, waiting = 0, [(path, value, 0)]
     while waiting:
@@ -160,7 +160,9 @@ def _check_unique(tools: Sequence[Tool], path: str) -> None:
     first: dict[str, int] = {}
     for i, tool in enumerate(tools):
         if first.setdefault(tool.name, i) != i:
-            raise InvalidArgument(f"{path}[{i}].function.name", f"{tool.name!r} is that of {path}[{first[tool.name]}] too")
+            raise InvalidArgument(
+                f"{path}[{i}].function.name", f"{tool.name!r} is that of {path}[{first[tool.name]}] too"
+            )
 
 
 def _tool_of(path: str, value: Any) -> Tool:
@@ -181,7 +183,9 @@ def _fields(path: str, value: Any, known: set[str]) -> Mapping[str, Any]:
         raise InvalidArgument(path, "is missing" if value is None else "must be a JSON object")
     for name in value:
         if name not in known:
-            raise InvalidArgument(f"{path}.{str(name)[:_MAX_SHOWN]}", f"is not supported; {', '.join(sorted(known))} are")
+            raise InvalidArgument(
+                f"{path}.{str(name)[:_MAX_SHOWN]}", f"is not supported; {', '.join(sorted(known))} are"
+            )
     return value
 
 
@@ -319,7 +323,9 @@ class ChatAnswer:
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> ChatAnswer:
         """Put pieces together, in the order in which they came."""
-        content, reasoning, calls = [], [], []
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: list[tuple[str, str, list[str]]] = []
         for piece in pieces:
             if isinstance(piece, ContentPiece):
                 content.append(piece.text)

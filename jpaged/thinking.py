@@ -1,4 +1,4 @@
-"""How long a model may think: a count of the tokens between two tags, and the closing tag when the budget is used up."""
+"""How long a model may think: counts tokens between two tags, and closes when the budget is used up."""
 
 from __future__ import annotations
 

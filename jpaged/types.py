@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeGuard
 
+from jpaged.chat import ChatOptions
 from jpaged.errors import InvalidArgument
 
 MAX_LOGPROBS = 20
@@ -263,7 +264,10 @@ class Prompt:
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
-    messages: Sequence[Mapping[str, str]] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """As `jpaged.service.chat.messages` shows them."""
+    chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
+    """With messages alone: tools, and variables of the chat template."""
 
     @property
     def size(self) -> int:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,16 @@ def main() -> int:
             try:
                 kind, text = receive(questions)
                 if kind is Kind.TEMPLATE:
-                    send(connection, *_limited(lambda text=text: (Kind.NAMES, json_text.dumps(names(text)))))
+                    send(connection, *_limited(partial(_names, text)))
                 else:
                     question = json.loads(text)
-                    send(connection, *_limited(lambda question=question: _rendered(render_jinja_template, question)))
+                    send(connection, *_limited(partial(_rendered, render_jinja_template, question)))
             except (EOFError, ConnectionError):
                 return 0
+
+
+def _names(template: str) -> tuple[Kind, str]:
+    return Kind.NAMES, json_text.dumps(names(template))
 
 
 def _rendered(render: Any, question: dict[str, Any]) -> tuple[Kind, str]:

@@ -11,10 +11,10 @@ content of None; DeepSeek's adds arguments to text, gpt-oss's looks for tags in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jpaged import json_text
-from jpaged.chat import MAX_CALL_ID_CHARS, MAX_TOOL_CALLS, is_tool_name, json_object
+from jpaged.chat import MAX_CALL_ID_CHARS, MAX_TOOL_CALLS, ChatOptions, is_tool_name, json_object
 from jpaged.errors import InvalidArgument
 
 _FIELD = "chat.messages"
@@ -22,6 +22,19 @@ _KEYS = ("role", "content", "name")
 _ROLE_OF = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
 """Keys that messages of one role alone may have."""
 _MAX_SHOWN = 80
+
+
+@runtime_checkable
+class LaysOutTools(Protocol):
+    """A tokenizer whose chat template may take tools and variables."""
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int) -> list[int]:
+        """Ids of a conversation, as `Tokenizer.apply_chat_template`.
+
+        Raises:
+            Unsupported: besides, the template takes no notice of tools.
+        """
+        ...
 
 
 def text_bytes(field: str, text: str) -> int:
@@ -95,7 +108,9 @@ def _calls_bytes(where: str, calls: Any) -> int:
         function = call.get("function")
         _check_keys(f"{path}.function", function, {"name", "arguments"})
         if not is_tool_name(function.get("name")):
-            raise InvalidArgument(f"{path}.function.name", f"{str(function.get('name'))[:_MAX_SHOWN]!r} is no tool's name")
+            raise InvalidArgument(
+                f"{path}.function.name", f"{str(function.get('name'))[:_MAX_SHOWN]!r} is no tool's name"
+            )
         num_bytes += len(function["name"]) + _text(f"{path}.function", function, "arguments", is_optional=True)
     return num_bytes
 
@@ -105,7 +120,9 @@ def _check_keys(path: str, value: Any, known: set[str]) -> None:
         raise InvalidArgument(path, "is missing" if value is None else "must be a JSON object")
     for key in value:
         if key not in known:
-            raise InvalidArgument(f"{path}.{str(key)[:_MAX_SHOWN]}", f"is not supported; {', '.join(sorted(known))} are")
+            raise InvalidArgument(
+                f"{path}.{str(key)[:_MAX_SHOWN]}", f"is not supported; {', '.join(sorted(known))} are"
+            )
 
 
 def for_template(messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[dict[str, Any]]:

@@ -76,8 +76,8 @@ class ChatTemplate:
             kwargs: variables of the template, which it must use.
 
         Raises:
-            InvalidArgument: the template refuses the messages, in its own words, cannot cope with them, or does not use a
-                variable.
+            InvalidArgument: the template refuses the messages, in its own words, cannot cope with them, or does not use
+                a variable.
             RequestTooLong: more than max_bytes come of them.
             Unsupported: there are tools, of which the template takes no notice.
             Unavailable: the process that renders is gone.

@@ -23,5 +23,5 @@ def names(template: str) -> list[str]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = Environment(extensions=[Generation, "jinja2.ext.loopcontrols"])  # noqa: S701 - nothing is rendered
+    environment = Environment(extensions=[Generation, "jinja2.ext.loopcontrols"])
     return sorted(meta.find_undeclared_variables(environment.parse(template)))
