@@ -2,7 +2,8 @@ r"""The structural tag that holds an answer to a family's format of calls: plain
 
     {"type": "structural_tag",
      "triggers": ["<tool_call>"],
-     "structures": [{"begin": "<tool_call>\n{\"name\": \"f\", \"arguments\": ", "schema": {...}, "end": "}\n</tool_call>"}],
+     "structures": [
+        {"begin": "<tool_call>\n{\"name\": \"f\", \"arguments\": ", "schema": {...}, "end": "}\n</tool_call>"}],
      "at_least_one": true,
      "stop_after_first": false}
 

@@ -178,6 +178,8 @@ class CallObject:
         place, self._place = self._place, _Place.COMMA
         if place is _Place.IN_KEY:
             self._place, self._string = _Place.COLON, _unquoted(self._string, at)
+            if not self.has_begun and self._string not in ("name", *_ARGUMENTS, *_SAYS_NOTHING):
+                raise _MalformedError(at)
         elif place is _Place.IN_NAME:
             self._name = _unquoted(self._string, at)
             if not self._name:

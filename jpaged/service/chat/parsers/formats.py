@@ -18,6 +18,8 @@ from jpaged.service.chat.parsers.writer import NewId, PieceWriter, call_id, shor
 
 AUTO, NONE = "auto", "none"
 _HARMONY_START = "<|start|>assistant"
+_DEEPSEEK_TURN = "<\uff5cAssistant\uff5c>"
+"""With full-width bars, as all of DeepSeek's special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,5 +258,5 @@ def _reasoning_format(template: str, architecture: str) -> str | None:
         return "mistral"
     if "</think>" not in template:
         return None
-    is_deepseek = "<｜Assistant｜>" in template or architecture.startswith("Deepseek")
+    is_deepseek = _DEEPSEEK_TURN in template or architecture.startswith("Deepseek")
     return "deepseek_r1" if is_deepseek else "qwen3"
