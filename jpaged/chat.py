@@ -132,11 +132,9 @@ class Tool:
         json_bytes("function.parameters", self.parameters, max_bytes=MAX_TOOL_BYTES)
 
     def as_json(self) -> dict[str, Any]:
-        """The tool as OpenAI's API and chat templates have it."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description:
-            function["description"] = self.description
-        return {"type": "function", "function": {**function, "parameters": dict(self.parameters)}}
+        """The tool as OpenAI's API and chat templates have it; some fail where one has no description."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
 
 
 def tools_of(value: Any, *, path: str = "tools") -> tuple[Tool, ...]:

@@ -10,7 +10,7 @@ from jpaged.service.chat.parsers.answer import PlainParser
 from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, parser_for
 from jpaged.service.chat.structural_tag import structural_tag_for
 
-HERMES = "{% for t in tools %}{% endfor %}<tool_call>\n{{ '{\"name\": \"' }}"
+HERMES = '{% for t in tools %}{% endfor %}<tool_call>\n{{ \'{"name": "\' }}'
 QWEN3 = HERMES + "{{ '</think>' }}{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 LLAMA = "<|start_header_id|>{{ message.tool_calls[0] }}{{ '\"parameters\": ' }}"
 R1 = "{{ '<\uff5cAssistant\uff5c>' }}{{ content.split('</think>')[-1] }}"
