@@ -25,7 +25,6 @@ VALUES = {
         "completions",
         "progress_bar",
         "chat",
-        "thinking",
     ),
     "hardware",
 }
@@ -36,7 +35,6 @@ MAY_IMPORT = {
     "load": set(),
     "errors": set(),
     "chat": {"errors"},
-    "thinking": set(),
     "types": {"errors", "chat"},
     "completions": {"errors", "types"},
     "progress_bar": {"types"},

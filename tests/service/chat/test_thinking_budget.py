@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.thinking import ThinkingBudget
+from jpaged.chat import ThinkingBudget
 
 OPEN, CLOSE = (7,), (8,)
 

@@ -1,6 +1,7 @@
 """Tools, calls and variables reach a chat template as transformers would give them, and are bounded before."""
 
 import json
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -22,7 +23,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = Tool("weather", "Tells it.", SCHEMA)
 USER = {"role": "user", "content": "Paris?"}
 CALL = {"id": "abcabcabc", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
-TALK = [
+TALK: list[dict[str, Any]] = [
     USER,
     {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "abcabcabc", "content": "sunny"},
@@ -170,7 +171,11 @@ def test_a_bad_message_is_named(messages, field):
 
 def test_turns_that_say_nothing_but_call_pass():
     for content in ({}, {"content": None}, {"content": ""}):
-        talk = [USER, {"role": "assistant", **content, "tool_calls": [CALL]}, {"role": "tool", "content": ""}]
+        talk: list[dict[str, Any]] = [
+            USER,
+            {"role": "assistant", **content, "tool_calls": [CALL]},
+            {"role": "tool", "content": ""},
+        ]
         assert for_template(talk, max_bytes=100)[1]["content"] is None
         assert messages_bytes(talk) == 56
     assert for_template(call(arguments=""), max_bytes=100)[1]["tool_calls"][1]["function"]["arguments"] == {}

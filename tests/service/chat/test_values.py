@@ -11,6 +11,7 @@ from jpaged.chat import (
     ChatAnswer,
     ChatOptions,
     ContentPiece,
+    Piece,
     ReasoningPiece,
     Tool,
     ToolCall,
@@ -32,7 +33,7 @@ def wrapped(**function):
 
 
 def nested(depth):
-    value = {}
+    value: dict[str, object] = {}
     for _ in range(depth):
         value = {"a": value}
     return value
@@ -146,7 +147,7 @@ def test_the_size_of_options_is_about_that_of_their_json():
 
 
 def test_pieces_make_an_answer():
-    pieces = [
+    pieces: list[Piece] = [
         ReasoningPiece("H"),
         ReasoningPiece("m"),
         ContentPiece("a"),

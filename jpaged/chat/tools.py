@@ -1,98 +1,29 @@
-"""The values of a chat with tools: what may be called, what was called, and an answer in pieces. Frozen.
-
-`tools_of` and `tool_choice_of` read the JSON of OpenAI's API. A parser makes an answer's text into pieces as it comes,
-and `ChatAnswer.of` puts them together.
-"""
+"""What a model may call and what it has to call, read from the JSON of OpenAI's API."""
 
 from __future__ import annotations
 
 import enum
-import json
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jpaged.chat.json_bounds import json_bytes
 from jpaged.errors import InvalidArgument
 
 MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 64
 MAX_TOOL_BYTES = 64 << 10
-"""One tool's description and parameters together."""
+"""A tool's description, and its parameters, each as JSON."""
 MAX_TOOL_CALLS = 128
 """Calls that one message may have."""
 MAX_CALL_ID_CHARS = 256
 MAX_TEMPLATE_KWARGS = 32
 MAX_TEMPLATE_KWARGS_BYTES = 16 << 10
-MAX_JSON_DEPTH = 64
 _NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _MAX_SHOWN = 80
-
-
-def json_bytes(path: str, value: Any, *, max_bytes: int) -> int:
-    """Return how many bytes a value has as JSON, about: texts, keys and numbers, and one for each comma or colon.
-
-    Raises:
-        InvalidArgument: it is too deep or too large, or holds what JSON does not: halves of characters, NaN, objects.
-    """
-    size, waiting = 0, [(path, value, 0)]
-    while waiting:
-        where, one, depth = waiting.pop()
-        if isinstance(one, Mapping | list | tuple):
-            if depth == MAX_JSON_DEPTH:
-                raise InvalidArgument(path, f"is nested deeper than the limit of {MAX_JSON_DEPTH}")
-            size += 2 + 2 * len(one)
-            if isinstance(one, Mapping):
-                size += sum(_text_bytes(where, key) for key in one)
-                waiting += [(f"{where}.{key}", inner, depth + 1) for key, inner in one.items()]
-            else:
-                waiting += [(f"{where}[{i}]", inner, depth + 1) for i, inner in enumerate(one)]
-        elif isinstance(one, str):
-            size += 2 + _text_bytes(where, one)
-        elif one is None or isinstance(one, bool | int):
-            size += 4 if one is None or isinstance(one, bool) else 1 + one.bit_length() // 3
-        elif not isinstance(one, float) or not math.isfinite(one):
-            raise InvalidArgument(where, f"{str(one)[:_MAX_SHOWN]} is no JSON value")
-        else:
-            size += 8
-        if size > max_bytes:
-            raise InvalidArgument(path, f"is larger than the limit of {max_bytes} bytes")
-    return size
-
-
-def _text_bytes(where: str, text: Any) -> int:
-    if not isinstance(text, str):
-        raise InvalidArgument(where, f"{str(text)[:_MAX_SHOWN]} is no name of a field")
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError as error:
-        at = error.start
-        raise InvalidArgument(where, f"{text[at]!a} at {at} is half of a surrogate pair: no character") from error
-
-
-def json_object(path: str, text: str, *, max_bytes: int) -> dict[str, Any]:
-    """Read a JSON object from its text.
-
-    Raises:
-        InvalidArgument: it is none, or as in `json_bytes`.
-    """
-    try:
-        value = json.loads(text, parse_constant=_refuse)
-    except RecursionError as error:
-        raise InvalidArgument(path, f"is nested deeper than the limit of {MAX_JSON_DEPTH}") from error
-    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
-        raise InvalidArgument(path, f"is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidArgument(path, f"{text[:_MAX_SHOWN]!r} is no JSON object")
-    json_bytes(path, value, max_bytes=max_bytes)
-    return value
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def is_tool_name(name: Any) -> bool:
@@ -264,75 +195,3 @@ class ChatOptions:
         """The size of all of it as JSON, about."""
         whole = {"tools": [tool.as_json() for tool in self.tools], "kwargs": self.template_kwargs}
         return json_bytes("tools", whole, max_bytes=2 * MAX_TOOLS * MAX_TOOL_BYTES + (1 << 20))
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that a model made. `arguments` is JSON text as the model wrote it, valid if the model's was."""
-
-    id: str
-    name: str
-    arguments: str
-
-    def as_json(self) -> dict[str, Any]:
-        """The call as OpenAI's API has it."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-@dataclass(frozen=True, slots=True)
-class ContentPiece:
-    """The next characters of what is said to the user."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningPiece:
-    """The next characters of what the model thinks before it answers."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallPiece:
-    """The next characters of a call's arguments. `id` and `name` are in the first piece of a call, None in the others.
-
-    Attributes:
-        index: which call of the answer, from 0.
-    """
-
-    index: int
-    arguments: str
-    id: str | None = None
-    name: str | None = None
-
-
-Piece = ContentPiece | ReasoningPiece | ToolCallPiece
-
-
-@dataclass(frozen=True, slots=True)
-class ChatAnswer:
-    """An assistant's turn: what its pieces make."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-
-    @classmethod
-    def of(cls, pieces: Iterable[Piece]) -> ChatAnswer:
-        """Put pieces together, in the order in which they came."""
-        content: list[str] = []
-        reasoning: list[str] = []
-        calls: list[tuple[str, str, list[str]]] = []
-        for piece in pieces:
-            if isinstance(piece, ContentPiece):
-                content.append(piece.text)
-            elif isinstance(piece, ReasoningPiece):
-                reasoning.append(piece.text)
-            else:
-                if piece.index == len(calls):
-                    calls.append((piece.id or "", piece.name or "", []))
-                calls[piece.index][2].append(piece.arguments)
-        return cls(
-            "".join(content), "".join(reasoning), tuple(ToolCall(i, name, "".join(parts)) for i, name, parts in calls)
-        )
