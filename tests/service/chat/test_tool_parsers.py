@@ -103,6 +103,7 @@ NO_CALLS = {
         '<tool_call>{"name": "f", ',
         "  \n",
         "so <tool_",
+        '<tool_call>{"x<tool_call>{"name": "f", "arguments": {}}',
     ],
     "llama3_json": [
         "Plain; text {with} brackets.",
