@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jpaged.chat import ChatOptions
 from jpaged.config import keep_tokenizers_on_their_thread
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupported
@@ -66,9 +67,8 @@ class HuggingFaceTokenizer:
                     f"parse_special_tokens: always with the tokenizer in {folder.name}, which is no fast one"
                 )
             self._literal = LiteralText(self._fast)
-        self._chat: ChatTemplate | None = None
-        if parts.chat_template is not None:
-            self._chat = ChatTemplate(template_process(), parts.chat_template, parts.special_tokens)
+        self._chat = self._template(parts.chat_template, parts)
+        self._tool_chat = self._template(parts.tool_chat_template, parts) or self._chat
 
     @property
     def has_chat_template(self) -> bool:
@@ -77,6 +77,25 @@ class HuggingFaceTokenizer:
     def to_json(self) -> str | None:
         """The tokenizer as a tokenizer.json says it; None where it is one in Python."""
         return None if self._fast is None else str(self._fast.to_str())
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the template of conversations with tools; None without one."""
+        return None if self._tool_chat is None else self._tool_chat.source
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The tokens that `decode` leaves out unless it is told to keep them."""
+        if self._fast is None:
+            return frozenset(self._slow.all_special_tokens)
+        added = self._fast.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    def tag_ids(self, tag: str) -> list[int]:
+        """The ids of a text of the model's own format, such as `</think>`: special tokens are what they say."""
+        if self._fast is not None:
+            return _encode(self._fast, "tag", tag, add_special_tokens=False)
+        return self.encode(tag, add_special_tokens=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._fast is not None:
@@ -99,16 +118,36 @@ class HuggingFaceTokenizer:
             raise InternalError(f"the tokenizer in {self._folder.name} fails on token ids: {error}") from error
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
-        if self._chat is None:
+        return self.chat_ids(messages, ChatOptions(), max_bytes=max_bytes)
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int) -> list[int]:
+        """Ids of a conversation with tools, as `apply_chat_template`.
+
+        Args:
+            messages: as `messages.for_template` has them.
+
+        Raises:
+            Unsupported: besides, its template takes no notice of the tools that are there.
+        """
+        chat = self._tool_chat if options.tools else self._chat
+        if chat is None:
             raise Unsupported(f"the tokenizer in {self._folder.name} has no chat template: send text or token ids")
-        plain = [dict(message) for message in messages]
+        plain: Any = [dict(message) for message in messages]
+        tools: Any = [tool.as_json() for tool in options.tools]
+        kwargs: Any = dict(options.template_kwargs)
         if self._literal is None:
-            text = self._chat.render(plain, max_bytes=max_bytes)
+            text = chat.render(plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs)
             if self._fast is None:
                 return self.encode(text, add_special_tokens=False)
             return _encode(self._fast, _MESSAGES, text, add_special_tokens=False)
-        text = self._chat.render(self._literal.marked(plain), max_bytes=max_bytes)
+        plain, tools, kwargs = (self._literal.marked(one) for one in (plain, tools, kwargs))
+        text = chat.render(plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs)
         return _encode(self._literal.tokenizer, _MESSAGES, self._literal.unmarked(text), add_special_tokens=False)
+
+    def _template(self, source: str | None, parts: TokenizerParts) -> ChatTemplate | None:
+        if source is None:
+            return None
+        return ChatTemplate(template_process(), source, parts.special_tokens, name=self._folder.name)
 
 
 def _encode(fast: Any, field: str, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -11,10 +11,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jpaged.chat import ChatOptions
 from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
-from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
+from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
+from jpaged.service.chat.messages import LaysOutTools, for_template, messages_bytes, text_bytes
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
     MAX_DETOKENIZE_IDS,
@@ -76,7 +78,7 @@ class InputProcessor:
         Raises:
             InvalidArgument: a field is wrong; says which.
             RequestTooLong: prompt and max_tokens can never fit, with the limit.
-            Unsupported: messages, but the model has no chat template.
+            Unsupported: messages, but the model has no chat template, or tools, of which it takes no notice.
         """
         if prompt.pooling not in (None, "last", "mean"):
             raise InvalidArgument("pooling", f"{prompt.pooling!r} is neither 'last' nor 'mean'")
@@ -120,7 +122,7 @@ class InputProcessor:
         if num_kept is not None:
             max_bytes = max(max_bytes, MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
-            token_ids = self._chat_ids(prompt.messages, max_bytes)
+            token_ids = self._chat_ids(prompt.messages, prompt.chat_options, max_bytes)
         else:
             token_ids = self._text_ids("sampling.max_tokens", prompt.text or "", max_bytes)
         token_ids = token_ids if num_kept is None else token_ids[-num_kept:]
@@ -136,7 +138,7 @@ class InputProcessor:
         """
         max_bytes = max(self._max_prompt_bytes(1), MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
-            return self._chat_ids(prompt.messages, max_bytes)
+            return self._chat_ids(prompt.messages, prompt.chat_options, max_bytes)
         return self._text_ids("text", prompt.text or "", max_bytes, add_special_tokens=add_special_tokens)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -170,27 +172,27 @@ class InputProcessor:
         return max((self._geometry.max_model_len - max_tokens) * self.tokenizer.max_token_bytes, _EXACT_BYTES)
 
     def _text_ids(self, field: str, text: str, max_bytes: int, *, add_special_tokens: bool = True) -> list[int]:
-        num_bytes = _num_bytes("prompt", text)
+        num_bytes = text_bytes("prompt", text)
         if num_bytes > max_bytes:
             raise RequestTooLong(field, f"{num_bytes} bytes of text, over the limit of {max_bytes}: {self._limits()}")
         return self._known("prompt", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def _chat_ids(self, messages: Sequence[Mapping[str, Any]], max_bytes: int) -> list[int]:
+    def _chat_ids(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, max_bytes: int) -> list[int]:
         if not messages:
             raise InvalidArgument("chat.messages", "is empty: at least one message is needed")
         if len(messages) > MAX_CHAT_MESSAGES:
             raise InvalidArgument("chat.messages", f"{len(messages)} messages; at most {MAX_CHAT_MESSAGES}")
-        num_bytes = 0
-        for i, message in enumerate(messages):
-            for key in ("role", "content"):
-                value = message.get(key)
-                if not isinstance(value, str) or not value:
-                    raise InvalidArgument(f"chat.messages[{i}].{key}", "is missing or empty")
-                num_bytes += _num_bytes(f"chat.messages[{i}].{key}", value)
+        has_options = bool(options.tools or options.template_kwargs)
+        num_bytes = messages_bytes(messages) + (options.num_bytes if has_options else 0)
         limit = max(max_bytes, MIN_MAX_CHAT_BYTES)
         if num_bytes > limit:
             raise RequestTooLong("chat.messages", f"{num_bytes} bytes, over the limit of {limit}: {self._limits()}")
-        return self._known("chat.messages", self.tokenizer.apply_chat_template(messages, max_bytes=max_bytes))
+        plain = for_template(messages, max_bytes=limit)
+        if has_options and self.tokenizer.has_chat_template:
+            if not isinstance(self.tokenizer, LaysOutTools):
+                raise Unsupported("tools: this model's tokenizer lays out messages alone")
+            return self._known("chat.messages", self.tokenizer.chat_ids(plain, options, max_bytes=max_bytes))
+        return self._known("chat.messages", self.tokenizer.apply_chat_template(plain, max_bytes=max_bytes))
 
     def _known(self, field: str, token_ids: list[int]) -> list[int]:
         """A tokenizer may have more tokens than the model, which would read any for those."""
@@ -273,14 +275,6 @@ class InputProcessor:
             raise InvalidArgument("sampling.bad_words", "this model has no tokenizer: use logit_bias")
         if sampling.stop and isinstance(self.tokenizer, NoTokenizer):
             raise InvalidArgument("sampling.stop", "this model has no tokenizer, so no text: use stop_token_ids")
-
-
-def _num_bytes(field: str, text: str) -> int:
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError as error:
-        at = error.start
-        raise InvalidArgument(field, f"{text[at]!r} at {at} is half of a surrogate pair: no character") from error
 
 
 def _derived_seed(engine_seed: int, number: int) -> int:

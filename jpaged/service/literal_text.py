@@ -56,13 +56,13 @@ class LiteralText:
         )
 
     def marked(self, value: Any) -> Any:
-        """Messages with a mark in each special token that they spell out."""
+        """Messages or tools with a mark in each special token that they spell out, names of fields too."""
         if isinstance(value, str):
             while self._special.search(value):  # again where two overlap
                 value = self._special.sub(lambda found: found[0][0] + self._mark + found[0][1:], value)
             return value
         if isinstance(value, dict):
-            return {key: self.marked(one) for key, one in value.items()}
+            return {self.marked(key): self.marked(one) for key, one in value.items()}
         return [self.marked(one) for one in value] if isinstance(value, list | tuple) else value
 
     def unmarked(self, text: str) -> str:

@@ -47,6 +47,7 @@ class TokenizerParts:
         vocab_size: ids, added tokens included.
         eos_token_id: None where it names none.
         chat_template: its source; None without one.
+        tool_chat_template: that of conversations with tools, where it is another.
         special_tokens: as a chat template sees them, by their names: `bos_token` and the like.
     """
 
@@ -56,6 +57,7 @@ class TokenizerParts:
     eos_token_id: int | None
     chat_template: str | None
     special_tokens: Mapping[str, str | list[str]]
+    tool_chat_template: str | None = None
 
 
 def read_parts(folder: Path) -> TokenizerParts:
@@ -141,10 +143,10 @@ def _read_by_transformers(folder: Path) -> TokenizerParts:
     from transformers import AutoTokenizer
 
     inner: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    template = None
+    template = tool_template = None
     if inner.chat_template:
         try:
-            template = inner.get_chat_template()
+            template, tool_template = inner.get_chat_template(), inner.get_chat_template(tools=[])
         except ValueError as error:  # several, and none of them the default
             raise InvalidArgument("model", f"its chat template cannot be chosen: {error}") from error
     return TokenizerParts(
@@ -156,6 +158,7 @@ def _read_by_transformers(folder: Path) -> TokenizerParts:
         special_tokens={
             name: value if isinstance(value, list) else str(value) for name, value in inner.special_tokens_map.items()
         },
+        tool_chat_template=None if tool_template == template else tool_template,
     )
 
 

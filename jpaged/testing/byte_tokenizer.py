@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jpaged import json_text
+from jpaged.chat import ChatOptions
 from jpaged.errors import RequestTooLong
 
 _NUM_BYTES = 256
@@ -47,8 +49,18 @@ class ByteTokenizer:
         return parts.decode(errors="replace")
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
-        turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        token_ids = self.encode(f"{turns}assistant: ")
+        return self.chat_ids(messages, ChatOptions(), max_bytes=max_bytes)
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int) -> list[int]:
+        """Lay out tools, a line each, and messages, whose calls follow what is said."""
+        tools = "".join(f"tool: {json_text.dumps(tool.as_json())}\n" for tool in options.tools)
+        turns = "".join(f"{message['role']}: {_said(message)}\n" for message in messages)
+        token_ids = self.encode(f"{tools}{turns}assistant: ")
         if len(token_ids) > max_bytes:
             raise RequestTooLong("chat.messages", f"{len(token_ids)} bytes come of them, over {max_bytes}")
         return token_ids
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    calls = [json_text.dumps(call["function"]) for call in message.get("tool_calls") or ()]
+    return " ".join([message.get("content") or "", *calls]).strip() if calls else message["content"]

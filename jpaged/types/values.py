@@ -10,8 +10,9 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from jpaged.chat import ChatOptions
 from jpaged.types.sampling import SamplingParams
 
 MAX_CHAT_MESSAGES = 8192
@@ -63,13 +64,16 @@ class Prompt:
     Attributes:
         told_from: the first token whose log-probability is told; None leaves it to `SamplingParams.prompt_logprobs`.
         pooling: have its hidden states told, pooled so.
+        chat_options: with messages alone: tools, and variables of the chat template.
     """
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
-    messages: Sequence[Mapping[str, str]] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """As `jpaged.service.chat.messages` shows them."""
     told_from: int | None = None
     pooling: Pooling | None = None
+    chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
 
     @property
     def size(self) -> int:

@@ -24,6 +24,7 @@ VALUES = {
         "completions",
         "progress_bar",
         "structured",
+        "chat",
     ),
     "hardware",
 }
@@ -34,7 +35,8 @@ MAY_IMPORT = {
     "load": set(),
     "errors": set(),
     "structured": {"errors", "json_text"},
-    "types": {"errors", "structured"},
+    "chat": {"errors"},
+    "types": {"errors", "structured", "chat"},
     "completions": {"errors", "types"},
     "progress_bar": {"types"},
     "launchers": {"errors"},

@@ -12,11 +12,15 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jpaged import json_text
 from jpaged.service.chat.frames import Kind, receive, send
 from jpaged.service.chat.process import CPU_S, MEMORY_BYTES
+from jpaged.service.chat.variables import names
 from jpaged.service.tokenizer_parts import keep_quiet_about_torch
 
 _MAX_MESSAGE_CHARS = 1000
@@ -32,24 +36,38 @@ def main() -> int:
         _limit_memory()
         while True:
             try:
-                _, text = receive(questions)
-                send(connection, *_answer(render_jinja_template, json.loads(text)))
+                kind, text = receive(questions)
+                if kind is Kind.TEMPLATE:
+                    send(connection, *_limited(partial(_names, text)))
+                else:
+                    question = json.loads(text)
+                    send(connection, *_limited(partial(_rendered, render_jinja_template, question)))
             except (EOFError, ConnectionError):
                 return 0
 
 
-def _answer(render: Any, question: dict[str, Any]) -> tuple[Kind, str]:
+def _names(template: str) -> tuple[Kind, str]:
+    return Kind.NAMES, json_text.dumps(names(template))
+
+
+def _rendered(render: Any, question: dict[str, Any]) -> tuple[Kind, str]:
+    texts, _ = render(
+        conversations=[question["messages"]],
+        tools=question["tools"],
+        chat_template=question["template"],
+        add_generation_prompt=True,
+        **question["variables"],
+    )
+    num_bytes = len(texts[0].encode())
+    return (Kind.LONG, str(num_bytes)) if num_bytes > question["max_bytes"] else (Kind.RENDERED, texts[0])
+
+
+def _limited(answer: Callable[[], tuple[Kind, str]]) -> tuple[Kind, str]:
     from jinja2.exceptions import TemplateError
 
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # the signal's default action ends the process
     try:
-        texts, _ = render(
-            conversations=[question["messages"]],
-            chat_template=question["template"],
-            add_generation_prompt=True,
-            **question["variables"],
-        )
-        num_bytes = len(texts[0].encode())
+        return answer()
     except MemoryError:
         return Kind.OVER, f"{MEMORY_BYTES >> 20} MiB of memory"
     except Exception as error:  # a template is a program: what comes of it is told, whatever it is
@@ -59,7 +77,6 @@ def _answer(render: Any, question: dict[str, Any]) -> tuple[Kind, str]:
         return Kind.RAISED if is_its_own else Kind.FAILED, whole
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-    return (Kind.LONG, str(num_bytes)) if num_bytes > question["max_bytes"] else (Kind.RENDERED, texts[0])
 
 
 def _limit_memory() -> None:

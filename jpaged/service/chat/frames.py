@@ -1,7 +1,9 @@
 """What travels between a server and the process that renders: a byte of kind, four of length, UTF-8.
 
-server ──QUESTION (JSON)──────────────────> child
-       <──RENDERED, RAISED, FAILED or OVER──
+server ──QUESTION (JSON)────────────────────────> child
+       <──RENDERED, RAISED, FAILED, OVER or LONG──
+       ──TEMPLATE────────────────────────────────>
+       <──NAMES (JSON) or FAILED──────────────────
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ class Kind(enum.Enum):
     """What a frame holds."""
 
     QUESTION = b"q"
-    """Template, variables, messages and limits, as JSON."""
+    """Template, variables, messages, tools and limits, as JSON."""
+    TEMPLATE = b"s"
+    """A template, whose variables are asked for."""
+    NAMES = b"n"
+    """The variables that a template uses and does not set before, as JSON."""
     RENDERED = b"t"
     """The text."""
     RAISED = b"r"

@@ -41,7 +41,13 @@ class TemplateProcess:
         self._child = _Child()
 
     def render(
-        self, template: str, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], max_bytes: int
+        self,
+        template: str,
+        variables: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]],
+        max_bytes: int,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[Kind, str]:
         """The text, or why there is none.
 
@@ -50,14 +56,30 @@ class TemplateProcess:
             Unavailable: the process died, or did not answer.
             TypeError, ValueError: the messages hold what JSON does not.
         """
-        question = {"template": template, "variables": variables, "messages": messages, "max_bytes": max_bytes}
-        text = json_text.dumps(question)
+        question = {
+            "template": template,
+            "variables": variables,
+            "messages": messages,
+            "tools": tools,
+            "max_bytes": max_bytes,
+        }
+        return self._ask(Kind.QUESTION, json_text.dumps(question))
+
+    def names(self, template: str) -> tuple[Kind, str]:
+        """The variables that a template uses and does not set before, as JSON, or why they cannot be told.
+
+        Raises:
+            OutOfTimeError, Unavailable: as in `render`.
+        """
+        return self._ask(Kind.TEMPLATE, template)
+
+    def _ask(self, kind: Kind, text: str) -> tuple[Kind, str]:
         with self._lock:
             if self._child.process.poll() is not None:
                 self._start_again()
             child = self._child
             try:
-                return child.ask(text)
+                return child.ask(kind, text)
             except (OSError, EOFError) as error:
                 reason = child.reason(error)
                 self._start_again()
@@ -99,9 +121,9 @@ class _Child:
                 )
             self.end = weakref.finalize(self, _end, self.process, opened.pop_all())
 
-    def ask(self, text: str) -> tuple[Kind, str]:
+    def ask(self, kind: Kind, text: str) -> tuple[Kind, str]:
         """Sends a question and waits for the answer; raises OSError or EOFError."""
-        send(self._connection, Kind.QUESTION, text)
+        send(self._connection, kind, text)
         return receive(self._answers)
 
     def reason(self, error: Exception) -> Exception:

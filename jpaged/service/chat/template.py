@@ -1,17 +1,29 @@
-"""A model's chat template: messages in, text out, within limits of time, memory and size."""
+"""A model's chat template: messages and tools in, text out, within limits of time, memory and size."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from jpaged.errors import InvalidArgument, RequestTooLong
+from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.frames import Kind
+from jpaged.service.chat.messages import forms
 from jpaged.service.chat.process import CPU_S, OutOfTimeError, TemplateProcess
 
 _FIELD = "chat.messages"
+_KWARGS = "chat_template_kwargs"
 _TRIAL = ({"role": "user", "content": "Hello"},)
 _TRIAL_BYTES = 1 << 20
+_OURS = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"),
+        *("conversations", "chat_template", "return_assistant_tokens_mask", "continue_final_message"),
+    }
+)
+"""Names that no caller sets: those of transformers' function that renders, and what it gives a template."""
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatTemplate:
@@ -19,46 +31,92 @@ class ChatTemplate:
 
     Args:
         variables: what it may name besides the messages: the special tokens.
+        name: whose template it is, for errors.
+
+    Attributes:
+        source: its text.
+        uses_tools: it looks at the tools that a caller gives.
 
     Raises:
         InvalidArgument: it fails on a plain message of a user. One that refuses it, by `raise_exception`, works.
     """
 
-    def __init__(self, process: TemplateProcess, source: str, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self, process: TemplateProcess, source: str, variables: Mapping[str, Any], *, name: str = "this model"
+    ) -> None:
         self._process = process
-        self._source = source
         self._variables = variables
+        self._name = name
+        self.source = source
         try:
             kind, text = process.render(source, variables, _TRIAL, _TRIAL_BYTES)
+            if kind in (Kind.RENDERED, Kind.RAISED):
+                kind, text = process.names(source)
         except OutOfTimeError:
             kind, text = Kind.OVER, f"{CPU_S} s of processor time"
-        if kind in (Kind.FAILED, Kind.OVER, Kind.LONG):
-            what = {Kind.FAILED: "fails", Kind.OVER: "passes its limit", Kind.LONG: "makes too many bytes"}[kind]
+        if kind is not Kind.NAMES:
+            what = {Kind.OVER: "passes its limit", Kind.LONG: "makes too many bytes"}.get(kind, "fails")
             raise InvalidArgument("model", f"its chat template {what} on one plain message of a user: {text}")
+        names = frozenset(json.loads(text))
+        self.uses_tools = "tools" in names
+        self._settable = names - _OURS - variables.keys()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_bytes: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] = _NOTHING,
+    ) -> str:
         """The conversation, up to where the assistant's turn begins.
 
+        Args:
+            tools: as `Tool.as_json` has them.
+            kwargs: variables of the template, which it must use.
+
         Raises:
-            InvalidArgument: the template refuses the messages, in its own words, or cannot cope with them.
+            InvalidArgument: the template refuses the messages, in its own words, cannot cope with them, or does not use
+                a variable.
             RequestTooLong: more than max_bytes come of them.
+            Unsupported: there are tools, of which the template takes no notice.
             Unavailable: the process that renders is gone.
         """
+        if tools and not self.uses_tools:
+            raise Unsupported(f"tools: the chat template of {self._name} does not use any")
+        for name in kwargs.keys() - self._settable:
+            known = ", ".join(sorted(self._settable)) or "none"
+            raise InvalidArgument(f"{_KWARGS}.{name}", f"is no variable of the chat template; it has {known}")
+        variables = {**self._variables, **kwargs}
+        failure = None
+        for form in forms(messages):
+            kind, text = self._outcome(form, variables, max_bytes, tools)
+            if kind is not Kind.FAILED:
+                return _text_of(kind, text, max_bytes)
+            failure = failure or InvalidArgument(_FIELD, f"the chat template fails on them: {text}")
+        assert failure is not None
+        raise failure
+
+    def _outcome(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        max_bytes: int,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> tuple[Kind, str]:
         try:
-            kind, text = self._process.render(self._source, self._variables, messages, max_bytes)
+            return self._process.render(self.source, variables, messages, max_bytes, tools=list(tools) or None)
         except OutOfTimeError as error:
             raise InvalidArgument(_FIELD, f"the chat template takes over {CPU_S} s of processor time") from error
         except (TypeError, ValueError) as error:
             raise InvalidArgument(_FIELD, f"hold something that is no text: {error}") from error
-        match kind:
-            case Kind.RENDERED:
-                return text
-            case Kind.RAISED:
-                raise InvalidArgument(_FIELD, text)
-            case Kind.LONG:
-                raise RequestTooLong(
-                    _FIELD, f"the chat template makes {text} bytes of them, over the limit of {max_bytes}"
-                )
-            case Kind.OVER:
-                raise InvalidArgument(_FIELD, f"the chat template takes over {text}")
-        raise InvalidArgument(_FIELD, f"the chat template fails on them: {text}")
+
+
+def _text_of(kind: Kind, text: str, max_bytes: int) -> str:
+    if kind is Kind.RAISED:
+        raise InvalidArgument(_FIELD, text)
+    if kind is Kind.LONG:
+        raise RequestTooLong(_FIELD, f"the chat template makes {text} bytes of them, over the limit of {max_bytes}")
+    if kind is Kind.OVER:
+        raise InvalidArgument(_FIELD, f"the chat template takes over {text}")
+    return text

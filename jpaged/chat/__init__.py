@@ -1,0 +1,67 @@
+"""The values of a chat with tools: what may be called, what was called, and an answer in pieces. Neither jax nor grpc.
+
+tools.py        tools, the choice among them, and what a chat template gets
+pieces.py       an answer in pieces, and put together
+thinking.py     how long a model may think
+json_bounds.py  JSON that callers send, bounded
+"""
+
+from jpaged.chat.json_bounds import (
+    MAX_JSON_DEPTH,
+    json_bytes,
+    json_object,
+)
+from jpaged.chat.pieces import (
+    ChatAnswer,
+    ContentPiece,
+    Piece,
+    ReasoningPiece,
+    ToolCall,
+    ToolCallPiece,
+)
+from jpaged.chat.thinking import (
+    ThinkingBudget,
+)
+from jpaged.chat.tools import (
+    MAX_CALL_ID_CHARS,
+    MAX_TEMPLATE_KWARGS,
+    MAX_TEMPLATE_KWARGS_BYTES,
+    MAX_TOOL_BYTES,
+    MAX_TOOL_CALLS,
+    MAX_TOOL_NAME_CHARS,
+    MAX_TOOLS,
+    ChatOptions,
+    Tool,
+    ToolChoice,
+    ToolChoiceMode,
+    is_tool_name,
+    tool_choice_of,
+    tools_of,
+)
+
+__all__ = [
+    "MAX_CALL_ID_CHARS",
+    "MAX_JSON_DEPTH",
+    "MAX_TEMPLATE_KWARGS",
+    "MAX_TEMPLATE_KWARGS_BYTES",
+    "MAX_TOOLS",
+    "MAX_TOOL_BYTES",
+    "MAX_TOOL_CALLS",
+    "MAX_TOOL_NAME_CHARS",
+    "ChatAnswer",
+    "ChatOptions",
+    "ContentPiece",
+    "Piece",
+    "ReasoningPiece",
+    "ThinkingBudget",
+    "Tool",
+    "ToolCall",
+    "ToolCallPiece",
+    "ToolChoice",
+    "ToolChoiceMode",
+    "is_tool_name",
+    "json_bytes",
+    "json_object",
+    "tool_choice_of",
+    "tools_of",
+]

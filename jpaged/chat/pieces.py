@@ -1,0 +1,79 @@
+"""An answer in pieces, as parsers make them while it comes, and put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model made. `arguments` is JSON text as the model wrote it, valid if the model's was."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The call as OpenAI's API has it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class ContentPiece:
+    """The next characters of what is said to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPiece:
+    """The next characters of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPiece:
+    """The next characters of a call's arguments. `id` and `name` are in the first piece of a call, None in the others.
+
+    Attributes:
+        index: which call of the answer, from 0.
+    """
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+Piece = ContentPiece | ReasoningPiece | ToolCallPiece
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """An assistant's turn: what its pieces make."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> ChatAnswer:
+        """Put pieces together, in the order in which they came."""
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: list[tuple[str, str, list[str]]] = []
+        for piece in pieces:
+            if isinstance(piece, ContentPiece):
+                content.append(piece.text)
+            elif isinstance(piece, ReasoningPiece):
+                reasoning.append(piece.text)
+            else:
+                if piece.index == len(calls):
+                    calls.append((piece.id or "", piece.name or "", []))
+                calls[piece.index][2].append(piece.arguments)
+        return cls(
+            "".join(content), "".join(reasoning), tuple(ToolCall(i, name, "".join(parts)) for i, name, parts in calls)
+        )

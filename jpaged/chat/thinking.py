@@ -1,0 +1,73 @@
+"""How long a model may think: counts tokens between two tags, and closes when the budget is used up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ThinkingBudget:
+    """Told each token of one sequence; says which token must come next. Not for several threads.
+
+    All thinking of a sequence is of one budget: when it is used up, what is opened again is closed at once. The tags
+    count nothing; of a closing tag of several tokens those that come before the last count until it is whole.
+
+    Where a tag is several tokens that a tokenizer could also cut otherwise beside other text, one that the model writes
+    so goes unseen; those of reasoning models are tokens of their own.
+
+    Args:
+        open_ids: the opening tag's tokens; none where a sequence only ever begins open.
+        close_ids: the closing tag's, at least one.
+        budget: tokens of thinking, 0 or more.
+        is_open_at_start: the prompt ends with the opening tag.
+    """
+
+    __slots__ = ("_budget", "_close_ids", "_num_matched", "_num_used", "_open_ids", "is_open")
+
+    def __init__(
+        self, open_ids: Sequence[int], close_ids: Sequence[int], budget: int, *, is_open_at_start: bool
+    ) -> None:
+        if not close_ids:
+            raise ValueError("close_ids must hold at least one token")
+        if budget < 0:
+            raise ValueError(f"budget {budget} must be at least 0")
+        self._open_ids = tuple(open_ids)
+        self._close_ids = tuple(close_ids)
+        self._budget = budget
+        self._num_used = 0
+        self._num_matched = 0
+        self.is_open = is_open_at_start
+
+    @property
+    def num_used(self) -> int:
+        """Tokens of thinking so far."""
+        return self._num_used
+
+    def push(self, token_id: int) -> None:
+        """Takes note of the token that has come."""
+        tag = self._close_ids if self.is_open else self._open_ids
+        self._num_used += self.is_open
+        if not tag:
+            return
+        self._num_matched = _next_match(tag, self._num_matched, token_id)
+        if self._num_matched == len(tag):
+            self._num_used -= len(tag) if self.is_open else 0
+            self._num_matched = 0
+            self.is_open = not self.is_open
+
+    def forced(self) -> int | None:
+        """The token that must come next: the next one of the closing tag; None where any may."""
+        if not self.is_open or self._num_used < self._budget:
+            return None
+        return self._close_ids[self._num_matched]
+
+    def copy(self) -> ThinkingBudget:
+        """Another that goes on from here, for tokens that may be taken back."""
+        twin = ThinkingBudget(self._open_ids, self._close_ids, self._budget, is_open_at_start=self.is_open)
+        twin._num_used, twin._num_matched = self._num_used, self._num_matched
+        return twin
+
+
+def _next_match(tag: Sequence[int], num_matched: int, token_id: int) -> int:
+    """How many tokens of a tag stand at the end, when so many stood there and one more has come."""
+    seen = (*tag[:num_matched], token_id)
+    return next(size for size in range(len(seen), -1, -1) if seen[len(seen) - size :] == tuple(tag[:size]))

@@ -1,0 +1,195 @@
+"""A call as a JSON object, `{"name": ..., "arguments": {...}}`, read as it comes."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+
+from jpaged.service.chat.parsers.writer import PieceWriter
+
+SPACE = " \t\r\n"
+_MAX_NAME_CHARS = 256
+_ARGUMENTS, _SAYS_NOTHING = ("arguments", "parameters"), ("type", "id", "index")
+_OF_STRING = re.compile(r'["\\]')
+_OF_VALUE = re.compile(r'["{}\[\]]')
+_AFTER_PLAIN = re.compile(r"[,\]}\s]")
+
+
+class Reading(enum.Enum):
+    """How far a call has been read."""
+
+    MORE = "more"
+    """All that was given is read; the call goes on."""
+    DONE = "done"
+    """The call has ended, well or by breaking off in what follows its arguments."""
+    MALFORMED = "malformed"
+    """It is no call, and nothing was written of it."""
+
+
+class _Place(enum.Enum):
+    """What comes next in the object; the last four are values in which one is."""
+
+    OPENING = enum.auto()
+    FIRST_KEY = enum.auto()
+    COLON = enum.auto()
+    VALUE = enum.auto()
+    COMMA = enum.auto()
+    NEXT_KEY = enum.auto()
+    IN_KEY = enum.auto()
+    IN_NAME = enum.auto()
+    IN_ARGUMENTS = enum.auto()
+    PASSED_OVER = enum.auto()
+
+
+_STEPS = {
+    (_Place.OPENING, "{"): _Place.FIRST_KEY,
+    (_Place.COLON, ":"): _Place.VALUE,
+    (_Place.COMMA, ","): _Place.NEXT_KEY,
+}
+_VALUES = (_Place.IN_KEY, _Place.IN_NAME, _Place.IN_ARGUMENTS, _Place.PASSED_OVER)
+
+
+class _MalformedError(Exception):
+    """The next character, or the string before it, is none that a call has."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(at)
+        self.at = at
+
+
+class JsonValue:
+    """Finds the end of a JSON value as it comes. It looks at strings and brackets alone: the rest is the model's."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_string = False
+        self._is_plain = False
+        self._is_escaped = False
+
+    def read(self, text: str, at: int) -> tuple[int, bool]:
+        """Returns where reading stopped, and whether that is the value's end. `text` has a character there."""
+        if not (self._depth or self._is_string or self._is_plain) and text[at] not in '"{[':
+            self._is_plain = True  # a number or a word ends before what no number or word has
+        if self._is_plain:
+            found = _AFTER_PLAIN.search(text, at)
+            return (len(text), False) if found is None else (found.start(), True)
+        if self._is_escaped:
+            self._is_escaped = False
+            at += 1
+        while found := (_OF_STRING if self._is_string else _OF_VALUE).search(text, at):
+            at = found.end()
+            if found[0] == "\\":
+                self._is_escaped = at == len(text)
+                at += not self._is_escaped
+            elif found[0] == '"':
+                self._is_string = not self._is_string
+            else:
+                self._depth += 1 if found[0] in "{[" else -1
+            if self._depth <= 0 and not self._is_string:
+                return at, True
+        return len(text), False
+
+
+class CallObject:
+    """One call. It is written from when its name is known and its arguments begin, which must be an object.
+
+    Before that only `name`, the arguments under either of their keys, and keys that say nothing (`type`, `id`,
+    `index`) may be there: any other makes it malformed, so that a JSON answer that is no call is soon seen to be none.
+    What stands behind the arguments is passed over.
+
+    Args:
+        writer: gets the call.
+    """
+
+    def __init__(self, writer: PieceWriter) -> None:
+        self._writer = writer
+        self._place = _Place.OPENING
+        self._value = JsonValue()
+        self._string = ""
+        self._name: str | None = None
+        self._early: list[str] = []
+        self.has_begun = False
+
+    def read(self, text: str, at: int) -> tuple[Reading, int]:
+        """Reads on from `at`, and returns where it stopped: before what belongs to no call."""
+        try:
+            while at < len(text):
+                if self._place in _VALUES:
+                    at = self._read_value(text, at)
+                elif text[at] in SPACE:
+                    at += 1
+                elif text[at] == "}" and self._place in (_Place.COMMA, _Place.NEXT_KEY) and self.has_begun:
+                    return Reading.DONE, at + 1
+                elif self._place in (_Place.FIRST_KEY, _Place.NEXT_KEY, _Place.VALUE):
+                    self._open_value(text, at)
+                elif (self._place, text[at]) in _STEPS:
+                    self._place = _STEPS[self._place, text[at]]
+                    at += 1
+                else:
+                    raise _MalformedError(at)
+        except _MalformedError as error:
+            return (Reading.DONE if self.has_begun else Reading.MALFORMED), error.at
+        return Reading.MORE, at
+
+    def _open_value(self, text: str, at: int) -> None:
+        """Decides what the value is that begins here, a key being one."""
+        if self._place is not _Place.VALUE:
+            place, opener = _Place.IN_KEY, '"'
+        elif self.has_begun or self._string in _SAYS_NOTHING:
+            place, opener = _Place.PASSED_OVER, text[at]
+        elif self._string == "name" and self._name is None:
+            place, opener = _Place.IN_NAME, '"'
+        elif self._string in _ARGUMENTS and not self._early:
+            place, opener = _Place.IN_ARGUMENTS, "{"
+        else:
+            raise _MalformedError(at)
+        if text[at] != opener or opener in ",:]}":
+            raise _MalformedError(at)
+        self._place, self._value, self._string = place, JsonValue(), ""
+        if place is _Place.IN_ARGUMENTS:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Writes the call, and what is there of its arguments, as soon as its name is known."""
+        if self._name is not None:
+            self.has_begun = True
+            self._writer.call(self._name)
+            self._writer.arguments("".join(self._early))
+
+    def _read_value(self, text: str, at: int) -> int:
+        if self._place in (_Place.IN_KEY, _Place.IN_NAME):
+            text = text[: at + _MAX_NAME_CHARS - len(self._string)]
+            if at == len(text):
+                raise _MalformedError(at)
+        end, is_whole = self._value.read(text, at)
+        if self._place is _Place.IN_ARGUMENTS:
+            if self.has_begun:
+                self._writer.arguments(text[at:end])
+            else:
+                self._early.append(text[at:end])
+        elif self._place is not _Place.PASSED_OVER:
+            self._string += text[at:end]
+        if is_whole:
+            self._end_value(end)
+        return end
+
+    def _end_value(self, at: int) -> None:
+        place, self._place = self._place, _Place.COMMA
+        if place is _Place.IN_KEY:
+            self._place, self._string = _Place.COLON, _unquoted(self._string, at)
+            if not self.has_begun and self._string not in ("name", *_ARGUMENTS, *_SAYS_NOTHING):
+                raise _MalformedError(at)
+        elif place is _Place.IN_NAME:
+            self._name = _unquoted(self._string, at)
+            if not self._name:
+                raise _MalformedError(at)
+            if self._early:
+                self._begin()
+
+
+def _unquoted(string: str, at: int) -> str:
+    try:
+        return str(json.loads(string))
+    except ValueError:
+        raise _MalformedError(at) from None

@@ -1,0 +1,262 @@
+"""The formats of families by their names, which are those of vLLM's `--tool-call-parser` and `--reasoning-parser`.
+
+Which one a model has is seen in its chat template: the template writes calls of earlier turns as the model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from jpaged.errors import InvalidArgument
+from jpaged.service.chat.parsers.answer import Parser, PlainParser, ReasoningParser
+from jpaged.service.chat.parsers.harmony import HarmonyParser
+from jpaged.service.chat.parsers.hermes import HermesParser
+from jpaged.service.chat.parsers.llama3_json import Llama3JsonParser
+from jpaged.service.chat.parsers.mistral import MistralParser
+from jpaged.service.chat.parsers.writer import NewId, PieceWriter, call_id, short_call_id
+
+AUTO, NONE = "auto", "none"
+_HARMONY_START = "<|start|>assistant"
+_DEEPSEEK_TURN = "<\uff5cAssistant\uff5c>"
+"""With full-width bars, as all of DeepSeek's special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family writes calls.
+
+    Attributes:
+        name: as vLLM's `--tool-call-parser` has it.
+        make: makes the parser of one answer.
+        needs_special_tokens: its tags are special tokens, so that the text must keep them (`skip_special_tokens` of
+            False). Others' tags may be special tokens in some tokenizers: see `special_tags`.
+        tags: what is, or may be, a special token of its tokenizer.
+        begins: what stands before a call's arguments, NAME for the function's name; the first is usual.
+        end: what stands behind them.
+        triggers: how `begins` begin, each of them as one of these.
+        new_id: makes the id of a call.
+    """
+
+    name: str
+    make: Callable[[PieceWriter], Parser]
+    needs_special_tokens: bool
+    tags: tuple[str, ...]
+    begins: tuple[str, ...]
+    end: str
+    triggers: tuple[str, ...]
+    new_id: NewId = call_id
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a family writes reasoning.
+
+    Attributes:
+        name: as vLLM's `--reasoning-parser` has it.
+        open_tag: what it begins with.
+        close_tag: what it ends with.
+        is_open_unless_closed: an answer begins with reasoning also where neither the prompt nor the model opens it,
+            unless the prompt has closed it.
+        needs_special_tokens: its tags are special tokens, as in `ToolFormat`.
+        is_whole_answer: the parser of the tool format of the same family tells it apart.
+    """
+
+    name: str
+    open_tag: str
+    close_tag: str
+    is_open_unless_closed: bool = False
+    needs_special_tokens: bool = False
+    is_whole_answer: bool = False
+
+
+_HARMONY_CALL = "<|channel|>commentary to=functions."
+_HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>")
+TOOL_FORMATS = {
+    one.name: one
+    for one in (
+        ToolFormat(
+            name="hermes",
+            make=HermesParser,
+            needs_special_tokens=False,
+            tags=("<tool_call>", "</tool_call>"),
+            begins=('<tool_call>\n{"name": "NAME", "arguments": ',),
+            end="}\n</tool_call>",
+            triggers=("<tool_call>",),
+        ),
+        ToolFormat(
+            name="llama3_json",
+            make=Llama3JsonParser,
+            needs_special_tokens=True,
+            tags=("<|python_tag|>",),
+            begins=('{"name": "NAME", "parameters": ',),
+            end="}",
+            triggers=('{"name": "',),
+        ),
+        ToolFormat(
+            name="mistral",
+            make=MistralParser,
+            needs_special_tokens=True,
+            tags=("[TOOL_CALLS]",),
+            begins=('[TOOL_CALLS] [{"name": "NAME", "arguments": ',),
+            end="}]",
+            triggers=("[TOOL_CALLS]",),
+            new_id=short_call_id,
+        ),
+        ToolFormat(
+            name="mistral_args",
+            make=MistralParser,
+            needs_special_tokens=True,
+            tags=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+            begins=("[TOOL_CALLS]NAME[ARGS]",),
+            end="",
+            triggers=("[TOOL_CALLS]",),
+            new_id=short_call_id,
+        ),
+        ToolFormat(
+            name="openai",
+            make=HarmonyParser,
+            needs_special_tokens=True,
+            tags=_HARMONY_TAGS,
+            begins=tuple(f"{start}{_HARMONY_CALL}NAME <|constrain|>json<|message|>" for start in ("", _HARMONY_START)),
+            end="<|call|>",
+            triggers=(_HARMONY_CALL, _HARMONY_START + _HARMONY_CALL),
+        ),
+    )
+}
+REASONING_FORMATS = {
+    one.name: one
+    for one in (
+        ReasoningFormat("qwen3", "<think>", "</think>"),
+        ReasoningFormat("deepseek_r1", "<think>", "</think>", is_open_unless_closed=True),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]", needs_special_tokens=True),
+        ReasoningFormat(
+            "openai_gptoss",
+            "<|channel|>analysis<|message|>",
+            "<|end|>",
+            needs_special_tokens=True,
+            is_whole_answer=True,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model's answers are read. Either part may be None: then all of it is content.
+
+    Attributes:
+        tools: how it writes calls.
+        reasoning: how it writes reasoning.
+    """
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+    def needs_special_tokens(self, special_tokens: Collection[str], *, has_tools: bool = True) -> bool:
+        """Whether text must keep special tokens (`skip_special_tokens` of False) for tags to be seen in it.
+
+        Args:
+            special_tokens: those of the tokenizer: a tag that is one counts, whatever the family.
+            has_tools: the request has tools.
+        """
+        parts = [part for part in (self.tools if has_tools else None, self.reasoning) if part is not None]
+        tags = [tag for part in parts for tag in _tags_of(part)]
+        return any(part.needs_special_tokens for part in parts) or any(tag in special_tokens for tag in tags)
+
+    def is_open(self, prompt_tail: str) -> bool:
+        """Whether an answer to this prompt begins within its reasoning.
+
+        Args:
+            prompt_tail: the end of the prompt's text, special tokens kept: at least a dozen tokens.
+        """
+        if self.reasoning is None:
+            return False
+        tail = prompt_tail.rstrip()
+        if self.reasoning.is_open_unless_closed:
+            return not tail.endswith(self.reasoning.close_tag)
+        return tail.endswith(self.reasoning.open_tag)
+
+    def parser(self, *, is_open: bool, has_tools: bool = True, new_id: NewId | None = None) -> Parser:
+        """A parser of one answer.
+
+        Args:
+            is_open: see `is_open`.
+            has_tools: the request has tools; what looks like a call is content where it has none, but for gpt-oss,
+                whose one parser reads everything.
+            new_id: makes the ids of calls; None is as the family has them.
+        """
+        tools = self.tools if has_tools else None
+        new_id = new_id or (call_id if tools is None else tools.new_id)
+        if self.reasoning is not None and self.reasoning.is_whole_answer:
+            return HarmonyParser(PieceWriter(new_id))
+        make = PlainParser if tools is None else tools.make
+        if self.reasoning is None:
+            return make(PieceWriter(new_id))
+        tags = (self.reasoning.open_tag, self.reasoning.close_tag)
+        return ReasoningParser(tags, make, is_open=is_open, new_id=new_id)
+
+
+def _tags_of(part: ToolFormat | ReasoningFormat) -> tuple[str, ...]:
+    return part.tags if isinstance(part, ToolFormat) else (part.open_tag, part.close_tag)
+
+
+def parser_for(
+    template: str | None, architecture: str, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+) -> AnswerFormat:
+    """Return how a model's answers are read.
+
+    Args:
+        template: its chat template's source; None without one.
+        architecture: as its config names it, such as `DeepseekV3ForCausalLM`: it decides where templates are alike.
+        tool_parser: a name of `TOOL_FORMATS`, "none", or "auto", which looks.
+        reasoning_parser: the same of `REASONING_FORMATS`.
+
+    Raises:
+        InvalidArgument: there is no format of that name.
+    """
+    text = template or ""
+    tools = _named("tool_parser", tool_parser, _tool_format(text), TOOL_FORMATS)
+    reasoning = _named("reasoning_parser", reasoning_parser, _reasoning_format(text, architecture), REASONING_FORMATS)
+    if tools == "mistral" and "[ARGS]" in text:
+        tools = "mistral_args"
+    return AnswerFormat(
+        tools=None if tools is None else TOOL_FORMATS[tools],
+        reasoning=None if reasoning is None else REASONING_FORMATS[reasoning],
+    )
+
+
+def _named(option: str, name: str, detected: str | None, known: Mapping[str, object]) -> str | None:
+    if name == AUTO:
+        return detected
+    if name == NONE:
+        return None
+    if name not in known:
+        raise InvalidArgument(option, f"{name!r} is not one of {', '.join((AUTO, NONE, *known))}")
+    return name
+
+
+def _tool_format(template: str) -> str | None:
+    """The format whose marks a template has. Other formats share some of them, and have marks of their own."""
+    if "<|channel|>" in template and "functions." in template:
+        return "openai"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template:
+        is_other = any(mark in template for mark in ("<function=", "<arg_key>"))  # Qwen 3 Coder, GLM
+        return None if is_other else "hermes"
+    has_headers = "<|start_header_id|>" in template or "<|header_start|>" in template
+    if has_headers and "tool_calls" in template and '"parameters"' in template:
+        return "llama3_json"
+    return None
+
+
+def _reasoning_format(template: str, architecture: str) -> str | None:
+    if "<|channel|>" in template and "analysis" in template:
+        return "openai_gptoss"
+    if "[THINK]" in template:
+        return "mistral"
+    if "</think>" not in template:
+        return None
+    is_deepseek = _DEEPSEEK_TURN in template or architecture.startswith("Deepseek")
+    return "deepseek_r1" if is_deepseek else "qwen3"

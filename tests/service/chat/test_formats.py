@@ -1,0 +1,143 @@
+"""A family's format is seen in its chat template, or named."""
+
+import json
+
+import pytest
+
+from jpaged.chat import ChatAnswer, Tool, ToolCall, ToolChoice, ToolChoiceMode
+from jpaged.errors import InvalidArgument
+from jpaged.service.chat.parsers.answer import PlainParser
+from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, parser_for
+from jpaged.service.chat.structural_tag import structural_tag_for
+
+HERMES = '{% for t in tools %}{% endfor %}<tool_call>\n{{ \'{"name": "\' }}'
+QWEN3 = HERMES + "{{ '</think>' }}{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+LLAMA = "<|start_header_id|>{{ message.tool_calls[0] }}{{ '\"parameters\": ' }}"
+R1 = "{{ '<\uff5cAssistant\uff5c>' }}{{ content.split('</think>')[-1] }}"
+GPT_OSS = "<|channel|>analysis<|message|> to=functions.{{ name }}"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = (Tool("weather", parameters=SCHEMA), Tool("now"))
+AUTO, REQUIRED = ToolChoice(ToolChoiceMode.AUTO), ToolChoice(ToolChoiceMode.REQUIRED)
+
+
+@pytest.mark.parametrize(
+    ("template", "architecture", "tools", "reasoning"),
+    [
+        (None, "LlamaForCausalLM", None, None),
+        ("{{ messages }}", "Qwen2ForCausalLM", None, None),
+        (HERMES, "Qwen2ForCausalLM", "hermes", None),
+        (QWEN3, "Qwen3ForCausalLM", "hermes", "qwen3"),
+        (HERMES + "<function=", "Qwen3MoeForCausalLM", None, None),
+        (LLAMA, "LlamaForCausalLM", "llama3_json", None),
+        ("[TOOL_CALLS] [", "MistralForCausalLM", "mistral", None),
+        ("[TOOL_CALLS]{{ name }}[ARGS][THINK]", "MistralForCausalLM", "mistral_args", "mistral"),
+        (R1, "Qwen2ForCausalLM", None, "deepseek_r1"),
+        ("</think>", "DeepseekV3ForCausalLM", None, "deepseek_r1"),
+        (GPT_OSS, "GptOssForCausalLM", "openai", "openai_gptoss"),
+    ],
+)
+def test_a_template_says_the_format(template, architecture, tools, reasoning):
+    found = parser_for(template, architecture)
+    assert (found.tools and found.tools.name, found.reasoning and found.reasoning.name) == (tools, reasoning)
+
+
+def test_a_name_is_taken_instead():
+    found = parser_for(QWEN3, "", tool_parser="llama3_json", reasoning_parser="none")
+    assert found == AnswerFormat(TOOL_FORMATS["llama3_json"], None)
+    assert parser_for("[ARGS]", "", tool_parser="mistral").tools == TOOL_FORMATS["mistral_args"]
+    with pytest.raises(InvalidArgument, match=r"^tool_parser: 'x' is not one of auto, none, hermes, llama3_json"):
+        parser_for(None, "", tool_parser="x")
+    with pytest.raises(InvalidArgument, match=r"^reasoning_parser: 'hermes' is not one of auto, none, qwen3"):
+        parser_for(None, "", reasoning_parser="hermes")
+
+
+@pytest.mark.parametrize(
+    ("name", "tail", "is_open"),
+    [
+        ("qwen3", "<|im_start|>assistant\n", False),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", True),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("deepseek_r1", "<\uff5cAssistant\uff5c>", True),
+        ("deepseek_r1", "<\uff5cAssistant\uff5c><think>\n", True),
+        ("deepseek_r1", "<\uff5cAssistant\uff5c></think>", False),
+        ("openai_gptoss", "<|start|>assistant", False),
+    ],
+)
+def test_a_prompt_says_whether_the_answer_begins_in_its_reasoning(name, tail, is_open):
+    assert AnswerFormat(reasoning=REASONING_FORMATS[name]).is_open(tail) == is_open
+    assert not AnswerFormat().is_open(tail)
+
+
+def test_tags_that_are_special_tokens_must_be_kept():
+    qwen = parser_for(QWEN3, "")
+    assert not qwen.needs_special_tokens(["<|im_end|>"])
+    assert qwen.needs_special_tokens(["<tool_call>"])
+    assert not qwen.needs_special_tokens(["<tool_call>"], has_tools=False)
+    assert qwen.needs_special_tokens(["<think>"], has_tools=False)
+    assert parser_for("[TOOL_CALLS]", "").needs_special_tokens([])
+    assert not AnswerFormat().needs_special_tokens(["<think>"])
+    needing = {name for name, one in TOOL_FORMATS.items() if one.needs_special_tokens}
+    assert needing == {"llama3_json", "mistral", "mistral_args", "openai"}
+
+
+def test_a_model_of_no_format_answers_in_content_alone():
+    assert isinstance(AnswerFormat().parser(is_open=False), PlainParser)
+
+
+def test_a_free_choice_holds_an_answer_to_nothing():
+    for one in TOOL_FORMATS.values():
+        assert structural_tag_for(TOOLS, AUTO, one) is None
+        assert structural_tag_for(TOOLS, ToolChoice(ToolChoiceMode.NONE), one) is None
+
+
+def test_a_required_call_is_of_any_tool_and_one_comes_first():
+    assert structural_tag_for(TOOLS, REQUIRED, TOOL_FORMATS["hermes"]) == {
+        "type": "structural_tag",
+        "structures": [
+            {
+                "begin": '<tool_call>\n{"name": "weather", "arguments": ',
+                "schema": SCHEMA,
+                "end": "}\n</tool_call>",
+            },
+            {
+                "begin": '<tool_call>\n{"name": "now", "arguments": ',
+                "schema": {"type": "object", "properties": {}},
+                "end": "}\n</tool_call>",
+            },
+        ],
+        "triggers": ["<tool_call>"],
+        "at_least_one": True,
+        "stop_after_first": False,
+    }
+
+
+def test_a_named_call_is_of_that_tool_and_one_alone():
+    tag = structural_tag_for(TOOLS, ToolChoice(ToolChoiceMode.NAMED, "now"), TOOL_FORMATS["llama3_json"])
+    assert tag is not None
+    assert [one["begin"] for one in tag["structures"]] == ['{"name": "now", "parameters": ']
+    assert (tag["at_least_one"], tag["stop_after_first"]) == (True, True)
+    single = structural_tag_for(TOOLS, REQUIRED, TOOL_FORMATS["hermes"], is_parallel=False)
+    assert single is not None
+    assert (single["at_least_one"], single["stop_after_first"]) == (True, True)
+
+
+def test_strict_tools_are_held_to_their_schemas_where_the_choice_is_free():
+    tools = (Tool("weather", parameters=SCHEMA, is_strict=True), Tool("now"))
+    tag = structural_tag_for(tools, AUTO, TOOL_FORMATS["hermes"])
+    assert tag is not None
+    assert [one["schema"] for one in tag["structures"]] == [SCHEMA, {"type": "object"}]
+    assert (tag["at_least_one"], tag["stop_after_first"]) == (False, False)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_what_a_tag_lets_through_is_a_call_to_the_parser(name):
+    tag = structural_tag_for(TOOLS, REQUIRED, TOOL_FORMATS[name])
+    assert tag is not None
+    for one in tag["structures"]:
+        assert sum(one["begin"].startswith(trigger) for trigger in tag["triggers"]) == 1
+        text = one["begin"] + json.dumps({"city": "Oslo"}) + one["end"]
+        parser = AnswerFormat(TOOL_FORMATS[name]).parser(is_open=False, new_id=lambda: "id")
+        tool = "now" if "now" in one["begin"] else "weather"
+        first = text.removeprefix("<|start|>assistant")
+        answer = ChatAnswer.of(parser.push(first) + parser.finish())
+        assert answer == ChatAnswer(tool_calls=(ToolCall("id", tool, '{"city": "Oslo"}'),))

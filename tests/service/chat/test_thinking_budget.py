@@ -1,0 +1,85 @@
+"""Thinking ends when its budget is used up, in the tag's own tokens, and can be taken back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jpaged.chat import ThinkingBudget
+
+OPEN, CLOSE = (7,), (8,)
+
+
+def run(budget, tokens):
+    """The tokens of a sequence that wants `tokens`, as far as the budget lets it."""
+    got = []
+    for token in tokens:
+        forced = budget.forced()
+        got.append(token if forced is None else forced)
+        budget.push(got[-1])
+    return got
+
+
+def test_tokens_before_and_behind_thinking_are_free():
+    budget = ThinkingBudget(OPEN, CLOSE, 2, is_open_at_start=False)
+    assert run(budget, [1, 2, 3, 7, 1, 8, 4, 5, 6]) == [1, 2, 3, 7, 1, 8, 4, 5, 6]
+    assert (budget.is_open, budget.num_used) == (False, 1)
+
+
+def test_the_closing_tag_is_forced_when_the_budget_is_used_up():
+    budget = ThinkingBudget(OPEN, CLOSE, 2, is_open_at_start=False)
+    assert run(budget, [7, 1, 2, 3, 4]) == [7, 1, 2, 8, 4]
+
+
+@pytest.mark.parametrize(("budget", "wanted"), [(0, [8, 9, 3, 4]), (1, [1, 8, 9, 4]), (9, [1, 2, 3, 4])])
+def test_a_tag_of_several_tokens_comes_one_by_one(budget, wanted):
+    assert run(ThinkingBudget(OPEN, (8, 9), budget, is_open_at_start=True), [1, 2, 3, 4]) == wanted
+
+
+def test_a_tag_that_the_model_has_begun_is_ended_and_not_begun_again():
+    assert run(ThinkingBudget((), (8, 9), 2, is_open_at_start=True), [1, 8, 3, 4]) == [1, 8, 9, 4]
+
+
+def test_what_only_begins_like_a_tag_counts_as_thinking():
+    budget = ThinkingBudget((), (8, 8, 9), 5, is_open_at_start=True)
+    assert run(budget, [8, 8, 8, 9, 1]) == [8, 8, 8, 9, 1]
+    assert (budget.is_open, budget.num_used) == (False, 1)
+
+
+def test_thinking_again_goes_on_with_the_same_budget():
+    budget = ThinkingBudget(OPEN, CLOSE, 3, is_open_at_start=False)
+    assert run(budget, [7, 1, 8, 5, 7, 1, 1, 1, 5, 7, 1]) == [7, 1, 8, 5, 7, 1, 1, 8, 5, 7, 8]
+
+
+def test_without_an_opening_tag_nothing_opens_again():
+    assert run(ThinkingBudget((), CLOSE, 0, is_open_at_start=True), [1, 7, 7]) == [8, 7, 7]
+
+
+def test_a_copy_leaves_the_first_as_it_was():
+    first = ThinkingBudget((), (8, 9), 2, is_open_at_start=True)
+    first.push(1)
+    twin = first.copy()
+    assert run(twin, [2, 3, 4, 5]) == [2, 8, 9, 5]
+    assert (twin.is_open, first.is_open, first.num_used, first.forced()) == (False, True, 1, None)
+    twin = first.copy()
+    twin.push(8)
+    assert twin.copy().forced() == 9
+
+
+@given(
+    tokens=st.lists(st.integers(6, 9), max_size=30),
+    tag=st.lists(st.integers(7, 9), min_size=1, max_size=3),
+    budget=st.integers(0, 8),
+)
+def test_thinking_is_never_longer_than_its_budget(tokens, tag, budget):
+    one = ThinkingBudget((), tag, budget, is_open_at_start=True)
+    got = run(one, [*tokens, *[6] * (budget + len(tag))])
+    end = next(i for i in range(len(got)) if got[i : i + len(tag)] == tag)
+    assert end <= budget
+    assert (one.is_open, one.num_used) == (False, end)
+    assert got[end + len(tag) :] == [*tokens, *[6] * (budget + len(tag))][end + len(tag) :]
+
+
+@pytest.mark.parametrize(("close", "budget"), [((), 1), (CLOSE, -1)])
+def test_a_budget_needs_a_tag_and_a_number(close, budget):
+    with pytest.raises(ValueError, match=r"close_ids must hold|budget -1 must be"):
+        ThinkingBudget(OPEN, close, budget, is_open_at_start=True)

@@ -1,0 +1,266 @@
+"""Tools, calls and variables reach a chat template as transformers would give them, and are bounded before."""
+
+import json
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from jpaged.chat import ChatOptions, Tool
+from jpaged.demo import FOLDER
+from jpaged.engine.tokenizer import NoTokenizer
+from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
+from jpaged.service.chat.messages import for_template, messages_bytes
+from jpaged.service.chat.process import TemplateProcess
+from jpaged.service.chat.template import ChatTemplate
+from jpaged.service.hf_tokenizer import HuggingFaceTokenizer
+from jpaged.service.input_processor import InputProcessor
+from jpaged.service.tokenizer_parts import read_parts
+from jpaged.testing import ByteTokenizer, FakeExecutor
+from jpaged.types import Prompt, SamplingParams
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = Tool("weather", "Tells it.", SCHEMA)
+USER = {"role": "user", "content": "Paris?"}
+CALL = {"id": "abcabcabc", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+TALK: list[dict[str, Any]] = [
+    USER,
+    {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "abcabcabc", "content": "sunny"},
+]
+QWEN = """{%- if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}
+{%- for m in messages %}<|{{ m.role }}|>
+{%- if m.reasoning_content is string %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{%- if m.content %}{{ m.content }}{% endif %}
+{%- for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments":
+{{- c.function.arguments | tojson }}}</tool_call>{% endfor %}
+{%- endfor %}<|assistant|>
+{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"""
+LLAMA = """{%- if not tools is defined %}{% set tools = none %}{% endif %}
+{%- if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}
+{%- for t in tools or [] %}{{ t | tojson(indent=4) }}{% endfor %}
+{%- for m in messages %}{{ m.role }}:
+{%- if 'tool_calls' in m %}{{ m.tool_calls[0].function.arguments | tojson }}{% else %}{{ m.content | trim }}{% endif %}
+{%- endfor %}"""
+DEEPSEEK = """{%- for m in messages %}
+{%- for c in m['tool_calls'] or [] %}{{ '(' + c['function']['arguments'] + ')' }}{% endfor %}
+{%- if m['content'] is not none %}{{ m['content'] + ';' }}{% endif %}{% endfor %}"""
+GPT_OSS = """{%- for m in messages %}
+{%- if "content" in m and "<tag>" in m.content %}{{ raise_exception('tag') }}{% endif %}
+{%- for c in m.tool_calls or [] %}{{ m.thinking }}{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}
+{%- endfor %}"""
+PLAIN = "{% set tools = 1 %}{% for m in messages %}{{ m.content }}{{ tools }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def process():
+    process = TemplateProcess()
+    yield process
+    process._child.end()
+
+
+def rendered(process, source, messages, **given):
+    template = ChatTemplate(process, source, {"bos_token": "<s>"}, name="a-model")
+    assert messages_bytes(messages) > 0
+    return template.render(for_template(messages, max_bytes=1000), max_bytes=10_000, **given)
+
+
+@pytest.mark.parametrize("source", [QWEN, LLAMA])
+def test_the_text_is_that_of_transformers(process, source):
+    plain = [
+        USER,
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Hm.",
+            "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": {"city": "Paris"}}}],
+        },
+        TALK[2],
+    ]
+    wanted = AutoTokenizer.from_pretrained(FOLDER).apply_chat_template(
+        plain, tools=[WEATHER.as_json()], chat_template=source, tokenize=False, add_generation_prompt=True
+    )
+    assert rendered(process, source, TALK, tools=[WEATHER.as_json()]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        (DEEPSEEK, 'Paris?;({"city": "Paris"})sunny;'),
+        (GPT_OSS, 'Paris?Hm.{"city": "Paris"}sunny'),
+    ],
+)
+def test_a_template_gets_calls_in_the_form_that_it_takes(process, source, wanted):
+    assert rendered(process, source, TALK) == wanted
+
+
+def test_a_template_that_takes_no_form_says_why_of_the_first(process):
+    source = "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls.x.y }}{% endif %}{% endfor %}"
+    with pytest.raises(InvalidArgument, match=r"^chat\.messages: the chat template fails on them: UndefinedError"):
+        rendered(process, source, TALK)
+
+
+def test_a_template_without_tools_takes_none(process):
+    assert rendered(process, PLAIN, [USER]) == "Paris?1"
+    with pytest.raises(Unsupported, match=r"^tools: the chat template of a-model does not use any"):
+        rendered(process, PLAIN, [USER], tools=[WEATHER.as_json()])
+
+
+def test_variables_reach_the_template(process):
+    assert rendered(process, QWEN, [USER], kwargs={"enable_thinking": False}).endswith("<think></think>")
+    assert rendered(process, QWEN, [USER], kwargs={"enable_thinking": True}).endswith("<|assistant|>")
+
+
+@pytest.mark.parametrize("name", ["thinking", "messages", "tools", "bos_token", "add_generation_prompt", "t"])
+def test_a_variable_that_is_none_of_the_callers_is_named(process, name):
+    source = QWEN + "{{ bos_token }}{{ add_generation_prompt }}"
+    problem = "is no variable of the chat template; it has enable_thinking"
+    with pytest.raises(InvalidArgument, match=problem) as error:
+        rendered(process, source, [USER], kwargs={name: True})
+    assert error.value.field == f"chat_template_kwargs.{name}"
+
+
+def turn(**fields):
+    return [USER, {"role": "assistant", **fields}]
+
+
+def call(**function):
+    return turn(tool_calls=[CALL, {"id": "x", "function": {"name": "f", "arguments": "{}", **function}}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        (turn(), "[1].content"),
+        (turn(content="", tool_calls=[]), "[1].content"),
+        (turn(content=[]), "[1].content"),
+        (turn(content="x", reasoning_content=7), "[1].reasoning_content"),
+        (turn(content="x", weight=0), "[1].weight"),
+        (turn(content="x", tool_call_id="x"), "[1].tool_call_id"),
+        (turn(content="x", name=""), "[1].name"),
+        ([{**USER, "tool_calls": [CALL]}], "[0].tool_calls"),
+        ([{"role": "tool", "tool_call_id": "x" * 257, "content": ""}], "[0].tool_call_id"),
+        ([{"role": "tool", "tool_call_id": 7, "content": ""}], "[0].tool_call_id"),
+        ([{"role": "tool", "content": "\ud800"}], "[0].content"),
+        (turn(tool_calls="x"), "[1].tool_calls"),
+        (turn(tool_calls={"id": "x"}), "[1].tool_calls"),
+        (turn(tool_calls=[CALL] * 129), "[1].tool_calls"),
+        (turn(tool_calls=["x"]), "[1].tool_calls[0]"),
+        (turn(tool_calls=[{**CALL, "type": "code"}]), "[1].tool_calls[0].type"),
+        (turn(tool_calls=[{**CALL, "index": 0}]), "[1].tool_calls[0].index"),
+        (turn(tool_calls=[{**CALL, "id": ""}]), "[1].tool_calls[0].id"),
+        (turn(tool_calls=[{"id": "x"}]), "[1].tool_calls[0].function"),
+        (call(name="a b"), "[1].tool_calls[1].function.name"),
+        (call(arguments={}), "[1].tool_calls[1].function.arguments"),
+        (call(arguments="{"), "[1].tool_calls[1].function.arguments"),
+        (call(arguments="[]"), "[1].tool_calls[1].function.arguments"),
+        (call(arguments='{"a": NaN}'), "[1].tool_calls[1].function.arguments"),
+        (call(arguments='{"a": 1e999}'), "[1].tool_calls[1].function.arguments.a"),
+        (call(arguments='{"a": "\\ud800"}'), "[1].tool_calls[1].function.arguments.a"),
+        (call(arguments='{"a": ' * 70 + "1" + "}" * 70), "[1].tool_calls[1].function.arguments"),
+        (call(arguments='{"a": ' * 99_999), "[1].tool_calls[1].function.arguments"),
+        (call(more=1), "[1].tool_calls[1].function.more"),
+    ],
+)
+def test_a_bad_message_is_named(messages, field):
+    processor = InputProcessor(ByteTokenizer(), FakeExecutor().geometry)
+    with pytest.raises(InvalidArgument) as error:
+        processor.tokenize(Prompt(messages=messages))
+    assert error.value.field == f"chat.messages{field}"
+
+
+def test_turns_that_say_nothing_but_call_pass():
+    for content in ({}, {"content": None}, {"content": ""}):
+        talk: list[dict[str, Any]] = [
+            USER,
+            {"role": "assistant", **content, "tool_calls": [CALL]},
+            {"role": "tool", "content": ""},
+        ]
+        assert for_template(talk, max_bytes=100)[1]["content"] is None
+        assert messages_bytes(talk) == 56
+    assert for_template(call(arguments=""), max_bytes=100)[1]["tool_calls"][1]["function"]["arguments"] == {}
+
+
+def test_bytes_are_counted_before_anything_is_read():
+    class Unasked(ByteTokenizer):
+        """A tokenizer that must not be asked."""
+
+        def chat_ids(self, messages, options, *, max_bytes):
+            raise AssertionError(f"{len(messages)} messages were laid out")
+
+    processor = InputProcessor(Unasked(), FakeExecutor().geometry)
+    long = "{" * (1 << 20)
+    options = ChatOptions(tools=[WEATHER])
+    with pytest.raises(RequestTooLong, match=r"chat\.messages: 1048\d{3} bytes, over the limit of 1048576"):
+        processor.tokenize(Prompt(messages=call(arguments=long), chat_options=options))
+    tools = [Tool(f"f{i}", "x" * 60_000) for i in range(20)]
+    with pytest.raises(RequestTooLong, match=r"chat\.messages: 12\d{5} bytes, over the limit of 1048576"):
+        processor.tokenize(Prompt(messages=[USER], chat_options=ChatOptions(tools=tools)))
+
+
+def test_tools_reach_the_tokenizer_through_a_prompt():
+    processor = InputProcessor(ByteTokenizer(), FakeExecutor(max_model_len=1024, num_blocks=256).geometry)
+    prompt = Prompt(messages=TALK, chat_options=ChatOptions(tools=[WEATHER]))
+    request = processor.make_request(request_id="a", sampling=SamplingParams(), prompt=prompt)
+    lines = bytes(request.prompt_token_ids).decode().split("\n")
+    assert json.loads(lines[0].removeprefix("tool: ")) == WEATHER.as_json()
+    assert lines[1:] == [
+        "user: Paris?",
+        'assistant: {"name": "weather", "arguments": {"city": "Paris"}}',
+        "tool: sunny",
+        "assistant: ",
+    ]
+
+
+def test_a_tokenizer_that_knows_no_tools_is_told_of():
+    class Old(ByteTokenizer):
+        """A tokenizer that lays out messages alone."""
+
+        chat_ids = None  # type: ignore[assignment]
+
+    prompt = Prompt(messages=[USER], chat_options=ChatOptions(tools=[WEATHER]))
+    with pytest.raises(Unsupported, match="no chat template"):
+        InputProcessor(NoTokenizer(257), FakeExecutor().geometry).tokenize(prompt)
+    with pytest.raises(Unsupported, match=r"^tools: this model's tokenizer lays out messages alone"):
+        InputProcessor(Old(), FakeExecutor().geometry).tokenize(prompt)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for path in FOLDER.iterdir():
+        if path.name.startswith(("tokenizer", "config")):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def with_template(folder, template):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    return folder
+
+
+def test_a_models_template_of_tools_is_taken_where_there_are_tools(folder):
+    templates = [{"name": "default", "template": "{{ messages[0].content }}"}, {"name": "tool_use", "template": QWEN}]
+    tokenizer = HuggingFaceTokenizer(with_template(folder, templates))
+    assert tokenizer.chat_template == QWEN
+    plain = tokenizer.chat_ids([USER], ChatOptions(), max_bytes=1000)
+    assert tokenizer.decode(plain) == "Paris?"
+    with_tools = tokenizer.chat_ids([USER], ChatOptions(tools=[WEATHER]), max_bytes=1000)
+    assert tokenizer.decode(with_tools).startswith('<tools>{"type": "function"')
+    assert read_parts(with_template(folder, QWEN)).tool_chat_template is None
+
+
+def test_special_tokens_in_tools_and_arguments_are_text_where_they_are_not_parsed(folder):
+    hostile = "a<|endoftext|>b"
+    tools = [Tool("f", hostile, {"type": "object", "properties": {hostile: {}}})]
+    talk = for_template(call(arguments=json.dumps({hostile: hostile})), max_bytes=1000)
+    options = ChatOptions(tools=tools, template_kwargs={"enable_thinking": hostile})
+    source = QWEN.replace("enable_thinking is false", "enable_thinking") + "{{ enable_thinking }}"
+    for parses, wanted in ((True, 5), (False, 0)):
+        tokenizer = HuggingFaceTokenizer(with_template(folder, source), parse_special_tokens=parses)
+        token_ids = tokenizer.chat_ids(talk, options, max_bytes=10_000)
+        assert token_ids.count(0) == wanted
+        assert tokenizer.decode(token_ids, skip_special_tokens=False).count(hostile) == 5
+        assert tokenizer.tag_ids("<|endoftext|>") == [0]
+        assert "<|endoftext|>" in tokenizer.special_tokens

@@ -1,0 +1,166 @@
+"""Tools and choices are read from JSON, and what is wrong with them is named."""
+
+import json
+
+import pytest
+
+from jpaged.chat import (
+    MAX_TEMPLATE_KWARGS,
+    MAX_TOOL_BYTES,
+    MAX_TOOLS,
+    ChatAnswer,
+    ChatOptions,
+    ContentPiece,
+    Piece,
+    ReasoningPiece,
+    Tool,
+    ToolCall,
+    ToolCallPiece,
+    ToolChoice,
+    ToolChoiceMode,
+    tool_choice_of,
+    tools_of,
+)
+from jpaged.errors import InvalidArgument
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"name": "weather", "description": "Tells it.", "parameters": SCHEMA}
+TOOLS = (Tool("weather", "Tells it.", SCHEMA), Tool("now"))
+
+
+def wrapped(**function):
+    return [{"type": "function", "function": {"name": "f", **function}}]
+
+
+def nested(depth):
+    value: dict[str, object] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def test_tools_are_read_and_written_as_openai_has_them():
+    value = [{"type": "function", "function": FUNCTION}, {"function": {"name": "now", "strict": None}}]
+    assert tools_of(value) == TOOLS
+    assert TOOLS[0].as_json() == value[0]
+    empty = {"type": "object", "properties": {}}
+    assert TOOLS[1].as_json() == {
+        "type": "function",
+        "function": {"name": "now", "description": "", "parameters": empty},
+    }
+    assert tools_of(None) == tools_of([]) == ()
+    assert tools_of(wrapped(strict=True))[0].is_strict
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ({}, "tools"),
+        ("x", "tools"),
+        (wrapped() * (MAX_TOOLS + 1), "tools"),
+        ([1], "tools[0]"),
+        ([{"type": "retrieval", "function": FUNCTION}], "tools[0].type"),
+        ([{"type": "function"}], "tools[0].function"),
+        ([{"type": "function", "function": FUNCTION, "x": 1}], "tools[0].x"),
+        ([{"function": {}}], "tools[0].function.name"),
+        (wrapped(name="two words"), "tools[0].function.name"),
+        (wrapped(name="x" * 65), "tools[0].function.name"),
+        (wrapped(name="caf\u00e9"), "tools[0].function.name"),
+        (wrapped(name="f\n"), "tools[0].function.name"),
+        (wrapped(name=7), "tools[0].function.name"),
+        (wrapped(description=1), "tools[0].function.description"),
+        (wrapped(description="\ud800"), "tools[0].function.description"),
+        (wrapped(description="x" * (MAX_TOOL_BYTES + 1)), "tools[0].function.description"),
+        (wrapped(parameters=[]), "tools[0].function.parameters"),
+        (wrapped(parameters={"a": "x" * MAX_TOOL_BYTES}), "tools[0].function.parameters"),
+        (wrapped(parameters=nested(64)), "tools[0].function.parameters"),
+        (wrapped(parameters={"a": float("nan")}), "tools[0].function.parameters.a"),
+        (wrapped(parameters={"a": [{}, object()]}), "tools[0].function.parameters.a[1]"),
+        (wrapped(parameters={"a": {1: 2}}), "tools[0].function.parameters.a"),
+        (wrapped(strict="yes"), "tools[0].function.strict"),
+        (wrapped(more=1), "tools[0].function.more"),
+        ([*wrapped(), *wrapped(name="g"), *wrapped()], "tools[2].function.name"),
+    ],
+)
+def test_a_bad_tool_is_named(value, field):
+    with pytest.raises(InvalidArgument) as error:
+        tools_of(value)
+    assert error.value.field == field
+
+
+def test_what_is_at_the_limits_passes():
+    assert len(tools_of([one for i in range(MAX_TOOLS) for one in wrapped(name=f"f{i}")])) == MAX_TOOLS
+    assert tools_of(wrapped(name="a-Z_9" + "x" * 59, parameters=nested(63)))
+
+
+def test_choices_are_read():
+    auto, none = ToolChoice(ToolChoiceMode.AUTO), ToolChoice(ToolChoiceMode.NONE)
+    assert tool_choice_of(None, TOOLS) == tool_choice_of("auto", TOOLS) == auto
+    assert tool_choice_of(None, ()) == tool_choice_of("auto", ()) == tool_choice_of("none", TOOLS) == none
+    assert tool_choice_of("required", TOOLS) == ToolChoice(ToolChoiceMode.REQUIRED)
+    named = {"type": "function", "function": {"name": "now"}}
+    assert tool_choice_of(named, TOOLS) == ToolChoice(ToolChoiceMode.NAMED, "now")
+
+
+@pytest.mark.parametrize(
+    ("value", "tools", "field"),
+    [
+        ("required", (), "tool_choice"),
+        ("any", TOOLS, "tool_choice"),
+        (7, TOOLS, "tool_choice"),
+        ({"type": "tool"}, TOOLS, "tool_choice.type"),
+        ({"type": "function"}, TOOLS, "tool_choice.function"),
+        ({"type": "function", "function": {"name": "other"}}, TOOLS, "tool_choice.function.name"),
+        ({"type": "function", "function": {"name": ["now"]}}, TOOLS, "tool_choice.function.name"),
+        ({"type": "function", "function": {"name": "now"}}, (), "tool_choice.function.name"),
+    ],
+)
+def test_a_bad_choice_is_named(value, tools, field):
+    with pytest.raises(InvalidArgument) as error:
+        tool_choice_of(value, tools)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"tools": [Tool("f"), Tool("f")]}, "tools[1].function.name"),
+        ({"tools": [Tool(f"f{i}") for i in range(MAX_TOOLS + 1)]}, "tools"),
+        ({"template_kwargs": []}, "chat_template_kwargs"),
+        ({"template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"template_kwargs": {1: 1}}, "chat_template_kwargs"),
+        ({"template_kwargs": {"a": object()}}, "chat_template_kwargs.a"),
+        ({"template_kwargs": {"a": "x" * (16 << 10)}}, "chat_template_kwargs"),
+        ({"template_kwargs": {f"a{i}": 1 for i in range(MAX_TEMPLATE_KWARGS + 1)}}, "chat_template_kwargs"),
+    ],
+)
+def test_options_are_bounded(options, field):
+    with pytest.raises(InvalidArgument) as error:
+        ChatOptions(**options)
+    assert error.value.field == field
+
+
+def test_the_size_of_options_is_about_that_of_their_json():
+    options = ChatOptions(tools=TOOLS, template_kwargs={"enable_thinking": False, "n": 10**40, "x": 0.5, "y": None})
+    size = len(json.dumps({"tools": [tool.as_json() for tool in TOOLS], "kwargs": options.template_kwargs}))
+    assert 0.8 * size < options.num_bytes < 1.2 * size
+
+
+def test_pieces_make_an_answer():
+    pieces: list[Piece] = [
+        ReasoningPiece("H"),
+        ReasoningPiece("m"),
+        ContentPiece("a"),
+        ToolCallPiece(0, "", id="x", name="f"),
+        ToolCallPiece(0, "{"),
+        ToolCallPiece(0, "}"),
+        ToolCallPiece(1, "{}", id="y", name="g"),
+        ContentPiece("b"),
+    ]
+    made = ChatAnswer.of(pieces)
+    assert made == ChatAnswer("ab", "Hm", (ToolCall("x", "f", "{}"), ToolCall("y", "g", "{}")))
+    assert made.tool_calls[0].as_json() == {
+        "id": "x",
+        "type": "function",
+        "function": {"name": "f", "arguments": "{}"},
+    }
