@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DEFAULT_MAX_CONCURRENCY,
         metavar="N",
-        help=f"requests in flight to a server at most; it has places for fewer, perhaps (default: {DEFAULT_MAX_CONCURRENCY})",
+        help=f"requests in flight to a server, if it has places for so many (default: {DEFAULT_MAX_CONCURRENCY})",
     )
     parser.add_argument(
         "--timeout", type=float, default=None, metavar="S", help="seconds for each request (default: none)"

@@ -57,9 +57,7 @@ class Results:
         OutputError: it cannot be opened, or another run holds it; says which.
     """
 
-    def __init__(
-        self, path: Path, custom_ids: Collection[str], restore: Callable[[Path], None] | None = None
-    ) -> None:
+    def __init__(self, path: Path, custom_ids: Collection[str], restore: Callable[[Path], None] | None = None) -> None:
         self._restore = restore
         self._name = path
         self._path = Path(os.path.realpath(path))

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from jpaged.client.batching import targets
 from jpaged.client.batch import BatchOptions, BatchSummary, run_batch
+from jpaged.client.batching import targets
 from jpaged.client.results import PASSING, OutputError, Results
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens

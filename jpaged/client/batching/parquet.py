@@ -61,7 +61,7 @@ class ParquetLines:
         numbers: dict[str, int] = {}
         for file in self._paths:
             with _reading(file), pq.ParquetFile(file) as opened:
-                _check_columns(file, opened.schema_arrow.names)
+                check_columns(file, opened.schema_arrow.names)
                 for batch in opened.iter_batches(_BATCH_ROWS, columns=["custom_id"]):
                     self._number(batch.column(0).to_pylist(), numbers)
         if self.num_lines and not numbers:
@@ -172,7 +172,8 @@ def _reading(path: Path) -> Iterator[None]:
         raise InvalidArgument("--input", f"{path} cannot be read: {error}") from error
 
 
-def _check_columns(path: Path, names: Iterable[str]) -> None:
+def check_columns(path: Path, names: Iterable[str]) -> None:
+    """Refuse a file whose columns are not those of an input; raises InvalidArgument that names one."""
     for name in COLUMNS:
         if name not in names:
             raise InvalidArgument(f"{path}: {name}", "is missing")
