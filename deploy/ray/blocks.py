@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from jpaged.client.batching.parquet import COLUMNS, SUFFIX, check_columns, row_line
+from jpaged.client.batching.parquet import COLUMNS, SUFFIX, row_line, rows_of
 from jpaged.client.openai import BadLine, Line, parse_line
 from jpaged.client.results import PASSING
 from jpaged.errors import InvalidArgument, JpagedError
@@ -134,17 +134,12 @@ def _texts(path: str) -> Iterator[_Entry]:
 
 
 def _rows(path: str) -> Iterator[_Entry]:
-    number = 0
-    with pq.ParquetFile(path) as file:
-        check_columns(Path(path), file.schema_arrow.names)
-        for group in range(file.num_row_groups):
-            begin = 0
-            for batch in file.iter_batches(256, row_groups=[group], columns=list(COLUMNS)):
-                for row in batch.to_pylist():
-                    number += 1
-                    content = repr(row).encode(errors="surrogatepass")
-                    yield _Entry(number, begin, begin + 1, group, content, row_line(number, row).custom_id)
-                    begin += 1
+    begin, previous = 0, 0
+    for number, (group, row) in enumerate(rows_of(Path(path)), start=1):
+        begin = begin if group == previous else 0
+        content = repr(row).encode(errors="surrogatepass")
+        yield _Entry(number, begin, begin + 1, group, content, row_line(number, row).custom_id)
+        begin, previous = begin + 1, group
 
 
 def _chunks(entries: Iterable[_Entry], block_lines: int) -> Iterator[list[_Entry]]:

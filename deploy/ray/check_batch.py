@@ -1,4 +1,4 @@
-"""Runs batch.py on this machine with two workers, kills one in the middle, and holds every line to what `LLM` generates.
+"""Runs batch.py here with two workers, kills one in the middle, and holds every line to what `LLM` generates.
 
 `make ray` runs it, and a long test. A line here for each thing that was seen, and exit code 0 when all of them were.
 """

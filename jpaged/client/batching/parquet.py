@@ -61,7 +61,7 @@ class ParquetLines:
         numbers: dict[str, int] = {}
         for file in self._paths:
             with _reading(file), pq.ParquetFile(file) as opened:
-                check_columns(file, opened.schema_arrow.names)
+                _check_columns(file, opened.schema_arrow.names)
                 for batch in opened.iter_batches(_BATCH_ROWS, columns=["custom_id"]):
                     self._number(batch.column(0).to_pylist(), numbers)
         if self.num_lines and not numbers:
@@ -69,12 +69,8 @@ class ParquetLines:
         self.ids = numbers.keys()
 
     def __iter__(self) -> Iterator[Line | BadLine]:
-        first = 1
-        for file in self._paths:
-            with _reading(file), pq.ParquetFile(file) as opened:
-                for batch in opened.iter_batches(_BATCH_ROWS, columns=list(COLUMNS)):
-                    yield from (row_line(first + i, row) for i, row in enumerate(batch.to_pylist()))
-                    first += batch.num_rows
+        rows = (row for file in self._paths for _, row in rows_of(file))
+        return (row_line(number, row) for number, row in enumerate(rows, start=1))
 
     def _number(self, custom_ids: list[Any], numbers: dict[str, int]) -> None:
         for custom_id in custom_ids:
@@ -98,6 +94,19 @@ def files_in(path: Path) -> list[Path]:
     if not files:
         raise InvalidArgument("--input", f"{path} has no file whose name ends in {SUFFIX}")
     return files
+
+
+def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of an input, each with the row group that it is in; one row group is in memory at a time.
+
+    Raises:
+        InvalidArgument: it cannot be read, or a column is missing or unknown.
+    """
+    with _reading(path), pq.ParquetFile(path) as file:
+        _check_columns(path, file.schema_arrow.names)
+        for group in range(file.num_row_groups):
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=list(COLUMNS)):
+                yield from ((group, row) for row in batch.to_pylist())
 
 
 def row_line(number: int, row: Mapping[str, Any]) -> Line | BadLine:
@@ -172,8 +181,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise InvalidArgument("--input", f"{path} cannot be read: {error}") from error
 
 
-def check_columns(path: Path, names: Iterable[str]) -> None:
-    """Refuse a file whose columns are not those of an input; raises InvalidArgument that names one."""
+def _check_columns(path: Path, names: Iterable[str]) -> None:
     for name in COLUMNS:
         if name not in names:
             raise InvalidArgument(f"{path}: {name}", "is missing")
