@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 from jpaged.client.aio import AsyncClient
@@ -27,6 +28,7 @@ from jpaged.errors import InvalidArgument, JpagedError
 
 DEFAULT_MAX_CONCURRENCY = 256
 """Twice the rows that a server has by default."""
+PARQUET_SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,37 +141,38 @@ async def run_batch(options: BatchOptions, on_progress: Callable[[BatchSummary],
     path = options.output_path
     if path.exists() and path.samefile(options.input_path):
         raise InvalidArgument("--output", f"{path} is the input")
-    if not _is_parquet(path):
+    if path.suffix != PARQUET_SUFFIX:
         with Results(path, source.ids) as output:
             return await _run(options, source, output, on_progress)
-    from jpaged.client.batching.parquet import journal_of, pack, unpack
-
+    parquet = _parquet(path)
     if path.exists() and not path.is_file():
         raise InvalidArgument("--output", f"{path} is not a regular file")
-    restore = partial(unpack, path) if path.exists() else None
-    with Results(journal_of(path), source.ids, restore) as output:
+
+    def restore(journal: Path) -> None:
+        if path.exists():
+            parquet.unpack(path, journal)
+
+    journal = parquet.journal_of(path)
+    with Results(journal, source.ids, restore) as output:
         summary = await _run(options, source, output, on_progress)
-        pack(journal_of(path), path)
+        parquet.pack(journal, path)
     return summary
 
 
 def _source(path: Path) -> Source:
-    if not _is_parquet(path):
-        return FileLines(path)
-    from jpaged.client.batching.parquet import ParquetLines
+    if path.suffix == PARQUET_SUFFIX or path.is_dir():
+        lines: Source = _parquet(path).ParquetLines(path)
+        return lines
+    return FileLines(path)
 
-    return ParquetLines(path)
 
-
-def _is_parquet(path: Path) -> bool:
-    """Whether a path is Parquet's; raises InvalidArgument where it is and pyarrow is missing."""
-    if path.suffix != ".parquet" and not path.is_dir():
-        return False
+def _parquet(path: Path) -> ModuleType:
+    """The module that reads and writes it; raises InvalidArgument where pyarrow is missing."""
     try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
+        from jpaged.client.batching import parquet
+    except ModuleNotFoundError as error:
         raise InvalidArgument(str(path), "is Parquet, which needs pyarrow: pip install 'jpaged[batch]'") from error
-    return True
+    return parquet
 
 
 async def _run(

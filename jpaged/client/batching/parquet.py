@@ -83,11 +83,6 @@ class ParquetLines:
                 raise InvalidArgument(where, f"{custom_id!r} is that of line {first} too")
 
 
-def is_parquet(path: Path) -> bool:
-    """Whether a path is that of a Parquet file by its name, or a folder of such."""
-    return path.suffix == SUFFIX or path.is_dir()
-
-
 def files_in(path: Path) -> list[Path]:
     """Return the Parquet files that an input has, in the order of their names."""
     files = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path]

@@ -75,7 +75,7 @@ async def test_results_are_those_of_the_same_lines(tmp_path):
 
 
 def test_structs_lose_their_nulls_and_keep_all_else(tmp_path):
-    bodies = [
+    bodies: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": "hi"}], "stop": None},
         {"messages": [{"role": "user", "content": "hi", "name": "me"}], "stop": ["a"], "top_p": 0.5},
     ]

@@ -130,7 +130,7 @@ async def test_embeddings_are_numbers_or_base64_of_float32():
     assert body["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
     packed = await answered(EMBEDDINGS, {"input": "ab", "encoding_format": "base64", "dimensions": 2})
     data = base64.b64decode(packed["data"][0]["embedding"])
-    np.testing.assert_array_equal(np.frombuffer(data, "<f4"), np.float32([2.0, 97.0]))
+    np.testing.assert_array_equal(np.frombuffer(data, "<f4"), np.array([2.0, 97.0], np.float32))
 
 
 async def test_dimensions_that_are_not_the_models_are_refused():
