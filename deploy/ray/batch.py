@@ -47,6 +47,8 @@ _MAX_TRIES = 8
 """So often in a run workers begin with a block before its lines fail: they may be what ends them."""
 _OBJECT_STORE_BYTES = 80 << 20
 """The object store of a Ray that is started here: blocks are named in it, not carried."""
+_AGENT_TIMEOUT_MS = "300000"
+_MAX_STARTS = 3
 _EXIT_DEAD_ENGINE = 70
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 15.0
@@ -243,16 +245,29 @@ def _check_engine(engine: Mapping[str, Any]) -> None:
 
 
 def _start_ray() -> None:
-    """Joins the cluster that RAY_ADDRESS names, or starts one of this machine."""
+    """Joins the cluster that RAY_ADDRESS names, or starts one of this machine.
+
+    On a busy machine a Ray that starts gives up on itself: its raylet waits 30 s for an agent, which a setting changes, and
+    Python waits 30 s for the raylet, which none does. So it is started a few times.
+    """
     if os.environ.get("RAY_ADDRESS"):
         ray.init()
-    else:
-        ray.init(
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
+        return
+    os.environ.setdefault("RAY_agent_register_timeout_ms", _AGENT_TIMEOUT_MS)
+    for tries_left in reversed(range(_MAX_STARTS)):
+        try:
+            ray.init(
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+            return
+        except Exception as error:  # Ray raises no type of its own here
+            if not tries_left:
+                raise
+            print(f"Ray did not start, {tries_left} tries are left: {error}", file=sys.stderr, flush=True)
+            ray.shutdown()
 
 
 def say(what: str) -> None:
