@@ -247,8 +247,8 @@ def _check_engine(engine: Mapping[str, Any]) -> None:
 def _start_ray() -> None:
     """Joins the cluster that RAY_ADDRESS names, or starts one of this machine.
 
-    On a busy machine a Ray that starts gives up on itself: its raylet waits 30 s for an agent, which a setting changes, and
-    Python waits 30 s for the raylet, which none does. So it is started a few times.
+    On a busy machine a Ray that starts gives up on itself: its raylet waits so long for an agent, which a setting
+    changes, and Python waits 30 s for the raylet, which none does. So it is started a few times.
     """
     if os.environ.get("RAY_ADDRESS"):
         ray.init()

@@ -68,6 +68,8 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "orbax"), _ARRAYS),
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status"), _WIRE),
     "httpx2": {"bench"},
+    "pyarrow": {"client"},
+    "ray": set(),
     "torch": set(),
 }
 ENVIRONMENT_HOME = "jpaged/config.py"
