@@ -23,6 +23,7 @@ TORCH ?= 2.13.0
 BIN := $(VENV)/bin
 AOT := $(VENV)/aot
 AOT_NEWEST := $(VENV)/aot-newest
+RAY := $(VENV)/ray
 STAMP := $(VENV)/.installed
 CHOICES := $(VENV)/.choices
 CONSTRAINTS := $(VENV)/constraints.txt
@@ -91,7 +92,7 @@ test: $(STAMP) ## the quick tests
 test-deep: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed ## the planted faults, and the rest of the grids (before a release)
 	@$(BIN)/python -m pytest -q -m deep -n $(JOBS) --dist worksteal $(ARGS)
 
-test-long: $(STAMP) $(AOT)/.installed ## the long tests
+test-long: $(STAMP) $(AOT)/.installed $(RAY)/.installed ## the long tests
 	@$(BIN)/python -m pytest -q -m long -n $(JOBS) --dist worksteal $(ARGS)
 
 # What an interpreter or its jax can break, once and in a minute: the command line and its help, options, messages, client
@@ -146,15 +147,14 @@ aot-gpu: ## compile the GPU programs for seven GPUs without one, and hold the ke
 	@$(GPU_VENV)/bin/python -m benchmarks.aot_gpu $(ARGS)
 
 # In an environment of its own: Ray brings sixty packages that nothing else needs.
-RAY := $(VENV)/ray
-
 $(RAY)/.installed: $(STAMP)
-	@echo "==> installing jpaged and Ray Serve into $(RAY)"; rm -rf $(RAY); $(BIN)/python -m venv $(RAY)
+	@echo "==> installing jpaged and Ray into $(RAY)"; rm -rf $(RAY); $(BIN)/python -m venv $(RAY)
 	@$(RAY)/bin/python -m pip --disable-pip-version-check --quiet install --editable ".[ray]" --constraint $(CONSTRAINTS)
 	@touch $@
 
-ray: $(RAY)/.installed ## start the Ray Serve application on this machine and stream from two replicas
+ray: $(RAY)/.installed ## start the Ray Serve application on this machine, and a batch that loses a worker
 	@cd deploy/ray && JAX_PLATFORMS=cpu RAY_USAGE_STATS_ENABLED=0 $(abspath $(RAY))/bin/python check.py
+	@cd deploy/ray && JAX_PLATFORMS=cpu RAY_USAGE_STATS_ENABLED=0 $(abspath $(RAY))/bin/python check_batch.py
 
 accelerator: $(STAMP) ## what needs an accelerator: the kernels' tests and benchmark, a whole model decoding
 	@$(BIN)/python -m benchmarks.accelerator $(ARGS)

@@ -13,11 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jpaged.client.batch import DEFAULT_MAX_CONCURRENCY, BatchOptions, BatchSummary, run_batch
 from jpaged.errors import InvalidArgument, Unavailable
 
-HELP = "run an OpenAI batch file against a server"
+HELP = "run an OpenAI batch file against servers"
 DESCRIPTION = """\
-Run an OpenAI batch file against a server; run it again after a crash and it goes on where it stopped.
+Run an OpenAI batch file against servers; run it again after a crash and it goes on where it stopped.
 
     jpaged batch -i requests.jsonl -o results.jsonl --target localhost:50051
+    jpaged batch requests.parquet results.parquet --target gpu-0:50051,gpu-1:50051
+
+Several servers of one model share the lines: each takes what it has places for. What a server leaves undone that goes
+away is run by the others, and it is asked again. A line without a seed gets one from its custom_id, so that its result
+does not depend on who runs it. Parquet has the columns custom_id, method, url and body.
 
 Failed requests are lines of the output too, and exit code 1 says that there are any, also of an earlier run. Those
 that failed for a reason that may pass (the server was away, too slow, or died) run again; the others stay.
@@ -25,20 +30,31 @@ that failed for a reason that may pass (the server was away, too slow, or died) 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Input, output, the server, and how much at a time."""
+    """Input, output, the servers, and how much at a time."""
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="input and output, for -i and -o")
     parser.add_argument(
-        "-i", "--input", required=True, type=Path, metavar="FILE", help="requests, one JSON object a line"
+        "-i",
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help="requests, one JSON object a line; or a .parquet file, or a folder of them",
     )
     parser.add_argument(
-        "-o", "--output", required=True, type=Path, metavar="FILE", help="results; taken up again if it exists"
+        "-o", "--output", type=Path, metavar="FILE", help="results, Parquet by its name; taken up again if it exists"
     )
-    parser.add_argument("--target", required=True, metavar="HOST:PORT", help="where the server is")
+    parser.add_argument(
+        "--target",
+        required=True,
+        action="append",
+        metavar="HOST:PORT",
+        help="where a server is; several times, or with commas, for several",
+    )
     parser.add_argument(
         "--max-concurrency",
         type=int,
         default=DEFAULT_MAX_CONCURRENCY,
         metavar="N",
-        help=f"requests in flight (default: {DEFAULT_MAX_CONCURRENCY})",
+        help=f"requests in flight to a server, if it has places for so many (default: {DEFAULT_MAX_CONCURRENCY})",
     )
     parser.add_argument(
         "--timeout", type=float, default=None, metavar="S", help="seconds for each request (default: none)"
@@ -47,13 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 when every line has succeeded, 1 when some failed, now or before, or the server went away."""
-    if not (arguments.input.is_file() or arguments.input.is_fifo()):  # a device may have no end
-        raise InvalidArgument("--input", f"{arguments.input} is not a file")
-    if not arguments.output.parent.is_dir():
-        raise InvalidArgument("--output", f"there is no folder {arguments.output.parent}")
-    options = BatchOptions(
-        arguments.input, arguments.output, arguments.target, arguments.max_concurrency, arguments.timeout
-    )
+    source, output = _files(arguments)
+    if not (source.is_file() or source.is_fifo() or source.is_dir()):  # a device may have no end
+        raise InvalidArgument("--input", f"{source} is not a file")
+    if not output.parent.is_dir():
+        raise InvalidArgument("--output", f"there is no folder {output.parent}")
+    options = BatchOptions(source, output, arguments.target, arguments.max_concurrency, arguments.timeout)
     latest = BatchSummary()
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
@@ -71,10 +86,23 @@ def run(arguments: argparse.Namespace) -> int:
         except Unavailable as error:
             bar.stop()
             _print_summary(latest)
-            print(f"the server is gone: {error}\nrun the same command again to go on", file=sys.stderr)
+            gone = "the server is gone" if len(options.targets) == 1 else "all servers are gone"
+            print(f"{gone}: {error}\nrun the same command again to go on", file=sys.stderr)
             return 1
     _print_summary(latest)
     return 1 if latest.has_failures else 0
+
+
+def _files(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """Input and output, each given by its option or, both together, without."""
+    files = list(arguments.files)
+    if len(files) not in (0, 2) or (files and (arguments.input or arguments.output)):
+        raise InvalidArgument("FILE", f"{len(files)} given: give input and output, and neither -i nor -o with them")
+    source, output = files or (arguments.input, arguments.output)
+    for name, path in (("--input", source), ("--output", output)):
+        if path is None:
+            raise InvalidArgument(name, "is missing")
+    return source, output
 
 
 def _print_summary(summary: BatchSummary) -> None:
@@ -86,3 +114,6 @@ def _print_summary(summary: BatchSummary) -> None:
         f"tokens in {summary.elapsed_s:.1f} s ({summary.tokens_per_s:.1f} tokens/s)",
         file=sys.stderr,
     )
+    if len(summary.num_answered) > 1:
+        shares = ", ".join(f"{name} {number}" for name, number in summary.num_answered.items())
+        print(f"answered by {shares}", file=sys.stderr)

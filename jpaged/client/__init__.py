@@ -7,7 +7,8 @@ base.py       what both clients share
 sync.py       Client
 aio.py        AsyncClient
 openai.py     the OpenAI batch file format, without I/O
-batch.py      runs such a file against a server
+batch.py      runs such a file against servers
+batching/     what that stands on: who runs what, other bodies, Parquet
 health.py     asks grpc.health.v1 once
 results.py    the file of its answers: locked, whole lines, taken up again
 """

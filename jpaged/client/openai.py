@@ -1,6 +1,6 @@
 """The OpenAI batch file format: one JSON object a line, in and out. No I/O.
 
-    in    {"custom_id", "method": "POST", "url": "/v1/completions" or "/v1/chat/completions", "body": {...}}
+    in    {"custom_id", "method": "POST", "url": one of `URLS`, "body": {...}}
     out   {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}
           {"id", "custom_id", "response": null, "error": {"code", "message"}}
 
@@ -10,7 +10,8 @@ request becomes a failed line of output, with a custom_id of null where it has n
 A field of a body that cannot be honoured is an error of its line, never ignored. A few fields say what happens anyway
 (`stream` of false, `logit_bias` of nothing): those pass with that value and with no other. What OpenAI does
 not have but `SamplingParams` does (`top_k`, `beam_width`, `priority`, `cache_salt`, ...) is a field of the body too, as
-`adapter` is, the name of one that the server has loaded.
+`adapter` is, the name of one that the server has loaded. Bodies of /v1/embeddings and /v1/score are read in
+`batching/scoring.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from jpaged.types import CompletionOutput, PositionLogprobs, RequestOutput, Samp
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
+EMBEDDINGS_URL = "/v1/embeddings"
+SCORE_URL = "/v1/score"
+URLS = (COMPLETIONS_URL, CHAT_URL, EMBEDDINGS_URL, SCORE_URL)
 _MAX_DEPTH = 64
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 # Fields that change nothing at this value; any other value asks for something that does not exist here.
@@ -104,7 +108,7 @@ def parse_lines(texts: Sequence[str]) -> list[Line | BadLine]:
     for number, text in enumerate(texts, start=1):
         if not text.strip():
             continue
-        line = _parse_line(number, text)
+        line = parse_line(number, text)
         lines.append(line)
         if line.custom_id is None:
             continue
@@ -118,19 +122,31 @@ def parse_lines(texts: Sequence[str]) -> list[Line | BadLine]:
     return lines
 
 
-def _parse_line(number: int, text: str) -> Line | BadLine:
-    where, custom_id = f"line {number}", None
+def parse_line(number: int, text: str) -> Line | BadLine:
+    """One line of an input file, which is its `number`-th."""
     try:
-        value = _loaded(where, text)
-        if isinstance(value.get("custom_id"), str):
-            custom_id = value["custom_id"] or None
-        _check_line(where, value)
+        value = loaded(f"line {number}", text)
     except InvalidArgument as error:
-        return BadLine(number, custom_id, error)
+        return BadLine(number, None, error)
+    return line_of(number, value)
+
+
+def line_of(number: int, value: Mapping[str, Any]) -> Line | BadLine:
+    """A line whose fields have been read."""
+    given = value.get("custom_id")
+    try:
+        _check_line(f"line {number}", value)
+    except InvalidArgument as error:
+        return BadLine(number, given if isinstance(given, str) and given else None, error)
     return Line(number, value["custom_id"], value["url"], value["body"])
 
 
-def _loaded(where: str, text: str) -> dict[str, Any]:
+def loaded(where: str, text: str) -> dict[str, Any]:
+    """The JSON object that a text holds.
+
+    Raises:
+        InvalidArgument: it holds none; says `where`.
+    """
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -152,8 +168,8 @@ def _check_line(where: str, value: Mapping[str, Any]) -> None:
         raise InvalidArgument(f"{where}: custom_id", f"{value['custom_id']!r} is not a string with characters")
     if value["method"] != "POST":
         raise InvalidArgument(f"{where}: method", f"{value['method']!r} is not POST")
-    if value["url"] not in (COMPLETIONS_URL, CHAT_URL):
-        raise InvalidArgument(f"{where}: url", f"{value['url']!r} is neither {COMPLETIONS_URL} nor {CHAT_URL}")
+    if value["url"] not in URLS:
+        raise InvalidArgument(f"{where}: url", f"{value['url']!r} is none of {', '.join(URLS)}")
     if not isinstance(value["body"], dict):
         raise InvalidArgument(f"{where}: body", "is not a JSON object")
 
@@ -184,13 +200,18 @@ def _check_text(path: str, text: str) -> None:
         raise InvalidArgument(path, f"has {text[error.start]!a}, half of a character, at {error.start}") from error
 
 
+def body_of(line: Line) -> dict[str, Any]:
+    """The fields of a body; those that are null count as left out."""
+    return {name: value for name, value in line.body.items() if value is not None}
+
+
 def job_of(line: Line) -> Job:
-    """What a line asks for; fields that are null count as left out.
+    """What a line of completions or of a chat asks for.
 
     Raises:
         InvalidArgument: a field of the body is unknown, wrong, or cannot be honoured.
     """
-    body = {name: value for name, value in line.body.items() if value is not None}
+    body = body_of(line)
     return _chat_job(body) if line.url == CHAT_URL else _completion_job(body)
 
 
@@ -199,9 +220,10 @@ def _completion_job(body: dict[str, Any]) -> Job:
     sampling = _sampling(body, _int_or_none(body, "logprobs"))
     prompt = body.get("prompt")
     if isinstance(prompt, str):
-        return Job(sampling, prompt=prompt, model=_name(body, "model"), adapter=_name(body, "adapter"))
+        return Job(sampling, prompt=prompt, model=name_in(body, "model"), adapter=name_in(body, "adapter"))
     if isinstance(prompt, list) and prompt and all(type(token_id) is int for token_id in prompt):
-        return Job(sampling, prompt_token_ids=tuple(prompt), model=_name(body, "model"), adapter=_name(body, "adapter"))
+        model, adapter = name_in(body, "model"), name_in(body, "adapter")
+        return Job(sampling, prompt_token_ids=tuple(prompt), model=model, adapter=adapter)
     raise InvalidArgument("body.prompt", "must be one string or one list of token ids; write one line for each prompt")
 
 
@@ -224,8 +246,8 @@ def _chat_job(body: dict[str, Any]) -> Job:
     return Job(
         _sampling(body, (num_top or 0) if wants_logprobs else None),
         messages=tuple(_message(i, message) for i, message in enumerate(messages)),
-        model=_name(body, "model"),
-        adapter=_name(body, "adapter"),
+        model=name_in(body, "model"),
+        adapter=name_in(body, "adapter"),
         fills_length="max_tokens" not in body,
     )
 
@@ -271,7 +293,8 @@ def _text_part(where: str, part: Any) -> str:
     return str(part["text"])
 
 
-def _name(body: Mapping[str, Any], field: str) -> str | None:
+def name_in(body: Mapping[str, Any], field: str) -> str | None:
+    """The name that a field has, None where it is left out; raises InvalidArgument for what is no string."""
     name = body.get(field)
     if name is not None and not isinstance(name, str):
         raise InvalidArgument(f"body.{field}", f"{name!r} is not a string")
@@ -303,10 +326,13 @@ def success_line(line: Line, output: RequestOutput, *, model: str, token_text: T
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
     }
-    response = {"status_code": 200, "request_id": output.request_id, "body": body}
-    return _dumped(
-        {"id": f"batch_req_{output.request_id}", "custom_id": line.custom_id, "response": response, "error": None}
-    )
+    return response_line(line.custom_id, output.request_id, body)
+
+
+def response_line(custom_id: str, request_id: str, body: Mapping[str, Any]) -> str:
+    """The output line of a request that was answered with a body."""
+    response = {"status_code": 200, "request_id": request_id, "body": body}
+    return _dumped({"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": None})
 
 
 def failure_line(custom_id: str | None, error: JpagedError) -> str:

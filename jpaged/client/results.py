@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -50,13 +50,15 @@ class Results:
     Args:
         path: made where there is none; a link is followed.
         custom_ids: those of the input.
+        restore: called under the lock with the path, where there is no file yet: it may make one.
 
     Raises:
         InvalidArgument: it is no regular file, or the output of another batch.
         OutputError: it cannot be opened, or another run holds it; says which.
     """
 
-    def __init__(self, path: Path, custom_ids: Collection[str]) -> None:
+    def __init__(self, path: Path, custom_ids: Collection[str], restore: Callable[[Path], None] | None = None) -> None:
+        self._restore = restore
         self._name = path
         self._path = Path(os.path.realpath(path))
         self._custom_ids = custom_ids
@@ -86,6 +88,8 @@ class Results:
             raise InvalidArgument("--output", f"{self._name} is not a regular file")
         try:
             self._lock = self._take_lock()
+            if self._restore is not None and not self._path.exists():
+                self._restore(self._path)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             self._read()
         except BaseException as error:

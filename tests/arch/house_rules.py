@@ -71,6 +71,8 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status"), _WIRE),
     "httpx2": {"bench"},
     "llguidance": {"service"},
+    "pyarrow": {"client"},
+    "ray": set(),
     "torch": set(),
 }
 ENVIRONMENT_HOME = "jpaged/config/engine_config.py"

@@ -55,7 +55,7 @@ SEVERAL = ["serve", "--num-processes", "2", "--process-id", "0", "--coordinator"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*BATCH, "-i", "{}/folder"], "--input: {}/folder is not a file"),
+        ([*BATCH, "-i", "{}/folder"], "--input: {}/folder has no file whose name ends in .parquet"),
         ([*BATCH, "-i", "/dev/zero"], "--input: /dev/zero is not a file"),
         ([*BATCH, "-o", "{}/good"], "--output: {}/good is the input"),
         ([*BATCH, "-i", "\udcff"], "--input: \\udcff is not a file"),

@@ -152,6 +152,11 @@ def test_stops_may_come_several_times():
         (["generate", "--prompt-token-ids", "1,x"], "'1,x' is not a list of integers"),
         (["generate", "--prompt-token-ids", "1", "--chat"], "--chat: goes with --prompt only"),
         (["generate", "--prompt", "x", "--port", "1"], "unrecognized arguments: --port"),
+        (["batch", "--target", "x:1"], "--input: is missing"),
+        (["batch", "-i", __file__, "--target", "x:1"], "--output: is missing"),
+        (["batch", __file__, "--target", "x:1"], "FILE: 1 given: give input and output, and neither -i nor -o with"),
+        (["batch", __file__, "o", "-i", "x", "--target", "x:1"], "FILE: 2 given: give input and output, and neither"),
+        (["batch", __file__, "o", "--target", "x:1,y:2", "--target", "x:1"], "--target: x:1 is given twice"),
         (["batch", "-i", "nowhere", "-o", "out", "--target", "x:1"], "--input: nowhere is not a file"),
         (["batch", "-i", __file__, "-o", "/no/such/out", "--target", "x:1"], "--output: there is no folder /no/such"),
         (

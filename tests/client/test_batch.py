@@ -11,8 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from jpaged.client import batch
 from jpaged.client.batch import BatchOptions, BatchSummary, run_batch
+from jpaged.client.batching import targets
 from jpaged.client.results import PASSING, OutputError, Results
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
@@ -44,8 +44,8 @@ def ignore(summary: BatchSummary) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_backoff(monkeypatch):
-    monkeypatch.setattr(batch, "_FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(batch, "_MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(targets, "_FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(targets, "_MAX_BACKOFF_S", 0.01)
 
 
 async def test_every_line_gets_its_answer(tmp_path):
@@ -111,7 +111,7 @@ async def test_a_second_run_goes_on_where_the_first_was_torn(tmp_path):
 
 async def test_a_full_queue_is_waited_for(tmp_path):
     source, target = write_input(tmp_path / "in", simple(30)), tmp_path / "out"
-    executor = FakeExecutor(max_num_seqs=1)
+    executor = FakeExecutor(max_num_seqs=4)
     async with running(executor=executor, max_num_queued_reqs=1) as harness:
         summary = await run_batch(BatchOptions(source, target, harness.target, max_concurrency=20), ignore)
     assert summary.num_succeeded == 30
@@ -139,7 +139,7 @@ async def test_a_request_that_takes_too_long_is_a_failed_line(tmp_path):
 
 
 async def test_a_server_that_goes_away_ends_the_run_and_the_next_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(batch, "_MAX_UNAVAILABLE_TRIES", 2)
+    monkeypatch.setattr(targets, "_MAX_TRIES", 2)
     source, target = write_input(tmp_path / "in", simple(20)), tmp_path / "out"
     async with running() as harness:
 
@@ -223,7 +223,7 @@ async def test_a_second_run_runs_again_what_may_pass_and_keeps_what_never_will(t
 
 
 async def test_failures_stay_while_the_server_is_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(batch, "_MAX_UNAVAILABLE_TRIES", 1)
+    monkeypatch.setattr(targets, "_MAX_TRIES", 1)
     source, target = write_input(tmp_path / "in", simple(2)), tmp_path / "out"
     target.write_text(failed("c0", "DEADLINE_EXCEEDED"))
     with pytest.raises(Unavailable):

@@ -61,7 +61,7 @@ def test_a_file_without_ids_or_with_one_twice_is_refused(texts, message):
         ({"body": []}, "line 1: body: is not a JSON object"),
         ({"body": {"prompt": "\ud800"}}, "line 1: body.prompt: has '\\ud800', half of"),
         ({"method": "GET"}, "line 1: method: 'GET' is not POST"),
-        ({"url": "/v1/embeddings"}, "line 1: url: '/v1/embeddings' is neither"),
+        ({"url": "/v1/images"}, "line 1: url: '/v1/images' is none of /v1/completions, /v1/chat"),
         ({"extra": 1}, "line 1: extra: unknown field"),
     ],
 )

@@ -1,0 +1,245 @@
+"""Parquet as input and output of a batch. Row groups are streamed: of a file no more is in memory than its ids.
+
+    in    columns custom_id, method, url and body: JSON text, or a struct whose nulls count as left out
+    out   columns id, custom_id, response {status_code, request_id, body} and error {code, message}; body is JSON text
+
+A Parquet file cannot be added to: it ends in an index of itself. So results are gathered as lines in a file beside it
+(`journal_of`), which becomes the output when every line has its result, and is written anew from an output that is
+there already. A crash leaves the old output or the new one, and the lines until the new one is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jpaged import json_text
+from jpaged.client.openai import BadLine, Line, line_of, loaded
+from jpaged.client.results import OutputError
+from jpaged.errors import InvalidArgument
+
+SUFFIX = ".parquet"
+COLUMNS = ("custom_id", "method", "url", "body")
+OUTPUT_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("custom_id", pa.string()),
+        (
+            "response",
+            pa.struct([("status_code", pa.int32()), ("request_id", pa.string()), ("body", pa.string())]),
+        ),
+        ("error", pa.struct([("code", pa.string()), ("message", pa.string())])),
+    ]
+)
+_BATCH_ROWS = 256
+_GROUP_ROWS = 4096
+_GROUP_BYTES = 32 << 20
+
+
+class ParquetLines:
+    """The rows of a Parquet file, or of all in a folder in the order of their names, as lines; row 1 is line 1.
+
+    Attributes:
+        ids: the custom_ids.
+        num_lines: rows, those without an id too.
+
+    Raises:
+        InvalidArgument: it cannot be read, a column is missing or unknown, no row has a custom_id, or two share one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._paths = files_in(path)
+        self.num_lines = 0
+        numbers: dict[str, int] = {}
+        for file in self._paths:
+            with _reading(file), pq.ParquetFile(file) as opened:
+                _check_columns(file, opened.schema_arrow.names)
+                for batch in opened.iter_batches(_BATCH_ROWS, columns=["custom_id"]):
+                    self._number(batch.column(0).to_pylist(), numbers)
+        if self.num_lines and not numbers:
+            raise InvalidArgument("--input", f"{path}: no row has a custom_id")
+        self.ids = numbers.keys()
+
+    def __iter__(self) -> Iterator[Line | BadLine]:
+        rows = (row for file in self._paths for _, row in rows_of(file))
+        return (row_line(number, row) for number, row in enumerate(rows, start=1))
+
+    def _number(self, custom_ids: list[Any], numbers: dict[str, int]) -> None:
+        for custom_id in custom_ids:
+            self.num_lines += 1
+            if not isinstance(custom_id, str) or not custom_id:
+                continue
+            first = numbers.setdefault(custom_id, self.num_lines)
+            if first != self.num_lines:
+                where = f"line {self.num_lines}: custom_id"
+                raise InvalidArgument(where, f"{custom_id!r} is that of line {first} too")
+
+
+def files_in(path: Path) -> list[Path]:
+    """Return the Parquet files that an input has, in the order of their names."""
+    files = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    if not files:
+        raise InvalidArgument("--input", f"{path} has no file whose name ends in {SUFFIX}")
+    return files
+
+
+def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of an input, each with the row group that it is in; one row group is in memory at a time.
+
+    Raises:
+        InvalidArgument: it cannot be read, or a column is missing or unknown.
+    """
+    with _reading(path), pq.ParquetFile(path) as file:
+        _check_columns(path, file.schema_arrow.names)
+        for group in range(file.num_row_groups):
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=list(COLUMNS)):
+                yield from ((group, row) for row in batch.to_pylist())
+
+
+def row_line(number: int, row: Mapping[str, Any]) -> Line | BadLine:
+    """Return a row as the line of that number."""
+    body = row["body"]
+    try:
+        body = loaded(f"line {number}: body", body) if isinstance(body, str) else _json(f"line {number}: body", body)
+    except InvalidArgument as error:
+        return BadLine(number, row["custom_id"] or None, error)
+    return line_of(number, {**row, "body": body})
+
+
+def journal_of(output: Path) -> Path:
+    """Return where results are gathered before they are Parquet."""
+    return output.with_name(output.name + ".jsonl")
+
+
+def pack(journal: Path, output: Path) -> None:
+    """Make the output of the lines that were gathered, and take those away.
+
+    Raises:
+        OutputError: it cannot be written; the lines, and an output that was there, are as they were.
+    """
+
+    def write(new: Path) -> None:
+        with journal.open("rb") as lines, pq.ParquetWriter(new, OUTPUT_SCHEMA) as writer:
+            for group in _groups(lines):
+                writer.write_table(pa.Table.from_pylist([_row(json.loads(line)) for line in group], OUTPUT_SCHEMA))
+
+    _replace(output, write)
+    journal.unlink()
+
+
+def unpack(output: Path, journal: Path) -> None:
+    """Write the lines anew that an output was made of.
+
+    Raises:
+        InvalidArgument: it is no output of a batch.
+        OutputError: they cannot be written.
+    """
+
+    def write(new: Path) -> None:
+        with pq.ParquetFile(output) as opened, new.open("w", encoding="utf-8") as lines:
+            if opened.schema_arrow.names != OUTPUT_SCHEMA.names:
+                raise InvalidArgument(str(output), "is not the output of a batch: move the file away")
+            for batch in opened.iter_batches(_BATCH_ROWS):
+                lines.writelines(_result_line(row) for row in batch.to_pylist())
+
+    _replace(journal, write)
+
+
+def _replace(path: Path, write: Callable[[Path], None]) -> None:
+    """Writes a file whole, or leaves the one that is there."""
+    new = path.with_name(path.name + ".new")
+    try:
+        write(new)
+        with new.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(new, path)
+    except (OSError, pa.ArrowException) as error:
+        raise OutputError(f"--output: {path} cannot be written: {error}") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            new.unlink()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise InvalidArgument("--input", f"{path} cannot be read: {error}") from error
+
+
+def _check_columns(path: Path, names: Iterable[str]) -> None:
+    for name in COLUMNS:
+        if name not in names:
+            raise InvalidArgument(f"{path}: {name}", "is missing")
+    for name in names:
+        if name not in COLUMNS:
+            raise InvalidArgument(f"{path}: {name}", f"unknown column; the columns are {', '.join(COLUMNS)}")
+
+
+def _json(path: str, value: Any) -> Any:
+    """A value of a struct without its nulls, which are fields that other rows have."""
+    if isinstance(value, dict):
+        return {name: _json(f"{path}.{name}", one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_json(path, one) for one in value]
+    if value is not None and not isinstance(value, str | bool | int | float):
+        raise InvalidArgument(path, f"{value!r} is nothing that JSON has")
+    return value
+
+
+def _groups(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Lines of about as many rows and bytes as a row group is to have."""
+    group: list[bytes] = []
+    num_bytes = 0
+    for line in lines:
+        group.append(line)
+        num_bytes += len(line)
+        if len(group) == _GROUP_ROWS or num_bytes >= _GROUP_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+def _row(line: dict[str, Any]) -> dict[str, Any]:
+    response, error = line["response"], line["error"]
+    if response is not None:
+        response = {**response, "body": _json_text(response["body"])}
+    if error is not None:
+        error = {name: text.encode(errors="backslashreplace").decode() for name, text in error.items()}
+    custom_id = line["custom_id"]
+    return {
+        "id": line["id"],
+        # Half of a character, which JSON can write, has no place here: such a line is none that could run.
+        "custom_id": custom_id if custom_id is not None and _is_utf8(custom_id) else None,
+        "response": response,
+        "error": error,
+    }
+
+
+def _result_line(row: dict[str, Any]) -> str:
+    if row["response"] is not None:
+        row = {**row, "response": {**row["response"], "body": json.loads(row["response"]["body"])}}
+    return _json_text(row) + "\n"
+
+
+def _json_text(value: object) -> str:
+    text = json_text.dumps(value, ensure_ascii=False)
+    return text if _is_utf8(text) else json_text.dumps(value)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

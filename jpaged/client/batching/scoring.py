@@ -1,0 +1,215 @@
+"""Bodies of /v1/embeddings and /v1/score: what a line asks for, and the body that it is answered with. No I/O.
+
+    /v1/embeddings  {"input": text, texts, token ids or lists of them}   -> a vector for each
+    /v1/score       {"text_1": text or texts, "text_2": likewise}        -> the cosine of each pair's vectors
+    /v1/score       {"prompt": ..., "continuations": [...]}              -> the log-probability of each continuation
+
+The first is OpenAI's (https://platform.openai.com/docs/api-reference/embeddings), the second vLLM's
+(https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html), the third ours.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jpaged.client.openai import EMBEDDINGS_URL, Line, body_of, name_in
+from jpaged.errors import InternalError, InvalidArgument
+
+Text = str | tuple[int, ...]
+"""A text, or its token ids."""
+
+MAX_INPUTS = 2048
+"""Most inputs, pairs or continuations of a line, as OpenAI bounds the inputs of an embeddings request."""
+POOLINGS = ("last", "mean")
+"""How the states of an input's tokens become one vector."""
+ENCODINGS = ("float", "base64")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedJob:
+    """Inputs whose vectors are asked for.
+
+    Attributes:
+        pooling: one of `POOLINGS`.
+        encoding: one of `ENCODINGS`: numbers, or float32 in little-endian order as base64.
+        dimensions: how many numbers a vector must have; None is any.
+    """
+
+    inputs: tuple[Text, ...]
+    pooling: str = POOLINGS[0]
+    encoding: str = ENCODINGS[0]
+    dimensions: int | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreJob:
+    """Continuations of a prompt whose log-probabilities are asked for."""
+
+    prompt: Text
+    continuations: tuple[Text, ...]
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SimilarityJob:
+    """Pairs of texts whose vectors are compared."""
+
+    pairs: tuple[tuple[str, str], ...]
+    pooling: str = POOLINGS[0]
+    model: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Every text of the pairs, once."""
+        return tuple(dict.fromkeys(text for pair in self.pairs for text in pair))
+
+
+def scoring_job_of(line: Line) -> EmbedJob | ScoreJob | SimilarityJob:
+    """What a line of embeddings or scores asks for.
+
+    Raises:
+        InvalidArgument: a field of the body is unknown, wrong, or cannot be honoured.
+    """
+    body = body_of(line)
+    if line.url == EMBEDDINGS_URL:
+        return _embed_job(body)
+    is_ours = "prompt" in body or "continuations" in body
+    return _score_job(body) if is_ours else _similarity_job(body)
+
+
+def _embed_job(body: Mapping[str, Any]) -> EmbedJob:
+    _check_names(body, {"input", "pooling", "encoding_format", "dimensions"})
+    given = body.get("input")
+    is_one = isinstance(given, str) or (isinstance(given, list) and any(type(one) is int for one in given))
+    inputs = _texts("body.input", [given] if is_one else given)
+    dimensions = body.get("dimensions")
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise InvalidArgument("body.dimensions", f"{dimensions!r} is not an integer of 1 or more")
+    encoding = _choice(body, "encoding_format", ENCODINGS)
+    return EmbedJob(inputs, _choice(body, "pooling", POOLINGS), encoding, dimensions, name_in(body, "model"))
+
+
+def _score_job(body: Mapping[str, Any]) -> ScoreJob:
+    _check_names(body, {"prompt", "continuations"})
+    (prompt,) = _texts("body.prompt", [body.get("prompt")])
+    return ScoreJob(prompt, _texts("body.continuations", body.get("continuations")), name_in(body, "model"))
+
+
+def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
+    _check_names(body, {"text_1", "text_2", "pooling"})
+    left, right = (_strings(f"body.{name}", body.get(name)) for name in ("text_1", "text_2"))
+    if len(left) == 1:
+        left *= len(right)
+    if len(left) != len(right):
+        raise InvalidArgument("body.text_2", f"{len(right)} texts for {len(left)} of text_1: give 1 or as many there")
+    pairs = tuple(zip(left, right, strict=True))
+    return SimilarityJob(pairs, _choice(body, "pooling", POOLINGS), name_in(body, "model"))
+
+
+def _check_names(body: Mapping[str, Any], own: set[str]) -> None:
+    for name in body.keys() - own - {"model"}:
+        raise InvalidArgument(f"body.{name}", f"is not supported beside {', '.join(sorted(own))}")
+
+
+def _choice(body: Mapping[str, Any], name: str, choices: tuple[str, ...]) -> str:
+    value = body.get(name, choices[0])
+    if value not in choices:
+        raise InvalidArgument(f"body.{name}", f"{value!r} is none of {', '.join(choices)}")
+    return str(value)
+
+
+def _texts(field: str, values: Any) -> tuple[Text, ...]:
+    """Texts and lists of token ids, none of them empty."""
+    return tuple(_text(field, value) for value in _listed(field, values))
+
+
+def _text(field: str, value: Any) -> Text:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(type(one) is int and one >= 0 for one in value):
+        return tuple(value)
+    raise InvalidArgument(field, f"{str(value)[:80]!r} is neither a text with characters nor a list of token ids")
+
+
+def _strings(field: str, values: Any) -> list[str]:
+    texts = _listed(field, [values] if isinstance(values, str) else values)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidArgument(field, f"{str(text)[:80]!r} is not a text with characters")
+    return texts
+
+
+def _listed(field: str, values: Any) -> list[Any]:
+    if not isinstance(values, list) or not values:
+        raise InvalidArgument(field, "must be there, and not an empty list")
+    if len(values) > MAX_INPUTS:
+        raise InvalidArgument(field, f"{len(values)} are over the limit of {MAX_INPUTS}")
+    return values
+
+
+def embeddings_body(
+    job: EmbedJob, vectors: Sequence[Sequence[float]], *, model: str, prompt_tokens: int
+) -> dict[str, Any]:
+    """The body that answers an EmbedJob; raises InvalidArgument where vectors are not as wide as it asks."""
+    _require_one_each(job.inputs, vectors)
+    width = len(vectors[0])
+    if job.dimensions not in (None, width):
+        raise InvalidArgument("body.dimensions", f"{job.dimensions} is not {width}, the width of the model's vectors")
+    data = [
+        {"object": "embedding", "index": i, "embedding": _encoded(vector, job.encoding)}
+        for i, vector in enumerate(vectors)
+    ]
+    return _body(model, data, prompt_tokens)
+
+
+def loglikelihoods_body(job: ScoreJob, scores: Sequence[tuple[float, bool]], *, model: str) -> dict[str, Any]:
+    """The body that answers a ScoreJob: natural logarithms, and whether greedy decoding would have said the same."""
+    _require_one_each(job.continuations, scores)
+    data = [
+        {"object": "loglikelihood", "index": i, "logprob": logprob, "is_greedy": is_greedy}
+        for i, (logprob, is_greedy) in enumerate(scores)
+    ]
+    return _body(model, data)
+
+
+def similarities_body(
+    job: SimilarityJob, vectors: Sequence[Sequence[float]], *, model: str, prompt_tokens: int
+) -> dict[str, Any]:
+    """The body that answers a SimilarityJob, from the vectors of its `texts`: the cosine of each pair."""
+    _require_one_each(job.texts, vectors)
+    units = {text: _unit(vector) for text, vector in zip(job.texts, vectors, strict=True)}
+    data = [
+        {"object": "score", "index": i, "score": float(units[left] @ units[right])}
+        for i, (left, right) in enumerate(job.pairs)
+    ]
+    return _body(model, data, prompt_tokens)
+
+
+def _body(model: str, data: list[dict[str, Any]], prompt_tokens: int | None = None) -> dict[str, Any]:
+    body: dict[str, Any] = {"object": "list", "created": int(time.time()), "model": model, "data": data}
+    if prompt_tokens is not None:
+        body["usage"] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    return body
+
+
+def _require_one_each(asked: Sequence[object], answered: Sequence[object]) -> None:
+    if len(answered) != len(asked):
+        raise InternalError(f"the server answered {len(answered)} of {len(asked)} inputs")
+
+
+def _encoded(vector: Sequence[float], encoding: str) -> list[float] | str:
+    if encoding == "base64":
+        return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()
+    return [float(number) for number in vector]
+
+
+def _unit(vector: Sequence[float]) -> np.ndarray:
+    array = np.asarray(vector, np.float64)
+    return array / max(float(np.linalg.norm(array)), 1e-300)

@@ -1,0 +1,215 @@
+"""Bodies of embeddings and scores: what they ask for, what is refused, and what a fake server's numbers become."""
+
+import base64
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jpaged.client.aio import AsyncClient
+from jpaged.client.batch import BatchOptions, run_batch
+from jpaged.client.batching.answers import Answers, Embedder, Scorer, seed_of
+from jpaged.client.batching.scoring import EmbedJob, ScoreJob, SimilarityJob, Text, scoring_job_of
+from jpaged.client.openai import Line
+from jpaged.errors import InternalError, InvalidArgument, NotFound
+from jpaged.types import RequestOutput, SamplingParams
+from tests.client.test_batch import ignore, results, write_input
+from tests.server.harness import MODEL, running
+
+EMBEDDINGS, SCORE = "/v1/embeddings", "/v1/score"
+
+
+class FakeServer:
+    """Scores and embeds: the vector of a text is its length and the code of its first character."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    async def complete(
+        self, prompt: str | None = None, sampling: SamplingParams | None = None, **more: Any
+    ) -> RequestOutput:
+        raise AssertionError("nothing is generated")
+
+    async def tokenize(self, text: str | None = None, *, messages: Any = None) -> Sequence[int]:
+        return list((text or "").encode())
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        raise AssertionError("nothing is generated")
+
+    async def score(self, prompt: Text, continuations: Sequence[Text]) -> list[tuple[float, bool]]:
+        self.asked.append((prompt, tuple(continuations)))
+        return [(-float(len(one)), len(one) == 1) for one in continuations]
+
+    async def embed(self, inputs: Sequence[Text], pooling: str) -> list[list[float]]:
+        self.asked.append((tuple(inputs), pooling))
+        return [[len(one), float(ord(one[0]) if isinstance(one, str) else one[0])] for one in inputs]
+
+
+async def answered(url: str, body: dict[str, Any], server: Any = None) -> dict[str, Any]:
+    answer = await Answers(MODEL).answer(server or FakeServer(), Line(1, "a", url, body))
+    line = json.loads(answer.text)
+    assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, 200)
+    return dict(line["response"]["body"])
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "job"),
+    [
+        (EMBEDDINGS, {"input": "x"}, EmbedJob(("x",))),
+        (EMBEDDINGS, {"input": ["x", "y"], "model": "fake", "dimensions": None}, EmbedJob(("x", "y"), model="fake")),
+        (EMBEDDINGS, {"input": [1, 2]}, EmbedJob(((1, 2),))),
+        (EMBEDDINGS, {"input": [[1, 2], "x", [3]]}, EmbedJob(((1, 2), "x", (3,)))),
+        (
+            EMBEDDINGS,
+            {"input": "x", "pooling": "mean", "encoding_format": "base64", "dimensions": 2},
+            EmbedJob(("x",), "mean", "base64", 2),
+        ),
+        (SCORE, {"prompt": "p", "continuations": ["x", [1]]}, ScoreJob("p", ("x", (1,)))),
+        (SCORE, {"prompt": [7], "continuations": ["x"], "model": "m"}, ScoreJob((7,), ("x",), "m")),
+        (SCORE, {"text_1": "p", "text_2": "x"}, SimilarityJob((("p", "x"),))),
+        (SCORE, {"text_1": "p", "text_2": ["x", "y"]}, SimilarityJob((("p", "x"), ("p", "y")))),
+        (SCORE, {"text_1": ["p"], "text_2": ["x", "y"]}, SimilarityJob((("p", "x"), ("p", "y")))),
+        (SCORE, {"text_1": ["p", "q"], "text_2": ["x", "y"]}, SimilarityJob((("p", "x"), ("q", "y")))),
+        (SCORE, {"text_1": "p", "text_2": "x", "pooling": "mean"}, SimilarityJob((("p", "x"),), "mean")),
+    ],
+)
+def test_bodies_are_read(url, body, job):
+    assert scoring_job_of(Line(1, "a", url, body)) == job
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "message"),
+    [
+        (EMBEDDINGS, {}, "body.input: must be there"),
+        (EMBEDDINGS, {"input": []}, "body.input: must be there, and not an empty list"),
+        (EMBEDDINGS, {"input": ""}, "body.input: '' is neither a text with characters nor a list of token ids"),
+        (EMBEDDINGS, {"input": 7}, "body.input: must be there"),
+        (EMBEDDINGS, {"input": ["x", 7]}, "body.input: \"['x', 7]\" is neither"),
+        (EMBEDDINGS, {"input": [True]}, "body.input: 'True' is neither"),
+        (EMBEDDINGS, {"input": [-1]}, "body.input: '[-1]' is neither"),
+        (EMBEDDINGS, {"input": ["x"] * 2049}, "body.input: 2049 are over the limit of 2048"),
+        (
+            EMBEDDINGS,
+            {"input": "x", "encoding_format": "int8"},
+            "body.encoding_format: 'int8' is none of float, base64",
+        ),
+        (EMBEDDINGS, {"input": "x", "pooling": "max"}, "body.pooling: 'max' is none of last, mean"),
+        (EMBEDDINGS, {"input": "x", "dimensions": 0}, "body.dimensions: 0 is not an integer of 1 or more"),
+        (EMBEDDINGS, {"input": "x", "dimensions": True}, "body.dimensions: True is not an integer"),
+        (EMBEDDINGS, {"input": "x", "user": "me"}, "body.user: is not supported"),
+        (EMBEDDINGS, {"input": "x", "model": 3}, "body.model: 3 is not a string"),
+        (SCORE, {}, "body.text_1: must be there"),
+        (SCORE, {"text_1": "p"}, "body.text_2: must be there"),
+        (SCORE, {"text_1": "p", "text_2": [""]}, "body.text_2: '' is not a text with characters"),
+        (SCORE, {"text_1": ["p", "q"], "text_2": "x"}, "body.text_2: 1 texts for 2 of text_1"),
+        (SCORE, {"text_1": "p", "text_2": "x", "prompt": "p"}, "body.text_"),
+        (SCORE, {"prompt": "p"}, "body.continuations: must be there"),
+        (SCORE, {"continuations": ["x"]}, "body.prompt: 'None' is neither"),
+        (SCORE, {"prompt": "p", "continuations": ["x"], "pooling": "mean"}, "body.pooling: is not supported"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(url, body, message):
+    with pytest.raises(InvalidArgument) as raised:
+        scoring_job_of(Line(1, "a", url, body))
+    assert str(raised.value).startswith(message)
+
+
+async def test_embeddings_are_numbers_or_base64_of_float32():
+    server = FakeServer()
+    body = await answered(EMBEDDINGS, {"input": ["ab", [7, 8, 9]], "pooling": "mean"}, server)
+    assert server.asked == [(("ab", (7, 8, 9)), "mean")]
+    assert (body["object"], body["model"]) == ("list", "fake")
+    assert body["data"] == [
+        {"object": "embedding", "index": 0, "embedding": [2.0, 97.0]},
+        {"object": "embedding", "index": 1, "embedding": [3.0, 7.0]},
+    ]
+    assert body["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+    packed = await answered(EMBEDDINGS, {"input": "ab", "encoding_format": "base64", "dimensions": 2})
+    data = base64.b64decode(packed["data"][0]["embedding"])
+    np.testing.assert_array_equal(np.frombuffer(data, "<f4"), np.array([2.0, 97.0], np.float32))
+
+
+async def test_dimensions_that_are_not_the_models_are_refused():
+    with pytest.raises(InvalidArgument, match=r"body\.dimensions: 256 is not 2, the width of the model's vectors"):
+        await answered(EMBEDDINGS, {"input": "ab", "dimensions": 256})
+
+
+async def test_continuations_have_their_log_probabilities():
+    server = FakeServer()
+    body = await answered(SCORE, {"prompt": "p", "continuations": ["x", [1, 2, 3]]}, server)
+    assert server.asked == [("p", ("x", (1, 2, 3)))]
+    assert body["data"] == [
+        {"object": "loglikelihood", "index": 0, "logprob": -1.0, "is_greedy": True},
+        {"object": "loglikelihood", "index": 1, "logprob": -3.0, "is_greedy": False},
+    ]
+
+
+async def test_pairs_have_the_cosine_of_their_vectors_and_each_text_is_embedded_once():
+    server = FakeServer()
+    body = await answered(SCORE, {"text_1": "ab", "text_2": ["ab", "b"]}, server)
+    assert server.asked == [(("ab", "b"), "last")]
+    cosine = (2 * 1 + 97 * 98) / (math.hypot(2, 97) * math.hypot(1, 98))
+    assert [entry["score"] for entry in body["data"]] == pytest.approx([1.0, cosine])
+    assert body["usage"]["prompt_tokens"] == 3
+
+
+async def test_another_model_and_a_short_answer_are_errors():
+    with pytest.raises(NotFound, match=r"body\.model: 'other' is not served; 'fake' is"):
+        await answered(EMBEDDINGS, {"input": "x", "model": "other"})
+
+    class Short(FakeServer):
+        async def embed(self, inputs: Sequence[Text], pooling: str) -> list[list[float]]:
+            return (await super().embed(inputs, pooling))[1:]
+
+    with pytest.raises(InternalError, match="the server answered 1 of 2 inputs"):
+        await answered(EMBEDDINGS, {"input": ["x", "y"]}, Short())
+
+
+class Offering(AsyncClient):
+    """A client as one will be whose server scores and embeds."""
+
+    async def score(self, prompt: Text, continuations: Sequence[Text]) -> list[tuple[float, bool]]:
+        return await FakeServer().score(prompt, continuations)
+
+    async def embed(self, inputs: Sequence[Text], pooling: str) -> list[list[float]]:
+        return await FakeServer().embed(inputs, pooling)
+
+
+SCORING_BODIES: list[tuple[str, dict[str, Any]]] = [
+    (EMBEDDINGS, {"input": "ab"}),
+    (SCORE, {"prompt": "p", "continuations": ["x"]}),
+    (SCORE, {"text_1": "p", "text_2": "x"}),
+]
+
+
+class Plain:
+    """A server that neither scores nor embeds."""
+
+    complete, tokenize, detokenize = FakeServer.complete, FakeServer.tokenize, FakeServer.detokenize
+
+
+async def test_a_server_that_does_not_offer_it_is_a_failed_line_that_says_so():
+    assert not isinstance(Plain(), Scorer | Embedder)
+    for (url, body), rest in zip(SCORING_BODIES, ("", " of continuations", " of texts"), strict=True):
+        with pytest.raises(Exception, match=f"^the server does not offer {url}{rest}$") as raised:
+            await answered(url, body, Plain())
+        assert getattr(raised.value, "grpc_status", None) == "UNIMPLEMENTED"
+
+
+async def test_batches_score_and_embed(tmp_path, monkeypatch):
+    monkeypatch.setattr("jpaged.client.batch.AsyncClient", Offering)
+    source, target = write_input(tmp_path / "in", SCORING_BODIES), tmp_path / "out"
+    async with running() as harness:
+        summary = await run_batch(BatchOptions(source, target, harness.target), ignore)
+    assert (summary.num_succeeded, summary.num_failed) == (3, 0)
+    assert [line["response"]["body"]["data"][0]["index"] for line in results(target).values()] == [0, 0, 0]
+
+
+def test_a_seed_is_a_function_of_the_custom_id_alone():
+    assert seed_of("a") == seed_of("a") != seed_of("b")
+    assert 0 <= seed_of("\udc00") < 2**64
+    assert replace(SamplingParams(), seed=seed_of("x" * 1000)).seed == seed_of("x" * 1000)
