@@ -1,0 +1,123 @@
+"""Suffix decoding: what came next wherever the last tokens were there before, here or in earlier outputs.
+
+    own tree      the sequence's prompt and output
+    shared tree   the outputs of earlier requests of those who share
+
+Both are asked, and the better draft wins, the sequence's own of two as good. How many tokens a draft has follows from
+how long the match is and how sure the counts are, so that none are proposed where little is known. The fields are vLLM's
+(https://docs.vllm.ai/en/latest/features/spec_decode/#speculating-using-suffix-decoding).
+
+An earlier output is kept with the end of its prompt, so that the same prompt finds it at the first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jpaged.engine.speculation.proposer import MAX_INDEXED_TOKENS
+from jpaged.engine.speculation.shared_texts import SharedTexts
+from jpaged.engine.speculation.suffix_tree import NO_DRAFT, NO_MATCH, DraftRule, Match, SuffixTree, next_seed
+from jpaged.speculative import SpeculativeOptions
+
+_MAX_OWN_TOKENS = 1 << 15
+"""Tokens of a sequence that are in its own tree, the last ones; one takes some 200 bytes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """One sequence and its places in both trees.
+
+    Attributes:
+        num_prompt_tokens: tokens of its prompt.
+        sharing: whose texts it may read; None is nobody's.
+        num_read: tokens that are in its own tree, and that its matches are behind.
+        seed: the last of them.
+    """
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sharing: bytes | None
+    tree: SuffixTree
+    num_read: int = 0
+    seed: int = 0
+    own: Match = field(default_factory=dict)
+    shared: Match = field(default_factory=dict)
+
+
+class SuffixProposer:
+    """Proposes the likeliest continuation by what the own and earlier texts have.
+
+    Args:
+        rule: of the drafts.
+        texts: what earlier requests made.
+        max_own_tokens: tokens of a sequence that its own tree has at most.
+    """
+
+    def __init__(self, rule: DraftRule, texts: SharedTexts, max_own_tokens: int = _MAX_OWN_TOKENS) -> None:
+        self.texts = texts
+        self._rule = rule
+        self._max_own_tokens = max_own_tokens
+        self._readers: dict[int, _Reader] = {}
+
+    @classmethod
+    def of(cls, options: SpeculativeOptions) -> SuffixProposer:
+        rule = DraftRule(
+            options.suffix_decoding_max_tree_depth,
+            options.suffix_decoding_max_spec_factor,
+            options.suffix_decoding_min_token_prob,
+        )
+        return cls(rule, SharedTexts(rule, options.suffix_decoding_max_cached_requests))
+
+    @property
+    def num_own_leaves(self) -> int:
+        return sum(reader.tree.num_leaves for reader in self._readers.values())
+
+    def begin(self, sequence_key: int, token_ids: Sequence[int], sharing: bytes | None) -> None:
+        text = list(token_ids)
+        tree = SuffixTree(self._rule, self._max_own_tokens)
+        tree.follow(text)
+        self._readers[sequence_key] = _Reader(text, len(text), sharing, tree)
+
+    def extend(self, sequence_key: int, new_token_ids: Sequence[int]) -> None:
+        self._readers[sequence_key].token_ids += new_token_ids
+
+    def propose(self, sequence_key: int, limit: int) -> list[int]:
+        reader = self._readers[sequence_key]
+        texts = self.texts.tree(reader.sharing) if reader.sharing is not None else None
+        if not self._read(reader, texts):
+            return []
+        best = reader.tree.draft(reader.own, limit)
+        if texts is not None and reader.sharing is not None:
+            theirs = texts.draft(reader.shared, limit) if reader.shared else NO_DRAFT
+            if theirs.score > best.score:
+                self.texts.used(reader.sharing, theirs.text_number)
+                best = theirs
+        return best.token_ids
+
+    def forget(self, sequence_key: int) -> None:
+        """Keeps the output for those who share, where there is one."""
+        reader = self._readers.pop(sequence_key)
+        if reader.sharing is not None and len(reader.token_ids) > reader.num_prompt_tokens:
+            begin = max(0, reader.num_prompt_tokens - self._rule.max_depth)
+            self.texts.add(reader.sharing, reader.token_ids[begin:])
+
+    def _read(self, reader: _Reader, texts: SuffixTree | None) -> bool:
+        """Reads on behind what was read; False where the end is not reached in the time that one step gives."""
+        token_ids, tree, seed = reader.token_ids, reader.tree, reader.seed
+        num_tokens, end = len(token_ids), reader.num_read
+        # A match is no longer than the tree is deep: what lies further back is put in, and not matched.
+        behind = min(num_tokens - self._rule.max_depth, end + MAX_INDEXED_TOKENS)
+        if behind > end:
+            reader.own = reader.shared = NO_MATCH
+            for end, token_id in enumerate(token_ids[end:behind], start=end + 1):
+                seed = next_seed(seed, token_id)
+                tree.grow(seed, end)
+        if num_tokens - end <= self._rule.max_depth:
+            for end, token_id in enumerate(token_ids[end:], start=end + 1):
+                seed = next_seed(seed, token_id)
+                reader.own = tree.advance(reader.own, seed, token_id)
+                tree.grow(seed, end)
+                reader.shared = NO_MATCH if texts is None else texts.advance(reader.shared, seed, token_id)
+        reader.num_read, reader.seed = end, seed
+        return end == num_tokens
