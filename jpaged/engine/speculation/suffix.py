@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from jpaged.engine.speculation.proposer import MAX_INDEXED_TOKENS
 from jpaged.engine.speculation.shared_texts import SharedTexts
-from jpaged.engine.speculation.suffix_tree import NO_DRAFT, NO_MATCH, DraftRule, Match, SuffixTree, next_seed
+from jpaged.engine.speculation.suffix_tree import NO_MATCH, DraftRule, Match, SuffixTree
 from jpaged.speculative import SpeculativeOptions
 
 _MAX_OWN_TOKENS = 1 << 15
@@ -31,8 +31,9 @@ class _Reader:
     Attributes:
         num_prompt_tokens: tokens of its prompt.
         sharing: whose texts it may read; None is nobody's.
-        num_read: tokens that are in its own tree, and that its matches are behind.
+        num_read: tokens that are in its own tree.
         seed: the last of them.
+        num_matched: tokens that its matches are behind; 0 where there are none.
     """
 
     token_ids: list[int]
@@ -41,6 +42,7 @@ class _Reader:
     tree: SuffixTree
     num_read: int = 0
     seed: int = 0
+    num_matched: int = 0
     own: Match = field(default_factory=dict)
     shared: Match = field(default_factory=dict)
 
@@ -76,7 +78,6 @@ class SuffixProposer:
     def begin(self, sequence_key: int, token_ids: Sequence[int], sharing: bytes | None) -> None:
         text = list(token_ids)
         tree = SuffixTree(self._rule, self._max_own_tokens)
-        tree.follow(text)
         self._readers[sequence_key] = _Reader(text, len(text), sharing, tree)
 
     def extend(self, sequence_key: int, new_token_ids: Sequence[int]) -> None:
@@ -89,7 +90,7 @@ class SuffixProposer:
             return []
         best = reader.tree.draft(reader.own, limit)
         if texts is not None and reader.sharing is not None:
-            theirs = texts.draft(reader.shared, limit) if reader.shared else NO_DRAFT
+            theirs = texts.draft(reader.shared, limit)
             if theirs.score > best.score:
                 self.texts.used(reader.sharing, theirs.text_number)
                 best = theirs
@@ -103,21 +104,20 @@ class SuffixProposer:
             self.texts.add(reader.sharing, reader.token_ids[begin:])
 
     def _read(self, reader: _Reader, texts: SuffixTree | None) -> bool:
-        """Reads on behind what was read; False where the end is not reached in the time that one step gives."""
-        token_ids, tree, seed = reader.token_ids, reader.tree, reader.seed
-        num_tokens, end = len(token_ids), reader.num_read
-        # A match is no longer than the tree is deep: what lies further back is put in, and not matched.
-        behind = min(num_tokens - self._rule.max_depth, end + MAX_INDEXED_TOKENS)
-        if behind > end:
+        """Reads on behind what was read; False where one step does not reach the end."""
+        token_ids, begin = reader.token_ids, reader.num_read
+        end = min(len(token_ids), begin + MAX_INDEXED_TOKENS)
+        if end > begin:
+            reader.seed = reader.tree.grow(reader.seed, token_ids, begin, end)
+            reader.num_read = end
+        if end < len(token_ids):
             reader.own = reader.shared = NO_MATCH
-            for end, token_id in enumerate(token_ids[end:behind], start=end + 1):
-                seed = next_seed(seed, token_id)
-                tree.grow(seed, end)
-        if num_tokens - end <= self._rule.max_depth:
-            for end, token_id in enumerate(token_ids[end:], start=end + 1):
-                seed = next_seed(seed, token_id)
-                reader.own = tree.advance(reader.own, seed, token_id)
-                tree.grow(seed, end)
-                reader.shared = NO_MATCH if texts is None else texts.advance(reader.shared, seed, token_id)
-        reader.num_read, reader.seed = end, seed
-        return end == num_tokens
+            reader.num_matched = 0
+            return False
+        num_new = end - reader.num_matched
+        if num_new:
+            reader.num_matched = end
+            reader.own = reader.tree.advance(reader.own, reader.seed, token_ids, num_new)
+            if texts is not None:
+                reader.shared = texts.advance(reader.shared, reader.seed, token_ids, num_new)
+        return True

@@ -19,13 +19,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SEED_LEN = 2
 """Tokens of the shortest match, by which leaves are found."""
-MAX_LEAVES = 32
+MAX_LEAVES = 8
 """Leaves of a seed at most, the last ones: what is likely is estimated from them."""
 _TOKEN_BITS = 24
 _SEED_MASK = (1 << _TOKEN_BITS * SEED_LEN) - 1
+_LEAST_SEED = 1 << _TOKEN_BITS * (SEED_LEN - 1)  # below it there are fewer tokens
 _OFFSET_BITS = 32
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 
@@ -36,30 +38,20 @@ Match = dict[Leaf, int]
 NO_MATCH: Match = {}
 
 
-def next_seed(seed: int, token_id: int) -> int:
-    """The last tokens as one number, after one more; 0 before the first."""
-    return (seed << _TOKEN_BITS | token_id + 1) & _SEED_MASK
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """Tokens that may come next.
 
     Attributes:
         score: how many of them are expected to come, by what was counted.
-        leaf: where they come from, the last of several places.
+        text_number: where they come from, the last of several texts.
     """
 
     token_ids: list[int]
     score: float
-    leaf: Leaf = 0
-
-    @property
-    def text_number(self) -> int:
-        return self.leaf >> _OFFSET_BITS
+    text_number: int
 
 
-NO_DRAFT = Draft([], 0.0)
+NO_DRAFT = Draft([], 0.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +81,8 @@ class DraftRule:
 class SuffixTree:
     """Texts and the leaves of their suffixes.
 
+    A text that grows is alone in its tree, as number 0.
+
     Args:
         rule: of the drafts.
         max_tokens: tokens of a growing text whose leaves are kept, the last ones.
@@ -100,56 +94,66 @@ class SuffixTree:
         self._best_len = rule.best_len
         self._max_tokens = max_tokens
         self._texts: dict[int, list[int]] = {}
-        self._leaves: dict[int, Leaf | list[Leaf]] = {}
+        self._leaves: dict[int, list[Leaf]] = {}
+        self._growing_end = 0  # the leaf at which nothing is known yet
 
     @property
     def num_leaves(self) -> int:
-        return sum(1 if isinstance(leaves, int) else len(leaves) for leaves in self._leaves.values())
+        return sum(map(len, self._leaves.values()))
 
     def put(self, number: int, token_ids: list[int]) -> None:
-        """Takes in a text, whole; a number is never given again, and the list is not written any more."""
+        """Takes in a text, whole; a number from 1 is never given again, and the list is not written any more."""
         self._texts[number] = token_ids
-        seed = 0
-        for leaf, token_id in enumerate(token_ids[:-1], start=(number << _OFFSET_BITS) + 1):
-            seed = next_seed(seed, token_id)
-            self._add(seed, leaf)
+        self._add(0, token_ids[:-1], number << _OFFSET_BITS)
 
     def remove(self, number: int) -> None:
         """Lets go of a text and its leaves."""
-        seed = 0
-        for leaf, token_id in enumerate(self._texts.pop(number)[:-1], start=(number << _OFFSET_BITS) + 1):
-            seed = next_seed(seed, token_id)
-            self._discard(seed, leaf)
+        self._discard(0, self._texts.pop(number)[:-1], number << _OFFSET_BITS)
 
-    def follow(self, token_ids: list[int]) -> None:
-        """Takes in a text that will grow, as number 0; its leaves come with `grow`."""
-        self._texts[0] = token_ids
+    def grow(self, seed: int, token_ids: list[int], begin: int, end: int) -> int:
+        """Takes in more of the growing text, the tokens `begin` to `end`.
 
-    def grow(self, seed: int, end: int) -> None:
-        """Adds the leaf behind the first `end` tokens of text 0, whose last ones are `seed`."""
-        self._add(seed, end)
-        if end > self._max_tokens:
-            last, old = end - self._max_tokens, 0
-            for token_id in self._texts[0][max(0, last - SEED_LEN) : last]:
-                old = next_seed(old, token_id)
-            self._discard(old, last)
+        Args:
+            seed: what the last call returned; 0 at first.
+            token_ids: the text, of which the tree keeps hold.
+            begin: tokens that were taken in before.
 
-    def advance(self, match: Match, seed: int, token_id: int) -> Match:
-        """The match after one more token, the last one of `seed`.
-
-        A text that came meanwhile counts from its seed on.
+        Returns:
+            The last tokens up to `end`.
         """
+        self._texts[0] = token_ids
+        self._growing_end = end
+        seed = self._add(seed, token_ids[begin:end], begin)
+        first, last = max(0, begin - self._max_tokens), end - self._max_tokens
+        if last > first:
+            before = max(0, first - SEED_LEN)
+            old = _seed_of(token_ids[before:first])
+            self._discard(old, token_ids[first:last], first)
+        return seed
+
+    def advance(self, match: Match, seed: int, token_ids: list[int], num_new: int) -> Match:
+        """The match of who has read so many tokens more of his own text, which now ends with `seed`."""
         found = self._leaves.get(seed)
-        if found is None or seed < 1 << _TOKEN_BITS * (SEED_LEN - 1):
+        if found is None or seed < _LEAST_SEED:
             return NO_MATCH
-        known = match.get
-        if isinstance(found, int):
-            return {found: known(found - 1, SEED_LEN - 1) + 1}
-        matched = {leaf: known(leaf - 1, SEED_LEN - 1) + 1 for leaf in found}
-        if len(found) == MAX_LEAVES:  # there may have been more: those that were matched stay
-            for leaf, length in match.items():
-                if leaf + 1 not in matched and self._token(leaf) == token_id:
-                    matched[leaf + 1] = length + 1
+        texts, known = self._texts, match.get
+        new = token_ids[-num_new:] if num_new > SEED_LEN else None
+        before = token_ids[-1 - SEED_LEN] if len(token_ids) > SEED_LEN else -1
+        matched: Match = {}
+        for leaf in found:
+            if leaf == self._growing_end:
+                continue
+            length = known(leaf - num_new)
+            if length is not None and (new is None or self._before(leaf, num_new) == new):
+                matched[leaf] = length + num_new
+                continue
+            text, offset = texts[leaf >> _OFFSET_BITS], leaf & _OFFSET_MASK
+            if offset > SEED_LEN and text[offset - 1 - SEED_LEN] == before:
+                matched[leaf] = self._common_len(text, offset, token_ids)
+            else:  # most of them
+                matched[leaf] = SEED_LEN
+        if len(found) == MAX_LEAVES and match:  # there may have been more: those that were matched stay
+            self._keep(match, matched, token_ids[-num_new:])
             if len(matched) > 2 * MAX_LEAVES:
                 longest = sorted(matched.items(), key=lambda one: (one[1], one[0]), reverse=True)
                 return dict(longest[:MAX_LEAVES])
@@ -161,19 +165,16 @@ class SuffixTree:
         if not match or limit < 1:
             return best
         longest = self._rule.max_depth - 1
-        if len(match) == 1:
-            ((leaf, length),) = match.items()
-            return self._path([leaf], self._most(0, min(length, longest), limit))
-        by_len = sorted(match, key=lambda leaf: (match[leaf], leaf), reverse=True)
-        lens = [min(match[leaf], longest) for leaf in by_len]
-        end, num_leaves = 0, len(by_len)
+        order = [(length if length < longest else longest, leaf) for leaf, length in match.items()]
+        order.sort(reverse=True)
+        end, num_leaves = 0, len(order)
         while end < num_leaves:
-            length = lens[end]
-            while end < num_leaves and lens[end] == length:
+            length = order[end][0]
+            while end < num_leaves and order[end][0] == length:
                 end += 1
-            most = self._most(lens[end] if end < num_leaves else 0, length, limit)
+            most = self._most(order[end][0] if end < num_leaves else 0, length, limit)
             if most > best.score:
-                found = self._path(by_len[:end], most)
+                found = self._path([leaf for _, leaf in order[:end]], most)
                 if found.score > best.score:
                     best = found
         return best
@@ -184,16 +185,24 @@ class SuffixTree:
 
     def _path(self, leaves: Sequence[Leaf], most: int) -> Draft:
         """The likeliest path down from a node; of two tokens that came as often, the one behind the first leaf."""
-        ways = [self._behind(leaf, most) for leaf in leaves]
-        if ways.count(ways[0]) == len(ways):
-            return Draft(ways[0], float(len(ways[0])), leaves[0])
-        token_ids: list[int] = []
+        texts = self._texts
+        ways = [
+            texts[leaf >> _OFFSET_BITS][leaf & _OFFSET_MASK : (leaf & _OFFSET_MASK) + most] if leaf >> _OFFSET_BITS in texts else []
+            for leaf in leaves
+        ]
+        token_ids = ways[0]
+        if ways.count(token_ids) == len(ways):
+            return Draft(token_ids, float(len(token_ids)), leaves[0] >> _OFFSET_BITS)
+        token_ids = []
         prob, score = 1.0, 0.0
         for place in range(most):
-            counts = Counter([way[place] for way in ways if len(way) > place])
-            if not counts:
+            column = [way[place] for way in ways if len(way) > place]
+            if not column:
                 break
-            token_id, count = counts.most_common(1)[0]
+            token_id = column[0]
+            count = column.count(token_id)
+            if 2 * count < len(column):
+                token_id, count = Counter(column).most_common(1)[0]
             prob *= count / len(ways)
             if prob < self._rule.min_prob:
                 break
@@ -201,35 +210,57 @@ class SuffixTree:
             score += prob
             if count < len(ways):
                 ways = [way for way in ways if len(way) > place and way[place] == token_id]
-        return Draft(token_ids, score, leaves[0])
+        return Draft(token_ids, score, leaves[0] >> _OFFSET_BITS)
 
-    def _behind(self, leaf: Leaf, num_tokens: int) -> list[int]:
-        text = self._texts.get(leaf >> _OFFSET_BITS)
+    def _common_len(self, text: list[int], offset: int, token_ids: list[int]) -> int:
+        """Tokens before a place that are the last ones of a text, up to the depth; those of the seed are."""
+        most = min(self._rule.max_depth, offset, len(token_ids))
+        length = SEED_LEN
+        while length < most and text[offset - 1 - length] == token_ids[-1 - length]:
+            length += 1
+        return length
+
+    def _before(self, leaf: Leaf, num_tokens: int) -> list[int]:
         offset = leaf & _OFFSET_MASK
-        return [] if text is None else text[offset : offset + num_tokens]
+        return self._texts[leaf >> _OFFSET_BITS][offset - num_tokens : offset]
 
-    def _token(self, leaf: Leaf) -> int | None:
-        behind = self._behind(leaf, 1)
-        return behind[0] if behind else None
+    def _keep(self, match: Match, matched: Match, new_token_ids: list[int]) -> None:
+        """Adds the leaves of a match that go on with the new tokens, whether their seed still has them or not."""
+        num_new = len(new_token_ids)
+        for leaf, length in match.items():
+            if leaf + num_new not in matched and leaf + num_new != self._growing_end:
+                if leaf >> _OFFSET_BITS in self._texts and self._before(leaf + num_new, num_new) == new_token_ids:
+                    matched[leaf + num_new] = length + num_new
 
-    def _add(self, seed: int, leaf: Leaf) -> None:
-        found = self._leaves.get(seed)
-        if found is None:
-            self._leaves[seed] = leaf
-        elif isinstance(found, int):
-            self._leaves[seed] = [found, leaf]
-        else:
-            found.append(leaf)
-            if len(found) > MAX_LEAVES:
-                del found[0]
+    def _add(self, seed: int, token_ids: list[int], leaf: Leaf) -> int:
+        """Adds the leaves behind each of the tokens, of which the first is at `leaf`; returns the last of them."""
+        leaves = self._leaves
+        for leaf, token_id in enumerate(token_ids, start=leaf + 1):
+            seed = (seed << _TOKEN_BITS | token_id + 1) & _SEED_MASK
+            found = leaves.get(seed)
+            if found is None:
+                leaves[seed] = [leaf]
+            else:
+                found.append(leaf)
+                if len(found) > MAX_LEAVES:
+                    del found[0]
+        return seed
 
-    def _discard(self, seed: int, leaf: Leaf) -> None:
-        """Removes a leaf, which may have been dropped for later ones."""
-        found = self._leaves.get(seed)
-        if isinstance(found, list):
-            if leaf in found:
+    def _discard(self, seed: int, token_ids: list[int], leaf: Leaf) -> None:
+        """Removes the leaves behind each of the tokens, where they were not dropped for later ones."""
+        leaves = self._leaves
+        for leaf, token_id in enumerate(token_ids, start=leaf + 1):
+            seed = (seed << _TOKEN_BITS | token_id + 1) & _SEED_MASK
+            found = leaves.get(seed)
+            if found is not None and leaf in found:
                 found.remove(leaf)
-                if len(found) == 1:
-                    self._leaves[seed] = found[0]
-        elif found == leaf:
-            del self._leaves[seed]
+                if not found:
+                    del leaves[seed]
+
+
+def _seed_of(token_ids: list[int]) -> int:
+    """The last tokens as one number; 0 of none."""
+    seed = 0
+    for token_id in token_ids:
+        seed = (seed << _TOKEN_BITS | token_id + 1) & _SEED_MASK
+    return seed
