@@ -46,9 +46,7 @@ def replay(proposer: Proposer, streams: Sequence[Stream], limit: int, sharing: b
     while running := [i for i, stream in enumerate(streams) if places[i] < len(stream.output_token_ids)]:
         lefts = [len(streams[i].output_token_ids) - places[i] for i in running]
         begin_s = time.perf_counter()
-        proposals = [
-            proposer.propose(keys[i], min(limit, left - 1)) for i, left in zip(running, lefts, strict=True)
-        ]
+        proposals = [proposer.propose(keys[i], min(limit, left - 1)) for i, left in zip(running, lefts, strict=True)]
         host_s += time.perf_counter() - begin_s
         coming = [streams[i].output_token_ids[places[i] : places[i] + limit + 1] for i in running]
         padded = np.array([one + [-1] * (limit - len(one)) for one in proposals], np.int32)

@@ -56,9 +56,7 @@ class SpeculativeOptions:
     suffix_decoding_max_cached_requests: int = option(
         10000, "earlier requests that proposals may come from; 0 keeps none", low=0, high=1_000_000
     )
-    suffix_decoding_max_spec_factor: float = option(
-        1.0, "proposals for each token of the match", low=0.01, high=100.0
-    )
+    suffix_decoding_max_spec_factor: float = option(1.0, "proposals for each token of the match", low=0.01, high=100.0)
     suffix_decoding_min_token_prob: float = option(
         0.1, "share of earlier occurrences that go on as proposed, at least", low=0.0, high=1.0
     )
@@ -128,14 +126,12 @@ def _checked(spec: Any, value: Any) -> Any:
 def _resolved(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """What follows for the keys that were left out."""
     found: dict[str, Any] = {}
-    if method in MODEL_METHODS and not given.get("model"):
+    if method in MODEL_METHODS and "model" not in given:
         raise InvalidArgument(f"{NAME}.model", f"is missing; {method} reads a checkpoint")
     if method == "suffix":
         # A limit alone: each match says how many, see `max_tree_depth`.
         depth = given.get("suffix_decoding_max_tree_depth", 24)
-        found["num_speculative_tokens"] = given.get(
-            "num_speculative_tokens", min(depth, MAX_NUM_SPECULATIVE_TOKENS)
-        )
+        found["num_speculative_tokens"] = given.get("num_speculative_tokens", min(depth, MAX_NUM_SPECULATIVE_TOKENS))
     elif "num_speculative_tokens" not in given:
         problem = f"is missing; 1 to {MAX_NUM_SPECULATIVE_TOKENS} tokens"
         raise InvalidArgument(f"{NAME}.num_speculative_tokens", problem)

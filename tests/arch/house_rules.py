@@ -26,6 +26,7 @@ VALUES = {
         "progress_bar",
     ),
     "hardware",
+    "speculative",
 }
 MAY_IMPORT = {
     "version": set(),
@@ -38,7 +39,8 @@ MAY_IMPORT = {
     "progress_bar": {"types"},
     "launchers": {"errors"},
     "option": {"errors", "types"},
-    "config": {"errors", "types", "launchers", "option"},
+    "speculative": {"errors", "option"},
+    "config": {"errors", "types", "launchers", "option", "speculative"},
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
     "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.product"},

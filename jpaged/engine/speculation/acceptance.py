@@ -1,14 +1,15 @@
-"""How likely proposals are accepted: of a method by position, and how much more likely in a sequence.
+"""How likely proposals are accepted: of a method by position, and of a sequence beside it.
 
     position            0      1      2          trials of position i are drafts that had a token there and whose
     trials          100.0   62.0   41.0          tokens before it were accepted
     accepted         62.0   41.0   30.0          older ones weigh less
     probability       .62    .66    .73          given that those before it were
 
-    a sequence        +.2    +.2    +.2          what was accepted of it beyond that, for each of its trials
+    a sequence's        .81    .83    .87        its drafts fail half as often as those of the method would have
 
-A sequence begins as the method does, and goes its own way as it is seen. What is not seen any more fades, so that a
-sequence that is not asked comes back to what others do.
+A sequence begins as the method does, and goes its own way as it is seen: its failures are counted, and those that were
+to be expected of its trials, and each position's failures are scaled by the one to the other. What is not seen any more
+fades, so that a sequence that is not asked comes back to what others do.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ from numpy.typing import NDArray
 F64 = NDArray[np.float64]
 
 _FIRST_GUESS = 0.6
-_GUESS_WEIGHT = 4.0
-"""Trials that a guess counts as: the first of all, and for a sequence what is known of the method."""
+_ENOUGH_TRIALS = 4.0
+"""A guess stands for what is missing to so many trials, and half of one at least."""
+_SAME_FAILURES = 2.0
+"""Failures that a sequence has in common with the method, whatever was seen of it."""
 _KEPT = 0.97
 """What is left of the method's trials after a step in which there were some: half of it after 23 such steps."""
-_KEPT_OF_SEQUENCE = 0.9
+_KEPT_OF_SEQUENCE = 0.95
+"""What is left of a sequence's failures after a draft of it."""
 _FADING = 0.995
-"""What is left of a sequence's trials after any step."""
+"""What is left of a sequence's failures after any step."""
 _LEAST_PLACES = 8
 
 
 class Acceptance:
-    """Counts trials and tells probabilities.
+    """Counts trials and failures, and tells probabilities.
 
     Args:
         num_positions: proposals of a row at most (k).
@@ -45,8 +49,8 @@ class Acceptance:
         self._probabilities = [_FIRST_GUESS] * num_positions
         self._places: dict[int, int] = {}
         self._free: list[int] = []
-        self._trials_s = np.zeros(0)
-        self._ahead_s = np.zeros(0)  # accepted tokens beyond those that the method would have had
+        self._failed_s = np.zeros(0)
+        self._expected_s = np.zeros(0)  # failures
 
     @property
     def num_sequences(self) -> int:
@@ -62,32 +66,33 @@ class Acceptance:
     def probabilities(self, sequence_keys: Sequence[int]) -> F64:
         """[R, k] the same for each of the sequences."""
         places = self._places_of(sequence_keys)
-        ahead_r = self._ahead_s[places] / (self._trials_s[places] + _GUESS_WEIGHT)
-        return np.minimum(1.0, np.maximum(0.0, ahead_r[:, None] + np.array(self._probabilities)))
+        scale_r = (self._failed_s[places] + _SAME_FAILURES) / (self._expected_s[places] + _SAME_FAILURES)
+        failing_k = 1.0 - np.array(self._probabilities)
+        return np.maximum(0.0, 1.0 - scale_r[:, None] * failing_k)
 
     def observe(self, sequence_keys: Sequence[int], num_proposals: Sequence[int], num_accepted: Sequence[int]) -> None:
         """Counts what became of the proposals of a step, a row each; rows without proposals say nothing."""
-        self._trials_s *= _FADING
-        self._ahead_s *= _FADING
+        self._failed_s *= _FADING
+        self._expected_s *= _FADING
         if not any(num_proposals):
             return
-        accepted_r = np.array(num_accepted)
-        trials_r = np.minimum(np.array(num_proposals), accepted_r + 1)
-        expected = np.array([0.0, *accumulate(self._probabilities)])
+        accepted_r, proposed_r = np.array(num_accepted), np.array(num_proposals)
+        trials_r = np.minimum(proposed_r, accepted_r + 1)
+        expected = np.array([0.0, *accumulate(1.0 - probability for probability in self._probabilities)])
         kept_r = np.where(trials_r > 0, _KEPT_OF_SEQUENCE, 1.0)
         places = self._places_of(sequence_keys)
-        self._trials_s[places] = self._trials_s[places] * kept_r + trials_r
-        self._ahead_s[places] = self._ahead_s[places] * kept_r + (accepted_r - expected[trials_r])
+        self._failed_s[places] = self._failed_s[places] * kept_r + (accepted_r < proposed_r)
+        self._expected_s[places] = self._expected_s[places] * kept_r + expected[trials_r]
         self._count(self._trials, trials_r)
         self._count(self._accepted, accepted_r)
         self._estimate()
 
     def doubt(self) -> None:
         """Lets what was seen weigh no more than a guess, so that what is seen next decides."""
-        scales = [_GUESS_WEIGHT / max(trials, _GUESS_WEIGHT) for trials in self._trials]
+        scales = [_ENOUGH_TRIALS / max(trials, _ENOUGH_TRIALS) for trials in self._trials]
         self._trials = [trials * scale for trials, scale in zip(self._trials, scales, strict=True)]
         self._accepted = [accepted * scale for accepted, scale in zip(self._accepted, scales, strict=True)]
-        self._trials_s[:] = self._ahead_s[:] = 0.0
+        self._failed_s[:] = self._expected_s[:] = 0.0
         self._estimate()
 
     def forget(self, sequence_key: int) -> None:
@@ -106,7 +111,8 @@ class Acceptance:
     def _estimate(self) -> None:
         probability = _FIRST_GUESS
         for position, (trials, accepted) in enumerate(zip(self._trials, self._accepted, strict=True)):
-            probability = (accepted + _GUESS_WEIGHT * probability) / (trials + _GUESS_WEIGHT)
+            weight = max(0.5, _ENOUGH_TRIALS - trials)
+            probability = (accepted + weight * probability) / (trials + weight)
             self._probabilities[position] = probability
 
     def _places_of(self, sequence_keys: Sequence[int]) -> NDArray[np.int64]:
@@ -116,11 +122,11 @@ class Acceptance:
 
     def _begin(self, sequence_key: int) -> int:
         if not self._free:
-            num_places = len(self._trials_s)
+            num_places = len(self._failed_s)
             more = np.zeros(max(_LEAST_PLACES, num_places))
-            self._trials_s = np.concatenate([self._trials_s, more])
-            self._ahead_s = np.concatenate([self._ahead_s, more])
-            self._free = list(reversed(range(num_places, len(self._trials_s))))
+            self._failed_s = np.concatenate([self._failed_s, more])
+            self._expected_s = np.concatenate([self._expected_s, more])
+            self._free = list(reversed(range(num_places, len(self._failed_s))))
         place = self._places[sequence_key] = self._free.pop()
-        self._trials_s[place] = self._ahead_s[place] = 0.0
+        self._failed_s[place] = self._expected_s[place] = 0.0
         return place

@@ -49,7 +49,8 @@ _NEW = 1 / 16
 _NEW_SHARE = 1 / 32
 _MOST_SHARE = 4.0
 """What a step may have taken of what was expected and still count: beyond it somebody else had the processor."""
-_START_GAIN = 1.1
+_START_GAIN, _MOST_GAIN = 1.1, 1.5
+"""The mean gain at first, and its bound: a long good time does not hold up the end of it."""
 
 
 class State(enum.Enum):
@@ -69,9 +70,7 @@ class Adaptation:
         disable_by_batch_size: rows above which nothing is proposed; None leaves it to time.
     """
 
-    def __init__(
-        self, num_speculative_tokens: int, costs: StepCosts, disable_by_batch_size: int | None = None
-    ) -> None:
+    def __init__(self, num_speculative_tokens: int, costs: StepCosts, disable_by_batch_size: int | None = None) -> None:
         self.state = State.ON
         self.acceptance = Acceptance(num_speculative_tokens)
         self._most = num_speculative_tokens
@@ -137,7 +136,7 @@ class Adaptation:
                 plain_s = self._plain_s(num_rows, num_other_tokens)
                 self._gained(plain_s / (plain_s + self._costs.row_s * num_rows), num_rows)
             return [0] * num_rows
-        gains_rk = np.cumprod(self.acceptance.probabilities(sequence_keys), axis=1)
+        gains_rk: NDArray[np.float64] = np.multiply.accumulate(self.acceptance.probabilities(sequence_keys), axis=1)
         chosen, gain = self._best(gains_rk, available_r, num_other_tokens)
         if self.state is State.PROBING:
             return self._probe(available_r, num_other_tokens, gain)
@@ -183,7 +182,7 @@ class Adaptation:
         self.acceptance.forget(sequence_key)
 
     def _gained(self, gain: float, num_rows: int) -> None:
-        self._mean_gain += _NEW * (gain - self._mean_gain)
+        self._mean_gain = min(_MOST_GAIN, self._mean_gain + _NEW * (gain - self._mean_gain))
         if self._mean_gain < 1 - MARGIN:
             self._turn_off(num_rows)
 
@@ -234,9 +233,7 @@ class Adaptation:
             return np.zeros(num_rows, np.int64), best_rate / plain_rate
         return best_r, best_rate / plain_rate
 
-    def _seconds_n(
-        self, num_rows: int, num_other_tokens: int, num_tokens: int, depth: int
-    ) -> NDArray[np.float64]:
+    def _seconds_n(self, num_rows: int, num_other_tokens: int, num_tokens: int, depth: int) -> NDArray[np.float64]:
         """[n + 1] what a step takes with none, one, ... proposals."""
         costs, base = self._costs, num_rows + num_other_tokens
         first, last = bisect_left(costs.sizes, base), bisect_left(costs.sizes, base + num_tokens)
@@ -252,7 +249,7 @@ class Adaptation:
         return seconds_n
 
     def _gain_at_best(self, num_rows: int, num_other_tokens: int) -> float:
-        """How much faster tokens would come if every proposal were accepted: of steps that are full, and the longest."""
+        """How much faster tokens would come if all were accepted: in steps that are full, and with the longest drafts."""
         costs, base = self._costs, num_rows + num_other_tokens
         most = num_rows * self._most
         fillings = [size - base for size in costs.sizes if 0 < size - base < most]
@@ -263,10 +260,7 @@ class Adaptation:
             (
                 (1 + count / num_rows)
                 * plain_s
-                / (
-                    self._proposing_s(num_rows, num_other_tokens, count, -(-count // num_rows))
-                    * self._proposing_share
-                )
+                / (self._proposing_s(num_rows, num_other_tokens, count, -(-count // num_rows)) * self._proposing_share)
                 for count in fillings
             ),
             default=0.0,

@@ -65,9 +65,7 @@ class NgramProposer:
     @property
     def num_entries(self) -> int:
         """Places in all tables."""
-        return sum(
-            len(table) for lookup in self._sequences.values() for table in (*lookup.older, *lookup.newer)
-        )
+        return sum(len(table) for lookup in self._sequences.values() for table in (*lookup.older, *lookup.newer))
 
     def begin(self, sequence_key: int, token_ids: Sequence[int], sharing: bytes | None) -> None:
         """Notes the prompt; a sequence looks in itself alone, whoever shares."""

@@ -22,7 +22,8 @@ MAX_INDEXED_TOKENS = 4096
 class Proposer(Protocol):
     """Proposes what may come next in a sequence. Called by the engine thread alone.
 
-    A call costs in proportion to the tokens that are new. Telling is cheap: where nobody asks, nothing is looked through.
+    A call costs in proportion to the tokens that are new. Telling is cheap: what is new is looked through when somebody
+    asks.
     """
 
     def begin(self, sequence_key: int, token_ids: Sequence[int], sharing: bytes | None) -> None:

@@ -4,10 +4,11 @@
     shared tree   the outputs of earlier requests of those who share
 
 Both are asked, and the better draft wins, the sequence's own of two as good. How many tokens a draft has follows from
-how long the match is and how sure the counts are, so that none are proposed where little is known. The fields are vLLM's
-(https://docs.vllm.ai/en/latest/features/spec_decode/#speculating-using-suffix-decoding).
+how long the match is and how sure the counts are, so that none are proposed where little is known. The fields are
+vLLM's (https://docs.vllm.ai/en/latest/features/speculative_decoding/suffix/).
 
-An earlier output is kept with the end of its prompt, so that the same prompt finds it at the first token.
+An earlier output is kept with the end of its prompt, so that the same prompt finds it at the first token. It counts for
+a sequence from its next token on.
 """
 
 from __future__ import annotations

@@ -187,7 +187,9 @@ class SuffixTree:
         """The likeliest path down from a node; of two tokens that came as often, the one behind the first leaf."""
         texts = self._texts
         ways = [
-            texts[leaf >> _OFFSET_BITS][leaf & _OFFSET_MASK : (leaf & _OFFSET_MASK) + most] if leaf >> _OFFSET_BITS in texts else []
+            texts[leaf >> _OFFSET_BITS][leaf & _OFFSET_MASK : (leaf & _OFFSET_MASK) + most]
+            if leaf >> _OFFSET_BITS in texts
+            else []
             for leaf in leaves
         ]
         token_ids = ways[0]
@@ -228,14 +230,16 @@ class SuffixTree:
         """Adds the leaves of a match that go on with the new tokens, whether their seed still has them or not."""
         num_new = len(new_token_ids)
         for leaf, length in match.items():
-            if leaf + num_new not in matched and leaf + num_new != self._growing_end:
-                if leaf >> _OFFSET_BITS in self._texts and self._before(leaf + num_new, num_new) == new_token_ids:
-                    matched[leaf + num_new] = length + num_new
+            end = leaf + num_new
+            if end in matched or end == self._growing_end or leaf >> _OFFSET_BITS not in self._texts:
+                continue
+            if self._before(end, num_new) == new_token_ids:
+                matched[end] = length + num_new
 
-    def _add(self, seed: int, token_ids: list[int], leaf: Leaf) -> int:
-        """Adds the leaves behind each of the tokens, of which the first is at `leaf`; returns the last of them."""
+    def _add(self, seed: int, token_ids: list[int], begin: Leaf) -> int:
+        """Adds the leaves behind each of the tokens, of which the first is at `begin`; returns the last of them."""
         leaves = self._leaves
-        for leaf, token_id in enumerate(token_ids, start=leaf + 1):
+        for leaf, token_id in enumerate(token_ids, start=begin + 1):
             seed = (seed << _TOKEN_BITS | token_id + 1) & _SEED_MASK
             found = leaves.get(seed)
             if found is None:
@@ -246,10 +250,10 @@ class SuffixTree:
                     del found[0]
         return seed
 
-    def _discard(self, seed: int, token_ids: list[int], leaf: Leaf) -> None:
+    def _discard(self, seed: int, token_ids: list[int], begin: Leaf) -> None:
         """Removes the leaves behind each of the tokens, where they were not dropped for later ones."""
         leaves = self._leaves
-        for leaf, token_id in enumerate(token_ids, start=leaf + 1):
+        for leaf, token_id in enumerate(token_ids, start=begin + 1):
             seed = (seed << _TOKEN_BITS | token_id + 1) & _SEED_MASK
             found = leaves.get(seed)
             if found is not None and leaf in found:

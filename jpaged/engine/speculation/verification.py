@@ -54,7 +54,9 @@ def verify(
         raise InternalError(
             f"proposals of shape {proposals_rk.shape} have {num_proposals_r.shape} counts and {drawn_rn.shape} draws"
         )
-    if len(ending_token_ids) != num_rows or (num_rows and not 0 <= num_proposals_r.min() <= num_proposals_r.max() <= width):
+    if len(ending_token_ids) != num_rows or (
+        num_rows and not 0 <= num_proposals_r.min() <= num_proposals_r.max() <= width
+    ):
         raise InternalError(
             f"{num_rows} rows of at most {width} proposals have {len(ending_token_ids)} sets of ending ids and "
             f"{num_proposals_r.tolist()} proposals"
