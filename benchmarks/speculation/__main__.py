@@ -24,7 +24,7 @@ from jpaged.engine.speculation.methods import make_proposer
 from jpaged.engine.speculation.proposer import Proposer
 from jpaged.speculative import SpeculativeOptions
 
-_METHODS = {
+_METHODS: dict[str, dict[str, object]] = {
     "ngram 2-4": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "ngram 5": {"method": "ngram", "num_speculative_tokens": 8},
     "suffix": {"method": "suffix"},

@@ -249,7 +249,7 @@ class Adaptation:
         return seconds_n
 
     def _gain_at_best(self, num_rows: int, num_other_tokens: int) -> float:
-        """How much faster tokens would come if all were accepted: in steps that are full, and with the longest drafts."""
+        """How much faster tokens would come if all were accepted: in full steps, and with the longest drafts."""
         costs, base = self._costs, num_rows + num_other_tokens
         most = num_rows * self._most
         fillings = [size - base for size in costs.sizes if 0 < size - base < most]

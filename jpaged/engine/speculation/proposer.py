@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-MAX_INDEXED_TOKENS = 4096
+MAX_INDEXED_TOKENS = 1024
 """Tokens that one `propose` looks through for the first time: a long prompt costs several steps a little each."""
 
 

@@ -11,13 +11,13 @@ an equal part loses nothing to others, and cannot tell by the speed of its reque
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from jpaged.engine.speculation.suffix_tree import DraftRule, SuffixTree
 
 _MAX_TOKENS = 1 << 19
-"""Tokens of all texts; one takes some 200 bytes."""
+"""Tokens of all texts; one takes some 130 bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +49,7 @@ class SharedTexts:
         self._max_tokens = max_tokens
         self._holdings: dict[bytes, _Holding] = {}
         self._by_share: list[tuple[float, bytes]] = []  # a heap, the greatest share first; of old shares too
+        self._unsettled: deque[tuple[SuffixTree, int, int, int]] = deque()  # tree, text, tokens indexed, tokens
         self._last_number = 0
         self._num_texts = 0
         self._num_tokens = 0
@@ -62,6 +63,11 @@ class SharedTexts:
         return self._num_tokens
 
     @property
+    def num_unsettled(self) -> int:
+        """Texts, some of them given up, that are not ready to the end."""
+        return len(self._unsettled)
+
+    @property
     def num_leaves(self) -> int:
         return sum(holding.tree.num_leaves for holding in self._holdings.values())
 
@@ -71,7 +77,10 @@ class SharedTexts:
         return None if holding is None else holding.tree
 
     def add(self, sharing: bytes, token_ids: list[int]) -> None:
-        """Keeps a text, the end of it where it is longer than all may be, and makes room for it."""
+        """Keeps a text, the end of it where it is longer than all may be, and makes room for it.
+
+        Nothing is proposed from it before it is settled.
+        """
         token_ids = token_ids[-self._max_tokens :]
         if not self._max_texts or len(token_ids) < 2:
             return
@@ -80,6 +89,7 @@ class SharedTexts:
             holding = self._holdings[sharing] = _Holding(SuffixTree(self._rule))
         self._last_number += 1
         holding.tree.put(self._last_number, token_ids)
+        self._unsettled.append((holding.tree, self._last_number, 0, len(token_ids)))
         holding.num_tokens_of[self._last_number] = len(token_ids)
         holding.num_tokens += len(token_ids)
         self._num_texts += 1
@@ -87,6 +97,20 @@ class SharedTexts:
         self._rank(sharing, holding)
         while self._num_texts > self._max_texts or self._num_tokens > self._max_tokens:
             self._give_up()
+        if len(self._unsettled) > 2 * self._num_texts + 64:  # most were given up before
+            self._unsettled = deque(one for one in self._unsettled if one[0].has(one[1]))
+
+    def settle(self, num_tokens: int) -> None:
+        """Gets so many more tokens ready of the texts that came, the first of them first."""
+        while self._unsettled and num_tokens > 0:
+            tree, number, begin, length = self._unsettled.popleft()
+            if not tree.has(number):
+                continue
+            end = min(length, begin + num_tokens)
+            tree.index(number, begin, end)
+            num_tokens -= end - begin
+            if end < length:
+                self._unsettled.appendleft((tree, number, end, length))
 
     def used(self, sharing: bytes, number: int) -> None:
         """A draft came from that text."""

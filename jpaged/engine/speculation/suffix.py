@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 
 from jpaged.engine.speculation.proposer import MAX_INDEXED_TOKENS
 from jpaged.engine.speculation.shared_texts import SharedTexts
-from jpaged.engine.speculation.suffix_tree import NO_MATCH, DraftRule, Match, SuffixTree
+from jpaged.engine.speculation.suffix_tree import DraftRule, Match, SuffixTree
 from jpaged.speculative import SpeculativeOptions
 
 _MAX_OWN_TOKENS = 1 << 15
-"""Tokens of a sequence that are in its own tree, the last ones; one takes some 200 bytes."""
+"""Tokens of a sequence that are in its own tree, the last ones; one takes some 130 bytes."""
+_NUM_SETTLED = 16
+"""Tokens of earlier outputs that one `propose` gets ready, where `forget` left some: the end of a long one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +36,8 @@ class _Reader:
         sharing: whose texts it may read; None is nobody's.
         num_read: tokens that are in its own tree.
         seed: the last of them.
-        num_matched: tokens that its matches are behind; 0 where there are none.
+        num_matched: tokens that its match in its own tree is behind; 0 where there is none.
+        num_matched_shared: the same of the shared tree.
     """
 
     token_ids: list[int]
@@ -44,6 +47,7 @@ class _Reader:
     num_read: int = 0
     seed: int = 0
     num_matched: int = 0
+    num_matched_shared: int = 0
     own: Match = field(default_factory=dict)
     shared: Match = field(default_factory=dict)
 
@@ -60,6 +64,7 @@ class SuffixProposer:
     def __init__(self, rule: DraftRule, texts: SharedTexts, max_own_tokens: int = _MAX_OWN_TOKENS) -> None:
         self.texts = texts
         self._rule = rule
+        self._longest = rule.num_tokens(rule.best_len)
         self._max_own_tokens = max_own_tokens
         self._readers: dict[int, _Reader] = {}
 
@@ -86,11 +91,21 @@ class SuffixProposer:
 
     def propose(self, sequence_key: int, limit: int) -> list[int]:
         reader = self._readers[sequence_key]
-        texts = self.texts.tree(reader.sharing) if reader.sharing is not None else None
-        if not self._read(reader, texts):
+        self.texts.settle(_NUM_SETTLED)
+        num_tokens = len(reader.token_ids)
+        if not self._read(reader):
             return []
+        num_new, reader.num_matched = num_tokens - reader.num_matched, num_tokens
+        if num_new:
+            reader.own = reader.tree.advance(reader.own, reader.seed, reader.token_ids, num_new)
         best = reader.tree.draft(reader.own, limit)
-        if texts is not None and reader.sharing is not None:
+        if reader.sharing is None or best.score >= min(limit, self._longest):
+            return best.token_ids
+        texts = self.texts.tree(reader.sharing)
+        if texts is not None:
+            num_new, reader.num_matched_shared = num_tokens - reader.num_matched_shared, num_tokens
+            if num_new:
+                reader.shared = texts.advance(reader.shared, reader.seed, reader.token_ids, num_new)
             theirs = texts.draft(reader.shared, limit)
             if theirs.score > best.score:
                 self.texts.used(reader.sharing, theirs.text_number)
@@ -103,22 +118,13 @@ class SuffixProposer:
         if reader.sharing is not None and len(reader.token_ids) > reader.num_prompt_tokens:
             begin = max(0, reader.num_prompt_tokens - self._rule.max_depth)
             self.texts.add(reader.sharing, reader.token_ids[begin:])
+            self.texts.settle(MAX_INDEXED_TOKENS)
 
-    def _read(self, reader: _Reader, texts: SuffixTree | None) -> bool:
-        """Reads on behind what was read; False where one step does not reach the end."""
+    def _read(self, reader: _Reader) -> bool:
+        """Puts what is new into the own tree; False where one step does not reach the end."""
         token_ids, begin = reader.token_ids, reader.num_read
         end = min(len(token_ids), begin + MAX_INDEXED_TOKENS)
         if end > begin:
             reader.seed = reader.tree.grow(reader.seed, token_ids, begin, end)
             reader.num_read = end
-        if end < len(token_ids):
-            reader.own = reader.shared = NO_MATCH
-            reader.num_matched = 0
-            return False
-        num_new = end - reader.num_matched
-        if num_new:
-            reader.num_matched = end
-            reader.own = reader.tree.advance(reader.own, reader.seed, token_ids, num_new)
-            if texts is not None:
-                reader.shared = texts.advance(reader.shared, reader.seed, token_ids, num_new)
-        return True
+        return end == len(token_ids)

@@ -94,20 +94,32 @@ class SuffixTree:
         self._best_len = rule.best_len
         self._max_tokens = max_tokens
         self._texts: dict[int, list[int]] = {}
-        self._leaves: dict[int, list[Leaf]] = {}
+        self._leaves: dict[int, Leaf | list[Leaf]] = {}  # most seeds have one leaf, and need no list
         self._growing_end = 0  # the leaf at which nothing is known yet
 
     @property
     def num_leaves(self) -> int:
-        return sum(map(len, self._leaves.values()))
+        return sum(1 if isinstance(found, int) else len(found) for found in self._leaves.values())
 
     def put(self, number: int, token_ids: list[int]) -> None:
-        """Takes in a text, whole; a number from 1 is never given again, and the list is not written any more."""
+        """Takes in a text, whose leaves come with `index`; a number from 1 is never given again.
+
+        The list is not written any more.
+        """
         self._texts[number] = token_ids
-        self._add(0, token_ids[:-1], number << _OFFSET_BITS)
+
+    def index(self, number: int, begin: int, end: int) -> None:
+        """Adds the leaves behind the tokens `begin` to `end` of a text."""
+        token_ids = self._texts[number]
+        seed = _seed_of(token_ids[max(0, begin - SEED_LEN) : begin])
+        self._add(seed, token_ids[begin : min(end, len(token_ids) - 1)], (number << _OFFSET_BITS) + begin)
+
+    def has(self, number: int) -> bool:
+        """Whether it has a text of that number, and it was not removed."""
+        return number in self._texts
 
     def remove(self, number: int) -> None:
-        """Lets go of a text and its leaves."""
+        """Lets go of a text and of the leaves that it has."""
         self._discard(0, self._texts.pop(number)[:-1], number << _OFFSET_BITS)
 
     def grow(self, seed: int, token_ids: list[int], begin: int, end: int) -> int:
@@ -137,10 +149,10 @@ class SuffixTree:
         if found is None or seed < _LEAST_SEED:
             return NO_MATCH
         texts, known = self._texts, match.get
-        new = token_ids[-num_new:] if num_new > SEED_LEN else None
+        new = token_ids[-num_new:] if match and num_new > SEED_LEN else None
         before = token_ids[-1 - SEED_LEN] if len(token_ids) > SEED_LEN else -1
         matched: Match = {}
-        for leaf in found:
+        for leaf in (found,) if isinstance(found, int) else found:
             if leaf == self._growing_end:
                 continue
             length = known(leaf - num_new)
@@ -152,7 +164,9 @@ class SuffixTree:
                 matched[leaf] = self._common_len(text, offset, token_ids)
             else:  # most of them
                 matched[leaf] = SEED_LEN
-        if len(found) == MAX_LEAVES and match:  # there may have been more: those that were matched stay
+        if (
+            match and not isinstance(found, int) and len(found) == MAX_LEAVES
+        ):  # there may have been more: those that were matched stay
             self._keep(match, matched, token_ids[-num_new:])
             if len(matched) > 2 * MAX_LEAVES:
                 longest = sorted(matched.items(), key=lambda one: (one[1], one[0]), reverse=True)
@@ -243,7 +257,9 @@ class SuffixTree:
             seed = (seed << _TOKEN_BITS | token_id + 1) & _SEED_MASK
             found = leaves.get(seed)
             if found is None:
-                leaves[seed] = [leaf]
+                leaves[seed] = leaf
+            elif isinstance(found, int):
+                leaves[seed] = [found, leaf]
             else:
                 found.append(leaf)
                 if len(found) > MAX_LEAVES:
@@ -256,10 +272,12 @@ class SuffixTree:
         for leaf, token_id in enumerate(token_ids, start=begin + 1):
             seed = (seed << _TOKEN_BITS | token_id + 1) & _SEED_MASK
             found = leaves.get(seed)
-            if found is not None and leaf in found:
+            if found == leaf:
+                del leaves[seed]
+            elif isinstance(found, list) and leaf in found:
                 found.remove(leaf)
-                if not found:
-                    del leaves[seed]
+                if len(found) == 1:
+                    leaves[seed] = found[0]
 
 
 def _seed_of(token_ids: list[int]) -> int:

@@ -13,6 +13,7 @@ RULE = DraftRule(max_depth=8, max_factor=1.0, min_prob=0.1)
 
 def knows(texts: SharedTexts, sharing: bytes, token_ids: list[int]) -> bool:
     """Whether those who share are proposed the end of a text behind its beginning."""
+    texts.settle(10**6)
     tree = texts.tree(sharing)
     if tree is None:
         return False
@@ -48,6 +49,40 @@ def test_tokens_are_bounded_too_and_a_text_that_is_too_long_keeps_its_end():
     assert not knows(texts, b"x", text(1000))
 
 
+def test_a_text_is_settled_a_part_at_a_time():
+    texts = SharedTexts(RULE, max_texts=2)
+    for first in (100, 200):
+        texts.add(b"x", text(first))
+    leaves = []
+    for _ in range(6):
+        texts.settle(4)
+        leaves.append(texts.num_leaves)
+    assert leaves == [4, 8, 11, 15, 18, 18]  # nothing is known behind the last token of each
+    assert all(knows(texts, b"x", text(first)) for first in (100, 104, 200, 204))
+
+
+def test_a_text_that_is_given_up_before_it_is_settled_leaves_nothing():
+    texts = SharedTexts(RULE, max_texts=1)
+    texts.add(b"x", text(100))
+    texts.settle(3)
+    texts.add(b"x", text(200))
+    texts.settle(100)
+    assert texts.num_leaves == 9
+    texts.add(b"y", text(300))
+    texts.settle(100)
+    assert (texts.num_leaves, texts.tree(b"x")) == (9, None)
+
+
+def test_texts_that_nobody_settles_are_let_go():
+    texts = SharedTexts(RULE, max_texts=2)
+    for first in range(0, 10_000, 10):
+        texts.add(str(first % 70).encode(), text(first))
+    assert texts.num_texts == 2
+    assert texts.num_unsettled <= 2 * 2 + 64
+    texts.settle(20)
+    assert (texts.num_unsettled, texts.num_leaves) == (0, 18)
+
+
 def test_who_floods_gives_up_its_own():
     texts = SharedTexts(RULE, max_texts=10, max_tokens=1000)
     texts.add(b"quiet", text(100))
@@ -67,8 +102,9 @@ def test_one_key_a_text_takes_no_more_than_all_may():
     texts = SharedTexts(RULE, max_texts=5)
     for first in range(0, 4000, 20):
         texts.add(str(first).encode(), text(first))
-    assert (texts.num_texts, texts.num_tokens, texts.num_leaves) == (5, 50, 45)
+    assert (texts.num_texts, texts.num_tokens) == (5, 50)
     assert sum(knows(texts, str(first).encode(), text(first)) for first in range(0, 4000, 20)) == 5
+    assert texts.num_leaves == 45
 
 
 ACTS = st.lists(
@@ -87,6 +123,8 @@ def test_bounds_hold_and_trees_hold_what_was_kept(acts, max_texts, max_tokens):
         assert texts.num_tokens <= max_tokens
         # A leaf behind each token of a text but the last, unless later ones of the same seed took its place.
         assert texts.num_leaves <= texts.num_tokens - texts.num_texts
+        texts.settle(number)
+    texts.settle(10**6)
     for sharing, _, _ in acts:
         tree = texts.tree(sharing)
         assert tree is None or tree.num_leaves > 0
