@@ -49,6 +49,7 @@ _NEW = 1 / 16
 _NEW_SHARE = 1 / 32
 _MOST_SHARE = 4.0
 """What a step may have taken of what was expected and still count: beyond it somebody else had the processor."""
+_SHORTEST_S = 1e-9
 _START_GAIN, _MOST_GAIN = 1.1, 1.5
 """The mean gain at first, and its bound: a long good time does not hold up the end of it."""
 
@@ -116,6 +117,7 @@ class Adaptation:
             return 0
         self.state, self._num_steps_left = State.PROBING, 4 * PROBE_STEPS - 1
         self._num_probed, self._probed_gain = 0, 0.0
+        self._proposing_share = self._plain_share
         self.acceptance.doubt()
         return min(PROBE_TOKENS, self._most)
 
@@ -249,22 +251,21 @@ class Adaptation:
         return seconds_n
 
     def _gain_at_best(self, num_rows: int, num_other_tokens: int) -> float:
-        """How much faster tokens would come if all were accepted: in full steps, and with the longest drafts."""
+        """How much faster tokens would come if all were accepted: in full steps, and with the longest drafts.
+
+        By what the device was timed at alone: what steps were seen to take may have been somebody else's doing, and is
+        only seen again where something is proposed.
+        """
         costs, base = self._costs, num_rows + num_other_tokens
         most = num_rows * self._most
         fillings = [size - base for size in costs.sizes if 0 < size - base < most]
         if costs.sizes[-1] - base >= most:
             fillings.append(most)
-        plain_s = self._plain_s(num_rows, num_other_tokens)
-        return max(
-            (
-                (1 + count / num_rows)
-                * plain_s
-                / (self._proposing_s(num_rows, num_other_tokens, count, -(-count // num_rows)) * self._proposing_share)
-                for count in fillings
-            ),
-            default=0.0,
-        )
+        plain_s, best = costs.plain_s(num_rows, num_other_tokens), 0.0
+        for count in fillings:
+            seconds = self._proposing_s(num_rows, num_other_tokens, count, -(-count // num_rows))
+            best = max(best, (1 + count / num_rows) * plain_s / max(seconds, _SHORTEST_S))
+        return best
 
     def _plain_s(self, num_rows: int, num_other_tokens: int) -> float:
         return self._costs.plain_s(num_rows, num_other_tokens) * self._plain_share

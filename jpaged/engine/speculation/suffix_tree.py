@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 SEED_LEN = 2
 """Tokens of the shortest match, by which leaves are found."""
-MAX_LEAVES = 8
-"""Leaves of a seed at most, the last ones: what is likely is estimated from them."""
+MAX_LEAVES = 16
+"""Leaves of a seed at most, the last ones: what is likely is estimated from them. Of 8 too much looks likely: with
+phrases in any order 61 % of the proposals are accepted, of 16 81 %, and of 32 the same."""
 _TOKEN_BITS = 24
 _SEED_MASK = (1 << _TOKEN_BITS * SEED_LEN) - 1
 _LEAST_SEED = 1 << _TOKEN_BITS * (SEED_LEN - 1)  # below it there are fewer tokens

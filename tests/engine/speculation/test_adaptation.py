@@ -198,6 +198,18 @@ def test_it_comes_back_when_proposals_are_accepted_again():
     assert one.steps(50, 16, 0.9) > 3
 
 
+def test_a_probe_decides_by_what_it_sees_and_not_by_what_was_before():
+    one = run(step_s=lambda num_tokens, num_rows: 0.002 + 8e-5 * num_tokens)
+    one.steps(300, 16, 0.9)
+    one.steps(1200, 16, 0.0)  # several probes in vain
+    while one.adaptation.state is not State.OFF:
+        one.steps(1, 16, 0.0)
+    for state in (State.OFF, State.PROBING):
+        while one.adaptation.state is state:
+            one.steps(1, 16, 0.9)
+    assert one.is_on
+
+
 def test_a_probe_runs_few_tokens_a_row():
     one = run()
     one.steps(500, 16, 0.0)
@@ -226,6 +238,9 @@ def test_steps_that_take_longer_than_they_were_timed_at_turn_it_off():
     one = run(slower=3.0)
     one.steps(300, 64, 0.6)
     assert not one.is_on
+    one.slower = 1.0
+    one.steps(500, 64, 0.6)
+    assert one.is_on
     fair = run()
     fair.steps(300, 64, 0.6)
     assert fair.is_on
@@ -237,7 +252,9 @@ def test_one_step_that_somebody_else_made_slow_changes_nothing():
     one.slower = 1000.0
     one.steps(1, 64, 0.8)
     one.slower = 1.0
-    one.steps(100, 64, 0.8)
+    one.steps(10, 64, 0.8)
+    assert one.steps(10, 64, 0.8) > 2
+    one.steps(80, 64, 0.8)
     assert one.changes == [State.ON]
 
 
