@@ -134,7 +134,7 @@ class Adaptation:
         num_rows = len(sequence_keys)
         available_r = np.minimum(np.asarray(num_available, np.int64), self._most)
         if not available_r.any():
-            if self.state is State.ON and num_rows:
+            if num_rows:
                 plain_s = self._plain_s(num_rows, num_other_tokens)
                 self._gained(plain_s / (plain_s + self._costs.row_s * num_rows), num_rows)
             return [0] * num_rows
@@ -175,7 +175,7 @@ class Adaptation:
         share = seconds / expected_s if expected_s > 0 else 0.0
         self._proposing_share = _mixed(self._proposing_share, share)
         took_s = expected_s * (min(share, _MOST_SHARE) if share > 0 else self._proposing_share)
-        if self.state is State.ON and took_s > 0:
+        if took_s > 0:
             num_tokens = num_rows + sum(num_accepted)
             self._gained(num_tokens / num_rows * self._plain_s(num_rows, num_other_tokens) / took_s, num_rows)
 
@@ -184,6 +184,8 @@ class Adaptation:
         self.acceptance.forget(sequence_key)
 
     def _gained(self, gain: float, num_rows: int) -> None:
+        if self.state is not State.ON:  # it was turned off since the step was begun
+            return
         self._mean_gain = min(_MOST_GAIN, self._mean_gain + _NEW * (gain - self._mean_gain))
         if self._mean_gain < 1 - MARGIN:
             self._turn_off(num_rows)

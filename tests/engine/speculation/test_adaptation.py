@@ -208,6 +208,7 @@ def test_a_probe_decides_by_what_it_sees_and_not_by_what_was_before():
         while one.adaptation.state is state:
             one.steps(1, 16, 0.9)
     assert one.is_on
+    assert one.adaptation.acceptance.of_method()[0] > 0.7
 
 
 def test_a_probe_runs_few_tokens_a_row():
@@ -281,6 +282,18 @@ def test_what_did_not_pay_under_load_is_tried_when_the_load_is_gone():
     assert not one.is_on
     one.steps(3 * PROBE_STEPS, 4, 0.25)
     assert one.is_on
+
+
+def test_a_step_that_was_begun_before_it_was_turned_off_changes_nothing_more():
+    one = run()
+    while one.adaptation.state is State.ON:
+        one.steps(1, 16, 0.0)
+    mean = one.adaptation.mean_gain
+    one.adaptation.observe(list(range(16)), [8] * 16, [0] * 16, 1.0)
+    one.adaptation.choose(list(range(16)), [8] * 16)
+    assert (one.adaptation.state, one.adaptation.mean_gain) == (State.OFF, mean)
+    one.steps(LEAST_OFF_STEPS + 1, 16, 0.0)
+    assert one.adaptation.state is State.PROBING
 
 
 def test_an_empty_step_is_none():
