@@ -2,6 +2,7 @@
 
 engine_config.py   all of them together: loaded, resolved, explained; and the environment
 groups.py          the sections
+speculative.py     how tokens are proposed before they are drawn
 option.py          what a field of a section is, and how it is checked
 """
 
@@ -39,6 +40,7 @@ from jpaged.config.option import (
     option,
     option_type,
 )
+from jpaged.config.speculative import SpeculativeOptions
 
 __all__ = [
     "PROCESS_OPTIONS",
@@ -56,6 +58,7 @@ __all__ = [
     "PreemptionMode",
     "SchedulerOptions",
     "ServerOptions",
+    "SpeculativeOptions",
     "StartupOptions",
     "checked",
     "child_environment",

@@ -15,4 +15,5 @@ scheduling/    who runs in the next step
 kv/            the blocks that they run in
 output/        sampled tokens -> text, stops, events
 data_parallel/ several engines behind one set of verbs
+speculation/   tokens that are proposed ahead of the model
 """

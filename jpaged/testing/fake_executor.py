@@ -190,7 +190,9 @@ class FakeExecutor:
             Move.SWAP_IN: (self._host, self._pool),
         }[moves.move]
         block_size = self._geometry.block_size
-        destination[slots_of_blocks(moves.destinations, block_size)] = source[slots_of_blocks(moves.sources, block_size)]
+        destination[slots_of_blocks(moves.destinations, block_size)] = source[
+            slots_of_blocks(moves.sources, block_size)
+        ]
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Takes its place at once."""

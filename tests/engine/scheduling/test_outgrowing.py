@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jpaged.engine.executor import BlockMoves, Move, StepInputs
-from jpaged.testing.fake_executor import slots_of_blocks
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor, expected_tokens, seeing
+from jpaged.testing.fake_executor import slots_of_blocks
 from tests.engine.harness import Harness
 
 LENGTH = 20

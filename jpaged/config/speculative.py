@@ -1,0 +1,144 @@
+"""`--speculative-config` in vLLM's form: one JSON object that names a method and what it is told.
+
+    {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    {"method": "suffix"}
+    {"method": "draft_model", "model": "org/small-model", "num_speculative_tokens": 4}
+
+Keys, their meaning and their defaults are those of vLLM's `SpeculativeConfig`
+(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); bounds and refusals are ours: a key that is not known, or
+that the method does not read, is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jpaged.config.option import checked, option
+from jpaged.errors import InvalidArgument
+
+NAME = "speculative_config"
+METHODS = ("ngram", "suffix", "draft_model", "eagle3")
+MODEL_METHODS = ("draft_model", "eagle3")
+"""Methods that read a checkpoint of their own."""
+MAX_NUM_SPECULATIVE_TOKENS = 32
+_DEFAULT_LOOKUP = 5
+_KEYS_OF = {
+    "prompt_lookup_min": ("ngram",),
+    "prompt_lookup_max": ("ngram",),
+    "suffix_decoding_max_tree_depth": ("suffix",),
+    "suffix_decoding_max_cached_requests": ("suffix",),
+    "suffix_decoding_max_spec_factor": ("suffix",),
+    "suffix_decoding_min_token_prob": ("suffix",),
+    "model": MODEL_METHODS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeOptions:
+    """What is proposed, by whom, and how much of it at most. Made by `of` or `parse`, which check it.
+
+    What belongs to another method keeps its default, and nobody reads it.
+    """
+
+    method: str = option(None, "who proposes tokens", choices=METHODS)
+    model: str | None = option(None, "the draft model or the head: a folder or a hub id")
+    num_speculative_tokens: int = option(
+        None, "proposals of a row in a step at most", low=1, high=MAX_NUM_SPECULATIVE_TOKENS, unit="tokens"
+    )
+    prompt_lookup_min: int = option(None, "shortest n-gram that is looked up", low=1, high=32, unit="tokens")
+    prompt_lookup_max: int = option(None, "longest n-gram that is looked up", low=1, high=32, unit="tokens")
+    suffix_decoding_max_tree_depth: int = option(
+        24, "of a match and its proposals together", low=4, high=256, unit="tokens"
+    )
+    suffix_decoding_max_cached_requests: int = option(
+        10000, "earlier requests that proposals may come from; 0 keeps none", low=0, high=1_000_000
+    )
+    suffix_decoding_max_spec_factor: float = option(1.0, "proposals for each token of the match", low=0.01, high=100.0)
+    suffix_decoding_min_token_prob: float = option(
+        0.1, "share of earlier occurrences that go on as proposed, at least", low=0.0, high=1.0
+    )
+    disable_by_batch_size: int | None = option(
+        None, "no proposals where more rows than these decode", low=2, high=1_000_000, unit="rows"
+    )
+
+    @classmethod
+    def parse(cls, text: str) -> SpeculativeOptions:
+        """The options that a JSON object states.
+
+        Raises:
+            InvalidArgument: it is no JSON object, or `of` refuses what it states.
+        """
+        try:
+            values = json.loads(text, object_pairs_hook=_once_each)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, InvalidArgument):
+                raise
+            raise InvalidArgument(NAME, f"{_short(text)} is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise InvalidArgument(NAME, f'{_short(text)} is not a JSON object, such as {{"method": "suffix"}}')
+        return cls.of(values)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> SpeculativeOptions:
+        """The options that these keys state; None leaves a key out.
+
+        Raises:
+            InvalidArgument: a key is unknown, missing, out of its limits, or not one of the method's.
+        """
+        specs = {spec.name: spec for spec in fields(cls)}
+        for key in values:
+            if key not in specs:
+                raise InvalidArgument(f"{NAME}.{_short(str(key))}", f"is not known; known are {', '.join(specs)}")
+        given = {key: _checked(specs[key], value) for key, value in values.items() if value is not None}
+        if "method" not in given:
+            raise InvalidArgument(f"{NAME}.method", f"is missing; one of {', '.join(METHODS)}")
+        method: str = given["method"]
+        for key, methods in _KEYS_OF.items():
+            if key in given and method not in methods:
+                problem = f"{given[key]!r} is for {' and '.join(methods)}; the method is {method}"
+                raise InvalidArgument(f"{NAME}.{key}", problem)
+        return cls(**given | _resolved(method, given))
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's members, each name once."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise InvalidArgument(f"{NAME}.{_short(twice)}", "is stated twice")
+    return members
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _checked(spec: Any, value: Any) -> Any:
+    try:
+        return checked(spec, value)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{NAME}.{spec.name}", error.problem) from None
+
+
+def _resolved(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows for the keys that were left out."""
+    found: dict[str, Any] = {}
+    if method in MODEL_METHODS and "model" not in given:
+        raise InvalidArgument(f"{NAME}.model", f"is missing; {method} reads a checkpoint")
+    if method == "suffix":
+        # A limit alone: each match says how many, see `max_tree_depth`.
+        depth = given.get("suffix_decoding_max_tree_depth", 24)
+        found["num_speculative_tokens"] = given.get("num_speculative_tokens", min(depth, MAX_NUM_SPECULATIVE_TOKENS))
+    elif "num_speculative_tokens" not in given:
+        problem = f"is missing; 1 to {MAX_NUM_SPECULATIVE_TOKENS} tokens"
+        raise InvalidArgument(f"{NAME}.num_speculative_tokens", problem)
+    if method == "ngram":
+        least, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+        least, most = least or most or _DEFAULT_LOOKUP, most or least or _DEFAULT_LOOKUP
+        if least > most:
+            raise InvalidArgument(f"{NAME}.prompt_lookup_min", f"{least} is above prompt_lookup_max, {most}")
+        found |= {"prompt_lookup_min": least, "prompt_lookup_max": most}
+    return found

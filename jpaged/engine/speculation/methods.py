@@ -1,0 +1,22 @@
+"""The proposer that the options name."""
+
+from __future__ import annotations
+
+from jpaged.config import SpeculativeOptions
+from jpaged.engine.speculation.ngram import NgramProposer
+from jpaged.engine.speculation.proposer import Proposer
+from jpaged.engine.speculation.suffix import SuffixProposer
+from jpaged.errors import InternalError
+
+
+def make_proposer(options: SpeculativeOptions) -> Proposer:
+    """The proposer of a method that runs on the host.
+
+    Raises:
+        InternalError: the method runs on the device.
+    """
+    if options.method == "ngram":
+        return NgramProposer.of(options)
+    if options.method == "suffix":
+        return SuffixProposer.of(options)
+    raise InternalError(f"{options.method} proposes on the device, not on the host")
