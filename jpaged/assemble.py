@@ -109,6 +109,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         max_messages_per_second=options.server.max_messages_per_second
         or platform_default("max_messages_per_second", device.platform),
     )
+    grammars = ServedGrammars(source.tokenizer, source.config.vocab_size, source.eos_token_ids)
     engines = [
         Engine(
             one,
@@ -117,6 +118,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
             max_cached_tokens=source.config.max_prefix_len,
             outgrown_len=source.config.outgrown_len,
             eos_token_ids=source.eos_token_ids,
+            make_masks=grammars.make_masks,
         )
         for one, queue in zip(runs, shares(options.scheduler.max_num_queued_reqs, len(runs)), strict=True)
     ]
@@ -134,6 +136,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         ),
         config=resolved,
         adapters=adapters,
+        grammars=grammars,
     )
 
 

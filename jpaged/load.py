@@ -133,6 +133,9 @@ class EngineLoad(LoadTotals):
     block_size: int = field(metadata={"is_alike": True})
     num_blocks_empty: int = gauge(Metric("jpaged:blocks_free", "Free blocks that hold no cached prefix."))
     num_requests_ended: int = counter()
+    num_forced_tokens: int = counter(
+        Metric("jpaged:forced_tokens", "Tokens that followed from a grammar without a step of their own.")
+    )
     sum_reserved_slots: int = counter()
     num_first_tokens: int = counter()
     time_to_first_token_s: float = mean("num_first_tokens")

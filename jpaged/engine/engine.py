@@ -15,6 +15,7 @@ from jpaged.engine.executor import Executor, Geometry
 from jpaged.engine.garbage import collected_between_steps
 from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit
 from jpaged.engine.loop import Clock, EngineLoop
+from jpaged.engine.scheduling.grammars import MakeMasks
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
@@ -136,6 +137,7 @@ class Engine:
         max_cached_tokens: positions from here on are never shared by prefix; None is no limit.
         outgrown_len: tokens beyond which all keys of a sequence are computed again; None is never.
         eos_token_ids: every token that ends a sequence of this model.
+        make_masks: makes what fills masks for grammars; None where requests have none.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class Engine:
         outgrown_len: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Clock = time.monotonic,
+        make_masks: MakeMasks | None = None,
     ) -> None:
         self._executor = executor
         self._loop = EngineLoop(
@@ -158,6 +161,7 @@ class Engine:
             outgrown_len=outgrown_len,
             eos_token_ids=eos_token_ids,
             clock=clock,
+            make_masks=make_masks,
         )
         self._thread = LoopThread(self._loop)
         self._in_flight = self._loop.in_flight

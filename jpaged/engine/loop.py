@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpaged.config import CacheOptions, EngineConfig
-from jpaged.engine.executor import Executor, Geometry, StepOutputs
+from jpaged.engine.executor import Executor, Geometry, SamplingInputs, StepOutputs
 from jpaged.engine.executor.telling import ToldOutputs
 from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.kv.contiguous import ReservedMemory
@@ -25,7 +25,9 @@ from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
+from jpaged.engine.scheduling.grammars import BoundRow, Grammars, MakeMasks, bound_rows
 from jpaged.engine.scheduling.schedule import (
+    Sampled,
     Schedule,
     ScheduledRow,
     build_ending_ids,
@@ -36,69 +38,21 @@ from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.shared_prefixes import PrefixSharing
 from jpaged.engine.scheduling.tells import StepTell, build_tells
 from jpaged.engine.sequence import Group, Sequence, Sink
+from jpaged.engine.soundness import Soundness
 from jpaged.engine.stats import DEADLINE, DeviceIdle, StepStats
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, RequestTooLong, Unavailable
+from jpaged.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InternalError,
+    JpagedError,
+    QueueFull,
+    RequestTooLong,
+    Unavailable,
+)
 from jpaged.types import FinishReason, Request
 
 logger = logging.getLogger(__name__)
-
-
-class Soundness:
-    """Judges the rows of each step. Makes last events and forgets prefixes; to release the groups is the caller's.
-
-        row   sound       its token goes on as ever, whatever the rows beside it are
-              not sound   live, and samples: its request fails, with all its sequences, and no other does
-                          of a sequence that ended: its prefix is forgotten, which was cached before this was known
-
-    A row that computes a part of a prompt samples nothing and fails nothing: whether a request fails does not depend on
-    how its prompt was cut. NaN in its keys or values makes the logits of its last token NaN.
-
-    All that such a sequence has read is forgotten with what it wrote: one of them is at fault, and it is not known
-    which. Who shares those blocks goes on, and is judged by its own logits. Pinned prefixes stay: they were sound when
-    pinned. A block of NaN that is free harms nobody: slots are written before they are read.
-    """
-
-    def __init__(self, memory: KVMemory, output: OutputProcessor, stats: StepStats) -> None:
-        self._memory = memory
-        self._output = output
-        self._stats = stats
-        self._has_told = False
-
-    def fail_unsound(self, schedule: Schedule, outputs: StepOutputs, step: int = 0) -> list[Group]:
-        """Fails the requests whose rows are not sound; the groups, which hold their blocks still.
-
-        Args:
-            outputs: of one step of the dispatch.
-            step: which one it is.
-        """
-        failed: dict[Group, None] = {}
-        for row in np.flatnonzero(~outputs.is_sound_rn[: schedule.num_rows, 0]).tolist():
-            scheduled = schedule.row_at(row, step)
-            if not scheduled.sequence.is_live:
-                self._forget(scheduled.sequence)
-            elif scheduled.samples_token and scheduled.group not in failed:
-                failed[scheduled.group] = None
-                self._fail(scheduled)
-        return list(failed)
-
-    def _fail(self, row: ScheduledRow) -> None:
-        group = row.group
-        error = InternalError(
-            f"the model's logits are not finite: there is no token {row.output_index + 1} for sequence "
-            f"{row.sequence.index}, after {row.start + row.num_tokens} tokens of context"
-        )
-        if not self._has_told:
-            self._has_told = True
-            logger.error("request %r: %s; more of these are only counted", group.request.request_id, error)
-        for sequence in group.sequences:
-            self._forget(sequence)
-        self._stats.count_not_finite()
-        self._output.fail(group, error)
-
-    def _forget(self, sequence: Sequence) -> None:
-        if self._memory.prefixes is not None:
-            self._memory.prefixes.forget(sequence)
 
 
 _EARLY_SHARE, _EARLY_S = 0.02, 0.25
@@ -234,6 +188,20 @@ class _Dispatched(NamedTuple):
     tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]] = ()
 
 
+class _Started(NamedTuple):
+    """A step whose forward pass is under way, and whose sample is not.
+
+    Attributes:
+        bound: rows that wait for what the step before sampled.
+    """
+
+    schedule: Schedule
+    hidden: Any
+    sampling: SamplingInputs
+    tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]]
+    bound: list[BoundRow]
+
+
 class EngineLoop:
     """Runs groups to their end, a step at a time.
 
@@ -251,6 +219,7 @@ class EngineLoop:
         outgrown_len: int | None,
         eos_token_ids: frozenset[int],
         clock: Clock,
+        make_masks: MakeMasks | None = None,
     ) -> None:
         geometry = executor.geometry
         self.memory = _make_memory(geometry, config.cache, max_cached_tokens)
@@ -270,6 +239,7 @@ class EngineLoop:
         self._newest: Any = None  # the step that the device ends last; None once it was seen done
         self._idle = DeviceIdle()
         self._sharing = PrefixSharing()
+        self._grammars = Grammars(make_masks, geometry.vocab_size)
         self._num_arrivals = 0
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -281,20 +251,27 @@ class EngineLoop:
         self._expire()
         self.scheduler.lookahead.has_programs(self._executor.geometry.buckets)
         schedule = self.scheduler.schedule()
-        dispatched = self._dispatch(schedule)
+        earlier, self._dispatched = self._dispatched, None
+        started, was_in_flight = self._start(schedule), earlier is not None
+        if isinstance(started, _Started):
+            if started.bound and earlier is not None:
+                self._collect(earlier)
+                earlier = None
+            started = self._sample(started)
         collect_if_due()
         if self._overlap:
-            dispatched, self._dispatched = self._dispatched, dispatched
-        if dispatched is not None:
-            self._collect(dispatched)
-        if schedule.num_rows or dispatched is not None:
+            started, self._dispatched = earlier, started
+        if started is not None:
+            self._collect(started)
+        has_run = schedule.num_rows > 0 or started is not None or was_in_flight
+        if has_run:
             self.stats.count_host(self._clock() - start_s - self._device_wait_s)
         self.stats.end_step(self.memory, self.scheduler)
         has_work = self.scheduler.queues.has_work
         if not has_work:  # nobody waits for the device
             self._newest = None
             self._idle.end(start_s)
-        return schedule.num_rows > 0 or dispatched is not None or has_work
+        return has_run or has_work
 
     @property
     def spare_s(self) -> float:
@@ -307,8 +284,8 @@ class EngineLoop:
         if self._executor.geometry.max_loras:
             self.scheduler.adapters.check(self.scheduler.queues.running)
 
-    def _dispatch(self, schedule: Schedule) -> _Dispatched | None:
-        """Starts a step: its moves, which there may be without a row, and its rows."""
+    def _start(self, schedule: Schedule) -> _Started | _Dispatched | None:
+        """Starts a step: its moves, which there may be without a row, and its rows as far as the sample."""
         begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
         self._sharing.share(schedule, geometry)
         self.stats.count_step(schedule)
@@ -332,11 +309,25 @@ class EngineLoop:
             return _Dispatched(schedule, self._newest)
         self._end_idle()
         hidden = self._executor.forward(inputs)
+        self._newest = None  # what was the newest has this behind it
         editing = self.scheduler.rows.editing
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
         tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in build_tells(schedule, geometry)]
-        self._newest = self._executor.sample(hidden, sampling)
-        return _Dispatched(schedule, self._newest, tells)
+        bound = bound_rows(schedule)
+        self._grammars.begin(bound)
+        return _Started(schedule, hidden, sampling, tells, bound)
+
+    def _sample(self, started: _Started) -> _Dispatched:
+        """Starts the sample of a step, once the host knows all that it depends on."""
+        for group, error in self._grammars.narrow(started.bound, started.sampling):
+            self._give_up(group, error)
+        self._newest = self._executor.sample(started.hidden, started.sampling)
+        return _Dispatched(started.schedule, self._newest, started.tells)
+
+    def _give_up(self, group: Group, error: JpagedError) -> None:
+        """Ends a request, which runs, with an error of its own."""
+        self._output.fail(group, error)
+        self._release(group)
 
     def _end_idle(self) -> None:
         """Notes that the device is given something to do."""
@@ -379,8 +370,22 @@ class EngineLoop:
             if max(schedule.num_steps, sequence.num_in_flight_tokens) > 1:
                 sequence.ended_on_the_way()
             self._end_sequence(group, sequence)
+        self._follow_grammars(tokens)
         for group, rows in beams.by_group().items():
             self._advance_beams(group, rows, outputs)
+
+    def _follow_grammars(self, sampled: Sampled) -> None:
+        """Has grammars take in the tokens of a step, and appends what follows them without a choice."""
+        for group, sequence in zip(sampled.groups, sampled.sequences, strict=True):
+            if sequence.grammar is None or not sequence.is_live:
+                continue
+            if (error := self._grammars.accept(sequence)) is not None:
+                self._give_up(group, error)
+            elif token_ids := self._grammars.forced(group, sequence):
+                sequence.jump(token_ids)
+                self.stats.count_forced(len(token_ids))
+                if self._output.jump(group, sequence, token_ids):
+                    self._end_sequence(group, sequence)
 
     def _end_sequence(self, group: Group, sequence: Sequence) -> None:
         if len(group.live) > 1:

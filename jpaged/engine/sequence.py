@@ -28,6 +28,7 @@ from dataclasses import InitVar, dataclass, field
 from jpaged.engine.executor import Geometry
 from jpaged.engine.kv.blocks import KVHandle, root_key
 from jpaged.errors import InternalError
+from jpaged.structured import GrammarState
 from jpaged.types import OutputEvent, Request, RequestTimes
 
 Sink = Callable[[OutputEvent], None]
@@ -61,6 +62,7 @@ class Sequence:
         num_in_flight_tokens: tokens sampled by dispatched steps that were not collected yet.
         in_flight_row: the sequence's row in the last step that sampled a token for it; used while that is in flight.
         told_from, told_end: positions whose hidden states are told of, from the first that has yet to be dispatched.
+        grammar: where its text is in the request's grammar; None without one.
         rope_len: length that its first tokens are turned for, where that depends on the length: the prompt's at first.
     """
 
@@ -76,6 +78,7 @@ class Sequence:
     cumulative_logprob: float = 0.0
     told_from: int = 0
     told_end: int = 0
+    grammar: GrammarState | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.rope_len = len(self.token_ids)
@@ -135,6 +138,19 @@ class Sequence:
         self.num_in_flight_tokens -= 1
         self.token_ids.append(token_id)
         self.cumulative_logprob += logprob
+
+    def jump(self, token_ids: list[int]) -> None:
+        """These tokens follow without being sampled; one in flight is the first of them, and its value is not awaited."""
+        self.num_in_flight_tokens = 0
+        self.token_ids += token_ids
+
+    def take_back(self, num_tokens: int) -> None:
+        """The last of the tokens, which no step has computed, are none of its."""
+        del self.token_ids[len(self.token_ids) - num_tokens :]
+
+    def follows(self, grammar: GrammarState) -> None:
+        """Its text, which has yet to begin, follows a grammar."""
+        self.grammar = grammar
 
     def ended_on_the_way(self) -> None:
         """It ended with its last token, and steps behind that were dispatched: what they write is not its."""
@@ -240,6 +256,12 @@ class Group:
         ]
         self.is_forked = num_sequences == 1
         self.sequences[0].asked_of(request.told_positions)
+        if request.grammar is not None:
+            for sequence in self.sequences:
+                state = request.grammar.start()
+                if sampling.structured_outputs is not None and sampling.structured_outputs.always_complete:
+                    state.closing(sampling.max_tokens)
+                sequence.follows(state)
 
     @property
     def is_streamed(self) -> bool:

@@ -134,6 +134,11 @@ class StepStats:
             if gap_s is not None:
                 gaps_s[gap_s] = gaps_s.get(gap_s, 0) + 1
 
+    def count_forced(self, num_tokens: int) -> None:
+        """Counts tokens that followed from a grammar, and took no step of their own."""
+        self._counts["num_generation_tokens"] += num_tokens
+        self._counts["num_forced_tokens"] += num_tokens
+
     def count_end(self, group: Group) -> None:
         """Counts a request by what ended it."""
         now_s = self._clock()

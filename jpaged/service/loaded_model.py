@@ -14,6 +14,7 @@ from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.load import EngineLoad
 from jpaged.service.adapters import Adapters
+from jpaged.service.grammars.served import ServedGrammars
 from jpaged.service.input_processor import InputProcessor
 from jpaged.types import LoadedAdapter, ModelInfo, Request
 
@@ -101,6 +102,7 @@ class LoadedModel:
 
     Attributes:
         adapters: those that requests may name.
+        grammars: those that requests ask for; None where the engine fills no masks.
     """
 
     engine: EngineClient
@@ -110,3 +112,4 @@ class LoadedModel:
     backend: BackendFacts
     config: EngineConfig
     adapters: Adapters = field(default_factory=Adapters)
+    grammars: ServedGrammars | None = None

@@ -1,8 +1,10 @@
 """What a caller may ask of the text that is generated: a grammar, in the forms that vLLM takes. No grammar library.
 
 outputs.py  StructuredOutputs: one constraint, and how JSON is written
+grammar.py  what a compiled one does for the engine
 """
 
-from jpaged.structured.outputs import MAX_CHOICES, MAX_GRAMMAR_BYTES, Kind, StructuredOutputs
+from jpaged.structured.grammar import Grammar, GrammarMasks, GrammarState
+from jpaged.structured.outputs import MAX_CHOICES, MAX_GRAMMAR_BYTES, Kind, StructuredOutputs, structured_outputs_of
 
-__all__ = ["MAX_CHOICES", "MAX_GRAMMAR_BYTES", "Kind", "StructuredOutputs"]
+__all__ = ["MAX_CHOICES", "MAX_GRAMMAR_BYTES", "Grammar", "GrammarMasks", "GrammarState", "Kind", "StructuredOutputs", "structured_outputs_of"]

@@ -138,6 +138,19 @@ class StructuredOutputs:
             )
 
 
+def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs:
+    """The constraint that an object of JSON says, by the names of its fields.
+
+    Raises:
+        InvalidArgument: it has a field of another name, or a value out of range.
+    """
+    names = [one.name for one in fields(StructuredOutputs)]
+    for name in given:
+        if name not in names:
+            raise InvalidArgument(f"{FIELD}.{name}", f"is not known: it has {', '.join(names)}")
+    return StructuredOutputs(**given)
+
+
 def _written(name: str, value: Any) -> str:
     try:
         return json_text.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
 from jpaged.errors import InvalidArgument
+from jpaged.structured import Kind, StructuredOutputs, structured_outputs_of
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -70,6 +71,7 @@ _NO_EDITS: Mapping[str, object] = {
     "logit_bias": None,
     "allowed_token_ids": None,
     "bad_words": (),
+    "structured_outputs": None,
 }
 """Fields that change logits, as they are where they change nothing."""
 
@@ -114,6 +116,9 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = param(None, "only these tokens can be sampled; None allows all")
     bad_words: Sequence[str] = param(
         (), "texts whose tokens cannot follow each other, alone or behind a space: at most 128, of 256 characters each"
+    )
+    structured_outputs: StructuredOutputs | None = param(
+        None, "the text follows a grammar: an object with one of json, regex, choice, grammar, json_object, structural_tag"
     )
     seed: int | None = param(
         None,
@@ -183,6 +188,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._check_structured()
         self._check_lengths()
         self._check_distribution()
         self._check_penalties()
@@ -247,6 +253,15 @@ class SamplingParams:
             is_ok = isinstance(word, str) and 1 <= len(word) <= MAX_BAD_WORD_CHARS and bool(word.strip())
             _require(is_ok, "bad_words", word, f"a string of 1 to {MAX_BAD_WORD_CHARS} characters that is not blank")
             require_whole_characters("sampling.bad_words", word)
+
+    def _check_structured(self) -> None:
+        """Makes a constraint of its fields, which it checks; text is what it is about."""
+        given = self.structured_outputs
+        if isinstance(given, Mapping):
+            object.__setattr__(self, "structured_outputs", structured_outputs_of(given))
+        elif given is not None:
+            is_one = isinstance(given, StructuredOutputs)
+            _require(is_one, "structured_outputs", given, "an object that has one of " + ", ".join(k.value for k in Kind))
 
     def _check_counts(self) -> None:
         """Checks the lengths of lists, before anything is copied."""

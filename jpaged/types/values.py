@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from jpaged.chat import ChatOptions
+from jpaged.structured import Grammar
 from jpaged.types.sampling import SamplingParams
 
 MAX_CHAT_MESSAGES = 8192
@@ -123,6 +124,7 @@ class Request:
         bad_word_ids: the tokens of sampling.bad_words, each in every form that it has.
         told_from: the first token of the prompt whose log-probability is told; None tells of none.
         pooling: the hidden states of the prompt are told, pooled so.
+        grammar: that of sampling.structured_outputs, which its text follows.
     """
 
     request_id: str
@@ -137,6 +139,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     told_from: int | None = None
     pooling: Pooling | None = None
+    grammar: Grammar | None = None
 
     @property
     def told_positions(self) -> range:

@@ -156,9 +156,10 @@ class Editing:
                 singles_rx = no_singles(num_padded) if singles_rx is None else singles_rx
                 singles_rx[place, :num_constant] = constant.singles_x
                 singles_rx[place, num_constant : num_constant + len(found)] = found
-            if constant.mask_w is not None:
+            if constant.mask_w is not None or sequence.grammar is not None:
                 mask_rw = no_masks(num_padded, self.vocab_size) if mask_rw is None else mask_rw
-                mask_rw[place] = constant.mask_w
+                if constant.mask_w is not None:
+                    mask_rw[place] = constant.mask_w
         return EditInputs(records, singles_rx, mask_rw, tuple(due))
 
     def forget(self, group: Group) -> None:

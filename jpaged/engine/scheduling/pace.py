@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from jpaged.engine.executor import BucketTable, DeviceRates
-from jpaged.engine.scheduling.schedule import RecentSteps
+from jpaged.engine.executor import I32, BucketTable, DeviceRates, StepInputs, num_pairs
 from jpaged.engine.sequence import Group
 
 LEAST_TOKENS = 16
@@ -27,6 +27,66 @@ _NUM_KEPT = 32
 _ONE_IN = 8
 _NUM_STEPS_TRUSTED = 256
 _SHORTEST_S = 1e-9
+
+
+class RanStep(NamedTuple):
+    """What a step was, and what it took.
+
+    Attributes:
+        num_padded: its tokens, padded to a bucket.
+        query_starts, kv_lens: see `StepInputs`; of the rows in use.
+        begin_s: when the first thing was done for it.
+        seconds: from the end of the step before, where that overlapped with it, to its own.
+        num_steps: of its dispatch, each of which takes so long.
+    """
+
+    num_padded: int
+    query_starts: I32
+    kv_lens: I32
+    begin_s: float
+    seconds: float = 0.0
+    num_steps: int = 1
+
+    @property
+    def num_pairs(self) -> int:
+        """See `StepInputs.num_pairs`: counted where it is asked for, as few steps are."""
+        return num_pairs(self.query_starts, self.kv_lens)
+
+
+_MAX_RECENT_STEPS = 64
+
+
+class RecentSteps:
+    """The steps that ran lately, until somebody takes them to learn from them; the oldest are dropped.
+
+    Attributes:
+        buckets: the sizes that steps are padded to by now.
+    """
+
+    def __init__(self, buckets: BucketTable) -> None:
+        self.buckets = buckets
+        self._under_way: deque[RanStep] = deque()
+        self._ran: deque[RanStep] = deque(maxlen=_MAX_RECENT_STEPS)
+        self._last_end_s = 0.0
+
+    def began(self, inputs: StepInputs, buckets: BucketTable, begin_s: float, num_steps: int = 1) -> None:
+        """A dispatch of some steps is on its way, for which the first thing was done at begin_s."""
+        self.buckets = buckets
+        query_starts = inputs.query_starts_s1[: inputs.num_rows + 1].copy()
+        kv_lens = inputs.kv_lens_s[: inputs.num_rows].copy()
+        self._under_way.append(RanStep(len(inputs.token_ids_t), query_starts, kv_lens, begin_s, num_steps=num_steps))
+
+    def ended(self, now_s: float) -> None:
+        """The oldest step that is on its way is here."""
+        step = self._under_way.popleft()
+        self._ran.append(step._replace(seconds=(now_s - max(step.begin_s, self._last_end_s)) / step.num_steps))
+        self._last_end_s = now_s
+
+    def take(self) -> list[RanStep]:
+        """Those that nobody has taken, in their order."""
+        ran = list(self._ran)
+        self._ran.clear()
+        return ran
 
 
 class _Seen:

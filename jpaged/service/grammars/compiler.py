@@ -67,10 +67,14 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles constraints for one vocabulary. Safe to call from several threads; `close` ends its processes."""
+    """Compiles constraints for one vocabulary. Safe to call from several threads; `close` ends its processes.
+
+    Attributes:
+        vocabulary: the model's.
+    """
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits | None = None) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._limits = limits or GrammarLimits()
         self._threads = _threads(self._limits)
         self._trials: SimpleQueue[TrialProcess] = SimpleQueue()
@@ -103,7 +107,7 @@ class GrammarCompiler:
             QueueFull: too many compiles wait.
             Unavailable: the compiler is closed.
         """
-        key = (self._vocabulary.key, *source_key(outputs), outputs.always_complete)
+        key = (self.vocabulary.key, *source_key(outputs), outputs.always_complete)
         with self._lock:
             if (found := self._found.get(key)) is not None:
                 self._found.move_to_end(key)
@@ -173,14 +177,14 @@ class GrammarCompiler:
                 raise refusal(outputs, source, trial.error, lambda grammar: process.run(grammar).error)
         finally:
             self._trials.put(process)
-        matcher = LLMatcher(self._vocabulary.tokenizer, source.grammar, log_level=0, limits=library_limits())
+        matcher = LLMatcher(self.vocabulary.tokenizer, source.grammar, log_level=0, limits=library_limits())
         if matcher.is_error():
             raise refusal(outputs, source, matcher.get_error(), lambda _: None)
         endings = None
         if outputs.always_complete:
-            endings = endings_of(self._vocabulary, matcher, _MAX_COMPLETION_TOKENS)
+            endings = endings_of(self.vocabulary, matcher, _MAX_COMPLETION_TOKENS)
         num_bytes = trial.num_bytes + 2 * len(source.grammar.encode())
-        return CompiledGrammar(self._vocabulary, matcher, num_bytes, endings)
+        return CompiledGrammar(self.vocabulary, matcher, num_bytes, endings)
 
 
 def _threads(limits: GrammarLimits) -> ThreadPoolExecutor:

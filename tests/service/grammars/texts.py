@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from jpaged.demo import FOLDER
-from jpaged.engine.grammar import GrammarState
+from jpaged.structured.grammar import GrammarState
 from jpaged.service.grammars.compiler import CompiledGrammar
 from jpaged.service.grammars.vocabulary import Vocabulary, allowed_ids
 from jpaged.service.hf_tokenizer import HuggingFaceTokenizer

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jpaged.engine.grammar import Grammar, GrammarMasks, GrammarState
+from jpaged.structured.grammar import Grammar, GrammarMasks, GrammarState
 from jpaged.service.grammars.compiler import GrammarCompiler, compile_now
 from jpaged.service.grammars.masks import LlguidanceMasks
 from jpaged.structured import StructuredOutputs

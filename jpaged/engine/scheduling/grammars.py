@@ -1,0 +1,161 @@
+"""Rows whose text follows a grammar: what they may sample next, and what follows without being sampled.
+
+    forward n + 1 ─────────────> device
+    collect n     <───────────── token t of each row
+    accept t, jump               state of each sequence; forced tokens are appended, and their row samples for nobody
+    masks                        on the library's threads, while the device runs the forward pass
+    sample n + 1  ─────────────> device
+
+So a step waits for the one before it between its forward and its sample, if it has such a row, and for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from jpaged.engine.executor import BEYOND_TOKENS, I32, SamplingInputs
+from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS, num_mask_words
+from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
+from jpaged.engine.sequence import Group, Sequence
+from jpaged.errors import InternalError, InvalidArgument, JpagedError
+from jpaged.structured import GrammarMasks, GrammarState
+
+MakeMasks = Callable[[], GrammarMasks]
+"""Makes what fills masks; called when the first request with a grammar has come, and its vocabulary is there."""
+
+
+class BoundRow(NamedTuple):
+    """A row of a step whose token a grammar has to allow.
+
+    Attributes:
+        place: of the row on the device.
+    """
+
+    place: int
+    row: ScheduledRow
+    state: GrammarState
+
+
+def bound_rows(schedule: Schedule) -> list[BoundRow]:
+    """The rows of a step that sample for sequences with a grammar."""
+    num_decodes, new_places = len(schedule.decodes), {place: new for new, place in enumerate(schedule.order)}
+    return [
+        BoundRow(new_places.get(place, place), row, row.sequence.grammar)
+        for place, row in enumerate(schedule.rows, num_decodes)
+        if row.samples_token and row.sequence.grammar is not None
+    ]
+
+
+@dataclass(slots=True)
+class Grammars:
+    """Follows the grammars of one engine's sequences.
+
+    Args:
+        make_masks: None where there are no grammars.
+    """
+
+    make_masks: MakeMasks | None
+    vocab_size: int
+    _masks: GrammarMasks | None = None
+    _under_way: dict[Sequence, ScheduledRow] = field(default_factory=dict)
+
+    def begin(self, rows: list[BoundRow]) -> None:
+        """A step's forward pass is under way; its sample waits for `narrow`."""
+        self._under_way = {bound.row.sequence: bound.row for bound in rows}
+
+    def narrow(self, rows: list[BoundRow], sampling: SamplingInputs) -> Iterator[tuple[Group, JpagedError]]:
+        """Leaves each row the tokens that its grammar allows; yields requests that have none, and why."""
+        self._under_way = {}
+        rows = [bound for bound in rows if bound.row.samples_token and bound.row.sequence.is_live]
+        edits = sampling.edits
+        if not rows:
+            return
+        if edits is None or edits.mask_rw is None:
+            raise InternalError("a row has a grammar, and its step has no masks")
+        filled_rw = self._filled([bound.state for bound in rows])
+        places = [bound.place for bound in rows]
+        edits.mask_rw[places] &= filled_rw
+        for bound in rows:
+            if (error := _failure(bound) or self._left(bound, sampling)) is not None:
+                edits.mask_rw[bound.place] = -1  # its sample is nobody's, and sound
+                yield bound.row.group, error
+
+    def accept(self, sequence: Sequence) -> JpagedError | None:
+        """Moves a grammar over the token that was sampled last; why it cannot go on, if so."""
+        state, token_id = sequence.grammar, sequence.token_ids[-1]
+        if state is None or state.accept(token_id):
+            return None
+        if state.failure is not None:
+            return _too_much(state.failure)
+        return InternalError(f"token {token_id} was sampled where the grammar does not allow it")
+
+    def forced(self, group: Group, sequence: Sequence) -> list[int]:
+        """What follows without a choice behind the tokens that are known: its row in the step under way is not needed.
+
+        None where each token has to be told of, counted, or held against more than the grammar.
+        """
+        state, sampling, row = sequence.grammar, group.request.sampling, self._under_way.get(sequence)
+        if state is None or sampling.needs_logprobs or sampling.needs_counts or sampling.allowed_token_ids is not None:
+            return []
+        if sequence.num_in_flight_tokens > 0 and row is None:
+            return []
+        num_known = len(sequence.token_ids) - sequence.num_prompt_tokens
+        token_ids = state.forced(sampling.max_tokens - num_known)
+        for token_id in token_ids:
+            if not state.accept(token_id):
+                raise InternalError(f"token {token_id} follows without a choice, and may not come")
+        if token_ids and row is not None:
+            row.samples_for_nobody()
+        return token_ids
+
+    def _filled(self, states: list[GrammarState]) -> I32:
+        if self._masks is None:
+            if self.make_masks is None:
+                raise InternalError("a request has a grammar, and the engine was given nothing that fills masks")
+            self._masks = self.make_masks()
+        filled_rw = np.empty((len(states), num_mask_words(self.vocab_size)), np.int32)
+        self._masks.fill(states, filled_rw)
+        return filled_rw
+
+    def _left(self, bound: BoundRow, sampling: SamplingInputs) -> JpagedError | None:
+        """Why a row has no token left, where other fields of its request have taken them."""
+        edits, sequence, params = sampling.edits, bound.row.sequence, bound.row.group.request.sampling
+        assert edits is not None and edits.mask_rw is not None
+        mask_w = edits.mask_rw[bound.place].copy()
+        if not mask_w.any():
+            name = "structured_outputs" if params.allowed_token_ids is None else "allowed_token_ids"
+            return _nothing_left(name, sequence)
+        if edits.singles_rx is not None:
+            singles_x = edits.singles_rx[bound.place]
+            is_meant_x = (singles_x["after"] == ANY_TOKEN) | (singles_x["after"] == sequence.token_ids[-1])
+            _clear(mask_w, singles_x["ids"][is_meant_x & np.isneginf(singles_x["values"])])
+            if not mask_w.any():
+                return _nothing_left("bad_words", sequence)
+        banned_x = sampling.rows_r["banned_token_ids_rx"][bound.place]
+        _clear(mask_w, banned_x[banned_x != BEYOND_TOKENS])
+        if not mask_w.any():  # min_tokens does not make a text longer than it can be
+            banned_x[:] = BEYOND_TOKENS
+        return None
+
+
+def _clear(mask_w: I32, token_ids: I32) -> None:
+    words = mask_w.view(np.uint32)
+    known = token_ids[token_ids < len(words) * MASK_BITS]
+    np.bitwise_and.at(words, known // MASK_BITS, ~(np.uint32(1) << (known % MASK_BITS).astype(np.uint32)))
+
+
+def _failure(bound: BoundRow) -> JpagedError | None:
+    return None if bound.state.failure is None else _too_much(bound.state.failure)
+
+
+def _too_much(failure: str) -> JpagedError:
+    return InvalidArgument("structured_outputs", f"the grammar takes more than a step may: {failure}")
+
+
+def _nothing_left(name: str, sequence: Sequence) -> JpagedError:
+    number = len(sequence.token_ids) - sequence.num_prompt_tokens + 1
+    return InvalidArgument(f"sampling.{name}", f"leaves no token that structured_outputs allows as output token {number}")
