@@ -8,7 +8,7 @@ With `data_parallel_size` there are several executors and engines, on devices of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -41,6 +41,7 @@ from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.sharding import with_parallel_experts
 from jpaged.service.adapters import Adapters
+from jpaged.service.grammars.compiler import ServedGrammars
 from jpaged.service.hf_tokenizer import load_tokenizer
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import BackendFacts, LoadedModel
@@ -89,8 +90,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         runs = [MultiHostExecutor(executor, leader)]
     for index, one in enumerate(runs):
         one.warm_up(_progress_of(index, len(runs), progress))
-    for line in executor.memory_plan.lines():
-        progress(line, 1, 1)
+    _say(executor.memory_plan.lines(), progress)
     resolved = options.replace(
         max_model_len=geometry.max_model_len,
         num_blocks=geometry.num_blocks,
@@ -109,7 +109,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         max_messages_per_second=options.server.max_messages_per_second
         or platform_default("max_messages_per_second", device.platform),
     )
-    grammars = ServedGrammars(source.tokenizer, source.config.vocab_size, source.eos_token_ids)
+    grammars = ServedGrammars(source.tokenizer, geometry.vocab_size, source.eos_token_ids)
     engines = [
         Engine(
             one,
@@ -233,8 +233,7 @@ def _make_executors(
     The weights are read once, and all are in memory before the first pool is: it decides how large the others are.
     """
     attention = Attention.on(model, options, places[0].mesh)
-    for line in (*attention.reasons(), *attention.passed_over()):
-        progress(line, 1, 1)
+    _say((*attention.reasons(), *attention.passed_over()), progress)
     cache = compile_cache_dir()
     set_up_compile_cache(cache)
     params = _load(model, source, options, places[0], progress)
@@ -255,6 +254,11 @@ def _make_executors(
         options = options.replace(num_blocks=executor.geometry.num_blocks)
         executors.append(executor)
     return executors
+
+
+def _say(lines: Iterable[str], progress: Progress) -> None:
+    for line in lines:
+        progress(line, 1, 1)
 
 
 def _tell(executor: JaxExecutor, progress: Progress) -> None:

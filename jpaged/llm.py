@@ -201,6 +201,8 @@ class LLM:
     def close(self) -> None:
         """Gives the device's memory back; the LLM is spent."""
         self._serving.engine.stop()
+        if self._serving.grammars is not None:
+            self._serving.grammars.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -221,13 +223,15 @@ class LLM:
 
     def _request(self, sampling: SamplingParams, prompt: Prompt, adapter: str | None = None) -> Request:
         self._num_requests += 1
-        return self._serving.input_processor.make_request(
+        request = self._serving.input_processor.make_request(
             request_id=f"llm-{self._num_requests}",
             sampling=sampling,
             prompt=prompt,
             is_whole=True,
             adapter=self._serving.adapters.find(adapter) if adapter else None,
         )
+        grammars = self._serving.grammars
+        return request if grammars is None else grammars.bind_now(request)
 
     def _run(self, requests: list[Request], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         completions = {request.request_id: completions_of(request.sampling) for request in requests}

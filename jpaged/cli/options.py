@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Collection
 from dataclasses import Field, fields
 from decimal import Decimal
@@ -11,6 +12,7 @@ from typing import Any
 from jpaged.config import SECTIONS, EngineConfig, iter_options
 from jpaged.config.option import option_type
 from jpaged.errors import InvalidArgument
+from jpaged.structured import StructuredOutputs, structured_outputs_of
 from jpaged.types import SamplingParams
 
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20, "g": 1000**3, "G": 1 << 30, "t": 1000**4, "T": 1 << 40}
@@ -79,6 +81,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
             keywords.update(type=_early_stopping, metavar="|".join(_EARLY_STOPPING))
         elif spec.name == "logit_bias":
             keywords.update(action="append", type=_bias, metavar="ID=NUMBER")
+        elif spec.name == "structured_outputs":
+            keywords.update(type=_structured_outputs, metavar="JSON")
         elif isinstance(spec.default, bool):
             keywords["action"] = argparse.BooleanOptionalAction
         elif isinstance(spec.default, str):
@@ -89,6 +93,19 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         else:
             keywords.update(type=float if isinstance(spec.default, float) else int, metavar="N")
         group.add_argument(flag_of(spec.name), **keywords)
+
+
+def _structured_outputs(word: str) -> StructuredOutputs:
+    try:
+        given = json.loads(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise argparse.ArgumentTypeError(f"{word!r} is no JSON object")
+    try:
+        return structured_outputs_of(given)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def sampling_from(arguments: argparse.Namespace) -> SamplingParams:

@@ -25,6 +25,7 @@ from typing import Any
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument, JpagedError
+from jpaged.structured import response_format_of
 from jpaged.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
 
 COMPLETIONS_URL = "/v1/completions"
@@ -42,7 +43,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
 }
 _NEUTRAL_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "echo": (False,), "suffix": ("",)}
-_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "response_format": ({"type": "text"},), "tools": ([],)}
+_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "tools": ([],)}
 _SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
 TokenText = Callable[[int], str]
 
@@ -228,7 +229,7 @@ def _completion_job(body: dict[str, Any]) -> Job:
 
 
 def _chat_job(body: dict[str, Any]) -> Job:
-    own = {"model", "adapter", "messages", "logprobs", "top_logprobs", "max_completion_tokens"}
+    own = {"model", "adapter", "messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format"}
     _check_names(body, own, _NEUTRAL_CHAT)
     if "max_completion_tokens" in body:
         if "max_tokens" in body:
@@ -270,6 +271,10 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None) -> SamplingParams:
         if not isinstance(values.get(name, True), bool):
             raise InvalidArgument(f"body.{name}", f"{values[name]!r} is not true or false")
     try:
+        if "response_format" in body:
+            if values.get("structured_outputs") is not None:
+                raise InvalidArgument("body.response_format", "must be left out with structured_outputs")
+            values["structured_outputs"] = response_format_of(body["response_format"], "body.response_format")
         return SamplingParams(**values, logprobs=logprobs)
     except InvalidArgument as error:
         raise InvalidArgument(error.field.replace("sampling.", "body."), error.problem) from error

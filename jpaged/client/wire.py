@@ -17,6 +17,7 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.completions import completions_of
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.load import Load, ReplicaLoad
+from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     FinishReason,
     ModelInfo,
@@ -178,7 +179,13 @@ def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
     allowed = sampling.allowed_token_ids
     if allowed is not None:
         values["allowed_token_ids"] = inference_pb2.TokenIds(ids=_checked_ids("sampling.allowed_token_ids", allowed))
+    if sampling.structured_outputs is not None:
+        values["structured_outputs"] = _structured_message(sampling.structured_outputs)
     return inference_pb2.SamplingParams(**values)
+
+
+def _structured_message(outputs: StructuredOutputs) -> inference_pb2.StructuredOutputs:
+    return inference_pb2.StructuredOutputs(**{one.name: getattr(outputs, one.name) for one in fields(outputs)})
 
 
 def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:

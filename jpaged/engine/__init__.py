@@ -9,6 +9,7 @@ cascade_costs.py what reading a prefix once for several rows costs
 sequence.py    one request's life: a group, and its sequences
 garbage.py     Python's own collector, kept out of the steps
 tokenizer.py   what the engine asks of a tokenizer
+grammars.py    rows whose text follows a grammar
 soundness.py   rows whose logits are not finite
 stats.py       counts of what the engine did, and how long it took
 scheduling/    who runs in the next step

@@ -13,9 +13,9 @@ from typing import Any
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Executor, Geometry
 from jpaged.engine.garbage import collected_between_steps
+from jpaged.engine.grammars import MakeMasks
 from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit
 from jpaged.engine.loop import Clock, EngineLoop
-from jpaged.engine.scheduling.grammars import MakeMasks
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer

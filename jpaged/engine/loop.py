@@ -14,22 +14,18 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jpaged.config import CacheOptions, EngineConfig
 from jpaged.engine.executor import Executor, Geometry, SamplingInputs, StepOutputs
 from jpaged.engine.executor.telling import ToldOutputs
 from jpaged.engine.garbage import collect_if_due
+from jpaged.engine.grammars import BoundRow, Grammars, MakeMasks, bound_rows
 from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.output.beam_rows import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.grammars import BoundRow, Grammars, MakeMasks, bound_rows
 from jpaged.engine.scheduling.schedule import (
-    Sampled,
     Schedule,
-    ScheduledRow,
     build_ending_ids,
     build_sampling_inputs,
     build_step_inputs,
@@ -44,7 +40,6 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import (
     AlreadyExists,
     DeadlineExceeded,
-    InternalError,
     JpagedError,
     QueueFull,
     RequestTooLong,
@@ -257,7 +252,10 @@ class EngineLoop:
             if started.bound and earlier is not None:
                 self._collect(earlier)
                 earlier = None
-            started = self._sample(started)
+            for group, error in self._grammars.narrow(started.bound, started.sampling):
+                self._give_up(group, error)
+            self._newest = self._executor.sample(started.hidden, started.sampling)
+            started = _Dispatched(started.schedule, self._newest, started.tells)
         collect_if_due()
         if self._overlap:
             started, self._dispatched = earlier, started
@@ -317,13 +315,6 @@ class EngineLoop:
         self._grammars.begin(bound)
         return _Started(schedule, hidden, sampling, tells, bound)
 
-    def _sample(self, started: _Started) -> _Dispatched:
-        """Starts the sample of a step, once the host knows all that it depends on."""
-        for group, error in self._grammars.narrow(started.bound, started.sampling):
-            self._give_up(group, error)
-        self._newest = self._executor.sample(started.hidden, started.sampling)
-        return _Dispatched(started.schedule, self._newest, started.tells)
-
     def _give_up(self, group: Group, error: JpagedError) -> None:
         """Ends a request, which runs, with an error of its own."""
         self._output.fail(group, error)
@@ -370,22 +361,14 @@ class EngineLoop:
             if max(schedule.num_steps, sequence.num_in_flight_tokens) > 1:
                 sequence.ended_on_the_way()
             self._end_sequence(group, sequence)
-        self._follow_grammars(tokens)
+        for group, sequence, error in self._grammars.follow(tokens, self._output):
+            if error is None:
+                self._end_sequence(group, sequence)
+            else:
+                self._give_up(group, error)
+        self.stats.count_forced(self._grammars.take_num_forced())
         for group, rows in beams.by_group().items():
             self._advance_beams(group, rows, outputs)
-
-    def _follow_grammars(self, sampled: Sampled) -> None:
-        """Has grammars take in the tokens of a step, and appends what follows them without a choice."""
-        for group, sequence in zip(sampled.groups, sampled.sequences, strict=True):
-            if sequence.grammar is None or not sequence.is_live:
-                continue
-            if (error := self._grammars.accept(sequence)) is not None:
-                self._give_up(group, error)
-            elif token_ids := self._grammars.forced(group, sequence):
-                sequence.jump(token_ids)
-                self.stats.count_forced(len(token_ids))
-                if self._output.jump(group, sequence, token_ids):
-                    self._end_sequence(group, sequence)
 
     def _end_sequence(self, group: Group, sequence: Sequence) -> None:
         if len(group.live) > 1:

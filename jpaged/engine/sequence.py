@@ -140,17 +140,9 @@ class Sequence:
         self.cumulative_logprob += logprob
 
     def jump(self, token_ids: list[int]) -> None:
-        """These tokens follow without being sampled; one in flight is the first of them, and its value is not awaited."""
+        """These tokens follow without being sampled; one in flight is the first of them, and is not waited for."""
         self.num_in_flight_tokens = 0
         self.token_ids += token_ids
-
-    def take_back(self, num_tokens: int) -> None:
-        """The last of the tokens, which no step has computed, are none of its."""
-        del self.token_ids[len(self.token_ids) - num_tokens :]
-
-    def follows(self, grammar: GrammarState) -> None:
-        """Its text, which has yet to begin, follows a grammar."""
-        self.grammar = grammar
 
     def ended_on_the_way(self) -> None:
         """It ended with its last token, and steps behind that were dispatched: what they write is not its."""
@@ -251,17 +243,13 @@ class Group:
         whose = request.cache_tenant, request.adapter_number
         root = root_key(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None
         self.sequences = [
-            Sequence(i, list(request.prompt_token_ids), KVHandle(max_blocks, root, num_kv_groups))
+            Sequence(
+                i, list(request.prompt_token_ids), KVHandle(max_blocks, root, num_kv_groups), grammar=_begin(request)
+            )
             for i in range(num_sequences)
         ]
         self.is_forked = num_sequences == 1
         self.sequences[0].asked_of(request.told_positions)
-        if request.grammar is not None:
-            for sequence in self.sequences:
-                state = request.grammar.start()
-                if sampling.structured_outputs is not None and sampling.structured_outputs.always_complete:
-                    state.closing(sampling.max_tokens)
-                sequence.follows(state)
 
     @property
     def is_streamed(self) -> bool:
@@ -357,6 +345,16 @@ class Group:
         for sequence in self.live:
             sequence.move_to(status)
         self.status = status
+
+
+def _begin(request: Request) -> GrammarState | None:
+    """The beginning of a text that follows the request's grammar."""
+    if request.grammar is None:
+        return None
+    state, outputs = request.grammar.start(), request.sampling.structured_outputs
+    if outputs is not None and outputs.always_complete:
+        state.closing(request.sampling.max_tokens)
+    return state
 
 
 def has_unknown_tokens(group: Group) -> bool:

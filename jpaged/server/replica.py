@@ -104,6 +104,8 @@ class Replica:
         """End the engine and give the device's memory back; the replica is spent."""
         self._state.enter(Stage.DRAINING)
         self._model.engine.stop()
+        if self._model.grammars is not None:
+            self._model.grammars.close()
         if self._metrics is not None:
             self._metrics.stop()
 

@@ -21,6 +21,7 @@ from jpaged.server.evaluations import asker_of, embedded, scored
 from jpaged.server.status import CallContext, error_for, refuse
 from jpaged.service.names import require_name
 from jpaged.service.service import Call, Service, ServiceState, Stage
+from jpaged.structured import structured_outputs_of
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
     FinishReason,
@@ -132,6 +133,9 @@ def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
     values["early_stopping"] = _early_stopping_from(message.early_stopping)
     if "allowed_token_ids" in values:
         values["allowed_token_ids"] = message.allowed_token_ids.ids
+    if "structured_outputs" in values:
+        given = {field.name: value for field, value in message.structured_outputs.ListFields()}
+        values["structured_outputs"] = structured_outputs_of(given)
     return SamplingParams(**values)
 
 

@@ -14,7 +14,7 @@ from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.load import EngineLoad
 from jpaged.service.adapters import Adapters
-from jpaged.service.grammars.served import ServedGrammars
+from jpaged.service.grammars.compiler import ServedGrammars
 from jpaged.service.input_processor import InputProcessor
 from jpaged.types import LoadedAdapter, ModelInfo, Request
 

@@ -464,7 +464,11 @@ class Service:
                 adapter=adapter,
             )
 
-        generation.preparing = asyncio.create_task(self._workers.run(make, call.size))
+        async def prepare() -> Request:
+            request = await self._workers.run(make, call.size)
+            return request if model.grammars is None else await model.grammars.bind(request)
+
+        generation.preparing = asyncio.create_task(prepare())
         try:
             request = await generation.preparing
             return None if generation.stream.is_ended else request

@@ -5,6 +5,23 @@ grammar.py  what a compiled one does for the engine
 """
 
 from jpaged.structured.grammar import Grammar, GrammarMasks, GrammarState
-from jpaged.structured.outputs import MAX_CHOICES, MAX_GRAMMAR_BYTES, Kind, StructuredOutputs, structured_outputs_of
+from jpaged.structured.outputs import (
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
+    Kind,
+    StructuredOutputs,
+    response_format_of,
+    structured_outputs_of,
+)
 
-__all__ = ["MAX_CHOICES", "MAX_GRAMMAR_BYTES", "Grammar", "GrammarMasks", "GrammarState", "Kind", "StructuredOutputs", "structured_outputs_of"]
+__all__ = [
+    "MAX_CHOICES",
+    "MAX_GRAMMAR_BYTES",
+    "Grammar",
+    "GrammarMasks",
+    "GrammarState",
+    "Kind",
+    "StructuredOutputs",
+    "response_format_of",
+    "structured_outputs_of",
+]

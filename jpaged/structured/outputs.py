@@ -151,6 +151,34 @@ def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs:
     return StructuredOutputs(**given)
 
 
+def response_format_of(given: object, field: str) -> StructuredOutputs | None:
+    """The constraint that OpenAI's `response_format` says; None for text.
+
+    Args:
+        field: what errors call it.
+
+    Raises:
+        InvalidArgument: it is none of text, json_object, json_schema and structural_tag.
+    """
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or kind not in ("text", "json_object", "json_schema", "structural_tag"):
+        problem = f"{given!r} is no object whose type is text, json_object, json_schema or structural_tag"
+        raise InvalidArgument(field, problem)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    if kind == "structural_tag":
+        return StructuredOutputs(structural_tag=given)
+    schema = given.get("json_schema")
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
+        raise InvalidArgument(f"{field}.json_schema", "must be an object with a schema, which is an object")
+    unknown = schema.keys() - {"name", "description", "schema", "strict"}
+    if unknown:
+        raise InvalidArgument(f"{field}.json_schema.{min(unknown)}", "is not known")
+    return StructuredOutputs(json=schema["schema"])
+
+
 def _written(name: str, value: Any) -> str:
     try:
         return json_text.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -118,7 +118,8 @@ class SamplingParams:
         (), "texts whose tokens cannot follow each other, alone or behind a space: at most 128, of 256 characters each"
     )
     structured_outputs: StructuredOutputs | None = param(
-        None, "the text follows a grammar: an object with one of json, regex, choice, grammar, json_object, structural_tag"
+        None,
+        "the text follows a grammar: an object with one of json, regex, choice, grammar, json_object, structural_tag",
     )
     seed: int | None = param(
         None,
@@ -188,7 +189,6 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        self._check_structured()
         self._check_lengths()
         self._check_distribution()
         self._check_penalties()
@@ -236,6 +236,12 @@ class SamplingParams:
         self._check_number("repetition_penalty", math.nextafter(0.0, 1.0), MAX_REPETITION_PENALTY, limit)
 
     def _check_tokens(self) -> None:
+        given = self.structured_outputs
+        if isinstance(given, Mapping):
+            object.__setattr__(self, "structured_outputs", structured_outputs_of(given))
+        elif given is not None:
+            limit = "an object that has one of " + ", ".join(kind.value for kind in Kind)
+            _require(isinstance(given, StructuredOutputs), "structured_outputs", given, limit)
         for token_id, bias in (self.logit_bias or {}).items():
             is_ok = _is_int(token_id) and token_id >= 0
             _require(is_ok, "logit_bias", token_id, "token ids >= 0 to numbers")
@@ -253,15 +259,6 @@ class SamplingParams:
             is_ok = isinstance(word, str) and 1 <= len(word) <= MAX_BAD_WORD_CHARS and bool(word.strip())
             _require(is_ok, "bad_words", word, f"a string of 1 to {MAX_BAD_WORD_CHARS} characters that is not blank")
             require_whole_characters("sampling.bad_words", word)
-
-    def _check_structured(self) -> None:
-        """Makes a constraint of its fields, which it checks; text is what it is about."""
-        given = self.structured_outputs
-        if isinstance(given, Mapping):
-            object.__setattr__(self, "structured_outputs", structured_outputs_of(given))
-        elif given is not None:
-            is_one = isinstance(given, StructuredOutputs)
-            _require(is_one, "structured_outputs", given, "an object that has one of " + ", ".join(k.value for k in Kind))
 
     def _check_counts(self) -> None:
         """Checks the lengths of lists, before anything is copied."""

@@ -319,11 +319,7 @@ class OutputProcessor:
                 yield group, sequence
 
     def jump(self, group: Group, sequence: Sequence, token_ids: list[int]) -> bool:
-        """Shows tokens that were appended to a sequence without being sampled, in one event; True when it ends there.
-
-        Whatever comes behind the token that ends it is taken back.
-        """
-        group.sampled(len(token_ids))
+        """Appends tokens that were not sampled, up to one that ends the sequence, as one event; True where one does."""
         state, texts, finish, num_taken = self._states[sequence], list[str](), None, 0
         for token_id in token_ids:
             text, finish = state.push(token_id)
@@ -333,7 +329,8 @@ class OutputProcessor:
                 state.held.add(text, (), finish)
             if finish is not None:
                 break
-        sequence.take_back(len(token_ids) - num_taken)
+        sequence.jump(token_ids[:num_taken])
+        group.sampled(num_taken)
         if state.held is None:
             piece = _Piece("".join(texts), tuple(token_ids[:num_taken]), finish=finish)
             self._show(group, sequence.index, piece, is_last=finish is not None and len(group.live) == 1)

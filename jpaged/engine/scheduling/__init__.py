@@ -4,7 +4,6 @@ scheduler.py       the queues, and the decision of one step
 policies.py        who comes first, and who yields to whom
 rows.py            the rows that decode, as arrays that are edited
 editing.py         rows whose logits are changed, and where their tokens are counted
-grammars.py        rows whose text follows a grammar
 tells.py           what is asked of a step besides its samples
 told_budget.py     how many tokens of prompts a step may tell of
 outgrowing.py      sequences that outgrow their keys, and begin again

@@ -1,7 +1,6 @@
 """Grammars of constraints, by llguidance: compiled within bounds, kept, and followed token by token.
 
-served.py          the grammars of a served model
-compiler.py        constraints -> grammars, off the event loop, each once; the cache
+compiler.py        constraints -> grammars, off the event loop, each once; the cache; those of a served model
 sources.py         a constraint in the library's words, and its errors in the constraint's
 schemas.py         JSON schemas: how they are given to the library, and where they fail
 ebnf.py            EBNF -> Lark

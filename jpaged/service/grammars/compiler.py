@@ -8,9 +8,10 @@ compile(outputs) ──> cache? ──> a thread: source -> trial in a child -> 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -18,14 +19,17 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, QueueFull, Unavailable
 from jpaged.service.grammars.completions import Endings, endings_of
 from jpaged.service.grammars.limits import GrammarLimits, library_limits
+from jpaged.service.grammars.masks import LlguidanceMasks
 from jpaged.service.grammars.sources import refusal, source_key, source_of
 from jpaged.service.grammars.state import LlguidanceState
 from jpaged.service.grammars.trial_process import TrialProcess
 from jpaged.service.grammars.vocabulary import Vocabulary
 from jpaged.structured import StructuredOutputs
+from jpaged.types import Request
 
 _MAX_COMPLETION_TOKENS = 4096
 """A grammar whose every text is longer, as far as is found, cannot be promised to end in time."""
@@ -203,6 +207,74 @@ def _threads(limits: GrammarLimits) -> ThreadPoolExecutor:
 
 def _closed() -> Unavailable:
     return Unavailable("structured_outputs: the server is going down")
+
+
+class ServedGrammars:
+    """Gives requests of a served model the grammars that they ask for. Safe to call from several threads.
+
+    What that needs is made when the first constraint comes.
+
+    Args:
+        vocab_size: V, the width of the model's logits.
+        eos_token_ids: all tokens that end a text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        limits: GrammarLimits | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+
+    async def bind(self, request: Request) -> Request:
+        """The request with its grammar, if it asks for one; the event loop is free meanwhile.
+
+        Raises:
+            InvalidArgument: the constraint is none, takes too much, or cannot be met in so many tokens.
+            Unsupported: the model has no tokenizer of whose tokens the text is known, or none that ends a text.
+            QueueFull, Unavailable: see `GrammarCompiler.compile`.
+        """
+        outputs = request.sampling.structured_outputs
+        if outputs is None:
+            return request
+        compiler = self._compiler or await asyncio.to_thread(self._made)
+        return _bound(request, await compiler.compile(outputs))
+
+    def bind_now(self, request: Request) -> Request:
+        """As `bind`, for callers that are on a thread of their own."""
+        outputs = request.sampling.structured_outputs
+        if outputs is None:
+            return request
+        return _bound(request, self._made().submit(outputs).result())
+
+    def make_masks(self) -> LlguidanceMasks:
+        """What fills masks, for one engine."""
+        return LlguidanceMasks(self._made().vocabulary)
+
+    def close(self) -> None:
+        """End the processes that try grammars."""
+        with self._lock:
+            if self._compiler is not None:
+                self._compiler.close()
+
+    def _made(self) -> GrammarCompiler:
+        with self._lock:
+            if self._compiler is None:
+                vocabulary = Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_token_ids)
+                self._compiler = GrammarCompiler(vocabulary, self._limits)
+            return self._compiler
+
+
+def _bound(request: Request, grammar: CompiledGrammar) -> Request:
+    grammar.check_max_tokens(request.sampling.max_tokens)
+    return dataclasses.replace(request, grammar=grammar)
 
 
 def compile_now(compiler: GrammarCompiler, outputs: StructuredOutputs) -> CompiledGrammar:

@@ -10,9 +10,9 @@ from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
-from jpaged.structured.grammar import GrammarState
 from jpaged.service.grammars.state import LlguidanceState
 from jpaged.service.grammars.vocabulary import Vocabulary
+from jpaged.structured.grammar import GrammarState
 
 
 class LlguidanceMasks:

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jpaged.structured.grammar import Grammar, GrammarMasks, GrammarState
 from jpaged.service.grammars.compiler import GrammarCompiler, compile_now
 from jpaged.service.grammars.masks import LlguidanceMasks
 from jpaged.structured import StructuredOutputs
+from jpaged.structured.grammar import Grammar, GrammarMasks, GrammarState
 from tests.service.grammars.schemas import random_schema, with_definitions
 from tests.service.grammars.texts import EOS, VOCAB_SIZE, allowed, generate, packaged_tokenizer, packaged_vocabulary
 

@@ -5,10 +5,10 @@ import functools
 import numpy as np
 
 from jpaged.demo import FOLDER
-from jpaged.structured.grammar import GrammarState
 from jpaged.service.grammars.compiler import CompiledGrammar
 from jpaged.service.grammars.vocabulary import Vocabulary, allowed_ids
 from jpaged.service.hf_tokenizer import HuggingFaceTokenizer
+from jpaged.structured.grammar import GrammarState
 
 EOS = 0
 VOCAB_SIZE = 3072

@@ -19,7 +19,8 @@ import numpy as np
 
 from jpaged.engine.executor import BEYOND_TOKENS, I32, SamplingInputs
 from jpaged.engine.executor.edits import ANY_TOKEN, MASK_BITS, num_mask_words
-from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
+from jpaged.engine.output.processor import OutputProcessor
+from jpaged.engine.scheduling.schedule import Sampled, Schedule, ScheduledRow
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.errors import InternalError, InvalidArgument, JpagedError
 from jpaged.structured import GrammarMasks, GrammarState
@@ -62,6 +63,7 @@ class Grammars:
     vocab_size: int
     _masks: GrammarMasks | None = None
     _under_way: dict[Sequence, ScheduledRow] = field(default_factory=dict)
+    _num_forced: int = 0
 
     def begin(self, rows: list[BoundRow]) -> None:
         """A step's forward pass is under way; its sample waits for `narrow`."""
@@ -84,7 +86,20 @@ class Grammars:
                 edits.mask_rw[bound.place] = -1  # its sample is nobody's, and sound
                 yield bound.row.group, error
 
-    def accept(self, sequence: Sequence) -> JpagedError | None:
+    def follow(self, sampled: Sampled, output: OutputProcessor) -> Iterator[tuple[Group, Sequence, JpagedError | None]]:
+        """Takes in the tokens of a step and appends what follows them without a choice.
+
+        Yields the sequences that end there, and those whose requests cannot go on, and why.
+        """
+        for group, sequence in zip(sampled.groups, sampled.sequences, strict=True):
+            if sequence.grammar is None or not sequence.is_live:
+                continue
+            if (error := self._accept(sequence)) is not None:
+                yield group, sequence, error
+            elif (token_ids := self._forced(group, sequence)) and output.jump(group, sequence, token_ids):
+                yield group, sequence, None
+
+    def _accept(self, sequence: Sequence) -> JpagedError | None:
         """Moves a grammar over the token that was sampled last; why it cannot go on, if so."""
         state, token_id = sequence.grammar, sequence.token_ids[-1]
         if state is None or state.accept(token_id):
@@ -93,7 +108,7 @@ class Grammars:
             return _too_much(state.failure)
         return InternalError(f"token {token_id} was sampled where the grammar does not allow it")
 
-    def forced(self, group: Group, sequence: Sequence) -> list[int]:
+    def _forced(self, group: Group, sequence: Sequence) -> list[int]:
         """What follows without a choice behind the tokens that are known: its row in the step under way is not needed.
 
         None where each token has to be told of, counted, or held against more than the grammar.
@@ -110,7 +125,13 @@ class Grammars:
                 raise InternalError(f"token {token_id} follows without a choice, and may not come")
         if token_ids and row is not None:
             row.samples_for_nobody()
+        self._num_forced += len(token_ids)
         return token_ids
+
+    def take_num_forced(self) -> int:
+        """Tokens that were appended since this was asked last."""
+        num_forced, self._num_forced = self._num_forced, 0
+        return num_forced
 
     def _filled(self, states: list[GrammarState]) -> I32:
         if self._masks is None:
@@ -124,7 +145,8 @@ class Grammars:
     def _left(self, bound: BoundRow, sampling: SamplingInputs) -> JpagedError | None:
         """Why a row has no token left, where other fields of its request have taken them."""
         edits, sequence, params = sampling.edits, bound.row.sequence, bound.row.group.request.sampling
-        assert edits is not None and edits.mask_rw is not None
+        if edits is None or edits.mask_rw is None:
+            return None
         mask_w = edits.mask_rw[bound.place].copy()
         if not mask_w.any():
             name = "structured_outputs" if params.allowed_token_ids is None else "allowed_token_ids"
@@ -158,4 +180,5 @@ def _too_much(failure: str) -> JpagedError:
 
 def _nothing_left(name: str, sequence: Sequence) -> JpagedError:
     number = len(sequence.token_ids) - sequence.num_prompt_tokens + 1
-    return InvalidArgument(f"sampling.{name}", f"leaves no token that structured_outputs allows as output token {number}")
+    problem = f"leaves no token that structured_outputs allows as output token {number}"
+    return InvalidArgument(f"sampling.{name}", problem)
