@@ -80,9 +80,12 @@ class Grammars:
             raise InternalError("a row has a grammar, and its step has no masks")
         filled_rw = self._filled([bound.state for bound in rows])
         places = [bound.place for bound in rows]
-        edits.mask_rw[places] &= filled_rw
-        for bound in rows:
-            if (error := _failure(bound) or self._left(bound, sampling)) is not None:
+        filled_rw &= edits.mask_rw[places]
+        edits.mask_rw[places] = filled_rw
+        for bound, is_left in zip(rows, filled_rw.any(axis=1).tolist(), strict=True):
+            params = bound.row.group.request.sampling
+            is_plain = is_left and not (params.bad_words or bound.row.output_index < params.min_tokens)
+            if (error := _failure(bound) or (None if is_plain else self._left(bound, sampling))) is not None:
                 edits.mask_rw[bound.place] = -1  # its sample is nobody's, and sound
                 yield bound.row.group, error
 

@@ -207,6 +207,7 @@ class Group:
 
     Attributes:
         arrival: position in the order of arrival.
+        changes_logits, is_by_name: of its sampling parameters, which are asked at every step.
         is_forked: every sequence has its own table; before, only the leader's prompt runs.
         num_overtaken: later arrivals that were admitted before this one.
         first_token_s: when the results of the first step that sampled a token for it were here.
@@ -225,6 +226,8 @@ class Group:
     num_kv_groups: InitVar[int] = 1
     sequences: list[Sequence] = field(init=False)
     is_forked: bool = field(init=False)
+    changes_logits: bool = field(init=False)
+    is_by_name: bool = field(init=False)
     status: Status = Status.WAITING
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -239,6 +242,7 @@ class Group:
 
     def __post_init__(self, max_blocks: int, num_kv_groups: int) -> None:
         request, sampling = self.request, self.request.sampling
+        self.changes_logits, self.is_by_name = sampling.changes_logits, sampling.is_by_name
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
         whose = request.cache_tenant, request.adapter_number
         root = root_key(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None

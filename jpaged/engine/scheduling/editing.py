@@ -139,7 +139,7 @@ class Editing:
 
     def inputs(self, rows: list[EditedRow], num_padded: int) -> EditInputs | None:
         """How the logits of the rows of a step are changed; None where no row's are."""
-        edited = [row for row in rows if row.group.request.sampling.changes_logits]
+        edited = [row for row in rows if row.group.changes_logits]
         if not edited:
             return None
         records, due = EditInputs.neutral(num_padded).rows_r, list[CountDue]()

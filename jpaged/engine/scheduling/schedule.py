@@ -239,7 +239,7 @@ class Schedule:
 
     def told_tokens(self) -> Iterator[tuple[int, ScheduledRow, int]]:
         """Each token of a prompt that is told of, in the device's order: row of the device, row, and position."""
-        for row in range(self.num_rows) if self.rows else ():
+        for row in range(self.num_rows) if any(row.told for row in self.rows) else ():
             one = self.row_at(row)
             yield from ((row, one, position) for position in one.told)
 

@@ -462,7 +462,7 @@ def _decodes(row: ScheduledRow) -> bool:
         row.samples_token
         and row.num_tokens == 1
         and row.start >= sequence.num_prompt_tokens
-        and not sampling.is_by_name
+        and not row.group.is_by_name
         and row.output_index + 1 >= sampling.min_tokens
         and sequence.num_output_tokens < sampling.max_tokens
     )

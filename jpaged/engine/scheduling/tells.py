@@ -51,7 +51,8 @@ def build_tells(schedule: Schedule, geometry: Geometry) -> list[StepTell]:
         following = row.sequence.token_ids[position + 1 : position + 2]
         one = Asked(row.group, row.sequence, position, 0)
         asked.setdefault(_tell_of_prompt(row.group), []).append((first + number, following, one))
-    for place in range(schedule.num_rows):
+    asks_more = any(row.group.request.sampling.asks_more_of_samples for row in schedule.rows)
+    for place in range(schedule.num_rows) if asks_more else ():
         row = schedule.row_at(place)
         sampling = row.group.request.sampling
         if row.samples_token and sampling.asks_more_of_samples:
