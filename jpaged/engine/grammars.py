@@ -82,7 +82,8 @@ class Grammars:
         places = [bound.place for bound in rows]
         filled_rw &= edits.mask_rw[places]
         edits.mask_rw[places] = filled_rw
-        for bound, is_left in zip(rows, filled_rw.any(axis=1).tolist(), strict=True):
+        are_left = [bool(mask_w.any()) for mask_w in filled_rw]
+        for bound, is_left in zip(rows, are_left, strict=True):
             params = bound.row.group.request.sampling
             is_plain = is_left and not (params.bad_words or bound.row.output_index < params.min_tokens)
             if (error := _failure(bound) or (None if is_plain else self._left(bound, sampling))) is not None:

@@ -3,6 +3,7 @@
 fake_executor.py   an executor without a model
 fake_model.py      the next token of a context
 fake_edits.py      tokens that edits change, and counts that are checked
+fake_grammar.py    a grammar over token ids
 fake_tells.py      log-probabilities and hidden states of tokens
 single_steps.py    the steps of a decode, one by one
 byte_tokenizer.py  a token is a byte

@@ -14,6 +14,7 @@ from jpaged.cli.main import COMMANDS, main, make_parser
 from jpaged.cli.options import config_from, flag_of, sampling_from
 from jpaged.cli.startup import StartupReport
 from jpaged.config import SECTIONS, EngineConfig, iter_options
+from jpaged.structured import StructuredOutputs
 from jpaged.types import CompletionOutput, RequestOutput, SamplingParams, Usage
 from jpaged.version import __version__
 
@@ -104,6 +105,7 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
     "logprob_token_ids": (["5"], (5,)),
     "prompt_logprobs": (["-1"], -1),
     "truncate_prompt_tokens": (["7"], 7),
+    "structured_outputs": (['{"regex": "a+"}'], StructuredOutputs(regex="a+")),
 }
 
 

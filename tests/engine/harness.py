@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -9,6 +10,8 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.service.input_processor import InputProcessor
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
+from jpaged.testing.fake_grammar import FakeGrammar, FakeMasks
+from jpaged.structured import StructuredOutputs
 from jpaged.types import OutputEvent, Prompt, SamplingParams
 
 NO_EOS: frozenset[int] = frozenset()
@@ -58,6 +61,7 @@ class Harness:
             outgrown_len=self.outgrown_len,
             eos_token_ids=self.eos_token_ids,
             clock=self.clock,
+            make_masks=lambda: FakeMasks(self.executor.geometry.vocab_size),
         )
         self.input_processor = InputProcessor(
             self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids, max_logprobs=-1
@@ -75,9 +79,12 @@ class Harness:
         cache_tenant="",
         is_whole=False,
         adapter=None,
+        grammar: FakeGrammar | None = None,
         **sampling,
     ):
         sampling.setdefault("temperature", 0.0)
+        if grammar is not None:
+            sampling["structured_outputs"] = StructuredOutputs(regex="which the engine does not read")
         request = self.input_processor.make_request(
             request_id=request_id,
             sampling=SamplingParams(**sampling),
@@ -88,6 +95,7 @@ class Harness:
             is_whole=is_whole,
             adapter=adapter,
         )
+        request = dataclasses.replace(request, grammar=grammar)
         self.engine.submit(request, self.receive)
         return request
 

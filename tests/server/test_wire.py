@@ -10,6 +10,7 @@ from jpaged.client import wire as client_wire
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad, Load
 from jpaged.server import servicer as server_wire
+from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     FinishReason,
     ModelInfo,
@@ -59,6 +60,7 @@ SAMPLING: dict[str, Any] = {
     "logprob_token_ids": (4, 9),
     "prompt_logprobs": -1,
     "truncate_prompt_tokens": 12,
+    "structured_outputs": StructuredOutputs(choice=["a", "b"], always_complete=True),
 }
 # What else must be set for a field to have its value.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -87,6 +89,8 @@ def test_a_sampling_field_crosses_to_the_server(name):
         changed[name] = inference_pb2.EARLY_STOPPING_NEVER
     if name == "allowed_token_ids":
         changed[name] = inference_pb2.TokenIds(ids=changed[name])
+    if name == "structured_outputs":
+        changed[name] = inference_pb2.StructuredOutputs(choice=["a", "b"], always_complete=True)
     bare = inference_pb2.SamplingParams(**changed)
     assert server_wire.sampling_from(bare) == params
 

@@ -244,7 +244,9 @@ class ServedGrammars:
         outputs = request.sampling.structured_outputs
         if outputs is None:
             return request
-        compiler = self._compiler or await asyncio.to_thread(self._made)
+        compiler = self._compiler
+        if compiler is None:
+            compiler = await asyncio.to_thread(self._made)
         return _bound(request, await compiler.compile(outputs))
 
     def bind_now(self, request: Request) -> Request:

@@ -1,0 +1,136 @@
+"""Texts of the demo model that follow a grammar: they parse and validate, whatever the model would rather say."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jsonschema
+import pytest
+
+from jpaged import LLM, SamplingParams
+from jpaged.errors import InvalidArgument
+from jpaged.structured import StructuredOutputs
+from jpaged.types import RequestOutput
+from tests.service.grammars.schemas import random_schema
+
+HOT = SamplingParams(max_tokens=96, temperature=1.5)
+PROMPT = "Once upon a time"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "color": {"enum": ["red", "green", "blue"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "color", "age"],
+    "additionalProperties": False,
+}
+CONSTRAINTS: dict[str, StructuredOutputs] = {
+    "json": StructuredOutputs(json=PERSON),
+    "regex": StructuredOutputs(regex=r"[A-Z][a-z]{2,8}( [A-Z][a-z]{2,8}){1,2}"),
+    "choice": StructuredOutputs(choice=["once upon a time", "never"]),
+    "grammar": StructuredOutputs(grammar='root ::= "begin " x " end"\nx ::= "(" x ")" | "middle"'),
+    "json_object": StructuredOutputs(json_object=True),
+    "structural_tag": StructuredOutputs(
+        structural_tag={"structures": [{"begin": "<f>", "schema": PERSON, "end": "</f>"}], "triggers": ["<f"]}
+    ),
+}
+
+
+PATTERN = re.compile(str(CONSTRAINTS["regex"].regex))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", max_num_seqs=16, max_num_batched_tokens=64, max_model_len=384) as llm:
+        yield llm
+
+
+def bound(outputs: StructuredOutputs, seed: int, **changes: Any) -> SamplingParams:
+    return dataclasses.replace(HOT, structured_outputs=outputs, seed=seed, **changes)
+
+
+def texts_of(outputs: Sequence[RequestOutput]) -> list[tuple[str, str]]:
+    return [(one.outputs[0].text, one.outputs[0].finish_reason) for one in outputs]
+
+
+def check_schemas(llm: LLM, seeds: range) -> None:
+    """Every text is whole JSON that its schema allows, at a temperature at which the model would say anything."""
+    schemas = [random_schema(seed) for seed in seeds]
+    params = [
+        bound(StructuredOutputs(json=schema, always_complete=True), seed, max_tokens=192)
+        for seed, schema in zip(seeds, schemas, strict=True)
+    ]
+    for schema, (text, _) in zip(schemas, texts_of(llm.generate([PROMPT] * len(params), params)), strict=True):
+        jsonschema.validate(json.loads(text), schema)
+
+
+def test_random_schemas_are_kept(llm: LLM) -> None:
+    check_schemas(llm, range(24))
+
+
+@pytest.mark.long
+def test_two_hundred_schemas_are_kept(llm: LLM) -> None:
+    check_schemas(llm, range(1000, 1200))
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_every_kind_of_constraint_is_kept(llm: LLM, kind: str) -> None:
+    outputs = dataclasses.replace(CONSTRAINTS[kind], always_complete=kind != "structural_tag")
+    for text, finish_reason in texts_of(llm.generate([PROMPT] * 6, [bound(outputs, seed) for seed in range(6)])):
+        if kind == "regex":
+            assert PATTERN.fullmatch(text)
+        elif kind == "choice":
+            assert text in CONSTRAINTS["choice"].choice
+        elif kind == "grammar":
+            assert re.fullmatch(r"begin \(*middle\)* end", text)
+            assert text.count("(") == text.count(")")
+        elif kind == "structural_tag":
+            for inner in re.findall("<f>(.*?)</f>", text, re.DOTALL):
+                jsonschema.validate(json.loads(inner), PERSON)
+            assert finish_reason in ("stop", "length")
+        else:
+            assert isinstance(json.loads(text), dict)
+
+
+def test_texts_are_the_same_alone_and_in_any_batch(llm: LLM) -> None:
+    params = [bound(CONSTRAINTS[kind], seed) for seed in range(2) for kind in CONSTRAINTS]
+    plain = [dataclasses.replace(HOT, seed=seed) for seed in range(4)]
+    together = llm.generate([PROMPT] * (len(params) + len(plain)), [*params, *plain])
+    for one, batched in zip([*params, *plain], together, strict=True):
+        alone = llm.generate(PROMPT, one)[0]
+        assert alone.outputs[0].token_ids == batched.outputs[0].token_ids
+
+
+def test_forced_tokens_are_those_that_would_have_been_sampled(llm: LLM) -> None:
+    params = [bound(CONSTRAINTS[kind], seed, max_tokens=40) for seed in range(3) for kind in CONSTRAINTS]
+    before = llm.load().num_forced_tokens
+    jumped = llm.generate([PROMPT] * len(params), params)
+    num_forced = llm.load().num_forced_tokens - before
+    each = [dataclasses.replace(one, logprobs=0) for one in params]  # whose every token is sampled
+    sampled = llm.generate([PROMPT] * len(params), each)
+    assert [one.outputs[0].token_ids for one in jumped] == [one.outputs[0].token_ids for one in sampled]
+    assert num_forced > 0
+    assert llm.load().num_forced_tokens - before == num_forced
+
+
+def test_what_is_cut_says_length(llm: LLM) -> None:
+    outputs = StructuredOutputs(json=PERSON)
+    cut = llm.generate(PROMPT, bound(outputs, 1, max_tokens=5))[0].outputs[0]
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", 5)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        (StructuredOutputs(json={"type": "objekt"}), r"structured_outputs\.json"),
+        (StructuredOutputs(regex="("), r"structured_outputs\.regex"),
+        (StructuredOutputs(grammar="root ::= missing"), r"structured_outputs\.grammar"),
+        (StructuredOutputs(json=PERSON, always_complete=True), r"max_tokens: 3 is out of range"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_field(llm: LLM, outputs: StructuredOutputs, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        llm.generate(PROMPT, bound(outputs, 1, max_tokens=3))

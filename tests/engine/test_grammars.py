@@ -1,0 +1,159 @@
+"""Rows whose text follows a grammar: the tokens are those of one step at a time, whatever else runs and however fast."""
+
+import random
+from typing import Any
+
+import pytest
+
+from jpaged.errors import InvalidArgument
+from jpaged.testing import FakeExecutor
+from jpaged.testing.fake_grammar import FakeGrammar
+from tests.engine.harness import Harness
+
+V, EOS = 61, 60
+
+
+def harness(**fields: Any) -> Harness:
+    executor = FakeExecutor(
+        vocab_size=V,
+        num_blocks=fields.pop("num_blocks", 64),
+        num_host_blocks=fields.pop("num_host_blocks", 0),
+        max_num_batched_tokens=fields.pop("max_num_batched_tokens", 32),
+    )
+    return Harness(executor=executor, eos_token_ids=frozenset({EOS}), **fields)
+
+
+def alone(prompt: list[int], grammar: FakeGrammar, **sampling: Any) -> list[int]:
+    """The tokens of a request by itself, each sampled in a step of its own."""
+    h = harness(overlap=False)
+    h.submit("alone", prompt, grammar=grammar, logprobs=0, **sampling)
+    h.run()
+    assert h.engine.load().num_forced_tokens == 0
+    return h.tokens("alone")
+
+
+def requests_of(seed: int, count: int = 10) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts and sampling of a mix, a third of them without a grammar."""
+    rng, found = random.Random(seed), []
+    for salt in range(count):
+        fields: dict[str, Any] = {"max_tokens": rng.randrange(1, 20), "temperature": 1.0, "seed": rng.randrange(2**32)}
+        if salt % 3:
+            fields["grammar"] = FakeGrammar(V, EOS, rng.randrange(1, 16), salt=rng.randrange(99))
+        found.append(([rng.randrange(V) for _ in range(rng.randrange(1, 24))], fields))
+    return found
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "overlapping": {},
+    "in turn": {"overlap": False},
+    "few blocks": {"num_blocks": 14},
+    "few blocks, swapped": {"num_blocks": 14, "num_host_blocks": 64, "preemption_mode": "swap"},
+    "small chunks": {"max_num_batched_tokens": 9},
+    "static": {"batching": "static"},
+    "several steps": {"num_scheduler_steps": 4},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_are_those_of_one_step_at_a_time(way, seed):
+    h, expected = harness(**WAYS[way]), {}
+    for number, (prompt, fields) in enumerate(requests_of(seed)):
+        h.submit(str(number), prompt, **fields)
+        if "grammar" in fields:
+            expected[str(number)] = alone(prompt, **fields)
+        if number % 4 == 3:
+            h.step()
+    h.run()
+    for request_id, tokens in expected.items():
+        assert h.tokens(request_id) == tokens
+        assert h.last(request_id).finish.reason.value == ("stop" if tokens[-1] == EOS else "length")
+        assert h.last(request_id).usage.completion_tokens == len(tokens)
+    assert h.engine.load().num_forced_tokens > 0
+
+
+def test_forced_tokens_take_no_step_of_their_own():
+    grammar, steps = FakeGrammar(V, EOS, 40, salt=3), {}
+    for logprobs in (None, 0):
+        h = harness(overlap=False)
+        h.submit("a", [1, 2], grammar=grammar, max_tokens=41, logprobs=logprobs)
+        h.run()
+        steps[logprobs] = h.executor.num_steps
+        assert len(h.tokens("a")) == 41
+    assert steps[None] + 20 < steps[0] == 41
+
+
+def test_rows_beside_are_as_without():
+    h, plain = harness(), harness()
+    for one in (h, plain):
+        one.submit("beside", [5, 6, 7], max_tokens=20, temperature=1.0, seed=4)
+    h.submit("bound", [5, 6], grammar=FakeGrammar(V, EOS, 12), max_tokens=20)
+    h.run()
+    plain.run()
+    assert h.tokens("beside") == plain.tokens("beside")
+
+
+def test_several_sequences_go_their_own_ways():
+    h, grammar = harness(), FakeGrammar(V, EOS, 12, salt=1)
+    h.submit("a", [3, 1], grammar=grammar, max_tokens=13, temperature=1.0, seed=9, n=4)
+    h.run()
+    answers = [h.tokens("a", index) for index in range(4)]
+    assert len({tuple(answer) for answer in answers}) > 1
+    for answer in answers:
+        state = grammar.start()
+        assert all(state.accept(token_id) for token_id in answer[:-1])
+        assert answer[-1] == EOS
+
+
+def test_a_text_that_is_cut_says_so():
+    h = harness()
+    h.submit("a", [3, 1], grammar=FakeGrammar(V, EOS, 30), max_tokens=7)
+    h.run()
+    assert len(h.tokens("a")) == 7
+    assert h.last("a").finish.reason.value == "length"
+
+
+def test_nothing_left_between_a_grammar_and_allowed_tokens_ends_that_request_alone():
+    h, grammar = harness(), FakeGrammar(V, EOS, 5, salt=2)
+    first = grammar.allowed_after([])
+    h.submit("a", [3], grammar=grammar, max_tokens=9, allowed_token_ids=[t for t in range(V) if t not in first])
+    h.submit("b", [3], max_tokens=9)
+    h.run()
+    error = h.last("a").error
+    assert isinstance(error, InvalidArgument)
+    assert "sampling.allowed_token_ids: leaves no token that structured_outputs allows as output token 1" in str(error)
+    assert len(h.tokens("b")) == 9
+
+
+def test_nothing_left_between_a_grammar_and_bad_words_is_said():
+    grammars = (FakeGrammar(V, EOS, 9, salt=salt) for salt in range(1000))
+    grammar = next(one for one in grammars if all(33 <= token_id < EOS for token_id in one.allowed_after([])))
+    h = harness()
+    h.submit("a", [3], grammar=grammar, max_tokens=9, bad_words=[chr(one) for one in grammar.allowed_after([])])
+    h.run()
+    error = h.last("a").error
+    assert isinstance(error, InvalidArgument)
+    assert "sampling.bad_words: leaves no token that structured_outputs allows as output token 1" in str(error)
+
+
+def test_a_text_shorter_than_min_tokens_ends_when_those_are_there():
+    h = harness()
+    h.submit("a", [3], grammar=FakeGrammar(V, EOS, 4), max_tokens=12, min_tokens=8)
+    h.run()
+    assert h.tokens("a")[4:] == [EOS] * (len(h.tokens("a")) - 4)
+    assert len(h.tokens("a")) >= 8
+    assert h.last("a").finish.reason.value == "stop"
+
+
+def test_a_grammar_that_takes_too_much_ends_its_request_with_why():
+    h = harness()
+    h.submit("a", [3], grammar=FakeGrammar(V, EOS, 30, fails_after=4), max_tokens=20)
+    h.submit("b", [3], max_tokens=20)
+    h.run()
+    assert "structured_outputs: the grammar takes more than a step may: it was told to" in str(h.last("a").error)
+    assert len(h.tokens("b")) == 20
+
+
+def test_beams_and_grammars_are_not_asked_for_together():
+    with pytest.raises(InvalidArgument, match="structured_outputs"):
+        harness().submit("a", [3], grammar=FakeGrammar(V, EOS, 30), beam_width=2)
