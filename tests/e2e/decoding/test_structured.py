@@ -13,7 +13,7 @@ from jpaged import LLM, SamplingParams
 from jpaged.errors import InvalidArgument
 from jpaged.structured import StructuredOutputs
 from jpaged.types import RequestOutput
-from tests.service.grammars.schemas import random_schema
+from tests.service.grammars.schemas import random_schema, with_definitions
 
 HOT = SamplingParams(max_tokens=96, temperature=1.5)
 PROMPT = "Once upon a time"
@@ -58,7 +58,7 @@ def texts_of(outputs: Sequence[RequestOutput]) -> list[tuple[str, str]]:
 
 def check_schemas(llm: LLM, seeds: range) -> None:
     """Every text is whole JSON that its schema allows, at a temperature at which the model would say anything."""
-    schemas = [random_schema(seed) for seed in seeds]
+    schemas = [with_definitions(random_schema(seed)) for seed in seeds]
     params = [
         bound(StructuredOutputs(json=schema, always_complete=True), seed, max_tokens=192)
         for seed, schema in zip(seeds, schemas, strict=True)
