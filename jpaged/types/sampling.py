@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
 from jpaged.errors import InvalidArgument
+from jpaged.structured import StructuredOutputs
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -114,6 +115,9 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = param(None, "only these tokens can be sampled; None allows all")
     bad_words: Sequence[str] = param(
         (), "texts whose tokens cannot follow each other, alone or behind a space: at most 128, of 256 characters each"
+    )
+    structured_outputs: StructuredOutputs | None = param(
+        None, "the text follows a grammar: an object with one of json, regex, choice, grammar, json_object, structural_tag"
     )
     seed: int | None = param(
         None,

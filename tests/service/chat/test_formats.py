@@ -42,11 +42,11 @@ def test_a_template_says_the_format(template, architecture, tools, reasoning):
 
 
 def test_a_name_is_taken_instead():
-    found = parser_for(QWEN3, "", tool_parser="llama3_json", reasoning_parser="none")
+    found = parser_for(QWEN3, "", tool_call_parser="llama3_json", reasoning_parser="none")
     assert found == AnswerFormat(TOOL_FORMATS["llama3_json"], None)
-    assert parser_for("[ARGS]", "", tool_parser="mistral").tools == TOOL_FORMATS["mistral_args"]
-    with pytest.raises(InvalidArgument, match=r"^tool_parser: 'x' is not one of auto, none, hermes, llama3_json"):
-        parser_for(None, "", tool_parser="x")
+    assert parser_for("[ARGS]", "", tool_call_parser="mistral").tools == TOOL_FORMATS["mistral_args"]
+    with pytest.raises(InvalidArgument, match=r"^tool_call_parser: 'x' is not one of auto, none, hermes, llama3_json"):
+        parser_for(None, "", tool_call_parser="x")
     with pytest.raises(InvalidArgument, match=r"^reasoning_parser: 'hermes' is not one of auto, none, qwen3"):
         parser_for(None, "", reasoning_parser="hermes")
 

@@ -202,21 +202,21 @@ def _tags_of(part: ToolFormat | ReasoningFormat) -> tuple[str, ...]:
 
 
 def parser_for(
-    template: str | None, architecture: str, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+    template: str | None, architecture: str, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
 ) -> AnswerFormat:
     """Return how a model's answers are read.
 
     Args:
         template: its chat template's source; None without one.
         architecture: as its config names it, such as `DeepseekV3ForCausalLM`: it decides where templates are alike.
-        tool_parser: a name of `TOOL_FORMATS`, "none", or "auto", which looks.
+        tool_call_parser: a name of `TOOL_FORMATS`, "none", or "auto", which looks.
         reasoning_parser: the same of `REASONING_FORMATS`.
 
     Raises:
         InvalidArgument: there is no format of that name.
     """
     text = template or ""
-    tools = _named("tool_parser", tool_parser, _tool_format(text), TOOL_FORMATS)
+    tools = _named("tool_call_parser", tool_call_parser, _tool_format(text), TOOL_FORMATS)
     reasoning = _named("reasoning_parser", reasoning_parser, _reasoning_format(text, architecture), REASONING_FORMATS)
     if tools == "mistral" and "[ARGS]" in text:
         tools = "mistral_args"
