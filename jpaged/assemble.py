@@ -312,13 +312,11 @@ def _input_processor(
         eos_token_ids=source.eos_token_ids,
         seed=options.seed,
         max_logprobs=options.max_logprobs,
-        answering=ChatAnswering(source.tokenizer, answer_format),
+        answering=ChatAnswering(source.tokenizer, answer_format, source.eos_token_ids),
     )
 
 
-def _model_info(
-    source: Source, resolved: EngineConfig, geometry: Geometry, answer_format: AnswerFormat
-) -> ModelInfo:
+def _model_info(source: Source, resolved: EngineConfig, geometry: Geometry, answer_format: AnswerFormat) -> ModelInfo:
     config = source.config
     return ModelInfo(
         name=str(resolved.server.served_model_name),

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from jpaged.assemble import build
-from jpaged.chat import ReasoningOptions, Tool, ToolChoice, chat_options_of
+from jpaged.chat import chat_options_of
 from jpaged.completions import completions_of
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
 from jpaged.engine.executor import Progress
@@ -112,11 +112,6 @@ class LLM:
         *,
         use_tqdm: bool | MakeBar = True,
         adapter: GivenAdapter = None,
-        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | ToolChoice | None = None,
-        parallel_tool_calls: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        reasoning: ReasoningOptions | Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generates the assistant's next turn of every conversation, through the model's chat template.
 
@@ -124,26 +119,16 @@ class LLM:
         `tool_calls` and what it thought in `reasoning_content`, apart from the text.
 
         `sampling_params`, `use_tqdm` and `adapter` are those of `generate`.
+        **words: Unpack[ChatWords],
 
         Args:
             conversations: messages as OpenAI's API has them; those of one conversation, or of many.
-            tools: what may be called, as OpenAI's API has it, for all conversations.
-            tool_choice: "none", "auto", "required", or a function, `{"type": "function", "function": {"name": ...}}`.
-            parallel_tool_calls: False lets an answer end behind its first call.
-            chat_template_kwargs: variables of the chat template.
-            reasoning: how the model thinks, and whether that is told: see `ReasoningOptions`.
+            words: tools, and how the model is to call them and to think, for all conversations.
         """
         many: list[Any] = list(conversations)
         if many and isinstance(many[0], Mapping):
             many = [many]
-        options = chat_options_of(
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            chat_template_kwargs=chat_template_kwargs,
-            reasoning=reasoning,
-        )
-        prompts = [Prompt(messages=one, chat_options=options) for one in many]
+        prompts = [Prompt(messages=one, chat_options=chat_options_of(**words)) for one in many]
         return self._run(self._requests(prompts, sampling_params, adapter), use_tqdm)
 
     def score(

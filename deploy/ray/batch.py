@@ -103,7 +103,9 @@ class Local:
         chat_options: ChatOptions | None = None,
     ) -> tuple[int, ...]:
         """See `AsyncClient.tokenize`."""
-        call = wire.tokenize_call(wire.prompt_of(text, None, messages, chat_options), add_special_tokens=None, model=None)
+        call = wire.tokenize_call(
+            wire.prompt_of(text, None, messages, chat_options), add_special_tokens=None, model=None
+        )
         with _translated():
             return call.read(await self._replica.tokenize(call.request))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from jpaged.chat.json_bounds import json_bytes
 from jpaged.chat.tools import (
@@ -85,7 +85,7 @@ class ChatOptions:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    reasoning: ReasoningOptions = ReasoningOptions()  # noqa: RUF009 - frozen
+    reasoning: ReasoningOptions = ReasoningOptions()
 
     def __post_init__(self) -> None:
         if len(self.tools) > MAX_TOOLS:
@@ -141,34 +141,41 @@ class ChatOptions:
         return json_bytes("tools", whole, max_bytes=2 * MAX_TOOLS * MAX_TOOL_BYTES + (1 << 20))
 
 
-def chat_options_of(
-    *,
-    tools: Any = None,
-    tool_choice: Any = None,
-    parallel_tool_calls: Any = None,
-    chat_template_kwargs: Any = None,
-    reasoning: Any = None,
-) -> ChatOptions:
-    """Read what a chat asks for in the words of OpenAI's API, None being the default of each.
+class ChatWords(TypedDict, total=False):
+    """What a chat asks for in the words of OpenAI's API, as keywords; None is the default of each.
 
-    Args:
-        tools: a list of tools, each as JSON or a `Tool`.
-        tool_choice: "none", "auto", "required", a function as JSON, or a `ToolChoice`.
-        parallel_tool_calls: a bool.
-        chat_template_kwargs: an object of JSON.
-        reasoning: an object of `ReasoningOptions`' fields, or one of those.
+    Attributes:
+        tools: what may be called, each as JSON or a `Tool`.
+        tool_choice: "none", "auto", "required", a function (`{"type": "function", "function": {"name": ...}}`), or a
+            `ToolChoice`; "auto" where it is left out and there are tools.
+        parallel_tool_calls: False lets an answer end behind its first call.
+        chat_template_kwargs: variables of the chat template.
+        reasoning: how the model thinks, and whether that is told: an object of `ReasoningOptions`' fields, or one of
+            those.
+    """
+
+    tools: Sequence[Tool | Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | ToolChoice | None
+    parallel_tool_calls: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    reasoning: ReasoningOptions | Mapping[str, Any] | None
+
+
+def chat_options_of(**words: Unpack[ChatWords]) -> ChatOptions:
+    """Read what a chat asks for.
 
     Raises:
         InvalidArgument: names the field, as in `tools[2].function.name`.
     """
-    found = tools_of(tools)
-    is_choice = isinstance(tool_choice, ToolChoice)
+    tools, choice = tools_of(words.get("tools")), words.get("tool_choice")
+    kwargs, is_parallel = words.get("chat_template_kwargs"), words.get("parallel_tool_calls")
+    is_read = choice is None or isinstance(choice, ToolChoice)
     return ChatOptions(
-        tools=found,
-        template_kwargs={} if chat_template_kwargs is None else chat_template_kwargs,
-        tool_choice=tool_choice if is_choice or tool_choice is None else tool_choice_of(tool_choice, found),
-        parallel_tool_calls=True if parallel_tool_calls is None else parallel_tool_calls,
-        reasoning=reasoning_of(reasoning),
+        tools=tools,
+        template_kwargs={} if kwargs is None else kwargs,
+        tool_choice=choice if is_read else tool_choice_of(choice, tools),
+        parallel_tool_calls=True if is_parallel is None else is_parallel,
+        reasoning=reasoning_of(words.get("reasoning")),
     )
 
 

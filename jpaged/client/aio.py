@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2
 
-from jpaged.chat import ChatOptions, ReasoningOptions, Tool, ToolChoice, chat_options_of
+from jpaged.chat import ChatOptions, ChatWords, chat_options_of
 from jpaged.client import wire
 from jpaged.client.base import BaseClient, BaseStream
 from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Attempts
@@ -87,28 +87,17 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         messages: Sequence[Mapping[str, Any]],
         sampling: SamplingParams | None = None,
         *,
-        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | ToolChoice | None = None,
-        parallel_tool_calls: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        reasoning: ReasoningOptions | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         adapter: str = "",
+        **words: Unpack[ChatWords],
     ) -> RequestOutput:
         """See `Client.chat`."""
-        options = chat_options_of(
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            chat_template_kwargs=chat_template_kwargs,
-            reasoning=reasoning,
-        )
         return await self.complete(
             None,
             sampling,
             messages=messages,
-            chat_options=options,
+            chat_options=chat_options_of(**words),
             request_id=request_id,
             timeout_s=timeout_s,
             adapter=adapter,

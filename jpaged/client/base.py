@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2_grpc, inference_pb2_grpc
-from jpaged.chat import ChatOptions, ReasoningOptions, Tool, ToolChoice, chat_options_of
+from jpaged.chat import ChatOptions, ChatWords, chat_options_of
 from jpaged.client import wire
 from jpaged.client.channel import CHANNEL_OPTIONS, Attempts, require_target
 from jpaged.client.failures import translated
@@ -109,35 +109,21 @@ class BaseClient(Generic[_StreamT]):
         messages: Sequence[Mapping[str, Any]],
         sampling: SamplingParams | None = None,
         *,
-        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | ToolChoice | None = None,
-        parallel_tool_calls: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        reasoning: ReasoningOptions | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         adapter: str = "",
+        **words: Unpack[ChatWords],
     ) -> _StreamT:
-        """Begins the assistant's next turn and returns its stream at once; messages and tools are as OpenAI's API has them.
+        """Begins the assistant's next turn and returns its stream at once.
 
         Chunks have what the model says in `text`, and apart from it what it thinks in `reasoning_content` and parts of
         what it calls in `tool_calls`, where the server knows how the model writes them.
 
         Args:
-            tool_choice: "none", "auto", "required", or a function, `{"type": "function", "function": {"name": ...}}`;
-                None is "auto" where there are tools.
-            parallel_tool_calls: False lets an answer end behind its first call.
-            chat_template_kwargs: variables of the chat template.
-            reasoning: how the model thinks, and whether that is told: see `ReasoningOptions`.
+            messages: as OpenAI's API has them.
+            words: tools, and how the model is to call them and to think.
         """
-        options = chat_options_of(
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            chat_template_kwargs=chat_template_kwargs,
-            reasoning=reasoning,
-        )
-        what = wire.prompt_of(None, None, messages, options)
+        what = wire.prompt_of(None, None, messages, chat_options_of(**words))
         return self._begin(what, sampling, request_id, timeout_s, adapter=adapter)
 
     def _begin(

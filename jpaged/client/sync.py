@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2
 
-from jpaged.chat import ChatOptions, ReasoningOptions, Tool, ToolChoice, chat_options_of
+from jpaged.chat import ChatOptions, ChatWords, chat_options_of
 from jpaged.client import wire
 from jpaged.client.base import BaseClient, BaseStream
 from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Attempts
@@ -79,31 +79,20 @@ class Client(BaseClient[GenerateStream]):
         messages: Sequence[Mapping[str, Any]],
         sampling: SamplingParams | None = None,
         *,
-        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | ToolChoice | None = None,
-        parallel_tool_calls: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        reasoning: ReasoningOptions | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         adapter: str = "",
+        **words: Unpack[ChatWords],
     ) -> RequestOutput:
         """Runs the assistant's next turn to its end and returns all of it; see `stream_chat`.
 
         Its outputs have `tool_calls` and `reasoning_content` beside `text`.
         """
-        options = chat_options_of(
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            chat_template_kwargs=chat_template_kwargs,
-            reasoning=reasoning,
-        )
         return self.complete(
             None,
             sampling,
             messages=messages,
-            chat_options=options,
+            chat_options=chat_options_of(**words),
             request_id=request_id,
             timeout_s=timeout_s,
             adapter=adapter,

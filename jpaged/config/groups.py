@@ -58,14 +58,14 @@ class ModelOptions:
     )
     tool_call_parser: ToolCallParser = option(
         "auto",
-        "how the model writes tool calls, which chats' answers have apart from their text; auto looks into its chat "
-        "template",
+        "how the model writes tool calls, which answers of chats have apart from their text; auto looks into its "
+        "chat template",
         choices=get_args(ToolCallParser),
     )
     reasoning_parser: ReasoningParser = option(
         "auto",
-        "how the model writes what it thinks, which chats' answers have apart from their text; auto looks into its chat "
-        "template",
+        "how the model writes what it thinks, which answers of chats have apart from their text; auto looks into its "
+        "chat template",
         choices=get_args(ReasoningParser),
     )
 

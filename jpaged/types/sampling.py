@@ -116,8 +116,9 @@ class SamplingParams:
     bad_words: Sequence[str] = param(
         (), "texts whose tokens cannot follow each other, alone or behind a space: at most 128, of 256 characters each"
     )
-    structured_outputs: StructuredOutputs | None = param(
-        None, "the text follows a grammar: an object with one of json, regex, choice, grammar, json_object, structural_tag"
+    structured_outputs: StructuredOutputs | None = param(  # noqa: RUF009 - a string
+        None,
+        "the text follows a grammar: an object with one of json, regex, choice, grammar, json_object, structural_tag",
     )
     seed: int | None = param(
         None,

@@ -1,4 +1,4 @@
-"""How one model's chats are answered: what an answer is held to, and what reads it. Both follow from the model's format."""
+"""How one model's chats are answered: what holds an answer, and what reads it, both by the model's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.chat.parsers.formats import AnswerFormat
-from jpaged.service.chat.structural_tag import structural_tag_for
+from jpaged.service.chat.structural_tag import SpecialTokens, structural_tag_for
 from jpaged.structured import StructuredOutputs
 from jpaged.types import Prompt, SamplingParams
 
@@ -26,18 +26,32 @@ class KnowsSpecialTokens(Protocol):
     @property
     def special_tokens(self) -> frozenset[str]: ...
 
+    def tag_ids(self, tag: str) -> list[int]: ...
+
 
 class ChatAnswering:
     """What is asked of a chat's answer, and who reads it. Safe to call from several threads.
 
     Args:
-        answer_format: how the model writes reasoning and calls.
+        answer_format: how the model writes reasoning and calls; None is not known.
+        eos_token_ids: every token that ends an answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, answer_format: AnswerFormat | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        answer_format: AnswerFormat | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
         self._format = answer_format or AnswerFormat()
-        self._special_tokens = tokenizer.special_tokens if isinstance(tokenizer, KnowsSpecialTokens) else frozenset()
+        self._special_tokens: frozenset[str] = frozenset()
+        self._tag_tokens = SpecialTokens()
+        if isinstance(tokenizer, KnowsSpecialTokens):
+            self._special_tokens = frozenset(token for token in tokenizer.special_tokens if token)
+            ids = {token: tokenizer.tag_ids(token) for token in self._special_tokens if self._format.has_tag(token)}
+            of_one = {token: found[0] for token, found in ids.items() if len(found) == 1}
+            self._tag_tokens = SpecialTokens(of_one, eos_token_ids)
 
     def check(self, options: ChatOptions, sampling: SamplingParams) -> None:
         """Refuse what no answer of this model can be; costs little.
@@ -77,24 +91,24 @@ class ChatAnswering:
         tag = structural_tag_for(
             options.shown_tools,
             options.choice,
-            self._format.tools,
+            self._format,
             is_parallel=options.parallel_tool_calls,
-            reasoning=self._format.reasoning,
             is_open=self._is_open(prompt_token_ids),
+            tokens=self._tag_tokens,
         )
         if tag is None:
             return sampling
         if sampling.structured_outputs is not None:
             what = _why_held(options)
-            raise InvalidArgument("sampling.structured_outputs", f"does not go with {what}, which asks for a grammar too")
+            raise InvalidArgument(
+                "sampling.structured_outputs", f"does not go with {what}, which asks for a grammar too"
+            )
         try:
             return replace(sampling, structured_outputs=StructuredOutputs(structural_tag=tag))
         except InvalidArgument as error:
             raise InvalidArgument("tools", f"as a grammar they are {error.problem}") from error
 
-    def answers(
-        self, prompt: Prompt, sampling: SamplingParams, prompt_token_ids: Sequence[int]
-    ) -> ChatAnswers | None:
+    def answers(self, prompt: Prompt, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> ChatAnswers | None:
         """What reads the answers to a prompt; None where all of them is content.
 
         Args:

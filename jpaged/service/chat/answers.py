@@ -1,4 +1,4 @@
-"""The answers of one chat, while they come: content, reasoning and tool calls apart, between the engine and the wire."""
+"""The answers of one chat while they come: content, reasoning and calls apart, between the engine and the wire."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ class ToolFormat:
         end: what stands behind them.
         triggers: how `begins` begin, each of them as one of these.
         new_id: makes the id of a call.
+        is_in_channels: an answer is messages, each in a channel, of which a call is the last.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ToolFormat:
     end: str
     triggers: tuple[str, ...]
     new_id: NewId = call_id
+    is_in_channels: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ TOOL_FORMATS = {
             begins=tuple(f"{start}{_HARMONY_CALL}NAME <|constrain|>json<|message|>" for start in ("", _HARMONY_START)),
             end="<|call|>",
             triggers=(_HARMONY_CALL, _HARMONY_START + _HARMONY_CALL),
+            is_in_channels=True,
         ),
     )
 }
@@ -163,6 +166,13 @@ class AnswerFormat:
         parts = [part for part in (self.tools if has_tools else None, self.reasoning) if part is not None]
         tags = [tag for part in parts for tag in _tags_of(part)]
         return any(part.needs_special_tokens for part in parts) or any(tag in special_tokens for tag in tags)
+
+    def has_tag(self, token: str) -> bool:
+        """Whether a token is, or is part of, what the family writes around calls or reasoning."""
+        tools = () if self.tools is None else (*self.tools.begins, *self.tools.triggers, self.tools.end)
+        reasoning = () if self.reasoning is None else (self.reasoning.open_tag, self.reasoning.close_tag)
+        tags = [tag for part in (self.tools, self.reasoning) if part is not None for tag in _tags_of(part)]
+        return any(token in text for text in (*tools, *reasoning, *tags))
 
     def is_open(self, prompt_tail: str) -> bool:
         """Whether an answer to this prompt begins within its reasoning.
