@@ -112,6 +112,7 @@ class LLM:
         *,
         use_tqdm: bool | MakeBar = True,
         adapter: GivenAdapter = None,
+        **words: Unpack[ChatWords],
     ) -> list[RequestOutput]:
         """Generates the assistant's next turn of every conversation, through the model's chat template.
 
@@ -119,7 +120,6 @@ class LLM:
         `tool_calls` and what it thought in `reasoning_content`, apart from the text.
 
         `sampling_params`, `use_tqdm` and `adapter` are those of `generate`.
-        **words: Unpack[ChatWords],
 
         Args:
             conversations: messages as OpenAI's API has them; those of one conversation, or of many.
@@ -128,7 +128,8 @@ class LLM:
         many: list[Any] = list(conversations)
         if many and isinstance(many[0], Mapping):
             many = [many]
-        prompts = [Prompt(messages=one, chat_options=chat_options_of(**words)) for one in many]
+        options = chat_options_of(**words)
+        prompts = [Prompt(messages=one, chat_options=options) for one in many]
         return self._run(self._requests(prompts, sampling_params, adapter), use_tqdm)
 
     def score(

@@ -165,15 +165,18 @@ def chat_options_of(**words: Unpack[ChatWords]) -> ChatOptions:
     """Read what a chat asks for.
 
     Raises:
-        InvalidArgument: names the field, as in `tools[2].function.name`.
+        InvalidArgument: names the field, as in `tools[2].function.name`; a keyword is not of `ChatWords`.
     """
+    for name in words.keys() - ChatWords.__annotations__.keys():
+        raise InvalidArgument(name, f"is not known; {', '.join(ChatWords.__annotations__)} are")
     tools, choice = tools_of(words.get("tools")), words.get("tool_choice")
     kwargs, is_parallel = words.get("chat_template_kwargs"), words.get("parallel_tool_calls")
-    is_read = choice is None or isinstance(choice, ToolChoice)
+    if choice is not None and not isinstance(choice, ToolChoice):
+        choice = tool_choice_of(choice, tools)
     return ChatOptions(
         tools=tools,
         template_kwargs={} if kwargs is None else kwargs,
-        tool_choice=choice if is_read else tool_choice_of(choice, tools),
+        tool_choice=choice,
         parallel_tool_calls=True if is_parallel is None else is_parallel,
         reasoning=reasoning_of(words.get("reasoning")),
     )

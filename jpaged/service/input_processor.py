@@ -121,7 +121,9 @@ class InputProcessor:
 
     def answers(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> ChatAnswers | None:
         """What reads the answers to a request that was made of these; None where all of them is content."""
-        return self._answering.answers(prompt, sampling, request.prompt_token_ids)
+        if prompt.messages is None:
+            return None
+        return self._answering.answers(prompt.chat_options, sampling, request.prompt_token_ids)
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
         """The tokens of a prompt, cut where that is asked for, that fit into a sequence."""

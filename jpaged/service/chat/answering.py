@@ -13,7 +13,7 @@ from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.chat.parsers.formats import AnswerFormat
 from jpaged.service.chat.structural_tag import SpecialTokens, structural_tag_for
 from jpaged.structured import StructuredOutputs
-from jpaged.types import Prompt, SamplingParams
+from jpaged.types import SamplingParams
 
 _NUM_TAIL_TOKENS = 16
 """Tokens at a prompt's end that tell whether it opens or closes reasoning; tags of several tokens are among them."""
@@ -108,16 +108,17 @@ class ChatAnswering:
         except InvalidArgument as error:
             raise InvalidArgument("tools", f"as a grammar they are {error.problem}") from error
 
-    def answers(self, prompt: Prompt, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> ChatAnswers | None:
-        """What reads the answers to a prompt; None where all of them is content.
+    def answers(
+        self, options: ChatOptions, sampling: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> ChatAnswers | None:
+        """What reads the answers to a chat; None where all of them is content.
 
         Args:
             sampling: as the caller asked for it.
         """
-        options = prompt.chat_options
         has_tools = bool(options.shown_tools)
         parts = (self._format.tools if has_tools else None, self._format.reasoning)
-        if prompt.messages is None or not sampling.detokenize or parts == (None, None):
+        if not sampling.detokenize or parts == (None, None):
             return None
         is_open = self._is_open(prompt_token_ids)
         is_kept = self._format.needs_special_tokens(self._special_tokens, has_tools=has_tools)

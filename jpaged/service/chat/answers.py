@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from jpaged.chat import ContentPiece, Piece, ReasoningPiece, ToolCallPiece
+from jpaged.chat import ContentPiece, ReasoningPiece, ToolCallPiece
 from jpaged.service.chat.parsers.answer import Parser
 from jpaged.service.chat.parsers.tool_parser import num_held
 from jpaged.types import FinishReason, OutputEvent, SequenceFinish
@@ -60,7 +60,7 @@ class _Answer:
             content, reasoning = self._content.push(content), self._reasoning.push(reasoning)
             if event.finish is not None:
                 content, reasoning = content + self._content.finish(), reasoning + self._reasoning.finish()
-        calls = tuple([piece for piece in pieces if _is_call(piece)])
+        calls = tuple([piece for piece in pieces if isinstance(piece, ToolCallPiece)])
         self.calls = self.calls or bool(calls)
         return content, reasoning, calls
 
@@ -105,7 +105,3 @@ class ChatAnswers:
             tool_calls=calls,
             finish=finish,
         )
-
-
-def _is_call(piece: Piece) -> bool:
-    return isinstance(piece, ToolCallPiece)

@@ -10,7 +10,9 @@ from jpaged.chat import ChatOptions, Tool
 from jpaged.demo import FOLDER
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
+from jpaged.service.chat.answering import ChatAnswering
 from jpaged.service.chat.messages import for_template, messages_bytes
+from jpaged.service.chat.parsers.formats import TOOL_FORMATS, AnswerFormat
 from jpaged.service.chat.process import TemplateProcess
 from jpaged.service.chat.template import ChatTemplate
 from jpaged.service.hf_tokenizer import HuggingFaceTokenizer
@@ -199,7 +201,9 @@ def test_bytes_are_counted_before_anything_is_read():
 
 
 def test_tools_reach_the_tokenizer_through_a_prompt():
-    processor = InputProcessor(ByteTokenizer(), FakeExecutor(max_model_len=1024, num_blocks=256).geometry)
+    tokenizer, geometry = ByteTokenizer(), FakeExecutor(max_model_len=1024, num_blocks=256).geometry
+    answering = ChatAnswering(tokenizer, AnswerFormat(TOOL_FORMATS["hermes"]))
+    processor = InputProcessor(tokenizer, geometry, answering=answering)
     prompt = Prompt(messages=TALK, chat_options=ChatOptions(tools=[WEATHER]))
     request = processor.make_request(request_id="a", sampling=SamplingParams(), prompt=prompt)
     lines = bytes(request.prompt_token_ids).decode().split("\n")
