@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from jpaged.assemble import build
-from jpaged.chat import chat_options_of
+from jpaged.chat import ChatWords, chat_options_of
 from jpaged.completions import completions_of
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
 from jpaged.engine.executor import Progress

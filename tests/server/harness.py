@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,8 @@ def make_serving(
         eos_token_ids=frozenset({EOS}),
         answering=ChatAnswering(tokenizer, answer_format, frozenset({EOS})),
     )
-    return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config, adapters)
+    model = replace(MODEL, max_model_len=executor.geometry.max_model_len)
+    return LoadedModel(engine, input_processor, tokenizer, model, BACKEND, config, adapters)
 
 
 @asynccontextmanager

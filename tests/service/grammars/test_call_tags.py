@@ -66,7 +66,7 @@ def with_special_tokens(names):
     """The packaged model's tokenizer with more special tokens, a compiler for it, and those of answers."""
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
-    ids = {name: tokenizer.token_to_id(name) for name in names}
+    ids: dict[str, int] = {name: tokenizer.encode(name).ids[0] for name in names}
     ending = frozenset({EOS, *(ids[name] for name in names if name == "<|call|>")})
     size = VOCAB_SIZE + len(names)
     vocabulary = Vocabulary(VocabularySpec(tokenizer.to_str(), size, tuple(sorted(ending))))
