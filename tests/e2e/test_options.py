@@ -128,6 +128,24 @@ def test_model_decides_who_answers(base: LLM, tmp_path: Path) -> None:
         assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 2
 
 
+@flips("tool_call_parser", "reasoning_parser")
+def test_parsers_say_what_of_an_answer_is_text() -> None:
+    turn, tool = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "f"}}
+    with open_llm("demo", **BASE) as llm:
+        (plain,) = llm.chat(turn, GREEDY, use_tqdm=False)[0].outputs
+        assert (llm._serving.model.tool_call_parser, llm._serving.model.reasoning_parser) == ("", "")
+        with pytest.raises(Unsupported, match=r"^tools: how this model writes calls is not known"):
+            llm.chat(turn, GREEDY, tools=[tool], use_tqdm=False)
+    assert plain.text and not plain.reasoning_content
+    with open_llm("demo", tool_call_parser="hermes", reasoning_parser="deepseek_r1", **BASE) as llm:
+        (thought,) = llm.chat(turn, GREEDY, use_tqdm=False)[0].outputs
+        assert (llm._serving.model.tool_call_parser, llm._serving.model.reasoning_parser) == ("hermes", "deepseek_r1")
+        with pytest.raises(Unsupported, match=r"^tools: the chat template of \S+ does not use any"):
+            llm.chat(turn, GREEDY, tools=[tool], use_tqdm=False)
+    assert (thought.token_ids, thought.text) == (plain.token_ids, "")
+    assert thought.reasoning_content.strip() == plain.text.strip()
+
+
 @flips("dtype")
 def test_dtype_is_that_of_weights_and_pool(base: LLM, folder: Path) -> None:
     prompt = random_prompts([20])
