@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,7 @@ def make_serving(
         eos_token_ids=frozenset({EOS}),
         answering=ChatAnswering(tokenizer, answer_format, frozenset({EOS})),
     )
-    model = replace(MODEL, max_model_len=executor.geometry.max_model_len)
-    return LoadedModel(engine, input_processor, tokenizer, model, BACKEND, config, adapters)
+    return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config, adapters)
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from jpaged.llm import LLM
 from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import scripted
 from jpaged.types import RequestOutput, SamplingParams
-from tests.server.harness import details_of, failure_of, make_serving, running
+from tests.server import harness as harness_module
+from tests.server.harness import MODEL, details_of, failure_of, make_serving, running
 
 QWEN = AnswerFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
 ARGUMENTS = '{"city": "Zürich 🏔"}'
@@ -132,7 +134,7 @@ async def test_a_conversation_goes_on_with_what_was_called():
         client = AsyncClient(harness.target)
         first = (await client.chat([USER], GREEDY, tools=TOOLS)).outputs[0]
         calls = [call.as_json() for call in first.tool_calls]
-        turns = [
+        turns: list[dict[str, Any]] = [
             USER,
             {"role": "assistant", "content": None, "reasoning_content": "Look.", "tool_calls": calls},
             {"role": "tool", "tool_call_id": calls[0]["id"], "content": "sunny"},
@@ -207,7 +209,7 @@ async def test_what_this_server_cannot_do_is_said():
             ({"reasoning": {"thinking_token_budget": 5}}, "reasoning.thinking_token_budget: "),
         ):
             with pytest.raises(Unsupported, match=message):
-                await client.chat([USER], GREEDY, **words)  # type: ignore[arg-type]
+                await client.chat([USER], GREEDY, **words)
         assert told(await client.chat([USER], GREEDY, tools=TOOLS, tool_choice="none")) == (TEXT, "", [], "stop")
 
 
@@ -225,7 +227,8 @@ async def test_a_client_refuses_what_it_cannot_send():
         client.stream_chat([USER], tools=[{"function": {"name": "a b"}}])
 
 
-async def test_a_batch_file_has_calls_in_openais_form(tmp_path):
+async def test_a_batch_file_has_calls_in_openais_form(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness_module, "MODEL", replace(MODEL, max_model_len=1024))
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     body = {"messages": [USER], "tools": TOOLS, "temperature": 0}
     bodies = [body, {**body, "max_tokens": 300}, {**body, "tools": [], "include_reasoning": False}]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from jpaged.chat import ChatOptions, Tool
+from jpaged.chat import ChatOptions, ReasoningOptions, Tool
 from jpaged.demo import FOLDER
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
@@ -268,3 +268,28 @@ def test_special_tokens_in_tools_and_arguments_are_text_where_they_are_not_parse
         assert tokenizer.decode(token_ids, skip_special_tokens=False).count(hostile) == 5
         assert tokenizer.tag_ids("<|endoftext|>") == [0]
         assert "<|endoftext|>" in tokenizer.special_tokens
+
+
+def test_reasoning_is_asked_of_a_template_by_the_variable_that_it_has(process):
+    source = "{{ messages[0].content }}{{ reasoning_effort }}{{ %s }}"
+    qwen = ChatTemplate(process, source % "enable_thinking", {})
+    both = ReasoningOptions(effort="low", enabled=False)
+    assert qwen.reasoning_variables(both, {}) == {"reasoning_effort": "low", "enable_thinking": False}
+    assert ChatTemplate(process, source % "thinking", {}).reasoning_variables(both, {})["thinking"] is False
+    assert qwen.reasoning_variables(ReasoningOptions(include=False), {}) == {}
+    with pytest.raises(InvalidArgument, match=r"^reasoning.enabled: and chat_template_kwargs.enable_thinking are one"):
+        qwen.reasoning_variables(both, {"enable_thinking": True})
+    plain = ChatTemplate(process, "{{ messages[0].content }}", {})
+    for asked, message in (
+        ({"effort": "low"}, "effort: .* reasoning_effort"),
+        ({"enabled": True}, "enabled: .*thinking"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^reasoning.{message}"):
+            plain.reasoning_variables(ReasoningOptions(**asked), {})
+
+
+def test_reasoning_reaches_the_template_of_a_folder(folder):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }} {{ reasoning_effort }}")
+    tokenizer = HuggingFaceTokenizer(folder)
+    options = ChatOptions(reasoning=ReasoningOptions(effort="high"))
+    assert tokenizer.decode(tokenizer.chat_ids([USER], options, max_bytes=1000)) == f"{USER['content']} high"
