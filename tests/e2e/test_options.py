@@ -45,7 +45,13 @@ SERVER_VALUES = {
     "metrics_port": 9090,
     "max_messages_per_second": 9,
 }
-ELSEWHERE = {"enable_expert_parallel", "quantization", *field_names(LoraOptions)}  # tests of their own
+ELSEWHERE = {
+    "enable_expert_parallel",
+    "quantization",
+    "tool_call_parser",
+    "reasoning_parser",
+    *field_names(LoraOptions),
+}  # tests of their own
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -126,24 +132,6 @@ def test_options_of_the_server_are_refused(name: str, value: Any) -> None:
 def test_model_decides_who_answers(base: LLM, tmp_path: Path) -> None:
     with open_llm(write_model("llama_linear", tmp_path), **BASE) as llm:
         assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 2
-
-
-@flips("tool_call_parser", "reasoning_parser")
-def test_parsers_say_what_of_an_answer_is_text() -> None:
-    turn, tool = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "f"}}
-    with open_llm("demo", **BASE) as llm:
-        (plain,) = llm.chat(turn, GREEDY, use_tqdm=False)[0].outputs
-        assert (llm._serving.model.tool_call_parser, llm._serving.model.reasoning_parser) == ("", "")
-        with pytest.raises(Unsupported, match=r"^tools: how this model writes calls is not known"):
-            llm.chat(turn, GREEDY, tools=[tool], use_tqdm=False)
-    assert plain.text and not plain.reasoning_content
-    with open_llm("demo", tool_call_parser="hermes", reasoning_parser="deepseek_r1", **BASE) as llm:
-        (thought,) = llm.chat(turn, GREEDY, use_tqdm=False)[0].outputs
-        assert (llm._serving.model.tool_call_parser, llm._serving.model.reasoning_parser) == ("hermes", "deepseek_r1")
-        with pytest.raises(Unsupported, match=r"^tools: the chat template of \S+ does not use any"):
-            llm.chat(turn, GREEDY, tools=[tool], use_tqdm=False)
-    assert (thought.token_ids, thought.text) == (plain.token_ids, "")
-    assert thought.reasoning_content.strip() == plain.text.strip()
 
 
 @flips("dtype")
