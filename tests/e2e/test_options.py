@@ -51,7 +51,7 @@ ELSEWHERE = {
     "tool_call_parser",
     "reasoning_parser",
     *field_names(LoraOptions),
-}  # tests of their own
+}
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 
 Test = TypeVar("Test", bound=Callable[..., None])
