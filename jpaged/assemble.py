@@ -41,8 +41,10 @@ from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.sharding import with_parallel_experts
 from jpaged.service.adapters import Adapters
+from jpaged.service.chat.answering import ChatAnswering
+from jpaged.service.chat.parsers.formats import AnswerFormat, parser_for
 from jpaged.service.grammars.compiler import ServedGrammars
-from jpaged.service.hf_tokenizer import load_tokenizer
+from jpaged.service.hf_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import BackendFacts, LoadedModel
 from jpaged.service.tokenizer_parts import TokenizerParts
@@ -80,7 +82,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         InvalidArgument, NotFound, Unsupported: the model or an option cannot be; says which and why.
     """
     source, model, places = _place(options)
-    device = first_device(places[0].mesh)
+    answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
     adapters = _adapters(options, model, places[0], progress)
     executors = _make_executors(source, model, options, places, progress, leader)
     executor, geometry = executors[0], executors[0].geometry
@@ -124,9 +126,9 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     ]
     return LoadedModel(
         engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
-        input_processor=_input_processor(source, geometry, options.model),
+        input_processor=_input_processor(source, geometry, options.model, answer_format),
         tokenizer=source.tokenizer,
-        model=_model_info(source, resolved, geometry),
+        model=_model_info(source, resolved, geometry, answer_format),
         backend=BackendFacts(
             platform=device.platform,
             device_kind=device.device_kind,
@@ -296,17 +298,31 @@ def _load(model: Model, source: Source, options: EngineConfig, where: Placement,
     return load_params(model, source.folder, layer_mode, num_parts=num_parts, shardings=shardings, progress=tensor)
 
 
-def _input_processor(source: Source, geometry: Geometry, options: ModelOptions) -> InputProcessor:
+def _answer_format(source: Source, options: ModelOptions) -> AnswerFormat:
+    """How the model's chats are read: by name, or as its chat template tells."""
+    tokenizer = source.tokenizer
+    return parser_for(
+        tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None,
+        source.config.architecture,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+    )
+
+
+def _input_processor(
+    source: Source, geometry: Geometry, options: ModelOptions, answer_format: AnswerFormat
+) -> InputProcessor:
     return InputProcessor(
         source.tokenizer,
         geometry,
         eos_token_ids=source.eos_token_ids,
         seed=options.seed,
         max_logprobs=options.max_logprobs,
+        answering=ChatAnswering(source.tokenizer, answer_format, source.eos_token_ids),
     )
 
 
-def _model_info(source: Source, resolved: EngineConfig, geometry: Geometry) -> ModelInfo:
+def _model_info(source: Source, resolved: EngineConfig, geometry: Geometry, answer_format: AnswerFormat) -> ModelInfo:
     config = source.config
     return ModelInfo(
         name=str(resolved.server.served_model_name),
@@ -322,4 +338,6 @@ def _model_info(source: Source, resolved: EngineConfig, geometry: Geometry) -> M
         has_chat_template=source.tokenizer.has_chat_template,
         max_loras=geometry.max_loras,
         max_lora_rank=resolved.lora.max_lora_rank if geometry.max_loras else 0,
+        tool_call_parser=answer_format.tools.name if answer_format.tools else "",
+        reasoning_parser=answer_format.reasoning.name if answer_format.reasoning else "",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jpaged.chat import ChatAnswer
 from jpaged.errors import InternalError
 from jpaged.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams, SequenceDelta
 
@@ -26,7 +27,8 @@ class Completions:
         """Take the next delta."""
         self._prompt_logprobs += delta.prompt_logprobs
         self._embedding = delta.embedding or self._embedding
-        if not delta.token_ids and not delta.text and delta.finish is None and not delta.is_last:
+        has_more = delta.token_ids or delta.text or delta.reasoning_content or delta.tool_calls
+        if not has_more and delta.finish is None and not delta.is_last:
             return
         self._deltas.setdefault(delta.index, []).append(delta)
         self._last = delta
@@ -64,6 +66,8 @@ class Completions:
             logprobs=tuple(p for delta in deltas for p in delta.logprobs) if self._has_logprobs else None,
             finish_reason=last.finish.reason.value,
             matched_stop=last.finish.matched_stop,
+            reasoning_content="".join(delta.reasoning_content for delta in deltas),
+            tool_calls=ChatAnswer.of(piece for delta in deltas for piece in delta.tool_calls).tool_calls,
         )
 
 

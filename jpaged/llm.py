@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from jpaged.assemble import build
+from jpaged.chat import ChatWords, chat_options_of
 from jpaged.completions import completions_of
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
 from jpaged.engine.executor import Progress
@@ -21,6 +22,7 @@ from jpaged.engine.garbage import collected_between_steps
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.load import EngineLoad
 from jpaged.progress_bar import MakeBar, ProgressBar
+from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.scoring import EMBED_SAMPLING, SCORE_SAMPLING, continued, embedding_of, score_of
 from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score
 
@@ -40,8 +42,15 @@ class TokensPrompt(TypedDict):
 _DEFAULTS = {"wait_for_all_programs": True, "num_scheduler_steps": -1}
 """What differs from a server, which has newcomers."""
 GivenPrompt = str | TextPrompt | TokensPrompt
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 GivenAdapter = str | Sequence[str | None] | None
+
+
+class _Asked(NamedTuple):
+    """A request, and what reads its answers where they are a chat's."""
+
+    request: Request
+    answers: ChatAnswers | None
 
 
 class LLM:
@@ -103,15 +112,25 @@ class LLM:
         *,
         use_tqdm: bool | MakeBar = True,
         adapter: GivenAdapter = None,
+        **words: Unpack[ChatWords],
     ) -> list[RequestOutput]:
         """Generates the assistant's next turn of every conversation, through the model's chat template.
 
+        Where the model's format is known (`tool_call_parser`, `reasoning_parser`), outputs have what it called in
+        `tool_calls` and what it thought in `reasoning_content`, apart from the text.
+
         `sampling_params`, `use_tqdm` and `adapter` are those of `generate`.
+
+        Args:
+            conversations: messages as OpenAI's API has them; those of one conversation, or of many.
+            words: tools, and how the model is to call them and to think, for all conversations.
         """
         many: list[Any] = list(conversations)
         if many and isinstance(many[0], Mapping):
             many = [many]
-        return self._run(self._requests([Prompt(messages=one) for one in many], sampling_params, adapter), use_tqdm)
+        options = chat_options_of(**words)
+        prompts = [Prompt(messages=one, chat_options=options) for one in many]
+        return self._run(self._requests(prompts, sampling_params, adapter), use_tqdm)
 
     def score(
         self,
@@ -141,7 +160,7 @@ class LLM:
         of_each: list[Any] = [continuations] if is_one else list(continuations)
         if len(of_each) != len(many):
             raise InvalidArgument("continuations", f"{len(of_each)} are given for {len(many)} prompts")
-        requests: list[Request] = []
+        requests: list[_Asked] = []
         for prompt, each in zip(many, of_each, strict=True):
             wholes, num_prompt = continued(self._serving.input_processor, _prompt_of(prompt), list(each))
             parts = [Prompt(token_ids=token_ids, told_from=num_prompt) for token_ids in wholes]
@@ -215,15 +234,16 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         adapter: GivenAdapter,
-    ) -> list[Request]:
+    ) -> list[_Asked]:
         given = SamplingParams() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", given, SamplingParams, len(prompts))
         names = _one_each("adapter", "" if adapter is None else adapter, str, len(prompts))
         return [self._request(*one) for one in zip(params, prompts, names, strict=True)]
 
-    def _request(self, sampling: SamplingParams, prompt: Prompt, adapter: str | None = None) -> Request:
+    def _request(self, sampling: SamplingParams, prompt: Prompt, adapter: str | None = None) -> _Asked:
         self._num_requests += 1
-        request = self._serving.input_processor.make_request(
+        processor = self._serving.input_processor
+        request = processor.make_request(
             request_id=f"llm-{self._num_requests}",
             sampling=sampling,
             prompt=prompt,
@@ -231,9 +251,12 @@ class LLM:
             adapter=self._serving.adapters.find(adapter) if adapter else None,
         )
         grammars = self._serving.grammars
-        return request if grammars is None else grammars.bind_now(request)
+        request = request if grammars is None else grammars.bind_now(request)
+        return _Asked(request, processor.answers(prompt, sampling, request))
 
-    def _run(self, requests: list[Request], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
+    def _run(self, asked: list[_Asked], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
+        requests = [one.request for one in asked]
+        answers = {one.request.request_id: one.answers for one in asked}
         completions = {request.request_id: completions_of(request.sampling) for request in requests}
         failures: dict[str, Exception] = {}
         engine = self._serving.engine
@@ -241,7 +264,8 @@ class LLM:
         in_flight: set[str] = set()
 
         def take(event: OutputEvent) -> None:
-            completions[event.request_id].add(event)
+            reader = answers[event.request_id]
+            completions[event.request_id].add(event if reader is None else reader.split(event))
             if event.error is not None:
                 failures[event.request_id] = event.error
             if event.is_last:

@@ -33,6 +33,7 @@ import ray
 from blocks import Block, Part, Parts, Reader, Span, blocks_of, files_in, spans_of
 from ray import cloudpickle
 
+from jpaged.chat import ChatOptions
 from jpaged.client import wire
 from jpaged.client.batching.answers import Answers
 from jpaged.client.channel import Backoff
@@ -75,11 +76,12 @@ class Local:
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
-        messages: Sequence[Mapping[str, str]] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_options: ChatOptions | None = None,
         adapter: str = "",
     ) -> RequestOutput:
         """See `AsyncClient.complete`; it waits while the queue is full."""
-        what = wire.prompt_of(prompt, prompt_token_ids, messages)
+        what = wire.prompt_of(prompt, prompt_token_ids, messages, chat_options)
         backoff = Backoff(_FIRST_BACKOFF_S, 2.0, _MAX_BACKOFF_S)
         while True:
             request = wire.generate_request(what, sampling, request_id=None, model=None, whole=True, adapter=adapter)
@@ -94,10 +96,16 @@ class Local:
                 await asyncio.sleep(backoff.next_s(error.retry_after_s))
 
     async def tokenize(
-        self, text: str | None = None, *, messages: Sequence[Mapping[str, str]] | None = None
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_options: ChatOptions | None = None,
     ) -> tuple[int, ...]:
         """See `AsyncClient.tokenize`."""
-        call = wire.tokenize_call(wire.prompt_of(text, None, messages), add_special_tokens=None, model=None)
+        call = wire.tokenize_call(
+            wire.prompt_of(text, None, messages, chat_options), add_special_tokens=None, model=None
+        )
         with _translated():
             return call.read(await self._replica.tokenize(call.request))
 

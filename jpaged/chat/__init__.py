@@ -1,6 +1,7 @@
 """The values of a chat with tools: what may be called, what was called, and an answer in pieces. Neither jax nor grpc.
 
-tools.py        tools, the choice among them, and what a chat template gets
+tools.py        tools, and the choice among them
+options.py      what a chat asks for beside its messages
 pieces.py       an answer in pieces, and put together
 thinking.py     how long a model may think
 json_bounds.py  JSON that callers send, bounded
@@ -10,6 +11,16 @@ from jpaged.chat.json_bounds import (
     MAX_JSON_DEPTH,
     json_bytes,
     json_object,
+)
+from jpaged.chat.options import (
+    MAX_TEMPLATE_KWARGS,
+    MAX_TEMPLATE_KWARGS_BYTES,
+    MAX_THINKING_TOKEN_BUDGET,
+    ChatOptions,
+    ChatWords,
+    ReasoningOptions,
+    chat_options_of,
+    reasoning_of,
 )
 from jpaged.chat.pieces import (
     ChatAnswer,
@@ -24,13 +35,10 @@ from jpaged.chat.thinking import (
 )
 from jpaged.chat.tools import (
     MAX_CALL_ID_CHARS,
-    MAX_TEMPLATE_KWARGS,
-    MAX_TEMPLATE_KWARGS_BYTES,
     MAX_TOOL_BYTES,
     MAX_TOOL_CALLS,
     MAX_TOOL_NAME_CHARS,
     MAX_TOOLS,
-    ChatOptions,
     Tool,
     ToolChoice,
     ToolChoiceMode,
@@ -44,14 +52,17 @@ __all__ = [
     "MAX_JSON_DEPTH",
     "MAX_TEMPLATE_KWARGS",
     "MAX_TEMPLATE_KWARGS_BYTES",
+    "MAX_THINKING_TOKEN_BUDGET",
     "MAX_TOOLS",
     "MAX_TOOL_BYTES",
     "MAX_TOOL_CALLS",
     "MAX_TOOL_NAME_CHARS",
     "ChatAnswer",
     "ChatOptions",
+    "ChatWords",
     "ContentPiece",
     "Piece",
+    "ReasoningOptions",
     "ReasoningPiece",
     "ThinkingBudget",
     "Tool",
@@ -59,9 +70,11 @@ __all__ = [
     "ToolCallPiece",
     "ToolChoice",
     "ToolChoiceMode",
+    "chat_options_of",
     "is_tool_name",
     "json_bytes",
     "json_object",
+    "reasoning_of",
     "tool_choice_of",
     "tools_of",
 ]

@@ -18,10 +18,7 @@ MAX_TOOL_BYTES = 64 << 10
 MAX_TOOL_CALLS = 128
 """Calls that one message may have."""
 MAX_CALL_ID_CHARS = 256
-MAX_TEMPLATE_KWARGS = 32
-MAX_TEMPLATE_KWARGS_BYTES = 16 << 10
 _NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}")
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _MAX_SHOWN = 80
 
@@ -69,7 +66,7 @@ class Tool:
 
 
 def tools_of(value: Any, *, path: str = "tools") -> tuple[Tool, ...]:
-    """Read the `tools` of a request; None is none.
+    """Read the `tools` of a request, each as JSON or a `Tool`; None is none.
 
     Raises:
         InvalidArgument: names the field, as in `tools[2].function.name`.
@@ -81,11 +78,12 @@ def tools_of(value: Any, *, path: str = "tools") -> tuple[Tool, ...]:
     if len(value) > MAX_TOOLS:
         raise InvalidArgument(path, f"{len(value)} tools; at most {MAX_TOOLS}")
     tools = tuple(_tool_of(f"{path}[{i}]", one) for i, one in enumerate(value))
-    _check_unique(tools, path)
+    check_unique(tools, path)
     return tools
 
 
-def _check_unique(tools: Sequence[Tool], path: str) -> None:
+def check_unique(tools: Sequence[Tool], path: str) -> None:
+    """Refuse two tools of one name, with InvalidArgument."""
     first: dict[str, int] = {}
     for i, tool in enumerate(tools):
         if first.setdefault(tool.name, i) != i:
@@ -95,6 +93,8 @@ def _check_unique(tools: Sequence[Tool], path: str) -> None:
 
 
 def _tool_of(path: str, value: Any) -> Tool:
+    if isinstance(value, Tool):
+        return value
     function = _fields(path, value, {"type", "function"}).get("function")
     if value.get("type", "function") != "function":
         raise InvalidArgument(f"{path}.type", f"{value['type']!r} is not supported: only 'function' is")
@@ -160,38 +160,3 @@ def tool_choice_of(value: Any, tools: Sequence[Tool], *, path: str = "tool_choic
     if not any(tool.name == name for tool in tools):
         raise InvalidArgument(f"{path}.function.name", f"{str(name)[:_MAX_SHOWN]!r} is the name of none of the tools")
     return ToolChoice(ToolChoiceMode.NAMED, name)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """What a chat template gets besides the messages.
-
-    Attributes:
-        template_kwargs: variables of the template, such as `enable_thinking`; JSON values.
-
-    Raises:
-        InvalidArgument: too many or too large, a name that is none, two tools of one name.
-    """
-
-    tools: Sequence[Tool] = ()
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if len(self.tools) > MAX_TOOLS:
-            raise InvalidArgument("tools", f"{len(self.tools)} tools; at most {MAX_TOOLS}")
-        _check_unique(self.tools, "tools")
-        path, kwargs = "chat_template_kwargs", self.template_kwargs
-        if not isinstance(kwargs, Mapping):
-            raise InvalidArgument(path, "must be a JSON object")
-        if len(kwargs) > MAX_TEMPLATE_KWARGS:
-            raise InvalidArgument(path, f"{len(kwargs)} variables; at most {MAX_TEMPLATE_KWARGS}")
-        for name in kwargs:
-            if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name):
-                raise InvalidArgument(path, f"{str(name)[:_MAX_SHOWN]!a} is no name of a variable")
-        json_bytes(path, kwargs, max_bytes=MAX_TEMPLATE_KWARGS_BYTES)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all of it as JSON, about."""
-        whole = {"tools": [tool.as_json() for tool in self.tools], "kwargs": self.template_kwargs}
-        return json_bytes("tools", whole, max_bytes=2 * MAX_TOOLS * MAX_TOOL_BYTES + (1 << 20))

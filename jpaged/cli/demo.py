@@ -146,7 +146,7 @@ def _tell(client: Client, story: _Story, number: int, seed: int) -> None:
         for chunk in stream:
             if story.first_token_s is None:
                 story.first_token_s = time.monotonic() - start_s
-            story.text += chunk.text
+            story.text += chunk.reasoning_content + chunk.text
             story.num_tokens = chunk.usage.completion_tokens
             story.finish = chunk.finish_reason
     except JpagedError as error:

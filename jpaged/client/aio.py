@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2
 
+from jpaged.chat import ChatOptions, ChatWords, chat_options_of
 from jpaged.client import wire
 from jpaged.client.base import BaseClient, BaseStream
 from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Attempts
@@ -67,18 +68,40 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
-        messages: Sequence[Mapping[str, str]] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_options: ChatOptions | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         adapter: str = "",
     ) -> RequestOutput:
         """See `Client.complete`."""
-        what = wire.prompt_of(prompt, prompt_token_ids, messages)
+        what = wire.prompt_of(prompt, prompt_token_ids, messages, chat_options)
         assembler = Assembler(what, sampling)
         async with self._begin(what, sampling, request_id, timeout_s, whole=True, adapter=adapter) as stream:
             async for chunk in stream:
                 assembler.add(chunk)
         return assembler.output()
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        adapter: str = "",
+        **words: Unpack[ChatWords],
+    ) -> RequestOutput:
+        """See `Client.chat`."""
+        return await self.complete(
+            None,
+            sampling,
+            messages=messages,
+            chat_options=chat_options_of(**words),
+            request_id=request_id,
+            timeout_s=timeout_s,
+            adapter=adapter,
+        )
 
     async def score(
         self,
@@ -112,11 +135,12 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         self,
         text: str | None = None,
         *,
-        messages: Sequence[Mapping[str, str]] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_options: ChatOptions | None = None,
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
         """See `Client.tokenize`."""
-        prompt = wire.prompt_of(text, None, messages)
+        prompt = wire.prompt_of(text, None, messages, chat_options)
         return await self._run(wire.tokenize_call(prompt, add_special_tokens=add_special_tokens, model=self._model))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

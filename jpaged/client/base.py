@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2_grpc, inference_pb2_grpc
+from jpaged.chat import ChatOptions, ChatWords, chat_options_of
 from jpaged.client import wire
 from jpaged.client.channel import CHANNEL_OPTIONS, Attempts, require_target
 from jpaged.client.failures import translated
@@ -88,7 +89,8 @@ class BaseClient(Generic[_StreamT]):
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
-        messages: Sequence[Mapping[str, str]] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_options: ChatOptions | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         adapter: str = "",
@@ -96,9 +98,32 @@ class BaseClient(Generic[_StreamT]):
         """Begins a request and returns its stream at once. Exactly one of the three prompts is given.
 
         Args:
+            chat_options: with messages alone: tools, and how the model is to call them and to think.
             adapter: the name of an adapter that the server has loaded.
         """
-        what = wire.prompt_of(prompt, prompt_token_ids, messages)
+        what = wire.prompt_of(prompt, prompt_token_ids, messages, chat_options)
+        return self._begin(what, sampling, request_id, timeout_s, adapter=adapter)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        adapter: str = "",
+        **words: Unpack[ChatWords],
+    ) -> _StreamT:
+        """Begins the assistant's next turn and returns its stream at once.
+
+        Chunks have what the model says in `text`, and apart from it what it thinks in `reasoning_content` and parts of
+        what it calls in `tool_calls`, where the server knows how the model writes them.
+
+        Args:
+            messages: as OpenAI's API has them.
+            words: tools, and how the model is to call them and to think.
+        """
+        what = wire.prompt_of(None, None, messages, chat_options_of(**words))
         return self._begin(what, sampling, request_id, timeout_s, adapter=adapter)
 
     def _begin(

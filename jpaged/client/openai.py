@@ -10,8 +10,8 @@ request becomes a failed line of output, with a custom_id of null where it has n
 A field of a body that cannot be honoured is an error of its line, never ignored. A few fields say what happens anyway
 (`stream` of false, `logit_bias` of nothing): those pass with that value and with no other. What OpenAI does
 not have but `SamplingParams` does (`top_k`, `beam_width`, `priority`, `cache_salt`, ...) is a field of the body too, as
-`adapter` is, the name of one that the server has loaded. Bodies of /v1/embeddings and /v1/score are read in
-`batching/scoring.py`.
+`adapter` is, the name of one that the server has loaded. What chats have beside is read in `openai_chat.py`, bodies of
+/v1/embeddings and /v1/score in `batching/scoring.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jpaged import json_text
+from jpaged.chat import ChatOptions
+from jpaged.client.openai_chat import CHAT_FIELDS, chat_options_in, message_of, messages_in
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.structured import response_format_of
 from jpaged.types import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
@@ -43,7 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
 }
 _NEUTRAL_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "echo": (False,), "suffix": ("",)}
-_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "tools": ([],)}
+_NEUTRAL_CHAT = _NEUTRAL
 _SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
 TokenText = Callable[[int], str]
 
@@ -69,7 +71,8 @@ class Job:
     sampling: SamplingParams
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
-    messages: tuple[dict[str, str], ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    chat_options: ChatOptions | None = None
     model: str | None = None
     adapter: str | None = None
     fills_length: bool = False
@@ -229,7 +232,7 @@ def _completion_job(body: dict[str, Any]) -> Job:
 
 
 def _chat_job(body: dict[str, Any]) -> Job:
-    own = {"model", "adapter", "messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format"}
+    own = {"model", "adapter", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", *CHAT_FIELDS}
     _check_names(body, own, _NEUTRAL_CHAT)
     if "max_completion_tokens" in body:
         if "max_tokens" in body:
@@ -241,12 +244,10 @@ def _chat_job(body: dict[str, Any]) -> Job:
     num_top = _int_or_none(body, "top_logprobs")
     if num_top is not None and not wants_logprobs:
         raise InvalidArgument("body.top_logprobs", "needs logprobs to be true")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidArgument("body.messages", "must be a list with at least one message")
     return Job(
         _sampling(body, (num_top or 0) if wants_logprobs else None),
-        messages=tuple(_message(i, message) for i, message in enumerate(messages)),
+        messages=messages_in(body),
+        chat_options=chat_options_in(body),
         model=name_in(body, "model"),
         adapter=name_in(body, "adapter"),
         fills_length="max_tokens" not in body,
@@ -278,24 +279,6 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None) -> SamplingParams:
         return SamplingParams(**values, logprobs=logprobs)
     except InvalidArgument as error:
         raise InvalidArgument(error.field.replace("sampling.", "body."), error.problem) from error
-
-
-def _message(i: int, message: Any) -> dict[str, str]:
-    where = f"body.messages[{i}]"
-    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-        raise InvalidArgument(where, "must be an object of role and content and nothing else")
-    content = message["content"]
-    if isinstance(content, list):
-        content = "".join(_text_part(f"{where}.content", part) for part in content)
-    if not isinstance(content, str) or not isinstance(message["role"], str):
-        raise InvalidArgument(where, "role and content must be strings")
-    return {"role": message["role"], "content": content}
-
-
-def _text_part(where: str, part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise InvalidArgument(where, f"{part!r} is not a text part; only text is supported")
-    return str(part["text"])
 
 
 def name_in(body: Mapping[str, Any], field: str) -> str | None:
@@ -363,7 +346,7 @@ def _dumped(value: Mapping[str, Any]) -> str:
 
 def _choice(output: CompletionOutput, is_chat: bool, token_text: TokenText) -> dict[str, Any]:
     shown = _chat_logprobs if is_chat else _completion_logprobs
-    content = {"message": {"role": "assistant", "content": output.text}} if is_chat else {"text": output.text}
+    content: dict[str, Any] = {"message": message_of(output)} if is_chat else {"text": output.text}
     return {
         "index": output.index,
         **content,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2
 
+from jpaged.chat import ChatOptions, ChatWords, chat_options_of
 from jpaged.client import wire
 from jpaged.client.base import BaseClient, BaseStream
 from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Attempts
@@ -59,18 +60,43 @@ class Client(BaseClient[GenerateStream]):
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
-        messages: Sequence[Mapping[str, str]] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_options: ChatOptions | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         adapter: str = "",
     ) -> RequestOutput:
         """Runs a request to its end and returns all of it; see `generate`."""
-        what = wire.prompt_of(prompt, prompt_token_ids, messages)
+        what = wire.prompt_of(prompt, prompt_token_ids, messages, chat_options)
         assembler = Assembler(what, sampling)
         with self._begin(what, sampling, request_id, timeout_s, whole=True, adapter=adapter) as stream:
             for chunk in stream:
                 assembler.add(chunk)
         return assembler.output()
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        adapter: str = "",
+        **words: Unpack[ChatWords],
+    ) -> RequestOutput:
+        """Runs the assistant's next turn to its end and returns all of it; see `stream_chat`.
+
+        Its outputs have `tool_calls` and `reasoning_content` beside `text`.
+        """
+        return self.complete(
+            None,
+            sampling,
+            messages=messages,
+            chat_options=chat_options_of(**words),
+            request_id=request_id,
+            timeout_s=timeout_s,
+            adapter=adapter,
+        )
 
     def score(
         self,
@@ -111,11 +137,12 @@ class Client(BaseClient[GenerateStream]):
         self,
         text: str | None = None,
         *,
-        messages: Sequence[Mapping[str, str]] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_options: ChatOptions | None = None,
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
         """The ids that a text or a conversation becomes."""
-        prompt = wire.prompt_of(text, None, messages)
+        prompt = wire.prompt_of(text, None, messages, chat_options)
         return self._run(wire.tokenize_call(prompt, add_special_tokens=add_special_tokens, model=self._model))
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

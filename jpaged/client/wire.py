@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 from google.protobuf.message import Message
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged.chat import ChatOptions
+from jpaged.client.chat import chat_message, piece_of
 from jpaged.completions import completions_of
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.load import Load, ReplicaLoad
@@ -45,6 +47,7 @@ _FINISH_REASONS = {
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     inference_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
+    inference_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
 }
 _EARLY_STOPPING: dict[bool | str, inference_pb2.EarlyStopping] = {
     False: inference_pb2.EARLY_STOPPING_BEST_RUNNING,
@@ -69,7 +72,7 @@ class GenerateChunk(SequenceDelta):
 
     @property
     def finish_reason(self) -> str | None:
-        """What ended the sequence: "stop", "length" or "abort"; None before its last chunk."""
+        """What ended the sequence: "stop", "tool_calls", "length" or "abort"; None before its last chunk."""
         return None if self.finish is None else self.finish.reason.value
 
 
@@ -118,19 +121,23 @@ class Call(Generic[_T]):
 def prompt_of(
     prompt: str | None,
     prompt_token_ids: Sequence[int] | None = None,
-    messages: Sequence[Mapping[str, str]] | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+    chat_options: ChatOptions | None = None,
 ) -> Prompt:
     """The prompt that is given.
 
     Raises:
-        InvalidArgument: none is, or several.
+        InvalidArgument: none is, or several, or what belongs to messages goes with another.
     """
     if sum(given is not None for given in (prompt, prompt_token_ids, messages)) != 1:
         raise InvalidArgument("prompt", "give exactly one of prompt, prompt_token_ids and messages")
+    if chat_options is not None and messages is None:
+        raise InvalidArgument("chat_options", "go with messages alone")
     return Prompt(
         prompt,
         None if prompt_token_ids is None else tuple(prompt_token_ids),
         None if messages is None else tuple(messages),
+        chat_options=chat_options or ChatOptions(),
     )
 
 
@@ -158,19 +165,20 @@ def generate_request(
     if prompt.token_ids is not None:
         message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=_checked_ids("prompt.token_ids", prompt.token_ids)))
     elif prompt.messages is not None:
-        message.chat.CopyFrom(_chat_message(prompt.messages))
+        message.chat.CopyFrom(chat_message(prompt))
     return message
 
 
 def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
     """Every field by its name, defaults included: what a request means does not change with the server's version."""
-    values: dict[str, Any] = {one.name: getattr(sampling, one.name) for one in fields(SamplingParams)}
+    given: dict[str, Any] = {one.name: getattr(sampling, one.name) for one in fields(SamplingParams)}
+    values = {name: value for name, value in given.items() if value is not None}
     for name in ("max_tokens", "min_tokens"):
         values[name] = _checked_uint32(f"sampling.{name}", values[name])
     values["top_k"] = min(sampling.top_k, 2**31 - 1)  # no vocabulary is larger: all are kept either way
     values["stop_token_ids"] = _checked_ids("sampling.stop_token_ids", sampling.stop_token_ids)
     for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
-        if values[name] is not None:
+        if name in values:
             values[name] = _checked_int32(f"sampling.{name}", values[name])
     values["logprob_token_ids"] = _checked_ids("sampling.logprob_token_ids", sampling.logprob_token_ids)
     values["early_stopping"] = _EARLY_STOPPING[sampling.early_stopping]
@@ -204,6 +212,8 @@ def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:
         prompt_token_ids=tuple(message.prompt_token_ids),
         is_last=message.is_last,
         times=_times_of(message.times) if message.HasField("times") else None,
+        reasoning_content=message.reasoning_content,
+        tool_calls=tuple([piece_of(delta) for delta in message.tool_calls]),
     )
 
 
@@ -294,7 +304,7 @@ def tokenize_call(prompt: Prompt, *, add_special_tokens: bool | None, model: str
     """Text or messages -> ids."""
     request = inference_pb2.TokenizeRequest(text=prompt.text, add_special_tokens=add_special_tokens, model=model)
     if prompt.messages is not None:
-        request.chat.CopyFrom(_chat_message(prompt.messages))
+        request.chat.CopyFrom(chat_message(prompt))
     return Call("Tokenize", request, lambda response: tuple(response.token_ids))
 
 
@@ -404,17 +414,6 @@ def _fields_of(message: Message) -> dict[str, Any]:
     return {
         field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.message_type is None
     }
-
-
-def _chat_message(messages: Sequence[Mapping[str, str]]) -> inference_pb2.ChatPrompt:
-    turns = []
-    for i, message in enumerate(messages):
-        if set(message) != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
-            raise InvalidArgument(f"messages[{i}]", "must have the strings `role` and `content` and nothing else")
-        for name, value in message.items():
-            require_whole_characters(f"messages[{i}].{name}", value)
-        turns.append(inference_pb2.ChatMessage(role=message["role"], content=message["content"]))
-    return inference_pb2.ChatPrompt(messages=turns)
 
 
 def _checked_ids(name: str, token_ids: Sequence[int]) -> Sequence[int]:

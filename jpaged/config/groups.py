@@ -13,6 +13,10 @@ Policy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 Batching = Literal["continuous", "static"]
 KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
+ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "openai"]
+"""How a model writes tool calls: `jpaged.service.chat.parsers.formats` has what each is."""
+ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "openai_gptoss"]
+"""The same of its reasoning."""
 LinearBackend = Literal["cpu", "xla"]
 Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cpu"]
 """Whose attention kernels run."""
@@ -51,6 +55,18 @@ class ModelOptions:
         True,
         "take special tokens that are spelled out in prompts and messages for what they say; if not, they are text "
         "there, and only those that the chat template writes count",
+    )
+    tool_call_parser: ToolCallParser = option(
+        "auto",
+        "how the model writes tool calls, which answers of chats have apart from their text; auto looks into its "
+        "chat template",
+        choices=get_args(ToolCallParser),
+    )
+    reasoning_parser: ReasoningParser = option(
+        "auto",
+        "how the model writes what it thinks, which answers of chats have apart from their text; auto looks into its "
+        "chat template",
+        choices=get_args(ReasoningParser),
     )
 
 

@@ -2,6 +2,7 @@
 
 port.py         gRPC's server, which takes whatever peers send
 servicer.py     proto <-> types, and one method for each RPC
+chat.py         proto <-> types of chats
 evaluations.py  Score and Embed
 status.py       errors -> status codes with details
 metrics.py      a loaded model's numbers in Prometheus' format

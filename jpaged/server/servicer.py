@@ -17,13 +17,13 @@ from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, infer
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
+from jpaged.server.chat import chat_options_from, delta_of, messages_from
 from jpaged.server.evaluations import asker_of, embedded, scored
 from jpaged.server.status import CallContext, error_for, refuse
 from jpaged.service.names import require_name
 from jpaged.service.service import Call, Service, ServiceState, Stage
 from jpaged.structured import structured_outputs_of
 from jpaged.types import (
-    MAX_CHAT_MESSAGES,
     FinishReason,
     ModelInfo,
     OutputEvent,
@@ -45,6 +45,7 @@ _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
+    FinishReason.TOOL_CALLS: inference_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _EARLY_STOPPING: dict[int, bool | Literal["never"]] = {
     inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
@@ -114,16 +115,9 @@ def prompt_from(message: Any) -> Prompt:
         case "token_ids":
             return Prompt(token_ids=message.token_ids.ids)
         case "chat":
-            return Prompt(messages=messages_from(message.chat))
+            return Prompt(messages=messages_from(message.chat), chat_options=chat_options_from(message.chat))
         case _:
             raise InvalidArgument(field, f"is missing: set {forms}")
-
-
-def messages_from(chat: inference_pb2.ChatPrompt) -> tuple[dict[str, str], ...]:
-    """A conversation as chat templates take it; raises InvalidArgument for too many messages, before it copies any."""
-    if len(chat.messages) > MAX_CHAT_MESSAGES:
-        raise InvalidArgument("chat.messages", f"{len(chat.messages)} messages; at most {MAX_CHAT_MESSAGES}")
-    return tuple({"role": turn.role, "content": turn.content} for turn in chat.messages)
 
 
 def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
@@ -155,6 +149,8 @@ def response_of(
         prompt_token_ids=prompt_token_ids,
         is_last=event.is_last,
         times=None if event.times is None else _message_of(inference_pb2.RequestTimes, event.times),
+        reasoning_content=event.reasoning_content,
+        tool_calls=[delta_of(piece) for piece in event.tool_calls],
     )
 
 

@@ -129,12 +129,15 @@ class HuggingFaceTokenizer:
         Raises:
             Unsupported: besides, its template takes no notice of the tools that are there.
         """
-        chat = self._tool_chat if options.tools else self._chat
+        chat = self._tool_chat if options.shown_tools else self._chat
         if chat is None:
             raise Unsupported(f"the tokenizer in {self._folder.name} has no chat template: send text or token ids")
         plain: Any = [dict(message) for message in messages]
-        tools: Any = [tool.as_json() for tool in options.tools]
-        kwargs: Any = dict(options.template_kwargs)
+        tools: Any = [tool.as_json() for tool in options.shown_tools]
+        kwargs: Any = {
+            **options.template_kwargs,
+            **chat.reasoning_variables(options.reasoning, options.template_kwargs),
+        }
         if self._literal is None:
             text = chat.render(plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs)
             if self._fast is None:

@@ -16,6 +16,8 @@ from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
+from jpaged.service.chat.answering import ChatAnswering
+from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.chat.messages import LaysOutTools, for_template, messages_bytes, text_bytes
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
@@ -40,6 +42,7 @@ class InputProcessor:
     Args:
         eos_token_ids: every token that ends a sequence of this model.
         max_logprobs: likeliest tokens that may be told of at each position; -1 is all.
+        answering: how chats are answered; None is in content alone.
         seed: where a request that brings none gets its own: the n-th request of a run always gets the same.
     """
 
@@ -51,6 +54,7 @@ class InputProcessor:
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         max_logprobs: int = 20,
+        answering: ChatAnswering | None = None,
     ) -> None:
         if len(eos_token_ids) > _MAX_EOS_TOKEN_IDS:
             raise InternalError(f"{len(eos_token_ids)} end-of-sequence tokens; at most {_MAX_EOS_TOKEN_IDS} are held")
@@ -59,6 +63,7 @@ class InputProcessor:
         self._geometry = geometry
         self._seed = seed
         self._max_logprobs = max_logprobs
+        self._answering = answering or ChatAnswering(tokenizer)
         self._counter = itertools.count()
 
     def make_request(
@@ -78,7 +83,8 @@ class InputProcessor:
         Raises:
             InvalidArgument: a field is wrong; says which.
             RequestTooLong: prompt and max_tokens can never fit, with the limit.
-            Unsupported: messages, but the model has no chat template, or tools, of which it takes no notice.
+            Unsupported: messages, but the model has no chat template, or tools, of which it takes no notice, or whose
+                calls cannot be read.
         """
         if prompt.pooling not in (None, "last", "mean"):
             raise InvalidArgument("pooling", f"{prompt.pooling!r} is neither 'last' nor 'mean'")
@@ -87,9 +93,13 @@ class InputProcessor:
         self._check_beams(sampling)
         self._check_stops(sampling)
         self._check_logprobs(sampling)
+        if prompt.messages is not None:
+            self._answering.check(prompt.chat_options, sampling)
         token_ids = self._prompt_ids(prompt, sampling)
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
+        if prompt.messages is not None:
+            sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
         bad_word_ids = self._bad_word_ids(sampling)
         number = next(self._counter)
         if sampling.seed is None and not sampling.beam_width:
@@ -108,6 +118,12 @@ class InputProcessor:
             told_from=1 if prompt.told_from is None and sampling.prompt_logprobs is not None else prompt.told_from,
             pooling=prompt.pooling,
         )
+
+    def answers(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> ChatAnswers | None:
+        """What reads the answers to a request that was made of these; None where all of them is content."""
+        if prompt.messages is None:
+            return None
+        return self._answering.answers(prompt.chat_options, sampling, request.prompt_token_ids)
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
         """The tokens of a prompt, cut where that is asked for, that fit into a sequence."""
@@ -182,13 +198,12 @@ class InputProcessor:
             raise InvalidArgument("chat.messages", "is empty: at least one message is needed")
         if len(messages) > MAX_CHAT_MESSAGES:
             raise InvalidArgument("chat.messages", f"{len(messages)} messages; at most {MAX_CHAT_MESSAGES}")
-        has_options = bool(options.tools or options.template_kwargs)
-        num_bytes = messages_bytes(messages) + (options.num_bytes if has_options else 0)
+        num_bytes = messages_bytes(messages) + (options.num_bytes if options.is_laid_out else 0)
         limit = max(max_bytes, MIN_MAX_CHAT_BYTES)
         if num_bytes > limit:
             raise RequestTooLong("chat.messages", f"{num_bytes} bytes, over the limit of {limit}: {self._limits()}")
         plain = for_template(messages, max_bytes=limit)
-        if has_options and self.tokenizer.has_chat_template:
+        if options.is_laid_out and self.tokenizer.has_chat_template:
             if not isinstance(self.tokenizer, LaysOutTools):
                 raise Unsupported("tools: this model's tokenizer lays out messages alone")
             return self._known("chat.messages", self.tokenizer.chat_ids(plain, options, max_bytes=max_bytes))

@@ -38,6 +38,7 @@ from jpaged.errors import (
     QueueFull,
     Unavailable,
 )
+from jpaged.service.chat.answers import ChatAnswers
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.names import require_name
@@ -212,6 +213,7 @@ class Generation:
         request_id: as the caller knows it.
         cache_tenant: whose id it is, and whose prefixes it may share.
         prompt_token_ids: none where the call was ended before they were known.
+        answers: tells content, reasoning and calls of a chat apart; None where all is content.
         preparing: makes the engine's request of the call; None once the engine has it.
         is_over: the last event was taken.
     """
@@ -222,7 +224,8 @@ class Generation:
     stream: OutputStream
     forget: Callable[[Generation], None]
     prompt_token_ids: tuple[int, ...] = ()
-    preparing: asyncio.Task[Request] | None = None
+    answers: ChatAnswers | None = None
+    preparing: asyncio.Task[tuple[Request, ChatAnswers | None]] | None = None
     is_over: bool = False
 
     def end(self, finish: SequenceFinish | None = None, error: JpagedError | None = None) -> None:
@@ -241,7 +244,7 @@ class Generation:
         if event.is_last:
             self.is_over = True
             self.forget(self)
-        return event
+        return event if self.answers is None else self.answers.split(event)
 
 
 class Service:
@@ -451,9 +454,9 @@ class Service:
         deadline_s = None if call.remaining_s is None else model.engine.clock() + call.remaining_s
         adapter = model.adapters.find(call.adapter) if call.adapter else None
 
-        def make() -> Request:
+        def make() -> tuple[Request, ChatAnswers | None]:
             prompt, sampling = call.read()
-            return model.input_processor.make_request(
+            request = model.input_processor.make_request(
                 request_id=generation.engine_id,
                 sampling=sampling,
                 prompt=prompt,
@@ -463,14 +466,17 @@ class Service:
                 is_whole=call.is_whole,
                 adapter=adapter,
             )
+            return request, model.input_processor.answers(prompt, sampling, request)
 
-        async def prepare() -> Request:
-            request = await self._workers.run(make, call.size)
-            return request if model.grammars is None else await model.grammars.bind(request)
+        async def prepare() -> tuple[Request, ChatAnswers | None]:
+            request, answers = await self._workers.run(make, call.size)
+            if model.grammars is not None:
+                request = await model.grammars.bind(request)
+            return request, answers
 
         generation.preparing = asyncio.create_task(prepare())
         try:
-            request = await generation.preparing
+            request, generation.answers = await generation.preparing
             return None if generation.stream.is_ended else request
         except asyncio.CancelledError:
             task = asyncio.current_task()

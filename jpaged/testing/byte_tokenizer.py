@@ -53,7 +53,7 @@ class ByteTokenizer:
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int) -> list[int]:
         """Lay out tools, a line each, and messages, whose calls follow what is said."""
-        tools = "".join(f"tool: {json_text.dumps(tool.as_json())}\n" for tool in options.tools)
+        tools = "".join(f"tool: {json_text.dumps(tool.as_json())}\n" for tool in options.shown_tools)
         turns = "".join(f"{message['role']}: {_said(message)}\n" for message in messages)
         token_ids = self.encode(f"{tools}{turns}assistant: ")
         if len(token_ids) > max_bytes:

@@ -44,8 +44,9 @@ from jpaged.engine.executor import (
 )
 from jpaged.engine.executor.telling import TellInputs, ToldOutputs
 from jpaged.errors import InternalError
+from jpaged.testing.byte_tokenizer import ByteTokenizer
 from jpaged.testing.fake_edits import CountedTokens
-from jpaged.testing.fake_model import NAN, Seen, sampled
+from jpaged.testing.fake_model import NAN, Script, Seen, sampled
 from jpaged.testing.fake_tells import LOGPROB_STEP, tell_of
 from jpaged.testing.single_steps import step_at
 from jpaged.types import Adapter
@@ -113,11 +114,13 @@ class FakeExecutor:
         max_num_steps: decode steps of a dispatch at most.
         windows: of its KV groups.
         max_loras: its adapter slots.
+        sampled: the token that a row samples.
     """
 
     max_num_steps = 1
     windows: tuple[int | None, ...] = (None,)
     max_loras = 0
+    sampled: Callable[[Seen, np.void, int], int] = staticmethod(sampled)
 
     def __init__(
         self,
@@ -228,7 +231,7 @@ class FakeExecutor:
             self._counted.count(inputs.edits.due, self._geometry.max_num_seqs)
         for row, seen in enumerate(hidden):
             is_sound_r[row] = all(tokens.max() < NAN for tokens in seen.tokens)
-            token_ids_r[row] = sampled(seen, inputs.rows_r[row], self._geometry.vocab_size)
+            token_ids_r[row] = self.sampled(seen, inputs.rows_r[row], self._geometry.vocab_size)
             if inputs.edits is not None:
                 token_ids_r[row] = self._counted.edited(
                     int(token_ids_r[row]), inputs.edits, row, seen.context, self._geometry.vocab_size
@@ -379,6 +382,12 @@ def with_adapters(max_loras: int, kind: type[FakeExecutor] = FakeExecutor) -> ty
 def seeing(windows: tuple[int | None, ...], kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
     """Make a kind of fake whose KV groups have these windows."""
     return type(f"{kind.__name__}Seeing", (kind,), {"windows": windows})
+
+
+def scripted(*answers: str, kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
+    """Make a kind of fake that answers chats of a `ByteTokenizer` with these texts, one for each sequence in turn."""
+    script = Script([list(answer.encode()) for answer in answers], list(b"assistant: "), ByteTokenizer.EOS)
+    return type(f"{kind.__name__}Scripted", (kind,), {"sampled": staticmethod(script)})
 
 
 def _run_of(inputs: StepInputs, row: int) -> tuple[int, int]:

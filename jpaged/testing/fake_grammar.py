@@ -1,7 +1,7 @@
-"""A grammar over token ids that needs no text: what may come depends on the tokens before, and often there is no choice.
+"""A grammar over token ids that needs no text: what may come depends on those before, and often there is no choice.
 
-    length - left tokens   0      1      2      3 ... length
-    may come               some   one    one    some  the end alone
+    tokens so far   0      1      2      3 ... length
+    may come        some   one    one    some  the end alone
 
 Which ones is a hash of those before, so that a token that is taken for another shows.
 """

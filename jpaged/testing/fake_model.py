@@ -54,6 +54,29 @@ def sampled(seen: Seen, row: np.void, vocab_size: int) -> int:
     return token_id
 
 
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Samples, instead of `sampled`, an answer that is known, and then the token that ends it.
+
+    Args:
+        answers: the tokens of the answer of each sequence of a request, in turn.
+        marker: what a prompt ends with; no answer has it.
+        end: the token behind an answer.
+    """
+
+    answers: Sequence[Sequence[int]]
+    marker: Sequence[int]
+    end: int
+
+    def __call__(self, seen: Seen, row: np.void, vocab_size: int) -> int:
+        context, size = seen.context, len(self.marker)
+        marker = list(self.marker)
+        starts = (at + size for at in range(len(context) - size, -1, -1) if context[at : at + size] == marker)
+        place = len(context) - next(starts, len(context))
+        answer = self.answers[int(row["sequence_indices_r"]) % len(self.answers)]
+        return answer[place] if place < len(answer) else self.end
+
+
 def _noise(seed: int, sequence_index: int, position: int) -> int:
     return (seed * 31 + sequence_index * 17 + position * 7) % 101
 

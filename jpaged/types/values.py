@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from jpaged.chat import ChatOptions
+from jpaged.chat import ChatOptions, ToolCall, ToolCallPiece
 from jpaged.structured import Grammar
 from jpaged.types.sampling import SamplingParams
 
@@ -37,11 +37,18 @@ class FinishReason(enum.Enum):
     """`max_tokens` were generated."""
     ABORT = "abort"
     """The request was aborted by id."""
+    TOOL_CALLS = "tool_calls"
+    """As STOP, of a chat's answer that calls tools; those who read answers say so, and never the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model as clients see it. `name` is what a request's model is held against; without adapters limits are 0."""
+    """The model as clients see it. `name` is what a request's model is held against; without adapters limits are 0.
+
+    Attributes:
+        tool_call_parser: the format in which it writes tool calls; "" where none is known.
+        reasoning_parser: the same of its reasoning.
+    """
 
     name: str
     architecture: str
@@ -56,6 +63,8 @@ class ModelInfo:
     has_chat_template: bool
     max_loras: int = 0
     max_lora_rank: int = 0
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,7 @@ class Prompt:
     Attributes:
         told_from: the first token whose log-probability is told; None leaves it to `SamplingParams.prompt_logprobs`.
         pooling: have its hidden states told, pooled so.
-        chat_options: with messages alone: tools, and variables of the chat template.
+        chat_options: with messages alone: tools, how they are called, and variables of the chat template.
     """
 
     text: str | None = None
@@ -226,6 +235,8 @@ class SequenceDelta:
         times: with is_last alone; None from a server that does not tell them.
         prompt_logprobs: of the prompt's tokens, from the second or the one that was asked for on; before any token.
         embedding: the prompt's pooled hidden states, float32; before any token.
+        reasoning_content: to append to what the model thinks, which `text` is without: of chats.
+        tool_calls: parts of calls, which `text` is without, in order: of chats.
     """
 
     request_id: str
@@ -240,6 +251,8 @@ class SequenceDelta:
     times: RequestTimes | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     embedding: tuple[float, ...] = ()
+    reasoning_content: str = ""
+    tool_calls: tuple[ToolCallPiece, ...] = ()
 
 
 @dataclass(slots=True)
@@ -256,6 +269,8 @@ class CompletionOutput:
     Attributes:
         cumulative_logprob: the sum over its tokens; None unless the request asked for `logprobs`, had a best_of above n
             or searched with beams.
+        reasoning_content: what the model thought, which `text` is without: of chats.
+        tool_calls: what it called, which `text` is without: of chats.
     """
 
     index: int
@@ -265,6 +280,8 @@ class CompletionOutput:
     logprobs: tuple[PositionLogprobs, ...] | None
     finish_reason: str
     matched_stop: str | int | None = None
+    reasoning_content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "structured": {"errors", "json_text"},
     "chat": {"errors"},
     "types": {"errors", "structured", "chat"},
-    "completions": {"errors", "types"},
+    "completions": {"errors", "types", "chat"},
     "progress_bar": {"types"},
     "launchers": {"errors"},
     "config": {"errors", "types", "launchers"},

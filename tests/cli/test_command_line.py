@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.cli.main import COMMANDS, main, make_parser
+from jpaged.cli.main import COMMANDS, _with_dashes, main, make_parser
 from jpaged.cli.options import config_from, flag_of, sampling_from
 from jpaged.cli.startup import StartupReport
 from jpaged.config import SECTIONS, EngineConfig, iter_options
@@ -40,7 +40,7 @@ def test_every_option_has_a_flag(name, spec, spelling):
         words = [f"{flag}={word}"] if spelling == "equals" else [flag, word]
     if name in TOGETHER:
         words += [word for other in TOGETHER.keys() - {name} for word in (flag_of(other), TOGETHER[other])]
-    arguments = make_parser().parse_args(["serve", *[w.replace("_", "-") if w.startswith("--") else w for w in words]])
+    arguments = make_parser().parse_args(_with_dashes(["serve", *words]))
     config = config_from(arguments)
     sections = [getattr(config, section) for section in SECTIONS]
     assert [getattr(section, name) for section in sections if name in dataclasses.asdict(section)] == [value]

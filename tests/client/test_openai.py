@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jpaged.chat import ChatOptions, ReasoningOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
 from jpaged.client.openai import BadLine, Job, Line, failure_line, job_of, parse_file, parse_lines, success_line
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.types import (
@@ -17,6 +18,9 @@ from jpaged.types import (
     TokenLogprob,
     Usage,
 )
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+TOOL_CHOICE_NAME = "body.tool_choice.function.name"
 
 
 def text_of(**changes: Any) -> str:
@@ -172,6 +176,57 @@ def test_a_chat_is_read_whole():
     assert job_of(chat(logprobs=False)).sampling.logprobs is None
 
 
+def test_tools_and_reasoning_of_a_chat_are_read():
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages = [
+        {"role": "assistant", "content": None, "refusal": None, "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "12"}]},
+    ]
+    job = job_of(
+        chat(
+            messages=messages,
+            tools=[TOOL],
+            tool_choice={"type": "function", "function": {"name": "f"}},
+            parallel_tool_calls=False,
+            chat_template_kwargs={"a": [1]},
+            reasoning={"enabled": True},
+            reasoning_effort="low",
+            include_reasoning=False,
+        )
+    )
+    assert job.messages == (
+        {"role": "assistant", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "12"},
+    )
+    assert job.chat_options == ChatOptions(
+        tools=(Tool("f", parameters={"type": "object"}, is_strict=True),),
+        template_kwargs={"a": [1]},
+        tool_choice=ToolChoice(ToolChoiceMode.NAMED, "f"),
+        parallel_tool_calls=False,
+        reasoning=ReasoningOptions(effort="low", enabled=True, include=False),
+    )
+    assert job_of(chat(tools=[])).chat_options == ChatOptions()
+
+
+def test_a_chat_line_has_calls_and_reasoning_beside_the_content():
+    called = dataclasses.replace(
+        OUTPUT.outputs[0],
+        text="",
+        reasoning_content="hm",
+        tool_calls=(ToolCall("1", "f", "{}"),),
+        finish_reason="tool_calls",
+    )
+    output = dataclasses.replace(OUTPUT, outputs=(called,))
+    choice = json.loads(success_line(chat(), output, model="m", token_text=chr))["response"]["body"]["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    }
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -224,12 +279,29 @@ def test_fields_that_ask_for_nothing_pass(body):
         (completion(model=5), "body.model"),
         (chat(messages=[]), "body.messages"),
         (chat(messages=[{"role": "user"}]), "body.messages[0]"),
-        (chat(messages=[{"role": "user", "content": "x", "name": "y"}]), "body.messages[0]"),
+        (chat(messages=[{"role": "user", "content": "x", "refusal": "y"}]), "body.messages[0].refusal"),
+        (chat(messages=[{"role": "user", "content": "x", "tool_calls": [1]}]), "body.messages[0].tool_calls[0]"),
+        (chat(messages=[{"role": "assistant", "content": None, "tool_calls": []}]), "body.messages[0]"),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "body.messages[0].content"),
         (chat(top_logprobs=2), "body.top_logprobs"),
         (chat(logprobs=2), "body.logprobs"),
         (chat(max_tokens=2, max_completion_tokens=2), "body.max_tokens"),
-        (chat(tools=[{}]), "body.tools"),
+        (chat(tools=[{}]), "body.tools[0].function"),
+        (chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "body.tools[0].function.name"),
+        (chat(tools=[TOOL] * 2), "body.tools[1].function.name"),
+        (chat(tools=[TOOL], tool_choice="any"), "body.tool_choice"),
+        (chat(tool_choice="required"), "body.tool_choice"),
+        (chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}), TOOL_CHOICE_NAME),
+        (chat(parallel_tool_calls=1), "body.parallel_tool_calls"),
+        (chat(chat_template_kwargs=[]), "body.chat_template_kwargs"),
+        (chat(chat_template_kwargs={"a b": 1}), "body.chat_template_kwargs"),
+        (chat(reasoning="low"), "body.reasoning"),
+        (chat(reasoning={"x": 1}), "body.reasoning.x"),
+        (chat(reasoning_effort=3), "body.reasoning.effort"),
+        (chat(reasoning={"effort": "low"}, reasoning_effort="low"), "body.reasoning_effort"),
+        (chat(include_reasoning="no"), "body.reasoning.include"),
+        (chat(reasoning={"thinking_token_budget": -1}), "body.reasoning.thinking_token_budget"),
+        (completion(tools=[TOOL]), "body.tools"),
         (chat(response_format={"type": "json_object"}), "body.response_format"),
         (chat(prompt="x"), "body.prompt"),
     ],

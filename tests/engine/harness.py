@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.service.input_processor import InputProcessor
-from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
-from jpaged.testing.fake_grammar import FakeGrammar, FakeMasks
 from jpaged.structured import StructuredOutputs
+from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
+from jpaged.testing.fake_grammar import FakeMasks
 from jpaged.types import OutputEvent, Prompt, SamplingParams
 
 NO_EOS: frozenset[int] = frozenset()
@@ -79,7 +79,7 @@ class Harness:
         cache_tenant="",
         is_whole=False,
         adapter=None,
-        grammar: FakeGrammar | None = None,
+        grammar=None,
         **sampling,
     ):
         sampling.setdefault("temperature", 0.0)

@@ -1,4 +1,4 @@
-"""Rows whose text follows a grammar: the tokens are those of one step at a time, whatever else runs and however fast."""
+"""Rows whose text follows a grammar: the tokens are those of one step at a time, whatever else runs."""
 
 import random
 from typing import Any

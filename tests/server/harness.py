@@ -17,6 +17,8 @@ from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument
 from jpaged.server.lifecycle import Server
 from jpaged.service.adapters import Adapters
+from jpaged.service.chat.answering import ChatAnswering
+from jpaged.service.chat.parsers.formats import AnswerFormat
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import BackendFacts, LoadedModel
 from jpaged.testing import ByteTokenizer, FakeAdapter, FakeExecutor, Faults
@@ -37,6 +39,8 @@ MODEL = ModelInfo(
     has_chat_template=True,
     max_loras=2,
     max_lora_rank=16,
+    tool_call_parser="fake-calls",
+    reasoning_parser="fake-thoughts",
 )
 BACKEND = BackendFacts(platform="cpu", device_kind="fake", num_devices=1, attention="none", jax_version="0")
 
@@ -86,25 +90,39 @@ def read_fake(path: str) -> FakeAdapter:
         raise InvalidArgument("lora", f"{path} holds no number") from error
 
 
-def make_serving(executor: FakeExecutor, config: EngineConfig, tokenizer: ByteTokenizer | None = None) -> LoadedModel:
+def make_serving(
+    executor: FakeExecutor,
+    config: EngineConfig,
+    tokenizer: ByteTokenizer | None = None,
+    answer_format: AnswerFormat | None = None,
+) -> LoadedModel:
     """An engine with all that the server needs beside it."""
     adapters = Adapters(read_fake, config.lora.max_cpu_loras) if executor.max_loras else Adapters()
     tokenizer = tokenizer or ByteTokenizer()
     engine = Engine(executor, tokenizer, config, eos_token_ids=frozenset({EOS}))
-    input_processor = InputProcessor(tokenizer, executor.geometry, eos_token_ids=frozenset({EOS}))
+    input_processor = InputProcessor(
+        tokenizer,
+        executor.geometry,
+        eos_token_ids=frozenset({EOS}),
+        answering=ChatAnswering(tokenizer, answer_format, frozenset({EOS})),
+    )
     return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config, adapters)
 
 
 @asynccontextmanager
 async def running(
-    *, executor: FakeExecutor | None = None, tokenizer: ByteTokenizer | None = None, **options: Any
+    *,
+    executor: FakeExecutor | None = None,
+    tokenizer: ByteTokenizer | None = None,
+    answer_format: AnswerFormat | None = None,
+    **options: Any,
 ) -> AsyncIterator[Harness]:
     """A server that takes requests; stopped at the end, whatever happened. `options` are EngineConfig's."""
     executor = executor or FakeExecutor()
     config = EngineConfig.load({"port": 0, **options})
 
     def load(progress: Progress) -> LoadedModel:
-        return make_serving(executor, config, tokenizer)
+        return make_serving(executor, config, tokenizer, answer_format)
 
     loaded: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
     server = Server(config, load, on_serving=lambda port, serving: loaded.set_result(serving))

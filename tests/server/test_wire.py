@@ -6,6 +6,14 @@ from typing import Any
 import pytest
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
+from jpaged.chat import (
+    ChatOptions,
+    ReasoningOptions,
+    Tool,
+    ToolCallPiece,
+    ToolChoice,
+    ToolChoiceMode,
+)
 from jpaged.client import wire as client_wire
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad, Load
@@ -158,6 +166,8 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
         is_last=True,
         times=RequestTimes(1.5, 2.5, 3.5, 4.5),
         prompt_logprobs=(PositionLogprobs(TokenLogprob(1, -0.5, 2), (), (TokenLogprob(3, -0.25),)),),
+        reasoning_content="so",
+        tool_calls=(ToolCallPiece(0, "{", "id", "f"), ToolCallPiece(0, "}"), ToolCallPiece(1, "", "", "")),
     )
     response = server_wire.response_of(event, "r", (7, 8))
     assert {field.name for field, _ in response.ListFields()} == names_of(inference_pb2.GenerateResponse)
@@ -173,6 +183,8 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
         "usage",
         "times",
         "prompt_logprobs",
+        "reasoning_content",
+        "tool_calls",
     ):
         assert getattr(chunk, name) == getattr(event, name)
     assert chunk.prompt_token_ids == (7, 8)
@@ -217,6 +229,64 @@ def test_a_generate_request_uses_every_field():
     turns = ({"role": "user", "content": "hi"},)
     by_chat = client_wire.generate_request(Prompt(messages=turns), None, request_id=None, model=None)
     assert server_wire.prompt_from(by_chat).messages == turns
+
+
+TURNS = (
+    {"role": "user", "content": "hi", "name": "Ann"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+            {"id": None, "type": "function", "function": {"name": "g", "arguments": '{"x": 1}'}},
+        ],
+    },
+    {"role": "tool", "content": "12", "tool_call_id": "a"},
+)
+SCHEMA = {"type": "object", "properties": {"b": {"type": "number"}, "a": {"type": "string"}}}
+OPTIONS = ChatOptions(
+    tools=(Tool("f", "does", SCHEMA, is_strict=True), Tool("g")),
+    template_kwargs={"e": [1, None, "é"]},
+    tool_choice=ToolChoice(ToolChoiceMode.NAMED, "g"),
+    parallel_tool_calls=False,
+    reasoning=ReasoningOptions(effort="low", enabled=False, thinking_token_budget=0, include=False),
+)
+
+
+def test_a_chat_crosses_whole():
+    message = client_wire.generate_request(
+        Prompt(messages=TURNS, chat_options=OPTIONS), None, request_id=None, model=None
+    )
+    assert {field.name for field, _ in message.chat.ListFields()} == names_of(inference_pb2.ChatPrompt)
+    assert {field.name for turn in message.chat.messages for field, _ in turn.ListFields()} == names_of(
+        inference_pb2.ChatMessage
+    )
+    read = server_wire.prompt_from(message)
+    assert read.messages == TURNS
+    assert read.chat_options == OPTIONS
+    assert list(read.chat_options.tools[0].parameters["properties"]) == ["b", "a"]
+    tokenize = client_wire.tokenize_call(
+        Prompt(messages=TURNS, chat_options=OPTIONS), add_special_tokens=None, model=None
+    )
+    assert server_wire.prompt_from(tokenize.request) == read
+
+
+@pytest.mark.parametrize("mode", ToolChoiceMode)
+def test_every_tool_choice_crosses(mode):
+    choice = ToolChoice(mode, "f" if mode is ToolChoiceMode.NAMED else None)
+    options = ChatOptions(tools=(Tool("f"),), tool_choice=choice)
+    message = client_wire.generate_request(
+        Prompt(messages=TURNS, chat_options=options), None, request_id=None, model=None
+    )
+    assert server_wire.prompt_from(message).chat_options == options
+    assert len(ToolChoiceMode) == len(inference_pb2.ToolChoiceMode.values()) - 1
+
+
+def test_a_chat_that_sets_nothing_is_the_default():
+    chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
+    read = server_wire.prompt_from(inference_pb2.GenerateRequest(chat=chat))
+    assert (read.messages, read.chat_options) == (({"role": "user", "content": "hi"},), ChatOptions())
 
 
 def test_facts_and_load_cross_whole():

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
+from jpaged.chat import ChatOptions
 from jpaged.client.batching.scoring import (
     EmbedJob,
     ScoreJob,
@@ -36,12 +37,17 @@ class Completer(Protocol):
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
-        messages: Sequence[Mapping[str, str]] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_options: ChatOptions | None = None,
         adapter: str = "",
     ) -> RequestOutput: ...
 
     async def tokenize(
-        self, text: str | None = None, *, messages: Sequence[Mapping[str, str]] | None = None
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_options: ChatOptions | None = None,
     ) -> Sequence[int]: ...
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
@@ -93,19 +99,17 @@ class Answers:
         return Answered(text, output.usage.prompt_tokens, output.usage.completion_tokens)
 
     async def _complete(self, server: Completer, custom_id: str, job: Job) -> RequestOutput:
-        sampling, adapter = _seeded(job.sampling, custom_id), job.adapter or ""
-        if not job.fills_length:
-            return await server.complete(
-                job.prompt,
-                sampling,
-                prompt_token_ids=job.prompt_token_ids,
-                messages=job.messages,
-                adapter=adapter,
-            )
-        token_ids = await server.tokenize(messages=job.messages)
-        max_tokens = max(1, self._model.max_model_len - len(token_ids))
+        sampling = _seeded(job.sampling, custom_id)
+        if job.fills_length:
+            token_ids = await server.tokenize(messages=job.messages, chat_options=job.chat_options)
+            sampling = replace(sampling, max_tokens=max(1, self._model.max_model_len - len(token_ids)))
         return await server.complete(
-            prompt_token_ids=token_ids, sampling=replace(sampling, max_tokens=max_tokens), adapter=adapter
+            job.prompt,
+            sampling,
+            prompt_token_ids=job.prompt_token_ids,
+            messages=job.messages,
+            chat_options=job.chat_options,
+            adapter=job.adapter or "",
         )
 
     async def _name_tokens(self, server: Completer, output: RequestOutput) -> None:

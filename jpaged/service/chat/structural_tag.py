@@ -1,60 +1,166 @@
 r"""The structural tag that holds an answer to a family's format of calls: plain data, from which a grammar is built.
 
     {"type": "structural_tag",
-     "triggers": ["<tool_call>"],
-     "structures": [
-        {"begin": "<tool_call>\n{\"name\": \"f\", \"arguments\": ", "schema": {...}, "end": "}\n</tool_call>"}],
-     "at_least_one": true,
-     "stop_after_first": false}
+     "format": {"type": "sequence", "elements": [
+        {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"},
+        {"type": "regex", "pattern": "[\\r\\n]*"},
+        {"type": "triggered_tags",
+         "triggers": ["<tool_call>"],
+         "tags": [
+            {"type": "tag",
+             "begin": "<tool_call>\n{\"name\": \"f\", \"arguments\": ",
+             "content": {"type": "json_schema", "json_schema": {...}},
+             "end": "}\n</tool_call>"}],
+         "at_least_one": true,
+         "stop_after_first": false}]}}
 
-Text is free up to a trigger; from there it is one of the structures that begin so. `at_least_one` lets no text stand
-before the first, and no answer end before it; `stop_after_first` lets nothing stand behind it. Both are xgrammar's
-words for its `triggered_tags`; type, structures and triggers are what vLLM takes as a response's format.
-Source: https://xgrammar.mlc.ai/docs/.
+Text is free up to a trigger; from there it is one of the tags that begin so. `at_least_one` lets no text stand before
+the first, and no answer end before it; `stop_after_first` lets nothing stand behind it. What comes before is the
+reasoning, which is free; without it `format` is the last part alone.
+
+A special token is no text to a grammar. Where the family's tags are such tokens, they are `token`s by id, and free text
+is a regular expression, which matches none of them.
+Source: https://xgrammar.mlc.ai/docs/xgrammar_features/structural_tag.html.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jpaged.chat import Tool, ToolChoice, ToolChoiceMode
-from jpaged.service.chat.parsers.formats import ToolFormat
+from jpaged.service.chat.parsers.formats import AnswerFormat, ReasoningFormat, ToolFormat
 
+Format = dict[str, Any]
 _ANY_OBJECT = {"type": "object"}
+_NEWLINES: Format = {"type": "regex", "pattern": r"[\r\n]*"}
+_TEXT: Format = {"type": "regex", "pattern": "(?s:.*)"}
+_CHANNELS: Format = {"type": "regex", "pattern": "analysis|commentary"}
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """The special tokens of a tokenizer: text -> id. A grammar names none of `ending`: it ends by itself."""
+
+    ids: Mapping[str, int] = field(default_factory=dict)
+    ending: frozenset[int] = frozenset()
+
+    def are_in(self, texts: Iterable[str]) -> bool:
+        """Whether one of the texts has one."""
+        return any(token in text for text in texts for token in self.ids)
+
+    def parts(self, text: str) -> list[Format]:
+        """A text as formats: tokens, and what is between them."""
+        by_length = sorted(self.ids, key=len, reverse=True)
+        found = re.split(f"({'|'.join(map(re.escape, by_length))})", text) if by_length else [text]
+        return [
+            {"type": "token", "token": self.ids[part]} if part in self.ids else {"type": "const_string", "value": part}
+            for part in found
+            if part and self.ids.get(part) not in self.ending
+        ]
 
 
 def structural_tag_for(
-    tools: Sequence[Tool], choice: ToolChoice, tool_format: ToolFormat, *, is_parallel: bool = True
-) -> dict[str, Any] | None:
-    """Return what an answer is held to, None where it is free. It begins where reasoning ends.
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    answer_format: AnswerFormat,
+    *,
+    is_parallel: bool = True,
+    is_open: bool = False,
+    tokens: SpecialTokens | None = None,
+) -> Format | None:
+    """Return what an answer is held to, None where it is free.
 
-    A free choice holds an answer to nothing, but for tools that are strict: what is called then is one of the tools,
-    and the arguments of those that are strict are as their schemas say.
+    A free choice holds an answer to nothing, but for tools that are strict, and where one call must be the only one:
+    what is called then is one of the tools, and the arguments of those that are strict are as their schemas say.
 
     Args:
         choice: as `tool_choice_of` reads it.
+        answer_format: of a model that writes calls.
         is_parallel: several calls may be made; of a named function there is one call.
+        is_open: the answer begins within its reasoning.
+        tokens: those that may be in the family's tags; None is none.
     """
-    if choice.mode is ToolChoiceMode.NONE:
+    tool_format, reasoning = answer_format.tools, answer_format.reasoning
+    if choice.mode is ToolChoiceMode.NONE or tool_format is None:
         return None
     is_forced = choice.mode is not ToolChoiceMode.AUTO
-    if not is_forced and not any(tool.is_strict for tool in tools):
+    if not is_forced and is_parallel and not any(tool.is_strict for tool in tools):
         return None
     is_named = choice.mode is ToolChoiceMode.NAMED
     callable_tools = [tool for tool in tools if not is_named or tool.name == choice.name]
+    schemas = {
+        tool.name: dict(tool.parameters) if is_forced or tool.is_strict else dict(_ANY_OBJECT)
+        for tool in callable_tools
+    }
+    is_one = is_named or not is_parallel
+    tokens = tokens or SpecialTokens()
+    if tokens.are_in((*tool_format.begins, tool_format.end)):
+        body = _in_tokens(schemas, tool_format, tokens, is_forced=is_forced, is_one=is_one)
+    else:
+        body = [_in_text(schemas, tool_format, is_forced=is_forced, is_one=is_one)]
+    thought = [] if reasoning is None or reasoning.is_whole_answer else _thought(reasoning, tokens, is_open=is_open)
+    return {"type": "structural_tag", "format": _sequence([*thought, *body])}
+
+
+def _in_text(schemas: Mapping[str, Any], tool_format: ToolFormat, *, is_forced: bool, is_one: bool) -> Format:
     return {
-        "type": "structural_tag",
-        "structures": [
-            {
-                "begin": begin.replace("NAME", tool.name),
-                "schema": dict(tool.parameters) if is_forced or tool.is_strict else dict(_ANY_OBJECT),
-                "end": tool_format.end,
-            }
-            for tool in callable_tools
+        "type": "triggered_tags",
+        "triggers": list(tool_format.triggers),
+        "tags": [
+            _tag(begin.replace("NAME", name), {"type": "json_schema", "json_schema": schema}, tool_format.end)
+            for name, schema in schemas.items()
             for begin in tool_format.begins
         ],
-        "triggers": list(tool_format.triggers),
         "at_least_one": is_forced,
-        "stop_after_first": is_named or not is_parallel,
+        "stop_after_first": is_one,
     }
+
+
+def _in_tokens(
+    schemas: Mapping[str, Any], tool_format: ToolFormat, tokens: SpecialTokens, *, is_forced: bool, is_one: bool
+) -> list[Format]:
+    end = tokens.parts(tool_format.end)
+    usual = tool_format.begins[0]
+    calls = _or(
+        [
+            _sequence(
+                [*tokens.parts(usual.replace("NAME", name)), {"type": "json_schema", "json_schema": schema}, *end]
+            )
+            for name, schema in schemas.items()
+        ]
+    )
+    if tool_format.is_in_channels:
+        first, last = tokens.parts("<|channel|>"), tokens.parts("<|message|>")
+        next_message = tokens.parts("<|end|><|start|>assistant")
+        before = {"type": "star", "content": _sequence([*first, _CHANNELS, *last, _TEXT, *next_message])}
+        said = _sequence([*tokens.parts("<|channel|>final<|message|>"), _TEXT])
+        return [before, calls if is_forced else _or([calls, said])]
+    if is_forced:
+        return [calls if is_one else {"type": "plus", "content": calls}]
+    return [_TEXT, {"type": "optional" if is_one else "star", "content": calls}]
+
+
+def _thought(reasoning: ReasoningFormat, tokens: SpecialTokens, *, is_open: bool) -> list[Format]:
+    """The reasoning and the line ends behind it."""
+    if tokens.are_in((reasoning.open_tag, reasoning.close_tag)):
+        begin = [] if is_open else tokens.parts(reasoning.open_tag)
+        whole = [*begin, _TEXT, *tokens.parts(reasoning.close_tag), _NEWLINES]
+    else:
+        begin_text = "" if is_open else reasoning.open_tag
+        whole = [_tag(begin_text, {"type": "any_text"}, reasoning.close_tag), _NEWLINES]
+    return whole if is_open else [{"type": "optional", "content": _sequence(whole)}]
+
+
+def _tag(begin: str, content: Format, end: str) -> Format:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _sequence(elements: Sequence[Format]) -> Format:
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": list(elements)}
+
+
+def _or(elements: Sequence[Format]) -> Format:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}

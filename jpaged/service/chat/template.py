@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from jpaged.chat import ReasoningOptions
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.frames import Kind
 from jpaged.service.chat.messages import forms
@@ -24,6 +25,9 @@ _OURS = frozenset(
 )
 """Names that no caller sets: those of transformers' function that renders, and what it gives a template."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_EFFORT = "reasoning_effort"
+_SWITCHES = ("enable_thinking", "thinking")
+"""The variables that have a model think or not: Qwen's and DeepSeek's."""
 
 
 class ChatTemplate:
@@ -60,6 +64,28 @@ class ChatTemplate:
         names = frozenset(json.loads(text))
         self.uses_tools = "tools" in names
         self._settable = names - _OURS - variables.keys()
+
+    def reasoning_variables(self, reasoning: ReasoningOptions, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The variables that have a model think as it is asked to.
+
+        Args:
+            kwargs: those that the caller sets by name.
+
+        Raises:
+            InvalidArgument: the template has no such variable, or the caller sets it by name too.
+        """
+        asked = {"effort": (reasoning.effort, (_EFFORT,)), "enabled": (reasoning.enabled, _SWITCHES)}
+        variables: dict[str, Any] = {}
+        for field, (value, names) in asked.items():
+            if value is None:
+                continue
+            name = next((name for name in names if name in self._settable), None)
+            if name is None:
+                raise InvalidArgument(f"reasoning.{field}", f"the chat template has no variable {' or '.join(names)}")
+            if name in kwargs:
+                raise InvalidArgument(f"reasoning.{field}", f"and {_KWARGS}.{name} are one thing: give one of them")
+            variables[name] = value
+        return variables
 
     def render(
         self,

@@ -187,7 +187,7 @@ class StructuralTagWriter:
         begin, end = wanted["begin"], wanted["end"]
         first = self._write_token(begin, f"{at}/begin") if isinstance(begin, dict) else None
         if first is None:
-            first = _literal(_text(self, begin, f"{at}/begin")[skip:])
+            first = _literal(_text(self, begin, f"{at}/begin", may_be_empty=True)[skip:])
         if isinstance(end, dict):
             return _sequence(
                 [first, self._ended(wanted["content"], f"{at}/content"), self._write(end, f"{at}/end", ())]

@@ -1,10 +1,12 @@
 """A family's format is seen in its chat template, or named."""
 
 import json
+from typing import get_args
 
 import pytest
 
 from jpaged.chat import ChatAnswer, Tool, ToolCall, ToolChoice, ToolChoiceMode
+from jpaged.config.groups import ReasoningParser, ToolCallParser
 from jpaged.errors import InvalidArgument
 from jpaged.service.chat.parsers.answer import PlainParser
 from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, parser_for
@@ -42,11 +44,11 @@ def test_a_template_says_the_format(template, architecture, tools, reasoning):
 
 
 def test_a_name_is_taken_instead():
-    found = parser_for(QWEN3, "", tool_parser="llama3_json", reasoning_parser="none")
+    found = parser_for(QWEN3, "", tool_call_parser="llama3_json", reasoning_parser="none")
     assert found == AnswerFormat(TOOL_FORMATS["llama3_json"], None)
-    assert parser_for("[ARGS]", "", tool_parser="mistral").tools == TOOL_FORMATS["mistral_args"]
-    with pytest.raises(InvalidArgument, match=r"^tool_parser: 'x' is not one of auto, none, hermes, llama3_json"):
-        parser_for(None, "", tool_parser="x")
+    assert parser_for("[ARGS]", "", tool_call_parser="mistral").tools == TOOL_FORMATS["mistral_args"]
+    with pytest.raises(InvalidArgument, match=r"^tool_call_parser: 'x' is not one of auto, none, hermes, llama3_json"):
+        parser_for(None, "", tool_call_parser="x")
     with pytest.raises(InvalidArgument, match=r"^reasoning_parser: 'hermes' is not one of auto, none, qwen3"):
         parser_for(None, "", reasoning_parser="hermes")
 
@@ -84,60 +86,71 @@ def test_a_model_of_no_format_answers_in_content_alone():
     assert isinstance(AnswerFormat().parser(is_open=False), PlainParser)
 
 
+def tag_of(tools, choice, name, **options):
+    return structural_tag_for(tools, choice, AnswerFormat(TOOL_FORMATS[name]), **options)
+
+
 def test_a_free_choice_holds_an_answer_to_nothing():
-    for one in TOOL_FORMATS.values():
-        assert structural_tag_for(TOOLS, AUTO, one) is None
-        assert structural_tag_for(TOOLS, ToolChoice(ToolChoiceMode.NONE), one) is None
+    for name in TOOL_FORMATS:
+        assert tag_of(TOOLS, AUTO, name) is None
+        assert tag_of(TOOLS, ToolChoice(ToolChoiceMode.NONE), name) is None
+    assert structural_tag_for(TOOLS, REQUIRED, AnswerFormat()) is None
 
 
 def test_a_required_call_is_of_any_tool_and_one_comes_first():
-    assert structural_tag_for(TOOLS, REQUIRED, TOOL_FORMATS["hermes"]) == {
+    assert tag_of(TOOLS, REQUIRED, "hermes") == {
         "type": "structural_tag",
-        "structures": [
-            {
-                "begin": '<tool_call>\n{"name": "weather", "arguments": ',
-                "schema": SCHEMA,
-                "end": "}\n</tool_call>",
-            },
-            {
-                "begin": '<tool_call>\n{"name": "now", "arguments": ',
-                "schema": {"type": "object", "properties": {}},
-                "end": "}\n</tool_call>",
-            },
-        ],
-        "triggers": ["<tool_call>"],
-        "at_least_one": True,
-        "stop_after_first": False,
+        "format": {
+            "type": "triggered_tags",
+            "triggers": ["<tool_call>"],
+            "tags": [
+                {
+                    "type": "tag",
+                    "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
+                    "content": {"type": "json_schema", "json_schema": schema},
+                    "end": "}\n</tool_call>",
+                }
+                for name, schema in (("weather", SCHEMA), ("now", {"type": "object", "properties": {}}))
+            ],
+            "at_least_one": True,
+            "stop_after_first": False,
+        },
     }
 
 
 def test_a_named_call_is_of_that_tool_and_one_alone():
-    tag = structural_tag_for(TOOLS, ToolChoice(ToolChoiceMode.NAMED, "now"), TOOL_FORMATS["llama3_json"])
-    assert tag is not None
-    assert [one["begin"] for one in tag["structures"]] == ['{"name": "now", "parameters": ']
-    assert (tag["at_least_one"], tag["stop_after_first"]) == (True, True)
-    single = structural_tag_for(TOOLS, REQUIRED, TOOL_FORMATS["hermes"], is_parallel=False)
-    assert single is not None
+    form = tag_of(TOOLS, ToolChoice(ToolChoiceMode.NAMED, "now"), "llama3_json")["format"]
+    assert [one["begin"] for one in form["tags"]] == ['{"name": "now", "parameters": ']
+    assert (form["at_least_one"], form["stop_after_first"]) == (True, True)
+    single = tag_of(TOOLS, REQUIRED, "hermes", is_parallel=False)["format"]
     assert (single["at_least_one"], single["stop_after_first"]) == (True, True)
 
 
 def test_strict_tools_are_held_to_their_schemas_where_the_choice_is_free():
     tools = (Tool("weather", parameters=SCHEMA, is_strict=True), Tool("now"))
-    tag = structural_tag_for(tools, AUTO, TOOL_FORMATS["hermes"])
-    assert tag is not None
-    assert [one["schema"] for one in tag["structures"]] == [SCHEMA, {"type": "object"}]
-    assert (tag["at_least_one"], tag["stop_after_first"]) == (False, False)
+    form = tag_of(tools, AUTO, "hermes")["format"]
+    assert [one["content"]["json_schema"] for one in form["tags"]] == [SCHEMA, {"type": "object"}]
+    assert (form["at_least_one"], form["stop_after_first"]) == (False, False)
+
+
+def test_a_free_choice_of_one_call_ends_behind_it():
+    form = tag_of(TOOLS, AUTO, "hermes", is_parallel=False)["format"]
+    assert (form["at_least_one"], form["stop_after_first"]) == (False, True)
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_what_a_tag_lets_through_is_a_call_to_the_parser(name):
-    tag = structural_tag_for(TOOLS, REQUIRED, TOOL_FORMATS[name])
-    assert tag is not None
-    for one in tag["structures"]:
-        assert sum(one["begin"].startswith(trigger) for trigger in tag["triggers"]) == 1
+    form = tag_of(TOOLS, REQUIRED, name)["format"]
+    for one in form["tags"]:
+        assert sum(one["begin"].startswith(trigger) for trigger in form["triggers"]) == 1
         text = one["begin"] + json.dumps({"city": "Oslo"}) + one["end"]
         parser = AnswerFormat(TOOL_FORMATS[name]).parser(is_open=False, new_id=lambda: "id")
         tool = "now" if "now" in one["begin"] else "weather"
         first = text.removeprefix("<|start|>assistant")
         answer = ChatAnswer.of(parser.push(first) + parser.finish())
         assert answer == ChatAnswer(tool_calls=(ToolCall("id", tool, '{"city": "Oslo"}'),))
+
+
+def test_the_options_name_every_format():
+    assert get_args(ToolCallParser) == ("auto", "none", *TOOL_FORMATS)
+    assert get_args(ReasoningParser) == ("auto", "none", *REASONING_FORMATS)

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from jpaged.chat import ChatOptions, Tool
+from jpaged.chat import ChatOptions, ReasoningOptions, Tool
 from jpaged.demo import FOLDER
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
+from jpaged.service.chat.answering import ChatAnswering
 from jpaged.service.chat.messages import for_template, messages_bytes
+from jpaged.service.chat.parsers.formats import TOOL_FORMATS, AnswerFormat
 from jpaged.service.chat.process import TemplateProcess
 from jpaged.service.chat.template import ChatTemplate
 from jpaged.service.hf_tokenizer import HuggingFaceTokenizer
@@ -199,7 +201,9 @@ def test_bytes_are_counted_before_anything_is_read():
 
 
 def test_tools_reach_the_tokenizer_through_a_prompt():
-    processor = InputProcessor(ByteTokenizer(), FakeExecutor(max_model_len=1024, num_blocks=256).geometry)
+    tokenizer, geometry = ByteTokenizer(), FakeExecutor(max_model_len=1024, num_blocks=256).geometry
+    answering = ChatAnswering(tokenizer, AnswerFormat(TOOL_FORMATS["hermes"]))
+    processor = InputProcessor(tokenizer, geometry, answering=answering)
     prompt = Prompt(messages=TALK, chat_options=ChatOptions(tools=[WEATHER]))
     request = processor.make_request(request_id="a", sampling=SamplingParams(), prompt=prompt)
     lines = bytes(request.prompt_token_ids).decode().split("\n")
@@ -264,3 +268,28 @@ def test_special_tokens_in_tools_and_arguments_are_text_where_they_are_not_parse
         assert tokenizer.decode(token_ids, skip_special_tokens=False).count(hostile) == 5
         assert tokenizer.tag_ids("<|endoftext|>") == [0]
         assert "<|endoftext|>" in tokenizer.special_tokens
+
+
+def test_reasoning_is_asked_of_a_template_by_the_variable_that_it_has(process):
+    source = "{{ messages[0].content }}{{ reasoning_effort }}{{ %s }}"
+    qwen = ChatTemplate(process, source % "enable_thinking", {})
+    both = ReasoningOptions(effort="low", enabled=False)
+    assert qwen.reasoning_variables(both, {}) == {"reasoning_effort": "low", "enable_thinking": False}
+    assert ChatTemplate(process, source % "thinking", {}).reasoning_variables(both, {})["thinking"] is False
+    assert qwen.reasoning_variables(ReasoningOptions(include=False), {}) == {}
+    with pytest.raises(InvalidArgument, match=r"^reasoning.enabled: and chat_template_kwargs.enable_thinking are one"):
+        qwen.reasoning_variables(both, {"enable_thinking": True})
+    plain = ChatTemplate(process, "{{ messages[0].content }}", {})
+    for asked, message in (
+        ({"effort": "low"}, "effort: .* reasoning_effort"),
+        ({"enabled": True}, "enabled: .*thinking"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^reasoning.{message}"):
+            plain.reasoning_variables(ReasoningOptions(**asked), {})
+
+
+def test_reasoning_reaches_the_template_of_a_folder(folder):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }} {{ reasoning_effort }}")
+    tokenizer = HuggingFaceTokenizer(folder)
+    options = ChatOptions(reasoning=ReasoningOptions(effort="high"))
+    assert tokenizer.decode(tokenizer.chat_ids([USER], options, max_bytes=1000)) == f"{USER['content']} high"

@@ -36,6 +36,7 @@ class ToolFormat:
         end: what stands behind them.
         triggers: how `begins` begin, each of them as one of these.
         new_id: makes the id of a call.
+        is_in_channels: an answer is messages, each in a channel, of which a call is the last.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ToolFormat:
     end: str
     triggers: tuple[str, ...]
     new_id: NewId = call_id
+    is_in_channels: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ TOOL_FORMATS = {
             begins=tuple(f"{start}{_HARMONY_CALL}NAME <|constrain|>json<|message|>" for start in ("", _HARMONY_START)),
             end="<|call|>",
             triggers=(_HARMONY_CALL, _HARMONY_START + _HARMONY_CALL),
+            is_in_channels=True,
         ),
     )
 }
@@ -164,6 +167,13 @@ class AnswerFormat:
         tags = [tag for part in parts for tag in _tags_of(part)]
         return any(part.needs_special_tokens for part in parts) or any(tag in special_tokens for tag in tags)
 
+    def has_tag(self, token: str) -> bool:
+        """Whether a token is, or is part of, what the family writes around calls or reasoning."""
+        tools = () if self.tools is None else (*self.tools.begins, *self.tools.triggers, self.tools.end)
+        reasoning = () if self.reasoning is None else (self.reasoning.open_tag, self.reasoning.close_tag)
+        tags = [tag for part in (self.tools, self.reasoning) if part is not None for tag in _tags_of(part)]
+        return any(token in text for text in (*tools, *reasoning, *tags))
+
     def is_open(self, prompt_tail: str) -> bool:
         """Whether an answer to this prompt begins within its reasoning.
 
@@ -202,21 +212,21 @@ def _tags_of(part: ToolFormat | ReasoningFormat) -> tuple[str, ...]:
 
 
 def parser_for(
-    template: str | None, architecture: str, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+    template: str | None, architecture: str, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
 ) -> AnswerFormat:
     """Return how a model's answers are read.
 
     Args:
         template: its chat template's source; None without one.
         architecture: as its config names it, such as `DeepseekV3ForCausalLM`: it decides where templates are alike.
-        tool_parser: a name of `TOOL_FORMATS`, "none", or "auto", which looks.
+        tool_call_parser: a name of `TOOL_FORMATS`, "none", or "auto", which looks.
         reasoning_parser: the same of `REASONING_FORMATS`.
 
     Raises:
         InvalidArgument: there is no format of that name.
     """
     text = template or ""
-    tools = _named("tool_parser", tool_parser, _tool_format(text), TOOL_FORMATS)
+    tools = _named("tool_call_parser", tool_call_parser, _tool_format(text), TOOL_FORMATS)
     reasoning = _named("reasoning_parser", reasoning_parser, _reasoning_format(text, architecture), REASONING_FORMATS)
     if tools == "mistral" and "[ARGS]" in text:
         tools = "mistral_args"

@@ -1,0 +1,200 @@
+"""What a chat asks for beside its messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict, Unpack
+
+from jpaged.chat.json_bounds import json_bytes
+from jpaged.chat.tools import (
+    MAX_TOOL_BYTES,
+    MAX_TOOLS,
+    Tool,
+    ToolChoice,
+    ToolChoiceMode,
+    check_unique,
+    tool_choice_of,
+    tools_of,
+)
+from jpaged.errors import InvalidArgument
+
+MAX_TEMPLATE_KWARGS = 32
+MAX_TEMPLATE_KWARGS_BYTES = 16 << 10
+MAX_EFFORT_CHARS = 64
+MAX_THINKING_TOKEN_BUDGET = 1 << 20
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_MAX_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningOptions:
+    """How a model thinks before it answers, and whether that is told.
+
+    Attributes:
+        effort: the chat template's variable `reasoning_effort`, such as "low"; None leaves it to the template.
+        enabled: think or not, by the chat template's variable `enable_thinking` or `thinking`; None leaves it to the
+            template.
+        thinking_token_budget: tokens of thinking at most; None is no bound.
+        include: the answer has the reasoning; False leaves it out.
+
+    Raises:
+        InvalidArgument: a value is out of its bounds; the field is named as in `reasoning.effort`.
+    """
+
+    effort: str | None = None
+    enabled: bool | None = None
+    thinking_token_budget: int | None = None
+    include: bool = True
+
+    def __post_init__(self) -> None:
+        effort, budget = self.effort, self.thinking_token_budget
+        if effort is not None and not (isinstance(effort, str) and 1 <= len(effort) <= MAX_EFFORT_CHARS):
+            limit = f"a string of 1 to {MAX_EFFORT_CHARS} characters"
+            raise InvalidArgument("reasoning.effort", f"{str(effort)[:_MAX_SHOWN]!r} is not {limit}")
+        json_bytes("reasoning.effort", effort, max_bytes=8 * MAX_EFFORT_CHARS)
+        if self.enabled is not None and not isinstance(self.enabled, bool):
+            raise InvalidArgument("reasoning.enabled", f"{str(self.enabled)[:_MAX_SHOWN]!r} is not true or false")
+        if budget is not None and not (type(budget) is int and 0 <= budget <= MAX_THINKING_TOKEN_BUDGET):
+            limit = f"an integer from 0 to {MAX_THINKING_TOKEN_BUDGET}"
+            raise InvalidArgument("reasoning.thinking_token_budget", f"{str(budget)[:_MAX_SHOWN]} is not {limit}")
+        if not isinstance(self.include, bool):
+            raise InvalidArgument("reasoning.include", f"{str(self.include)[:_MAX_SHOWN]!r} is not true or false")
+
+    @property
+    def sets_variables(self) -> bool:
+        """A chat template has to take notice of it."""
+        return self.effort is not None or self.enabled is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a chat asks for beside its messages.
+
+    Attributes:
+        template_kwargs: variables of the template, such as `enable_thinking`; JSON values.
+        tool_choice: None is "auto" where there are tools, and "none" where there is none.
+        parallel_tool_calls: an answer may have several calls.
+
+    Raises:
+        InvalidArgument: too many or too large, a name that is none, two tools of one name, a choice without its tool.
+    """
+
+    tools: Sequence[Tool] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningOptions = ReasoningOptions()
+
+    def __post_init__(self) -> None:
+        if len(self.tools) > MAX_TOOLS:
+            raise InvalidArgument("tools", f"{len(self.tools)} tools; at most {MAX_TOOLS}")
+        check_unique(self.tools, "tools")
+        self._check_choice()
+        path, kwargs = "chat_template_kwargs", self.template_kwargs
+        if not isinstance(kwargs, Mapping):
+            raise InvalidArgument(path, "must be a JSON object")
+        if len(kwargs) > MAX_TEMPLATE_KWARGS:
+            raise InvalidArgument(path, f"{len(kwargs)} variables; at most {MAX_TEMPLATE_KWARGS}")
+        for name in kwargs:
+            if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name):
+                raise InvalidArgument(path, f"{str(name)[:_MAX_SHOWN]!a} is no name of a variable")
+        json_bytes(path, kwargs, max_bytes=MAX_TEMPLATE_KWARGS_BYTES)
+
+    def _check_choice(self) -> None:
+        if not isinstance(self.parallel_tool_calls, bool):
+            shown = str(self.parallel_tool_calls)[:_MAX_SHOWN]
+            raise InvalidArgument("parallel_tool_calls", f"{shown!r} is not true or false")
+        choice = self.tool_choice
+        if choice is None:
+            return
+        if choice.mode is ToolChoiceMode.REQUIRED and not self.tools:
+            raise InvalidArgument("tool_choice", "'required' needs tools")
+        is_named = choice.mode is ToolChoiceMode.NAMED
+        if is_named and not any(tool.name == choice.name for tool in self.tools):
+            raise InvalidArgument("tool_choice", f"{str(choice.name)[:_MAX_SHOWN]!r} is the name of none of the tools")
+        if not is_named and choice.name is not None:
+            raise InvalidArgument("tool_choice", f"{choice.mode.value!r} has no name of a function")
+
+    @property
+    def choice(self) -> ToolChoice:
+        """Which tool the model calls; "none" where there is no tool."""
+        if not self.tools:
+            return ToolChoice(ToolChoiceMode.NONE)
+        return self.tool_choice or ToolChoice(ToolChoiceMode.AUTO)
+
+    @property
+    def shown_tools(self) -> Sequence[Tool]:
+        """The tools that the model is told of: none where it may call none."""
+        return () if self.choice.mode is ToolChoiceMode.NONE else self.tools
+
+    @property
+    def is_laid_out(self) -> bool:
+        """A chat template has to take notice of it."""
+        return bool(self.shown_tools or self.template_kwargs) or self.reasoning.sets_variables
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all of it as JSON, about."""
+        whole = {"tools": [tool.as_json() for tool in self.tools], "kwargs": self.template_kwargs}
+        return json_bytes("tools", whole, max_bytes=2 * MAX_TOOLS * MAX_TOOL_BYTES + (1 << 20))
+
+
+class ChatWords(TypedDict, total=False):
+    """What a chat asks for in the words of OpenAI's API, as keywords; None is the default of each.
+
+    Attributes:
+        tools: what may be called, each as JSON or a `Tool`.
+        tool_choice: "none", "auto", "required", a function (`{"type": "function", "function": {"name": ...}}`), or a
+            `ToolChoice`; "auto" where it is left out and there are tools.
+        parallel_tool_calls: False lets an answer end behind its first call.
+        chat_template_kwargs: variables of the chat template.
+        reasoning: how the model thinks, and whether that is told: an object of `ReasoningOptions`' fields, or one of
+            those.
+    """
+
+    tools: Sequence[Tool | Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | ToolChoice | None
+    parallel_tool_calls: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    reasoning: ReasoningOptions | Mapping[str, Any] | None
+
+
+def chat_options_of(**words: Unpack[ChatWords]) -> ChatOptions:
+    """Read what a chat asks for.
+
+    Raises:
+        InvalidArgument: names the field, as in `tools[2].function.name`; a keyword is not of `ChatWords`.
+    """
+    for name in words.keys() - ChatWords.__annotations__.keys():
+        raise InvalidArgument(name, f"is not known; {', '.join(ChatWords.__annotations__)} are")
+    tools, choice = tools_of(words.get("tools")), words.get("tool_choice")
+    kwargs, is_parallel = words.get("chat_template_kwargs"), words.get("parallel_tool_calls")
+    if choice is not None and not isinstance(choice, ToolChoice):
+        choice = tool_choice_of(choice, tools)
+    return ChatOptions(
+        tools=tools,
+        template_kwargs={} if kwargs is None else kwargs,
+        tool_choice=choice,
+        parallel_tool_calls=True if is_parallel is None else is_parallel,
+        reasoning=reasoning_of(words.get("reasoning")),
+    )
+
+
+def reasoning_of(value: Any) -> ReasoningOptions:
+    """Read `ReasoningOptions` from an object of its fields; None is the defaults.
+
+    Raises:
+        InvalidArgument: names the field, as in `reasoning.effort`.
+    """
+    if value is None or isinstance(value, ReasoningOptions):
+        return value or ReasoningOptions()
+    if not isinstance(value, Mapping):
+        raise InvalidArgument("reasoning", "must be a JSON object")
+    known = {one.name for one in fields(ReasoningOptions)}
+    for name in value:
+        if name not in known:
+            shown = str(name)[:_MAX_SHOWN]
+            raise InvalidArgument(f"reasoning.{shown}", f"is not supported; {', '.join(sorted(known))} are")
+    return ReasoningOptions(**{name: one for name, one in value.items() if one is not None})

@@ -1,0 +1,140 @@
+"""How one model's chats are answered: what holds an answer, and what reads it, both by the model's format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+from jpaged.chat import ChatOptions, ToolChoiceMode
+from jpaged.engine.tokenizer import Tokenizer
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.service.chat.answers import ChatAnswers
+from jpaged.service.chat.parsers.formats import AnswerFormat
+from jpaged.service.chat.structural_tag import SpecialTokens, structural_tag_for
+from jpaged.structured import StructuredOutputs
+from jpaged.types import SamplingParams
+
+_NUM_TAIL_TOKENS = 16
+"""Tokens at a prompt's end that tell whether it opens or closes reasoning; tags of several tokens are among them."""
+
+
+@runtime_checkable
+class KnowsSpecialTokens(Protocol):
+    """A tokenizer that tells which of its tokens `decode` leaves out."""
+
+    @property
+    def special_tokens(self) -> frozenset[str]: ...
+
+    def tag_ids(self, tag: str) -> list[int]: ...
+
+
+class ChatAnswering:
+    """What is asked of a chat's answer, and who reads it. Safe to call from several threads.
+
+    Args:
+        answer_format: how the model writes reasoning and calls; None is not known.
+        eos_token_ids: every token that ends an answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        answer_format: AnswerFormat | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._format = answer_format or AnswerFormat()
+        self._special_tokens: frozenset[str] = frozenset()
+        self._tag_tokens = SpecialTokens()
+        if isinstance(tokenizer, KnowsSpecialTokens):
+            self._special_tokens = frozenset(token for token in tokenizer.special_tokens if token)
+            ids = {token: tokenizer.tag_ids(token) for token in self._special_tokens if self._format.has_tag(token)}
+            of_one = {token: found[0] for token, found in ids.items() if len(found) == 1}
+            self._tag_tokens = SpecialTokens(of_one, eos_token_ids)
+
+    def check(self, options: ChatOptions, sampling: SamplingParams) -> None:
+        """Refuse what no answer of this model can be; costs little.
+
+        Raises:
+            InvalidArgument: a field of `sampling` does not go with it.
+            Unsupported: the server does not know how this model writes what is asked for, or cannot hold it to that.
+        """
+        if options.reasoning.thinking_token_budget is not None:
+            raise Unsupported("reasoning.thinking_token_budget: this server does not end thinking")
+        if not options.reasoning.include and self._format.reasoning is None:
+            raise Unsupported(
+                "reasoning.include: how this model writes reasoning is not known, so that it cannot be left out; name "
+                "it with --reasoning-parser"
+            )
+        if not options.shown_tools:
+            return
+        if self._format.tools is None:
+            raise Unsupported(
+                "tools: how this model writes calls is not known; name it with --tool-call-parser, or ask for "
+                "tool_choice 'none'"
+            )
+        if not sampling.detokenize:
+            raise InvalidArgument("sampling.detokenize", "must be true with tools: calls are read from the text")
+
+    def held(self, options: ChatOptions, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
+        """The parameters of a request whose answer can be read, and whose calls are what was asked for.
+
+        Raises:
+            InvalidArgument: something else is asked of the text already, or the tools are more than a grammar holds.
+        """
+        has_tools = bool(options.shown_tools)
+        if self._format.needs_special_tokens(self._special_tokens, has_tools=has_tools):
+            sampling = replace(sampling, skip_special_tokens=False)
+        if not has_tools or self._format.tools is None:
+            return sampling
+        tag = structural_tag_for(
+            options.shown_tools,
+            options.choice,
+            self._format,
+            is_parallel=options.parallel_tool_calls,
+            is_open=self._is_open(prompt_token_ids),
+            tokens=self._tag_tokens,
+        )
+        if tag is None:
+            return sampling
+        if sampling.structured_outputs is not None:
+            what = _why_held(options)
+            raise InvalidArgument(
+                "sampling.structured_outputs", f"does not go with {what}, which asks for a grammar too"
+            )
+        try:
+            return replace(sampling, structured_outputs=StructuredOutputs(structural_tag=tag))
+        except InvalidArgument as error:
+            raise InvalidArgument("tools", f"as a grammar they are {error.problem}") from error
+
+    def answers(
+        self, options: ChatOptions, sampling: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> ChatAnswers | None:
+        """What reads the answers to a chat; None where all of them is content.
+
+        Args:
+            sampling: as the caller asked for it.
+        """
+        has_tools = bool(options.shown_tools)
+        parts = (self._format.tools if has_tools else None, self._format.reasoning)
+        if not sampling.detokenize or parts == (None, None):
+            return None
+        is_open = self._is_open(prompt_token_ids)
+        is_kept = self._format.needs_special_tokens(self._special_tokens, has_tools=has_tools)
+        return ChatAnswers(
+            lambda: self._format.parser(is_open=is_open, has_tools=has_tools),
+            has_reasoning=options.reasoning.include,
+            hidden_tokens=self._special_tokens if is_kept and sampling.skip_special_tokens else (),
+        )
+
+    def _is_open(self, prompt_token_ids: Sequence[int]) -> bool:
+        tail = list(prompt_token_ids[-_NUM_TAIL_TOKENS:])
+        return self._format.is_open(self._tokenizer.decode(tail, skip_special_tokens=False))
+
+
+def _why_held(options: ChatOptions) -> str:
+    mode = options.choice.mode
+    if mode is not ToolChoiceMode.AUTO:
+        return f"tool_choice {mode.value!r}"
+    return "parallel_tool_calls of false" if not options.parallel_tool_calls else "a strict tool"

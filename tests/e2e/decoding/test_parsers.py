@@ -1,0 +1,29 @@
+"""The options that name how a model writes calls and thoughts, over the packaged model."""
+
+from __future__ import annotations
+
+import pytest
+
+from jpaged.errors import Unsupported
+from jpaged.types import SamplingParams
+from tests.e2e.rig import open_llm
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+BASE = {"max_model_len": 64, "num_blocks": 40}
+
+
+def test_parsers_say_what_of_an_answer_is_text() -> None:
+    turn, tool = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "f"}}
+    with open_llm("demo", **BASE) as llm:
+        (plain,) = llm.chat(turn, GREEDY, use_tqdm=False)[0].outputs
+        assert (llm._serving.model.tool_call_parser, llm._serving.model.reasoning_parser) == ("", "")
+        with pytest.raises(Unsupported, match=r"^tools: how this model writes calls is not known"):
+            llm.chat(turn, GREEDY, tools=[tool], use_tqdm=False)
+    assert plain.text and not plain.reasoning_content
+    with open_llm("demo", tool_call_parser="hermes", reasoning_parser="deepseek_r1", **BASE) as llm:
+        (thought,) = llm.chat(turn, GREEDY, use_tqdm=False)[0].outputs
+        assert (llm._serving.model.tool_call_parser, llm._serving.model.reasoning_parser) == ("hermes", "deepseek_r1")
+        with pytest.raises(Unsupported, match=r"^tools: the chat template of \S+ does not use any"):
+            llm.chat(turn, GREEDY, tools=[tool], use_tqdm=False)
+    assert (thought.token_ids, thought.text) == (plain.token_ids, "")
+    assert thought.reasoning_content.strip() == plain.text.strip()

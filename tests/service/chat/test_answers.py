@@ -1,0 +1,227 @@
+"""What events of the engine become: content, reasoning and calls, however they are cut."""
+
+import pytest
+
+from jpaged.chat import ChatAnswer, ChatOptions, ReasoningOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
+from jpaged.completions import Completions
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.service.chat.answering import ChatAnswering
+from jpaged.service.chat.answers import ChatAnswers, WithoutTokens
+from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.structured import StructuredOutputs
+from jpaged.testing import ByteTokenizer
+from jpaged.types import FinishReason, OutputEvent, SamplingParams, SequenceFinish
+
+QWEN = AnswerFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
+ARGUMENTS = '{"city": "Z\u00fcrich \U0001f3d4", "tag": "</tool_call>"}'
+TEXT = f'<think>\nLook.\n</think>\n\nSo: <tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+ANSWER = ChatAnswer("So: ", "Look.", (ToolCall("id", "weather", ARGUMENTS),))
+STOP = SequenceFinish(FinishReason.STOP)
+TOOLS = (Tool("weather"), Tool("now"))
+
+
+def answers(answer_format=QWEN, *, is_open=False, **options):
+    return ChatAnswers(lambda: answer_format.parser(is_open=is_open, new_id=lambda: "id"), **options)
+
+
+def events(parts, index=0, finish=STOP):
+    texts = list(parts)
+    return [
+        OutputEvent("r", index, text, finish=finish if at == len(texts) - 1 else None, is_last=at == len(texts) - 1)
+        for at, text in enumerate(texts)
+    ]
+
+
+def outcome(split, given):
+    completions = Completions(has_logprobs=False)
+    for event in given:
+        completions.add(split.split(event))
+    return completions.output("r", None, ()).outputs
+
+
+def answer_of(output):
+    return ChatAnswer(output.text, output.reasoning_content, output.tool_calls)
+
+
+@pytest.mark.parametrize("cut", range(len(TEXT) + 1))
+def test_an_answer_is_told_apart_wherever_it_is_cut(cut):
+    for parts in ((TEXT[:cut], TEXT[cut:]), (TEXT[:cut], TEXT[cut:], "")):
+        (output,) = outcome(answers(), events(parts))
+        assert (answer_of(output), output.finish_reason) == (ANSWER, "tool_calls")
+
+
+def test_an_answer_is_told_apart_character_by_character():
+    split = answers()
+    told = [split.split(event) for event in events(TEXT)]
+    pieces = [piece for event in told for piece in event.tool_calls]
+    assert [(piece.id, piece.name) for piece in pieces if piece.name is not None] == [("id", "weather")]
+    assert "".join(piece.arguments for piece in pieces) == ARGUMENTS
+    assert len([piece for piece in pieces if piece.arguments]) > len(ARGUMENTS) // 2  # told as it came
+    assert "".join(event.reasoning_content for event in told) == "Look."
+    assert told[-1].finish == SequenceFinish(FinishReason.TOOL_CALLS)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.ABORT])
+def test_an_answer_that_is_cut_off_says_why(reason):
+    for end in range(1, len(TEXT) + 1):
+        (output,) = outcome(answers(), events([TEXT[:end]], finish=SequenceFinish(reason)))
+        assert output.finish_reason == reason.value
+        parser = QWEN.parser(is_open=False, new_id=lambda: "id")
+        assert answer_of(output) == ChatAnswer.of(parser.push(TEXT[:end]) + parser.finish())
+
+
+def test_sequences_are_told_apart_each_by_itself():
+    split = answers()
+    given = [
+        OutputEvent("r", 0, TEXT[:70]),
+        OutputEvent("r", 1, "<think>"),
+        OutputEvent("r", 0, TEXT[70:], finish=STOP),
+    ]
+    given += [OutputEvent("r", 1, "a</think>b"), OutputEvent("r", 1, "c", finish=STOP, is_last=True)]
+    first, second = outcome(split, given)
+    assert (answer_of(first), first.finish_reason) == (ANSWER, "tool_calls")
+    assert (answer_of(second), second.finish_reason) == (ChatAnswer("bc", "a"), "stop")
+
+
+def test_tokens_and_times_pass_and_errors_too():
+    event = OutputEvent("r", 0, "<think>a", token_ids=(1, 2))
+    told = answers().split(event)
+    assert (told.token_ids, told.text, told.reasoning_content) == ((1, 2), "", "a")
+    failed = OutputEvent("r", 0, is_last=True, error=ValueError())
+    assert answers().split(failed) is failed
+
+
+def test_reasoning_can_be_left_out():
+    (output,) = outcome(answers(has_reasoning=False), events([TEXT]))
+    assert answer_of(output) == ChatAnswer("So: ", "", ANSWER.tool_calls)
+
+
+TOKENS = ["<|a|>", "<|ab|>", "[X]"]
+
+
+@pytest.mark.parametrize(
+    "text", ["x<|a|>y[X]<|ab|>", "<|a", "<|a<|a|>|>", "[[X]X]", "", "a<|b|>", "<|a|><|a|>[X", "[X]"]
+)
+def test_special_tokens_are_left_out_however_a_text_is_cut(text):
+    whole = WithoutTokens(TOKENS)
+    expected = whole.push(text) + whole.finish()
+    assert not any(token in expected for token in TOKENS) or "<|a<" in text or "[[" in text
+    for cut in range(len(text) + 1):
+        parts = WithoutTokens(TOKENS)
+        assert parts.push(text[:cut]) + parts.push(text[cut:]) + parts.finish() == expected
+
+
+def test_what_is_no_token_is_not_held_back():
+    parts = WithoutTokens(TOKENS)
+    assert parts.push("a < b [") == "a < b "
+    assert parts.push(" c") == "[ c"
+
+
+class Special(ByteTokenizer):
+    """A tokenizer with special tokens, which are bytes of their own."""
+
+    special_tokens = frozenset({"[TOOL_CALLS]", "</s>"})
+
+    def tag_ids(self, tag):
+        return [{"[TOOL_CALLS]": 1, "</s>": 2}[tag]]
+
+
+def mistral(text, sampling, tools=TOOLS):
+    answering = ChatAnswering(Special(), AnswerFormat(TOOL_FORMATS["mistral"]))
+    options = ChatOptions(tools=tools)
+    held = answering.held(options, sampling, [])
+    split = answering.answers(options, sampling, [])
+    return held, split and outcome(split, events(text))[0]
+
+
+def test_tags_that_are_special_tokens_are_kept_and_others_left_out():
+    text = 'a</s>[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
+    held, output = mistral(text, SamplingParams())
+    assert not held.skip_special_tokens
+    assert (output.text, [call.name for call in output.tool_calls]) == ("a", ["now"])
+    held, output = mistral(text, SamplingParams(skip_special_tokens=False))
+    assert (output.text, [call.name for call in output.tool_calls]) == ("a</s>", ["now"])
+    assert mistral(text, SamplingParams(), tools=()) == (SamplingParams(), None)
+
+
+def answering(answer_format=QWEN):
+    return ChatAnswering(ByteTokenizer(), answer_format)
+
+
+@pytest.mark.parametrize("choice", [ToolChoice(ToolChoiceMode.REQUIRED), ToolChoice(ToolChoiceMode.NAMED, "now")])
+def test_a_call_that_must_come_is_a_structural_tag(choice):
+    options = ChatOptions(tools=TOOLS, tool_choice=choice)
+    held = answering().held(options, SamplingParams(), list(b"assistant: <think>\n"))
+    assert held.structured_outputs is not None
+    tag = str(held.structured_outputs.structural_tag)
+    assert tag.startswith('{"type":"structural_tag","format":{"type":"sequence","elements":[{"type":"tag","begin":"",')
+    assert ("weather" in tag) == (choice.name is None)
+    closed = answering().held(options, SamplingParams(), list(b"assistant: "))
+    assert '"optional"' in str(closed.structured_outputs)
+
+
+def test_a_free_choice_is_held_to_nothing():
+    for options in (ChatOptions(), ChatOptions(tools=TOOLS), ChatOptions(tools=TOOLS, tool_choice=NONE)):
+        assert answering().held(options, SamplingParams(), [1]) == SamplingParams()
+    held = answering().held(ChatOptions(tools=TOOLS, parallel_tool_calls=False), SamplingParams(), [1])
+    assert '"stop_after_first":true' in str(held.structured_outputs)
+
+
+NONE = ToolChoice(ToolChoiceMode.NONE)
+REQUIRED = ChatOptions(tools=TOOLS, tool_choice=ToolChoice(ToolChoiceMode.REQUIRED))
+
+
+def test_two_grammars_of_one_answer_are_refused():
+    given = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    strict = ChatOptions(tools=(Tool("f", is_strict=True),))
+    single = ChatOptions(tools=TOOLS, parallel_tool_calls=False)
+    for options, why in ((REQUIRED, "'required'"), (strict, "a strict tool"), (single, "parallel_tool_calls of false")):
+        with pytest.raises(InvalidArgument, match=rf"^sampling.structured_outputs: does not go with .*{why}"):
+            answering().held(options, given, [1])
+    assert answering().held(ChatOptions(tools=TOOLS), given, [1]) == given
+
+
+def test_tools_that_are_too_large_for_a_grammar_are_named():
+    enum = {"enum": ["x" * 60_000]}
+    tools = tuple(Tool(f"f{i}", parameters={"type": "object", "properties": {"a": enum}}) for i in range(9))
+    options = ChatOptions(tools=tools, tool_choice=ToolChoice(ToolChoiceMode.REQUIRED))
+    with pytest.raises(InvalidArgument, match=r"^tools: as a grammar they are 54\d{4} bytes, over the limit of 524288"):
+        answering().held(options, SamplingParams(), [1])
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "options", "sampling", "error", "message"),
+    [
+        (AnswerFormat(), ChatOptions(tools=TOOLS), {}, Unsupported, "tools: .* name it with --tool-call-parser"),
+        (QWEN, ChatOptions(tools=TOOLS), {"detokenize": False}, InvalidArgument, "sampling.detokenize: must be true"),
+        (
+            AnswerFormat(),
+            ChatOptions(reasoning=ReasoningOptions(include=False)),
+            {},
+            Unsupported,
+            "reasoning.include: .* --reasoning-parser",
+        ),
+        (
+            QWEN,
+            ChatOptions(reasoning=ReasoningOptions(thinking_token_budget=0)),
+            {},
+            Unsupported,
+            "reasoning.thinking_token_budget: ",
+        ),
+    ],
+)
+def test_what_cannot_be_answered_is_named(answer_format, options, sampling, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        answering(answer_format).check(options, SamplingParams(**sampling))
+
+
+def test_tools_that_nobody_may_call_need_no_format():
+    answering(AnswerFormat()).check(ChatOptions(tools=TOOLS, tool_choice=NONE), SamplingParams(detokenize=False))
+    assert answering(AnswerFormat()).answers(ChatOptions(), SamplingParams(), [1]) is None
+
+
+def test_what_looks_like_a_call_is_content_where_nobody_may_call():
+    split = answering().answers(ChatOptions(tools=TOOLS, tool_choice=NONE), SamplingParams(), [1])
+    (output,) = outcome(split, events([TEXT]))
+    assert (output.tool_calls, output.finish_reason) == ((), "stop")
+    assert output.text == TEXT.partition("</think>\n\n")[2]
