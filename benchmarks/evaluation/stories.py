@@ -1,4 +1,4 @@
-"""The texts of the tasks, from the grammar of the demo's stories: `python -m benchmarks.evaluation.stories` writes them.
+"""The tasks' texts, from the grammar of the demo's stories; `python -m benchmarks.evaluation.stories` writes them.
 
 Documents of this seed are none that the demo model was trained on.
 """
@@ -19,10 +19,11 @@ FILE = TASKS / "stories.jsonl"
 NUM_STORIES = 240
 _NUM_READ, _NUM_CHOICES = 3, 4
 _SENTENCE_END = re.compile(r"(?<=[.!?]) (?=[A-Z])")
+_CLAUSE_END = re.compile(r"[.!?,]")
 
 
 def rows() -> list[dict[str, Any]]:
-    """Each story: how it begins, four ways to go on, what its hero may be, and all of it."""
+    """Each story: how it begins, four ways to go on, half a sentence and its rest, what its hero may be, all of it."""
     rng = Random("lm-evaluation-harness")
     stories: list[Story] = []
     while len(stories) < NUM_STORIES:
@@ -40,11 +41,15 @@ def _row(rng: Random, index: int, stories: list[Story], sentences: list[list[str
     answer, kind = endings[0], nouns[0]
     rng.shuffle(endings)
     rng.shuffle(nouns)
+    beginning = " ".join(sentences[index][:_NUM_READ])
+    words = _CLAUSE_END.split(answer)[0].split(" ")
+    num_given = len(words) // 2
     return {
-        "beginning": " ".join(sentences[index][:_NUM_READ]),
+        "beginning": beginning,
         "endings": endings,
         "answer": endings.index(answer),
-        "next": answer,
+        "begun": " ".join([beginning, *words[:num_given]]),
+        "rest": " ".join(words[num_given:]),
         "kinds": nouns,
         "kind": nouns.index(kind),
         "story": stories[index].text,

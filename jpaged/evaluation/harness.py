@@ -1,7 +1,7 @@
 """The class that the harness knows: `lm_eval --model jpaged --model_args target=localhost:50051 --tasks ...`.
 
-The harness encodes contexts and continuations, makes the windows of long texts and keeps its cache of answers; this hands
-tokens on. It finds the class by the entry point `lm_eval.models` of this package, or when this module is imported.
+The harness encodes contexts and continuations, makes the windows of long texts and keeps its cache of answers; this
+hands tokens on. The harness finds the class by this package's entry point in `lm_eval.models`, or when this module is imported.
 https://github.com/EleutherAI/lm-evaluation-harness/pull/4013 has the entry points.
 """
 

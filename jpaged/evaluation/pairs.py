@@ -1,8 +1,8 @@
 """Pairs of tokens, grouped so that a context is computed once.
 
-What the harness asks of each choice of a question is a pair: the tokens of its context, and those of the choice. Pairs of
-one context become one call. Choices of one token, letters most often, become less: the engine tells of all of them where
-it samples behind the context.
+What the harness asks of each choice of a question is a pair: the tokens of its context, and those of the choice. Pairs
+of one context become one call. Choices of one token, letters most often, become less: the engine tells of all of them
+where it samples behind the context.
 """
 
 from __future__ import annotations
