@@ -25,6 +25,8 @@ ENDINGS, LETTERS, NEXT, STORIES = "jpaged_endings", "jpaged_letters", "jpaged_ne
 KINDS = {"endings": ENDINGS, "letters": LETTERS, "next": NEXT, "stories": STORIES}
 ATOL, RTOL = 2e-3, 1e-4
 """Log-probabilities of up to 300 tokens in float32, added up, by two libraries."""
+NUM_COMPARED = 60
+"""Documents of each task."""
 HF_BATCH_SIZES = (1, 16)
 _READY_S = 300.0
 
@@ -83,9 +85,9 @@ def _server(port: int) -> Iterator[str]:
 
 def _agrees() -> bool:
     """Both say the same: as it comes, where texts are longer than the model, through a chat template, from a server."""
-    every = {"tasks": [ENDINGS, LETTERS, NEXT, STORIES]}
-    short = {"tasks": [ENDINGS, LETTERS, STORIES], "limit": 60}
-    chats = {"tasks": [ENDINGS, NEXT], "limit": 60, "apply_chat_template": True}
+    every = {"tasks": [ENDINGS, LETTERS, NEXT, STORIES], "limit": NUM_COMPARED}
+    short = {"tasks": [ENDINGS, LETTERS, STORIES], "limit": NUM_COMPARED}
+    chats = {"tasks": [ENDINGS, NEXT], "limit": NUM_COMPARED, "apply_chat_template": True}
     whole = _run({**_hf(), **every})
     ok = _compare("in this process", whole, _run({**_jpaged(), **every}))
     ok &= _compare("longer than the model", *[_run({**one(max_length=64), **short}) for one in (_hf, _jpaged)])

@@ -1,8 +1,8 @@
 """The class that the harness knows: `lm_eval --model jpaged --model_args target=localhost:50051 --tasks ...`.
 
 The harness encodes contexts and continuations, makes the windows of long texts and keeps its cache of answers; this
-hands tokens on. The harness finds the class by this package's entry point in `lm_eval.models`, or when this module is imported.
-https://github.com/EleutherAI/lm-evaluation-harness/pull/4013 has the entry points.
+hands tokens on. It finds the class by this package's entry point in the group `lm_eval.models`, which is read by what
+has https://github.com/EleutherAI/lm-evaluation-harness/pull/4013, or when this module is imported.
 """
 
 from __future__ import annotations
