@@ -90,7 +90,7 @@ def _agrees() -> bool:
     chats = {"tasks": [ENDINGS, NEXT], "limit": NUM_COMPARED, "apply_chat_template": True}
     whole = _run({**_hf(), **every})
     ok = _compare("in this process", whole, _run({**_jpaged(), **every}))
-    ok &= _compare("longer than the model", *[_run({**one(max_length=64), **short}) for one in (_hf, _jpaged)])
+    ok &= _compare("longer than the model", *[_run({**one(max_length=128), **short}) for one in (_hf, _jpaged)])
     ok &= _compare("through a chat template", *[_run({**one(), **chats}) for one in (_hf, _jpaged)])
     with _server(port=50951) as target:
         server = {"model": "jpaged", "arguments": {"target": target}}

@@ -10,8 +10,8 @@ from typing import Any
 from jpaged.errors import InvalidArgument
 
 _OTHER_NAMES = {"pretrained": "model", "timeout": "timeout_s"}
-_WITHOUT_EFFECT = ("batch_size", "max_batch_size", "trust_remote_code")
-"""The harness's own: the engine batches by itself, and code from a model's folder is never run."""
+_WITHOUT_EFFECT = ("batch_size", "max_batch_size", "device", "trust_remote_code")
+"""The harness's own: the engine batches by itself, jax chooses devices, and code from a model's folder is never run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,6 @@ class EvaluationOptions:
             if known in given:
                 raise InvalidArgument(name, f"is given beside {known}, which is the same")
             given[known] = value
-        if "device" in given:
-            raise InvalidArgument("device", f"{given['device']!r}: jax chooses it; JAX_PLATFORMS names a platform")
         own = {one.name for one in dataclasses.fields(cls)} - {"engine"}
         engine = {name: value for name, value in given.items() if name not in own}
         if "seed" in given and "target" not in given:

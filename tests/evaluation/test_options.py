@@ -19,7 +19,13 @@ def test_what_is_no_option_of_the_harness_is_the_engines() -> None:
 
 
 def test_what_the_harness_adds_has_no_effect() -> None:
-    given = {"target": "localhost:50051", "batch_size": 1, "max_batch_size": None, "trust_remote_code": False}
+    given = {
+        "target": "localhost:50051",
+        "batch_size": 1,
+        "max_batch_size": None,
+        "device": "cuda:0",
+        "trust_remote_code": False,
+    }
     options = EvaluationOptions.of({**given, "timeout": 5.0, "seed": 4})
     assert (options.target, options.engine, options.timeout_s, options.seed) == ("localhost:50051", {}, 5.0, 4)
 
@@ -31,7 +37,6 @@ def test_what_the_harness_adds_has_no_effect() -> None:
         ({"model": "demo", "target": "localhost:1"}, "model"),
         ({"model": "demo", "pretrained": "demo"}, "pretrained"),
         ({"target": "localhost:1", "dtype": "float32"}, "dtype"),
-        ({"model": "demo", "device": "cuda:0"}, "device"),
         ({"model": "demo", "max_length": 0}, "max_length"),
         ({"model": "demo", "max_gen_toks": "many"}, "max_gen_toks"),
         ({"model": "demo", "max_concurrency": True}, "max_concurrency"),
