@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jpaged import json_text
+from jpaged.evaluation.backends import OfflineBackend
 
 REQUESTS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 
@@ -36,23 +37,29 @@ def main() -> None:
     seconds: dict[str, float] = {}
     options = {
         "model": model,
-        "tasks": asked["tasks"],
         "task_manager": TaskManager(include_path="."),
         "bootstrap_iters": 0,
         "apply_chat_template": asked.get("apply_chat_template", False),
     }
     if asked.get("warm_up"):
-        lm_eval.simple_evaluate(**options, limit=asked["warm_up"])
-    for name in REQUESTS:
-        setattr(model, name, _timed(getattr(model, name), name, seconds))
-    results = lm_eval.simple_evaluate(**options, limit=asked.get("limit"), log_samples=True)
-    answer = {
-        "load_s": load_s,
-        "seconds": seconds,
-        "metrics": {name: _numbers(one) for name, one in results["results"].items()},
-        "answers": {name: [_answer(sample) for sample in samples] for name, samples in results["samples"].items()},
-    }
+        lm_eval.simple_evaluate(**options, tasks=asked["tasks"], limit=asked["warm_up"])
+    calls = {name: getattr(model, name) for name in REQUESTS}
+    answer: dict[str, Any] = {"load_s": load_s, "seconds": seconds, "metrics": {}, "answers": {}}
+    for task in asked["tasks"]:
+        _forget_prefixes(model)
+        for name, call in calls.items():
+            setattr(model, name, _timed(call, task, seconds))
+        results = lm_eval.simple_evaluate(**options, tasks=[task], limit=asked.get("limit"), log_samples=True)
+        answer["metrics"][task] = _numbers(results["results"][task])
+        answer["answers"][task] = [_answer(sample) for sample in results["samples"][task]]
     print(json_text.dumps(answer), flush=True)
+
+
+def _forget_prefixes(model: Any) -> None:
+    """A task finds nothing in the prefix cache that another has left there."""
+    backend = getattr(model, "_backend", None)
+    if isinstance(backend, OfflineBackend):
+        backend.reset_prefix_cache()
 
 
 def _timed(call: Callable[..., Any], name: str, seconds: dict[str, float]) -> Callable[..., Any]:

@@ -75,6 +75,10 @@ class OfflineBackend:
         scores = self._llm.score(contexts, continuations, use_tqdm=use_tqdm, adapter=self._adapter)
         return [[(one.logprob, one.is_greedy) for one in each] for each in scores]
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the cached prefixes of what was asked before."""
+        self._llm.reset_prefix_cache()
+
     def close(self) -> None:
         """Gives the device's memory back."""
         self._llm.close()
