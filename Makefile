@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=2              processes that run the tests; 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, accelerator, bench, bench-peers, paper, demo, demo-model
+#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, accelerator, bench, bench-peers, paper, demo, demo-model
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,6 +24,7 @@ BIN := $(VENV)/bin
 AOT := $(VENV)/aot
 AOT_NEWEST := $(VENV)/aot-newest
 RAY := $(VENV)/ray
+LM_EVAL := $(VENV)/lm-eval
 STAMP := $(VENV)/.installed
 CHOICES := $(VENV)/.choices
 CONSTRAINTS := $(VENV)/constraints.txt
@@ -37,7 +38,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model test test-long test-deep test-compat compat aot aot-gpu ray accelerator bench bench-peers paper check format proto torch clean
+.PHONY: help setup demo demo-model test test-long test-deep test-compat compat aot aot-gpu ray lm-eval accelerator bench bench-peers paper check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -155,6 +156,17 @@ $(RAY)/.installed: $(STAMP)
 ray: $(RAY)/.installed ## start the Ray Serve application on this machine, and a batch that loses a worker
 	@cd deploy/ray && JAX_PLATFORMS=cpu RAY_USAGE_STATS_ENABLED=0 $(abspath $(RAY))/bin/python check.py
 	@cd deploy/ray && JAX_PLATFORMS=cpu RAY_USAGE_STATS_ENABLED=0 $(abspath $(RAY))/bin/python check_batch.py
+
+# In an environment of its own: the harness brings fifty packages, and its own models PyTorch.
+$(LM_EVAL)/.installed: $(STAMP)
+	@echo "==> installing jpaged, lm-evaluation-harness and PyTorch into $(LM_EVAL)"; rm -rf $(LM_EVAL)
+	@$(BIN)/python -m venv $(LM_EVAL)
+	@$(LM_EVAL)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --editable ".[eval]" \
+	    'torch==$(TORCH)' accelerate --constraint $(CONSTRAINTS)
+	@touch $@
+
+lm-eval: $(LM_EVAL)/.installed ## lm-evaluation-harness over jpaged and over its own hf: the same numbers (--rounds=5: how fast)
+	@$(LM_EVAL)/bin/python -m benchmarks.evaluation $(ARGS)
 
 accelerator: $(STAMP) ## what needs an accelerator: the kernels' tests and benchmark, a whole model decoding
 	@$(BIN)/python -m benchmarks.accelerator $(ARGS)

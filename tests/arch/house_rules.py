@@ -56,6 +56,7 @@ MAY_IMPORT = {
     "capacity": VALUES | {"models", "checkpoints", "device", "engine", "testing"},
     "assemble": VALUES | {"kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
     "llm": VALUES | {"engine", "service", "assemble", "client"},
+    "evaluation": VALUES | {"client", "llm", "checkpoints.hub"},
     "cli": VALUES
     | {"assemble", "bench", "client", "service", "server", "llm", "capacity", "engine.engine", "kernels"}
     | {"checkpoints.conversion", "checkpoints.gguf", "checkpoints.hub", "device.multihost"},
@@ -71,6 +72,7 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status"), _WIRE),
     "httpx2": {"bench"},
     "llguidance": {"service"},
+    "lm_eval": {"evaluation"},
     "pyarrow": {"client"},
     "ray": set(),
     "torch": set(),

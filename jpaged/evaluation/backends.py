@@ -1,0 +1,198 @@
+"""What the runner asks of an engine: one in this process, or a server.
+
+Both take everything at once and keep the engine full; how much is in flight is bounded by the engine's queue, or by the
+places that the server says it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from jpaged.client import AsyncClient, Client
+from jpaged.client.batching.targets import window_of
+from jpaged.errors import InvalidArgument, JpagedError, PermissionDenied, QueueFull, Unsupported
+from jpaged.evaluation.pairs import Group, Likelihood, TokenIds
+from jpaged.llm import LLM, TokensPrompt
+from jpaged.progress_bar import MakeBar, ProgressBar
+from jpaged.types import ModelInfo, RequestOutput, SamplingParams, Usage
+
+_PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\n"
+
+_Ask = TypeVar("_Ask")
+_Answer = TypeVar("_Answer")
+
+
+class Backend(Protocol):
+    """Runs tokens.
+
+    Attributes:
+        max_model_len: tokens of a sequence at most, those that it generates included.
+    """
+
+    max_model_len: int
+
+    def complete(
+        self, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams], use_tqdm: bool | MakeBar
+    ) -> list[RequestOutput]:
+        """Generate behind each prompt, in order."""
+
+    def score(self, groups: Sequence[Group], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
+        """How likely each continuation of each group is, in order."""
+
+    def close(self) -> None: ...
+
+
+class OfflineBackend:
+    """An engine in this process.
+
+    Args:
+        adapter: the name of one that it has loaded; "" is the model as it is.
+    """
+
+    def __init__(self, llm: LLM, adapter: str = "") -> None:
+        self._llm = llm
+        self._adapter = adapter or None
+        length = llm.config.model.max_model_len
+        if length is None:
+            raise InvalidArgument("max_model_len", "is not resolved")
+        self.max_model_len = length
+
+    def complete(
+        self, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams], use_tqdm: bool | MakeBar
+    ) -> list[RequestOutput]:
+        """See `Backend`."""
+        return self._llm.generate(_tokens(prompts), list(sampling), use_tqdm=use_tqdm, adapter=self._adapter)
+
+    def score(self, groups: Sequence[Group], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
+        """See `Backend`."""
+        contexts = _tokens([group.context for group in groups])
+        continuations = [list(group.continuations) for group in groups]
+        scores = self._llm.score(contexts, continuations, use_tqdm=use_tqdm, adapter=self._adapter)
+        return [[(one.logprob, one.is_greedy) for one in each] for each in scores]
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the cached prefixes of what was asked before."""
+        self._llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Gives the device's memory back."""
+        self._llm.close()
+
+
+class RemoteBackend:
+    """A server.
+
+    Args:
+        max_concurrency: calls in flight at most, whatever places it says it has.
+        timeout_s: for each call; None is none.
+
+    Raises:
+        JpagedError: it is not there, or does not say which model it has.
+    """
+
+    def __init__(
+        self, target: str, *, adapter: str = "", max_concurrency: int = 256, timeout_s: float | None = None
+    ) -> None:
+        self._target, self._adapter, self._timeout_s = target, adapter, timeout_s
+        self._num_at_once = max_concurrency
+        with Client(target, timeout_s=timeout_s) as client:
+            self.model: ModelInfo = client.model_info()
+            with contextlib.suppress(PermissionDenied, Unsupported):
+                self._num_at_once = window_of(client.load(), 0, max_concurrency)
+        self.max_model_len = self.model.max_model_len
+
+    def require_tokenizer(self, encode: Callable[[str], Sequence[int]]) -> None:
+        """Refuses a tokenizer that takes texts apart otherwise than the server's own.
+
+        Raises:
+            InvalidArgument: it does; what was scored would be other texts.
+        """
+        with Client(self._target, timeout_s=self._timeout_s) as client:
+            theirs = client.tokenize(_PROBE, add_special_tokens=False)
+        ours = tuple(encode(_PROBE))
+        if ours != theirs:
+            what = f"{_PROBE!r} is {len(ours)} tokens by it, other than the {len(theirs)} of the server's"
+            raise InvalidArgument("tokenizer", f"{what}: it is that of another model than {self.model.name!r}")
+
+    def complete(
+        self, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams], use_tqdm: bool | MakeBar
+    ) -> list[RequestOutput]:
+        """See `Backend`."""
+
+        async def one(client: AsyncClient, ask: tuple[TokenIds, SamplingParams]) -> tuple[RequestOutput, Usage]:
+            output = await client.complete(prompt_token_ids=ask[0], sampling=ask[1], adapter=self._adapter)
+            return output, output.usage
+
+        return _run(self._each(one, list(zip(prompts, sampling, strict=True)), use_tqdm))
+
+    def score(self, groups: Sequence[Group], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
+        """See `Backend`."""
+
+        async def one(client: AsyncClient, group: Group) -> tuple[list[Likelihood], Usage]:
+            scores = await client.score(group.context, group.continuations, adapter=self._adapter)
+            num_tokens = len(group.context) + sum(map(len, group.continuations))
+            return [(score.logprob, score.is_greedy) for score in scores], Usage(prompt_tokens=num_tokens)
+
+        return _run(self._each(one, groups, use_tqdm))
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+    async def _each(
+        self,
+        work: Callable[[AsyncClient, _Ask], Awaitable[tuple[_Answer, Usage]]],
+        asks: Sequence[_Ask],
+        use_tqdm: bool | MakeBar,
+    ) -> list[_Answer]:
+        """Do the work of each, so many at a time; the first error ends all."""
+        answers: dict[int, _Answer] = {}
+        places = iter(range(len(asks)))
+        bar = ProgressBar(use_tqdm, len(asks))
+
+        async def pull(client: AsyncClient) -> None:
+            for place in places:
+                answers[place], usage = await _patiently(functools.partial(work, client, asks[place]))
+                bar.note_done(usage)
+
+        try:
+            async with AsyncClient(self._target, timeout_s=self._timeout_s) as client, asyncio.TaskGroup() as group:
+                for _ in range(min(self._num_at_once, len(asks))):
+                    group.create_task(pull(client))
+        except* JpagedError as errors:
+            error = errors
+        else:
+            return [answers[place] for place in range(len(asks))]
+        finally:
+            bar.close()
+        first: BaseException = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first
+
+
+async def _patiently(call: Callable[[], Awaitable[_Answer]]) -> _Answer:
+    """Call again for as long as the server's queue is full of what others ask."""
+    while True:
+        try:
+            return await call()
+        except QueueFull as error:
+            await asyncio.sleep(error.retry_after_s)
+
+
+def _run(work: Coroutine[Any, Any, _Answer]) -> _Answer:
+    """Run a coroutine to its end, also where a loop runs already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+def _tokens(prompts: Sequence[TokenIds]) -> list[TokensPrompt]:
+    return [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
