@@ -1,6 +1,7 @@
 """The gRPC client: no jax, no engine. `Client` for threads, `AsyncClient` for asyncio, `jpaged.client.batch` for files.
 
 wire.py       values -> messages and back, and the assembly of streams: no I/O, shared by both clients
+evaluations.py Score and Embed, likewise
 failures.py   gRPC errors -> the tree of jpaged.errors
 channel.py    how both connect: keepalive, retries
 base.py       what both clients share

@@ -38,12 +38,10 @@ from jpaged.errors import (
     QueueFull,
     Unavailable,
 )
-from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.names import require_name
+from jpaged.service.names import require_name, require_salt
 from jpaged.service.streams import Bridge, OutputStream
 from jpaged.types import (
-    MAX_CACHE_SALT_CHARS,
     FinishReason,
     LoadedAdapter,
     OutputEvent,
@@ -188,7 +186,7 @@ class Call:
         tenant: whose request it is; "" is nobody's in particular.
         remaining_s: time that the caller gives it; None is no limit.
         is_whole: its caller reads nothing before the end.
-        adapter: the name of an adapter; "" is the model as it is.
+        adapter: the name of an adapter, or the load that its name meant; "" is the model as it is.
     """
 
     read: Callable[[], tuple[Prompt, SamplingParams]]
@@ -198,7 +196,7 @@ class Call:
     tenant: str = ""
     remaining_s: float | None = None
     is_whole: bool = False
-    adapter: str = ""
+    adapter: str | LoadedAdapter = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -249,7 +247,7 @@ class Service:
 
     Attributes:
         state: what runs, or why nothing does.
-        is_idle: set while no `generate` is open; for a host to wait on, never to set.
+        is_idle: set while no `generate` and no `several` is open; for a host to wait on, never to set.
     """
 
     def __init__(self, state: ServiceState) -> None:
@@ -261,10 +259,14 @@ class Service:
         self._counter = itertools.count()
         self._open: dict[tuple[str, str], Generation] = {}
         self._num_calls = 0
+        self._num_several = 0
 
     @contextlib.asynccontextmanager
-    async def generate(self, call: Call) -> AsyncIterator[Generation]:
+    async def generate(self, call: Call, model: LoadedModel | None = None) -> AsyncIterator[Generation]:
         """Run a request while the context is open; its blocks are free within a step, however that ends.
+
+        Args:
+            model: what `several` has let in, of whose requests this is one.
 
         Raises:
             JpagedError: it cannot run; while its events are taken: it has failed.
@@ -272,7 +274,7 @@ class Service:
         self._num_calls += 1
         self.is_idle.clear()
         try:
-            model = self._model(call.model)
+            model = model or self._model(call.model)
             generation = self._admit(model, call)
             try:
                 request = await self._prepare(model, generation, call)
@@ -288,26 +290,40 @@ class Service:
                 self._forget(generation)
         finally:
             self._num_calls -= 1
-            if self._num_calls == 0:
-                self.is_idle.set()
+            self._note_end()
 
-    async def complete(self, call: Call) -> RequestOutput:
-        """Run a request to its end and return all of it; raises as `generate` does."""
+    @contextlib.asynccontextmanager
+    async def several(self, name: str | None) -> AsyncIterator[LoadedModel]:
+        """Let in a call that makes several requests, which a drain waits for as for one; yield the model for them.
+
+        Raises:
+            NotFound, Unavailable: as `generate`.
+            QueueFull: as many such calls are open as requests may be in flight.
+        """
+        model = self._model(name)
+        limit = model.engine.max_num_in_flight
+        if self._num_several >= limit:
+            what = f"{self._num_several} calls of several requests are open"
+            raise QueueFull(f"{what}, the limit is {limit}", retry_after_s=_RETRY_S)
+        self._num_several += 1
+        self.is_idle.clear()
+        try:
+            yield model
+        finally:
+            self._num_several -= 1
+            self._note_end()
+
+    async def complete(self, call: Call, model: LoadedModel | None = None) -> RequestOutput:
+        """Run a request to its end and return all of it; takes and raises what `generate` does."""
         completions = Completions(has_logprobs=False, has_prompt_logprobs=True)
-        async with self.generate(call) as generation:
+        async with self.generate(call, model) as generation:
             async for event in generation:
                 completions.add(event)
             return completions.output(generation.request_id, None, generation.prompt_token_ids)
 
-    async def work(self, work: Callable[[InputProcessor], _T], size: int, model: str | None) -> _T:
-        """Run work on so many characters or ids with the model's input processor, on a thread where they are many."""
-        processor = self._model(model).input_processor
-        return await self._workers.run(lambda: work(processor), size)
-
-    @property
-    def max_num_at_once(self) -> int:
-        """Requests that one call may have in flight: as many as a step has rows for."""
-        return self.state.serving().engine.geometry.max_num_seqs
+    async def work(self, work: Callable[[], _T], size: int) -> _T:
+        """Run work on so many characters, ids or numbers, on a thread where they are many."""
+        return await self._workers.run(work, size)
 
     async def tokenize(
         self,
@@ -319,7 +335,6 @@ class Service:
     ) -> list[int]:
         """Return the ids of a text or a conversation, which may be longer than a prompt; see `Call` for the rest."""
         processor = self._model(model).input_processor
-
         return await self._workers.run(lambda: processor.tokenize(read(), add_special_tokens=add_special_tokens), size)
 
     async def detokenize(
@@ -354,10 +369,8 @@ class Service:
         """Keep a prefix computed under a name, also when the caller goes away; return how many of its tokens."""
         model = self._controlled("PinPrefix", self.state.serving())
         require_name("name", name)
-        if len(cache_salt) > MAX_CACHE_SALT_CHARS:
-            raise InvalidArgument("cache_salt", f"{len(cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS}")
-
-        loaded = model.adapters.find(adapter) if adapter else None
+        require_salt(cache_salt)
+        loaded = model.adapters.named(adapter)
 
         def pin() -> Future[int]:
             token_ids = model.input_processor.prefix(prefix)
@@ -393,6 +406,10 @@ class Service:
         """End every `generate` that is open with an error, after what it already has to send."""
         for generation in self._open.values():
             generation.end(error=error)
+
+    def _note_end(self) -> None:
+        if self._num_calls + self._num_several == 0:
+            self.is_idle.set()
 
     def _model(self, name: str | None) -> LoadedModel:
         model = self.state.serving()
@@ -449,7 +466,7 @@ class Service:
     async def _prepare(self, model: LoadedModel, generation: Generation, call: Call) -> Request | None:
         """Make the engine's request; None when the stream was ended meanwhile."""
         deadline_s = None if call.remaining_s is None else model.engine.clock() + call.remaining_s
-        adapter = model.adapters.find(call.adapter) if call.adapter else None
+        adapter = model.adapters.named(call.adapter)
 
         def make() -> Request:
             prompt, sampling = call.read()
