@@ -55,7 +55,7 @@ def wholes(processor: InputProcessor, prompt: Prompt, continuations: list[Any]) 
 
 
 def test_a_continuation_comes_behind_its_prompt(processor):
-    want = [(list(b"pqx"), 2), (list(b"pq") + [7, 8], 2)]
+    want = [(list(b"pqx"), 2), ([*b"pq", 7, 8], 2)]
     assert wholes(processor, Prompt(text="pq"), ["x", [7, 8]]) == want
     assert wholes(processor, Prompt(token_ids=list(b"pq")), ["x", (7, 8)]) == want
 
@@ -118,7 +118,9 @@ def test_bounds_are_what_they_say():
     require_parts("inputs", 1)
     require_parts("inputs", MAX_PARTS)
     require_score_size(MAX_SCORE_SIZE)
-    with pytest.raises(InvalidArgument, match="continuations: make 4194305 characters .*; at most 4194304 in one call"):
+    with pytest.raises(
+        InvalidArgument, match=r"continuations: make 4194305 characters .*; at most 4194304 in one call"
+    ):
         require_score_size(MAX_SCORE_SIZE + 1)
 
 
