@@ -28,6 +28,7 @@ from benchmarks.record import machine, save
 from jpaged.config import EngineConfig, SchedulerOptions
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import (
+    I32,
     BlockMoves,
     BucketTable,
     DeviceRates,
@@ -37,6 +38,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
+from jpaged.engine.executor.telling import TellInputs, ToldOutputs
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.schedule import build_sampling_inputs, build_step_inputs
@@ -112,6 +114,14 @@ class NullExecutor:
     def sample(self, hidden: None, inputs: SamplingInputs) -> StepOutputs:
         return self._outputs
 
+    def decode(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> StepOutputs:
+        return self._outputs
+
+    def tell(self, hidden: None, inputs: TellInputs) -> Callable[[], ToldOutputs]:
+        return ToldOutputs
+
     def is_done(self, handle: StepOutputs) -> bool:
         return True
 
@@ -145,7 +155,7 @@ class Loop:
         decided = time.thread_time()
         geometry = self._executor.geometry
         inputs = build_step_inputs(schedule, geometry)
-        sampling = build_sampling_inputs(schedule, geometry, frozenset())
+        sampling = build_sampling_inputs(schedule, geometry, frozenset(), self._scheduler.rows.editing)
         packed = time.thread_time()
         self._executor.forward(inputs)
         outputs = self._executor.collect(self._executor.sample(None, sampling))

@@ -72,7 +72,7 @@ class Stopwatch:
     def __init__(self, executor: JaxExecutor) -> None:
         self._executor = executor
         self.geometry, self.rates = executor.geometry, executor.rates
-        self.load_adapter = executor.load_adapter
+        self.load_adapter, self.decode, self.tell = executor.load_adapter, executor.decode, executor.tell
         self.move_blocks, self.shutdown, self.warm_up = executor.move_blocks, executor.shutdown, executor.warm_up
         self.dispatch_s: list[float] = []
         self.collect_s: list[float] = []

@@ -162,9 +162,8 @@ class LLM:
             raise InvalidArgument("continuations", f"{len(of_each)} are given for {len(many)} prompts")
         requests: list[_Asked] = []
         for prompt, each in zip(many, of_each, strict=True):
-            wholes, num_prompt = continued(self._serving.input_processor, _prompt_of(prompt), list(each))
-            parts = [Prompt(token_ids=token_ids, told_from=num_prompt) for token_ids in wholes]
-            requests += [self._request(SCORE_SAMPLING, part, adapter) for part in parts]
+            given = continued(self._serving.input_processor, _prompt_of(prompt), list(each))
+            requests += [self._request(SCORE_SAMPLING, given.prompt(i), adapter) for i in range(len(given))]
         outputs = iter(self._run(requests, use_tqdm))
         return [[score_of(next(outputs)) for _ in each] for each in of_each]
 

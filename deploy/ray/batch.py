@@ -22,11 +22,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import blocks
 import ray
@@ -37,12 +37,15 @@ from jpaged.chat import ChatOptions
 from jpaged.client import wire
 from jpaged.client.batching.answers import Answers
 from jpaged.client.channel import Backoff
+from jpaged.client.evaluations import Asker, Evaluated, embed_call, score_call
 from jpaged.client.failures import error_of
 from jpaged.client.openai import BadLine, Line, failure_line
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, ServerOptions, field_names
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, sentence_of
 from jpaged.server.replica import Refused, Replica
-from jpaged.types import ModelInfo, RequestOutput, SamplingParams
+from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
+
+_T = TypeVar("_T")
 
 _MAX_TRIES = 8
 """So often in a run workers begin with a block before its lines fail: they may be what ends them."""
@@ -56,7 +59,7 @@ _MAX_BACKOFF_S = 15.0
 
 
 class Local:
-    """An engine of this process, with the methods of a client that lines need: a `Completer`."""
+    """An engine of this process, with the methods of a client that lines need: a `Server`."""
 
     def __init__(self, engine: Mapping[str, Any]) -> None:
         from jpaged import assemble  # imports jax, which the process that starts the run does not need
@@ -82,18 +85,44 @@ class Local:
     ) -> RequestOutput:
         """See `AsyncClient.complete`; it waits while the queue is full."""
         what = wire.prompt_of(prompt, prompt_token_ids, messages, chat_options)
-        backoff = Backoff(_FIRST_BACKOFF_S, 2.0, _MAX_BACKOFF_S)
-        while True:
+
+        async def run() -> RequestOutput:
             request = wire.generate_request(what, sampling, request_id=None, model=None, whole=True, adapter=adapter)
             assembler = wire.Assembler(what, sampling)
-            try:
-                with _translated():
-                    async with aclosing(self._replica.generate(request)) as answers:
-                        async for answer in answers:
-                            assembler.add(wire.chunk_of(answer))
-                return assembler.output()
-            except QueueFull as error:
-                await asyncio.sleep(backoff.next_s(error.retry_after_s))
+            async with aclosing(self._replica.generate(request)) as answers:
+                async for answer in answers:
+                    assembler.add(wire.chunk_of(answer))
+            return assembler.output()
+
+        return await _in_time(run)
+
+    async def score(
+        self,
+        prompt: str | Sequence[int],
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[Score]:
+        """See `AsyncClient.score`; it waits while the queue is full."""
+        call = score_call(prompt, continuations, Asker(None, adapter, cache_salt, priority))
+        return call.read(await _in_time(lambda: self._replica.score(call.request)))
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = False,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[tuple[float, ...]]:
+        """See `AsyncClient.embed`; it waits while the queue is full."""
+        asker = Asker(None, adapter, cache_salt, priority)
+        call = embed_call(inputs, asker, pooling=pooling, normalize=normalize)
+        return call.read(await _in_time(lambda: self._replica.embed(call.request)))
 
     async def tokenize(
         self,
@@ -114,6 +143,17 @@ class Local:
         call = wire.detokenize_call(token_ids, skip_special_tokens=skip_special_tokens, model=None)
         with _translated():
             return call.read(await self._replica.detokenize(call.request))
+
+
+async def _in_time(run: Callable[[], Awaitable[_T]]) -> _T:
+    """What a call comes to, which is made again while the queue is full."""
+    backoff = Backoff(_FIRST_BACKOFF_S, 2.0, _MAX_BACKOFF_S)
+    while True:
+        try:
+            with _translated():
+                return await run()
+        except QueueFull as error:
+            await asyncio.sleep(backoff.next_s(error.retry_after_s))
 
 
 @contextmanager

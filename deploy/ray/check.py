@@ -30,6 +30,8 @@ ENGINE = {"model": "demo", "max_num_seqs": 8, "num_blocks": 256, "max_num_batche
 ENGINE_ALONE = {name: value for name, value in ENGINE.items() if name != "shutdown_timeout"}
 NUM_REPLICAS = 2
 PROMPTS = [f"Once upon a time there was a {animal}" for animal in ("fox", "bear", "dragon", "cat", "crow", "hen")]
+CONTINUATIONS = [" who lived", " in the wood.", "xyz"]
+TOLERANCE = 1e-4
 OBJECT_STORE_BYTES = 80 << 20
 PATIENCE_S = 120.0
 
@@ -39,7 +41,7 @@ def main() -> int:
     began_s = time.monotonic()
     check_config_file()
     with ProcessPoolExecutor(1, get_context("spawn")) as other:  # this process forks later, which jax would not survive
-        expected = other.submit(generate_alone).result()
+        expected, evaluated = other.submit(run_alone).result()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(
         num_cpus=2,
@@ -60,6 +62,7 @@ def main() -> int:
             client.wait_until_ready(PATIENCE_S)
             say(f"{NUM_REPLICAS} replicas serve on port {grpc_port}")
             check_streams(client, handle, expected)
+            check_evaluations(client, evaluated)
             check_refusal(client)
             check_cancelling(client, handle)
             check_drain(client)
@@ -86,12 +89,15 @@ def sampling(number: int, max_tokens: int = 24) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.8 * (number % 2), seed=100 + number, ignore_eos=True)
 
 
-def generate_alone() -> list[tuple[int, ...]]:
-    """What one engine generates by itself."""
+def run_alone() -> tuple[list[tuple[int, ...]], list[float]]:
+    """What one engine generates by itself, and the numbers of scores and embeddings."""
     with LLM(**ENGINE_ALONE) as llm:
         outputs = llm.generate(PROMPTS, [sampling(number) for number in range(len(PROMPTS))])
+        (scores,) = llm.score(PROMPTS[0], CONTINUATIONS)
+        embeddings = llm.embed(PROMPTS, pooling="mean", normalize=True)
     say(f"LLM generated {len(outputs)} answers to compare with")
-    return [output.outputs[0].token_ids for output in outputs]
+    numbers = [score.logprob for score in scores] + [value for one in embeddings for value in one.values]
+    return [output.outputs[0].token_ids for output in outputs], numbers
 
 
 def check_streams(client: Client, handle: DeploymentHandle, expected: list[tuple[int, ...]]) -> None:
@@ -114,6 +120,17 @@ def check_streams(client: Client, handle: DeploymentHandle, expected: list[tuple
     counts = [load.num_generation_tokens for load in loads(handle).values()]
     require(sum(counts) == 2 * sum(map(len, expected)) and min(counts) > 0, f"both replicas generated: {counts}")
     say(f"{len(PROMPTS)} streams at once, twice: tokens equal LLM's; the replicas generated {counts}")
+
+
+def check_evaluations(client: Client, expected: list[float]) -> None:
+    """Scores and embeddings are LLM's."""
+    scores = client.score(PROMPTS[0], CONTINUATIONS)
+    vectors = client.embed(PROMPTS, pooling="mean", normalize=True)
+    found = [score.logprob for score in scores] + [value for vector in vectors for value in vector]
+    require(len(found) == len(expected), f"{len(found)} numbers, not {len(expected)}")
+    difference = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    require(difference < TOLERANCE, f"scores and embeddings differ from LLM's by {difference}")
+    say(f"{len(scores)} scores and {len(vectors)} vectors differ from LLM's by {difference:.0e} at most")
 
 
 def check_refusal(client: Client) -> None:

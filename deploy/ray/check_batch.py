@@ -34,8 +34,19 @@ PATIENCE_S = 60.0
 COMMAND = [sys.executable, str(Path(__file__).with_name("batch.py"))]
 OPTIONS = ["--num-workers=2", "--num-cpus=0.5", f"--block-lines={BLOCK_LINES}", f"--engine={json.dumps(ENGINE)}"]
 REPORT = re.compile(r"block (\d+): \d+ lines by process (\d+)")
-NO_REQUESTS = ["nonsense", '{"custom_id": "vector", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}}']
-EXPECTED_ERRORS = {None: "INVALID_ARGUMENT", "vector": "UNIMPLEMENTED"}
+EVALUATIONS = [
+    {"custom_id": "vector", "method": "POST", "url": "/v1/embeddings", "body": {"input": "Once upon a time"}},
+    {
+        "custom_id": "likely",
+        "method": "POST",
+        "url": "/v1/score",
+        "body": {"prompt": "Once upon a", "continuations": [" time", " pan"]},
+    },
+]
+NOT_A_REQUEST = "nonsense"
+EXPECTED_ERRORS = {None: "INVALID_ARGUMENT"}
+TOLERANCE = 1e-4
+"""Of numbers that a batch computes beside others."""
 
 
 def main() -> int:
@@ -73,15 +84,15 @@ def write_data_set(folder: Path) -> None:
     """The requests in three files: lines, Parquet with bodies as text, and Parquet with structs; 17 blocks in all."""
     folder.mkdir()
     lines = requests()
-    texts = [*map(json.dumps, lines[:20]), *NO_REQUESTS]
+    texts = [*map(json.dumps, [*lines[:20], *EVALUATIONS]), NOT_A_REQUEST]
     (folder / "a.jsonl").write_text("".join(f"{text}\n" for text in texts))
     rows = [{**line, "body": json.dumps(line["body"])} for line in lines[20:40]]
     pq.write_table(pa.Table.from_pylist(rows), folder / "b.parquet", row_group_size=10)
     pq.write_table(pa.Table.from_pylist(lines[40:]), folder / "c.parquet")
 
 
-def generate_alone() -> dict[str, tuple[str, int]]:
-    """What one engine generates in one process: text and number of tokens, by custom_id."""
+def generate_alone() -> dict[str, list[Any]]:
+    """What one engine makes in one process, by custom_id and as `told` tells of a line, in the order of the input."""
     lines = requests()
     params = [
         SamplingParams(
@@ -92,16 +103,39 @@ def generate_alone() -> dict[str, tuple[str, int]]:
         )
         for line in lines
     ]
+    vector, likely = (line["body"] for line in EVALUATIONS)
     with LLM(**ENGINE) as llm:
         outputs = llm.generate([line["body"]["prompt"] for line in lines], params)
+        (embedding,) = llm.embed(vector["input"])
+        (scores,) = llm.score(likely["prompt"], likely["continuations"])
     say(f"LLM generated {len(outputs)} answers to compare with")
-    return {
-        line["custom_id"]: (output.outputs[0].text, len(output.outputs[0].token_ids))
+    found: dict[str, list[Any]] = {
+        line["custom_id"]: [output.outputs[0].text, len(output.outputs[0].token_ids)]
         for line, output in zip(lines, outputs, strict=True)
     }
+    evaluated = {"vector": list(embedding.values), "likely": [score.logprob for score in scores]}
+    return dict([*list(found.items())[:20], *evaluated.items(), *list(found.items())[20:]])
 
 
-def check_lost_worker(source: Path, output: Path, expected: dict[str, tuple[str, int]]) -> None:
+def told(line: dict[str, Any]) -> list[Any]:
+    """What is compared of a line of output: text and number of tokens, the vector, or the log-probabilities."""
+    body = line["response"]["body"]
+    if line["custom_id"] == "vector":
+        return list(body["data"][0]["embedding"])
+    if line["custom_id"] == "likely":
+        return [entry["logprob"] for entry in body["data"]]
+    return [body["choices"][0]["text"], body["usage"]["completion_tokens"]]
+
+
+def is_same(found: list[Any], expected: list[Any]) -> bool:
+    """Whether two are the same; numbers may differ by a rounding."""
+    if len(found) != len(expected):
+        return False
+    pairs = zip(found, expected, strict=True)
+    return all(abs(a - b) <= TOLERANCE if isinstance(a, float) else a == b for a, b in pairs)
+
+
+def check_lost_worker(source: Path, output: Path, expected: dict[str, list[Any]]) -> None:
     """The first worker that ends a block is killed at once, while it holds others."""
     killed, blocks, processes = 0, [], set()
     with started(source, output) as run:
@@ -120,7 +154,7 @@ def check_lost_worker(source: Path, output: Path, expected: dict[str, tuple[str,
     say(f"worker {killed} was killed after its first block; {NUM_BLOCKS} blocks by processes {sorted(processes)}")
 
 
-def check_second_run(source: Path, output: Path, expected: dict[str, tuple[str, int]]) -> None:
+def check_second_run(source: Path, output: Path, expected: dict[str, list[Any]]) -> None:
     """Blocks whose parts are gone or were never whole run again; the others stay as they are."""
     parts = sorted(output.glob("part-*"))
     gone = (parts[1], parts[5])
@@ -137,7 +171,7 @@ def check_second_run(source: Path, output: Path, expected: dict[str, tuple[str, 
     say("a second run did the two blocks that were missing")
 
 
-def check_results(output: Path, expected: dict[str, tuple[str, int]]) -> None:
+def check_results(output: Path, expected: dict[str, list[Any]]) -> None:
     """One result a line, in the order of the input, each as one process alone made it."""
     texts = [text for part in sorted(output.glob("part-*")) for text in part.read_text().split("\n")[:-1]]
     lines = [json.loads(text) for text in texts]
@@ -147,11 +181,8 @@ def check_results(output: Path, expected: dict[str, tuple[str, int]]) -> None:
     require(len(lines) == len(answers) + len(errors), "one result a line")
     require([line["custom_id"] for line in answers] == list(expected), "every line, once and in order")
     for line in answers:
-        body = line["response"]["body"]
-        found = (body["choices"][0]["text"], body["usage"]["completion_tokens"])
-        require(
-            found == expected[line["custom_id"]], f"{line['custom_id']}: {found}, not {expected[line['custom_id']]}"
-        )
+        found, wanted = told(line), expected[line["custom_id"]]
+        require(is_same(found, wanted), f"{line['custom_id']}: {found}, not {wanted}")
 
 
 @contextmanager

@@ -20,6 +20,9 @@ Run an OpenAI batch file against servers; run it again after a crash and it goes
     jpaged batch -i requests.jsonl -o results.jsonl --target localhost:50051
     jpaged batch requests.parquet results.parquet --target gpu-0:50051,gpu-1:50051
 
+A line is a request of /v1/chat/completions, /v1/completions, /v1/embeddings or /v1/score. The last has a prompt and
+continuations, whose log-probabilities it is told, or text_1 and text_2, whose vectors are compared.
+
 Several servers of one model share the lines: each takes what it has places for. What a server leaves undone that goes
 away is run by the others, and it is asked again. A line without a seed gets one from its custom_id, so that its result
 does not depend on who runs it. Parquet has the columns custom_id, method, url and body.

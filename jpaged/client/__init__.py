@@ -2,6 +2,7 @@
 
 wire.py       values -> messages and back, and the assembly of streams: no I/O, shared by both clients
 chat.py       the same of chats: messages, tools, calls
+evaluations.py Score and Embed, likewise
 failures.py   gRPC errors -> the tree of jpaged.errors
 channel.py    how both connect: keepalive, retries
 base.py       what both clients share

@@ -12,9 +12,10 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from jpaged.chat import ChatOptions, ChatWords, chat_options_of
-from jpaged.client import wire
+from jpaged.client import evaluations, wire
 from jpaged.client.base import BaseClient, BaseStream
 from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Attempts
+from jpaged.client.evaluations import Evaluated
 from jpaged.client.failures import translated
 from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.errors import Cancelled, DeadlineExceeded
@@ -110,10 +111,11 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         *,
         adapter: str = "",
         cache_salt: str = "",
-    ) -> tuple[Score, ...]:
+        priority: int = 0,
+    ) -> Evaluated[Score]:
         """See `Client.score`."""
-        what = wire.prompt_of(prompt) if isinstance(prompt, str) else wire.prompt_of(None, prompt)
-        call = wire.score_call(what, continuations, model=self._model, adapter=adapter, cache_salt=cache_salt)
+        asker = evaluations.Asker(self._model, adapter, cache_salt, priority)
+        call = evaluations.score_call(prompt, continuations, asker)
         return await self._run(call)
 
     async def embed(
@@ -124,11 +126,11 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         normalize: bool = False,
         adapter: str = "",
         cache_salt: str = "",
-    ) -> tuple[tuple[float, ...], ...]:
+        priority: int = 0,
+    ) -> Evaluated[tuple[float, ...]]:
         """See `Client.embed`."""
-        call = wire.embed_call(
-            inputs, pooling=pooling, normalize=normalize, model=self._model, adapter=adapter, cache_salt=cache_salt
-        )
+        asker = evaluations.Asker(self._model, adapter, cache_salt, priority)
+        call = evaluations.embed_call(inputs, asker, pooling=pooling, normalize=normalize)
         return await self._run(call)
 
     async def tokenize(

@@ -10,9 +10,10 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from jpaged.chat import ChatOptions, ChatWords, chat_options_of
-from jpaged.client import wire
+from jpaged.client import evaluations, wire
 from jpaged.client.base import BaseClient, BaseStream
 from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Attempts
+from jpaged.client.evaluations import Evaluated
 from jpaged.client.failures import translated
 from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.errors import DeadlineExceeded
@@ -105,13 +106,19 @@ class Client(BaseClient[GenerateStream]):
         *,
         adapter: str = "",
         cache_salt: str = "",
-    ) -> tuple[Score, ...]:
+        priority: int = 0,
+    ) -> Evaluated[Score]:
         """How likely continuations of a prompt are, each of which is a text or token ids: one score for each, in order.
 
         A text behind a text is tokenised with it. The prompt is computed once, and many continuations in a step.
+
+        Args:
+            adapter: the name of an adapter that the server has loaded.
+            cache_salt: as in `SamplingParams`.
+            priority: as in `SamplingParams`.
         """
-        what = wire.prompt_of(prompt) if isinstance(prompt, str) else wire.prompt_of(None, prompt)
-        call = wire.score_call(what, continuations, model=self._model, adapter=adapter, cache_salt=cache_salt)
+        asker = evaluations.Asker(self._model, adapter, cache_salt, priority)
+        call = evaluations.score_call(prompt, continuations, asker)
         return self._run(call)
 
     def embed(
@@ -122,15 +129,16 @@ class Client(BaseClient[GenerateStream]):
         normalize: bool = False,
         adapter: str = "",
         cache_salt: str = "",
-    ) -> tuple[tuple[float, ...], ...]:
+        priority: int = 0,
+    ) -> Evaluated[tuple[float, ...]]:
         """Texts or token ids as vectors: hidden states behind the last norm, of the last token or the mean of all.
 
         Args:
             normalize: scale each vector to a length of 1.
+            adapter: as in `score`, with cache_salt and priority.
         """
-        call = wire.embed_call(
-            inputs, pooling=pooling, normalize=normalize, model=self._model, adapter=adapter, cache_salt=cache_salt
-        )
+        asker = evaluations.Asker(self._model, adapter, cache_salt, priority)
+        call = evaluations.embed_call(inputs, asker, pooling=pooling, normalize=normalize)
         return self._run(call)
 
     def tokenize(

@@ -23,13 +23,11 @@ from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     FinishReason,
     ModelInfo,
-    Pooling,
     PositionLogprobs,
     Prompt,
     RequestOutput,
     RequestTimes,
     SamplingParams,
-    Score,
     SequenceDelta,
     SequenceFinish,
     TokenLogprob,
@@ -53,10 +51,6 @@ _EARLY_STOPPING: dict[bool | str, inference_pb2.EarlyStopping] = {
     False: inference_pb2.EARLY_STOPPING_BEST_RUNNING,
     True: inference_pb2.EARLY_STOPPING_FIRST_FULL,
     "never": inference_pb2.EARLY_STOPPING_NEVER,
-}
-_POOLINGS: Mapping[Pooling, inference_pb2.Pooling] = {
-    "last": inference_pb2.POOLING_LAST,
-    "mean": inference_pb2.POOLING_MEAN,
 }
 
 
@@ -163,7 +157,7 @@ def generate_request(
         adapter=adapter,
     )
     if prompt.token_ids is not None:
-        message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=_checked_ids("prompt.token_ids", prompt.token_ids)))
+        message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=checked_ids("prompt.token_ids", prompt.token_ids)))
     elif prompt.messages is not None:
         message.chat.CopyFrom(chat_message(prompt))
     return message
@@ -176,17 +170,17 @@ def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
     for name in ("max_tokens", "min_tokens"):
         values[name] = _checked_uint32(f"sampling.{name}", values[name])
     values["top_k"] = min(sampling.top_k, 2**31 - 1)  # no vocabulary is larger: all are kept either way
-    values["stop_token_ids"] = _checked_ids("sampling.stop_token_ids", sampling.stop_token_ids)
+    values["stop_token_ids"] = checked_ids("sampling.stop_token_ids", sampling.stop_token_ids)
     for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
         if name in values:
-            values[name] = _checked_int32(f"sampling.{name}", values[name])
-    values["logprob_token_ids"] = _checked_ids("sampling.logprob_token_ids", sampling.logprob_token_ids)
+            values[name] = checked_int32(f"sampling.{name}", values[name])
+    values["logprob_token_ids"] = checked_ids("sampling.logprob_token_ids", sampling.logprob_token_ids)
     values["early_stopping"] = _EARLY_STOPPING[sampling.early_stopping]
     biases = sampling.logit_bias or {}
-    values["logit_bias"] = dict(zip(_checked_ids("sampling.logit_bias", list(biases)), biases.values(), strict=True))
+    values["logit_bias"] = dict(zip(checked_ids("sampling.logit_bias", list(biases)), biases.values(), strict=True))
     allowed = sampling.allowed_token_ids
     if allowed is not None:
-        values["allowed_token_ids"] = inference_pb2.TokenIds(ids=_checked_ids("sampling.allowed_token_ids", allowed))
+        values["allowed_token_ids"] = inference_pb2.TokenIds(ids=checked_ids("sampling.allowed_token_ids", allowed))
     if sampling.structured_outputs is not None:
         values["structured_outputs"] = _structured_message(sampling.structured_outputs)
     return inference_pb2.SamplingParams(**values)
@@ -237,69 +231,6 @@ class Assembler:
         return self._completions.output(self._request_id, self._prompt.text, self._prompt_token_ids)
 
 
-def score_call(
-    prompt: Prompt,
-    continuations: Sequence[str | Sequence[int]],
-    *,
-    model: str | None,
-    adapter: str,
-    cache_salt: str,
-) -> Call[tuple[Score, ...]]:
-    """A prompt and what may come behind it -> scores."""
-    request = inference_pb2.ScoreRequest(
-        **_form_of("prompt", prompt),
-        continuations=[
-            inference_pb2.Continuation(**_form_of(f"continuations[{i}]", _prompt_of_part(one)))
-            for i, one in enumerate(continuations)
-        ],
-        model=model,
-        adapter=adapter,
-        cache_salt=cache_salt,
-    )
-    return Call("Score", request, lambda response: tuple(_score_of(one) for one in response.scores))
-
-
-def embed_call(
-    inputs: Sequence[str | Sequence[int]],
-    *,
-    pooling: Pooling,
-    normalize: bool,
-    model: str | None,
-    adapter: str,
-    cache_salt: str,
-) -> Call[tuple[tuple[float, ...], ...]]:
-    """Texts or token ids -> vectors."""
-    if pooling not in _POOLINGS:
-        raise InvalidArgument("pooling", f"{pooling!r} is neither 'last' nor 'mean'")
-    request = inference_pb2.EmbedRequest(
-        inputs=[
-            inference_pb2.EmbedInput(**_form_of(f"inputs[{i}]", _prompt_of_part(one))) for i, one in enumerate(inputs)
-        ],
-        pooling=_POOLINGS[pooling],
-        normalize=normalize,
-        model=model,
-        adapter=adapter,
-        cache_salt=cache_salt,
-    )
-    return Call("Embed", request, lambda response: tuple(tuple(one.values) for one in response.embeddings))
-
-
-def _prompt_of_part(part: str | Sequence[int]) -> Prompt:
-    return Prompt(text=part) if isinstance(part, str) else Prompt(token_ids=part)
-
-
-def _form_of(field: str, prompt: Prompt) -> dict[str, Any]:
-    """A text or token ids as the fields of a message."""
-    if prompt.text is not None:
-        require_whole_characters(field, prompt.text)
-        return {"text": prompt.text}
-    return {"token_ids": inference_pb2.TokenIds(ids=_checked_ids(field, prompt.token_ids or ()))}
-
-
-def _score_of(score: inference_pb2.Score) -> Score:
-    return Score(tuple(_logprob_of(token) for token in score.tokens), score.is_greedy)
-
-
 def tokenize_call(prompt: Prompt, *, add_special_tokens: bool | None, model: str | None) -> Call[tuple[int, ...]]:
     """Text or messages -> ids."""
     request = inference_pb2.TokenizeRequest(text=prompt.text, add_special_tokens=add_special_tokens, model=model)
@@ -311,7 +242,7 @@ def tokenize_call(prompt: Prompt, *, add_special_tokens: bool | None, model: str
 def detokenize_call(token_ids: Sequence[int], *, skip_special_tokens: bool, model: str | None) -> Call[str]:
     """Ids -> text."""
     request = inference_pb2.DetokenizeRequest(
-        token_ids=_checked_ids("token_ids", token_ids), skip_special_tokens=skip_special_tokens, model=model
+        token_ids=checked_ids("token_ids", token_ids), skip_special_tokens=skip_special_tokens, model=model
     )
     return Call("Detokenize", request, lambda response: response.text)
 
@@ -340,7 +271,7 @@ def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str, adapter: str) ->
     """PinPrefix: how many tokens are kept."""
     request = control_pb2.PinPrefixRequest(name=name, text=prefix.text, cache_salt=cache_salt, adapter=adapter)
     if prefix.token_ids is not None:
-        request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=_checked_ids("prefix.token_ids", prefix.token_ids)))
+        request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=checked_ids("prefix.token_ids", prefix.token_ids)))
     return Call("PinPrefix", request, lambda response: response.num_pinned_tokens)
 
 
@@ -416,7 +347,8 @@ def _fields_of(message: Message) -> dict[str, Any]:
     }
 
 
-def _checked_ids(name: str, token_ids: Sequence[int]) -> Sequence[int]:
+def checked_ids(name: str, token_ids: Sequence[int]) -> Sequence[int]:
+    """Token ids that a message can carry; raises InvalidArgument for others."""
     for token_id in token_ids:
         _checked_uint32(name, token_id)
     return token_ids
@@ -428,7 +360,8 @@ def _checked_uint32(name: str, value: int) -> int:
     return value
 
 
-def _checked_int32(field: str, value: int) -> int:
+def checked_int32(field: str, value: int) -> int:
+    """A number that a message can carry; raises InvalidArgument for others."""
     if not -(2**31) <= value < 2**31:
         raise InvalidArgument(field, f"{value} is no 32-bit integer")
     return value
@@ -436,13 +369,14 @@ def _checked_int32(field: str, value: int) -> int:
 
 def _position_of(position: inference_pb2.PositionLogprobs) -> PositionLogprobs:
     return PositionLogprobs(
-        _logprob_of(position.chosen),
-        tuple(_logprob_of(token) for token in position.top),
-        tuple(_logprob_of(token) for token in position.asked),
+        logprob_of(position.chosen),
+        tuple(logprob_of(token) for token in position.top),
+        tuple(logprob_of(token) for token in position.asked),
     )
 
 
-def _logprob_of(token: inference_pb2.TokenLogprob) -> TokenLogprob:
+def logprob_of(token: inference_pb2.TokenLogprob) -> TokenLogprob:
+    """The value of a message."""
     return TokenLogprob(token.token_id, token.logprob, token.rank if token.HasField("rank") else None)
 
 

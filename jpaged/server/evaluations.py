@@ -28,21 +28,28 @@ def asker_of(
         remaining_s=remaining_s,
         adapter=message.adapter,
         cache_salt=message.cache_salt,
+        priority=message.priority,
     )
 
 
 async def scored(service: Service, asker: Asker, message: inference_pb2.ScoreRequest) -> inference_pb2.ScoreResponse:
     """Answer Score."""
-    require_parts("continuations", len(message.continuations))
+    num = len(message.continuations)
+    require_parts("continuations", num)
 
     def read() -> tuple[Prompt, Sequence[GivenContinuation]]:
         prompt = _prompt("prompt", message, message.WhichOneof("prompt"))
         return prompt, [_continuation(i, one) for i, one in enumerate(message.continuations)]
 
-    scores = await score(service, asker, read, message.ByteSize())
-    return inference_pb2.ScoreResponse(
-        scores=[_message_of(one) for one in scores], usage=_usage(one.usage for one in scores)
-    )
+    size = num * _size(message) + sum(map(_size, message.continuations))
+    scores = await score(service, asker, read, size)
+
+    def response() -> inference_pb2.ScoreResponse:
+        return inference_pb2.ScoreResponse(
+            scores=[_message_of(one) for one in scores], usage=_usage(one.usage for one in scores)
+        )
+
+    return await service.work(response, sum(len(one.tokens) for one in scores))
 
 
 async def embedded(service: Service, asker: Asker, message: inference_pb2.EmbedRequest) -> inference_pb2.EmbedResponse:
@@ -50,12 +57,25 @@ async def embedded(service: Service, asker: Asker, message: inference_pb2.EmbedR
     require_parts("inputs", len(message.inputs))
     if message.pooling not in _POOLINGS:
         raise InvalidArgument("pooling", f"{message.pooling} is not a value of Pooling")
-    prompts = [_prompt(f"inputs[{i}]", one, one.WhichOneof("input")) for i, one in enumerate(message.inputs)]
-    found = await embed(service, asker, prompts, _POOLINGS[message.pooling], normalize=message.normalize)
-    return inference_pb2.EmbedResponse(
-        embeddings=[inference_pb2.Embedding(values=one.values) for one in found],
-        usage=_usage(one.usage for one in found),
-    )
+
+    def read() -> list[Prompt]:
+        return [_prompt(f"inputs[{i}]", one, one.WhichOneof("input")) for i, one in enumerate(message.inputs)]
+
+    size = sum(map(_size, message.inputs))
+    found = await embed(service, asker, read, size, _POOLINGS[message.pooling], normalize=message.normalize)
+
+    def response() -> inference_pb2.EmbedResponse:
+        return inference_pb2.EmbedResponse(
+            embeddings=[inference_pb2.Embedding(values=one.values) for one in found],
+            usage=_usage(one.usage for one in found),
+        )
+
+    return await service.work(response, sum(len(one.values) for one in found))
+
+
+def _size(message: inference_pb2.ScoreRequest | inference_pb2.Continuation | inference_pb2.EmbedInput) -> int:
+    """Characters or token ids."""
+    return len(message.text) + len(message.token_ids.ids)
 
 
 def _prompt(field: str, message: inference_pb2.ScoreRequest | inference_pb2.EmbedInput, form: str | None) -> Prompt:

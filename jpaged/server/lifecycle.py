@@ -32,7 +32,8 @@ from jpaged.server.port import make_server
 from jpaged.server.scrapes import ScrapeServer
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.service import Service, ServiceState, Stage
+from jpaged.service.service import Service
+from jpaged.service.state import ServiceState, Stage
 from jpaged.types import Prompt
 
 _LOG = logging.getLogger(__name__)
@@ -233,8 +234,9 @@ class Server:
         while self.state.failure is None:
             remaining_s = until_s - time.monotonic()
             slice_s = max(0.0, min(_WATCH_INTERVAL_S, remaining_s))
-            is_drained = await asyncio.to_thread(self.state.model.engine.drain, slice_s)
-            if is_drained and await _wait(self._service.is_idle, slice_s):
+            # The engine takes nothing once it drains: calls of several requests have more to come until they end.
+            is_idle = await _wait(self._service.is_idle, slice_s)
+            if is_idle and await asyncio.to_thread(self.state.model.engine.drain, slice_s):
                 return
             if remaining_s <= 0 or self._hurry.is_set():
                 self._service.end_open_calls(Unavailable("the server shut down before the request finished"))

@@ -1,6 +1,7 @@
 """What any face of the server needs, whatever its protocol: requests in, streams out. It knows no grpc.
 
-service.py         the verbs: admit, generate, tokenise, abort, pin, load adapters; and where a service is in its life
+service.py         the verbs: admit, generate, tokenise, abort, pin, load adapters
+state.py           where a service is in its life
 streams.py         events -> messages: from the engine's thread to the readers, within a budget
 loaded_model.py    the model that serves: engine, input processor, tokenizer, facts
 adapters.py        adapters (LoRA) by name

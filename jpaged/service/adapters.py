@@ -45,6 +45,12 @@ class Adapters:
         with self._lock:
             return self._find(name, "adapter")
 
+    def named(self, given: str | LoadedAdapter) -> LoadedAdapter | None:
+        """Return the adapter of a name as `find` does, a load as it is, and None where the name is ""."""
+        if isinstance(given, str):
+            return self.find(given) if given else None
+        return given
+
     def load(self, name: str, path: str) -> LoadedAdapter:
         """Read an adapter and give it a name; it takes as long as its files do.
 

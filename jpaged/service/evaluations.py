@@ -1,51 +1,56 @@
-"""Scores and embeddings of a service: one call is as many requests as it has parts, a bounded number at a time."""
+"""Scores and embeddings of a service: one call is as many requests as it has parts, a bounded number at a time.
+
+    read ──> token ids of all parts, bounded and checked ──> a request each ──> what came of each, in order
+
+A call is let in once, and has the model, the adapter and the deadline that it came with for all of its requests. It is
+refused for a full queue only where none of them got a place; the others of one that has begun wait for theirs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from jpaged.errors import JpagedError
+from jpaged.errors import QueueFull
+from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.names import require_salt
 from jpaged.service.scoring import (
     EMBED_SAMPLING,
     SCORE_SAMPLING,
     GivenContinuation,
     continued,
+    embeddable,
     embedding_of,
+    errors_named,
     require_parts,
+    require_score_size,
     score_of,
 )
 from jpaged.service.service import Call, Service
-from jpaged.types import Embedding, Pooling, Prompt, SamplingParams, Score
+from jpaged.types import Embedding, LoadedAdapter, Pooling, Prompt, RequestOutput, SamplingParams, Score
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asker:
-    """Who asks, and with what, as in `service.Call`."""
+    """Who asks, and with what, as in `service.Call`.
+
+    Attributes:
+        priority: of each request.
+        cache_salt: of each request.
+    """
 
     model: str | None = None
     tenant: str = ""
     remaining_s: float | None = None
     adapter: str = ""
     cache_salt: str = ""
-
-    def call(self, prompt: Prompt, sampling: SamplingParams) -> Call:
-        """One request of it."""
-        sampling = dataclasses.replace(sampling, cache_salt=self.cache_salt)
-        return Call(
-            read=lambda: (prompt, sampling),
-            size=prompt.size,
-            model=self.model,
-            tenant=self.tenant,
-            remaining_s=self.remaining_s,
-            is_whole=True,
-            adapter=self.adapter,
-        )
+    priority: int = 0
 
 
 async def score(
@@ -55,52 +60,110 @@ async def score(
 
     Args:
         read: decodes the prompt and its continuations; called on a thread where they are large.
-        size: characters or token ids of all of them.
+        size: characters and token ids of the prompt with each of its continuations, all together.
 
     Raises:
         JpagedError: one of them cannot run, or has failed; the others are ended.
     """
-    wholes, num_prompt = await service.work(lambda processor: continued(processor, *read()), size, asker.model)
+    require_score_size(size)
+    require_salt(asker.cache_salt)
+    async with service.several(asker.model) as model:
+        parts = _Parts(service, model, asker)
+        given = await service.work(lambda: continued(model.input_processor, *read()), size)
 
-    async def one(token_ids: list[int]) -> Score:
-        call = asker.call(Prompt(token_ids=token_ids, told_from=num_prompt), SCORE_SAMPLING)
-        return score_of(await service.complete(call))
+        async def one(i: int) -> Score:
+            with errors_named(f"continuations[{i}]"):
+                return score_of(await parts.complete(lambda: given.prompt(i), given.size(i), SCORE_SAMPLING))
 
-    return await _all(one, wholes, service.max_num_at_once)
+        return await _all(one, len(given), parts.num_at_once)
 
 
 async def embed(
-    service: Service, asker: Asker, prompts: Sequence[Prompt], pooling: Pooling, *, normalize: bool = False
+    service: Service,
+    asker: Asker,
+    read: Callable[[], Sequence[Prompt]],
+    size: int,
+    pooling: Pooling,
+    *,
+    normalize: bool = False,
 ) -> list[Embedding]:
-    """The vector of each prompt; raises as `score` does."""
-    require_parts("inputs", len(prompts))
+    """The vector of each prompt that `read` decodes, of so many characters and token ids; raises as `score` does."""
+    require_salt(asker.cache_salt)
+    async with service.several(asker.model) as model:
+        parts = _Parts(service, model, asker)
 
-    async def one(prompt: Prompt) -> Embedding:
-        call = asker.call(dataclasses.replace(prompt, pooling=pooling), EMBED_SAMPLING)
-        return embedding_of(await service.complete(call), normalize=normalize)
+        def prepare() -> list[tuple[int, ...]]:
+            prompts = read()
+            require_parts("inputs", len(prompts))
+            return embeddable(model.input_processor, prompts)
 
-    return await _all(one, prompts, service.max_num_at_once)
+        inputs = await service.work(prepare, size)
+
+        async def one(i: int) -> Embedding:
+            prompt = Prompt(token_ids=inputs[i], pooling=pooling)
+            with errors_named(f"inputs[{i}]"):
+                output = await parts.complete(lambda: prompt, len(inputs[i]), EMBED_SAMPLING)
+            return embedding_of(output, normalize=normalize)
+
+        return await _all(one, len(inputs), parts.num_at_once)
 
 
-_P = TypeVar("_P")
+class _Parts:
+    """The requests of one call, which begins now."""
+
+    def __init__(self, service: Service, model: LoadedModel, asker: Asker) -> None:
+        self._service, self._model, self._asker = service, model, asker
+        self._adapter: str | LoadedAdapter = model.adapters.named(asker.adapter) or ""
+        self._began_s = time.monotonic()
+        engine = model.engine
+        self.num_at_once = min(
+            engine.geometry.max_num_seqs * max(1, len(engine.replica_loads())), engine.max_num_in_flight
+        )
+        """As many as steps have rows for."""
+
+    async def complete(self, read: Callable[[], Prompt], size: int, sampling: SamplingParams) -> RequestOutput:
+        """Run one of them to its end; raises what `Service.complete` does."""
+        asker = self._asker
+        sampling = dataclasses.replace(sampling, cache_salt=asker.cache_salt, priority=asker.priority)
+        remaining_s = asker.remaining_s
+        if remaining_s is not None:
+            remaining_s -= time.monotonic() - self._began_s
+        call = Call(
+            read=lambda: (read(), sampling),
+            size=size,
+            tenant=asker.tenant,
+            remaining_s=remaining_s,
+            is_whole=True,
+            adapter=self._adapter,
+        )
+        return await self._service.complete(call, self._model)
 
 
-async def _all(work: Callable[[_P], Awaitable[_T]], parts: Sequence[_P], num_at_once: int) -> list[_T]:
+async def _all(work: Callable[[int], Awaitable[_T]], num: int, num_at_once: int) -> list[_T]:
     """Works on all parts, so many at a time; the first error ends it."""
-    free, tasks = asyncio.Semaphore(num_at_once), list[asyncio.Task[_T]]()
+    free, num_open, num_done = asyncio.Semaphore(num_at_once), 0, 0
 
-    async def run(part: _P) -> _T:
+    async def run(i: int) -> _T:
+        nonlocal num_open, num_done
         async with free:
-            return await work(part)
+            while True:
+                num_open += 1
+                try:
+                    result = await work(i)
+                except QueueFull as error:
+                    if num_open == 1 and not num_done:
+                        raise
+                    wait_s = error.retry_after_s
+                else:
+                    num_done += 1
+                    return result
+                finally:
+                    num_open -= 1
+                await asyncio.sleep(wait_s)
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks += [group.create_task(run(part)) for part in parts]
-    except* JpagedError as errors:
-        error = errors
-    else:
-        return [task.result() for task in tasks]
-    first: BaseException = error
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    raise first
+            tasks = [group.create_task(run(i)) for i in range(num)]
+    except BaseExceptionGroup as errors:  # the first has ended all others
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from jpaged.errors import InvalidArgument
+from jpaged.types import MAX_CACHE_SALT_CHARS
 
 _NAME = re.compile(r"[\x20-\x7e]{1,128}")
 
@@ -13,3 +14,9 @@ def require_name(field: str, name: str) -> None:
     """Refuse a name that cannot be an id, a tenant, a prefix's or an adapter's."""
     if not _NAME.fullmatch(name):
         raise InvalidArgument(field, f"{name!r} is not 1 to 128 printable ASCII characters")
+
+
+def require_salt(salt: str) -> None:
+    """Refuse a cache salt that is too long."""
+    if len(salt) > MAX_CACHE_SALT_CHARS:
+        raise InvalidArgument("cache_salt", f"{len(salt)} characters; at most {MAX_CACHE_SALT_CHARS}")

@@ -5,18 +5,12 @@
 
 Admission is here: whose request it is, whose id, how many calls are open; so is what becomes of a request whose reader
 leaves. Whatever grows with a request runs on a thread.
-
-Where a service is in its life, and what it answers while it cannot serve:
-
-    STARTING ──loaded──> SERVING ──drained──> DRAINING
-        └────────────────────┴─────failed───> FAILED
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import functools
 import itertools
 import math
@@ -24,11 +18,9 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TypeVar
 
 from jpaged.completions import Completions
-from jpaged.config import EngineConfig
 from jpaged.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -36,15 +28,13 @@ from jpaged.errors import (
     NotFound,
     PermissionDenied,
     QueueFull,
-    Unavailable,
 )
 from jpaged.service.chat.answers import ChatAnswers
-from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.names import require_name
+from jpaged.service.names import require_name, require_salt
+from jpaged.service.state import ServiceState
 from jpaged.service.streams import Bridge, OutputStream
 from jpaged.types import (
-    MAX_CACHE_SALT_CHARS,
     FinishReason,
     LoadedAdapter,
     OutputEvent,
@@ -54,84 +44,6 @@ from jpaged.types import (
     SamplingParams,
     SequenceFinish,
 )
-
-
-class Stage(enum.Enum):
-    """What a service does with requests: only one that is serving takes them."""
-
-    STARTING = "starting"
-    SERVING = "serving"
-    DRAINING = "draining"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Startup:
-    """How far start-up has come: parts done, of at least one."""
-
-    what: str
-    done: int
-    total: int
-
-
-class ServiceState:
-    """The loaded model, or why no request can run on it. Whoever loads the model says what happens.
-
-    Args:
-        config: as written; that of the model is resolved.
-        model: one that is loaded already.
-    """
-
-    def __init__(self, config: EngineConfig, model: LoadedModel | None = None) -> None:
-        self.stage = Stage.STARTING if model is None else Stage.SERVING
-        self.startup = Startup("starting", 0, 1)
-        self.start_time = datetime.now(UTC)
-        self.model = model
-        self.failure: Exception | None = None
-        self._config = config
-
-    @property
-    def config(self) -> EngineConfig:
-        """The options, resolved once the model is loaded."""
-        return self._config if self.model is None else self.model.config
-
-    def serving(self) -> LoadedModel:
-        """Return the loaded model, to run requests on.
-
-        Raises:
-            Unavailable: it loads, or the service drains or has failed.
-        """
-        model = self.loaded()
-        if self.stage is Stage.DRAINING:
-            raise Unavailable("the server is draining: it takes no new requests")
-        if self.stage is Stage.FAILED:
-            raise Unavailable(f"the engine has died: {self.failure}")
-        return model
-
-    def loaded(self) -> LoadedModel:
-        """Return the loaded model, to ask about it; raises Unavailable while it loads."""
-        if self.model is None:
-            startup = self.startup
-            raise Unavailable(f"the server is starting: {startup.what}, {startup.done} of {startup.total}")
-        return self.model
-
-    def enter(self, stage: Stage) -> None:
-        """Go on to a stage."""
-        self.stage = stage
-
-    def note_progress(self, what: str, done: int, total: int) -> None:
-        """Take note of what start-up is busy with; from any thread."""
-        self.startup = Startup(what, done, max(total, 1))
-
-    def note_loaded(self, model: LoadedModel) -> None:
-        """Take the model that was loaded."""
-        self.model = model
-
-    def note_failure(self, error: Exception | None = None) -> None:
-        """Take note of an error, or of what the engine has died of, unless one is known."""
-        if self.failure is None:
-            self.failure = error or (None if self.model is None else self.model.engine.failure)
-
 
 _T = TypeVar("_T")
 
@@ -189,7 +101,7 @@ class Call:
         tenant: whose request it is; "" is nobody's in particular.
         remaining_s: time that the caller gives it; None is no limit.
         is_whole: its caller reads nothing before the end.
-        adapter: the name of an adapter; "" is the model as it is.
+        adapter: the name of an adapter, or the load that its name meant; "" is the model as it is.
     """
 
     read: Callable[[], tuple[Prompt, SamplingParams]]
@@ -199,7 +111,7 @@ class Call:
     tenant: str = ""
     remaining_s: float | None = None
     is_whole: bool = False
-    adapter: str = ""
+    adapter: str | LoadedAdapter = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -252,7 +164,7 @@ class Service:
 
     Attributes:
         state: what runs, or why nothing does.
-        is_idle: set while no `generate` is open; for a host to wait on, never to set.
+        is_idle: set while no `generate` and no `several` is open; for a host to wait on, never to set.
     """
 
     def __init__(self, state: ServiceState) -> None:
@@ -264,10 +176,14 @@ class Service:
         self._counter = itertools.count()
         self._open: dict[tuple[str, str], Generation] = {}
         self._num_calls = 0
+        self._num_several = 0
 
     @contextlib.asynccontextmanager
-    async def generate(self, call: Call) -> AsyncIterator[Generation]:
+    async def generate(self, call: Call, model: LoadedModel | None = None) -> AsyncIterator[Generation]:
         """Run a request while the context is open; its blocks are free within a step, however that ends.
+
+        Args:
+            model: what `several` has let in, of whose requests this is one.
 
         Raises:
             JpagedError: it cannot run; while its events are taken: it has failed.
@@ -275,7 +191,7 @@ class Service:
         self._num_calls += 1
         self.is_idle.clear()
         try:
-            model = self._model(call.model)
+            model = model or self._model(call.model)
             generation = self._admit(model, call)
             try:
                 request = await self._prepare(model, generation, call)
@@ -291,26 +207,40 @@ class Service:
                 self._forget(generation)
         finally:
             self._num_calls -= 1
-            if self._num_calls == 0:
-                self.is_idle.set()
+            self._note_end()
 
-    async def complete(self, call: Call) -> RequestOutput:
-        """Run a request to its end and return all of it; raises as `generate` does."""
+    @contextlib.asynccontextmanager
+    async def several(self, name: str | None) -> AsyncIterator[LoadedModel]:
+        """Let in a call that makes several requests, which a drain waits for as for one; yield the model for them.
+
+        Raises:
+            NotFound, Unavailable: as `generate`.
+            QueueFull: as many such calls are open as requests may be in flight.
+        """
+        model = self._model(name)
+        limit = model.engine.max_num_in_flight
+        if self._num_several >= limit:
+            what = f"{self._num_several} calls of several requests are open"
+            raise QueueFull(f"{what}, the limit is {limit}", retry_after_s=_RETRY_S)
+        self._num_several += 1
+        self.is_idle.clear()
+        try:
+            yield model
+        finally:
+            self._num_several -= 1
+            self._note_end()
+
+    async def complete(self, call: Call, model: LoadedModel | None = None) -> RequestOutput:
+        """Run a request to its end and return all of it; takes and raises what `generate` does."""
         completions = Completions(has_logprobs=False, has_prompt_logprobs=True)
-        async with self.generate(call) as generation:
+        async with self.generate(call, model) as generation:
             async for event in generation:
                 completions.add(event)
             return completions.output(generation.request_id, None, generation.prompt_token_ids)
 
-    async def work(self, work: Callable[[InputProcessor], _T], size: int, model: str | None) -> _T:
-        """Run work on so many characters or ids with the model's input processor, on a thread where they are many."""
-        processor = self._model(model).input_processor
-        return await self._workers.run(lambda: work(processor), size)
-
-    @property
-    def max_num_at_once(self) -> int:
-        """Requests that one call may have in flight: as many as a step has rows for."""
-        return self.state.serving().engine.geometry.max_num_seqs
+    async def work(self, work: Callable[[], _T], size: int) -> _T:
+        """Run work on so many characters, ids or numbers, on a thread where they are many."""
+        return await self._workers.run(work, size)
 
     async def tokenize(
         self,
@@ -322,7 +252,6 @@ class Service:
     ) -> list[int]:
         """Return the ids of a text or a conversation, which may be longer than a prompt; see `Call` for the rest."""
         processor = self._model(model).input_processor
-
         return await self._workers.run(lambda: processor.tokenize(read(), add_special_tokens=add_special_tokens), size)
 
     async def detokenize(
@@ -357,10 +286,8 @@ class Service:
         """Keep a prefix computed under a name, also when the caller goes away; return how many of its tokens."""
         model = self._controlled("PinPrefix", self.state.serving())
         require_name("name", name)
-        if len(cache_salt) > MAX_CACHE_SALT_CHARS:
-            raise InvalidArgument("cache_salt", f"{len(cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS}")
-
-        loaded = model.adapters.find(adapter) if adapter else None
+        require_salt(cache_salt)
+        loaded = model.adapters.named(adapter)
 
         def pin() -> Future[int]:
             token_ids = model.input_processor.prefix(prefix)
@@ -396,6 +323,10 @@ class Service:
         """End every `generate` that is open with an error, after what it already has to send."""
         for generation in self._open.values():
             generation.end(error=error)
+
+    def _note_end(self) -> None:
+        if self._num_calls + self._num_several == 0:
+            self.is_idle.set()
 
     def _model(self, name: str | None) -> LoadedModel:
         model = self.state.serving()
@@ -452,7 +383,7 @@ class Service:
     async def _prepare(self, model: LoadedModel, generation: Generation, call: Call) -> Request | None:
         """Make the engine's request; None when the stream was ended meanwhile."""
         deadline_s = None if call.remaining_s is None else model.engine.clock() + call.remaining_s
-        adapter = model.adapters.find(call.adapter) if call.adapter else None
+        adapter = model.adapters.named(call.adapter)
 
         def make() -> tuple[Request, ChatAnswers | None]:
             prompt, sampling = call.read()

@@ -12,6 +12,7 @@ from hypothesis import settings
 from tests.arch import house_rules
 
 ROOT = Path(__file__).resolve().parents[2]
+READS_ENVIRONMENT = "only jpaged/config/engine_config.py reads the environment"
 
 # Paths of one machine, and hosts or indexes that only some machines reach. [x] keeps a pattern from matching itself.
 PRIVATE = re.compile(
@@ -121,9 +122,17 @@ NINE = "a, b, c, d, e, f, g, h, i"
         ("jpaged/client/a.py", "def f():\n    import flax\n", "client may not import flax"),
         ("jpaged/engine/a.py", "from grpc import aio\n", "engine may not import grpc"),
         ("jpaged/models/a.py", "import torch\n", "models may not import torch"),
-        ("jpaged/cli/a.py", "import os\nx = os.environ['A']\n", "only jpaged/config.py reads the environment"),
-        ("jpaged/cli/a.py", "import os\nx = os.getenv('A')\n", "only jpaged/config.py reads the environment"),
-        ("jpaged/cli/a.py", "from os import environ\n", "only jpaged/config.py reads the environment"),
+        (
+            "jpaged/cli/a.py",
+            "import os\nx = os.environ['A']\n",
+            READS_ENVIRONMENT,
+        ),
+        (
+            "jpaged/cli/a.py",
+            "import os\nx = os.getenv('A')\n",
+            READS_ENVIRONMENT,
+        ),
+        ("jpaged/cli/a.py", "from os import environ\n", READS_ENVIRONMENT),
         ("jpaged/cli/a.py", "import json\nx = json.dumps(1)\n", "only jpaged/json_text.py writes JSON"),
         ("jpaged/cli/a.py", "x = __doc__\n", "a docstring is not data"),
         ("protos/a.py", "import inspect\nx = inspect.getdoc(inspect)\n", "a docstring is not data"),
@@ -187,7 +196,7 @@ def plant(root: Path) -> None:
     files = {
         "jpaged/__init__.py": "def __getattr__(name):\n    from jpaged import types\n    return types\n",
         "jpaged/types.py": "",
-        "jpaged/config.py": "import os\nimport jpaged.types\nx = os.environ\n",
+        "jpaged/config/engine_config.py": "import os\nimport jpaged.types\nx = os.environ\n",
         "jpaged/device/__init__.py": room("step"),
         "jpaged/device/step.py": "import jax\nfrom jpaged.engine.executor import Executor\n",
         "jpaged/engine/__init__.py": room("a", "executor", "scheduler"),

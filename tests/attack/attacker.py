@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,24 @@ METHODS: tuple[Method, ...] = (
         frozenset({"NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED"}),
         weight=40,
         streams_out=True,
+    ),
+    _method(
+        "/jpaged.v1.InferenceService/Score",
+        inference_pb2.ScoreRequest,
+        inference_pb2.ScoreResponse,
+        12,
+        "NOT_FOUND",
+        "RESOURCE_EXHAUSTED",
+        "UNIMPLEMENTED",
+    ),
+    _method(
+        "/jpaged.v1.InferenceService/Embed",
+        inference_pb2.EmbedRequest,
+        inference_pb2.EmbedResponse,
+        12,
+        "NOT_FOUND",
+        "RESOURCE_EXHAUSTED",
+        "UNIMPLEMENTED",
     ),
     _method(
         "/jpaged.v1.InferenceService/Tokenize",
@@ -350,9 +369,39 @@ def _violated_fields(error: aio.AioRpcError) -> list[str]:
 def _problem_of_answer(shot: _Shot, messages: Sequence[Any]) -> str:
     if not shot.is_decodable:
         return "what is no message was taken for one"
-    if shot.method.request is not inference_pb2.GenerateRequest:
-        return ""
-    return _problem_of_stream(inference_pb2.GenerateRequest.FromString(shot.encoded), messages)
+    request = shot.method.request.FromString(shot.encoded)
+    if isinstance(request, inference_pb2.GenerateRequest):
+        return _problem_of_stream(request, messages)
+    if isinstance(request, inference_pb2.ScoreRequest):
+        return _problem_of_scores(request, messages[0])
+    if isinstance(request, inference_pb2.EmbedRequest):
+        return _problem_of_vectors(request, messages[0])
+    return ""
+
+
+def _problem_of_scores(request: inference_pb2.ScoreRequest, answer: inference_pb2.ScoreResponse) -> str:
+    """What the API promises of scores."""
+    if len(answer.scores) != len(request.continuations):
+        return f"{len(answer.scores)} scores of {len(request.continuations)} continuations"
+    for score in answer.scores:
+        total = math.fsum(token.logprob for token in score.tokens)
+        if not score.tokens or not math.isclose(score.logprob, total, abs_tol=1e-3):
+            return f"a score of {score.logprob}, of tokens that make {total}"
+    return ""
+
+
+def _problem_of_vectors(request: inference_pb2.EmbedRequest, answer: inference_pb2.EmbedResponse) -> str:
+    """What the API promises of vectors."""
+    if len(answer.embeddings) != len(request.inputs):
+        return f"{len(answer.embeddings)} vectors of {len(request.inputs)} inputs"
+    widths = {len(one.values) for one in answer.embeddings}
+    if len(widths) != 1 or 0 in widths:
+        return f"vectors of {widths} numbers"
+    if request.normalize and any(
+        not math.isclose(math.hypot(*one.values), 1.0, abs_tol=1e-3) for one in answer.embeddings
+    ):
+        return "a vector that is not of length 1"
+    return ""
 
 
 def _problem_of_stream(request: inference_pb2.GenerateRequest, messages: Sequence[Any]) -> str:

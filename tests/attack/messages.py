@@ -105,11 +105,18 @@ def inflate(rng: random.Random, message: Message, num_bytes: int) -> None:
             setattr(message, spec.name, (rng.choice(_FILLINGS) * num_bytes)[:num_bytes])
         return
     values = getattr(message, spec.name)
+    if _is_map(spec):
+        values.update(dict.fromkeys(range(num_bytes // 8), 1.0))
+        return
     if spec.type == FieldDescriptor.TYPE_MESSAGE:
         empty = values.add()
         values.extend([empty] * (num_bytes // 2))
     else:
         values.extend(["" if spec.type == FieldDescriptor.TYPE_STRING else rng.randrange(100)] * num_bytes)
+
+
+def _is_map(spec: Any) -> bool:
+    return spec.type == FieldDescriptor.TYPE_MESSAGE and bool(spec.message_type.GetOptions().map_entry)
 
 
 def _can_grow(spec: Any) -> bool:
@@ -163,6 +170,10 @@ def _scalar(rng: random.Random, spec: Any) -> object:
 def _mutate_repeated(rng: random.Random, message: Message, spec: Any) -> None:
     values = getattr(message, spec.name)
     count = rng.choice((0, 1, 2, 15, 16, 17, 33, 200, 1025))
+    if _is_map(spec):
+        key, value = spec.message_type.fields
+        values.update({_scalar(rng, key): _scalar(rng, value) for _ in range(count)})
+        return
     if spec.type == FieldDescriptor.TYPE_MESSAGE:
         if values and rng.random() < 0.7:
             mutate(rng, rng.choice(values))
@@ -227,6 +238,40 @@ def _generate(rng: random.Random, names: Names) -> Message:
     return message
 
 
+def _fill(rng: random.Random, message: Any) -> None:
+    """A text or token ids, never none."""
+    if rng.random() < 0.5:
+        message.text = rng.choice(("Once upon a time", _text(rng, 20) or "x", "the same long beginning " * 3))
+    else:
+        message.token_ids.ids.extend(rng.randrange(200) for _ in range(rng.randint(1, 40)))
+
+
+def _fill_rest(rng: random.Random, names: Names, message: Any) -> None:
+    message.cache_salt = rng.choice(("", "", "salt", "pepper"))
+    message.priority = rng.randint(-3, 3)
+    if rng.random() < 0.1:
+        message.model = names.model
+
+
+def _score(rng: random.Random, names: Names) -> Message:
+    message = inference_pb2.ScoreRequest()
+    _fill(rng, message)
+    for _ in range(rng.choice((1, 2, 4, 20))):
+        _fill(rng, message.continuations.add())
+    _fill_rest(rng, names, message)
+    return message
+
+
+def _embed(rng: random.Random, names: Names) -> Message:
+    message = inference_pb2.EmbedRequest(
+        pooling=rng.choice(inference_pb2.Pooling.values()), normalize=rng.random() < 0.5
+    )
+    for _ in range(rng.choice((1, 2, 4, 20))):
+        _fill(rng, message.inputs.add())
+    _fill_rest(rng, names, message)
+    return message
+
+
 def _tokenize(rng: random.Random, names: Names) -> Message:
     message = inference_pb2.TokenizeRequest()
     if rng.random() < 0.5:
@@ -258,6 +303,8 @@ def _empty(kind: type[Message]) -> Callable[[random.Random, Names], Message]:
 
 _VALID: dict[type[Message], Callable[[random.Random, Names], Message]] = {
     inference_pb2.GenerateRequest: _generate,
+    inference_pb2.ScoreRequest: _score,
+    inference_pb2.EmbedRequest: _embed,
     inference_pb2.TokenizeRequest: _tokenize,
     inference_pb2.DetokenizeRequest: _detokenize,
     control_pb2.GetServerInfoRequest: _empty(control_pb2.GetServerInfoRequest),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client import Client
 from jpaged.load import LoadTotals
 from jpaged.types import SamplingParams
@@ -48,6 +49,12 @@ def hold(verdict: Verdict) -> None:
 
 def is_at_rest(load: LoadTotals) -> bool:
     return (load.num_running, load.num_waiting, load.num_blocks_free) == (0, 0, load.num_blocks)
+
+
+def test_every_method_of_our_services_is_attacked():
+    services = [*inference_pb2.DESCRIPTOR.services_by_name.values(), *control_pb2.DESCRIPTOR.services_by_name.values()]
+    paths = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
+    assert paths <= {method.path for method in METHODS}
 
 
 async def test_a_server_over_a_fake_engine_keeps_its_word(caplog):

@@ -11,8 +11,8 @@ from grpc import aio
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
+from tests.server.connections.raw_http2 import HEADERS, INITIAL_WINDOW_SIZE, Connection, message
 from tests.server.harness import collect, eventually, failure_of, request, running
-from tests.server.raw_http2 import HEADERS, INITIAL_WINDOW_SIZE, Connection, message
 
 
 async def test_a_cancelled_call_frees_its_blocks(harness):

@@ -14,7 +14,7 @@ from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, infer
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.server.lifecycle import SERVICE_NAMES, Server
-from jpaged.service.service import Stage
+from jpaged.service.state import Stage
 from jpaged.testing import FakeExecutor, Faults
 from tests.server.harness import collect, details_of, eventually, failure_of, make_serving, request, running
 

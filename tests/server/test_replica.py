@@ -98,6 +98,21 @@ async def test_texts_and_tokens_are_turned_into_each_other(replica):
         await replica.detokenize(inference_pb2.DetokenizeRequest(token_ids=[9999]))
 
 
+async def test_continuations_are_scored_and_texts_embedded_with_the_tenant_of_the_metadata(replica):
+    scoring = inference_pb2.ScoreRequest(text="hello", continuations=[inference_pb2.Continuation(text="x")] * 2)
+    scores = (await replica.score(scoring, (("x-jpaged-tenant", "a"),))).scores
+    assert [[token.token_id for token in score.tokens] for score in scores] == [[120], [120]]
+    embedding = inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text="hi")])
+    assert list((await replica.embed(embedding)).embeddings[0].values) == [105.0, 2.0, 209.0]
+    for call, message in ((replica.score, scoring), (replica.embed, embedding)):
+        with pytest.raises(Refused, match="x-jpaged-tenant: is there 2 times"):
+            await call(message, (("x-jpaged-tenant", "a"), ("x-jpaged-tenant", "b")))
+    with pytest.raises(Refused, match="INVALID_ARGUMENT: continuations: 0 are given"):
+        await replica.score(inference_pb2.ScoreRequest(text="hello"))
+    with pytest.raises(Refused, match=r"INVALID_ARGUMENT: inputs\[0\]: is missing: set text or token_ids"):
+        await replica.embed(inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput()]))
+
+
 async def test_a_drain_finishes_what_runs_and_refuses_what_comes(replica):
     stream = replica.generate(request(max_tokens=40))
     first = await anext(stream)

@@ -43,6 +43,12 @@ def pinned(token_ids):
     return control_pb2.PinPrefixRequest(name="p", token_ids=inference_pb2.TokenIds(ids=token_ids))
 
 
+def scoring(prompt, continuations):
+    return inference_pb2.ScoreRequest(
+        text=prompt, continuations=[inference_pb2.Continuation(text=one) for one in continuations]
+    )
+
+
 IDS = [1] * 1_000_000
 SENT = [
     (
@@ -86,6 +92,33 @@ SENT = [
         lambda: one_turn(inference_pb2.TokenizeRequest, "user", ""),
         "chat.messages[0].content",
         "missing or empty",
+    ),
+    (
+        "Score",
+        lambda: inference_pb2.ScoreRequest.FromString(b"\x0a\x01p" + length_delimited(3, b"") * NUM_TURNS),
+        "continuations",
+        "500000 are given; from 1 to 1024",
+    ),
+    (
+        "Score",
+        lambda: scoring("x" * 5000, ["x"] * 1000),
+        "continuations",
+        "make 5001000 characters and token ids, each with the prompt; at most 4194304 in one call",
+    ),
+    ("Score", lambda: scoring("x" * 900_000, ["x"]), "prompt", "900000 bytes of text, over the limit of 4096"),
+    (
+        "Embed",
+        lambda: inference_pb2.EmbedRequest.FromString(length_delimited(1, b"") * NUM_TURNS),
+        "inputs",
+        "500000 are given; from 1 to 1024",
+    ),
+    (
+        "Embed",
+        lambda: inference_pb2.EmbedRequest(
+            inputs=[inference_pb2.EmbedInput(token_ids=inference_pb2.TokenIds(ids=IDS))]
+        ),
+        "inputs[0]",
+        "1000000 tokens are not below max_model_len (128)",
     ),
     ("PinPrefix", lambda: pinned(IDS), "token_ids", "1000000 tokens are not below max_model_len (128)"),
 ]

@@ -8,28 +8,33 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from jpaged.chat import ChatOptions
 from jpaged.client.batching.scoring import (
     EmbedJob,
     ScoreJob,
-    SimilarityJob,
-    Text,
     embeddings_body,
     loglikelihoods_body,
     scoring_job_of,
     similarities_body,
 )
+from jpaged.client.evaluations import Evaluated
 from jpaged.client.openai import EMBEDDINGS_URL, SCORE_URL, Job, Line, job_of, response_line, success_line
-from jpaged.errors import NotFound, Unsupported
-from jpaged.types import ModelInfo, RequestOutput, SamplingParams
+from jpaged.errors import NotFound
+from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
+
+_T = TypeVar("_T")
+_P = TypeVar("_P")
+
+MAX_PARTS_OF_CALL = 256
+"""Inputs or continuations of one call: 8 MiB of vectors where they have 8192 numbers."""
 
 
-class Completer(Protocol):
-    """What runs completions and chats. Its methods are `AsyncClient`'s."""
+class Server(Protocol):
+    """What runs lines. Its methods are `AsyncClient`'s."""
 
     async def complete(
         self,
@@ -42,6 +47,27 @@ class Completer(Protocol):
         adapter: str = "",
     ) -> RequestOutput: ...
 
+    async def score(
+        self,
+        prompt: str | Sequence[int],
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[Score]: ...
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = False,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[tuple[float, ...]]: ...
+
     async def tokenize(
         self,
         text: str | None = None,
@@ -51,20 +77,6 @@ class Completer(Protocol):
     ) -> Sequence[int]: ...
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-
-@runtime_checkable
-class Scorer(Protocol):
-    """What knows how likely continuations are: log-probability and whether it is the greedy one, for each."""
-
-    async def score(self, prompt: Text, continuations: Sequence[Text]) -> Sequence[tuple[float, bool]]: ...
-
-
-@runtime_checkable
-class Embedder(Protocol):
-    """What makes a vector of each input."""
-
-    async def embed(self, inputs: Sequence[Text], pooling: str) -> Sequence[Sequence[float]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +99,7 @@ class Answers:
         self._model = model
         self._token_texts: dict[int, str] = {}
 
-    async def answer(self, server: Completer, line: Line) -> Answered:
+    async def answer(self, server: Server, line: Line) -> Answered:
         """Run a line; raises the JpagedError that it failed with, InvalidArgument where the line is at fault."""
         if line.url in (EMBEDDINGS_URL, SCORE_URL):
             return await self._scored(server, line)
@@ -98,7 +110,7 @@ class Answers:
         text = success_line(line, output, model=self._model.name, token_text=self._token_texts.__getitem__)
         return Answered(text, output.usage.prompt_tokens, output.usage.completion_tokens)
 
-    async def _complete(self, server: Completer, custom_id: str, job: Job) -> RequestOutput:
+    async def _complete(self, server: Server, custom_id: str, job: Job) -> RequestOutput:
         sampling = _seeded(job.sampling, custom_id)
         if job.fills_length:
             token_ids = await server.tokenize(messages=job.messages, chat_options=job.chat_options)
@@ -112,35 +124,37 @@ class Answers:
             adapter=job.adapter or "",
         )
 
-    async def _name_tokens(self, server: Completer, output: RequestOutput) -> None:
+    async def _name_tokens(self, server: Server, output: RequestOutput) -> None:
         """Learns the texts of the tokens that the output's log-probabilities speak of."""
         positions = [position for one in output.outputs for position in one.logprobs or ()]
         token_ids = {token.token_id for position in positions for token in (position.chosen, *position.top)}
         for token_id in token_ids - self._token_texts.keys():
             self._token_texts[token_id] = await server.detokenize([token_id], skip_special_tokens=False)
 
-    async def _scored(self, server: Completer, line: Line) -> Answered:
-        job = scoring_job_of(line)
-        self._require_model(job.model)
-        body, prompt_tokens = await self._scored_body(server, line.url, job)
-        return Answered(response_line(line.custom_id, uuid.uuid4().hex, body), prompt_tokens)
-
-    async def _scored_body(
-        self, server: Completer, url: str, job: EmbedJob | ScoreJob | SimilarityJob
-    ) -> tuple[dict[str, Any], int]:
-        model = self._model.name
+    async def _scored(self, server: Server, line: Line) -> Answered:
+        job, model = scoring_job_of(line), self._model.name
+        self._require_model(job.how.model)
+        asked: dict[str, Any] = {
+            "adapter": job.how.adapter,
+            "cache_salt": job.how.cache_salt,
+            "priority": job.how.priority,
+        }
         if isinstance(job, ScoreJob):
-            if not isinstance(server, Scorer):
-                raise Unsupported(f"the server does not offer {url} of continuations")
-            return loglikelihoods_body(job, await server.score(job.prompt, job.continuations), model=model), 0
-        if not isinstance(server, Embedder):
-            raise Unsupported(f"the server does not offer {url}{'' if isinstance(job, EmbedJob) else ' of texts'}")
-        inputs = job.inputs if isinstance(job, EmbedJob) else job.texts
-        vectors = await server.embed(inputs, job.pooling)
-        num_tokens = sum([len(await server.tokenize(one) if isinstance(one, str) else one) for one in inputs])
-        if isinstance(job, EmbedJob):
-            return embeddings_body(job, vectors, model=model, prompt_tokens=num_tokens), num_tokens
-        return similarities_body(job, vectors, model=model, prompt_tokens=num_tokens), num_tokens
+            scores, num_tokens = await _by_calls(
+                lambda some: server.score(job.prompt, some, **asked), job.continuations
+            )
+            body = loglikelihoods_body(job, scores, model=model, prompt_tokens=num_tokens)
+        elif isinstance(job, EmbedJob):
+            vectors, num_tokens = await _by_calls(
+                lambda some: server.embed(some, pooling=job.pooling, normalize=job.normalize, **asked), job.inputs
+            )
+            body = embeddings_body(job, vectors, model=model, prompt_tokens=num_tokens)
+        else:
+            vectors, num_tokens = await _by_calls(
+                lambda some: server.embed(some, pooling=job.pooling, **asked), job.texts
+            )
+            body = similarities_body(job, vectors, model=model, prompt_tokens=num_tokens)
+        return Answered(response_line(line.custom_id, uuid.uuid4().hex, body), num_tokens)
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name != self._model.name:
@@ -150,6 +164,19 @@ class Answers:
 def seed_of(custom_id: str) -> int:
     """Return the seed of a line that brings none: the same wherever and however often it runs."""
     return int.from_bytes(hashlib.sha256(custom_id.encode(errors="surrogatepass")).digest()[:8])
+
+
+async def _by_calls(
+    call: Callable[[Sequence[_P]], Awaitable[Evaluated[_T]]], parts: Sequence[_P]
+) -> tuple[list[_T], int]:
+    """What comes of all parts, and their tokens; no call has more parts than a server takes, nor a larger answer."""
+    found: list[_T] = []
+    num_tokens = 0
+    for begin in range(0, len(parts), MAX_PARTS_OF_CALL):
+        answered = await call(parts[begin : begin + MAX_PARTS_OF_CALL])
+        found += answered
+        num_tokens += answered.usage.prompt_tokens
+    return found, num_tokens
 
 
 def _seeded(sampling: SamplingParams, custom_id: str) -> SamplingParams:

@@ -4,7 +4,8 @@
     /v1/score       {"text_1": text or texts, "text_2": likewise}        -> the cosine of each pair's vectors
     /v1/score       {"prompt": ..., "continuations": [...]}              -> the log-probability of each continuation
 
-The first is OpenAI's (https://platform.openai.com/docs/api-reference/embeddings), the second vLLM's
+Each may have `adapter`, `cache_salt` and `priority`, as completions do, and embeddings `normalize`. The first is
+OpenAI's (https://platform.openai.com/docs/api-reference/embeddings), the second vLLM's
 (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html), the third ours.
 """
 
@@ -13,22 +14,35 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jpaged.client.openai import EMBEDDINGS_URL, Line, body_of, name_in
 from jpaged.errors import InternalError, InvalidArgument
+from jpaged.types import Pooling, SamplingParams, Score, TokenLogprob
+
+_T = TypeVar("_T")
 
 Text = str | tuple[int, ...]
 """A text, or its token ids."""
 
 MAX_INPUTS = 2048
 """Most inputs, pairs or continuations of a line, as OpenAI bounds the inputs of an embeddings request."""
-POOLINGS = ("last", "mean")
+POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 """How the states of an input's tokens become one vector."""
 ENCODINGS = ("float", "base64")
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What every body may say besides: fields as of a body of completions."""
+
+    model: str | None = None
+    adapter: str = ""
+    cache_salt: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +50,17 @@ class EmbedJob:
     """Inputs whose vectors are asked for.
 
     Attributes:
-        pooling: one of `POOLINGS`.
         encoding: one of `ENCODINGS`: numbers, or float32 in little-endian order as base64.
         dimensions: how many numbers a vector must have; None is any.
+        normalize: vectors have a length of 1.
     """
 
     inputs: tuple[Text, ...]
-    pooling: str = POOLINGS[0]
+    how: How = How()
+    pooling: Pooling = POOLINGS[0]
     encoding: str = ENCODINGS[0]
     dimensions: int | None = None
-    model: str | None = None
+    normalize: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,7 @@ class ScoreJob:
 
     prompt: Text
     continuations: tuple[Text, ...]
-    model: str | None = None
+    how: How = How()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +77,8 @@ class SimilarityJob:
     """Pairs of texts whose vectors are compared."""
 
     pairs: tuple[tuple[str, str], ...]
-    pooling: str = POOLINGS[0]
-    model: str | None = None
+    how: How = How()
+    pooling: Pooling = POOLINGS[0]
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -85,44 +100,55 @@ def scoring_job_of(line: Line) -> EmbedJob | ScoreJob | SimilarityJob:
 
 
 def _embed_job(body: Mapping[str, Any]) -> EmbedJob:
-    _check_names(body, {"input", "pooling", "encoding_format", "dimensions"})
+    how = _how(body, {"input", "pooling", "encoding_format", "dimensions", "normalize"})
     given = body.get("input")
     is_one = isinstance(given, str) or (isinstance(given, list) and any(type(one) is int for one in given))
     inputs = _texts("body.input", [given] if is_one else given)
     dimensions = body.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
         raise InvalidArgument("body.dimensions", f"{dimensions!r} is not an integer of 1 or more")
+    normalize = body.get("normalize", False)
+    if not isinstance(normalize, bool):
+        raise InvalidArgument("body.normalize", f"{normalize!r} is not true or false")
     encoding = _choice(body, "encoding_format", ENCODINGS)
-    return EmbedJob(inputs, _choice(body, "pooling", POOLINGS), encoding, dimensions, name_in(body, "model"))
+    return EmbedJob(inputs, how, _choice(body, "pooling", POOLINGS), encoding, dimensions, normalize)
 
 
 def _score_job(body: Mapping[str, Any]) -> ScoreJob:
-    _check_names(body, {"prompt", "continuations"})
+    how = _how(body, {"prompt", "continuations"})
     (prompt,) = _texts("body.prompt", [body.get("prompt")])
-    return ScoreJob(prompt, _texts("body.continuations", body.get("continuations")), name_in(body, "model"))
+    return ScoreJob(prompt, _texts("body.continuations", body.get("continuations")), how)
 
 
 def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
-    _check_names(body, {"text_1", "text_2", "pooling"})
+    how = _how(body, {"text_1", "text_2", "pooling"})
     left, right = (_strings(f"body.{name}", body.get(name)) for name in ("text_1", "text_2"))
     if len(left) == 1:
         left *= len(right)
     if len(left) != len(right):
         raise InvalidArgument("body.text_2", f"{len(right)} texts for {len(left)} of text_1: give 1 or as many there")
     pairs = tuple(zip(left, right, strict=True))
-    return SimilarityJob(pairs, _choice(body, "pooling", POOLINGS), name_in(body, "model"))
+    return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS))
 
 
-def _check_names(body: Mapping[str, Any], own: set[str]) -> None:
-    for name in body.keys() - own - {"model"}:
+def _how(body: Mapping[str, Any], own: set[str]) -> How:
+    """What a body says besides its own fields; refuses what is neither."""
+    for name in body.keys() - own - {one.name for one in fields(How)}:
         raise InvalidArgument(f"body.{name}", f"is not supported beside {', '.join(sorted(own))}")
+    values = {name: body[name] for name in ("cache_salt", "priority") if name in body}
+    try:
+        SamplingParams(**values)
+    except InvalidArgument as error:
+        raise InvalidArgument(error.field.replace("sampling.", "body."), error.problem) from error
+    return How(name_in(body, "model"), name_in(body, "adapter") or "", **values)
 
 
-def _choice(body: Mapping[str, Any], name: str, choices: tuple[str, ...]) -> str:
+def _choice(body: Mapping[str, Any], name: str, choices: tuple[_T, ...]) -> _T:
     value = body.get(name, choices[0])
-    if value not in choices:
-        raise InvalidArgument(f"body.{name}", f"{value!r} is none of {', '.join(choices)}")
-    return str(value)
+    for choice in choices:
+        if choice == value:
+            return choice
+    raise InvalidArgument(f"body.{name}", f"{value!r} is none of {', '.join(map(str, choices))}")
 
 
 def _texts(field: str, values: Any) -> tuple[Text, ...]:
@@ -169,14 +195,24 @@ def embeddings_body(
     return _body(model, data, prompt_tokens)
 
 
-def loglikelihoods_body(job: ScoreJob, scores: Sequence[tuple[float, bool]], *, model: str) -> dict[str, Any]:
+def loglikelihoods_body(job: ScoreJob, scores: Sequence[Score], *, model: str, prompt_tokens: int) -> dict[str, Any]:
     """The body that answers a ScoreJob: natural logarithms, and whether greedy decoding would have said the same."""
     _require_one_each(job.continuations, scores)
     data = [
-        {"object": "loglikelihood", "index": i, "logprob": logprob, "is_greedy": is_greedy}
-        for i, (logprob, is_greedy) in enumerate(scores)
+        {
+            "object": "loglikelihood",
+            "index": i,
+            "logprob": score.logprob,
+            "is_greedy": score.is_greedy,
+            "tokens": [_token_entry(token) for token in score.tokens],
+        }
+        for i, score in enumerate(scores)
     ]
-    return _body(model, data)
+    return _body(model, data, prompt_tokens)
+
+
+def _token_entry(token: TokenLogprob) -> dict[str, Any]:
+    return {"token_id": token.token_id, "logprob": token.logprob, "rank": token.rank}
 
 
 def similarities_body(
@@ -192,11 +228,9 @@ def similarities_body(
     return _body(model, data, prompt_tokens)
 
 
-def _body(model: str, data: list[dict[str, Any]], prompt_tokens: int | None = None) -> dict[str, Any]:
-    body: dict[str, Any] = {"object": "list", "created": int(time.time()), "model": model, "data": data}
-    if prompt_tokens is not None:
-        body["usage"] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-    return body
+def _body(model: str, data: list[dict[str, Any]], prompt_tokens: int) -> dict[str, Any]:
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    return {"object": "list", "created": int(time.time()), "model": model, "data": data, "usage": usage}
 
 
 def _require_one_each(asked: Sequence[object], answered: Sequence[object]) -> None:

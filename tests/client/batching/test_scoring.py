@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from jpaged.client.aio import AsyncClient
 from jpaged.client.batch import BatchOptions, run_batch
-from jpaged.client.batching.answers import Answers, Embedder, Scorer, seed_of
-from jpaged.client.batching.scoring import EmbedJob, ScoreJob, SimilarityJob, Text, scoring_job_of
+from jpaged.client.batching.answers import MAX_PARTS_OF_CALL, Answers, seed_of
+from jpaged.client.batching.scoring import EmbedJob, How, ScoreJob, SimilarityJob, scoring_job_of
+from jpaged.client.evaluations import Evaluated
 from jpaged.client.openai import Line
 from jpaged.errors import InternalError, InvalidArgument, NotFound
-from jpaged.types import RequestOutput, SamplingParams
+from jpaged.server.servicer import InferenceServicer
+from jpaged.types import Pooling, RequestOutput, SamplingParams, Score, TokenLogprob, Usage
 from tests.client.test_batch import ignore, results, write_input
 from tests.server.harness import MODEL, running
 
@@ -34,19 +37,40 @@ class FakeServer:
     ) -> RequestOutput:
         raise AssertionError("nothing is generated")
 
-    async def tokenize(self, text: str | None = None, *, messages: Any = None) -> Sequence[int]:
-        return list((text or "").encode())
+    async def tokenize(self, text: str | None = None, **more: Any) -> Sequence[int]:
+        raise AssertionError("nobody counts tokens but the server")
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         raise AssertionError("nothing is generated")
 
-    async def score(self, prompt: Text, continuations: Sequence[Text]) -> list[tuple[float, bool]]:
-        self.asked.append((prompt, tuple(continuations)))
-        return [(-float(len(one)), len(one) == 1) for one in continuations]
+    async def score(
+        self,
+        prompt: str | Sequence[int],
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[Score]:
+        self.asked.append((prompt, tuple(continuations), adapter, cache_salt, priority))
+        scores = [
+            Score(tuple(TokenLogprob(7, -1.0, 1 + i) for i in range(len(one))), len(one) == 1) for one in continuations
+        ]
+        return Evaluated(scores, Usage(sum(len(prompt) + len(one) for one in continuations)))
 
-    async def embed(self, inputs: Sequence[Text], pooling: str) -> list[list[float]]:
-        self.asked.append((tuple(inputs), pooling))
-        return [[len(one), float(ord(one[0]) if isinstance(one, str) else one[0])] for one in inputs]
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = False,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[tuple[float, ...]]:
+        self.asked.append((tuple(inputs), pooling, normalize, adapter, cache_salt, priority))
+        vectors = [(float(len(one)), float(ord(one[0]) if isinstance(one, str) else one[0])) for one in inputs]
+        return Evaluated(vectors, Usage(sum(map(len, inputs))))
 
 
 async def answered(url: str, body: dict[str, Any], server: Any = None) -> dict[str, Any]:
@@ -60,21 +84,31 @@ async def answered(url: str, body: dict[str, Any], server: Any = None) -> dict[s
     ("url", "body", "job"),
     [
         (EMBEDDINGS, {"input": "x"}, EmbedJob(("x",))),
-        (EMBEDDINGS, {"input": ["x", "y"], "model": "fake", "dimensions": None}, EmbedJob(("x", "y"), model="fake")),
+        (EMBEDDINGS, {"input": ["x", "y"], "model": "fake", "dimensions": None}, EmbedJob(("x", "y"), How("fake"))),
         (EMBEDDINGS, {"input": [1, 2]}, EmbedJob(((1, 2),))),
         (EMBEDDINGS, {"input": [[1, 2], "x", [3]]}, EmbedJob(((1, 2), "x", (3,)))),
         (
             EMBEDDINGS,
             {"input": "x", "pooling": "mean", "encoding_format": "base64", "dimensions": 2},
-            EmbedJob(("x",), "mean", "base64", 2),
+            EmbedJob(("x",), How(), "mean", "base64", 2),
         ),
         (SCORE, {"prompt": "p", "continuations": ["x", [1]]}, ScoreJob("p", ("x", (1,)))),
-        (SCORE, {"prompt": [7], "continuations": ["x"], "model": "m"}, ScoreJob((7,), ("x",), "m")),
+        (SCORE, {"prompt": [7], "continuations": ["x"], "model": "m"}, ScoreJob((7,), ("x",), How("m"))),
         (SCORE, {"text_1": "p", "text_2": "x"}, SimilarityJob((("p", "x"),))),
         (SCORE, {"text_1": "p", "text_2": ["x", "y"]}, SimilarityJob((("p", "x"), ("p", "y")))),
         (SCORE, {"text_1": ["p"], "text_2": ["x", "y"]}, SimilarityJob((("p", "x"), ("p", "y")))),
         (SCORE, {"text_1": ["p", "q"], "text_2": ["x", "y"]}, SimilarityJob((("p", "x"), ("q", "y")))),
-        (SCORE, {"text_1": "p", "text_2": "x", "pooling": "mean"}, SimilarityJob((("p", "x"),), "mean")),
+        (
+            EMBEDDINGS,
+            {"input": "x", "normalize": True, "adapter": "a", "cache_salt": "s", "priority": -3},
+            EmbedJob(("x",), How(None, "a", "s", -3), normalize=True),
+        ),
+        (
+            SCORE,
+            {"prompt": "p", "continuations": ["x"], "adapter": "a", "cache_salt": "s", "priority": 2},
+            ScoreJob("p", ("x",), How(None, "a", "s", 2)),
+        ),
+        (SCORE, {"text_1": "p", "text_2": "x", "pooling": "mean"}, SimilarityJob((("p", "x"),), How(), "mean")),
     ],
 )
 def test_bodies_are_read(url, body, job):
@@ -102,6 +136,10 @@ def test_bodies_are_read(url, body, job):
         (EMBEDDINGS, {"input": "x", "dimensions": True}, "body.dimensions: True is not an integer"),
         (EMBEDDINGS, {"input": "x", "user": "me"}, "body.user: is not supported"),
         (EMBEDDINGS, {"input": "x", "model": 3}, "body.model: 3 is not a string"),
+        (EMBEDDINGS, {"input": "x", "normalize": 1}, "body.normalize: 1 is not true or false"),
+        (EMBEDDINGS, {"input": "x", "adapter": 3}, "body.adapter: 3 is not a string"),
+        (SCORE, {"text_1": "p", "text_2": "x", "priority": "high"}, "body.priority: 'high' is out of range"),
+        (SCORE, {"prompt": "p", "continuations": ["x"], "cache_salt": "s" * 257}, "body.cache_salt: "),
         (SCORE, {}, "body.text_1: must be there"),
         (SCORE, {"text_1": "p"}, "body.text_2: must be there"),
         (SCORE, {"text_1": "p", "text_2": [""]}, "body.text_2: '' is not a text with characters"),
@@ -121,7 +159,7 @@ def test_what_cannot_be_honoured_is_named(url, body, message):
 async def test_embeddings_are_numbers_or_base64_of_float32():
     server = FakeServer()
     body = await answered(EMBEDDINGS, {"input": ["ab", [7, 8, 9]], "pooling": "mean"}, server)
-    assert server.asked == [(("ab", (7, 8, 9)), "mean")]
+    assert server.asked == [(("ab", (7, 8, 9)), "mean", False, "", "", 0)]
     assert (body["object"], body["model"]) == ("list", "fake")
     assert body["data"] == [
         {"object": "embedding", "index": 0, "embedding": [2.0, 97.0]},
@@ -141,17 +179,19 @@ async def test_dimensions_that_are_not_the_models_are_refused():
 async def test_continuations_have_their_log_probabilities():
     server = FakeServer()
     body = await answered(SCORE, {"prompt": "p", "continuations": ["x", [1, 2, 3]]}, server)
-    assert server.asked == [("p", ("x", (1, 2, 3)))]
+    assert server.asked == [("p", ("x", (1, 2, 3)), "", "", 0)]
+    tokens = [{"token_id": 7, "logprob": -1.0, "rank": rank} for rank in (1, 2, 3)]
     assert body["data"] == [
-        {"object": "loglikelihood", "index": 0, "logprob": -1.0, "is_greedy": True},
-        {"object": "loglikelihood", "index": 1, "logprob": -3.0, "is_greedy": False},
+        {"object": "loglikelihood", "index": 0, "logprob": -1.0, "is_greedy": True, "tokens": tokens[:1]},
+        {"object": "loglikelihood", "index": 1, "logprob": -3.0, "is_greedy": False, "tokens": tokens},
     ]
+    assert body["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
 
 
 async def test_pairs_have_the_cosine_of_their_vectors_and_each_text_is_embedded_once():
     server = FakeServer()
     body = await answered(SCORE, {"text_1": "ab", "text_2": ["ab", "b"]}, server)
-    assert server.asked == [(("ab", "b"), "last")]
+    assert server.asked == [(("ab", "b"), "last", False, "", "", 0)]
     cosine = (2 * 1 + 97 * 98) / (math.hypot(2, 97) * math.hypot(1, 98))
     assert [entry["score"] for entry in body["data"]] == pytest.approx([1.0, cosine])
     assert body["usage"]["prompt_tokens"] == 3
@@ -162,51 +202,71 @@ async def test_another_model_and_a_short_answer_are_errors():
         await answered(EMBEDDINGS, {"input": "x", "model": "other"})
 
     class Short(FakeServer):
-        async def embed(self, inputs: Sequence[Text], pooling: str) -> list[list[float]]:
-            return (await super().embed(inputs, pooling))[1:]
+        async def embed(self, inputs: Sequence[str | Sequence[int]], **more: Any) -> Evaluated[tuple[float, ...]]:
+            whole = await super().embed(inputs, **more)
+            return Evaluated(whole[1:], whole.usage)
 
     with pytest.raises(InternalError, match="the server answered 1 of 2 inputs"):
         await answered(EMBEDDINGS, {"input": ["x", "y"]}, Short())
 
 
-class Offering(AsyncClient):
-    """A client as one will be whose server scores and embeds."""
+async def test_what_a_body_says_besides_reaches_the_server():
+    server = FakeServer()
+    more = {"adapter": "a", "cache_salt": "s", "priority": 5}
+    await answered(EMBEDDINGS, {"input": "x", "normalize": True, **more}, server)
+    await answered(SCORE, {"prompt": "p", "continuations": ["x"], **more}, server)
+    await answered(SCORE, {"text_1": "p", "text_2": "x", **more}, server)
+    assert server.asked == [
+        (("x",), "last", True, "a", "s", 5),
+        ("p", ("x",), "a", "s", 5),
+        (("p", "x"), "last", False, "a", "s", 5),
+    ]
 
-    async def score(self, prompt: Text, continuations: Sequence[Text]) -> list[tuple[float, bool]]:
-        return await FakeServer().score(prompt, continuations)
 
-    async def embed(self, inputs: Sequence[Text], pooling: str) -> list[list[float]]:
-        return await FakeServer().embed(inputs, pooling)
+async def test_a_line_of_many_parts_is_several_calls_and_one_answer():
+    server = FakeServer()
+    texts = [f"{i:04}" for i in range(2 * MAX_PARTS_OF_CALL + 1)]
+    body = await answered(EMBEDDINGS, {"input": texts}, server)
+    assert [len(asked[0]) for asked in server.asked] == [MAX_PARTS_OF_CALL, MAX_PARTS_OF_CALL, 1]
+    assert [entry["index"] for entry in body["data"]] == list(range(len(texts)))
+    assert body["usage"]["prompt_tokens"] == 4 * len(texts)
+    body = await answered(SCORE, {"prompt": "p", "continuations": texts}, server)
+    assert len(body["data"]) == len(texts)
+    assert body["usage"]["prompt_tokens"] == 5 * len(texts)
 
 
 SCORING_BODIES: list[tuple[str, dict[str, Any]]] = [
     (EMBEDDINGS, {"input": "ab"}),
-    (SCORE, {"prompt": "p", "continuations": ["x"]}),
+    (SCORE, {"prompt": "p", "continuations": ["x", [1, 2]]}),
     (SCORE, {"text_1": "p", "text_2": "x"}),
 ]
 
 
-class Plain:
-    """A server that neither scores nor embeds."""
+async def test_batches_score_and_embed(tmp_path):
+    source, target = write_input(tmp_path / "in", SCORING_BODIES), tmp_path / "out"
+    async with running() as harness, AsyncClient(harness.target) as client:
+        summary = await run_batch(BatchOptions(source, target, harness.target), ignore)
+        (vector,) = await client.embed(["ab"])
+        scores = await client.score("p", ["x", [1, 2]])
+    assert (summary.num_succeeded, summary.num_failed, summary.prompt_tokens) == (3, 0, 2 + (2 + 3) + 2)
+    embedded, scored, compared = (line["response"]["body"] for _, line in sorted(results(target).items()))
+    assert embedded["data"] == [{"object": "embedding", "index": 0, "embedding": list(vector)}]
+    assert [entry["logprob"] for entry in scored["data"]] == [score.logprob for score in scores]
+    assert [len(entry["tokens"]) for entry in scored["data"]] == [1, 2]
+    assert -1 <= compared["data"][0]["score"] <= 1
 
-    complete, tokenize, detokenize = FakeServer.complete, FakeServer.tokenize, FakeServer.detokenize
 
+async def test_a_server_without_these_methods_is_a_failed_line_that_says_so(tmp_path, monkeypatch):
+    async def unknown(self: object, request: object, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
-async def test_a_server_that_does_not_offer_it_is_a_failed_line_that_says_so():
-    assert not isinstance(Plain(), Scorer | Embedder)
-    for (url, body), rest in zip(SCORING_BODIES, ("", " of continuations", " of texts"), strict=True):
-        with pytest.raises(Exception, match=f"^the server does not offer {url}{rest}$") as raised:
-            await answered(url, body, Plain())
-        assert getattr(raised.value, "grpc_status", None) == "UNIMPLEMENTED"
-
-
-async def test_batches_score_and_embed(tmp_path, monkeypatch):
-    monkeypatch.setattr("jpaged.client.batch.AsyncClient", Offering)
+    monkeypatch.setattr(InferenceServicer, "Score", unknown)
+    monkeypatch.setattr(InferenceServicer, "Embed", unknown)
     source, target = write_input(tmp_path / "in", SCORING_BODIES), tmp_path / "out"
     async with running() as harness:
         summary = await run_batch(BatchOptions(source, target, harness.target), ignore)
-    assert (summary.num_succeeded, summary.num_failed) == (3, 0)
-    assert [line["response"]["body"]["data"][0]["index"] for line in results(target).values()] == [0, 0, 0]
+    assert (summary.num_succeeded, summary.num_failed) == (0, 3)
+    assert {line["error"]["code"] for line in results(target).values()} == {"UNIMPLEMENTED"}
 
 
 def test_a_seed_is_a_function_of_the_custom_id_alone():

@@ -15,12 +15,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.server import servicer
+from tests.server.connections.raw_http2 import HEADERS, INITIAL_WINDOW_SIZE, RST_STREAM, Connection, frame, message
 from tests.server.harness import collect, details_of, eventually, failure_of, request
-from tests.server.raw_http2 import HEADERS, INITIAL_WINDOW_SIZE, RST_STREAM, Connection, frame, message
 
 INFO = b"/jpaged.v1.ControlService/GetServerInfo"
 METHODS: dict[str, Any] = {
     "/jpaged.v1.InferenceService/Generate": inference_pb2.GenerateRequest,
+    "/jpaged.v1.InferenceService/Score": inference_pb2.ScoreRequest,
+    "/jpaged.v1.InferenceService/Embed": inference_pb2.EmbedRequest,
     "/jpaged.v1.InferenceService/Tokenize": inference_pb2.TokenizeRequest,
     "/jpaged.v1.InferenceService/Detokenize": inference_pb2.DetokenizeRequest,
     "/jpaged.v1.ControlService/GetServerInfo": control_pb2.GetServerInfoRequest,
@@ -29,11 +31,22 @@ METHODS: dict[str, Any] = {
     "/jpaged.v1.ControlService/Abort": control_pb2.AbortRequest,
     "/jpaged.v1.ControlService/PinPrefix": control_pb2.PinPrefixRequest,
     "/jpaged.v1.ControlService/UnpinPrefix": control_pb2.UnpinPrefixRequest,
+    "/jpaged.v1.ControlService/LoadAdapter": control_pb2.LoadAdapterRequest,
+    "/jpaged.v1.ControlService/UnloadAdapter": control_pb2.UnloadAdapterRequest,
+    "/jpaged.v1.ControlService/ListAdapters": control_pb2.ListAdaptersRequest,
     "/grpc.health.v1.Health/Check": health_pb2.HealthCheckRequest,
     "/grpc.health.v1.Health/Watch": health_pb2.HealthCheckRequest,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": reflection_pb2.ServerReflectionRequest,
 }
 STREAMS = ("Generate", "Watch")
+
+
+def test_every_method_of_our_services_is_here():
+    services = [*inference_pb2.DESCRIPTOR.services_by_name.values(), *control_pb2.DESCRIPTOR.services_by_name.values()]
+    paths = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
+    assert paths == {path for path in METHODS if path.startswith("/jpaged.")}
+
+
 NOT_A_MESSAGE = [b"\xff", b"\x0a\xff\xff\xff\xff\xff", b"\x0a\x05ab", b"\x07", b"\xff" * 5000]
 
 

@@ -15,8 +15,8 @@ from jpaged.client import Client
 from jpaged.server import port as grpc_port
 from jpaged.server import scrapes
 from jpaged.types import SamplingParams
+from tests.server.connections.raw_http2 import GOAWAY, Connection, message
 from tests.server.harness import collect, eventually, request, running
-from tests.server.raw_http2 import GOAWAY, Connection, message
 
 INFO = b"/jpaged.v1.ControlService/GetServerInfo"
 

@@ -1,0 +1,114 @@
+"""Score and Embed: values -> messages and messages -> values. No I/O: both clients stand on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jpaged._proto.v1 import inference_pb2
+from jpaged.client.wire import Call, checked_ids, checked_int32, logprob_of
+from jpaged.errors import InvalidArgument
+from jpaged.types import Pooling, Score, Usage, require_whole_characters
+
+_T = TypeVar("_T")
+
+GivenText = str | Sequence[int]
+"""A text, or its token ids."""
+
+_POOLINGS: Mapping[Pooling, inference_pb2.Pooling] = {
+    "last": inference_pb2.POOLING_LAST,
+    "mean": inference_pb2.POOLING_MEAN,
+}
+
+
+class Evaluated(tuple[_T, ...]):
+    """What came of each part of one call, in order.
+
+    Attributes:
+        usage: of all parts together.
+    """
+
+    usage: Usage
+
+    def __new__(cls, parts: Iterable[_T], usage: Usage) -> Evaluated[_T]:
+        self = super().__new__(cls, parts)
+        self.usage = usage
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """What a call asks with: the fields of both requests."""
+
+    model: str | None = None
+    adapter: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+
+    def fields(self) -> dict[str, Any]:
+        """They, by name; raises InvalidArgument for what no message can carry."""
+        require_whole_characters("adapter", self.adapter)
+        require_whole_characters("cache_salt", self.cache_salt)
+        checked_int32("priority", self.priority)
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def score_call(prompt: GivenText, continuations: Sequence[GivenText], asker: Asker) -> Call[Evaluated[Score]]:
+    """A prompt and what may come behind it -> scores."""
+    _require_several("continuations", continuations)
+    request = inference_pb2.ScoreRequest(
+        **_form_of("prompt", prompt),
+        continuations=[
+            inference_pb2.Continuation(**_form_of(f"continuations[{i}]", one)) for i, one in enumerate(continuations)
+        ],
+        **asker.fields(),
+    )
+    return Call("Score", request, _scores_of)
+
+
+def embed_call(
+    inputs: Sequence[GivenText], asker: Asker, *, pooling: Pooling, normalize: bool
+) -> Call[Evaluated[tuple[float, ...]]]:
+    """Texts or token ids -> vectors."""
+    _require_several("inputs", inputs)
+    if pooling not in _POOLINGS:
+        raise InvalidArgument("pooling", f"{pooling!r} is neither 'last' nor 'mean'")
+    request = inference_pb2.EmbedRequest(
+        inputs=[inference_pb2.EmbedInput(**_form_of(f"inputs[{i}]", one)) for i, one in enumerate(inputs)],
+        pooling=_POOLINGS[pooling],
+        normalize=normalize,
+        **asker.fields(),
+    )
+    return Call("Embed", request, _vectors_of)
+
+
+def _require_several(field: str, texts: Sequence[GivenText]) -> None:
+    """A text has characters, and each would be taken for a text."""
+    if isinstance(texts, str):
+        raise InvalidArgument(field, f"{texts[:40]!r} is one text: give a list of texts or of token ids")
+
+
+def _form_of(field: str, given: GivenText) -> dict[str, Any]:
+    """A text or token ids as the fields of a message."""
+    if isinstance(given, str):
+        require_whole_characters(field, given)
+        return {"text": given}
+    try:
+        token_ids = list(given)
+    except TypeError as error:
+        raise InvalidArgument(field, f"{given!r} is neither a text nor a list of token ids") from error
+    return {"token_ids": inference_pb2.TokenIds(ids=checked_ids(field, token_ids))}
+
+
+def _scores_of(response: inference_pb2.ScoreResponse) -> Evaluated[Score]:
+    scores = [Score(tuple(logprob_of(token) for token in one.tokens), one.is_greedy) for one in response.scores]
+    return Evaluated(scores, _usage_of(response))
+
+
+def _vectors_of(response: inference_pb2.EmbedResponse) -> Evaluated[tuple[float, ...]]:
+    return Evaluated([tuple(one.values) for one in response.embeddings], _usage_of(response))
+
+
+def _usage_of(response: inference_pb2.ScoreResponse | inference_pb2.EmbedResponse) -> Usage:
+    return Usage(response.usage.prompt_tokens, response.usage.completion_tokens, response.usage.cached_tokens)
