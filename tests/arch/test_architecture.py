@@ -121,8 +121,16 @@ NINE = "a, b, c, d, e, f, g, h, i"
         ("jpaged/client/a.py", "def f():\n    import flax\n", "client may not import flax"),
         ("jpaged/engine/a.py", "from grpc import aio\n", "engine may not import grpc"),
         ("jpaged/models/a.py", "import torch\n", "models may not import torch"),
-        ("jpaged/cli/a.py", "import os\nx = os.environ['A']\n", "only jpaged/config/engine_config.py reads the environment"),
-        ("jpaged/cli/a.py", "import os\nx = os.getenv('A')\n", "only jpaged/config/engine_config.py reads the environment"),
+        (
+            "jpaged/cli/a.py",
+            "import os\nx = os.environ['A']\n",
+            "only jpaged/config/engine_config.py reads the environment",
+        ),
+        (
+            "jpaged/cli/a.py",
+            "import os\nx = os.getenv('A')\n",
+            "only jpaged/config/engine_config.py reads the environment",
+        ),
         ("jpaged/cli/a.py", "from os import environ\n", "only jpaged/config/engine_config.py reads the environment"),
         ("jpaged/cli/a.py", "import json\nx = json.dumps(1)\n", "only jpaged/json_text.py writes JSON"),
         ("jpaged/cli/a.py", "x = __doc__\n", "a docstring is not data"),
@@ -187,6 +195,7 @@ def plant(root: Path) -> None:
     files = {
         "jpaged/__init__.py": "def __getattr__(name):\n    from jpaged import types\n    return types\n",
         "jpaged/types.py": "",
+        "jpaged/config/__init__.py": '"""Options.\n\nengine_config.py  all\n"""\n',
         "jpaged/config/engine_config.py": "import os\nimport jpaged.types\nx = os.environ\n",
         "jpaged/device/__init__.py": room("step"),
         "jpaged/device/step.py": "import jax\nfrom jpaged.engine.executor import Executor\n",
