@@ -8,7 +8,7 @@ A line ends with a line feed, and with nothing else: texts may hold any other ch
 request becomes a failed line of output, with a custom_id of null where it has none.
 
 A field of a body that cannot be honoured is an error of its line, never ignored. A few fields say what happens anyway
-(`stream` of false, `logit_bias` of nothing): those pass with that value and with no other. What OpenAI does
+(`stream` of false, `tools` of none): those pass with that value and with no other. What OpenAI does
 not have but `SamplingParams` does (`top_k`, `beam_width`, `priority`, `cache_salt`, ...) is a field of the body too, as
 `adapter` is, the name of one that the server has loaded. What chats have beside is read in `openai_chat.py`, bodies of
 /v1/embeddings and /v1/score in `batching/scoring.py`.
@@ -40,13 +40,13 @@ _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 # Fields that change nothing at this value; any other value asks for something that does not exist here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
 }
 _NEUTRAL_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "echo": (False,), "suffix": ("",)}
 _NEUTRAL_CHAT = _NEUTRAL
-_SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
+_FLAGS = tuple(f.name for f in fields(SamplingParams) if isinstance(f.default, bool) and f.name != "early_stopping")
+_UNSHOWN = {"prompt_logprobs", "logprob_token_ids"}
+"""What bodies of answers have no place for."""
+_SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"} - _UNSHOWN
 TokenText = Callable[[int], str]
 
 
@@ -268,7 +268,9 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None) -> SamplingParams:
     for name in ("stop", "stop_token_ids"):
         if name in values and not isinstance(values[name], list | (str if name == "stop" else list)):
             raise InvalidArgument(f"body.{name}", f"{values[name]!r} is not a list")
-    for name in ("ignore_eos", "skip_special_tokens", "use_prefix_cache"):
+    if "logit_bias" in values:
+        values["logit_bias"] = _biases(values["logit_bias"]) or None
+    for name in _FLAGS:
         if not isinstance(values.get(name, True), bool):
             raise InvalidArgument(f"body.{name}", f"{values[name]!r} is not true or false")
     try:
@@ -279,6 +281,16 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None) -> SamplingParams:
         return SamplingParams(**values, logprobs=logprobs)
     except InvalidArgument as error:
         raise InvalidArgument(error.field.replace("sampling.", "body."), error.problem) from error
+
+
+def _biases(given: Any) -> dict[int, Any]:
+    """Biases by token id; names of JSON are texts."""
+    if not isinstance(given, dict):
+        raise InvalidArgument("body.logit_bias", f"{given!r} is not an object of token ids and numbers")
+    for name in given:
+        if not (name.isascii() and name.isdigit()):
+            raise InvalidArgument("body.logit_bias", f"{name!r} is not a token id")
+    return {int(name): bias for name, bias in given.items()}
 
 
 def name_in(body: Mapping[str, Any], field: str) -> str | None:

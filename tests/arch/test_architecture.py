@@ -196,6 +196,7 @@ def plant(root: Path) -> None:
     files = {
         "jpaged/__init__.py": "def __getattr__(name):\n    from jpaged import types\n    return types\n",
         "jpaged/types.py": "",
+        "jpaged/config/__init__.py": '"""Options.\n\nengine_config.py  all\n"""\n',
         "jpaged/config/engine_config.py": "import os\nimport jpaged.types\nx = os.environ\n",
         "jpaged/device/__init__.py": room("step"),
         "jpaged/device/step.py": "import jax\nfrom jpaged.engine.executor import Executor\n",

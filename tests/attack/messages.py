@@ -48,6 +48,7 @@ _EARLY_STOPPING = (
     inference_pb2.EARLY_STOPPING_FIRST_FULL,
     inference_pb2.EARLY_STOPPING_NEVER,
 )
+_POOLINGS = (inference_pb2.POOLING_UNSPECIFIED, inference_pb2.POOLING_LAST, inference_pb2.POOLING_MEAN)
 _FILLINGS = ("a", "word ", "\U0001f9e8", "\0", "{{")
 _INTEGER_LIMITS = {
     FieldDescriptor.TYPE_INT32: (-(2**31), 2**31 - 1),
@@ -263,9 +264,7 @@ def _score(rng: random.Random, names: Names) -> Message:
 
 
 def _embed(rng: random.Random, names: Names) -> Message:
-    message = inference_pb2.EmbedRequest(
-        pooling=rng.choice(inference_pb2.Pooling.values()), normalize=rng.random() < 0.5
-    )
+    message = inference_pb2.EmbedRequest(pooling=rng.choice(_POOLINGS), normalize=rng.random() < 0.5)
     for _ in range(rng.choice((1, 2, 4, 20))):
         _fill(rng, message.inputs.add())
     _fill_rest(rng, names, message)

@@ -158,6 +158,12 @@ def test_a_completion_is_read_whole():
     assert job_of(completion(prompt=[1, 2])).prompt_token_ids == (1, 2)
 
 
+def test_what_changes_logits_is_read():
+    body = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"5": -100, "7": 1.5}}
+    wanted = SamplingParams(presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={5: -100, 7: 1.5})
+    assert job_of(completion(**body)).sampling == job_of(chat(max_tokens=16, **body)).sampling == wanted
+
+
 def test_sequences_beams_and_sharing_are_read():
     drawn = job_of(completion(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)).sampling
     assert drawn == SamplingParams(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)
@@ -260,8 +266,13 @@ def test_fields_that_ask_for_nothing_pass(body):
         (completion(n=True), "body.n"),
         (completion(echo=True), "body.echo"),
         (completion(stream=True), "body.stream"),
-        (completion(frequency_penalty=0.5), "body.frequency_penalty"),
-        (completion(logit_bias={"5": 1}), "body.logit_bias"),
+        (completion(frequency_penalty=2.5), "body.frequency_penalty"),
+        (completion(logit_bias={"x": 1}), "body.logit_bias"),
+        (completion(logit_bias={"5": 101}), "body.logit_bias[5]"),
+        (completion(logit_bias=[5]), "body.logit_bias"),
+        (completion(prompt_logprobs=1), "body.prompt_logprobs"),
+        (completion(logprob_token_ids=[1]), "body.logprob_token_ids"),
+        (completion(detokenize=0), "body.detokenize"),
         (completion(user="me"), "body.user"),
         (completion(messages=[]), "body.messages"),
         (completion(max_completion_tokens=5), "body.max_completion_tokens"),
@@ -272,7 +283,7 @@ def test_fields_that_ask_for_nothing_pass(body):
         (completion(temperature="hot"), "body.temperature"),
         (completion(max_tokens=1.5), "body.max_tokens"),
         (completion(logprobs=True), "body.logprobs"),
-        (completion(logprobs=21), "body.logprobs"),
+        (completion(logprobs=-2), "body.logprobs"),
         (completion(stop=5), "body.stop"),
         (completion(stop_token_ids="5"), "body.stop_token_ids"),
         (completion(ignore_eos=1), "body.ignore_eos"),
