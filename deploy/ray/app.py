@@ -163,6 +163,26 @@ class JpagedReplica:
             _tell(grpc_context, refusal)
             raise
 
+    async def Score(
+        self, request: inference_pb2.ScoreRequest, grpc_context: RayServegRPCContext
+    ) -> inference_pb2.ScoreResponse:
+        """InferenceService.Score."""
+        try:
+            return await self._replica.score(request, _metadata(grpc_context))
+        except Refused as refusal:
+            _tell(grpc_context, refusal)
+            raise
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, grpc_context: RayServegRPCContext
+    ) -> inference_pb2.EmbedResponse:
+        """InferenceService.Embed."""
+        try:
+            return await self._replica.embed(request, _metadata(grpc_context))
+        except Refused as refusal:
+            _tell(grpc_context, refusal)
+            raise
+
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, grpc_context: RayServegRPCContext
     ) -> inference_pb2.TokenizeResponse:

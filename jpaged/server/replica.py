@@ -16,9 +16,10 @@ import grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import Unavailable
+from jpaged.server.evaluations import asker_of, embedded, scored
 from jpaged.server.metrics import serve_metrics
 from jpaged.server.scrapes import ScrapeServer
-from jpaged.server.servicer import detokenized, load_of, responses, tokenized
+from jpaged.server.servicer import detokenized, load_of, responses, tenant_from, tokenized
 from jpaged.server.status import Trailers, error_for, status_of, trailers_of
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service, ServiceState, Stage
@@ -69,6 +70,16 @@ class Replica:
             async with aclosing(responses(self._service, request, metadata)) as messages:
                 async for message in messages:
                     yield message
+
+    async def score(self, request: inference_pb2.ScoreRequest, metadata: Metadata = ()) -> inference_pb2.ScoreResponse:
+        """Answer InferenceService.Score; raises Refused."""
+        with self._answering():
+            return await scored(self._service, asker_of(request, tenant_from(metadata), None), request)
+
+    async def embed(self, request: inference_pb2.EmbedRequest, metadata: Metadata = ()) -> inference_pb2.EmbedResponse:
+        """Answer InferenceService.Embed; raises Refused."""
+        with self._answering():
+            return await embedded(self._service, asker_of(request, tenant_from(metadata), None), request)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         """Answer InferenceService.Tokenize; raises Refused."""

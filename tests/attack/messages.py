@@ -105,7 +105,10 @@ def inflate(rng: random.Random, message: Message, num_bytes: int) -> None:
             setattr(message, spec.name, (rng.choice(_FILLINGS) * num_bytes)[:num_bytes])
         return
     values = getattr(message, spec.name)
-    if spec.type == FieldDescriptor.TYPE_MESSAGE:
+    if _is_map(spec):
+        for place in range(num_bytes // 8):
+            values[place] = 0.5
+    elif spec.type == FieldDescriptor.TYPE_MESSAGE:
         empty = values.add()
         values.extend([empty] * (num_bytes // 2))
     else:
@@ -115,6 +118,11 @@ def inflate(rng: random.Random, message: Message, num_bytes: int) -> None:
 def _can_grow(spec: Any) -> bool:
     growing = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE)
     return bool(spec.is_repeated) or spec.type in growing
+
+
+def _is_map(spec: Any) -> bool:
+    """Whether the field is a map; those of the API have scalars as values, and numbers where they are inflated."""
+    return spec.message_type is not None and bool(spec.message_type.GetOptions().map_entry)
 
 
 def corrupted(rng: random.Random, encoded: bytes) -> bytes:
@@ -163,6 +171,11 @@ def _scalar(rng: random.Random, spec: Any) -> object:
 def _mutate_repeated(rng: random.Random, message: Message, spec: Any) -> None:
     values = getattr(message, spec.name)
     count = rng.choice((0, 1, 2, 15, 16, 17, 33, 200, 1025))
+    if _is_map(spec):
+        key, value = (spec.message_type.fields_by_name[name] for name in ("key", "value"))
+        for _ in range(count):
+            values[_scalar(rng, key)] = _scalar(rng, value)
+        return
     if spec.type == FieldDescriptor.TYPE_MESSAGE:
         if values and rng.random() < 0.7:
             mutate(rng, rng.choice(values))
