@@ -315,4 +315,5 @@ def _model_info(source: Source, resolved: EngineConfig, geometry: Geometry) -> M
         has_chat_template=source.tokenizer.has_chat_template,
         max_loras=geometry.max_loras,
         max_lora_rank=resolved.lora.max_lora_rank if geometry.max_loras else 0,
+        max_logprobs=resolved.model.max_logprobs,
     )

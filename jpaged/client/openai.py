@@ -8,10 +8,12 @@ A line ends with a line feed, and with nothing else: texts may hold any other ch
 request becomes a failed line of output, with a custom_id of null where it has none.
 
 A field of a body that cannot be honoured is an error of its line, never ignored. A few fields say what happens anyway
-(`stream` of false, `logit_bias` of nothing): those pass with that value and with no other. What OpenAI does
-not have but `SamplingParams` does (`top_k`, `beam_width`, `priority`, `cache_salt`, ...) is a field of the body too, as
-`adapter` is, the name of one that the server has loaded. Bodies of /v1/embeddings and /v1/score are read in
-`batching/scoring.py`.
+(`stream` of false, `echo` of false): those pass with that value and with no other. What OpenAI does not have but
+`SamplingParams` does (`top_k`, `repetition_penalty`, `bad_words`, `cache_salt`, ...) is a field of the body too, as
+`adapter` is, the name of one that the server has loaded. Log-probabilities of the prompt are `prompt_logprobs` of each
+choice, and of the whole answer to a chat: an entry a token as vLLM has it
+(https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html). Bodies of /v1/embeddings and /v1/score are read
+in `batching/scoring.py`.
 """
 
 from __future__ import annotations
@@ -35,15 +37,16 @@ URLS = (COMPLETIONS_URL, CHAT_URL, EMBEDDINGS_URL, SCORE_URL)
 _MAX_DEPTH = 64
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 # Fields that change nothing at this value; any other value asks for something that does not exist here.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"stream": (False,)}
 _NEUTRAL_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "echo": (False,), "suffix": ("",)}
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "response_format": ({"type": "text"},), "tools": ([],)}
 _SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
+_TEXTS = {"stop", "bad_words"}
+"""Lists of texts, of which one may stand by itself."""
+_LISTS = _TEXTS | {"stop_token_ids", "allowed_token_ids", "logprob_token_ids"}
+_FLAGS = {f.name for f in fields(SamplingParams) if isinstance(f.default, bool)} - {"early_stopping"}
+_MAX_ID_DIGITS = 10
+"""Of 2**32 - 1, above which no message has a token id."""
 TokenText = Callable[[int], str]
 
 
@@ -263,16 +266,31 @@ def _check_names(body: Mapping[str, Any], own: set[str], neutral: Mapping[str, t
 
 def _sampling(body: Mapping[str, Any], logprobs: int | None) -> SamplingParams:
     values = {name: value for name, value in body.items() if name in _SAMPLING}
-    for name in ("stop", "stop_token_ids"):
-        if name in values and not isinstance(values[name], list | (str if name == "stop" else list)):
+    for name in _LISTS & values.keys():
+        if not isinstance(values[name], list | (str if name in _TEXTS else list)):
             raise InvalidArgument(f"body.{name}", f"{values[name]!r} is not a list")
-    for name in ("ignore_eos", "skip_special_tokens", "use_prefix_cache"):
-        if not isinstance(values.get(name, True), bool):
+    for name in _FLAGS & values.keys():
+        if not isinstance(values[name], bool):
             raise InvalidArgument(f"body.{name}", f"{values[name]!r} is not true or false")
+    if "logit_bias" in values:
+        values["logit_bias"] = _biases(values["logit_bias"])
     try:
         return SamplingParams(**values, logprobs=logprobs)
     except InvalidArgument as error:
         raise InvalidArgument(error.field.replace("sampling.", "body."), error.problem) from error
+
+
+def _biases(given: Any) -> dict[int, Any] | None:
+    """Token ids -> what is added; JSON has them as texts."""
+    if not isinstance(given, dict):
+        raise InvalidArgument("body.logit_bias", f"{given!r} is not an object of token ids and numbers")
+    for name in given:
+        if not (name.isascii() and name.isdigit() and len(name) <= _MAX_ID_DIGITS):
+            raise InvalidArgument("body.logit_bias", f"{name!r} is not a token id")
+    biases = {int(name): bias for name, bias in given.items()}
+    if len(biases) < len(given):
+        raise InvalidArgument("body.logit_bias", "names a token twice")
+    return biases or None
 
 
 def _message(i: int, message: Any) -> dict[str, str]:
@@ -311,7 +329,11 @@ def _int_or_none(body: Mapping[str, Any], name: str) -> int | None:
 def success_line(line: Line, output: RequestOutput, *, model: str, token_text: TokenText) -> str:
     """The output line of a request that finished just now. `token_text` knows every token of its log-probabilities."""
     is_chat = line.url == CHAT_URL
+    told = output.prompt_logprobs
+    of_prompt = {} if told is None else {"prompt_logprobs": [_prompt_position(one, token_text) for one in told]}
     choices = [_choice(one, is_chat, token_text) for one in output.outputs]
+    if not is_chat:
+        choices = [{**choice, **of_prompt} for choice in choices]
     usage = output.usage
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{output.request_id}",
@@ -325,6 +347,7 @@ def success_line(line: Line, output: RequestOutput, *, model: str, token_text: T
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
+        **(of_prompt if is_chat else {}),
     }
     return response_line(line.custom_id, output.request_id, body)
 
@@ -368,13 +391,26 @@ def _choice(output: CompletionOutput, is_chat: bool, token_text: TokenText) -> d
     }
 
 
+def _prompt_position(position: PositionLogprobs | None, token_text: TokenText) -> dict[str, Any] | None:
+    """What the model thought of one token of the prompt; of the first it thought nothing."""
+    if position is None:
+        return None
+    return {
+        str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": token_text(one.token_id)}
+        for one in (position.chosen, *position.top)
+    }
+
+
 def _completion_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) -> dict[str, Any]:
     tokens = [token_text(position.chosen.token_id) for position in positions]
     offsets = [0]
     for text in tokens[:-1]:
         offsets.append(offsets[-1] + len(text))
     # Two tokens can have one text (a byte of a character, say); the likelier one keeps the place.
-    tops = [{token_text(t.token_id): t.logprob for t in reversed(position.top)} for position in positions]
+    tops = [
+        {token_text(t.token_id): t.logprob for t in reversed((*position.top, *position.asked))}
+        for position in positions
+    ]
     return {
         "tokens": tokens,
         "token_logprobs": [position.chosen.logprob for position in positions],
@@ -392,7 +428,7 @@ def _chat_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText)
         "content": [
             {
                 **entry(position.chosen.token_id, position.chosen.logprob),
-                "top_logprobs": [entry(token.token_id, token.logprob) for token in position.top],
+                "top_logprobs": [entry(token.token_id, token.logprob) for token in (*position.top, *position.asked)],
             }
             for position in positions
         ]

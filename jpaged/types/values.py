@@ -40,7 +40,11 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model as clients see it. `name` is what a request's model is held against; without adapters limits are 0."""
+    """The model as clients see it. `name` is what a request's model is held against; without adapters limits are 0.
+
+    Attributes:
+        max_logprobs: likeliest tokens that a request may be told of at each position; -1 is all.
+    """
 
     name: str
     architecture: str
@@ -55,6 +59,7 @@ class ModelInfo:
     has_chat_template: bool
     max_loras: int = 0
     max_lora_rank: int = 0
+    max_logprobs: int = 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,26 @@ def test_a_completion_is_read_whole():
     assert job_of(completion(prompt=[1, 2])).prompt_token_ids == (1, 2)
 
 
+def test_what_changes_logits_and_is_told_besides_is_read():
+    body: dict[str, Any] = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "bad_words": ["bad", "worse"],
+        "allowed_token_ids": [5, 42],
+        "include_stop_str_in_output": True,
+        "logprob_token_ids": [7],
+        "prompt_logprobs": 2,
+        "truncate_prompt_tokens": 9,
+        "top_n_sigma": 1.5,
+        "typical_p": 0.9,
+    }
+    given = job_of(completion(**body, logit_bias={"5": 1, "42": -100})).sampling
+    assert given == SamplingParams(**body, logit_bias={5: 1, 42: -100})
+    assert job_of(chat(**body, logit_bias={"5": 1, "42": -100})).sampling == given
+    assert job_of(completion(logprobs=-1)).sampling.logprobs == -1
+
+
 def test_sequences_beams_and_sharing_are_read():
     drawn = job_of(completion(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)).sampling
     assert drawn == SamplingParams(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)
@@ -181,6 +201,9 @@ def test_a_chat_is_read_whole():
         {"stream": False},
         {"presence_penalty": 0.0},
         {"logit_bias": {}},
+        {"repetition_penalty": 1.0},
+        {"bad_words": []},
+        {"echo": None},
         {"stop": None},
         {"user": None},
     ],
@@ -205,8 +228,28 @@ def test_fields_that_ask_for_nothing_pass(body):
         (completion(n=True), "body.n"),
         (completion(echo=True), "body.echo"),
         (completion(stream=True), "body.stream"),
-        (completion(frequency_penalty=0.5), "body.frequency_penalty"),
-        (completion(logit_bias={"5": 1}), "body.logit_bias"),
+        (completion(frequency_penalty=2.5), "body.frequency_penalty"),
+        (completion(presence_penalty="much"), "body.presence_penalty"),
+        (completion(repetition_penalty=0), "body.repetition_penalty"),
+        (completion(logit_bias={"5": 101}), "body.logit_bias[5]"),
+        (completion(logit_bias={"five": 1}), "body.logit_bias"),
+        (completion(logit_bias={"-5": 1}), "body.logit_bias"),
+        (completion(logit_bias={"5": 1, "05": 1}), "body.logit_bias"),
+        (completion(logit_bias={"9" * 11: 1}), "body.logit_bias"),
+        (completion(logit_bias=[[5, 1]]), "body.logit_bias"),
+        (completion(logit_bias={str(token_id): 1 for token_id in range(301)}), "body.logit_bias"),
+        (completion(bad_words=5), "body.bad_words"),
+        (completion(bad_words=[" "]), "body.bad_words"),
+        (completion(allowed_token_ids="5"), "body.allowed_token_ids"),
+        (completion(allowed_token_ids=[]), "body.allowed_token_ids"),
+        (completion(logprob_token_ids=5), "body.logprob_token_ids"),
+        (completion(logprob_token_ids=[5], logprobs=1), "body.logprobs"),
+        (completion(prompt_logprobs=True), "body.prompt_logprobs"),
+        (completion(truncate_prompt_tokens=0), "body.truncate_prompt_tokens"),
+        (completion(include_stop_str_in_output=1), "body.include_stop_str_in_output"),
+        (completion(detokenize="no"), "body.detokenize"),
+        (completion(top_n_sigma=-1), "body.top_n_sigma"),
+        (completion(typical_p=0), "body.typical_p"),
         (completion(user="me"), "body.user"),
         (completion(messages=[]), "body.messages"),
         (completion(max_completion_tokens=5), "body.max_completion_tokens"),
@@ -217,7 +260,7 @@ def test_fields_that_ask_for_nothing_pass(body):
         (completion(temperature="hot"), "body.temperature"),
         (completion(max_tokens=1.5), "body.max_tokens"),
         (completion(logprobs=True), "body.logprobs"),
-        (completion(logprobs=21), "body.logprobs"),
+        (completion(logprobs=-2), "body.logprobs"),
         (completion(stop=5), "body.stop"),
         (completion(stop_token_ids="5"), "body.stop_token_ids"),
         (completion(ignore_eos=1), "body.ignore_eos"),
@@ -293,6 +336,26 @@ def test_a_chat_line_is_openais():
     first = body["choices"][0]["logprobs"]["content"][0]
     assert (first["token"], first["bytes"], first["logprob"]) == ("a", [97], -1.0)
     assert [token["token"] for token in first["top_logprobs"]] == ["a", "c"]
+
+
+def test_tokens_that_were_asked_for_and_those_of_the_prompt_are_there():
+    position = PositionLogprobs(TokenLogprob(97, -1.0, 1), (), (TokenLogprob(99, -2.0, None),))
+    one = dataclasses.replace(OUTPUT.outputs[0], logprobs=(position,))
+    of_prompt = (None, PositionLogprobs(TokenLogprob(98, -3.0, 2), (TokenLogprob(97, -0.5, 1),)))
+    output = dataclasses.replace(OUTPUT, outputs=(one,), prompt_logprobs=of_prompt)
+    shown = [
+        None,
+        {
+            "98": {"logprob": -3.0, "rank": 2, "decoded_token": "b"},
+            "97": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+        },
+    ]
+    body = json.loads(success_line(completion(), output, model="m", token_text=chr))["response"]["body"]
+    assert body["choices"][0]["prompt_logprobs"] == shown
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"c": -2.0}]
+    body = json.loads(success_line(chat(), output, model="m", token_text=chr))["response"]["body"]
+    assert body["prompt_logprobs"] == shown
+    assert [one["token"] for one in body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]] == ["c"]
 
 
 @pytest.mark.parametrize("line", [completion(), chat()], ids=["completion", "chat"])

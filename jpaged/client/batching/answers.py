@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ from jpaged.client.batching.scoring import (
 )
 from jpaged.client.openai import EMBEDDINGS_URL, SCORE_URL, Job, Line, job_of, response_line, success_line
 from jpaged.errors import NotFound, Unsupported
-from jpaged.types import ModelInfo, RequestOutput, SamplingParams
+from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
 
 class Completer(Protocol):
@@ -49,16 +49,20 @@ class Completer(Protocol):
 
 @runtime_checkable
 class Scorer(Protocol):
-    """What knows how likely continuations are: log-probability and whether it is the greedy one, for each."""
+    """What knows how likely continuations are."""
 
-    async def score(self, prompt: Text, continuations: Sequence[Text]) -> Sequence[tuple[float, bool]]: ...
+    async def score(self, prompt: Text, continuations: Sequence[Text]) -> Sequence[Score]: ...
 
 
 @runtime_checkable
 class Embedder(Protocol):
     """What makes a vector of each input."""
 
-    async def embed(self, inputs: Sequence[Text], pooling: str) -> Sequence[Sequence[float]]: ...
+    async def embed(self, inputs: Sequence[Text], *, pooling: Pooling) -> Sequence[Sequence[float]]: ...
+
+
+MAX_PARTS = 1024
+"""Inputs or continuations of one call, as `inference.proto` bounds them; a line may have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,9 @@ class Answers:
     async def _name_tokens(self, server: Completer, output: RequestOutput) -> None:
         """Learns the texts of the tokens that the output's log-probabilities speak of."""
         positions = [position for one in output.outputs for position in one.logprobs or ()]
-        token_ids = {token.token_id for position in positions for token in (position.chosen, *position.top)}
+        positions += [position for position in output.prompt_logprobs or () if position is not None]
+        tokens = {token for one in positions for token in (one.chosen, *one.top, *one.asked)}
+        token_ids = {token.token_id for token in tokens}
         for token_id in token_ids - self._token_texts.keys():
             self._token_texts[token_id] = await server.detokenize([token_id], skip_special_tokens=False)
 
@@ -128,11 +134,12 @@ class Answers:
         if isinstance(job, ScoreJob):
             if not isinstance(server, Scorer):
                 raise Unsupported(f"the server does not offer {url} of continuations")
-            return loglikelihoods_body(job, await server.score(job.prompt, job.continuations), model=model), 0
+            scores = [one for part in _parts(job.continuations) for one in await server.score(job.prompt, part)]
+            return loglikelihoods_body(job, scores, model=model), 0
         if not isinstance(server, Embedder):
             raise Unsupported(f"the server does not offer {url}{'' if isinstance(job, EmbedJob) else ' of texts'}")
         inputs = job.inputs if isinstance(job, EmbedJob) else job.texts
-        vectors = await server.embed(inputs, job.pooling)
+        vectors = [one for part in _parts(inputs) for one in await server.embed(part, pooling=job.pooling)]
         num_tokens = sum([len(await server.tokenize(one) if isinstance(one, str) else one) for one in inputs])
         if isinstance(job, EmbedJob):
             return embeddings_body(job, vectors, model=model, prompt_tokens=num_tokens), num_tokens
@@ -141,6 +148,11 @@ class Answers:
     def _require_model(self, name: str | None) -> None:
         if name is not None and name != self._model.name:
             raise NotFound(f"body.model: {name!r} is not served; {self._model.name!r} is")
+
+
+def _parts(texts: Sequence[Text]) -> Iterator[Sequence[Text]]:
+    """The texts, in as many as one call may have."""
+    return (texts[start : start + MAX_PARTS] for start in range(0, len(texts), MAX_PARTS))
 
 
 def seed_of(custom_id: str) -> int:

@@ -20,13 +20,14 @@ import numpy as np
 
 from jpaged.client.openai import EMBEDDINGS_URL, Line, body_of, name_in
 from jpaged.errors import InternalError, InvalidArgument
+from jpaged.types import Pooling, Score
 
 Text = str | tuple[int, ...]
 """A text, or its token ids."""
 
 MAX_INPUTS = 2048
 """Most inputs, pairs or continuations of a line, as OpenAI bounds the inputs of an embeddings request."""
-POOLINGS = ("last", "mean")
+POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 """How the states of an input's tokens become one vector."""
 ENCODINGS = ("float", "base64")
 
@@ -42,7 +43,7 @@ class EmbedJob:
     """
 
     inputs: tuple[Text, ...]
-    pooling: str = POOLINGS[0]
+    pooling: Pooling = POOLINGS[0]
     encoding: str = ENCODINGS[0]
     dimensions: int | None = None
     model: str | None = None
@@ -62,7 +63,7 @@ class SimilarityJob:
     """Pairs of texts whose vectors are compared."""
 
     pairs: tuple[tuple[str, str], ...]
-    pooling: str = POOLINGS[0]
+    pooling: Pooling = POOLINGS[0]
     model: str | None = None
 
     @property
@@ -93,7 +94,7 @@ def _embed_job(body: Mapping[str, Any]) -> EmbedJob:
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
         raise InvalidArgument("body.dimensions", f"{dimensions!r} is not an integer of 1 or more")
     encoding = _choice(body, "encoding_format", ENCODINGS)
-    return EmbedJob(inputs, _choice(body, "pooling", POOLINGS), encoding, dimensions, name_in(body, "model"))
+    return EmbedJob(inputs, _pooling(body), encoding, dimensions, name_in(body, "model"))
 
 
 def _score_job(body: Mapping[str, Any]) -> ScoreJob:
@@ -110,12 +111,16 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
     if len(left) != len(right):
         raise InvalidArgument("body.text_2", f"{len(right)} texts for {len(left)} of text_1: give 1 or as many there")
     pairs = tuple(zip(left, right, strict=True))
-    return SimilarityJob(pairs, _choice(body, "pooling", POOLINGS), name_in(body, "model"))
+    return SimilarityJob(pairs, _pooling(body), name_in(body, "model"))
 
 
 def _check_names(body: Mapping[str, Any], own: set[str]) -> None:
     for name in body.keys() - own - {"model"}:
         raise InvalidArgument(f"body.{name}", f"is not supported beside {', '.join(sorted(own))}")
+
+
+def _pooling(body: Mapping[str, Any]) -> Pooling:
+    return "mean" if _choice(body, "pooling", POOLINGS) == "mean" else "last"
 
 
 def _choice(body: Mapping[str, Any], name: str, choices: tuple[str, ...]) -> str:
@@ -169,12 +174,12 @@ def embeddings_body(
     return _body(model, data, prompt_tokens)
 
 
-def loglikelihoods_body(job: ScoreJob, scores: Sequence[tuple[float, bool]], *, model: str) -> dict[str, Any]:
+def loglikelihoods_body(job: ScoreJob, scores: Sequence[Score], *, model: str) -> dict[str, Any]:
     """The body that answers a ScoreJob: natural logarithms, and whether greedy decoding would have said the same."""
     _require_one_each(job.continuations, scores)
     data = [
-        {"object": "loglikelihood", "index": i, "logprob": logprob, "is_greedy": is_greedy}
-        for i, (logprob, is_greedy) in enumerate(scores)
+        {"object": "loglikelihood", "index": i, "logprob": score.logprob, "is_greedy": score.is_greedy}
+        for i, score in enumerate(scores)
     ]
     return _body(model, data)
 

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jpaged.client.aio import AsyncClient
 from jpaged.client.batch import BatchOptions, run_batch
 from jpaged.client.batching.answers import Answers, Embedder, Scorer, seed_of
 from jpaged.client.batching.scoring import EmbedJob, ScoreJob, SimilarityJob, Text, scoring_job_of
 from jpaged.client.openai import Line
 from jpaged.errors import InternalError, InvalidArgument, NotFound
-from jpaged.types import RequestOutput, SamplingParams
+from jpaged.types import Pooling, RequestOutput, SamplingParams, Score, TokenLogprob
 from tests.client.test_batch import ignore, results, write_input
 from tests.server.harness import MODEL, running
 
@@ -40,11 +39,11 @@ class FakeServer:
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         raise AssertionError("nothing is generated")
 
-    async def score(self, prompt: Text, continuations: Sequence[Text]) -> list[tuple[float, bool]]:
+    async def score(self, prompt: Text, continuations: Sequence[Text]) -> list[Score]:
         self.asked.append((prompt, tuple(continuations)))
-        return [(-float(len(one)), len(one) == 1) for one in continuations]
+        return [Score((TokenLogprob(0, -float(len(one))),), is_greedy=len(one) == 1) for one in continuations]
 
-    async def embed(self, inputs: Sequence[Text], pooling: str) -> list[list[float]]:
+    async def embed(self, inputs: Sequence[Text], *, pooling: Pooling) -> list[list[float]]:
         self.asked.append((tuple(inputs), pooling))
         return [[len(one), float(ord(one[0]) if isinstance(one, str) else one[0])] for one in inputs]
 
@@ -162,21 +161,11 @@ async def test_another_model_and_a_short_answer_are_errors():
         await answered(EMBEDDINGS, {"input": "x", "model": "other"})
 
     class Short(FakeServer):
-        async def embed(self, inputs: Sequence[Text], pooling: str) -> list[list[float]]:
-            return (await super().embed(inputs, pooling))[1:]
+        async def embed(self, inputs: Sequence[Text], *, pooling: Pooling) -> list[list[float]]:
+            return (await super().embed(inputs, pooling=pooling))[1:]
 
     with pytest.raises(InternalError, match="the server answered 1 of 2 inputs"):
         await answered(EMBEDDINGS, {"input": ["x", "y"]}, Short())
-
-
-class Offering(AsyncClient):
-    """A client as one will be whose server scores and embeds."""
-
-    async def score(self, prompt: Text, continuations: Sequence[Text]) -> list[tuple[float, bool]]:
-        return await FakeServer().score(prompt, continuations)
-
-    async def embed(self, inputs: Sequence[Text], pooling: str) -> list[list[float]]:
-        return await FakeServer().embed(inputs, pooling)
 
 
 SCORING_BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -200,13 +189,27 @@ async def test_a_server_that_does_not_offer_it_is_a_failed_line_that_says_so():
         assert getattr(raised.value, "grpc_status", None) == "UNIMPLEMENTED"
 
 
-async def test_batches_score_and_embed(tmp_path, monkeypatch):
-    monkeypatch.setattr("jpaged.client.batch.AsyncClient", Offering)
+async def test_a_line_of_many_texts_is_several_calls():
+    server = FakeServer()
+    body = await answered(EMBEDDINGS, {"input": [f"{number:04}" for number in range(1500)]}, server)
+    assert [len(inputs) for inputs, _ in server.asked] == [1024, 476]
+    assert [one["index"] for one in body["data"]] == list(range(1500))
+    server = FakeServer()
+    body = await answered(SCORE, {"prompt": "p", "continuations": ["x"] * 1025}, server)
+    assert [len(continuations) for _, continuations in server.asked] == [1024, 1]
+    assert len(body["data"]) == 1025
+
+
+async def test_batches_score_and_embed(tmp_path):
     source, target = write_input(tmp_path / "in", SCORING_BODIES), tmp_path / "out"
     async with running() as harness:
         summary = await run_batch(BatchOptions(source, target, harness.target), ignore)
     assert (summary.num_succeeded, summary.num_failed) == (3, 0)
-    assert [line["response"]["body"]["data"][0]["index"] for line in results(target).values()] == [0, 0, 0]
+    answers = results(target)
+    embedded, scored, compared = (answers[f"c{number}"]["response"]["body"]["data"] for number in range(3))
+    assert len(embedded[0]["embedding"]) > 1
+    assert (scored[0]["logprob"] < 0, type(scored[0]["is_greedy"])) == (True, bool)
+    assert -1 <= compared[0]["score"] <= 1
 
 
 def test_a_seed_is_a_function_of_the_custom_id_alone():
