@@ -340,4 +340,5 @@ def _model_info(source: Source, resolved: EngineConfig, geometry: Geometry, answ
         max_lora_rank=resolved.lora.max_lora_rank if geometry.max_loras else 0,
         tool_call_parser=answer_format.tools.name if answer_format.tools else "",
         reasoning_parser=answer_format.reasoning.name if answer_format.reasoning else "",
+        max_logprobs=resolved.model.max_logprobs,
     )

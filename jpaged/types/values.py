@@ -48,6 +48,7 @@ class ModelInfo:
     Attributes:
         tool_call_parser: the format in which it writes tool calls; "" where none is known.
         reasoning_parser: the same of its reasoning.
+        max_logprobs: likeliest tokens that a request may be told of at each position; -1 is all.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ModelInfo:
     max_lora_rank: int = 0
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    max_logprobs: int = 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,7 @@ def jobset_problems(document: Document) -> list[str]:
     jobs = [job["name"] for job in spec["replicatedJobs"]]
     address = f"{name}-{jobs[0]}-0-0.{spec['network']['subdomain']}:{config.server.port}"
     target = parse(command_of(batch.container)).target
-    found = [] if target == address else [f"JobSet/{name}: --target is {target}; the server is {address}"]
+    found = [] if target == [address] else [f"JobSet/{name}: --target is {target}; the server is {address}"]
     if spec["replicatedJobs"][1].get("dependsOn") != [{"name": jobs[0], "status": "Ready"}]:
         found.append(f"JobSet/{name}: {jobs[1]} does not wait for {jobs[0]} to be ready")
     if spec["successPolicy"].get("targetReplicatedJobs") != [jobs[1]]:

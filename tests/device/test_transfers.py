@@ -224,7 +224,8 @@ def test_without_host_memory_only_copies_are_compiled(monkeypatch: pytest.Monkey
     options = dataclasses.replace(tiny_model.OPTIONS, cache=cache)
     executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), options)
     assert executor.geometry.num_host_blocks == 0
-    assert {spec.kind for spec in executor._programs._sources} == {"forward", "sample", "decode", "copy"}
+    kinds = {spec.kind for spec in executor._programs._sources}
+    assert kinds == {"forward", "sample", "edited", "count", "tell", "decode", "copy"}
     for verb in ("pack", "forward", "sample"):
         monkeypatch.setattr(executor._runner, verb, lambda *arguments: None)
     rates = measure_rates(executor._runner, executor._mover, executor._programs, executor.geometry)

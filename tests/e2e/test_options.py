@@ -24,10 +24,13 @@ from jpaged.llm import LLM, TokensPrompt
 from jpaged.load import EngineLoad
 from jpaged.types import SamplingParams
 from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts, write_model
+from tests.models.tiny import tiny_case
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
 UNSEEDED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, logprobs=0)
 BASE = {"max_model_len": 64, "num_blocks": 40}
+NUM_LEAST = 10
+"""Programs that a server begins with, those of swaps among them."""
 OTHER_SIZES = {"max_model_len": 40, "block_size": 4, "num_blocks": 9, "max_num_seqs": 3, "max_num_batched_tokens": 11}
 SERVER_VALUES = {
     "served_model_name": "another",
@@ -235,6 +238,17 @@ def test_seed_is_where_requests_without_one_get_theirs(folder: Path) -> None:
     assert len({*sampled[0], *sampled[2]}) == 4
 
 
+@flips("max_logprobs")
+def test_as_many_likeliest_tokens_are_told_as_the_option_allows(base: LLM, folder: Path) -> None:
+    asked = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=-1)
+    with pytest.raises(InvalidArgument, match=r"sampling.logprobs: -1 is over max_logprobs \(20\)"):
+        base.generate([TokensPrompt(prompt_token_ids=[1, 2])], asked)
+    with open_llm(folder, max_logprobs=-1, **BASE) as llm:
+        (output,) = llm.generate([TokensPrompt(prompt_token_ids=[1, 2])], asked)
+    told = [position.top for position in output.outputs[0].logprobs or ()]
+    assert [len(top) for top in told] == [tiny_case("llama_mha").config["vocab_size"]] * 2
+
+
 @flips("wait_for_all_programs")
 def test_without_waiting_for_all_programs_the_least_set_runs_everything(
     base: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -258,7 +272,7 @@ def test_without_waiting_for_all_programs_the_least_set_runs_everything(
     with open_llm(folder, wait_for_all_programs=False, **sizes, **BASE) as early:
         (store,) = kept_back
         on_least, num_least = tokens(early), len(store.ready)
-        assert num_least == 5 < len(store.specs)
+        assert num_least == NUM_LEAST < len(store.specs)
         compile_rest(store, lambda what, done, total: None)
     with open_llm(folder, **sizes, **BASE) as llm:
         assert len(kept_back) == 2

@@ -242,8 +242,8 @@ MEMORY_FAULTS = (
     Fault(
         "what samples have sampled is matched for their leader",
         "kv/prefixes.py",
-        "return len(leader.token_ids) if group.is_forked else leader.num_prompt_tokens",
-        "return len(leader.token_ids)",
+        "num_tokens = len(leader.token_ids) if group.is_forked else leader.num_prompt_tokens",
+        "num_tokens = len(leader.token_ids)",
         LIVES,
     ),
     Fault(

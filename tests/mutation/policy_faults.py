@@ -15,7 +15,7 @@ OUTGROWING = ("scheduling/test_outgrowing.py",)
 POLICY_FAULTS = (
     Fault(
         "a size between two powers of two is beyond the limit",
-        "executor.py",
+        "executor/shapes.py",
         "halves_from <= size < limit * 2 / 3",
         "halves_from <= size",
         ("test_buckets.py",),

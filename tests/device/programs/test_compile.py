@@ -34,14 +34,15 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 def test_the_list_of_programs() -> None:
     buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=9)
-    least = ["forward[32]", "sample[9, top]", "copy[8]"]
+    tells = ["tell[64, logprobs]", "tell[8, all-logprobs]", "tell[64, hidden]"]
+    least = ["forward[32]", "sample[9, top]", "edited[9, top]", *tells, "count[256]", "copy[8]"]
     steps = ["forward[8]", "forward[16]", "sample[8, top]", "sample[8]", "sample[9]"]
     steps += ["sample[8, logprobs]", "sample[9, logprobs]"]
     names = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=False)))
-    assert names == [*least, *steps, "copy[64]"]
+    assert names == [*least, *steps, "copy[64]", "edited[8, top]", "edited[8]", "edited[9]"]
     swaps = ["swap_out[8]", "swap_in[8]", "swap_out[64]", "swap_in[64]"]
     with_swaps = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=True)))
-    assert with_swaps[:5] == [*least, "swap_out[8]", "swap_in[8]"]
+    assert with_swaps[: len(least) + 2] == [*least, "swap_out[8]", "swap_in[8]"]
     assert len(with_swaps) == len(set(with_swaps))
     assert sorted(with_swaps) == sorted([*names, *swaps])
 
@@ -53,7 +54,9 @@ def test_several_steps_are_compiled_last_but_for_the_fewest_rows() -> None:
     single = program_specs(BucketTable(buckets.tokens, buckets.rows), (8,), has_host_blocks=False)
     assert [name for name in names if not name.startswith("decode")] == list(map(str, single))
     assert names.index("decode[8]") < names.index("sample[9]")
-    assert names[-1] == "decode[9]"
+    assert names.index("decode[9]") > names.index("copy[8]")
+    behind = names[names.index("decode[9]") + 1 :]
+    assert behind == [name for name in names[names.index("copy[8]") :] if name.startswith("edited")]
 
 
 def test_the_list_begins_with_what_any_step_can_be_padded_to() -> None:

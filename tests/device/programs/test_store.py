@@ -133,16 +133,20 @@ def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> Non
     assert not store.ready
 
 
+NUM_LEAST = 10
+"""Programs that a server begins with: one that steps, one that samples, one that edits, what counts, what is told three
+ways, and moves three ways."""
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds back every program behind the least set, until it is set."""
     gate = threading.Event()
     begun: list[Callable[[], jax.stages.Lowered]] = []
-    num_least = 5
 
     def held(lowering: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         begun.append(lowering)
-        if len(begun) > num_least:
+        if len(begun) > NUM_LEAST:
             assert gate.wait(TIMEOUT_S)
         return lowering().compile()
 
@@ -171,7 +175,7 @@ def test_steps_run_on_the_least_set_as_on_all(gate: threading.Event, detail: Det
     early.warm_up(report)
     least = early.geometry.buckets
     assert (least.tokens, least.rows) == ((16,), (8,))
-    assert len(early._programs.ready) == 5 < len(early._programs.specs)
+    assert len(early._programs.ready) == NUM_LEAST < len(early._programs.specs)
     on_least = tokens_of(early, detail=detail)
     gate.set()
     assert report.is_complete.wait(TIMEOUT_S)
