@@ -20,6 +20,11 @@ ABOVE = [(name, found[1]) for name, _, text in ROWS if (found := re.fullmatch(r"
 BESIDE: dict[str, dict[str, Any]] = {"length_penalty": {"beam_width": 2}}
 
 
+def params_of(name: str, value: float) -> SamplingParams:
+    given: dict[str, Any] = {name: value, **BESIDE.get(name, {})}
+    return SamplingParams(**given)
+
+
 def test_every_field_is_there_with_its_default() -> None:
     assert [(name, default) for name, default, _ in ROWS] == [(f.name, repr(f.default)) for f in fields(SamplingParams)]
 
@@ -27,18 +32,18 @@ def test_every_field_is_there_with_its_default() -> None:
 @pytest.mark.parametrize(("name", "low", "high"), RANGES)
 def test_bounds_are_what_they_say(name: str, low: str, high: str) -> None:
     for value in (int(low), int(high)):
-        assert getattr(SamplingParams(**{name: value}, **BESIDE.get(name, {})), name) == value
+        assert getattr(params_of(name, value), name) == value
     for value in (int(low) - 1, int(high) + 1):
         with pytest.raises(InvalidArgument, match=f"sampling.{name}: {value}"):
-            SamplingParams(**{name: value}, **BESIDE.get(name, {}))
+            params_of(name, value)
 
 
 @pytest.mark.parametrize(("name", "high"), ABOVE)
 def test_what_is_above_0_is_not_0(name: str, high: str) -> None:
-    assert getattr(SamplingParams(**{name: float(high)}), name) == float(high)
+    assert getattr(params_of(name, float(high)), name) == float(high)
     for value in (0.0, float(high) + 0.5):
         with pytest.raises(InvalidArgument, match=f"sampling.{name}: {value}"):
-            SamplingParams(**{name: value})
+            params_of(name, value)
 
 
 def test_most_bounds_are_held_here() -> None:

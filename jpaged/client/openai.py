@@ -10,7 +10,9 @@ request becomes a failed line of output, with a custom_id of null where it has n
 A field of a body that cannot be honoured is an error of its line, never ignored. A few fields say what happens anyway
 (`stream` of false, `tools` of none): those pass with that value and with no other. What OpenAI does
 not have but `SamplingParams` does (`top_k`, `beam_width`, `priority`, `cache_salt`, ...) is a field of the body too, as
-`adapter` is, the name of one that the server has loaded. What chats have beside is read in `openai_chat.py`, bodies of
+`adapter` is, the name of one that the server has loaded. Log-probabilities of the prompt are `prompt_logprobs` of each
+choice, and of the whole answer to a chat: an entry a token as vLLM has it
+(https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html). What chats have beside is read in `openai_chat.py`, bodies of
 /v1/embeddings and /v1/score in `batching/scoring.py`.
 """
 
@@ -43,10 +45,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _NEUTRAL_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "echo": (False,), "suffix": ("",)}
 _NEUTRAL_CHAT = _NEUTRAL
-_FLAGS = tuple(f.name for f in fields(SamplingParams) if isinstance(f.default, bool) and f.name != "early_stopping")
-_UNSHOWN = {"prompt_logprobs", "logprob_token_ids"}
-"""What bodies of answers have no place for."""
-_SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"} - _UNSHOWN
+_SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
+_TEXTS = {"stop", "bad_words"}
+"""Lists of texts, of which one may stand by itself."""
+_LISTS = _TEXTS | {"stop_token_ids", "allowed_token_ids", "logprob_token_ids"}
+_FLAGS = {f.name for f in fields(SamplingParams) if isinstance(f.default, bool)} - {"early_stopping"}
+_MAX_ID_DIGITS = 10
+"""Of 2**32 - 1, above which no message has a token id."""
 TokenText = Callable[[int], str]
 
 
@@ -265,14 +270,14 @@ def _check_names(body: Mapping[str, Any], own: set[str], neutral: Mapping[str, t
 
 def _sampling(body: Mapping[str, Any], logprobs: int | None) -> SamplingParams:
     values = {name: value for name, value in body.items() if name in _SAMPLING}
-    for name in ("stop", "stop_token_ids"):
-        if name in values and not isinstance(values[name], list | (str if name == "stop" else list)):
+    for name in _LISTS & values.keys():
+        if not isinstance(values[name], list | (str if name in _TEXTS else list)):
             raise InvalidArgument(f"body.{name}", f"{values[name]!r} is not a list")
-    if "logit_bias" in values:
-        values["logit_bias"] = _biases(values["logit_bias"]) or None
-    for name in _FLAGS:
-        if not isinstance(values.get(name, True), bool):
+    for name in _FLAGS & values.keys():
+        if not isinstance(values[name], bool):
             raise InvalidArgument(f"body.{name}", f"{values[name]!r} is not true or false")
+    if "logit_bias" in values:
+        values["logit_bias"] = _biases(values["logit_bias"])
     try:
         if "response_format" in body:
             if values.get("structured_outputs") is not None:
@@ -283,14 +288,17 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None) -> SamplingParams:
         raise InvalidArgument(error.field.replace("sampling.", "body."), error.problem) from error
 
 
-def _biases(given: Any) -> dict[int, Any]:
-    """Biases by token id; names of JSON are texts."""
+def _biases(given: Any) -> dict[int, Any] | None:
+    """Token ids -> what is added; JSON has them as texts."""
     if not isinstance(given, dict):
         raise InvalidArgument("body.logit_bias", f"{given!r} is not an object of token ids and numbers")
     for name in given:
-        if not (name.isascii() and name.isdigit()):
+        if not (name.isascii() and name.isdigit() and len(name) <= _MAX_ID_DIGITS):
             raise InvalidArgument("body.logit_bias", f"{name!r} is not a token id")
-    return {int(name): bias for name, bias in given.items()}
+    biases = {int(name): bias for name, bias in given.items()}
+    if len(biases) < len(given):
+        raise InvalidArgument("body.logit_bias", "names a token twice")
+    return biases or None
 
 
 def name_in(body: Mapping[str, Any], field: str) -> str | None:
@@ -311,7 +319,11 @@ def _int_or_none(body: Mapping[str, Any], name: str) -> int | None:
 def success_line(line: Line, output: RequestOutput, *, model: str, token_text: TokenText) -> str:
     """The output line of a request that finished just now. `token_text` knows every token of its log-probabilities."""
     is_chat = line.url == CHAT_URL
+    told = output.prompt_logprobs
+    of_prompt = {} if told is None else {"prompt_logprobs": [_prompt_position(one, token_text) for one in told]}
     choices = [_choice(one, is_chat, token_text) for one in output.outputs]
+    if not is_chat:
+        choices = [{**choice, **of_prompt} for choice in choices]
     usage = output.usage
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{output.request_id}",
@@ -325,6 +337,7 @@ def success_line(line: Line, output: RequestOutput, *, model: str, token_text: T
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
+        **(of_prompt if is_chat else {}),
     }
     return response_line(line.custom_id, output.request_id, body)
 
@@ -368,13 +381,26 @@ def _choice(output: CompletionOutput, is_chat: bool, token_text: TokenText) -> d
     }
 
 
+def _prompt_position(position: PositionLogprobs | None, token_text: TokenText) -> dict[str, Any] | None:
+    """What the model thought of one token of the prompt; of the first it thought nothing."""
+    if position is None:
+        return None
+    return {
+        str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": token_text(one.token_id)}
+        for one in (position.chosen, *position.top)
+    }
+
+
 def _completion_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) -> dict[str, Any]:
     tokens = [token_text(position.chosen.token_id) for position in positions]
     offsets = [0]
     for text in tokens[:-1]:
         offsets.append(offsets[-1] + len(text))
     # Two tokens can have one text (a byte of a character, say); the likelier one keeps the place.
-    tops = [{token_text(t.token_id): t.logprob for t in reversed(position.top)} for position in positions]
+    tops = [
+        {token_text(t.token_id): t.logprob for t in reversed((*position.top, *position.asked))}
+        for position in positions
+    ]
     return {
         "tokens": tokens,
         "token_logprobs": [position.chosen.logprob for position in positions],
@@ -392,7 +418,7 @@ def _chat_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText)
         "content": [
             {
                 **entry(position.chosen.token_id, position.chosen.logprob),
-                "top_logprobs": [entry(token.token_id, token.logprob) for token in position.top],
+                "top_logprobs": [entry(token.token_id, token.logprob) for token in (*position.top, *position.asked)],
             }
             for position in positions
         ]

@@ -24,7 +24,6 @@ from jpaged.llm import LLM, TokensPrompt
 from jpaged.load import EngineLoad
 from jpaged.types import SamplingParams
 from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts, write_model
-from tests.models.tiny import tiny_case
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
 UNSEEDED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -48,7 +47,14 @@ SERVER_VALUES = {
     "metrics_port": 9090,
     "max_messages_per_second": 9,
 }
-APART = {"enable_expert_parallel", "quantization", "tool_call_parser", "reasoning_parser", *field_names(LoraOptions)}
+APART = {
+    "enable_expert_parallel",
+    "quantization",
+    "tool_call_parser",
+    "reasoning_parser",
+    "max_logprobs",
+    *field_names(LoraOptions),
+}
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -236,17 +242,6 @@ def test_seed_is_where_requests_without_one_get_theirs(folder: Path) -> None:
             sampled.append([completion.token_ids for completion in generate(llm, random_prompts([5]) * 2, UNSEEDED)])
     assert sampled[0] == sampled[1]
     assert len({*sampled[0], *sampled[2]}) == 4
-
-
-@flips("max_logprobs")
-def test_as_many_likeliest_tokens_are_told_as_the_option_allows(base: LLM, folder: Path) -> None:
-    asked = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=-1)
-    with pytest.raises(InvalidArgument, match=r"sampling.logprobs: -1 is over max_logprobs \(20\)"):
-        base.generate([TokensPrompt(prompt_token_ids=[1, 2])], asked)
-    with open_llm(folder, max_logprobs=-1, **BASE) as llm:
-        (output,) = llm.generate([TokensPrompt(prompt_token_ids=[1, 2])], asked)
-    told = [position.top for position in output.outputs[0].logprobs or ()]
-    assert [len(top) for top in told] == [tiny_case("llama_mha").config["vocab_size"]] * 2
 
 
 @flips("wait_for_all_programs")

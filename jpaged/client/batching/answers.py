@@ -127,7 +127,9 @@ class Answers:
     async def _name_tokens(self, server: Server, output: RequestOutput) -> None:
         """Learns the texts of the tokens that the output's log-probabilities speak of."""
         positions = [position for one in output.outputs for position in one.logprobs or ()]
-        token_ids = {token.token_id for position in positions for token in (position.chosen, *position.top)}
+        positions += [position for position in output.prompt_logprobs or () if position is not None]
+        tokens = {token for one in positions for token in (one.chosen, *one.top, *one.asked)}
+        token_ids = {token.token_id for token in tokens}
         for token_id in token_ids - self._token_texts.keys():
             self._token_texts[token_id] = await server.detokenize([token_id], skip_special_tokens=False)
 
