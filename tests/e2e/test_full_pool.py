@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from jpaged.errors import InvalidArgument
+from jpaged.llm import LLM
 from jpaged.types import SamplingParams
 from tests.e2e.rig import engine_of, generate, open_llm, random_prompts, write_model
 from tests.e2e.test_options import watch
@@ -30,3 +32,12 @@ def test_the_last_block_is_given_away_and_all_requests_end_right(
     assert max(load.num_blocks_used for load in loads) == NUM_BLOCKS
     assert loads[-1].num_preemptions > 0
     assert all(len(token_ids) == 20 for token_ids in together)
+
+
+def test_more_blocks_than_memory_are_refused(tmp_path: Path) -> None:
+    folder = write_model("llama_mha", tmp_path)
+    with pytest.raises(
+        InvalidArgument,
+        match=r"num_blocks: 40000000 blocks do not fit: .* blocks of 16384 bytes; lower num_blocks to \d+",
+    ):
+        LLM(str(folder), num_blocks=40_000_000)

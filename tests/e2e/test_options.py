@@ -326,14 +326,6 @@ def test_a_pool_of_one_block_is_enough(folder: Path, size: dict[str, int]) -> No
             generate(llm, random_prompts([5]), GREEDY)
 
 
-def test_more_blocks_than_memory_are_refused(folder: Path) -> None:
-    with pytest.raises(
-        InvalidArgument,
-        match=r"num_blocks: 40000000 blocks do not fit: .* blocks of 16384 bytes; lower num_blocks to \d+",
-    ):
-        LLM(str(folder), num_blocks=40_000_000)
-
-
 @flips("max_num_seqs")
 def test_max_num_seqs_is_how_many_run(base: LLM, other: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     for llm, num_rows in ((base, 8), (other, 3)):
