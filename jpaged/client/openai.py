@@ -9,8 +9,8 @@ request becomes a failed line of output, with a custom_id of null where it has n
 
 A field of a body that cannot be honoured is an error of its line, never ignored. A few fields say what happens anyway
 (`stream` of false, `echo` of false): those pass with that value and with no other. What OpenAI does not have but
-`SamplingParams` does (`top_k`, `beam_width`, `priority`, `cache_salt`, ...) is a field of the body too, as `adapter` is,
-the name of one that the server has loaded. Log-probabilities of the prompt are `prompt_logprobs` of each choice, and of
+`SamplingParams` does (`top_k`, `beam_width`, `cache_salt`, ...) is a field of the body too, as `adapter` is, the name
+of one that the server has loaded. Log-probabilities of the prompt are `prompt_logprobs` of each choice, and of
 the whole answer to a chat: an entry a token as vLLM has it
 (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html). What chats have beside is read in
 `openai_chat.py`, bodies of /v1/embeddings and /v1/score in `batching/scoring.py`.

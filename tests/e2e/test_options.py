@@ -47,14 +47,8 @@ SERVER_VALUES = {
     "metrics_port": 9090,
     "max_messages_per_second": 9,
 }
-APART = {
-    "enable_expert_parallel",
-    "quantization",
-    "tool_call_parser",
-    "reasoning_parser",
-    "max_logprobs",
-    *field_names(LoraOptions),
-}
+APART = {"enable_expert_parallel", "quantization", "max_logprobs", *field_names(LoraOptions)}
+APART |= {"tool_call_parser", "reasoning_parser"}
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 
 Test = TypeVar("Test", bound=Callable[..., None])
